@@ -1,0 +1,1 @@
+"""The ClientApp: answers query, train and evaluate; local training; what a client keeps."""

@@ -1,0 +1,36 @@
+"""How good a model is on samples: accuracy and mean cross entropy."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from client_app.samples import Samples
+
+
+@dataclass(frozen=True)
+class Score:
+    """accuracy in [0, 1] and mean loss over `num_examples` samples."""
+
+    accuracy: float
+    loss: float
+    num_examples: int
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, samples: Samples) -> Score:
+    """The score of the model in eval mode; its mode is restored. ValueError without samples."""
+    if len(samples) == 0:
+        raise ValueError("there are no samples to evaluate on")
+    was_training = model.training
+    model.eval()
+    correct = torch.zeros((), dtype=torch.int64, device=samples.labels.device)
+    loss = torch.zeros((), device=samples.labels.device)
+    for x, y in samples.in_order():
+        logits: Tensor = model(x)
+        correct += (logits.argmax(1) == y).sum()
+        loss += F.cross_entropy(logits, y, reduction="sum")
+    model.train(was_training)
+    n = len(samples)
+    return Score(correct.item() / n, loss.item() / n, n)

@@ -1,0 +1,131 @@
+"""What the client half of a method is: a local objective, or a local procedure of its own.
+
+A *local objective* is a loss on one batch, run by the one local trainer (`client_app.trainer`).
+A *local procedure* overrides `Method.train` where the algorithm is not one loss on one model.
+Both are frozen dataclasses whose fields are the method's options (`protocol.options`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from models import StagedModel
+
+if TYPE_CHECKING:
+    from client_app.round import ClientRound
+
+Arrays = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What a method adds to the plain model; server and clients build the same."""
+
+    projection: str = "none"  # before the classifier: none, mlp, mlp-normalised
+    tap_heads: bool = False  # a projection head for every regularised tap
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step of local training, as a local objective sees it. B is the batch size.
+
+    x [B, C, H, W] augmented, y [B]. logits [B, num_classes] and `taps` (in the order of
+    `LocalObjective.taps`) come from the local model and carry gradient. `taps_g` and `taps_p` are
+    what `represent` made of the same batch with the frozen global and previous local model;
+    empty where the objective does not use that model.
+    """
+
+    x: Tensor
+    y: Tensor
+    logits: Tensor
+    taps: list[Tensor]
+    taps_g: list[Tensor]
+    taps_p: list[Tensor]
+    round: "ClientRound"
+
+
+@dataclass
+class Update:
+    """What a client sends back, and what it keeps.
+
+    arrays: what the server averages. extra: whatever else its strategy reads. state: everything
+    that this client keeps until its next participation, by group name; it replaces what was kept.
+    terms: mean of each loss term over the samples of this round.
+    """
+
+    arrays: Arrays
+    num_steps: int
+    terms: dict[str, float]
+    extra: Arrays = field(default_factory=dict)
+    state: dict[str, Arrays] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Method:
+    """Client half of a method."""
+
+    # Personal methods are judged by each client's own model, the others by the global one.
+    is_personal: ClassVar[bool] = False
+    # The server holds one whole model for all (FedReCo's holds only a shared extractor).
+    has_global_model: ClassVar[bool] = True
+    # What a client keeps between rounds, in words for the README's table.
+    keeps: ClassVar[str] = "nothing"
+    # What is regularised, in words for the README's table, and where it comes from.
+    regularises: ClassVar[str] = "nothing"
+    paper: ClassVar[str] = ""
+
+    def model_parts(self) -> ModelParts:
+        """What this method adds to the plain model."""
+        return ModelParts()
+
+    def train(self, now: "ClientRound") -> Update:
+        """Train for one round: read what was received and kept, return what is sent and kept."""
+        raise NotImplementedError
+
+    def personal_model(self, now: "ClientRound", state: Mapping[str, Arrays]) -> StagedModel | None:
+        """The model that this client would use on its own data, or None: the global model."""
+        return None
+
+
+@dataclass(frozen=True)
+class LocalObjective(Method):
+    """A loss on one batch: `supervised` plus `penalty`; plain cross entropy unless overridden.
+
+    The trainer sees to data, frozen models, optimiser, and what is kept. Subclasses say which taps
+    they read, what of them they compare (`represent`), and the penalty, already weighted.
+    """
+
+    uses_global: ClassVar[bool] = False  # `Batch.taps_g` is wanted
+    uses_previous: ClassVar[bool] = False  # `Batch.taps_p` is wanted; the local model is kept
+
+    def taps(self, model: StagedModel) -> list[str]:
+        """Names of the taps that are read; none by default."""
+        return []
+
+    def represent(self, model: StagedModel, taps: list[Tensor]) -> list[Tensor]:
+        """What is compared between models: by default the taps themselves, [B, ...] each.
+
+        Of a frozen model this is a constant of the sample: it is what the trainer caches.
+        """
+        return taps
+
+    def supervised(self, batch: Batch) -> Tensor:
+        """The loss on the labels, a scalar: cross entropy, mean over the batch."""
+        return F.cross_entropy(batch.logits, batch.y)
+
+    def penalty(self, batch: Batch) -> Tensor | None:
+        """The regulariser times its weight, a scalar; None where there is none.
+
+        Not called at a client's first participation if `uses_previous`: the previous model is
+        then the global one, the term is a constant and its gradient zero.
+        """
+        return None
+
+    def train(self, now: "ClientRound") -> Update:
+        """Local training as in FedAvg, on this objective."""
+        from client_app.trainer import train_on_objective
+
+        return train_on_objective(self, now)

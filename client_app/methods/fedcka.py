@@ -1,0 +1,162 @@
+"""FedCKA, client half: keep the taps nearest the input similar to the global model's.
+
+Source: Son, Kim, Chung, "Compare Where It Matters", arXiv 2112.00407; its equation numbers below
+(the journal version, Appl. Sci. 12(19) 9943, has the same).
+Server half: the default weighted average. Kept between rounds: the model this client ended with.
+Symbols: a_n tap n of the local model, a_n^g and a_n^p of the global and previous local one.
+
+Departs from the paper in one thing: CKA of wide taps comes from Gram matrices, which is equal and
+cheaper. Its text leaves three choices, made here: kernel CKA's bandwidth is the median distance
+between two samples of the batch (Kornblith et al. 2019), and follows it in the gradient too; the
+squared Frobenius norm is negated, so that larger is more alike, and divided by the number of
+entries; the last of the taps, so that M = 7 exists, is the logits.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from client_app.method import Batch, LocalObjective
+from models import StagedModel
+from protocol.options import at_least, one_of, option
+
+
+def centred(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A tap [B, ...], each feature minus its mean over the batch, [B, P]; and whether it varies.
+
+    B = 1 and dead units do not: what is left of them, if anything, is rounding.
+    """
+    x = x.flatten(1)
+    mean = x.mean(0)
+    x = x - mean
+    rounding = 4 * torch.finfo(x.dtype).eps * math.sqrt(len(x)) * mean.norm()
+    return x, x.norm() > rounding
+
+
+def ratio(part: Tensor, whole: Tensor) -> Tensor:
+    """part / whole, but 0, with gradient 0, where `whole` is 0."""
+    return torch.where(whole > 0, part / torch.where(whole > 0, whole, 1.0), 0.0)
+
+
+def alignment(x: Tensor, y: Tensor) -> Tensor:
+    """Cosine of the angle between two tensors of one shape, taken as vectors (scalar).
+
+    Of two centred Gram matrices it is CKA, eq. (3). With all zeros it is 0, with gradient 0.
+    """
+    return ratio((x * y).sum(), x.norm() * y.norm())
+
+
+def linear_view(x: Tensor) -> Tensor:
+    """What linear CKA compares of a tap [B, ...]: with X its centred features, X X', [B, B].
+
+    Of a narrow tap X itself, [B, P], which then is cheaper. All zeros if the tap does not vary.
+    """
+    x, varies = centred(x)
+    view = x if 2 * x.shape[1] < x.shape[0] else x @ x.T
+    return torch.where(varies, view, 0.0)
+
+
+def linear_alignment(x: Tensor, y: Tensor) -> Tensor:
+    """Linear CKA, eq. (3), from 0 to 1 (scalar). Invariant to rotating or scaling x or y.
+
+    x and y: `linear_view` of the same tap and batch in two models.
+    """
+    if x.shape[0] == x.shape[1]:
+        return alignment(x, y)  # ||Y'X||_F^2 = <XX', YY'>, and ||X'X||_F = ||XX'||_F
+    return ratio((y.T @ x).square().sum(), (x.T @ x).norm() * (y.T @ y).norm())
+
+
+def kernel_view(x: Tensor) -> Tensor:
+    """The centred RBF Gram matrix of a tap [B, ...], [B, B]; kernel CKA is the alignment of two."""
+    x, varies = centred(x)
+    dots = x @ x.T
+    norms = dots.diagonal()
+    distances = (norms[:, None] + norms - 2 * dots).clamp_min(0)  # squared, [B, B]
+    rows, columns = torch.triu_indices(len(x), len(x), offset=1, device=x.device)
+    if len(rows) == 0:
+        return torch.zeros_like(dots)
+    # half of the samples in one place leave no median distance: any small one tells them apart
+    width = distances[rows, columns].median().clamp_min(1e-6 * distances.detach().mean())
+    gram = torch.exp(-distances / (2 * torch.where(width > 0, width, 1.0)))
+    gram = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()
+    return torch.where(varies, gram, 0.0)
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """The tap itself."""
+    return x
+
+
+def negative_mean_square(x: Tensor, y: Tensor) -> Tensor:
+    """-||x - y||_F^2 / (number of entries), a scalar <= 0: larger is more alike."""
+    return -(x - y).square().mean()
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """`view` is taken of a tap once, `compare` of two views."""
+
+    view: Callable[[Tensor], Tensor]
+    compare: Callable[[Tensor, Tensor], Tensor]
+
+
+SIMILARITIES = {  # Table 3
+    "linear-cka": Similarity(linear_view, linear_alignment),
+    "kernel-cka": Similarity(kernel_view, alignment),
+    "cosine": Similarity(unchanged, alignment),
+    "frobenius": Similarity(unchanged, negative_mean_square),
+}
+
+
+def fedcka_penalty(
+    taps: Sequence[Tensor],
+    taps_g: Sequence[Tensor],
+    taps_p: Sequence[Tensor],
+    similarity: Similarity = SIMILARITIES["linear-cka"],
+) -> Tensor:
+    """l_cka, eq. (2), a scalar > 0: be more like the global model than like the previous one.
+
+    Element n of each list is tap n of the same batch, [B, ...]; only `taps` carries gradient.
+    """
+    losses = []
+    for a, a_g, a_p in zip(taps, taps_g, taps_p, strict=True):
+        local = similarity.view(a)  # shared by both comparisons
+        c_g = similarity.compare(local, similarity.view(a_g.detach()))
+        c_p = similarity.compare(local, similarity.view(a_p.detach()))
+        losses.append(F.softplus(c_p - c_g))  # -log(e^c_g / (e^c_g + e^c_p)) without overflow
+    return torch.stack(losses).mean()
+
+
+@dataclass(frozen=True)
+class FedCKA(LocalObjective):
+    """Contrast of linear CKA at the M taps nearest the input."""
+
+    uses_global: ClassVar[bool] = True
+    uses_previous: ClassVar[bool] = True
+    keeps: ClassVar[str] = "its previous local model"
+    regularises: ClassVar[str] = "first M taps, to the global model's, from its own previous"
+    paper: ClassVar[str] = "Son et al. 2022 (FedCKA)"
+
+    mu: float = option(at_least(0))
+    num_layers: int = option(at_least(1))
+    similarity: str = option(one_of(*SIMILARITIES))
+
+    def taps(self, model: StagedModel) -> list[str]:
+        """The M taps nearest the input; ValueError if the model has fewer."""
+        names = [*model.stage_names, "logits"]
+        if self.num_layers > len(names):
+            raise ValueError(
+                f"fedcka.num-layers = {self.num_layers}: {model.name} has {len(names)} layers to "
+                f"compare ({', '.join(names)}); the FedCKA paper uses 2"
+            )
+        return names[: self.num_layers]
+
+    def penalty(self, batch: Batch) -> Tensor:
+        """mu l_cka, the second term of eq. (1)."""
+        similarity = SIMILARITIES[self.similarity]
+        return self.mu * fedcka_penalty(batch.taps, batch.taps_g, batch.taps_p, similarity)

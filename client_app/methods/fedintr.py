@@ -1,0 +1,95 @@
+"""FedIntR, client half: every tap like the global model's, the taps weighed by how alike they are.
+
+Source: Tun et al., "Federated Learning with Intermediate Representation Regularization",
+BigComp 2023, arXiv 2210.15827; its equation numbers below.
+Server half: the default weighted average. Kept between rounds: the model this client ended with.
+Symbols: z^k = q_k(flatten(tap k)), k = 1..K, with q_k the projection head of tap k, in the model.
+
+Where the text leaves a choice, this is the authors' code: the cosines are averaged over the batch
+before the formulas (`reduction = "sample"`: formulas for each sample, then the mean), and gradient
+flows through alpha_k (`detach = true`: not). `layer-weights = "average"` is eq. (6), Table V.
+At a client's first participation (z_p = z_g) l_k is the constant log 2, and the term is left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from client_app.method import Batch, LocalObjective, ModelParts
+from models import StagedModel
+from protocol.options import at_least, more_than, one_of, option, true_or_false
+
+
+def cosines(z: Sequence[Tensor], z_other: Sequence[Tensor]) -> Tensor:
+    """sim of eq. (3) for every tap and sample, [K, B]; gradient for `z` only.
+
+    Element k of both is z^k of the same batch in two models, [B, d].
+    """
+    pairs = zip(z, z_other, strict=True)
+    return torch.stack([F.cosine_similarity(a, b.detach(), dim=1) for a, b in pairs])
+
+
+def representation_losses(s_g: Tensor, s_p: Tensor, tau: float) -> Tensor:
+    """l_k, eq. (2), [K, ...] like the similarities s_g and s_p to the global and previous model."""
+    return F.softplus((s_p - s_g) / tau)  # -log(e^{s_g/tau} / (e^{s_g/tau} + e^{s_p/tau}))
+
+
+def similarity_weights(s_g: Tensor, tau: float) -> Tensor:
+    """alpha_k, eq. (4), [K, ...]: the more alike a tap is, the more it weighs; sum over k is 1."""
+    return torch.softmax(s_g / tau, dim=0)
+
+
+def average_weights(s_g: Tensor) -> Tensor:
+    """alpha_k = 1/K, eq. (6), [K, ...]."""
+    return torch.full_like(s_g, 1 / len(s_g))
+
+
+@dataclass(frozen=True)
+class FedIntR(LocalObjective):
+    """Contrast at every stage, through a projection head each."""
+
+    uses_global: ClassVar[bool] = True
+    uses_previous: ClassVar[bool] = True
+    keeps: ClassVar[str] = "its previous local model"
+    regularises: ClassVar[str] = "all stages, to the global model's, from its own previous"
+    paper: ClassVar[str] = "Tun et al. 2023 (FedIntR)"
+
+    mu: float = option(at_least(0))
+    tau: float = option(more_than(0))
+    layer_weights: str = option(one_of("similarity", "average"))
+    reduction: str = option(one_of("batch", "sample"))
+    detach: bool = option(true_or_false())
+
+    def model_parts(self) -> ModelParts:
+        """A projection head q_k for every stage."""
+        return ModelParts(tap_heads=True)
+
+    def taps(self, model: StagedModel) -> list[str]:
+        """All stages of the network."""
+        return list(model.regularised_stages)
+
+    def represent(self, model: StagedModel, taps: list[Tensor]) -> list[Tensor]:
+        """z^k, [B, 256] each, by the projection heads of `model` itself."""
+        named = zip(self.taps(model), taps, strict=True)
+        return [model.tap_heads[name](tap.flatten(1)) for name, tap in named]
+
+    def penalty(self, batch: Batch) -> Tensor:
+        """mu sum_k alpha_k l_k, the second term of eq. (5)."""
+        z = self.represent(batch.round.model, batch.taps)
+        s_g, s_p = cosines(z, batch.taps_g), cosines(z, batch.taps_p)  # [K, B]
+        if self.reduction == "batch":
+            s_g, s_p = s_g.mean(1), s_p.mean(1)  # [K]
+        if self.layer_weights == "similarity":
+            alpha = similarity_weights(s_g, self.tau)
+        else:
+            alpha = average_weights(s_g)
+        if self.detach:
+            alpha = alpha.detach()
+        losses = representation_losses(s_g, s_p, self.tau)
+        return (
+            self.mu * (alpha * losses).sum(0).mean()
+        )  # sum over k, then mean over samples, if any

@@ -1,0 +1,45 @@
+"""FedProx, client half: stay near the weights that the server sent.
+
+Source: Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020,
+arXiv 1812.06127, eq. (2): h(w; w_g) = F(w) + (mu / 2) ||w - w_g||^2.
+Server half: the default weighted average. Kept between rounds: nothing.
+Departs from the paper in one thing: every client does all its local steps (no gamma-inexactness).
+`half = false` is the code behind FedRCL's tables: mu ||w - w_g||^2, as strong as twice the mu here.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from client_app.method import Batch, LocalObjective
+from protocol.options import at_least, option, true_or_false
+
+
+def squared_distance(w: list[Tensor], w_g: list[Tensor]) -> Tensor:
+    """||w - w_g||^2 of eq. (2), a scalar: summed over every entry of every array, no averaging.
+
+    Gradient 2 (w - w_g) for `w`, and 0, not NaN, where they are equal; none for `w_g`.
+    """
+    drift = torch._foreach_sub(w, [array.detach() for array in w_g])  # a few kernels for them all
+    norms: tuple[Tensor, ...] = torch._foreach_norm(drift)
+    return torch.stack(norms).square().sum()
+
+
+@dataclass(frozen=True)
+class FedProx(LocalObjective):
+    """Weights, but not buffers, kept near the global model's."""
+
+    regularises: ClassVar[str] = "all weights, to the global model's"
+    paper: ClassVar[str] = "Li et al. 2020"
+
+    mu: float = option(at_least(0))
+    half: bool = option(true_or_false())
+
+    def penalty(self, batch: Batch) -> Tensor:
+        """(mu / 2) ||w - w_g||^2; without `half` mu ||w - w_g||^2."""
+        now = batch.round
+        trained = {n: p for n, p in now.model.named_parameters() if p.requires_grad}
+        distance = squared_distance(list(trained.values()), [now.received[n] for n in trained])
+        return (self.mu / 2 if self.half else self.mu) * distance

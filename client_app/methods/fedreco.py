@@ -1,0 +1,187 @@
+"""FedReCo, client half: consensus of the clients' representations, nothing else is shared.
+
+Source: "Consensus Optimization at Representation", Algorithm 1; its equation numbers below.
+Server half: strategies/fedreco.py, which holds u_0 and steps on the mean of the clients' g_i.
+Kept between rounds: this client's whole model (u_i, v_i); losing it loses the personal model.
+Symbols: u_i extractor and v_i head of this client, u_0 the shared extractor, h the representation.
+
+Only u_0's shape travels, so u_i may be any architecture whose representation is as wide.
+Departs from the paper in nothing; its rates and batch size are in an appendix that is not public.
+Momentum and weight decay of the run's config apply to the steps on u_i and v_i (0 in its preset).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from client_app.method import Arrays, Method, Update
+from client_app.privacy import privatise
+from client_app.round import ClientRound
+from client_app.samples import Step
+from client_app.trainer import MeanTerms, make_sgd
+from models import StagedModel
+from protocol.options import any_text, at_least, option
+
+
+def representation_distance(h: Tensor, h_0: Tensor) -> Tensor:
+    """H_i of one batch, eq. (5), a scalar: squared distance, mean over samples, sum over entries.
+
+    h and h_0 [B, ...]: representations of the same samples under u_i and u_0.
+    """
+    return (h - h_0).flatten(1).square().sum(1).mean()
+
+
+def consensus_gradient(extract_0: nn.Module, x: Tensor, h: Tensor) -> Arrays:
+    """g_i: the gradient of H_i with respect to u_0, by parameter name; h is u_i's, a constant."""
+    parameters = dict(extract_0.named_parameters())
+    distance = representation_distance(h.detach(), extract_0(x))
+    gradients = torch.autograd.grad(distance, list(parameters.values()))
+    return dict(zip(parameters, gradients, strict=True))
+
+
+def parse_duration(key: str, text: str) -> tuple[int, str]:
+    """(count, "epochs" or "steps") from "1 epoch", "2 epochs" or "20 steps"."""
+    count, _, unit = text.partition(" ")
+    unit = unit if unit.endswith("s") else unit + "s"
+    if not count.isdigit() or unit not in ("epochs", "steps"):
+        raise ValueError(f"{key} = {text!r}: it has to be like '1 epoch', '2 epochs' or '20 steps'")
+    return int(count), unit
+
+
+class Extractor(nn.Module):
+    """The stages of a model up to the split, as a module of their own, sharing its weights."""
+
+    def __init__(self, model: StagedModel, split: str) -> None:
+        super().__init__()
+        self.stages = nn.ModuleDict()
+        for name, stage in model.stages.items():
+            self.stages[name] = stage
+            if name == split:
+                break
+        self.neck = model.neck if split == model.stage_names[-1] else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The representation of x [B, C, H, W], [B, ...]."""
+        for stage in self.stages.values():
+            x = stage(x)
+        out: Tensor = self.neck(x)
+        return out
+
+
+@dataclass(frozen=True)
+class FedReCo(Method):
+    """Options of FedReCo, and its client's round."""
+
+    is_personal: ClassVar[bool] = True
+    has_global_model: ClassVar[bool] = False
+    keeps: ClassVar[str] = "its whole model (u_i, v_i)"
+    regularises: ClassVar[str] = "representation at the split, to u_0's"
+    paper: ClassVar[str] = "FedReCo"
+
+    split: str = option(any_text())
+    lambda_: float = option(at_least(0), key="lambda")
+    eta_u: float = option(at_least(0))
+    eta_v: float = option(at_least(0))
+    eta_0: float = option(at_least(0))  # the server's; parsed by its half too
+    k_u: str = option(any_text())
+    k_v: str = option(any_text())
+
+    def __post_init__(self) -> None:
+        """Refuse durations that are not like '1 epoch' or '20 steps'."""
+        parse_duration("fedreco.k-u", self.k_u)
+        parse_duration("fedreco.k-v", self.k_v)
+
+    def split_of(self, model: StagedModel) -> str:
+        """The last stage of the extractor: the split asked for, or all but the classifier."""
+        return self.split or model.stage_names[-1]
+
+    def own_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+        """(u_i, v_i): as kept; at first contact u_i = u_0 where that fits, v_i from the seed."""
+        model = now.model
+        if "model" in state:
+            model.load_state_dict(state["model"])
+            return model
+        model.load_state_dict(now.worker.initial_weights(model.name))
+        if model.name == now.config.model.model:
+            Extractor(model, self.split_of(model)).load_state_dict(now.received)
+        return model
+
+    def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+        """This client's own model; nothing of the server's."""
+        return self.own_model(now, state)
+
+    def train(self, now: ClientRound) -> Update:
+        """Algorithm 1, lines 6 to 18."""
+        model = self.own_model(now, now.state).train().requires_grad_(True)
+        split = self.split_of(model)
+        u_i = Extractor(model, split)
+        u_parameters = list(u_i.parameters())
+        shared = {id(p) for p in u_parameters}
+        v_parameters = [p for p in model.parameters() if id(p) not in shared]
+        u_0 = self.shared_extractor(now)
+        terms = MeanTerms({})
+        num_steps = 0
+
+        sgd_v = make_sgd(v_parameters, now.config.train, self.eta_v * now.lr_factor)
+        u_i.eval().requires_grad_(False)
+        for step in steps_of(now, "head", *parse_duration("fedreco.k-v", self.k_v)):
+            logits = model.predict(u_i(step.x), split)
+            descend(sgd_v, F.cross_entropy(logits, step.y), v_parameters, now)  # eq. (6)
+            num_steps += 1
+
+        sgd_u = make_sgd(u_parameters, now.config.train, self.eta_u * now.lr_factor)
+        u_i.train().requires_grad_(True)
+        for parameter in v_parameters:
+            parameter.requires_grad_(False)
+        for step in steps_of(now, "extractor", *parse_duration("fedreco.k-u", self.k_u)):
+            h = u_i(step.x)
+            with torch.no_grad():
+                h_0 = u_0(step.x)
+            logits = model.predict(h, split)
+            f_i = F.cross_entropy(logits, step.y)
+            penalty = self.lambda_ / 2 * representation_distance(h, h_0)
+            descend(sgd_u, f_i + penalty, u_parameters, now)  # eq. (7)
+            terms.add({"supervised": f_i, "penalty": penalty}, len(step.y))
+            num_steps += 1
+
+        step = next(now.batches("release"))
+        with torch.no_grad():
+            h = u_i.eval()(step.x)
+        g_i = consensus_gradient(u_0.requires_grad_(True), step.x, h)  # line 18
+        kept = {name: array.detach().clone() for name, array in model.state_dict().items()}
+        return Update(privatise(g_i, now), num_steps, terms.read(), state={"model": kept})
+
+    def shared_extractor(self, now: ClientRound) -> Extractor:
+        """u_0 as received, in eval mode and without gradient."""
+        config = now.config
+        shared = now.worker.network(config, config.model.model, "global", now.device)
+        u_0 = Extractor(shared, self.split_of(shared))
+        u_0.load_state_dict(now.received)
+        return u_0.eval().requires_grad_(False)
+
+
+def steps_of(now: ClientRound, stream: str, count: int, unit: str) -> Iterator[Step]:
+    """`count` epochs or steps of batches; steps go on into further epochs where one is too short."""
+    epoch = taken = 0
+    while epoch < count if unit == "epochs" else taken < count:
+        for step in now.batches(stream, epoch):
+            if unit == "steps" and taken == count:
+                return
+            taken += 1
+            yield step
+        epoch += 1
+
+
+def descend(
+    sgd: torch.optim.SGD, loss: Tensor, parameters: list[nn.Parameter], now: ClientRound
+) -> None:
+    """One step of the optimiser down the loss, the gradient's norm clipped if the run says so."""
+    sgd.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if now.config.train.clip_norm:
+        torch.nn.utils.clip_grad_norm_(parameters, now.config.train.clip_norm)
+    sgd.step()

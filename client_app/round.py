@@ -1,0 +1,66 @@
+"""One client in one round: everything that a method's client half reads."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from client_app.samples import Samples, Step, batch_size_for
+from models import StagedModel
+from protocol.config import RunConfig
+from protocol.seeds import seed_of
+
+if TYPE_CHECKING:
+    from client_app.worker import Worker
+
+Arrays = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ClientRound:
+    """Client `client` in round `round` (from 1).
+
+    received: the arrays that the server sent, on `device`; extra: what it sent beside them.
+    state: what this client kept, by group name, on the CPU; {} at its first participation.
+    model: this client's network on `device`, its weights not yet set.
+    is_simulated: its data is a partition; its noise may come from the run's seed.
+    """
+
+    config: RunConfig
+    client: str
+    round: int
+    device: torch.device
+    train_samples: Samples
+    test_samples: Samples
+    received: Arrays
+    extra: Arrays
+    state: dict[str, Arrays]
+    model: StagedModel
+    is_simulated: bool
+    worker: "Worker" = field(repr=False)
+
+    @property
+    def lr_factor(self) -> float:
+        """What every learning rate of this round is multiplied by."""
+        return float(self.config.train.lr_decay ** (self.round - 1))
+
+    def seed(self, *names: int | str) -> int:
+        """The seed of one of this client's random streams in this round."""
+        return seed_of(self.config.rounds.seed, self.round, self.client, *names)
+
+    def batches(self, stream: str, epoch: int = 0) -> Iterator[Step]:
+        """One epoch of the training samples in the order of the stream (seed, round, client)."""
+        generator = torch.Generator().manual_seed(self.seed(stream, epoch))
+        size = batch_size_for(len(self.train_samples), self.config.train)
+        return self.train_samples.batches(size, self.config.data, generator)
+
+    def frozen(self, name: str, arrays: Arrays) -> StagedModel:
+        """Another instance of this client's network with these weights, in eval mode, no gradient.
+
+        One instance a name lives in the worker: a second call with a name overwrites the first.
+        """
+        model = self.worker.network(self.config, self.model.name, name, self.device)
+        model.load_state_dict(arrays)
+        return model.eval().requires_grad_(False)

@@ -1,0 +1,104 @@
+"""From a config to its data source, split and network: what server and clients build alike."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from client_app.methods import method_of
+from client_app.samples import Pixels
+from data.partitions import partition_indices, split_local_test
+from data.sources import Source, load_source
+from models import StagedModel, build_model, input_recipe
+from protocol.config import RunConfig, keel_home
+from protocol.seeds import seed_of
+
+
+def open_source(config: RunConfig, spec: str = "") -> Source:
+    """The run's data source (or `spec`), decoded at most once a machine, memory-mapped."""
+    data, recipe = config.data, input_recipe(config.model.model)
+    return _open_source(
+        spec or data.source,
+        Path(data.data_dir).expanduser() if data.data_dir else keel_home() / "data",
+        keel_home() / "cache",
+        data.image_size or recipe.image_size,
+        data.channels or recipe.channels,
+    )
+
+
+@lru_cache(maxsize=2)
+def _open_source(spec: str, data_dir: Path, cache_dir: Path, size: int, channels: int) -> Source:
+    return load_source(spec, data_dir, cache_dir, size, channels)
+
+
+def pixels_of(config: RunConfig, source: Source) -> Pixels:
+    """How the run normalises this source."""
+    if config.data.normalise == "half":
+        half = (0.5,) * len(source.mean)
+        return Pixels(half, half)
+    return Pixels(source.mean, source.std)
+
+
+def client_indices(
+    config: RunConfig, partition: int, num_clients: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(training, local test) indices of simulated client `partition` into the training images."""
+    mine = _split_over_clients(config, num_clients)[partition]
+    fraction = config.data.local_test_fraction
+    if fraction == 0:
+        return mine, mine[:0]
+    labels = np.asarray(open_source(config).train.labels)
+    return split_local_test(
+        mine, labels, fraction, seed_of(config.rounds.seed, "local-test", partition)
+    )
+
+
+@lru_cache(maxsize=2)
+def _split_over_clients(config: RunConfig, num_clients: int) -> list[np.ndarray]:
+    data = config.data
+    return partition_indices(
+        data.partition,
+        np.asarray(open_source(config).train.labels),
+        num_clients,
+        alpha=data.alpha,
+        classes_per_client=data.classes_per_client,
+        shards_per_client=data.shards_per_client,
+        min_size=data.min_samples,
+        seed=seed_of(config.rounds.seed, "partition"),
+    )
+
+
+def model_for(config: RunConfig, source: Source, name: str = "") -> StagedModel:
+    """The run's network (or `name`) with the parts its method adds, weights from the run's seed.
+
+    On the CPU, in channels-last memory: the layout that convolutions are fastest in.
+    """
+    parts = method_of(config).model_parts()
+    channels, size, _ = source.image_shape
+    name = name or config.model.model
+    model = build_model(
+        name,
+        num_classes=source.num_classes,
+        channels=channels,
+        image_size=size,
+        seed=seed_of(config.rounds.seed, "weights"),
+        norm=config.model.norm if name == config.model.model else "",
+        projection=parts.projection,
+        tap_heads=parts.tap_heads,
+    )
+    return model.to(memory_format=torch.channels_last)
+
+
+def device_for(name: str) -> torch.device:
+    """The device called `name`; auto is cuda where there is one. ValueError if it is not there."""
+    has_cuda = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if has_cuda else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device = {name!r}: it has to be auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device = {name!r}: this machine has {torch.cuda.device_count()} GPUs")
+    return device

@@ -1,0 +1,93 @@
+"""What a client keeps between rounds: files in one folder of its own, in simulation and deployment.
+
+A file is one version: everything kept after one round, `round-00012-<digest>.safetensors`. It is
+written beside and renamed, so a kill leaves the old versions; the digest of its content is in its
+name, so a damaged file is noticed. Versions that the server could still resume from stay: an
+older round can be trained again, and gives the same result again.
+"""
+
+import hashlib
+import logging
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import load, save
+
+from protocol.files import write_atomically
+
+log = logging.getLogger("keel.client")
+Arrays = dict[str, torch.Tensor]
+Groups = dict[str, Arrays]
+version_name = re.compile(r"round-(\d+)-([0-9a-f]{16})\.safetensors")
+separator = "/"  # between group and array name; no parameter name has one
+
+
+def digest(content: bytes) -> str:
+    """The first 16 hex digits of the content's SHA-256."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+class StateFolder:
+    """The versions of one client's state in one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, before_round: int) -> Groups:
+        """The newest version of a round < `before_round`; {} if this client kept nothing yet.
+
+        A damaged version is set aside as `*.damaged` and the next older one taken, with a warning.
+        ValueError if a damaged one is all there is: a fresh model must not replace it in silence.
+        """
+        for round_, path in reversed(self._versions()):
+            if round_ >= before_round:
+                continue
+            content = path.read_bytes()
+            if digest(content) in path.name:
+                return _grouped(load(content))
+            path.rename(path.with_suffix(".damaged"))
+            log.warning("%s is damaged (its digest differs) and was set aside as *.damaged", path)
+        damaged = sorted(self.folder.glob("*.damaged")) if self.folder.exists() else []
+        if damaged:
+            raise ValueError(
+                f"{damaged[-1]} is damaged and there is no older version of this client's state: "
+                "restore it from a backup, or delete it to let the client begin anew"
+            )
+        return {}
+
+    def save(self, round_: int, groups: Groups) -> None:
+        """Keep `groups` as the version of this round; it replaces one of the same round."""
+        flat = {
+            f"{group}{separator}{name}": array.detach().cpu().contiguous()
+            for group, arrays in groups.items()
+            for name, array in arrays.items()
+        }
+        content = save(flat)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        older = [path for r, path in self._versions() if r >= round_]
+        path = self.folder / f"round-{round_:05d}-{digest(content)}.safetensors"
+        write_atomically(path, content)
+        for stale in older:
+            if stale != path:
+                stale.unlink()
+
+    def prune(self, checkpoint_round: int) -> None:
+        """Delete what no resume can ask for: all before the newest version <= checkpoint_round."""
+        usable = [path for r, path in self._versions() if r <= checkpoint_round]
+        for path in usable[:-1]:
+            path.unlink()
+
+    def _versions(self) -> list[tuple[int, Path]]:
+        if not self.folder.exists():
+            return []
+        found = ((version_name.fullmatch(p.name), p) for p in self.folder.iterdir())
+        return sorted((int(m[1]), p) for m, p in found if m)
+
+
+def _grouped(flat: Arrays) -> Groups:
+    groups: Groups = {}
+    for name, array in flat.items():
+        group, _, rest = name.partition(separator)
+        groups.setdefault(group, {})[rest] = array
+    return groups

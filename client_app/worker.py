@@ -1,0 +1,143 @@
+"""What one process keeps warm for all the clients that it plays: networks on their device.
+
+Nothing here belongs to a client: a run gives the same result whichever process plays whom.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from client_app.methods import method_of
+from client_app.methods.fedreco import FedReCo
+from client_app.round import ClientRound
+from client_app.samples import Samples
+from client_app.setup import client_indices, device_for, model_for, open_source, pixels_of
+from client_app.state import StateFolder
+from data.sources import ImageSplit
+from models import StagedModel
+from protocol.config import RunConfig
+from protocol.messages import Arrays, Instruction
+
+NodeConfig = Mapping[str, bool | int | float | str]
+
+
+def client_name(node_config: NodeConfig) -> str:
+    """The client's stable name: `name` of its node config, else from its partition's number."""
+    if "name" in node_config:
+        return str(node_config["name"])
+    if "partition-id" in node_config:
+        return f"client-{int(node_config['partition-id']):04d}"
+    raise ValueError(
+        "this SuperNode's node config has neither 'name' nor 'partition-id': start it with "
+        "--node-config 'name=\"site-a\" source=\"folder:/data\"'"
+    )
+
+
+def own_splits(config: RunConfig, node_config: NodeConfig) -> tuple[ImageSplit, ImageSplit]:
+    """(training, local test) images of this client.
+
+    Its own where its node config names a `source`; else its partition of the run's source.
+    """
+    if "source" in node_config:
+        source = open_source(config, str(node_config["source"]))
+        return source.train, source.test
+    if "partition-id" not in node_config:
+        raise ValueError(
+            f"{client_name(node_config)}: its node config names no data: give it "
+            "source=\"folder:PATH\" or source=\"npz:PATH\""
+        )
+    train = open_source(config).train
+    parts = client_indices(
+        config, int(node_config["partition-id"]), int(node_config["num-partitions"])
+    )
+    own, test = (ImageSplit(train.images[part], train.labels[part]) for part in parts)
+    return own, test
+
+
+def own_architecture(config: RunConfig, node_config: NodeConfig) -> str:
+    """The name of this client's network: of its node config, of `client-models`, or the run's."""
+    if "model" in node_config:
+        return str(node_config["model"])
+    names = [name.strip() for name in config.model.client_models.split(",") if name.strip()]
+    if names and "partition-id" in node_config:
+        return names[int(node_config["partition-id"]) % len(names)]
+    return config.model.model
+
+
+class Worker:
+    """Builds each network once a process and lends it to one client after the other."""
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] = ()
+        self._networks: dict[tuple[str, str], StagedModel] = {}
+        self._initial: dict[str, Arrays] = {}
+
+    def network(self, config: RunConfig, name: str, slot: str, device: torch.device) -> StagedModel:
+        """The network `name` of this run; one instance a slot ("local", "global", ...)."""
+        key = (config, device)  # another run: forget the networks of the one before
+        if key != self._key:
+            self._key, self._networks, self._initial = key, {}, {}
+        if (name, slot) not in self._networks:
+            model = model_for(config, open_source(config), name)
+            self._initial[name] = {k: v.clone() for k, v in model.state_dict().items()}
+            self._networks[name, slot] = model.to(device)
+        return self._networks[name, slot]
+
+    def initial_weights(self, name: str) -> Arrays:
+        """The weights that the run's seed gives the network `name`, once it was built."""
+        return self._initial[name]
+
+    def begin_round(
+        self,
+        instruction: Instruction,
+        node_config: NodeConfig,
+        received: Arrays,
+        extra: Arrays,
+        state: dict[str, Arrays],
+    ) -> ClientRound:
+        """Everything that a method reads of this client in this round."""
+        config = instruction.config
+        torch.set_num_threads(config.train.threads)
+        device = device_for(str(node_config.get("device", config.train.device)))
+        pixels = pixels_of(config, open_source(config))
+        train, test = (
+            Samples(np.asarray(s.images), np.asarray(s.labels), pixels, device)
+            for s in own_splits(config, node_config)
+        )
+        return ClientRound(
+            config=config,
+            client=client_name(node_config),
+            round=instruction.round,
+            device=device,
+            train_samples=train,
+            test_samples=test,
+            received=_on(device, received),
+            extra=_on(device, extra),
+            state=state,
+            model=self.network(config, own_architecture(config, node_config), "local", device),
+            is_simulated="source" not in node_config,
+            worker=self,
+        )
+
+
+def _on(device: torch.device, arrays: Arrays) -> Arrays:
+    return {name: array.to(device) for name, array in arrays.items()}
+
+
+def state_folder(instruction: Instruction, node_config: NodeConfig, run_id: int) -> StateFolder:
+    """Where this client keeps its state of this run: its own volume, or the run's folder."""
+    name = client_name(node_config)
+    if "state-dir" in node_config:
+        return StateFolder(Path(str(node_config["state-dir"])) / f"run-{run_id}" / name)
+    return StateFolder(Path(instruction.run_dir) / "clients" / name)
+
+
+def representation_width(config: RunConfig, model: StagedModel) -> int:
+    """How many entries the representation of one image has, at the method's split."""
+    method = method_of(config)
+    split = method.split_of(model) if isinstance(method, FedReCo) else model.stage_names[-1]
+    image = torch.zeros(1, *model.input_shape, device=model.classifier.weight.device)
+    with torch.no_grad():
+        return model.eval().extract(image, split).numel()

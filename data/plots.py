@@ -1,0 +1,54 @@
+"""Pictures of a split."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+# Up to so many rows and columns every cell carries its number and every class its name.
+MAX_NUMBERED_CLIENTS = 20
+MAX_NAMED_CLASSES = 40
+
+
+def plot_label_distribution(
+    label_counts: Sequence[Sequence[int]], class_names: Sequence[str], path: Path
+) -> None:
+    """A heat map as PNG in `path`: one column a client, one row a class, darker is more samples.
+
+    label_counts[i][k]: samples of class k that client i holds. As in Fig. 3 of the FedIntR paper.
+    """
+    counts = np.asarray(label_counts)  # [N, K]
+    if counts.ndim != 2 or counts.shape[1] != len(class_names) or len(counts) == 0:
+        raise ValueError(
+            f"label_counts has shape {counts.shape}: it has to be one row a client, each with a "
+            f"number for each of the {len(class_names)} classes"
+        )
+    num_clients, num_classes = counts.shape
+    figure = Figure(
+        figsize=(min(3 + 0.5 * num_clients, 12), min(1.5 + 0.32 * num_classes, 10)),
+        layout="constrained",
+    )
+    axes = figure.subplots()
+    shade = PowerNorm(0.5, vmin=0, vmax=max(counts.max(), 1))  # few samples differ from none
+    heat = axes.imshow(counts.T, cmap="Blues", norm=shade, aspect="auto", interpolation="nearest")
+    axes.set_xlabel("client")
+    if num_classes <= MAX_NAMED_CLASSES:
+        axes.set_yticks(range(num_classes), class_names)
+    else:
+        axes.set_ylabel("class")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    if num_clients <= MAX_NUMBERED_CLIENTS:
+        axes.set_xticks(range(num_clients))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if num_clients <= MAX_NUMBERED_CLIENTS and num_classes <= MAX_NAMED_CLASSES:
+        for client, k in zip(*np.nonzero(counts), strict=True):
+            count = counts[client, k]
+            colour = "white" if shade(count) > 0.6 else "black"
+            axes.text(client, k, str(count), color=colour, size=7, ha="center", va="center")
+    figure.colorbar(heat, ax=axes, label="samples")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, format="png")

@@ -1,0 +1,77 @@
+"""Plain convolutional networks: the small CNNs of three papers, and VGG-9.
+
+Pooling comes before the ReLU: the values and gradients are those of ReLU then pool, at a quarter
+of the ReLU's cost. It may overwrite the pool's output, which no tap and no gradient needs.
+"""
+
+from torch import nn
+
+from models.layers import Norm, conv_norm, he_normal_
+from models.staged import Stage, Trunk
+
+
+def cnn_fedintr(input_shape: tuple[int, int, int]) -> Trunk:
+    """FedIntR, section IV-A: three convolutions and two fully connected layers, all tapped."""
+    return _plain_cnn(input_shape, kernel=3, conv_widths=(8, 16, 32), fc_widths=(128, 96))
+
+
+def cnn_fedcka(input_shape: tuple[int, int, int]) -> Trunk:
+    """FedCKA, section 4.1. Its seven layers are the six stages and the tap "logits".
+
+    fc1 to fc4 are what the paper calls the projection head.
+    """
+    return _plain_cnn(input_shape, kernel=5, conv_widths=(16, 32), fc_widths=(120, 84, 84, 256))
+
+
+def cnn_fedreco(input_shape: tuple[int, int, int]) -> Trunk:
+    """FedReCo, section 6.1: two convolutions, three fully connected layers, the last one the head.
+
+    The paper's text has no widths; these, LeNet-5's (LeCun et al. 1998), are this project's choice.
+    """
+    return _plain_cnn(input_shape, kernel=5, conv_widths=(6, 16), fc_widths=(120, 84))
+
+
+def vgg9(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
+    """VGG-9 (Simonyan and Zisserman 2015, in the widths FedMA uses), with norms as in ResNet.
+
+    fc1 grows with the image: 4 x 4 positions for 32 pixels, 8 x 8 for 64.
+    """
+    in_width, side, _ = input_shape
+    stages = {}
+    for n, (width_a, width_b) in enumerate([(32, 64), (128, 128), (256, 256)], start=1):
+        body = nn.Sequential(
+            conv_norm(in_width, width_a, 3, norm), nn.ReLU(), conv_norm(width_a, width_b, 3, norm)
+        )
+        stages[f"conv{n}"] = Stage(body, _pool_relu())
+        in_width, side = width_b, side // 2
+    stages["fc1"] = _fully_connected(in_width * side * side, 512)
+    stages["fc2"] = _fully_connected(512, 512)
+    he_normal_(stages.values())
+    return Trunk(stages, nn.Flatten(), 512)
+
+
+def _plain_cnn(
+    input_shape: tuple[int, int, int],
+    kernel: int,
+    conv_widths: tuple[int, ...],
+    fc_widths: tuple[int, ...],
+) -> Trunk:
+    """Convolutions without padding, each pooled 2 x 2, then fully connected layers; ReLU each."""
+    in_width, side, _ = input_shape
+    stages = {}
+    for n, width in enumerate(conv_widths, start=1):
+        stages[f"conv{n}"] = Stage(nn.Conv2d(in_width, width, kernel), _pool_relu())
+        in_width, side = width, (side - kernel + 1) // 2
+    in_width *= side * side
+    for n, width in enumerate(fc_widths, start=1):
+        stages[f"fc{n}"] = _fully_connected(in_width, width)
+        in_width = width
+    return Trunk(stages, nn.Flatten(), in_width)
+
+
+def _pool_relu() -> nn.Sequential:
+    return nn.Sequential(nn.MaxPool2d(2), nn.ReLU(inplace=True))
+
+
+def _fully_connected(in_width: int, width: int) -> Stage:
+    return Stage(nn.Sequential(nn.Flatten(), nn.Linear(in_width, width)), nn.ReLU())

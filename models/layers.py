@@ -1,0 +1,58 @@
+"""The pieces that several model families are made of."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Norm = Callable[[int], nn.Module]  # number of channels -> layer
+
+NORMS: dict[str, Norm] = {"group": partial(nn.GroupNorm, 2), "batch": nn.BatchNorm2d}
+
+
+class Residual(nn.Module):
+    """The sum of a body and its shortcut, without an activation after it."""
+
+    def __init__(self, body: nn.Module, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.shortcut = shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`shortcut(x)` must have the shape of `body(x)`."""
+        out: Tensor = self.body(x) + self.shortcut(x)
+        return out
+
+
+class UnitLength(nn.Module):
+    """Each row of [B, d] divided by its 2-norm; a row of zeros stays one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, d] -> [B, d]."""
+        return F.normalize(x, dim=1)
+
+
+def conv_norm(
+    in_width: int, width: int, kernel: int, norm: Norm, stride: int = 1, groups: int = 1
+) -> nn.Sequential:
+    """A convolution that keeps the image's size but for its stride, then its norm.
+
+    No bias, as the norm has a shift.
+    """
+    padding = kernel // 2
+    conv = nn.Conv2d(in_width, width, kernel, stride, padding, groups=groups, bias=False)
+    return nn.Sequential(conv, norm(width))
+
+
+def global_average() -> nn.Sequential:
+    """[B, C, H, W] -> [B, C]."""
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def he_normal_(stages: Iterable[nn.Module]) -> None:
+    """Redraws every convolution's weight from N(0, 2 / fan_out) (He et al. 2015)."""
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,0 +1,146 @@
+"""Models by name: the table, and the one function that builds them."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from models.cnn import cnn_fedcka, cnn_fedintr, cnn_fedreco, vgg9
+from models.layers import NORMS, UnitLength
+from models.mobilenet import mobilenet_v2
+from models.resnet import resnet18, resnet20, resnet50
+from models.shufflenet import shufflenet
+from models.squeezenet import squeezenet
+from models.staged import Stage, StagedModel, Trunk
+
+PROJECTION_TAILS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": nn.Identity,  # MOON
+    "mlp-normalised": UnitLength,  # FedProc
+}
+PROJECTION_WIDTH = 256  # MOON's projection and FedIntR's tap heads
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The input that a model's paper gives it; 0 = as the data source has it."""
+
+    image_size: int
+    channels: int
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`build` takes the input shape; where there is a choice of norms, that layer as well."""
+
+    build: Callable[..., Trunk]
+    norms: tuple[str, ...] = ()  # the first is the default; empty: the model has no norm layer
+    projection: str = "none"  # used where none is asked for
+    recipe: Recipe = Recipe(image_size=0, channels=0)
+
+
+MODELS: dict[str, Architecture] = {
+    "cnn-fedintr": Architecture(cnn_fedintr, recipe=Recipe(image_size=32, channels=3)),
+    "cnn-fedcka": Architecture(cnn_fedcka),
+    "cnn-fedreco": Architecture(cnn_fedreco),
+    "resnet20": Architecture(resnet20, norms=("batch", "group")),
+    "resnet18": Architecture(resnet18, norms=("group", "batch")),
+    "resnet50": Architecture(resnet50, norms=("batch", "group"), projection="mlp"),
+    "vgg9": Architecture(vgg9, norms=("group", "batch")),
+    "mobilenet-v2": Architecture(mobilenet_v2, norms=("group", "batch")),
+    "shufflenet": Architecture(shufflenet, norms=("group", "batch")),
+    "squeezenet": Architecture(squeezenet, norms=("group", "batch")),
+}
+
+
+def input_recipe(name: str) -> Recipe:
+    """What images the model wants."""
+    return _architecture(name).recipe
+
+
+def build_model(
+    name: str,
+    *,
+    num_classes: int,
+    channels: int,
+    image_size: int,
+    seed: int | None = None,
+    norm: str = "",
+    projection: str = "none",
+    tap_heads: bool = False,
+) -> StagedModel:
+    """The model `name`, in training mode, on the CPU.
+
+    With a seed the weights depend on the arguments alone and no global random state is touched;
+    tap heads are drawn last, so the rest is the same with and without them.
+    norm: "group" (two groups) or "batch"; "" is the model's own choice.
+    projection: "mlp" adds a last stage "projection", two linear layers down to 256 features;
+    "mlp-normalised" scales these to unit length. "none" adds it to resnet50 alone, as "mlp".
+    """
+    architecture = _architecture(name)
+    if channels not in (1, 3):
+        raise ValueError(f"channels = {channels!r}: {name} takes images of 1 or 3 channels")
+    if not 28 <= image_size <= 64:
+        raise ValueError(f"image-size = {image_size!r}: {name} takes squares of 28 to 64 pixels")
+    if num_classes < 2:
+        raise ValueError(f"num-classes = {num_classes!r}: a classifier needs at least 2 classes")
+    if norm and norm not in architecture.norms:
+        allowed = ", ".join(architecture.norms) or "no choice, as it has no norm layer"
+        raise ValueError(f"norm = {norm!r}: {name} has {allowed}; empty = its own")
+    if projection not in ("none", *PROJECTION_TAILS):
+        allowed = ", ".join(PROJECTION_TAILS)
+        raise ValueError(f"projection = {projection!r}: it is none, {allowed}")
+
+    input_shape = (channels, image_size, image_size)
+    layers = [NORMS[norm or architecture.norms[0]]] if architecture.norms else []
+    if projection == "none":
+        projection = architecture.projection
+    with nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            # torch.manual_seed would reseed the GPUs too.
+            torch.default_generator.manual_seed(seed)
+        trunk = architecture.build(input_shape, *layers)
+        if projection != "none":
+            trunk = _projected(trunk, PROJECTION_TAILS[projection]())
+        model = StagedModel(name, input_shape, num_classes, trunk)
+        if tap_heads:
+            model.tap_heads = _tap_heads(model)
+    return model
+
+
+def _architecture(name: str) -> Architecture:
+    if name not in MODELS:
+        raise ValueError(f"model = {name!r}: it is one of {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def _projected(trunk: Trunk, tail: nn.Module) -> Trunk:
+    """The trunk with MOON's projection after its neck, as one more stage."""
+    body = nn.Sequential(trunk.neck, *_mlp(trunk.width, trunk.width))
+    stages = {**trunk.stages, "projection": Stage(body, tail)}
+    return Trunk(stages, nn.Flatten(), PROJECTION_WIDTH)
+
+
+def _tap_heads(model: StagedModel) -> nn.ModuleDict:
+    """FedIntR's q_k, one a stage: [B, size of the tap] -> [B, 256].
+
+    As in the authors' code, the hidden width is 256, but the last fully connected tap's own.
+    """
+    names = model.regularised_stages
+    model.eval()  # the batch norms' statistics are not for this image
+    with torch.no_grad():
+        _, taps = model.run(torch.zeros(1, *model.input_shape), names, to_logits=False)
+    model.train()
+    hidden = [PROJECTION_WIDTH] * len(taps)
+    if taps[-1].dim() == 2:
+        hidden[-1] = taps[-1].numel()
+    return nn.ModuleDict(
+        {n: _mlp(tap.numel(), h) for n, tap, h in zip(names, taps, hidden, strict=True)}
+    )
+
+
+def _mlp(in_width: int, hidden: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(in_width, hidden), nn.ReLU(), nn.Linear(hidden, PROJECTION_WIDTH)
+    )

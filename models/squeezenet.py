@@ -1,0 +1,48 @@
+"""SqueezeNet for small images (Iandola et al. 2016; FedRCL, Table C)."""
+
+import torch
+from torch import Tensor, nn
+
+from models.layers import Norm, Residual, conv_norm, global_average
+from models.staged import Stage, Trunk
+
+
+def squeezenet(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
+    """SqueezeNet 1.0 with simple bypass (the paper's Figure 2, middle), a 3x3 stem of stride 1.
+
+    Every convolution has a norm, as in the FedACG repository of FedRCL's group; the paper has none.
+    The classifier follows the global average: conv10 before it, without its ReLU, is the same map.
+    """
+    channels, _, _ = input_shape
+    stages = {
+        "conv1": Stage(
+            conv_norm(channels, 96, 3, norm), nn.Sequential(nn.MaxPool2d(2), nn.ReLU(inplace=True))
+        ),
+        "fire3": _pair([Fire(96, 128, norm)], 128, norm),
+        "fire5": _pair([Fire(128, 256, norm), nn.MaxPool2d(2)], 256, norm),
+        "fire7": _pair([Fire(256, 384, norm)], 384, norm),
+        "fire9": _pair([Fire(384, 512, norm), nn.MaxPool2d(2)], 512, norm),
+    }
+    return Trunk(stages, global_average(), 512)
+
+
+class Fire(nn.Module):
+    """A 1x1 convolution to an eighth of `width`, then half of it by 1x1 and half by 3x3."""
+
+    def __init__(self, in_width: int, width: int, norm: Norm) -> None:
+        super().__init__()
+        self.squeeze = nn.Sequential(conv_norm(in_width, width // 8, 1, norm), nn.ReLU())
+        self.expand_1x1 = nn.Sequential(conv_norm(width // 8, width // 2, 1, norm), nn.ReLU())
+        self.expand_3x3 = nn.Sequential(conv_norm(width // 8, width // 2, 3, norm), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, in_width, H, W] -> [B, width, H, W]."""
+        x = self.squeeze(x)
+        return torch.cat([self.expand_1x1(x), self.expand_3x3(x)], dim=1)
+
+
+def _pair(first: list[nn.Module], width: int, norm: Norm) -> Stage:
+    """`first`, then a fire module that its input bypasses; it ends in their sum, so no tail."""
+    return Stage(
+        nn.Sequential(*first, Residual(Fire(width, width, norm), nn.Identity())), nn.Identity()
+    )

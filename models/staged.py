@@ -1,0 +1,147 @@
+"""A model as named stages in a row: what lets a method tap, cut short or split any network.
+
+Everything is read off one chain of modules, each with the name of the tap it ends in:
+    "conv1:pre", "conv1", "conv2:pre", "conv2", ..., "features", "logits"
+No method names a layer of a concrete model, and no model knows a method.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+class Stage(nn.Module):
+    """A body with the weights, then a tail without any: the activation, the pooling or both.
+
+    The tap "<stage>:pre" lies between the two, so a tail must not overwrite its input.
+    """
+
+    def __init__(self, body: nn.Module, tail: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.tail = tail
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The stage's output, the tap of its name."""
+        out: Tensor = self.tail(self.body(x))
+        return out
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """A network up to its classifier: what a model family builds."""
+
+    stages: dict[str, Stage]  # ordered input to output
+    neck: nn.Module  # the last stage's output -> [B, width]; no parameters
+    width: int  # of the classifier's input
+
+
+class StagedModel(nn.Module):
+    """Ordered named stages, a parameter-free neck (pool or flatten) and a classifier.
+
+    `tap_heads` (FedIntR's q_k) are empty unless the model was built with them. They are part of the
+    state, but not of the forward pass, the extractor or the head: a method applies
+    `tap_heads[stage]` to `tap.flatten(1)` itself.
+    """
+
+    def __init__(
+        self, name: str, input_shape: tuple[int, int, int], num_classes: int, trunk: Trunk
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.input_shape = input_shape
+        self.num_classes = num_classes
+        self.stages = nn.ModuleDict(trunk.stages)
+        self.neck = trunk.neck
+        self.classifier = nn.Linear(trunk.width, num_classes)
+        self.tap_heads = nn.ModuleDict()
+        stage_taps = [tap for stage in trunk.stages for tap in (f"{stage}:pre", stage)]
+        self.tap_names = (*stage_taps, "features", "logits")
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """Ordered input to output."""
+        return tuple(self.stages)
+
+    @property
+    def regularised_stages(self) -> tuple[str, ...]:
+        """The network's own stages: all but an added projection."""
+        return tuple(name for name in self.stages if name != "projection")
+
+    @property
+    def feature_width(self) -> int:
+        """Entries of the classifier's input, for each sample."""
+        return self.classifier.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, num_classes]."""
+        for stage in self.stages.values():
+            x = stage(x)
+        logits: Tensor = self.classifier(self.neck(x))
+        return logits
+
+    def run(
+        self, x: Tensor, taps: Sequence[str] = (), *, to_logits: bool = True
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """Logits, and the taps in the order asked for; gradients flow through both.
+
+        "<stage>" is a stage's output, "<stage>:pre" its body's, "features" the classifier's input,
+        "logits" the classifier's output. With to_logits=False nothing after the last of the taps
+        runs, and None stands in for the logits.
+        """
+        depths = [self._depth(tap) for tap in taps]
+        chain = self._chain() if to_logits else self._chain()[: max(depths, default=0)]
+        found: dict[int, Tensor] = {}
+        for depth, module in enumerate(chain, start=1):
+            x = module(x)
+            if depth in depths:
+                found[depth] = x
+        return x if to_logits else None, [found[d] for d in depths]
+
+    def extract(self, x: Tensor, split: str) -> Tensor:
+        """Output of stage `split`; of the neck, [B, feature_width], if it is the last stage."""
+        _, (h,) = self.run(x, [self._split_tap(split)], to_logits=False)
+        return h
+
+    def predict(self, h: Tensor, split: str) -> Tensor:
+        """Logits from what `extract` returned for the same split."""
+        return self.resume(h, after=self._split_tap(split))
+
+    def resume(self, h: Tensor, after: str) -> Tensor:
+        """Logits from the tap `after`, as `run` returns it: a stage's output is not yet necked."""
+        for module in self._chain()[self._depth(after) :]:
+            h = module(h)
+        return h
+
+    def extractor_keys(self, split: str) -> list[str]:
+        """The state_dict keys of the stages up to and including `split`."""
+        last = self._stage_index(split)
+        prefixes = tuple(f"stages.{name}." for name in self.stage_names[: last + 1])
+        return [key for key in self.state_dict() if key.startswith(prefixes)]
+
+    def head_keys(self, split: str) -> list[str]:
+        """The state_dict keys of the stages after `split` and of the classifier."""
+        first = self._stage_index(split) + 1
+        prefixes = (*(f"stages.{name}." for name in self.stage_names[first:]), "classifier.")
+        return [key for key in self.state_dict() if key.startswith(prefixes)]
+
+    def _chain(self) -> list[nn.Module]:
+        """For each of `tap_names`, the module that computes it from the one before."""
+        parts = [part for stage in self.stages.values() for part in stage.children()]
+        return [*parts, self.neck, self.classifier]
+
+    def _depth(self, tap: str) -> int:
+        """How many modules of the chain it takes to compute `tap`."""
+        if tap not in self.tap_names:
+            raise ValueError(f"tap {tap!r}: {self.name} has {', '.join(self.tap_names)}")
+        return self.tap_names.index(tap) + 1
+
+    def _stage_index(self, split: str) -> int:
+        if split not in self.stages:
+            raise ValueError(f"stage {split!r}: {self.name} has {', '.join(self.stages)}")
+        return self.stage_names.index(split)
+
+    def _split_tap(self, split: str) -> str:
+        is_last = self._stage_index(split) == len(self.stages) - 1
+        return "features" if is_last else split

@@ -1,0 +1,229 @@
+"""The run config: flat keys from pyproject.toml, presets and overrides, parsed once, typed.
+
+Order of precedence: overrides (`--run-config`), then the preset, then pyproject.toml.
+Tables such as `fedintr.*` hold the options of one method or server step; its own half parses them
+(`RunConfig.table`), so that a new method touches nothing here.
+"""
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+
+from protocol.options import (
+    OptionValue,
+    any_text,
+    at_least,
+    between,
+    keys_of,
+    more_than,
+    one_of,
+    option,
+    parse_options,
+    true_or_false,
+)
+
+FlatConfig = dict[str, OptionValue]
+T = TypeVar("T")
+app_folder = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the samples come from, how they are split over clients, and how they are augmented."""
+
+    source: str = option(any_text())
+    data_dir: str = option(any_text())
+    image_size: int = option(between(0, 64))
+    channels: int = option(between(0, 3))
+    normalise: str = option(one_of("source", "half"))
+    partition: str = option(
+        one_of("iid", "dirichlet", "dirichlet-balanced", "classes", "shards")
+    )
+    alpha: float = option(more_than(0))
+    classes_per_client: int = option(at_least(1))
+    shards_per_client: int = option(at_least(1))
+    min_samples: int = option(at_least(1))
+    local_test_fraction: float = option(between(0, 1, open_high=True))
+    flip: bool = option(true_or_false())
+    crop_padding: int = option(between(0, 16))
+    rotation: float = option(between(0, 180))
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which network; its parts that a method adds are the method's business."""
+
+    model: str = option(any_text())
+    client_models: str = option(any_text())
+    norm: str = option(one_of("", "group", "batch"))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Local training: SGD over a client's own samples."""
+
+    local_epochs: int = option(at_least(0))
+    batch_size: int = option(at_least(1))
+    batches_per_epoch: int = option(at_least(0))
+    lr: float = option(at_least(0))
+    lr_decay: float = option(between(0, 1, open_low=True))
+    lr_decay_epoch: float = option(between(0, 1, open_low=True))
+    momentum: float = option(between(0, 1, open_high=True))
+    weight_decay: float = option(at_least(0))
+    clip_norm: float = option(at_least(0))
+    device: str = option(any_text())
+    threads: int = option(at_least(1))
+    cache_mb: int = option(at_least(0))
+
+
+@dataclass(frozen=True)
+class PrivacyConfig:
+    """Clipping and Gaussian noise on what a client sends; epsilon and delta are of one release."""
+
+    epsilon: float = option(at_least(0))
+    delta: float = option(between(0, 1, open_low=True, open_high=True))
+    clip_norm: float = option(more_than(0))
+    sensitivity: str = option(one_of("local", "central"))
+
+
+@dataclass(frozen=True)
+class RoundsConfig:
+    """The run: who takes part, how long, what is evaluated, where it is written."""
+
+    preset: str = option(any_text())
+    method: str = option(any_text())
+    server: str = option(any_text())
+    weighting: str = option(one_of("examples", "uniform"))
+    seed: int = option(at_least(0))
+    num_rounds: int = option(at_least(1))
+    num_clients: int = option(at_least(0))
+    fraction_train: float = option(between(0, 1, open_low=True))
+    min_replies: int = option(at_least(1))
+    round_timeout: float = option(more_than(0))
+    output_dir: str = option(any_text())
+    resume: str = option(any_text())
+    evaluate_every: int = option(at_least(1))
+    evaluate_global: bool = option(true_or_false())
+    evaluate_clients: str = option(one_of("auto", "none", "participants", "all"))
+    last_rounds: int = option(at_least(1))
+
+
+groups = (RoundsConfig, DataConfig, ModelConfig, TrainConfig)
+
+
+@dataclass(frozen=True, eq=False)
+class RunConfig:
+    """A whole, checked config. `flat` holds every key with its final value.
+
+    Compared by identity, so that it can key what is built from it once a process.
+    """
+
+    rounds: RoundsConfig
+    data: DataConfig
+    model: ModelConfig
+    train: TrainConfig
+    privacy: PrivacyConfig
+    flat: Mapping[str, OptionValue]
+
+    def table(self, name: str, cls: type[T]) -> T:
+        """The options dataclass `cls` from the keys `name.*`: one method's, or a server step's."""
+        return parse_options(cls, self.flat, prefix=f"{name}.")
+
+    def to_json(self) -> str:
+        """One line that `config_from_json` reads back; what clients are sent."""
+        return json.dumps(dict(self.flat), sort_keys=True)
+
+
+def keel_home() -> Path:
+    """$KEEL_HOME, or ~/.keel: where runs, data and caches go unless the config says otherwise."""
+    return Path(os.environ.get("KEEL_HOME") or Path.home() / ".keel").expanduser().absolute()
+
+
+@lru_cache(maxsize=1)
+def _defaults() -> Mapping[str, OptionValue]:
+    table = tomllib.loads((app_folder / "pyproject.toml").read_text())
+    flat: FlatConfig = {}
+    for key, value in table["tool"]["flwr"]["app"]["config"].items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{name}": v for name, v in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def default_config() -> FlatConfig:
+    """Every key and its default, flat, as [tool.flwr.app.config] of pyproject.toml says."""
+    return dict(_defaults())
+
+
+@lru_cache(maxsize=1)
+def presets() -> dict[str, FlatConfig]:
+    """The named paper settings of presets.yaml: name to the keys it sets."""
+    text = (app_folder / "protocol" / "presets.yaml").read_text()
+    loaded: dict[str, FlatConfig] = yaml.safe_load(text)
+    return loaded
+
+
+def refuse_unknown(what: str, name: str, allowed: list[str]) -> None:
+    """ValueError with the nearest names if `name` is not allowed; `what` is the key that held it."""
+    if name in allowed:
+        return
+    near = difflib.get_close_matches(name, allowed, n=3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ValueError(f"{what} = {name!r} is unknown{hint} Allowed: {', '.join(sorted(allowed))}")
+
+
+def resolve_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
+    """The run's config from the keys that the user gave.
+
+    ValueError, one line, for an unknown key or preset and for a value that is not allowed.
+    """
+    flat = default_config()
+    known = list(flat)
+    for key in overrides:
+        refuse_unknown("config key", key, known)
+    preset = overrides.get("preset", flat["preset"])
+    if preset:
+        refuse_unknown("preset", str(preset), list(presets()))
+        flat |= presets()[str(preset)]
+    flat |= overrides
+    return _parse(flat)
+
+
+@lru_cache(maxsize=16)
+def config_from_json(text: str) -> RunConfig:
+    """The config that `RunConfig.to_json` wrote; parsed once a process, as every message has it."""
+    return _parse(json.loads(text))
+
+
+def _parse(flat: FlatConfig) -> RunConfig:
+    rounds, data, model, train = (parse_options(cls, flat) for cls in groups)
+    privacy = parse_options(PrivacyConfig, flat, prefix="privacy.")
+    if data.channels == 2:
+        raise ValueError("channels = 2: it has to be 0 (the source's own), 1 or 3")
+    if 0 < data.image_size < 28:
+        raise ValueError(f"image-size = {data.image_size}: it has to be 0, or from 28 to 64")
+    config = RunConfig(rounds, data, model, train, privacy, flat)
+    for name in ("resume", "output-dir", "data-dir"):
+        path = Path(str(flat[name])).expanduser()
+        if flat[name] and not path.is_absolute():
+            raise ValueError(
+                f"{name} = {str(flat[name])!r}: it has to be an absolute path; a Flower run has a "
+                f"working directory of its own. From here it would be {path.absolute()}"
+            )
+    return config
+
+
+def all_group_keys() -> set[str]:
+    """Every key outside the tables of methods and server steps."""
+    keys = {key for cls in groups for key in keys_of(cls)}
+    return keys | {f"privacy.{key}" for key in keys_of(PrivacyConfig)}
+

@@ -1,0 +1,168 @@
+"""The layout of every message between server and clients.
+
+server -> client   query     round: config
+                   train     round: config, round, checkpoint-round, evaluate, run-dir; arrays; extra
+                   evaluate  the same as train
+client -> server   query     roster: see `RosterEntry`
+                   train     reply: client, round; arrays; extra; metrics
+                   evaluate  reply: client, round; metrics
+
+`extra` holds what a method sends beside the model (control variates, prototypes) and may be empty.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from torch import Tensor
+
+from protocol.config import RunConfig, config_from_json
+
+Arrays = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What the server asks of a client, beside the arrays.
+
+    checkpoint_round: the newest round that the server could still resume from; whatever a client
+    kept for it must not be pruned. run_dir: the run's folder, which in simulation holds the
+    clients' state too. evaluate: answer with the accuracies on the local test part as well.
+    """
+
+    config: RunConfig
+    round: int
+    checkpoint_round: int
+    evaluate: bool
+    run_dir: str
+
+
+@dataclass(frozen=True)
+class RosterEntry:
+    """What a client says of itself before round 1. Counts are samples per class.
+
+    num_partitions: how many clients the simulation has; 0 for a real site.
+    """
+
+    client: str
+    label_counts: list[int]
+    test_label_counts: list[int]
+    image_shape: list[int]
+    model: str
+    representation_width: int
+    versions: str
+    num_partitions: int
+
+    @property
+    def num_examples(self) -> int:
+        """Training samples."""
+        return sum(self.label_counts)
+
+
+@dataclass(frozen=True)
+class TrainReply:
+    """A client's answer to train (or to evaluate: then without arrays)."""
+
+    client: str
+    round: int
+    arrays: Arrays
+    extra: Arrays
+    metrics: dict[str, float]
+
+
+def instruction_record(instruction: Instruction) -> ConfigRecord:
+    """The record that `read_instruction` reads back."""
+    return ConfigRecord(
+        {
+            "config": instruction.config.to_json(),
+            "round": instruction.round,
+            "checkpoint-round": instruction.checkpoint_round,
+            "evaluate": instruction.evaluate,
+            "run-dir": instruction.run_dir,
+        }
+    )
+
+
+def read_instruction(message: Message) -> Instruction:
+    """What the message asks for; ValueError if it is not one of Keel's."""
+    record = message.content.config_records.get("round")
+    if record is None:
+        raise ValueError("a message without the record 'round': not sent by Keel's ServerApp")
+    return Instruction(
+        config=config_from_json(str(record["config"])),
+        round=int(record["round"]),  # type: ignore[arg-type]  # a scalar in every Keel message
+        checkpoint_round=int(record["checkpoint-round"]),  # type: ignore[arg-type]
+        evaluate=bool(record["evaluate"]),
+        run_dir=str(record["run-dir"]),
+    )
+
+
+def request(instruction: ConfigRecord, arrays: ArrayRecord, extra: ArrayRecord) -> RecordDict:
+    """The content of a train or evaluate message; `instruction` is `instruction_record`'s."""
+    return RecordDict(
+        {"round": instruction, "arrays": arrays, "extra": extra}
+    )
+
+
+def array_record(arrays: Arrays) -> ArrayRecord:
+    """Tensors as Flower's arrays, under the same names."""
+    return ArrayRecord({name: tensor.detach().cpu() for name, tensor in arrays.items()})
+
+
+def tensors(record: ArrayRecord | None) -> Arrays:
+    """Flower's arrays as tensors of their own memory, under the same names; {} for none."""
+    if record is None:
+        return {}
+    # a copy: what numpy() gives is read-only memory of the message
+    return {name: torch.from_numpy(array.numpy().copy()) for name, array in record.items()}
+
+
+def reply_content(reply: TrainReply) -> RecordDict:
+    """The content of an answer to train or evaluate."""
+    return RecordDict(
+        {
+            "reply": ConfigRecord({"client": reply.client, "round": reply.round}),
+            "arrays": array_record(reply.arrays),
+            "extra": array_record(reply.extra),
+            "metrics": MetricRecord({name: float(v) for name, v in reply.metrics.items()}),
+        }
+    )
+
+
+def read_reply(message: Message) -> TrainReply:
+    """The answer in a message; ValueError naming the record that is missing."""
+    content = message.content
+    for name, records in (
+        ("reply", content.config_records),
+        ("metrics", content.metric_records),
+        ("arrays", content.array_records),
+    ):
+        if name not in records:
+            raise ValueError(f"the reply has no record {name!r}")
+    about = content.config_records["reply"]
+    return TrainReply(
+        client=str(about["client"]),
+        round=int(about["round"]),  # type: ignore[arg-type]  # a scalar, written by reply_content
+        arrays=tensors(content.array_records["arrays"]),
+        extra=tensors(content.array_records.get("extra")),
+        metrics={k: float(v) for k, v in content.metric_records["metrics"].items()},  # type: ignore[arg-type]
+    )
+
+
+def roster_content(entry: RosterEntry) -> RecordDict:
+    """The content of an answer to query."""
+    return RecordDict({"roster": ConfigRecord({"entry": json.dumps(asdict(entry))})})
+
+
+def read_roster(message: Message) -> RosterEntry:
+    """The roster entry in a reply to query; ValueError if there is none."""
+    record = message.content.config_records.get("roster")
+    if record is None:
+        raise ValueError("the reply to the query has no record 'roster'")
+    return RosterEntry(**json.loads(str(record["entry"])))
+
+
+def payload_bytes(message: Message) -> int:
+    """Bytes of the records in a message: what travels, less Flower's envelope."""
+    return sum(record.count_bytes() for record in message.content.values())

@@ -1,0 +1,13 @@
+"""One run seed, and every random stream derived from it by name."""
+
+import hashlib
+
+
+def seed_of(seed: int, *names: int | str) -> int:
+    """A seed in [0, 2**63) for the stream called `names` of the run seeded `seed`.
+
+    The same on every machine and in every process; streams with other names are independent:
+    seed_of(run_seed, round, client, "batches").
+    """
+    text = "\x1f".join(str(part) for part in (seed, *names))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

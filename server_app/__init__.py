@@ -1,0 +1,1 @@
+"""The ServerApp: reads the config, runs the rounds, evaluates, records, resumes."""

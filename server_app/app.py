@@ -1,0 +1,29 @@
+"""The ServerApp: the entry point that Flower calls; the run itself is `federation.run_federation`."""
+
+import logging
+import sys
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from server_app.federation import run_federation
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the federation with the keys that the user gave to `flwr run`."""
+    log_to_stdout()
+    run_federation(grid, dict(grid.run.override_config))
+
+
+def log_to_stdout() -> None:
+    """Keel's own log lines, plain, once."""
+    logger = logging.getLogger("keel")
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False

@@ -1,0 +1,332 @@
+"""The run: roster, rounds, evaluation, record. One function for every engine."""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+
+from client_app.evaluation import Score, evaluate
+from client_app.method import Method
+from client_app.methods import METHODS, method_of
+from client_app.samples import Samples
+from client_app.setup import device_for, model_for, open_source, pixels_of
+from data.sources import Source
+from models import StagedModel
+from protocol.config import RunConfig, all_group_keys, default_config, resolve_config
+from protocol.messages import (
+    Instruction,
+    RosterEntry,
+    TrainReply,
+    array_record,
+    instruction_record,
+    payload_bytes,
+    tensors,
+)
+from protocol.options import OptionValue
+from protocol.privacy import check_privacy, composed_budget
+from server_app.exchange import exchange
+from server_app.report import Reporter
+from server_app.roster import gather_roster
+from server_app.run_folder import Checkpoint, RunFolder, new_run_folder, open_run_folder, save_arrays
+from strategies import STRATEGIES, Average
+from strategies.average import RoundReport, TooFewRepliesError, all_finite
+
+log = logging.getLogger("keel.server")
+private_methods = ("fedreco",)
+
+
+class DivergedError(RuntimeError):
+    """The global arrays are not finite any more."""
+
+
+@dataclass
+class Run:
+    """One run under way."""
+
+    config: RunConfig
+    given: Mapping[str, OptionValue]
+    folder: RunFolder
+    grid: Grid
+    strategy: Average
+    method: Method
+    model: StagedModel
+    source: Source
+    test_samples: Samples
+    roster: dict[int, RosterEntry]
+    reporter: Reporter
+
+
+def check_config(config: RunConfig) -> None:
+    """ValueError, one line, for options that make no sense together: before anything is trained."""
+    method = method_of(config)
+    check_privacy(config.privacy)
+    rounds = config.rounds
+    if config.privacy.epsilon and rounds.method not in private_methods:
+        raise ValueError(
+            f"privacy.epsilon = {config.privacy.epsilon}: method {rounds.method} sends nothing "
+            f"that is clipped and noised; methods that do: {', '.join(private_methods)}"
+        )
+    if config.model.client_models and rounds.method != "fedreco":
+        raise ValueError("client-models: only method = 'fedreco' lets clients differ in network")
+    if method.is_personal and rounds.evaluate_clients == "none" and not method.has_global_model:
+        raise ValueError(
+            f"evaluate-clients = 'none': {rounds.method} has no global model, so nothing would be "
+            "evaluated; it has to be auto, participants or all"
+        )
+    tables = {key.partition(".")[0] for key in default_config().keys() - all_group_keys()}
+    assert tables <= METHODS.keys() | {"fedavgm", "fedadam"}
+
+
+def evaluates_clients(config: RunConfig, method: Method) -> str:
+    """none, participants or all: whose local test parts are evaluated on."""
+    asked = config.rounds.evaluate_clients
+    if asked != "auto":
+        return asked
+    return "all" if method.is_personal else "none"
+
+
+def run_federation(grid: Grid, overrides: Mapping[str, OptionValue]) -> RunFolder:
+    """A whole run on this grid; returns its folder.
+
+    ValueError, one line, before anything is trained, where the config, the data or the clients do
+    not fit. TooFewRepliesError or DivergedError end a run with its last checkpoint intact.
+    """
+    config = resolve_config(overrides)
+    resumed: RunFolder | None = None
+    given = {k: v for k, v in overrides.items() if k != "resume"}
+    if config.rounds.resume:
+        resumed, config, given = open_run_folder(config.rounds.resume, overrides)
+    try:
+        run = prepare(grid, config, given, resumed)
+    except BaseException:
+        if resumed:
+            resumed.close()
+        raise
+    try:
+        run_rounds(run, resuming=resumed is not None)
+    finally:
+        run.folder.close()
+    return run.folder
+
+
+def prepare(
+    grid: Grid,
+    config: RunConfig,
+    given: Mapping[str, OptionValue],
+    resumed: RunFolder | None,
+) -> Run:
+    """Check everything that can be checked before round 1, then make (or open) the folder."""
+    check_config(config)
+    method = method_of(config)
+    source = open_source(config)  # before any worker: they find it decoded
+    model = model_for(config, source)
+    strategy = STRATEGIES[config.rounds.method](config, model)
+    device = device_for(config.train.device)
+    test = Samples(
+        np.asarray(source.test.images), np.asarray(source.test.labels), pixels_of(config, source), device
+    )
+    roster = gather_roster(grid, config, Instruction(config, 0, 0, False, ""))
+    strategy.roster = roster
+    strategy.summary()
+    folder = resumed or new_run_folder(config)
+    folder.save_config(config, given)
+    reporter = Reporter(folder, config, method, source, list(roster.values()))
+    return Run(
+        *(config, given, folder, grid, strategy, method, model.to(device), source, test),
+        *(roster, reporter),
+    )
+
+
+def run_rounds(run: Run, resuming: bool) -> None:
+    """All rounds from the first or the checkpoint's, then the final model and the report."""
+    config, strategy = run.config, run.strategy
+    initial = strategy.initial_arrays(config, run.model.cpu())
+    start = Checkpoint(0, initial, {})
+    if resuming:
+        start = run.folder.newest_checkpoint(initial, config.model.model)
+        strategy.load(start.state)
+    run.reporter.begin(run.folder.truncate_history(start.round))
+    arrays = array_record(start.arrays)
+    status = "stopped"
+    try:
+        for server_round in range(start.round + 1, config.rounds.num_rounds + 1):
+            arrays = one_round(run, server_round, arrays)
+        status = "finished"
+    except (TooFewRepliesError, DivergedError) as error:
+        status = f"failed: {error}"
+        raise
+    finally:
+        final = tensors(arrays)
+        save_arrays(run.folder.path / "model.safetensors", final, about_model(run))
+        run.reporter.finish(status, privacy_spent(run))
+
+
+def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+    """Train, aggregate, evaluate, record, checkpoint; returns the next global arrays."""
+    config, strategy = run.config, run.strategy
+    rounds = config.rounds
+    is_last = server_round == rounds.num_rounds
+    due = is_last or server_round % rounds.evaluate_every == 0
+    whom = evaluates_clients(config, run.method) if due else "none"
+    # a personal model does not change between training and evaluation: one message does for both
+    on_train = whom != "none" and run.method.is_personal
+    seconds: dict[str, float] = {}
+
+    started = time.perf_counter()
+    ask = instruction_record(
+        Instruction(config, server_round, server_round - 1, on_train, str(run.folder.path))
+    )
+    messages = list(strategy.configure_train(server_round, arrays, ask, run.grid))
+    bytes_down = sum(payload_bytes(m) for m in messages)
+    replies = exchange(run.grid, messages, rounds.round_timeout)
+    seconds["training"] = time.perf_counter() - started
+
+    started = time.perf_counter()
+    following, _ = strategy.aggregate_train(server_round, with_silent(run, messages, replies))
+    report = strategy.report
+    assert following is not None
+    if not all_finite(tensors(following)):
+        raise DivergedError(
+            f"round {server_round}: the server's step left values that are not finite; the model "
+            "of the round before is kept. A smaller learning rate may help "
+            + ("(fedreco.eta-0)" if rounds.method == "fedreco" else "(lr, or the server's)")
+        )
+    seconds["aggregation"] = time.perf_counter() - started
+
+    started = time.perf_counter()
+    line = round_line(server_round, report, bytes_down)
+    if due and rounds.evaluate_global and run.method.has_global_model:
+        line["global"] = score_line(global_score(run, following))
+    if whom != "none":
+        on_clients = list(report.kept) if on_train else []
+        asked = {reply.client for reply in on_clients}
+        rest = [n for n, e in run.roster.items() if e.client not in asked]
+        if not on_train and whom == "participants":
+            took_part = {reply.client for reply in report.kept}
+            rest = [n for n in rest if run.roster[n].client in took_part]
+        if rest and not (on_train and whom == "participants"):
+            on_clients += evaluate_on_clients(run, server_round, following, rest)
+        line |= clients_lines(on_clients)
+    seconds["evaluation"] = time.perf_counter() - started
+
+    started = time.perf_counter()
+    run.folder.save_checkpoint(
+        Checkpoint(server_round, tensors(following), strategy.state()), config.model.model
+    )
+    seconds["checkpoint"] = time.perf_counter() - started
+    line["seconds"] = {name: round(value, 4) for name, value in seconds.items()}
+    run.folder.append_history(line)
+    run.reporter.round_done(line)
+    return following
+
+
+def with_silent(run: Run, messages: list[Any], replies: list[Any]) -> list[Any]:
+    """The replies; clients that did not answer in time are named in the log."""
+    answered = {reply.metadata.src_node_id for reply in replies}
+    silent = [m.metadata.dst_node_id for m in messages if m.metadata.dst_node_id not in answered]
+    for node in silent:
+        log.warning("client %s did not answer in time and was left out", run.roster[node].client)
+    return replies
+
+
+def global_score(run: Run, arrays: ArrayRecord) -> Score:
+    """The global model on the source's test set."""
+    torch.set_num_threads(max(1, torch.get_num_threads()))
+    run.model.to(run.test_samples.labels.device).load_state_dict(tensors(arrays))
+    return evaluate(run.model, run.test_samples)
+
+
+def evaluate_on_clients(
+    run: Run, server_round: int, arrays: ArrayRecord, nodes: list[int]
+) -> list[TrainReply]:
+    """The replies of these clients to an evaluate message."""
+    ask = instruction_record(
+        Instruction(run.config, server_round, server_round - 1, True, str(run.folder.path))
+    )
+    messages = run.strategy.configure_evaluate(server_round, arrays, ask, run.grid)
+    replies = exchange(
+        run.grid,
+        [m for m in messages if m.metadata.dst_node_id in set(nodes)],
+        run.config.rounds.round_timeout,
+    )
+    run.strategy.aggregate_evaluate(server_round, replies)
+    return run.strategy.report.kept
+
+
+def round_line(server_round: int, report: RoundReport, bytes_down: int) -> dict[str, Any]:
+    """The part of a round's history that is about training."""
+    examples = [reply.metrics["num-examples"] for reply in report.kept]
+    names = sorted({n for r in report.kept for n in r.metrics if n.startswith("loss.")})
+    losses = {}
+    for name in names:
+        having = [(r.metrics[name], n) for r, n in zip(report.kept, examples, strict=True) if name in r.metrics]
+        values, weights = zip(*having, strict=True)
+        losses[name.removeprefix("loss.")] = float(np.average(values, weights=weights))
+    return {
+        "round": server_round,
+        "participants": [reply.client for reply in report.kept],
+        "left_out": report.left_out,
+        "losses": losses,
+        "bytes_down": bytes_down,
+        "bytes_up": report.bytes_up,
+        "client_seconds": round(sum(r.metrics["seconds"] for r in report.kept), 4),
+    }
+
+
+def score_line(score: Score) -> dict[str, float]:
+    """A score as it stands in the history."""
+    return {"accuracy": score.accuracy, "loss": score.loss}
+
+
+def clients_lines(replies: list[TrainReply]) -> dict[str, Any]:
+    """Accuracies on the clients' local test parts: mean, worst decile, and each client's.
+
+    `personal` is of the clients' own models, `local_global` of the global one.
+    """
+    lines: dict[str, Any] = {}
+    for key, metric in (("local_global", "global-accuracy"), ("personal", "personal-accuracy")):
+        each = {r.client: r.metrics[metric] for r in replies if metric in r.metrics}
+        if each:
+            values = sorted(each.values())
+            worst = values[: max(1, len(values) // 10)]
+            lines[key] = {
+                "mean": float(np.mean(values)),
+                "worst_decile": float(np.mean(worst)),
+                "clients": dict(sorted(each.items())),
+            }
+    return lines
+
+
+def about_model(run: Run) -> dict[str, str]:
+    """What model.safetensors says of itself: enough to build and use the model without the data."""
+    pixels = pixels_of(run.config, run.source)
+    return {
+        "shape": ",".join(map(str, run.source.image_shape)),
+        "classes": "\n".join(run.source.class_names),
+        "mean": ",".join(map(str, pixels.mean)),
+        "std": ",".join(map(str, pixels.std)),
+    }
+
+
+def privacy_spent(run: Run) -> dict[str, Any] | None:
+    """Per release and composed over the rounds of the busiest client; None without noise."""
+    privacy = run.config.privacy
+    if not privacy.epsilon:
+        return None
+    lines = run.folder.read_history()
+    counts: dict[str, int] = {}
+    for line in lines:
+        for client in [*line["participants"], *line["left_out"]]:
+            counts[client] = counts.get(client, 0) + 1
+    budget = composed_budget(privacy, max(counts.values(), default=0))
+    return {
+        "per_release": {"epsilon": privacy.epsilon, "delta": privacy.delta},
+        "releases": budget.releases,
+        "composed": {"epsilon": budget.epsilon, "delta": budget.delta},
+    }

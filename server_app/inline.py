@@ -1,0 +1,137 @@
+"""The inline engine: the same ServerApp and ClientApp in one process, without Flower's runtime.
+
+    python -m server_app.inline --num-clients 10 'method="fedintr"' num-rounds=3
+
+For tests, debugging and benchmarks, and for machines where Ray is too much. Every message passes
+through Flower's records, so a run gives the same model as under `flwr run`, to the bit on CPU.
+"""
+
+import argparse
+import secrets
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+import client_app.app
+from protocol.options import OptionValue
+from server_app.app import log_to_stdout
+from server_app.federation import run_federation
+
+NodeConfig = dict[str, OptionValue]
+
+
+class InlineGrid(Grid):
+    """Clients that live in this process and answer one after the other, in the order asked."""
+
+    def __init__(self, app: ClientApp, node_configs: Sequence[NodeConfig]) -> None:
+        self.app = app
+        run_id = secrets.randbits(62)
+        # what Flower's runtimes set before they start an app; a Message cannot be made without
+        TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = run_id, 1, 1
+        self.contexts = {
+            node: Context(run_id, node, config, RecordDict(), {})
+            for node, config in enumerate(node_configs, start=2)
+        }
+        self.waiting: dict[str, Message] = {}
+
+    def set_run(self, run: Any) -> None:
+        """Nothing to set: there is one run."""
+
+    @property
+    def run(self) -> Any:
+        """What Keel reads of Flower's Run."""
+        return SimpleNamespace(override_config={})
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        """Deprecated in Flower: use Message itself."""
+        raise NotImplementedError("use flwr.app.Message")
+
+    def get_node_ids(self) -> Iterable[int]:
+        """2, 3, ... in the order of the node configs."""
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Queue the messages; each is answered when its reply is pulled."""
+        ids = []
+        for message in messages:
+            message_id = secrets.token_hex(8)
+            message.metadata.__dict__["_message_id"] = message_id
+            self.waiting[message_id] = message
+            ids.append(message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """The replies to these messages, each made now."""
+        wanted = set(message_ids)
+        due = [message_id for message_id in self.waiting if message_id in wanted]
+        return [self.answer(self.waiting.pop(message_id)) for message_id in due]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """All replies; nothing can be late."""
+        return self.pull_messages(self.push_messages(messages))
+
+    def answer(self, message: Message) -> Message:
+        """What the client makes of one message."""
+        context = self.contexts[message.metadata.dst_node_id]
+        return cast(Message, self.app(message, context))
+
+
+def simulated_nodes(num_clients: int) -> list[NodeConfig]:
+    """The node configs that Flower's simulation would give so many clients."""
+    return [{"partition-id": i, "num-partitions": num_clients} for i in range(num_clients)]
+
+
+def run_inline(
+    overrides: Mapping[str, OptionValue],
+    num_clients: int,
+    node_configs: Sequence[NodeConfig] | None = None,
+) -> Path:
+    """A run in this process; returns the absolute path of its folder. Raises what the run raises.
+
+    node_configs: one a client, where they are not to be partitions of the run's source.
+    """
+    nodes = simulated_nodes(num_clients) if node_configs is None else list(node_configs)
+    grid = InlineGrid(client_app.app.app, nodes)
+    return run_federation(grid, overrides).path
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, OptionValue]:
+    """Flat keys from TOML assignments such as 'method="fedintr"' and fedintr.mu=5."""
+    flat: dict[str, OptionValue] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        try:
+            flat[key.strip()] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError as error:
+            hint = f"{key}=\"{value}\"" if equals else f"{key}=VALUE"
+            raise ValueError(f"{word!r} is not a TOML assignment; did you mean {hint}?") from error
+    return flat
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m server_app.inline", description=__doc__)
+    parser.add_argument("--num-clients", type=int, default=2)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_args()
+    log_to_stdout()
+    try:
+        run_inline(parse_overrides(arguments.overrides), arguments.num_clients)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

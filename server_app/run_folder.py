@@ -1,0 +1,198 @@
+"""What a run leaves on disk: enough to plot, to compare, and to resume bit for bit.
+
+config.json         the resolved config, and which keys the user gave
+history.jsonl       one line a round
+checkpoints/        the newest two: model, server's state, round (safetensors)
+clients/            in simulation: what each client keeps
+model.safetensors   the final model;  summary.json, accuracy.png, labels.png
+"""
+
+import fcntl
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from protocol.config import RunConfig, keel_home, resolve_config
+from protocol.files import write_atomically
+from protocol.messages import Arrays
+from protocol.options import OptionValue
+
+log = logging.getLogger("keel.server")
+kept_checkpoints = 2
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The server after `round` rounds: global arrays and what the strategy keeps."""
+
+    round: int
+    arrays: Arrays
+    state: Arrays
+
+
+class RunFolder:
+    """One run's folder; one process at a time may write it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: TextIO = (path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"{path} is being written by another process") from error
+
+    def close(self) -> None:
+        """Let another process write the folder."""
+        self._lock.close()
+
+    @property
+    def history_path(self) -> Path:
+        """history.jsonl."""
+        return self.path / "history.jsonl"
+
+    def save_config(self, config: RunConfig, given: Mapping[str, OptionValue]) -> None:
+        """Write config.json; `given` are the keys that the user set."""
+        text = json.dumps({"config": dict(config.flat), "given": dict(given)}, indent=2)
+        write_atomically(self.path / "config.json", text.encode())
+
+    def append_history(self, line: Mapping[str, Any]) -> None:
+        """Add one round's line."""
+        with self.history_path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def read_history(self) -> list[dict[str, Any]]:
+        """All rounds' lines so far."""
+        if not self.history_path.exists():
+            return []
+        return [json.loads(line) for line in self.history_path.read_text().splitlines()]
+
+    def truncate_history(self, last_round: int) -> list[dict[str, Any]]:
+        """Drop the lines of rounds that a resume will run again; return the others."""
+        lines = [line for line in self.read_history() if line["round"] <= last_round]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        write_atomically(self.history_path, text.encode())
+        return lines
+
+    def save_checkpoint(self, checkpoint: Checkpoint, model: str) -> None:
+        """Write this round's checkpoint, then delete all but the newest two."""
+        folder = self.path / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        flat = {f"model/{k}": v for k, v in checkpoint.arrays.items()}
+        flat |= {f"state/{k}": v for k, v in checkpoint.state.items()}
+        content = save(
+            {k: v.contiguous() for k, v in flat.items()},
+            metadata={"round": str(checkpoint.round), "model": model},
+        )
+        write_atomically(folder / f"round-{checkpoint.round:05d}.safetensors", content)
+        for old in sorted(folder.glob("round-*.safetensors"))[:-kept_checkpoints]:
+            old.unlink()
+
+    def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:
+        """The newest checkpoint that can be read.
+
+        One cut short is passed over with a warning. ValueError if there is none, or if it is of
+        another model than `expected` arrays.
+        """
+        paths = sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True)
+        for path in paths:
+            try:
+                return read_checkpoint(path, expected, model)
+            except SafetensorError as error:
+                log.warning("%s is damaged or cut short and was passed over: %s", path, error)
+        found = f"{len(paths)} there, all damaged" if paths else "there is none"
+        raise ValueError(f"resume = {str(self.path)!r}: no readable checkpoint in it ({found})")
+
+
+def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:
+    """The checkpoint at `path`; ValueError if its arrays are not those of `expected`."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        flat = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    arrays, state = (
+        {k.removeprefix(p): v for k, v in flat.items() if k.startswith(p)}
+        for p in ("model/", "state/")
+    )
+    shapes = {name: list(array.shape) for name, array in arrays.items()}
+    wanted = {name: list(array.shape) for name, array in expected.items()}
+    if shapes != wanted:
+        odd = sorted(k for k in shapes.keys() | wanted.keys() if shapes.get(k) != wanted.get(k))[0]
+        raise ValueError(
+            f"{path} is a checkpoint of another model ({metadata.get('model')}, the run's is "
+            f"{model}): array {odd!r} is {shapes.get(odd)}, not {wanted.get(odd)}"
+        )
+    return Checkpoint(int(metadata["round"]), arrays, state)
+
+
+def new_run_folder(config: RunConfig) -> RunFolder:
+    """A fresh, empty folder named after time, method and data; never an existing one."""
+    base = Path(config.rounds.output_dir or keel_home() / "runs").expanduser()
+    source = config.data.source.partition(":")[0]
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.rounds.method}-{source}"
+    for attempt in range(1000):
+        path = base / (f"{stem}-{attempt}" if attempt else stem)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ValueError(f"output-dir: {path} cannot be made: {error.strerror}") from error
+        return RunFolder(path)
+    raise ValueError(f"output-dir: {base} holds a thousand runs of this second")
+
+
+def open_run_folder(
+    path: str, given: Mapping[str, OptionValue]
+) -> tuple[RunFolder, RunConfig, dict[str, OptionValue]]:
+    """(folder, config, keys given) of a run to resume; `num-rounds` alone may be new.
+
+    ValueError, one line, if it is no run's folder or if other keys are given.
+    """
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"resume = {path!r}: there is no config.json in it: not a run's folder")
+    kept = json.loads((folder / "config.json").read_text())
+    changed = sorted(given.keys() - {"resume", "num-rounds"})
+    if changed:
+        raise ValueError(
+            f"resume goes on with the run's own config: {changed[0]} cannot be given with it; "
+            "num-rounds alone can"
+        )
+    merged = kept["given"] | {k: v for k, v in given.items() if k == "num-rounds"}
+    config = resolve_config(merged)
+    now, then = dict(config.flat), kept["config"] | {"num-rounds": config.flat["num-rounds"]}
+    if now != then:
+        key = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))[0]
+        raise ValueError(
+            f"resume = {path!r}: the defaults changed since: {key} was {then.get(key)!r}, is "
+            f"{now.get(key)!r}"
+        )
+    return RunFolder(folder), config, merged
+
+
+def save_arrays(path: Path, arrays: Arrays, about: Mapping[str, str]) -> None:
+    """Arrays and a few words about them as one safetensors file, written whole or not at all."""
+    content = save({k: v.contiguous() for k, v in arrays.items()}, metadata=dict(about))
+    write_atomically(path, content)
+
+
+def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
+    """What `save_arrays` wrote; ValueError if it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return arrays, dict(file.metadata() or {})
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or cut short: {error}") from error
+
+
+def finite_or_none(value: float) -> float | None:
+    """The value, or None (JSON's null) for NaN and infinities, which JSON has no word for."""
+    return value if torch.isfinite(torch.tensor(value)) else None

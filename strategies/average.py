@@ -1,0 +1,225 @@
+"""The default server half: a weighted average of the replies, then the server's step.
+
+Flower's `Strategy` with three things of its own, because a run has to repeat bit for bit and to
+survive a bad client: clients are sampled by name from the run's seed, replies are summed in the
+order of the clients' names, and a reply that is an error, misshapen or not finite is left out.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor
+
+from models import StagedModel
+from protocol.config import RunConfig
+from protocol.messages import (
+    Arrays,
+    Instruction,
+    RosterEntry,
+    TrainReply,
+    array_record,
+    payload_bytes,
+    read_reply,
+    request,
+    tensors,
+)
+from protocol.seeds import seed_of
+from strategies.screening import why_refused
+from strategies.server_steps import server_step
+
+log = logging.getLogger("keel.server")
+
+
+@dataclass
+class RoundReport:
+    """What became of one round's messages: good replies in the order of names, and the others."""
+
+    kept: list[TrainReply] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    bytes_up: int = 0
+
+
+class TooFewRepliesError(RuntimeError):
+    """A round had fewer good replies than `min-replies`."""
+
+
+def weighted_mean(replies: list[TrainReply], weights: list[float]) -> Arrays:
+    """sum_i p_i w_i with p_i = weights_i / sum of weights, added up in the order given.
+
+    Floating arrays are summed in their own precision; whole numbers (counters) are rounded.
+    """
+    total = sum(weights)
+    mean: Arrays = {}
+    for name, first in replies[0].arrays.items():
+        if first.is_floating_point():
+            mean[name] = first * (weights[0] / total)
+            for reply, weight in zip(replies[1:], weights[1:], strict=True):
+                mean[name].add_(reply.arrays[name], alpha=weight / total)
+        else:
+            values = [reply.arrays[name].double() for reply in replies]
+            summed = sum(v * w for v, w in zip(values, weights, strict=True))
+            mean[name] = (torch.as_tensor(summed) / total).round().to(first.dtype)
+    return mean
+
+
+class Average(Strategy):
+    """Weighted average and server step (`server`, `weighting`), for every method without its own.
+
+    roster: node id to the client behind it; may change between rounds (a restarted SuperNode).
+    """
+
+    def __init__(self, config: RunConfig, model: StagedModel) -> None:
+        self.config = config
+        self.roster: Mapping[int, RosterEntry] = {}
+        self.trainable = {name for name, _ in model.named_parameters()}
+        self.server_step = server_step(config)
+        self.report = RoundReport()
+        self.current: Arrays = {}
+
+    # --- what a method's server half may want otherwise ---------------------------------------
+
+    @classmethod
+    def initial_arrays(cls, config: RunConfig, model: StagedModel) -> Arrays:
+        """What is broadcast in round 1: the whole model."""
+        return {name: array.clone() for name, array in model.state_dict().items()}
+
+    def expected(self, current: Arrays) -> Arrays:
+        """Arrays as a good reply has them: by name, shape and dtype."""
+        return current
+
+    def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
+        """The next global arrays from the good replies: their average, then the server's step."""
+        by_examples = self.config.rounds.weighting == "examples"
+        weights = [r.metrics["num-examples"] if by_examples else 1.0 for r in replies]
+        return self.server_step.step(current, weighted_mean(replies, weights), self.trainable)
+
+    def extra(self) -> Arrays:
+        """What is broadcast beside the model."""
+        return {}
+
+    def state(self) -> Arrays:
+        """What the server's checkpoint has to hold beside the model."""
+        return self.server_step.state()
+
+    def load(self, state: Arrays) -> None:
+        """Go on from a checkpoint's state."""
+        self.server_step.load(state)
+
+    # --- Flower's Strategy ---------------------------------------------------------------------
+
+    def summary(self) -> None:
+        """One line on what will happen."""
+        rounds = self.config.rounds
+        log.info("method %s, server %s, %d clients", *(rounds.method, rounds.server, len(self.roster)))
+
+    def sample(self, server_round: int) -> list[int]:
+        """Node ids of the clients that train in this round, in the order of their names.
+
+        Drawn without replacement from the run's seed, the round and the names alone.
+        """
+        by_name = {entry.client: node for node, entry in self.roster.items()}
+        names = sorted(by_name)
+        count = max(1, round(self.config.rounds.fraction_train * len(names)))
+        rng = np.random.default_rng(seed_of(self.config.rounds.seed, server_round, "sampling"))
+        chosen = sorted(rng.choice(len(names), size=count, replace=False))
+        return [by_name[names[i]] for i in chosen]
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """A train message for every sampled client; `config` is the instruction's record."""
+        self.current = tensors(arrays)
+        return self.messages(MessageType.TRAIN, self.sample(server_round), arrays, config)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """An evaluate message for every client, or for the participants where the run says so."""
+        nodes = sorted(self.roster, key=lambda node: self.roster[node].client)
+        if self.config.rounds.evaluate_clients == "participants":
+            nodes = self.sample(server_round)
+        return self.messages(MessageType.EVALUATE, nodes, arrays, config)
+
+    def messages(
+        self, kind: str, nodes: Iterable[int], arrays: ArrayRecord, config: ConfigRecord
+    ) -> list[Message]:
+        """One message for each node; they share one content, which nobody changes."""
+        content = request(config, arrays, array_record(self.extra()))
+        return [Message(content=content, dst_node_id=node, message_type=kind) for node in nodes]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The next global arrays. TooFewRepliesError if fewer than `min-replies` are good.
+
+        `report` then says who was kept and who was left out and why.
+        """
+        self.report = self.screened(server_round, replies, self.expected(self.current))
+        kept, need = self.report.kept, self.config.rounds.min_replies
+        if len(kept) < need:
+            reasons = "; ".join(f"{c}: {why}" for c, why in sorted(self.report.left_out.items()))
+            raise TooFewRepliesError(
+                f"round {server_round}: {len(kept)} good replies, min-replies = {need}. {reasons}"
+            )
+        following = self.next_arrays(self.current, kept)
+        return array_record(following), mean_metrics(kept)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Mean of the clients' figures; `report` holds each client's."""
+        self.report = self.screened(server_round, replies, {})
+        return mean_metrics(self.report.kept) if self.report.kept else None
+
+    def screened(
+        self, server_round: int, replies: Iterable[Message], expected: Arrays
+    ) -> RoundReport:
+        """The replies sorted by client, the bad ones left out and named in the log."""
+        report = RoundReport()
+        for message in replies:
+            node = message.metadata.src_node_id
+            client = self.roster[node].client if node in self.roster else f"node {node}"
+            if message.has_error():
+                report.left_out[client] = message.error.reason or f"error {message.error.code}"
+                continue
+            report.bytes_up += payload_bytes(message)
+            try:
+                reply = replace(read_reply(message), client=client)
+            except (ValueError, KeyError) as error:
+                report.left_out[client] = f"unreadable: {error}"
+                continue
+            reason = why_refused(reply, expected, server_round)
+            if reason:
+                report.left_out[client] = reason
+            else:
+                report.kept.append(reply)
+        report.kept.sort(key=lambda reply: reply.client)
+        for client, reason in sorted(report.left_out.items()):
+            log.warning("round %d: left out client %s: %s", server_round, client, reason)
+        return report
+
+
+def mean_metrics(replies: list[TrainReply]) -> MetricRecord:
+    """Each metric's mean over the clients that sent it, weighted by their number of examples."""
+    names = sorted({name for reply in replies for name in reply.metrics})
+    means: dict[str, float] = {}
+    for name in names:
+        having = [r for r in replies if name in r.metrics]
+        weights = [r.metrics["num-examples"] for r in having]
+        values = [r.metrics[name] for r in having]
+        means[name] = float(np.average(values, weights=weights))
+    return MetricRecord(dict(means))
+
+
+def all_finite(arrays: Mapping[str, Tensor]) -> bool:
+    """No array holds a NaN or an infinity."""
+    return all(bool(a.isfinite().all()) for a in arrays.values() if a.is_floating_point())
+
+
+__all__ = ["Average", "Instruction", "RoundReport", "TooFewRepliesError", "all_finite", "weighted_mean"]

@@ -1,0 +1,52 @@
+"""FedReCo, server half: gradient steps on the shared extractor u_0, from the clients' g_i.
+
+Source: "Consensus Optimization at Representation", eq. (8):
+    u_0 <- u_0 - eta_0 * (1/M) sum_i g_i,   g_i = grad_{u_0} H_i(u_i, u_0),
+the plain mean over the M clients that answered. The server never sees a client's u_i or v_i.
+Client half: client_app/methods/fedreco.py.
+"""
+
+from dataclasses import dataclass
+
+from models import StagedModel
+from protocol.config import RunConfig
+from protocol.messages import Arrays, TrainReply
+from protocol.options import any_text, at_least, option
+from strategies.average import Average, weighted_mean
+
+
+@dataclass(frozen=True)
+class FedReCoServerOptions:
+    """The keys of `fedreco.*` that the server reads."""
+
+    split: str = option(any_text())
+    eta_0: float = option(at_least(0))
+
+
+class FedReCoServer(Average):
+    """u_0's step; the arrays are u_0's parameters and buffers, the replies its gradients."""
+
+    def __init__(self, config: RunConfig, model: StagedModel) -> None:
+        super().__init__(config, model)
+        if config.rounds.server != "fedavg":
+            raise ValueError(
+                f"server = {config.rounds.server!r}: FedReCo's server step is eq. (8) on u_0 with "
+                "fedreco.eta-0; server has to be fedavg"
+            )
+        self.options = config.table("fedreco", FedReCoServerOptions)
+
+    @classmethod
+    def initial_arrays(cls, config: RunConfig, model: StagedModel) -> Arrays:
+        """u_0: the stages up to the split."""
+        split = config.table("fedreco", FedReCoServerOptions).split or model.stage_names[-1]
+        weights = model.state_dict()
+        return {name: weights[name].clone() for name in model.extractor_keys(split)}
+
+    def expected(self, current: Arrays) -> Arrays:
+        """A gradient for each of u_0's parameters."""
+        return {name: array for name, array in current.items() if name in self.trainable}
+
+    def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
+        """Eq. (8); u_0's buffers stay."""
+        g = weighted_mean(replies, [1.0] * len(replies))
+        return current | {name: current[name] - self.options.eta_0 * g[name] for name in g}

@@ -1,0 +1,162 @@
+"""The server's step as an optimiser: from the round's average to the next global model.
+
+The average A of the replies gives a pseudo-gradient w - A; FedAvg, FedAvgM and FedAdam are steps
+down it. Steps act on trainable arrays; buffers (BatchNorm's statistics) take the average as it is.
+Arrays are float32 on the CPU, by parameter name.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from protocol.config import RunConfig, refuse_unknown
+from protocol.options import at_least, between, more_than, one_of, option
+
+Arrays = dict[str, Tensor]
+
+
+class ServerStep(Protocol):
+    """One way to step; its `state` (moments, by name) goes into the server's checkpoint."""
+
+    def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
+        """The next global model."""
+
+    def state(self) -> Arrays:
+        """What has to be kept to go on as if never interrupted."""
+
+    def load(self, state: Arrays) -> None:
+        """Go on from a kept state."""
+
+
+@dataclass(frozen=True)
+class FedAvgStep:
+    """The average itself (McMahan et al. 2017): w <- A, which is SGD with learning rate 1."""
+
+    def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
+        """w <- A, exactly."""
+        return average
+
+    def state(self) -> Arrays:
+        """Nothing is kept."""
+        return {}
+
+    def load(self, state: Arrays) -> None:
+        """Nothing to load."""
+
+
+@dataclass(frozen=True)
+class FedAvgMOptions:
+    """Keys `fedavgm.*`."""
+
+    lr: float = option(more_than(0))
+    beta: float = option(between(0, 1, open_high=True))
+
+
+class FedAvgMStep:
+    """FedAvgM (Hsu, Qi, Brown 2019): v <- beta v + (A - w); w <- w + lr v. No damping.
+
+    torch's SGD with momentum on the gradient w - A is this, its buffer being -v.
+    """
+
+    def __init__(self, options: FedAvgMOptions) -> None:
+        self.options = options
+        self.velocity: Arrays = {}
+
+    def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
+        """One step of torch.optim.SGD on every trainable array."""
+        names = sorted(trainable)
+        parameters = [current[name].clone() for name in names]
+        for name, parameter in zip(names, parameters, strict=True):
+            parameter.grad = current[name] - average[name]
+        sgd = torch.optim.SGD(parameters, lr=self.options.lr, momentum=self.options.beta)
+        for name, parameter in zip(names, parameters, strict=True):
+            if name in self.velocity:
+                sgd.state[parameter]["momentum_buffer"] = self.velocity[name]
+        sgd.step()
+        if self.options.beta:
+            self.velocity = {
+                name: sgd.state[parameter]["momentum_buffer"]
+                for name, parameter in zip(names, parameters, strict=True)
+            }
+        return average | dict(zip(names, parameters, strict=True))
+
+    def state(self) -> Arrays:
+        """The momentum buffer, by parameter name."""
+        return dict(self.velocity)
+
+    def load(self, state: Arrays) -> None:
+        """Go on with this momentum buffer."""
+        self.velocity = dict(state)
+
+
+@dataclass(frozen=True)
+class FedAdamOptions:
+    """Keys `fedadam.*`."""
+
+    lr: float = option(more_than(0))
+    beta1: float = option(between(0, 1))
+    beta2: float = option(between(0, 1))
+    tau: float = option(more_than(0))
+    form: str = option(one_of("paper", "flower"))
+
+
+class FedAdamStep:
+    """FedAdam (Reddi et al. 2021): moments of the pseudo-gradient, no bias correction.
+
+    With D = A - w: m <- b1 m + (1 - b1) D;  v <- b2 v + (1 - b2) D^2;  w <- w + lr m / (sqrt v + tau),
+    from m = 0 and v = tau^2. `form = flower` is Flower's: from v = 0, and lr times
+    sqrt(1 - b2^(r+1)) / (1 - b1^(r+1)) in round r = 1, 2, ... torch's Adam is neither.
+    """
+
+    counter: ClassVar[str] = "#steps"
+
+    def __init__(self, options: FedAdamOptions) -> None:
+        self.options = options
+        self.m: Arrays = {}
+        self.v: Arrays = {}
+        self.num_steps = 0
+
+    def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
+        """One step on every trainable array."""
+        o = self.options
+        self.num_steps += 1
+        lr = o.lr
+        if o.form == "flower":
+            r = self.num_steps
+            lr *= (1 - o.beta2 ** (r + 1)) ** 0.5 / (1 - o.beta1 ** (r + 1))
+        stepped = dict(average)
+        for name in sorted(trainable):
+            delta = average[name] - current[name]
+            if name not in self.m:
+                self.m[name] = torch.zeros_like(delta)
+                v_0 = o.tau**2 if o.form == "paper" else 0.0
+                self.v[name] = torch.full_like(delta, v_0)
+            self.m[name] = o.beta1 * self.m[name] + (1 - o.beta1) * delta
+            self.v[name] = o.beta2 * self.v[name] + (1 - o.beta2) * delta.square()
+            stepped[name] = current[name] + lr * self.m[name] / (self.v[name].sqrt() + o.tau)
+        return stepped
+
+    def state(self) -> Arrays:
+        """Both moments by parameter name, and the number of steps taken."""
+        moments = {f"m.{k}": t for k, t in self.m.items()} | {f"v.{k}": t for k, t in self.v.items()}
+        return moments | {self.counter: torch.tensor(self.num_steps)}
+
+    def load(self, state: Arrays) -> None:
+        """Go on with these moments."""
+        self.num_steps = int(state[self.counter])
+        self.m = {k[2:]: t for k, t in state.items() if k.startswith("m.")}
+        self.v = {k[2:]: t for k, t in state.items() if k.startswith("v.")}
+
+
+def server_step(config: RunConfig) -> ServerStep:
+    """The run's server step; ValueError naming the key for an unknown one or a bad option."""
+    name = config.rounds.server
+    refuse_unknown("server", name, ["fedavg", "fedavgm", "fedadam"])
+    if name == "fedavgm":
+        return FedAvgMStep(config.table("fedavgm", FedAvgMOptions))
+    if name == "fedadam":
+        return FedAdamStep(config.table("fedadam", FedAdamOptions))
+    return FedAvgStep()

@@ -1,0 +1,147 @@
+"""Batched augmentation against one sample, one pixel at a time."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from data.augment import draw_flips, flip, random_crop, random_flip, random_rotation, rotate, shift
+
+
+def images(batch, channels, height, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, channels, height, width, generator=generator, dtype=torch.float64)
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def pixel(image, channel, row, column, fill):
+    """The value at (row, column), `fill` of that channel where the image has none."""
+    _, height, width = image.shape
+    is_inside = 0 <= row < height and 0 <= column < width
+    return image[channel, row, column].item() if is_inside else fill[channel]
+
+
+def each_pixel(x, value):
+    """A tensor like `x` filled with value(sample, channel, row, column)."""
+    out = torch.empty_like(x)
+    batch, channels, height, width = x.shape
+    for b in range(batch):
+        for c in range(channels):
+            for i in range(height):
+                for j in range(width):
+                    out[b, c, i, j] = value(b, c, i, j)
+    return out
+
+
+def test_flip_mirrors_the_samples_of_the_mask():
+    x, mask = images(4, 2, 3, 5), torch.tensor([True, False, False, True])
+    expected = each_pixel(x, lambda b, c, i, j: x[b, c, i, 4 - j if mask[b] else j])
+    assert torch.equal(flip(x, mask), expected)
+
+
+def test_random_flip_does_what_draw_flips_says():
+    x = images(50, 1, 2, 3)
+    assert torch.equal(random_flip(x, seeded(7)), flip(x, draw_flips(50, seeded(7))))
+
+
+def test_about_half_of_the_samples_flip():
+    assert draw_flips(10_000, seeded(1)).sum().item() == pytest.approx(5000, abs=250)  # 5 sigma
+
+
+@pytest.mark.parametrize("fill", [[0.0, 0.0], [-1.5, 2.5]])
+def test_shift_moves_each_sample_by_its_own_offset(fill):
+    x = images(6, 2, 4, 5)
+    offsets = torch.tensor([[0, 0], [1, -2], [-3, 4], [4, 0], [0, -5], [-9, 9]])
+    expected = each_pixel(
+        x, lambda b, c, i, j: pixel(x[b], c, i - offsets[b, 0], j - offsets[b, 1], fill)
+    )
+    assert torch.equal(shift(x, offsets, torch.tensor(fill)), expected)
+
+
+def test_random_crop_is_each_window_of_the_padded_image_equally_often():
+    """Every sample is the same image, so that the window it was cut from can be recognised."""
+    image, padding, fill = images(1, 2, 4, 3)[0], 1, 9.0
+    padded = torch.full((2, 6, 5), fill, dtype=torch.float64)
+    padded[:, 1:5, 1:4] = image
+    windows = {(t, s): padded[:, t : t + 4, s : s + 3] for t in range(3) for s in range(3)}
+    found = Counter()
+    for crop in random_crop(image.expand(1800, -1, -1, -1), padding, seeded(3), fill):
+        (place,) = (at for at, window in windows.items() if torch.equal(window, crop))
+        found[place] += 1
+    assert len(found) == 9
+    assert all(abs(count - 200) < 70 for count in found.values())  # 5 sigma
+
+
+def test_random_crop_without_padding_changes_nothing():
+    x = images(3, 1, 4, 4)
+    assert torch.equal(random_crop(x, 0, seeded(0)), x)
+
+
+def rotated_as_defined(x, degrees, fill):
+    """Each pixel from where it was before the turn, weighing its four neighbours by closeness."""
+    _, _, height, width = x.shape
+    middle_row, middle_column = (height - 1) / 2, (width - 1) / 2
+
+    def value(b, c, i, j):
+        angle = math.radians(degrees[b])
+        right, up = j - middle_column, middle_row - i
+        # turned back, clockwise, by the angle
+        right, up = (
+            right * math.cos(angle) + up * math.sin(angle),
+            up * math.cos(angle) - right * math.sin(angle),
+        )
+        row, column = middle_row - up, middle_column + right
+        total = 0.0
+        for near_row in (math.floor(row), math.floor(row) + 1):
+            for near_column in (math.floor(column), math.floor(column) + 1):
+                weight = (1 - abs(row - near_row)) * (1 - abs(column - near_column))
+                total += weight * pixel(x[b], c, near_row, near_column, fill)
+        return total
+
+    return each_pixel(x, value)
+
+
+@pytest.mark.parametrize(("height", "width"), [(6, 6), (5, 8)])
+def test_rotate_is_bilinear_about_the_centre(height, width):
+    x, degrees, fill = images(4, 2, height, width), [0.0, 10.0, -37.5, 200.0], [-0.7, 1.3]
+    result = rotate(x, torch.tensor(degrees, dtype=torch.float64), torch.tensor(fill))
+    fill_as_float32 = torch.tensor(fill).tolist()
+    assert torch.allclose(result, rotated_as_defined(x, degrees, fill_as_float32), atol=1e-12)
+
+
+def test_a_quarter_turn_is_rot90():
+    x = images(2, 3, 7, 7)
+    quarter = torch.tensor([90.0, -90.0])
+    expected = torch.stack([x[0].rot90(1, (1, 2)), x[1].rot90(-1, (1, 2))])
+    assert torch.allclose(rotate(x, quarter), expected, atol=1e-5)
+
+
+def test_random_rotation_draws_an_angle_for_each_sample_within_the_bounds():
+    """A dot far right of the centre of a large image tells the angle it was turned by."""
+    size, radius = 201, 80
+    x = torch.zeros(64, 1, size, size)
+    x[:, :, 99:102, 100 + radius - 1 : 100 + radius + 2] = 1
+    turned = random_rotation(x, 30.0, seeded(5))
+    where = torch.arange(size) - 100.0
+    mass = turned.sum((1, 2, 3))
+    right = (turned.sum(2)[:, 0] * where).sum(1) / mass
+    down = (turned.sum(3)[:, 0] * where).sum(1) / mass
+    angles = torch.rad2deg(torch.atan2(-down, right))
+    assert angles.min() > -30.1
+    assert angles.max() < 30.1
+    assert angles.min() < -22
+    assert angles.max() > 22
+    assert abs(angles.mean()) < 10.9  # 5 sigma
+    assert len(angles.round(decimals=1).unique()) > 40
+
+
+def test_a_single_fill_is_for_all_channels_and_the_type_is_kept():
+    x = images(2, 3, 4, 4).float()
+    out = shift(x, torch.tensor([[9, 0], [0, 9]]), 0.25)
+    assert out.dtype == torch.float32
+    assert (out == 0.25).all()
+    assert rotate(x, torch.tensor([5.0, 6.0]), 0.25).dtype == torch.float32

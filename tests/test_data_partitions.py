@@ -1,0 +1,303 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.partitions import (
+    PARTITIONS,
+    _cumulative_ratios,
+    _level,
+    classes_partition,
+    dirichlet_balanced_partition,
+    dirichlet_partition,
+    iid_partition,
+    partition_indices,
+    shards_partition,
+    split_local_test,
+)
+
+seeds = st.integers(0, 2**63 - 1)
+
+
+@st.composite
+def labels_and_clients(draw):
+    """Labels of unequal, gappy classes in random order, and a number of clients they suffice for."""
+    class_sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    names = draw(st.permutations(range(9)))[: len(class_sizes)]
+    labels = np.repeat(names, class_sizes)
+    np.random.default_rng(draw(seeds)).shuffle(labels)
+    return labels, draw(st.integers(1, min(len(labels), 12)))
+
+
+def balanced_labels(num_classes, samples_per_class):
+    labels = np.repeat(np.arange(num_classes), samples_per_class)
+    np.random.default_rng(5).shuffle(labels)
+    return labels
+
+
+def label_counts(parts, labels):
+    return np.array([np.bincount(labels[part], minlength=labels.max() + 1) for part in parts])
+
+
+def assert_splits_all(parts, labels, num_clients):
+    assert len(parts) == num_clients
+    assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in parts)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(labels)))
+
+
+def sizes(parts):
+    return [len(part) for part in parts]
+
+
+def same(parts, others):
+    return all(np.array_equal(a, b) for a, b in zip(parts, others, strict=True))
+
+
+# --- properties of each -------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(labels_and_clients(), seeds)
+def test_iid_loses_nothing_and_sizes_differ_by_at_most_1(case, seed):
+    labels, num_clients = case
+    parts = iid_partition(labels, num_clients, seed)
+    assert_splits_all(parts, labels, num_clients)
+    assert max(sizes(parts)) - min(sizes(parts)) <= 1
+
+
+@settings(deadline=None)
+@given(labels_and_clients(), seeds, st.floats(0.05, 100))
+def test_dirichlet_loses_nothing_and_keeps_to_the_minimum(case, seed, alpha):
+    labels, num_clients = case
+    min_size = max(len(labels) // (4 * num_clients), 1)
+    try:
+        parts = dirichlet_partition(labels, num_clients, alpha, seed, min_size)
+    except ValueError as error:  # few samples for many clients at a small alpha
+        assert "draws" in str(error)
+        return
+    assert_splits_all(parts, labels, num_clients)
+    assert min(sizes(parts)) >= min_size
+
+
+@settings(deadline=None)
+@given(labels_and_clients(), seeds, st.sampled_from([1e-300, 1e-3, 0.1, 1.0, 1e6]))
+def test_dirichlet_balanced_loses_nothing_and_sizes_differ_by_at_most_1(case, seed, alpha):
+    labels, num_clients = case
+    parts = dirichlet_balanced_partition(labels, num_clients, alpha, seed)
+    assert_splits_all(parts, labels, num_clients)
+    assert max(sizes(parts)) - min(sizes(parts)) <= 1
+
+
+@settings(deadline=None)
+@given(labels_and_clients(), seeds, st.data())
+def test_classes_gives_c_classes_and_levels_sizes_as_its_docstring_says(case, seed, data):
+    labels, num_clients = case
+    num_classes = len(np.unique(labels))
+    c = data.draw(st.integers(-(-num_classes // num_clients), num_classes))
+    try:
+        parts = classes_partition(labels, num_clients, c, seed)
+    except ValueError as error:
+        assert "that hold it" in str(error)
+        return
+    assert_splits_all(parts, labels, num_clients)
+    counts = label_counts(parts, labels)
+    assert ((counts > 0).sum(axis=1) == c).all()
+    num_holders = (counts > 0).sum(axis=0)[np.unique(labels)]
+    assert num_holders.max() - num_holders.min() <= 1
+    for a in range(num_clients):
+        for b in range(num_clients):
+            for k in np.unique(labels):
+                if counts[a, k] > 1 and counts[b, k] > 0:
+                    assert len(parts[a]) <= len(parts[b]) + 1
+
+
+@settings(deadline=None)
+@given(labels_and_clients(), seeds, st.data())
+def test_shards_loses_nothing_and_gives_few_labels(case, seed, data):
+    labels, num_clients = case
+    gamma = data.draw(st.integers(1, len(labels) // num_clients))
+    parts = shards_partition(labels, num_clients, gamma, seed)
+    assert_splits_all(parts, labels, num_clients)
+    assert max(sizes(parts)) - min(sizes(parts)) <= gamma
+
+
+# --- what each does to the labels -----------------------------------------------------------------
+
+
+def test_iid_gives_every_client_every_class_alike():
+    labels = balanced_labels(10, 1000)
+    counts = label_counts(iid_partition(labels, 10, seed=3), labels)
+    assert abs(counts - 100).max() < 45  # hypergeometric, sigma 9
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 5.0])
+def test_dirichlet_shares_have_the_second_moment_of_the_distribution(alpha):
+    """For p ~ Dir(alpha) over N clients, E[sum p_i^2] = (1 + alpha) / (1 + N alpha)."""
+    labels, num_clients = balanced_labels(10, 500), 5
+    squares = []
+    for seed in range(100):
+        parts = dirichlet_partition(labels, num_clients, alpha, seed, min_size=1)
+        shares = label_counts(parts, labels) / 500  # [N, K]
+        squares.append((shares**2).sum(axis=0))
+    expected = (1 + alpha) / (1 + num_clients * alpha)
+    error = np.std(squares) / np.sqrt(np.size(squares))
+    assert np.mean(squares) == pytest.approx(expected, abs=4 * error + 0.002)  # 0.002: rounding
+
+
+def test_dirichlet_balanced_ratios_have_the_second_moment_of_the_distribution():
+    """Of the classes a client draws while all are left: here, its ratio is that of 9 in 10 samples.
+
+    alpha = 2 over 10 classes and 300 clients: what all want of a class is close to what there is.
+    """
+    labels, alpha, num_classes = balanced_labels(10, 6000), 2.0, 10
+    parts = dirichlet_balanced_partition(labels, 300, alpha, seed=1)
+    size = len(labels) // 300
+    shares = label_counts(parts, labels) / size
+    of_ratios = (1 + alpha) / (1 + num_classes * alpha)
+    expected = of_ratios + (1 - of_ratios) / size  # and of `size` draws from them
+    assert (shares**2).sum(axis=1).mean() == pytest.approx(expected, rel=0.04)
+
+
+@pytest.mark.parametrize("partition", [dirichlet_partition, dirichlet_balanced_partition])
+def test_a_large_alpha_is_nearly_uniform_and_a_small_one_gives_few_classes(partition):
+    labels = balanced_labels(10, 1000)
+    uniform = label_counts(partition(labels, 10, 1e6, seed=2), labels)
+    assert abs(uniform - 100).max() < 45
+    skewed = label_counts(partition(labels, 10, 0.05, seed=2), labels)
+    largest_shares = (skewed / 1000).max(axis=0 if partition is dirichlet_partition else 1)
+    assert largest_shares.mean() > 0.7
+
+
+def test_a_class_that_ran_out_leaves_its_share_to_the_others_in_proportion():
+    ratios = np.array([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0]])
+    left = np.array([0, 6, 2])
+    first, second = _cumulative_ratios(ratios, left)
+    assert first == pytest.approx([0, 3 / 8, 1])
+    assert second == pytest.approx([0, 6 / 8, 1])  # none of its own left: in proportion to `left`
+
+
+def test_equal_classes_held_by_equally_many_clients_give_equal_sizes():
+    labels = balanced_labels(10, 500)
+    parts = classes_partition(labels, 50, 2, seed=4)
+    assert set(sizes(parts)) == {100}
+
+
+def test_classes_are_not_the_same_for_every_seed():
+    labels = balanced_labels(10, 50)
+    held = {
+        tuple(map(tuple, label_counts(classes_partition(labels, 10, 2, seed), labels) > 0))
+        for seed in range(5)
+    }
+    assert len(held) == 5
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(0, 60))
+def test_level_hands_out_one_at_a_time_to_the_smallest(totals, amount):
+    given_one_by_one = [0] * len(totals)
+    for _ in range(amount):
+        now = [t + g for t, g in zip(totals, given_one_by_one, strict=True)]
+        given_one_by_one[now.index(min(now))] += 1
+    assert _level(np.array(totals), amount).tolist() == given_one_by_one
+
+
+def test_shards_that_fit_the_classes_give_at_most_gamma_labels():
+    labels = balanced_labels(10, 60)  # 20 shards of 30 samples: two a class
+    parts = shards_partition(labels, 10, 2, seed=6)
+    assert set(sizes(parts)) == {60}
+    held = (label_counts(parts, labels) > 0).sum(axis=1)
+    assert held.max() == 2
+    assert np.isin(label_counts(parts, labels), [0, 30, 60]).all()
+
+
+# --- all of them by name ----------------------------------------------------------------------------
+
+options = {"alpha": 0.5, "classes_per_client": 3, "shards_per_client": 2, "min_size": 7}
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_a_partition_depends_on_its_arguments_alone(name):
+    labels = balanced_labels(8, 100)
+    parts = partition_indices(name, labels, 6, **options, seed=9)
+    np.random.seed(0)  # noqa: NPY002
+    state = np.random.get_state()[1].copy()  # noqa: NPY002
+    again = partition_indices(name, labels.astype(np.uint8), 6, **options, seed=9)
+    assert same(parts, again)
+    assert np.array_equal(np.random.get_state()[1], state)  # noqa: NPY002
+    assert not same(parts, partition_indices(name, labels, 6, **options, seed=10))
+    assert_splits_all(parts, labels, 6)
+
+
+def test_each_name_means_its_function_with_its_own_options():
+    labels = balanced_labels(8, 100)
+    expected = {
+        "iid": iid_partition(labels, 6, 9),
+        "dirichlet": dirichlet_partition(labels, 6, 0.5, 9, min_size=7),
+        "dirichlet-balanced": dirichlet_balanced_partition(labels, 6, 0.5, 9),
+        "classes": classes_partition(labels, 6, 3, 9),
+        "shards": shards_partition(labels, 6, 2, 9),
+    }
+    assert expected.keys() == PARTITIONS.keys()
+    for name, parts in expected.items():
+        assert same(parts, partition_indices(name, labels, 6, **options, seed=9)), name
+
+
+labels_of_40 = balanced_labels(4, 10)
+
+
+@pytest.mark.parametrize(
+    ("partition", "said"),
+    [
+        (lambda: iid_partition(labels_of_40, 41, 0), "num-clients = 41: it has to be from 1 to 40"),
+        (lambda: iid_partition(labels_of_40, 0, 0), "num-clients = 0"),
+        (lambda: iid_partition(labels_of_40 / 2, 2, 0), "labels are float64"),
+        (lambda: iid_partition(labels_of_40[:, None], 2, 0), r"\(40, 1\)"),
+        (lambda: dirichlet_partition(labels_of_40, 2, 0.0, 0), r"alpha = 0\.0"),
+        (lambda: dirichlet_partition(labels_of_40, 2, float("nan"), 0), "alpha = nan"),
+        (lambda: dirichlet_balanced_partition(labels_of_40, 2, -1.0, 0), r"alpha = -1\.0"),
+        (lambda: dirichlet_partition(labels_of_40, 5, 1.0, 0), "needs 50 samples, there are 40"),
+        (lambda: dirichlet_partition(labels_of_40, 5, 1.0, 0, min_size=0), "min-samples = 0"),
+        (lambda: dirichlet_partition(labels_of_40, 20, 0.01, 0, min_size=2), "raise alpha"),
+        (lambda: classes_partition(labels_of_40, 5, 5, 0), "client = 5: it has to be from 1 to 4"),
+        (lambda: classes_partition(labels_of_40, 5, 0, 0), "classes-per-client = 0"),
+        (lambda: classes_partition(labels_of_40, 2, 1, 0), "it has to be at least 2"),
+        (lambda: classes_partition(labels_of_40, 30, 2, 0), "has 10 samples for the 15 clients"),
+        (lambda: shards_partition(labels_of_40, 5, 9, 0), "client = 9 for 5 clients: .* 1 to 8"),
+        (lambda: shards_partition(labels_of_40, 5, 0, 0), "shards-per-client = 0"),
+        (
+            lambda: partition_indices("even", labels_of_40, 2, **options, seed=0),
+            "partition = 'even': it has to be one of iid, dirichlet, ",
+        ),
+        (lambda: split_local_test(np.arange(9), labels_of_40, 1.0, 0), r"fraction = 1\.0"),
+        (lambda: split_local_test(np.arange(9), labels_of_40, 0.0, 0), r"fraction = 0\.0"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(partition, said):
+    with pytest.raises(ValueError, match=said) as refusal:
+        partition()
+    assert "\n" not in str(refusal.value)
+
+
+# --- a client's own test part -----------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(labels_and_clients(), st.floats(0.01, 0.99), seeds)
+def test_local_test_part_is_stratified_and_loses_nothing(case, fraction, seed):
+    labels, num_clients = case
+    for indices in iid_partition(labels, num_clients, 0):
+        train, test = split_local_test(indices, labels, fraction, seed)
+        assert sorted([*train, *test]) == indices.tolist()
+        for k in np.unique(labels[indices]):
+            size, num_test = (labels[indices] == k).sum(), (labels[test] == k).sum()
+            assert num_test == 0 if size == 1 else 1 <= num_test <= size - 1
+            if 1 <= fraction * size <= size - 1:
+                assert abs(num_test - fraction * size) <= 0.5
+        again = split_local_test(indices[::-1], labels, fraction, seed)
+        assert same((train, test), again)
+
+
+def test_local_test_part_of_another_seed_is_another():
+    labels = balanced_labels(4, 25)
+    first, second = (split_local_test(np.arange(100), labels, 0.2, seed)[1] for seed in (0, 1))
+    assert not np.array_equal(first, second)
+    assert np.bincount(labels[first]).tolist() == [5, 5, 5, 5]

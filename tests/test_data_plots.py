@@ -1,0 +1,32 @@
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.plots import plot_label_distribution
+
+
+@pytest.mark.parametrize(("num_clients", "num_classes"), [(1, 2), (10, 10), (100, 10), (60, 100)])
+def test_plot_is_written_for_few_and_many(tmp_path, num_clients, num_classes):
+    counts = np.random.default_rng(0).integers(0, 500, (num_clients, num_classes))
+    path = tmp_path / "new" / "labels.png"
+    plot_label_distribution(counts.tolist(), [f"class {k}" for k in range(num_classes)], path)
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        assert image.width <= 1800
+
+
+def test_clients_run_along_x_and_more_samples_are_darker(tmp_path):
+    """Client 2 holds all samples, of class 0: the darkest pixels are top right."""
+    plot_label_distribution([[0, 0], [0, 0], [9, 0]], ["a", "b"], tmp_path / "labels.png")
+    with Image.open(tmp_path / "labels.png") as image:
+        pixels = np.asarray(image.convert("RGB")).astype(int)
+    rows, columns = np.nonzero((pixels == [8, 48, 107]).all(axis=2))  # the darkest of Blues
+    heat_columns = columns[columns < 0.7 * pixels.shape[1]]  # without the colour bar
+    assert len(heat_columns) > 100
+    assert heat_columns.min() > 0.4 * pixels.shape[1]
+    assert rows[columns < 0.7 * pixels.shape[1]].max() < 0.5 * pixels.shape[0]
+
+
+def test_rows_that_do_not_fit_the_classes_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"\(2, 3\): .* each of the 2 classes"):
+        plot_label_distribution([[1, 2, 3], [4, 5, 6]], ["a", "b"], tmp_path / "labels.png")

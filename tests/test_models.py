@@ -1,0 +1,339 @@
+"""What holds for every model: taps, prefixes, splits, seeds, options and refusals."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models import MODELS, StagedModel, build_model, input_recipe
+
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+@cache
+def shared(name: str) -> StagedModel:
+    """One model for many tests, which must not change it: 3 channels, 32 pixels, 10 classes."""
+    return build_model(name, num_classes=10, channels=3, image_size=32, seed=1).eval()
+
+
+def images(batch: int = 2, channels: int = 3, size: int = 32) -> Tensor:
+    return torch.randn(batch, channels, size, size, generator=torch.Generator().manual_seed(2))
+
+
+class Tripwire(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("ran past the last tap")
+
+
+@each_model
+@pytest.mark.parametrize(("channels", "size", "classes"), [(1, 28, 2), (3, 33, 7), (1, 64, 100)])
+def test_logits_have_a_row_a_sample_and_a_column_a_class(name, channels, size, classes):
+    model = build_model(name, num_classes=classes, channels=channels, image_size=size, seed=0)
+    model.eval()
+    with torch.no_grad():
+        logits = model(images(2, channels, size))
+    assert logits.shape == (2, classes)
+    assert logits.isfinite().all()
+    assert (model.name, model.input_shape, model.num_classes) == (
+        name,
+        (channels, size, size),
+        classes,
+    )
+
+
+@each_model
+@torch.no_grad()
+def test_taps_come_in_the_order_asked_for_and_leave_the_logits_as_they_are(name):
+    model, x = shared(name), images()
+    asked = ["logits", *reversed(model.stage_names), "features", model.stage_names[0]]
+    logits, taps = model.run(x, asked)
+    found = dict(zip(asked, taps, strict=True))
+    assert torch.equal(logits, model(x))
+    assert torch.equal(found["logits"], logits)
+    assert found["features"].shape == (2, model.feature_width)
+    assert torch.equal(model.classifier(found["features"]), logits)
+    h = x
+    for stage in model.stage_names:  # each stage called by itself, as a module
+        h = model.stages[stage](h)
+        assert torch.equal(found[stage], h)
+
+
+@each_model
+@torch.no_grad()
+def test_a_pre_tap_is_what_the_body_returned_even_after_its_tail_ran(name):
+    model, x = shared(name), images()
+    _, pres = model.run(x, [f"{stage}:pre" for stage in model.stage_names])
+    h = x
+    for stage, pre in zip(model.stages.values(), pres, strict=True):
+        body = stage.body(h)
+        assert torch.equal(pre, body)
+        h = stage.tail(body.clone())
+        assert torch.equal(stage.tail(pre.clone()), h)
+        assert torch.equal(pre, body)
+
+
+@each_model
+@torch.no_grad()
+def test_a_prefix_gives_the_full_runs_taps_and_stops_after_the_last_of_them(name):
+    whole, x = shared(name), images()
+    _, expected = whole.run(x, whole.tap_names)
+    cut = copy.deepcopy(whole)
+    cut.neck = cut.classifier = Tripwire()
+    for depth, stage in reversed(list(enumerate(cut.stage_names))):  # the tripwires move forward
+        wanted = [f"{s}{part}" for s in cut.stage_names[: depth + 1] for part in (":pre", "")]
+        for last in (len(wanted), len(wanted) - 1):
+            logits, taps = cut.run(x, wanted[:last], to_logits=False)
+            assert logits is None
+            for tap, want in zip(taps, expected[:last], strict=True):
+                assert torch.equal(tap, want)
+            part = "tail" if last == len(wanted) else "body"
+            setattr(cut.stages[stage], part, Tripwire())
+    assert cut.run(x, [], to_logits=False) == (None, [])
+
+
+@each_model
+@torch.no_grad()
+def test_every_split_puts_the_forward_pass_together_again(name):
+    model, x = shared(name), images()
+    logits, taps = model.run(x, model.tap_names)
+    for split in model.stage_names:
+        assert torch.equal(model.predict(model.extract(x, split), split), logits)
+    assert model.extract(x, model.stage_names[-1]).shape == (2, model.feature_width)
+    for tap, h in zip(model.tap_names, taps, strict=True):
+        assert torch.equal(model.resume(h.clone(), after=tap), logits)
+
+
+@each_model
+def test_extractor_and_head_share_out_the_state(name):
+    model = shared(name)
+    keys = list(model.state_dict())
+    sizes = [0]
+    for split in model.stage_names:
+        extractor, head = model.extractor_keys(split), model.head_keys(split)
+        assert extractor + head == keys
+        assert {key.split(".")[1] for key in extractor} <= set(model.stage_names)
+        assert f"stages.{split}." in extractor[-1]
+        sizes.append(len(extractor))
+    assert sizes == sorted(set(sizes))
+    assert head == ["classifier.weight", "classifier.bias"]
+
+
+@each_model
+def test_every_weight_of_the_network_gets_a_gradient(name):
+    model = build_model(name, num_classes=3, channels=1, image_size=28, seed=0)
+    taps = [f"{stage}:pre" for stage in model.stage_names]
+    logits, pres = model.run(images(4, 1, 28), taps)
+    loss = F.cross_entropy(logits, torch.tensor([0, 1, 2, 0]))
+    (loss + sum(pre.square().mean() for pre in pres)).backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None, key
+        assert parameter.grad.abs().max() > 0, key
+
+
+@pytest.mark.parametrize("name", ["cnn-fedintr", "vgg9", "squeezenet"])
+def test_pool_then_relu_is_relu_then_pool(name):
+    """In values and gradients, on windows with no, some and only positive entries; odd rows too."""
+    tail = shared(name).stages["conv1"].tail
+    x = torch.randn(3, 5, 9, 9, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(3, 5, 4, 4, dtype=torch.float64)
+    y, y_expected = tail(x), F.max_pool2d(F.relu(x), 2)
+    (gradient,) = torch.autograd.grad((weight * y).sum(), x)
+    (expected,) = torch.autograd.grad((weight * y_expected).sum(), x)
+    assert torch.equal(y, y_expected)
+    assert torch.equal(gradient, expected)
+    assert {bool(entry) for entry in (y > 0).flatten()} == {False, True}
+
+
+@each_model
+def test_a_seed_alone_decides_the_weights_and_global_randomness_is_not_touched(name, monkeypatch):
+    def build(seed, **options):
+        model = build_model(
+            name, num_classes=5, channels=1, image_size=28, seed=seed, projection="mlp", **options
+        )
+        return model.state_dict()
+
+    torch.manual_seed(11)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("reseeded the GPUs"))
+    before = torch.get_rng_state()
+    first, with_heads = build(7), build(7, tap_heads=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(1)
+    again, other = build(7), build(8)
+    for key, value in first.items():
+        assert torch.equal(value, again[key])
+        assert torch.equal(value, with_heads[key])  # batch norm statistics among them
+    assert any(not torch.equal(value, other[key]) for key, value in first.items())
+
+
+def test_without_a_seed_the_weights_come_from_the_global_generator():
+    def build():
+        return build_model("cnn-fedreco", num_classes=2, channels=1, image_size=28)
+
+    torch.manual_seed(3)
+    first, second = build(), build()
+    torch.manual_seed(3)
+    assert torch.equal(build().classifier.weight, first.classifier.weight)
+    assert not torch.equal(second.classifier.weight, first.classifier.weight)
+
+
+@pytest.mark.parametrize("name", [name for name, built in MODELS.items() if built.norms])
+def test_the_norm_is_the_one_asked_for(name):
+    def norms(norm):
+        model = build_model(name, num_classes=2, channels=1, image_size=28, norm=norm)
+        kinds = (nn.GroupNorm, nn.BatchNorm2d)
+        return [module for module in model.modules() if isinstance(module, kinds)]
+
+    default = norms("")
+    assert {type(n) for n in default} == {
+        nn.BatchNorm2d if name in ("resnet20", "resnet50") else nn.GroupNorm
+    }
+    group, batch = norms("group"), norms("batch")
+    assert len(group) == len(batch) == len(default)
+    assert all(isinstance(n, nn.GroupNorm) and n.num_groups == 2 for n in group)
+    assert all(isinstance(n, nn.BatchNorm2d) for n in batch)
+
+
+@pytest.mark.parametrize("name", [name for name, built in MODELS.items() if built.norms])
+@torch.no_grad()
+def test_batch_norm_evaluates_a_batch_of_one(name):
+    model = build_model(name, num_classes=4, channels=3, image_size=32, seed=0, norm="batch").eval()
+    x = images(3)
+    torch.testing.assert_close(model(x[:1]), model(x)[:1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["cnn-fedcka", "resnet18"])
+@torch.no_grad()
+def test_projection_is_moons(name):
+    """h = neck's output, then Linear(d, d), ReLU, Linear(d, 256), then the classifier."""
+    bare = shared(name)
+    model = build_model(
+        name, num_classes=10, channels=3, image_size=32, seed=1, projection="mlp"
+    ).eval()
+    assert model.stage_names == (*bare.stage_names, "projection")
+    assert model.regularised_stages == bare.stage_names
+    assert model.feature_width == 256
+    x, d = images(), bare.feature_width
+    _, (h,) = bare.run(x, ["features"])
+    first, second = [m for m in model.stages["projection"].modules() if isinstance(m, nn.Linear)]
+    assert (first.weight.shape, second.weight.shape) == ((d, d), (256, d))
+    z = F.linear(F.relu(F.linear(h, first.weight, first.bias)), second.weight, second.bias)
+    torch.testing.assert_close(model.extract(x, "projection"), z)
+    torch.testing.assert_close(model(x), model.classifier(z))
+
+    normalised = build_model(
+        name, num_classes=10, channels=3, image_size=32, seed=1, projection="mlp-normalised"
+    ).eval()
+    logits, (pre, features) = normalised.run(x, ["projection:pre", "features"])
+    torch.testing.assert_close(pre, z)
+    unit = z / (z * z).sum(1, keepdim=True).sqrt()
+    torch.testing.assert_close(features, unit)
+    torch.testing.assert_close(logits, normalised.classifier(unit))
+
+
+def test_resnet50_always_has_one_projection():
+    build = {
+        p: build_model("resnet50", num_classes=2, channels=1, image_size=28, seed=0, projection=p)
+        for p in ("none", "mlp", "mlp-normalised")
+    }
+    for model in build.values():
+        assert model.stage_names[-2:] == ("conv5_x", "projection")
+        assert model.stage_names.count("projection") == 1
+    with torch.no_grad():
+        h = build["mlp-normalised"].eval().extract(images(2, 1, 28), "projection")
+    torch.testing.assert_close(h.norm(dim=1), torch.ones(2))
+    assert torch.equal(build["none"].classifier.weight, build["mlp"].classifier.weight)
+
+
+TAP_SIZES = {  # at 3 x 32 x 32: channels x height x width of each stage's output
+    "cnn-fedintr": [8 * 15 * 15, 16 * 6 * 6, 32 * 2 * 2, 128, 96],
+    "cnn-fedcka": [16 * 14 * 14, 32 * 5 * 5, 120, 84, 84, 256],
+    "cnn-fedreco": [6 * 14 * 14, 16 * 5 * 5, 120, 84],
+    "resnet20": [16 * 32 * 32, 16 * 32 * 32, 32 * 16 * 16, 64 * 8 * 8],
+    "resnet18": [64 * 32 * 32, 64 * 32 * 32, 128 * 16 * 16, 256 * 8 * 8, 512 * 4 * 4],
+    "resnet50": [64 * 32 * 32, 256 * 32 * 32, 512 * 16 * 16, 1024 * 8 * 8, 2048 * 4 * 4],
+    "vgg9": [64 * 16 * 16, 128 * 8 * 8, 256 * 4 * 4, 512, 512],
+    "mobilenet-v2": [16 * 32 * 32, 24 * 16 * 16, 32 * 8 * 8, 64 * 4 * 4, 96 * 4 * 4, 1280 * 4 * 4],
+    "shufflenet": [24 * 32 * 32, 240 * 16 * 16, 480 * 8 * 8, 960 * 4 * 4],
+    "squeezenet": [96 * 16 * 16, 128 * 16 * 16, 256 * 8 * 8, 384 * 8 * 8, 512 * 4 * 4],
+}
+
+
+@each_model
+@torch.no_grad()
+def test_tap_heads_take_every_tap_to_256(name):
+    """Hidden widths as in FedIntR's code: 256, but 96 after the small CNN's last layer, fc2."""
+    model = build_model(name, num_classes=10, channels=3, image_size=32, seed=0, tap_heads=True)
+    assert model.training
+    assert not shared(name).tap_heads
+    assert tuple(model.tap_heads) == model.regularised_stages
+    split = model.stage_names[0]
+    keys = model.extractor_keys(split) + model.head_keys(split)
+    assert keys == [key for key in model.state_dict() if not key.startswith("tap_heads.")]
+    model.eval()
+    _, taps = model.run(images(), model.regularised_stages, to_logits=False)
+    layers = [[m for m in head if isinstance(m, nn.Linear)] for head in model.tap_heads.values()]
+    hidden = [256] * len(taps)
+    last_fully_connected = {"cnn-fedintr": 96, "cnn-fedcka": 256, "cnn-fedreco": 84, "vgg9": 512}
+    hidden[-1] = last_fully_connected.get(name, 256)
+    assert [first.in_features for first, _ in layers] == TAP_SIZES[name]
+    assert [first.out_features for first, _ in layers] == hidden
+    for tap, head, (first, second) in zip(taps, model.tap_heads.values(), layers, strict=True):
+        x = tap.flatten(1)
+        z = F.linear(F.relu(F.linear(x, first.weight, first.bias)), second.weight, second.bias)
+        assert z.shape == (2, 256)
+        torch.testing.assert_close(head(x), z)
+
+
+def test_only_the_fedintr_cnn_asks_for_other_images_than_the_sources():
+    recipes = {
+        name: (input_recipe(name).image_size, input_recipe(name).channels) for name in MODELS
+    }
+    assert recipes.pop("cnn-fedintr") == (32, 3)
+    assert set(recipes.values()) == {(0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": "resnet19"}, ["model = 'resnet19'", "resnet18", "cnn-fedintr"]),
+        ({"channels": 2}, ["channels = 2", "1 or 3"]),
+        ({"image_size": 27}, ["image-size = 27", "28 to 64"]),
+        ({"image_size": 65}, ["image-size = 65", "28 to 64"]),
+        ({"num_classes": 1}, ["num-classes = 1", "2"]),
+        ({"norm": "layer"}, ["norm = 'layer'", "group, batch"]),
+        ({"name": "cnn-fedcka", "norm": "group"}, ["norm = 'group'", "no norm layer"]),
+        ({"projection": "linear"}, ["projection = 'linear'", "none, mlp, mlp-normalised"]),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_one_line(change, words):
+    options = {"name": "resnet18", "num_classes": 10, "channels": 3, "image_size": 32, **change}
+    with pytest.raises(ValueError) as error:
+        build_model(options.pop("name"), **options)
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_unknown_taps_and_stages_are_refused_with_the_known_ones():
+    model = shared("cnn-fedreco")
+    stages = "conv1, conv2, fc1, fc2"
+    taps = "conv1:pre, conv1, conv2:pre, conv2, fc1:pre, fc1, fc2:pre, fc2, features, logits"
+    for call in (
+        lambda: model.run(images(), ["fc1", "conv3"]),
+        lambda: model.resume(images(), after="conv3"),
+    ):
+        with pytest.raises(ValueError, match=f"tap 'conv3': cnn-fedreco has {taps}$"):
+            call()
+    for call in (
+        lambda: model.extract(images(), "features"),
+        lambda: model.predict(images(), "features"),
+        lambda: model.extractor_keys("features"),
+        lambda: model.head_keys("features"),
+    ):
+        with pytest.raises(ValueError, match=f"stage 'features': cnn-fedreco has {stages}$"):
+            call()
+    with pytest.raises(ValueError, match="model = 'resnet'"):
+        input_recipe("resnet")

@@ -1,0 +1,317 @@
+"""Each network against its paper: written out, against torchvision's, by layer arithmetic."""
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models import (
+    MobileNet_V2_Weights,
+    ResNet18_Weights,
+    ResNet50_Weights,
+    SqueezeNet1_0_Weights,
+)
+
+from models import StagedModel, build_model
+from models.layers import NORMS
+from models.resnet import HalvedAndPadded
+
+
+def build(name: str, num_classes: int = 10, channels: int = 3, **options) -> StagedModel:
+    return build_model(
+        name, num_classes=num_classes, channels=channels, image_size=32, seed=0, **options
+    )
+
+
+def images(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def affine(fan_in: int, width: int) -> int:
+    """Parameters of a convolution or linear layer with a bias."""
+    return (fan_in + 1) * width
+
+
+def normed(fan_in: int, width: int) -> int:
+    """Parameters of a convolution without a bias, and of its norm's scale and shift."""
+    return (fan_in + 2) * width
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """In the order of definition, whatever the names; refuses another number or another shape."""
+    pairs = zip(target.state_dict(), source.state_dict().values(), strict=True)
+    target.load_state_dict(dict(pairs))
+
+
+def randomise(model: nn.Module) -> None:
+    """Norm layers away from their neutral start, so that a missing or swapped one shows."""
+    generator = torch.Generator().manual_seed(5)
+    for module in model.modules():
+        if isinstance(module, nn.GroupNorm | nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5, generator=generator)
+            nn.init.uniform_(module.bias, -0.5, 0.5, generator=generator)
+
+
+# ------------------------------------------------------------------ written out as in the papers
+def test_cnn_fedintr_is_the_papers_network():
+    paper = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(32 * 2 * 2, 128), nn.ReLU(), nn.Linear(128, 96), nn.ReLU()),
+        nn.Linear(96, 10),
+    )
+    check_same_logits(build("cnn-fedintr"), paper)
+
+
+def test_cnn_fedcka_is_the_papers_network_and_has_seven_layers():
+    paper = nn.Sequential(
+        *(nn.Conv2d(3, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(32 * 5 * 5, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()),
+        *(nn.Linear(84, 84), nn.ReLU(), nn.Linear(84, 256), nn.ReLU(), nn.Linear(256, 10)),
+    )
+    model = build("cnn-fedcka")
+    check_same_logits(model, paper)
+    _, layers = model.run(images(), [*model.stage_names, "logits"])
+    assert len(layers) == 7
+
+
+def test_cnn_fedreco_is_two_convolutions_and_three_fully_connected_layers():
+    paper = nn.Sequential(
+        *(nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()),
+        nn.Linear(84, 10),
+    )
+    check_same_logits(build("cnn-fedreco"), paper)
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_vgg9_is_the_usual_network_with_norms(norm):
+    layers: list[nn.Module] = []
+    in_width = 3
+    for width, pooled in [(32, 0), (64, 1), (128, 0), (128, 1), (256, 0), (256, 1)]:
+        layers += [nn.Conv2d(in_width, width, 3, padding=1, bias=False), NORMS[norm](width)]
+        layers += [nn.ReLU(), nn.MaxPool2d(2)] if pooled else [nn.ReLU()]
+        in_width = width
+    layers += [nn.Flatten(), nn.Linear(4096, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()]
+    check_same_logits(build("vgg9", norm=norm), nn.Sequential(*layers, nn.Linear(512, 10)))
+
+
+@torch.no_grad()
+def check_same_logits(model: StagedModel, paper: nn.Module) -> None:
+    randomise(model)
+    copy_weights(model, paper)
+    x = images(4)
+    torch.testing.assert_close(model.eval()(x), paper.eval()(x), rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------ against torchvision
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_resnet18_is_torchvisions_with_a_small_stem(norm):
+    reference = torchvision.models.resnet18(num_classes=10, norm_layer=NORMS[norm])
+    reference.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    reference.maxpool = nn.Identity()
+    check_same_logits(build("resnet18", norm=norm), reference)
+
+
+@torch.no_grad()
+def test_resnet50_is_torchvisions_with_a_small_stem_up_to_the_projection():
+    model = build("resnet50", num_classes=10).eval()
+    randomise(model)
+    reference = torchvision.models.resnet50()
+    reference.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    reference.maxpool = reference.fc = nn.Identity()
+    keys = model.extractor_keys("conv5_x")
+    state = model.state_dict()
+    reference.load_state_dict(
+        dict(zip(reference.state_dict(), (state[key] for key in keys), strict=True))
+    )
+    _, (h,) = model.run(images(), ["conv5_x"], to_logits=False)
+    expected = reference.eval()(images())
+    torch.testing.assert_close(h.mean((2, 3)), expected, rtol=1e-4, atol=1e-4 * expected.std())
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_mobilenet_v2_is_torchvisions_with_other_strides(norm):
+    reference = torchvision.models.mobilenet_v2(
+        num_classes=10,
+        norm_layer=NORMS[norm],
+        inverted_residual_setting=[  # expansion, channels, depth, stride
+            *([1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 3, 2], [6, 64, 4, 2]),
+            *([6, 96, 3, 1], [6, 160, 3, 1], [6, 320, 1, 1]),
+        ],
+    )
+    reference.features[0][0].stride = (1, 1)
+    check_same_logits(build("mobilenet-v2", norm=norm), reference)
+
+
+# ------------------------------------------------------------------ blocks that torchvision lacks
+def test_option_a_takes_every_second_pixel_and_pads_both_ends_with_zeros():
+    x = torch.randn(2, 4, 5, 7)
+    y = HalvedAndPadded(2)(x)
+    assert y.shape == (2, 8, 3, 4)
+    for channel in range(8):
+        for row in range(3):
+            for column in range(4):
+                inside = 2 <= channel < 6
+                want = x[:, channel - 2, 2 * row, 2 * column] if inside else torch.zeros(2)
+                assert torch.equal(y[:, channel, row, column], want)
+
+
+@torch.no_grad()
+def test_resnet20_is_nine_blocks_of_two_convolutions():
+    """He et al. 2016, section 4.2, step by step; option A is checked above."""
+    model = build("resnet20").eval()
+    randomise(model)
+    state = iter(model.state_dict().values())
+
+    def conv_bn(x: Tensor, stride: int = 1) -> Tensor:
+        weight, scale, shift, mean, variance, _ = (next(state) for _ in range(6))
+        return F.batch_norm(
+            F.conv2d(x, weight, stride=stride, padding=1), mean, variance, scale, shift
+        )
+
+    x = images()
+    h = F.relu(conv_bn(x))
+    for stride in (1, 1, 1, 2, 1, 1, 2, 1, 1):
+        shortcut = h if stride == 1 else HalvedAndPadded(h.shape[1] // 2)(h)
+        h = F.relu(conv_bn(F.relu(conv_bn(h, stride))) + shortcut)
+    logits = F.linear(h.mean((2, 3)), next(state), next(state))
+    assert next(state, None) is None
+    torch.testing.assert_close(model(x), logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_shufflenet_follows_figure_2():
+    """Zhang et al. 2018: 1x1 in groups, shuffle, 3x3 a channel, 1x1 in groups, then the sum."""
+    model = build("shufflenet").eval()
+    randomise(model)
+    state = iter(model.state_dict().values())
+
+    def conv_gn(x: Tensor, groups: int = 1, stride: int = 1) -> Tensor:
+        weight, scale, shift = (next(state) for _ in range(3))
+        padding = weight.shape[-1] // 2
+        return F.group_norm(
+            F.conv2d(x, weight, stride=stride, padding=padding, groups=groups), 2, scale, shift
+        )
+
+    def shuffled(x: Tensor) -> Tensor:  # channel i of group g becomes channel g of group i
+        per_group = x.shape[1] // 3
+        return torch.stack([x[:, g * per_group + i] for i in range(per_group) for g in range(3)], 1)
+
+    x = images()
+    h = F.relu(conv_gn(x))
+    for stage, (width, depth) in enumerate([(240, 4), (480, 8), (960, 4)]):
+        for unit in range(depth):
+            halves = unit == 0
+            inner = F.relu(conv_gn(h, groups=1 if stage == 0 and halves else 3))
+            inner = conv_gn(shuffled(inner), groups=width // 4, stride=2 if halves else 1)
+            body = conv_gn(inner, groups=3)
+            pooled = F.avg_pool2d(h, 3, stride=2, padding=1)
+            h = F.relu(torch.cat([pooled, body], 1) if halves else h + body)
+    logits = F.linear(h.mean((2, 3)), next(state), next(state))
+    assert next(state, None) is None
+    torch.testing.assert_close(model(x), logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_squeezenet_follows_figure_2_with_simple_bypass():
+    """Iandola et al. 2016: conv10 before the average, bypass around fire 3, 5, 7 and 9."""
+    model = build("squeezenet").eval()
+    randomise(model)
+    state = iter(model.state_dict().values())
+
+    def conv_gn_relu(x: Tensor) -> Tensor:
+        weight, scale, shift = (next(state) for _ in range(3))
+        padding = weight.shape[-1] // 2
+        return F.relu(F.group_norm(F.conv2d(x, weight, padding=padding), 2, scale, shift))
+
+    def fire(x: Tensor) -> Tensor:
+        squeezed = conv_gn_relu(x)
+        return torch.cat([conv_gn_relu(squeezed), conv_gn_relu(squeezed)], 1)
+
+    x = images()
+    h = F.max_pool2d(conv_gn_relu(x), 2)
+    for number in range(2, 10):
+        h = fire(h) + h if number % 2 else fire(h)
+        h = F.max_pool2d(h, 2) if number in (4, 8) else h
+    conv10 = F.conv2d(h, next(state)[:, :, None, None], next(state))
+    assert next(state, None) is None
+    torch.testing.assert_close(model(x), conv10.mean((2, 3)), rtol=1e-4, atol=1e-4)
+
+
+# ------------------------------------------------------------------ numbers of parameters
+def test_parameters_of_the_small_networks_by_layer_arithmetic():
+    fedintr = affine(27, 8) + affine(72, 16) + affine(144, 32)
+    fedintr += affine(32 * 2 * 2, 128) + affine(128, 96) + affine(96, 10)
+    assert count(build("cnn-fedintr")) == fedintr == 35_898
+    heads = sum(
+        affine(tap, hidden) + affine(hidden, 256)
+        for tap, hidden in [(1800, 256), (576, 256), (128, 256), (128, 256), (96, 96)]
+    )
+    assert count(build("cnn-fedintr", tap_heads=True)) == fedintr + heads
+
+    fedcka = affine(75, 16) + affine(16 * 25, 32) + affine(32 * 5 * 5, 120)
+    fedcka += affine(120, 84) + affine(84, 84) + affine(84, 256) + affine(256, 10)
+    assert count(build("cnn-fedcka")) == fedcka == 151_802
+
+    # PyTorch's CIFAR-10 tutorial network, known by this number.
+    assert count(build("cnn-fedreco")) == 62_006
+
+
+def test_parameters_of_resnet20():
+    """He et al., Table 6: 0.27 million, for 10 classes and option A."""
+    stem = normed(27, 16)
+    first = 6 * normed(9 * 16, 16)
+    second = normed(9 * 16, 32) + 5 * normed(9 * 32, 32)
+    third = normed(9 * 32, 64) + 5 * normed(9 * 64, 64)
+    assert count(build("resnet20")) == stem + first + second + third + affine(64, 10) == 269_722
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_parameters_of_the_published_networks(channels):
+    """torchvision states them for 1000 classes and 3 channels; here the stem is 3x3 everywhere."""
+
+    def published(weights, stem):
+        return weights.meta["num_params"] - stem
+
+    stem = 9 * channels
+    resnet18 = published(ResNet18_Weights.DEFAULT, 64 * 3 * 49) + 64 * stem
+    assert count(build("resnet18", 1000, channels)) == resnet18
+
+    resnet50 = published(ResNet50_Weights.DEFAULT, 64 * 3 * 49) + 64 * stem
+    projected = resnet50 - affine(2048, 1000)
+    projected += affine(2048, 2048) + affine(2048, 256) + affine(256, 1000)
+    assert count(build("resnet50", 1000, channels)) == projected
+
+    mobilenet = published(MobileNet_V2_Weights.DEFAULT, 32 * 27) + 32 * stem
+    assert count(build("mobilenet-v2", 1000, channels)) == mobilenet
+
+    # Without norms torchvision's convolutions have a bias each: a norm has two numbers for its one.
+    fire_outputs = sum(2 * (width // 8 + width) for width in (128, 256, 384, 512))
+    squeezenet = published(SqueezeNet1_0_Weights.DEFAULT, 96 * 3 * 49) + 96 * stem
+    assert count(build("squeezenet", 1000, channels)) == squeezenet + 96 + fire_outputs
+
+
+def test_parameters_of_vgg9():
+    """FedMA's VGG-9 has 3,491,530 with a bias for each convolution; a norm has two for that one."""
+    assert count(build("vgg9")) == 3_491_530 + 32 + 64 + 128 + 128 + 256 + 256
+
+
+def test_parameters_of_shufflenet_by_layer_arithmetic():
+    """g = 3: a group convolution has a third of the weights, a depthwise one 9 a channel."""
+    total, in_width = normed(27, 24), 24
+    for width, depth in [(240, 4), (480, 8), (960, 4)]:
+        inner, added = width // 4, width - in_width
+        first = normed(in_width if in_width == 24 else in_width // 3, inner)
+        total += first + normed(9, inner) + normed(inner // 3, added)
+        unit = normed(width // 3, inner) + normed(9, inner) + normed(inner // 3, width)
+        total += (depth - 1) * unit
+        in_width = width
+    assert count(build("shufflenet")) == total + affine(960, 10)
