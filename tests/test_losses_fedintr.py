@@ -63,9 +63,7 @@ def cosine(a, b):
 
 def similarities(z, z_other):
     """sim(z^k, z_other^k) of every sample and tap, [B][K]."""
-    by_tap = [
-        list(map(cosine, a.tolist(), b.tolist())) for a, b in zip(z, z_other, strict=True)
-    ]
+    by_tap = [list(map(cosine, a.tolist(), b.tolist())) for a, b in zip(z, z_other, strict=True)]
     return [list(of_sample) for of_sample in zip(*by_tap, strict=True)]
 
 
@@ -204,7 +202,9 @@ def test_the_more_alike_a_tap_the_more_it_weighs_and_the_weights_add_up_to_one()
 def test_a_represented_tap_is_flattened_and_goes_through_the_head_of_that_very_model():
     method, taps = fedintr(), random_taps(1)
     for model in (model_with_heads(1), model_with_heads(2)):
-        for z, expected in zip(method.represent(model, taps), represented(model, taps), strict=True):
+        for z, expected in zip(
+            method.represent(model, taps), represented(model, taps), strict=True
+        ):
             torch.testing.assert_close(z, expected)
 
 

@@ -63,7 +63,7 @@ def test_first_participation_has_no_say():
     loss = model_contrastive_loss(z, z_g, z_g, 0.5)
     loss.backward()
     assert loss.item() == pytest.approx(math.log(2), rel=1e-12)
-    assert z.grad.abs().max() == 0
+    assert z.grad.abs().max() < 1e-15
 
 
 def test_mu_of_zero_adds_exactly_nothing():

@@ -1,0 +1,274 @@
+"""FedCKA against eq. (2) and (3) as printed, the invariances of CKA, and its degenerate taps."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from client_app.method import Batch
+from client_app.methods.fedcka import SIMILARITIES, FedCKA, fedcka_penalty
+from models import build_model
+
+CKA_NAMES = ["linear-cka", "kernel-cka"]
+
+
+def random_tap(*shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def random_rotation(width, seed):
+    rotation, _ = torch.linalg.qr(random_tap(width, width, seed=seed))
+    return rotation
+
+
+def alike(name, x, y):
+    similarity = SIMILARITIES[name]
+    return similarity.compare(similarity.view(x), similarity.view(y))
+
+
+def batch_of(taps, taps_g, taps_p):
+    none = torch.empty(0)
+    return Batch(x=none, y=none, logits=none, taps=taps, taps_g=taps_g, taps_p=taps_p, round=None)
+
+
+def linear_cka_as_printed(x, y):
+    """Eq. (3): every squared Frobenius norm as a sum over its entries."""
+    x, y = x - x.mean(0), y - y.mean(0)
+
+    def squared_norm(a, b):  # ||b' a||_F^2
+        columns = [(i, j) for i in range(a.shape[1]) for j in range(b.shape[1])]
+        return sum(float(a[:, i] @ b[:, j]) ** 2 for i, j in columns)
+
+    return squared_norm(x, y) / math.sqrt(squared_norm(x, x) * squared_norm(y, y))
+
+
+def kernel_cka_as_printed(x, y):
+    """Kornblith et al. 2019: HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)), HSIC = tr(K H L H)."""
+    size = len(x)
+    centring = torch.eye(size, dtype=torch.float64) - torch.ones(size, size).double() / size
+
+    def rbf(a):
+        distance = [[math.dist(p, q) for q in a.tolist()] for p in a.tolist()]
+        width = statistics.median_low(distance[i][j] for i in range(size) for j in range(i))
+        entries = [[math.exp(-(d**2) / (2 * width**2)) for d in row] for row in distance]
+        return torch.tensor(entries, dtype=torch.float64)
+
+    def hsic(k, m):
+        return torch.trace(k @ centring @ m @ centring).item()
+
+    k, m = rbf(x), rbf(y)
+    return hsic(k, m) / math.sqrt(hsic(k, k) * hsic(m, m))
+
+
+def cosine_as_printed(x, y):
+    a, b = x.flatten().tolist(), y.flatten().tolist()
+    dot = sum(p * q for p, q in zip(a, b, strict=True))
+    return dot / math.sqrt(sum(p * p for p in a) * sum(q * q for q in b))
+
+
+def negative_mean_square_as_printed(x, y):
+    a, b = x.flatten().tolist(), y.flatten().tolist()
+    return -sum((p - q) ** 2 for p, q in zip(a, b, strict=True)) / len(a)
+
+
+AS_PRINTED = {
+    "linear-cka": linear_cka_as_printed,
+    "kernel-cka": kernel_cka_as_printed,
+    "cosine": cosine_as_printed,
+    "frobenius": negative_mean_square_as_printed,
+}
+
+
+# Gram matrices from 2 P = B on, features below
+@pytest.mark.parametrize(("size", "width"), [(2, 3), (5, 4), (8, 4), (16, 20), (9, 4), (16, 3)])
+@pytest.mark.parametrize("name", AS_PRINTED)
+def test_similarity_equals_its_formula_as_printed(name, size, width):
+    x, y = random_tap(size, width, seed=1), 3 + random_tap(size, width, seed=2)  # 3: centring
+    assert alike(name, x, y).item() == pytest.approx(AS_PRINTED[name](x, y), rel=1e-11)
+
+
+@pytest.mark.parametrize(("p", "q"), [(4, 9), (20, 3)])
+def test_linear_cka_compares_taps_of_unequal_width(p, q):
+    x, y = random_tap(6, p, seed=1), 3 + random_tap(6, q, seed=2)
+    assert alike("linear-cka", x, y).item() == pytest.approx(linear_cka_as_printed(x, y), rel=1e-12)
+
+
+def test_a_narrow_tap_is_compared_by_its_features_and_a_wide_one_by_its_gram_matrix():
+    view = SIMILARITIES["linear-cka"].view
+    assert view(random_tap(9, 4, seed=1)).shape == (9, 4)
+    assert view(random_tap(9, 5, seed=1)).shape == (9, 9)
+
+
+@pytest.mark.parametrize("width", [3, 20])
+@pytest.mark.parametrize("name", CKA_NAMES)
+def test_cka_is_one_for_itself_and_invariant_to_rotation_scale_and_shift(name, width):
+    x, y = random_tap(12, width, seed=1), 3 + random_tap(12, width, seed=2)
+    same = alike(name, x, y).item()
+    assert 0 < same < 0.99
+    assert alike(name, x, x).item() == pytest.approx(1, rel=1e-12)
+    assert alike(name, y, x).item() == pytest.approx(same, rel=1e-12)
+    assert alike(name, -7 * x, 0.01 * y).item() == pytest.approx(same, rel=1e-9)
+    rotation = random_rotation(width, seed=3)
+    assert alike(name, x @ rotation, y).item() == pytest.approx(same, rel=1e-9)
+    shift = random_tap(1, width, seed=4)
+    assert alike(name, x + shift, y).item() == pytest.approx(same, rel=1e-9)
+    stretched = x * torch.linspace(1, 9, width, dtype=torch.float64)  # not invariant to this
+    assert abs(alike(name, stretched, y).item() - same) > 1e-3
+
+
+@pytest.mark.parametrize("width", [2, 40])
+@pytest.mark.parametrize("name", CKA_NAMES)
+def test_cka_lies_between_zero_and_one(name, width):
+    for seed in range(20):
+        x, y = random_tap(10, width, seed=seed), random_tap(10, width, seed=100 + seed) ** 3
+        assert 0 <= alike(name, x, y).item() <= 1
+
+
+def test_linear_cka_of_features_that_do_not_correlate_is_zero():
+    x = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]])
+    y = torch.tensor([[1.0], [1.0], [-1.0], [-1.0]])
+    assert alike("linear-cka", x, y).item() == 0
+
+
+@pytest.mark.parametrize("width", [3, 9])
+@pytest.mark.parametrize("name", SIMILARITIES)
+def test_gradient_is_that_of_the_penalty(name, width):
+    a, g, p = (random_tap(7, width, seed=s) for s in (1, 2, 3))
+    similarity = SIMILARITIES[name]
+    assert torch.autograd.gradcheck(
+        lambda tap: fedcka_penalty([tap], [g], [p], similarity), a.requires_grad_()
+    )
+
+
+@pytest.mark.parametrize("name", SIMILARITIES)
+def test_penalty_equals_equation_2_as_printed(name):
+    taps, taps_g, taps_p = (
+        [random_tap(6, 2, 2, 2, seed=s), 2 + random_tap(6, 5, seed=s + 1)] for s in (1, 3, 5)
+    )
+    expected = 0.0
+    for a, a_g, a_p in zip(taps, taps_g, taps_p, strict=True):
+        a, a_g, a_p = (t.reshape(6, -1) for t in (a, a_g, a_p))
+        c_g, c_p = AS_PRINTED[name](a, a_g), AS_PRINTED[name](a, a_p)
+        expected -= math.log(math.exp(c_g) / (math.exp(c_g) + math.exp(c_p)))
+    method = FedCKA(mu=5.0, num_layers=2, similarity=name)
+    penalty = method.penalty(batch_of(taps, taps_g, taps_p))
+    assert penalty.item() == pytest.approx(5 * expected / 2, rel=1e-11)
+
+
+@pytest.mark.parametrize("name", SIMILARITIES)
+def test_first_participation_has_no_say(name):
+    a, g = random_tap(8, 4, seed=1).requires_grad_(), random_tap(8, 4, seed=2)
+    loss = fedcka_penalty([a, a], [g, g], [g, g], SIMILARITIES[name])
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(2))
+    assert a.grad.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", SIMILARITIES)
+def test_a_step_against_the_gradient_moves_towards_the_global_tap(name):
+    a, g, p = (random_tap(8, 4, seed=s) for s in (1, 2, 3))
+    a.requires_grad_()
+    fedcka_penalty([a], [g], [p], SIMILARITIES[name]).backward()
+
+    def lead(tap):
+        return alike(name, tap, g) - alike(name, tap, p)
+
+    assert lead(a.detach() - 0.1 * a.grad) > lead(a.detach())
+
+
+@pytest.mark.parametrize("name", SIMILARITIES)
+def test_mu_of_zero_adds_exactly_nothing_and_frozen_taps_get_no_gradient(name):
+    a, g, p = (random_tap(8, 4, seed=s).requires_grad_() for s in (1, 2, 3))
+    penalty = FedCKA(mu=0.0, num_layers=1, similarity=name).penalty(batch_of([a], [g], [p]))
+    penalty.backward()
+    assert penalty.item() == 0
+    assert (a.grad == 0).all()
+    assert g.grad is None
+    assert p.grad is None
+
+
+DEGENERATE = {
+    "one sample": random_tap(1, 4, seed=1),
+    "all units dead": torch.zeros(9, 4),
+    "all units dead, few of them": torch.zeros(9, 2),
+    "the same for every sample": torch.full((7, 40), 0.1),  # 7 * 0.1 / 7 is not 0.1 in binary
+    "the same for every sample, few units": torch.full((7, 3), 0.1),
+}
+
+
+@pytest.mark.parametrize("kind", DEGENERATE)
+@pytest.mark.parametrize("name", CKA_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tap_that_does_not_vary_is_like_nothing_and_gets_no_gradient(name, kind, dtype):
+    a = DEGENERATE[kind].clone().to(dtype).requires_grad_()
+    g, p = (random_tap(*a.shape, seed=s).to(dtype) for s in (2, 3))
+    assert alike(name, a, g).item() == 0
+    assert alike(name, g, a).item() == 0
+    loss = fedcka_penalty([a], [g], [p], SIMILARITIES[name])
+    if loss.requires_grad:
+        loss.backward()
+        assert (a.grad == 0).all()  # NaN would not be equal
+    assert loss.item() == pytest.approx(math.log(2))
+
+
+def test_cosine_of_dead_units_is_zero_with_no_gradient():
+    a = torch.zeros(4, 3, requires_grad=True)
+    g, p = random_tap(4, 3, seed=1).float(), random_tap(4, 3, seed=2).float()
+    fedcka_penalty([a], [g], [p], SIMILARITIES["cosine"]).backward()
+    assert alike("cosine", a, g).item() == 0
+    assert (a.grad == 0).all()
+
+
+def test_a_dead_frozen_tap_leaves_the_other_comparison():
+    a, g, p = random_tap(6, 8, seed=1), random_tap(6, 8, seed=2), torch.zeros(6, 8).double()
+    expected = -math.log(1 / (1 + math.exp(-linear_cka_as_printed(a, g))))
+    assert fedcka_penalty([a], [g], [p]).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", CKA_NAMES)
+def test_tiny_and_huge_taps_are_still_compared(name):
+    x, y = random_tap(9, 20, seed=1), random_tap(9, 20, seed=2)
+    want = alike(name, x, y).item()
+    for scale in (1e-5, 1e5):
+        got = alike(name, (scale * x).float(), y.float()).item()
+        assert got == pytest.approx(want, rel=1e-4)
+
+
+def test_kernel_cka_where_most_samples_coincide_is_finite():
+    x = torch.zeros(8, 3)
+    x[0] = 1.0
+    x.requires_grad_()
+    g, p = random_tap(8, 3, seed=1).float(), random_tap(8, 3, seed=2).float()
+    loss = fedcka_penalty([x], [g], [p], SIMILARITIES["kernel-cka"])
+    loss.backward()
+    assert 0 < alike("kernel-cka", x, g).item() <= 1
+    assert x.grad.isfinite().all()
+
+
+def test_layers_are_the_taps_nearest_the_input_and_the_logits_the_last():
+    model = build_model("cnn-fedcka", num_classes=3, channels=3, image_size=32, seed=0)
+
+    def taps(num_layers):
+        method = FedCKA(mu=1.0, num_layers=num_layers, similarity="linear-cka")
+        return method.taps(model)
+
+    assert taps(2) == ["conv1", "conv2"]
+    assert taps(7) == ["conv1", "conv2", "fc1", "fc2", "fc3", "fc4", "logits"]
+    with pytest.raises(ValueError, match=r"fedcka\.num-layers = 8.*cnn-fedcka.*7 layers"):
+        taps(8)
+
+
+@pytest.mark.parametrize("name", SIMILARITIES)
+def test_all_layers_of_a_real_model_train(name):
+    method = FedCKA(mu=1.0, num_layers=7, similarity=name)
+    assert method.uses_global
+    assert method.uses_previous
+    x = torch.rand(20, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    taps = []
+    for seed in (1, 2, 3):
+        model = build_model("cnn-fedcka", num_classes=3, channels=1, image_size=28, seed=seed)
+        taps.append(method.represent(model, model.run(x, method.taps(model))[1]))
+    method.penalty(batch_of(*taps)).backward()
+    assert all(p.grad is None for p in model.parameters())  # the previous model's
