@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shutil
+import struct
 import uuid
 import zipfile
 import zlib
@@ -361,7 +362,6 @@ def _read_mnist_like(
         if folder.is_dir():
             train, test = _read_idx_split(folder, "train"), _read_idx_split(folder, "t10k")
             return RawSource(class_names, train, test)
-
     splits = _torchvision_splits(name, dataset, data_dir, f"{name}/*-ubyte.gz")
     train, test = (RawSplit(split.data.numpy(), split.targets.numpy()) for split in splits)
     return RawSource(class_names, train, test)
@@ -388,11 +388,11 @@ def _read_idx(folder: Path, name: str, num_axes: int) -> np.ndarray:
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{file}: not a readable gzip file: {_one_line(error)}") from error
     header_bytes = 4 + 4 * num_axes
-    shape = np.frombuffer(content[4:header_bytes], dtype=">u4").tolist()
-    values = np.frombuffer(content[header_bytes:], dtype=np.uint8)
-    if content[:4] != bytes([0, 0, 8, num_axes]) or len(values) != math.prod(shape):
+    header = content[:header_bytes].ljust(header_bytes, b"\0")
+    shape = struct.unpack(f">{num_axes}I", header[4:])
+    if header[:4] != bytes([0, 0, 8, num_axes]) or len(content) != header_bytes + math.prod(shape):
         raise ValueError(f"{file}: not an idx file of uint8 with {num_axes} axes, or cut short")
-    return values.reshape(shape)
+    return np.frombuffer(content, dtype=np.uint8)[header_bytes:].reshape(shape)
 
 
 def _read_cifar(name: str, dataset: str, folder: str, data_dir: Path) -> RawSource:

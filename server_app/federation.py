@@ -276,6 +276,7 @@ def round_line(server_round: int, report: RoundReport, bytes_down: int) -> dict[
         "bytes_down": bytes_down,
         "bytes_up": report.bytes_up,
         "client_seconds": round(sum(r.metrics["seconds"] for r in report.kept), 4),
+        "client_cpu_seconds": round(sum(r.metrics["cpu-seconds"] for r in report.kept), 4),
     }
 
 

@@ -1,5 +1,6 @@
 """FedIntR against eq. (2) to (6) as printed, in loops, with every option's branch run."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -37,7 +38,7 @@ def fedintr(**options):
 
 
 def scene(batch_size=5, same_previous=False):
-    """(model, local taps, Batch) with three models of their own weights and heads."""
+    """(local model, Batch), each of the three models with weights and heads of its own."""
     method = fedintr()
     local, global_, previous = (model_with_heads(seed) for seed in (1, 2, 3))
     taps = random_taps(4, batch_size)
@@ -53,7 +54,7 @@ def scene(batch_size=5, same_previous=False):
         taps_p=z_g if same_previous else z_p,
         round=now,
     )
-    return local, taps, batch
+    return local, batch
 
 
 def cosine(a, b):
@@ -109,29 +110,29 @@ def represented(local, taps):
 @pytest.mark.parametrize("reduction", ["batch", "sample"])
 @pytest.mark.parametrize("layer_weights", ["similarity", "average"])
 def test_penalty_equals_equations_2_to_6_as_printed(layer_weights, reduction, detach, batch_size):
-    local, taps, batch = scene(batch_size)
+    local, batch = scene(batch_size)
     method = fedintr(mu=3.0, layer_weights=layer_weights, reduction=reduction, detach=detach)
-    expected = penalty_as_printed(represented(local, taps), batch, TAU, layer_weights, reduction)
+    expected = penalty_as_printed(
+        represented(local, batch.taps), batch, TAU, layer_weights, reduction
+    )
     assert method.penalty(batch).item() == pytest.approx(3 * expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("reduction", ["batch", "sample"])
 @pytest.mark.parametrize("layer_weights", ["similarity", "average"])
 def test_gradient_flows_through_losses_and_weights(layer_weights, reduction):
-    _, taps, batch = scene(batch_size=2)
+    _, batch = scene(batch_size=2)
     method = fedintr(layer_weights=layer_weights, reduction=reduction)
 
-    def penalty(*local_taps):
-        return method.penalty(
-            Batch(batch.x, batch.y, batch.logits, list(local_taps), batch.taps_g, batch.taps_p,
-                  batch.round)
-        )  # fmt: skip
+    def penalty(*taps):
+        return method.penalty(dataclasses.replace(batch, taps=list(taps)))
 
-    assert torch.autograd.gradcheck(penalty, [tap.requires_grad_() for tap in taps])
+    assert torch.autograd.gradcheck(penalty, [tap.requires_grad_() for tap in batch.taps])
 
 
 def test_detached_weights_are_constants_to_the_gradient():
-    local, taps, batch = scene()
+    local, batch = scene()
+    taps = batch.taps
     tap = taps[1].requires_grad_()
     fedintr(detach=True).penalty(batch).backward()
     s_g = mean_over_samples(similarities(represented(local, taps), batch.taps_g))
@@ -151,18 +152,18 @@ def test_detached_weights_are_constants_to_the_gradient():
 @pytest.mark.parametrize("reduction", ["batch", "sample"])
 @pytest.mark.parametrize("layer_weights", ["similarity", "average"])
 def test_first_participation_has_no_say(layer_weights, reduction):
-    local, taps, batch = scene(same_previous=True)
-    for tap in taps:
+    local, batch = scene(same_previous=True)
+    for tap in batch.taps:
         tap.requires_grad_()
     penalty = fedintr(layer_weights=layer_weights, reduction=reduction).penalty(batch)
     penalty.backward()
     assert penalty.item() == pytest.approx(math.log(2), rel=1e-12)
-    assert all(tap.grad.abs().max() < 1e-12 for tap in taps)
+    assert all(tap.grad.abs().max() < 1e-12 for tap in batch.taps)
     assert all(p.grad.abs().max() < 1e-12 for p in local.tap_heads.parameters())
 
 
 def test_mu_of_zero_adds_exactly_nothing():
-    local, taps, batch = scene()
+    local, batch = scene()
     penalty = fedintr(mu=0.0).penalty(batch)
     penalty.backward()
     assert penalty.item() == 0
@@ -170,8 +171,8 @@ def test_mu_of_zero_adds_exactly_nothing():
 
 
 def test_a_step_against_the_gradient_moves_towards_the_global_taps():
-    local, taps, batch = scene()
-    for tap in taps:
+    local, batch = scene()
+    for tap in batch.taps:
         tap.requires_grad_()
     fedintr(layer_weights="average").penalty(batch).backward()
 
@@ -180,12 +181,12 @@ def test_a_step_against_the_gradient_moves_towards_the_global_taps():
         s_g, s_p = similarities(z, batch.taps_g), similarities(z, batch.taps_p)
         return sum(map(sum, s_g)) - sum(map(sum, s_p))
 
-    moved = [(tap - 0.1 * tap.grad).detach() for tap in taps]
-    assert lead(moved) > lead([tap.detach() for tap in taps])
+    moved = [(tap - 0.1 * tap.grad).detach() for tap in batch.taps]
+    assert lead(moved) > lead([tap.detach() for tap in batch.taps])
 
 
 def test_frozen_representations_get_no_gradient_and_every_head_trains():
-    local, taps, batch = scene()
+    local, batch = scene()
     frozen = [z.requires_grad_() for z in [*batch.taps_g, *batch.taps_p]]
     fedintr().penalty(batch).backward()
     assert all(z.grad is None for z in frozen)
@@ -214,7 +215,7 @@ def test_all_stages_of_a_model_are_represented_but_not_an_added_projection():
     assert method.uses_global
     assert method.uses_previous
     model = build_model(
-        *("cnn-fedintr",), num_classes=3, channels=3, image_size=32, seed=0, tap_heads=True
+        "cnn-fedintr", num_classes=3, channels=3, image_size=32, seed=0, tap_heads=True
     )
     assert method.taps(model) == ["conv1", "conv2", "conv3", "fc1", "fc2"]
     _, taps = model.run(torch.randn(2, 3, 32, 32), method.taps(model))
