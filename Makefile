@@ -4,10 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 
+# keep Ray quiet about GPUs on machines without
+export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION = 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: help env demo test lint clean
+.PHONY: help env demo test test-slow lint clean
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /: /'
 
@@ -19,3 +21,23 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
+
+DEMO = method="fedintr" num-rounds=10 local-epochs=3 batch-size=32 lr=0.05
+demo: $(READY)  ## FedIntR on scikit-learn's digits with 10 simulated clients, through `flwr run`
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/flwr run . --stream \
+	  --run-config '$(DEMO)' \
+	  --federation-config 'num-supernodes=10 client-resources-num-cpus=1'
+
+test: lint  ## style, types and all tests but the slow ones
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m 'not slow'
+
+test-slow: $(READY)  ## the tests that take minutes each
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m slow --timeout 1800
+
+lint: $(READY)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove the environment and caches; runs under ~/.keel stay
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The ClientApp: answers query, train and evaluate. Errors become one line that names the client."""
+"""The ClientApp: answers query, train and evaluate; an error becomes one line, naming its cause."""
 
 import logging
 import time
@@ -32,6 +32,7 @@ from protocol.messages import (
     roster_content,
     tensors,
 )
+
 log = logging.getLogger("keel.client")
 client_failed = 1  # the error code of a reply; Flower's own start at 0 for unknown
 
@@ -39,7 +40,9 @@ app = ClientApp()
 worker = Worker()  # one a process: what is costly to build and belongs to no client
 
 
-def answered(handle: Callable[[Message, Context], RecordDict], message: Message, context: Context) -> Message:
+def answered(
+    handle: Callable[[Message, Context], RecordDict], message: Message, context: Context
+) -> Message:
     """The reply to a message: what `handle` makes of it, or an error of one line."""
     try:
         return Message(handle(message, context), reply_to=message)
@@ -122,7 +125,9 @@ def evaluate_models(message: Message, context: Context) -> RecordDict:
     return reply_content(TrainReply(now.client, instruction.round, {}, {}, metrics))
 
 
-def personal_metrics(method: Method, now: ClientRound, state: dict[str, Arrays]) -> dict[str, float]:
+def personal_metrics(
+    method: Method, now: ClientRound, state: dict[str, Arrays]
+) -> dict[str, float]:
     """The personal model's figures, with the size of the local test part."""
     metrics: dict[str, float] = {"num-test": len(now.test_samples)}
     model = method.personal_model(now, state)

@@ -77,6 +77,11 @@ class Method:
     regularises: ClassVar[str] = "nothing"
     paper: ClassVar[str] = ""
 
+    @classmethod
+    def extra_forwards(cls) -> int:
+        """Forward passes of frozen models for each step of local training, before any caching."""
+        return 0
+
     def model_parts(self) -> ModelParts:
         """What this method adds to the plain model."""
         return ModelParts()
@@ -101,6 +106,11 @@ class LocalObjective(Method):
     uses_global: ClassVar[bool] = False  # `Batch.taps_g` is wanted
     uses_previous: ClassVar[bool] = False  # `Batch.taps_p` is wanted; the local model is kept
 
+    @classmethod
+    def extra_forwards(cls) -> int:
+        """One for each frozen model that is used."""
+        return int(cls.uses_global) + int(cls.uses_previous)
+
     def taps(self, model: StagedModel) -> list[str]:
         """Names of the taps that are read; none by default."""
         return []
@@ -112,6 +122,10 @@ class LocalObjective(Method):
         """
         return taps
 
+    def first_previous(self, now: "ClientRound") -> Arrays | None:
+        """What stands for the previous model at a client's first participation; None: no term."""
+        return None
+
     def supervised(self, batch: Batch) -> Tensor:
         """The loss on the labels, a scalar: cross entropy, mean over the batch."""
         return F.cross_entropy(batch.logits, batch.y)
@@ -119,8 +133,9 @@ class LocalObjective(Method):
     def penalty(self, batch: Batch) -> Tensor | None:
         """The regulariser times its weight, a scalar; None where there is none.
 
-        Not called at a client's first participation if `uses_previous`: the previous model is
-        then the global one, the term is a constant and its gradient zero.
+        Not called at a client's first participation if `uses_previous` (unless `first_previous`
+        says otherwise): the previous model is then the global one, the term is a constant and its
+        gradient zero.
         """
         return None
 

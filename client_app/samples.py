@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.augment import flip, random_crop, random_rotation
+from data.augment import draw_flips, flip, random_crop, random_rotation
 from protocol.config import DataConfig, TrainConfig
 
 evaluation_batch = 500
@@ -68,13 +68,13 @@ class Samples:
         flips = augmentation.flip
         device = self.labels.device
         order = torch.randperm(len(self), generator=generator)
-        for index in order.split(batch_size):
+        for index in torch.split(order, batch_size):
             on_device = index.to(device, non_blocking=True)
             images = self.images.index_select(0, on_device)
             variant = torch.zeros(len(index), dtype=torch.int64)
             if flips:
-                variant = torch.randint(2, (len(index),), generator=generator)
-                images = flip(images, variant.to(device).bool())
+                is_flipped = draw_flips(len(index), generator)
+                images, variant = flip(images, is_flipped), is_flipped.long()
             if augmentation.crop_padding:
                 images = random_crop(images, augmentation.crop_padding, generator, fill=0.0)
             if augmentation.rotation:

@@ -69,20 +69,33 @@ def _split_over_clients(config: RunConfig, num_clients: int) -> list[np.ndarray]
     )
 
 
-def model_for(config: RunConfig, source: Source, name: str = "") -> StagedModel:
-    """The run's network (or `name`) with the parts its method adds, weights from the run's seed.
+def model_for(
+    config: RunConfig, source: Source, name: str = "", seed: int | None = None
+) -> StagedModel:
+    """The run's network (or `name`) for this source; see `build_network`."""
+    return build_network(config, source.image_shape, source.num_classes, name, seed)
 
-    On the CPU, in channels-last memory: the layout that convolutions are fastest in.
+
+def build_network(
+    config: RunConfig,
+    shape: tuple[int, int, int],
+    num_classes: int,
+    name: str = "",
+    seed: int | None = None,
+) -> StagedModel:
+    """The run's network (or `name`) with the parts its method adds.
+
+    shape: (channels, pixels, pixels). Weights from `seed`, or from the run's. On the CPU, in
+    channels-last memory: the layout that convolutions are fastest in.
     """
     parts = method_of(config).model_parts()
-    channels, size, _ = source.image_shape
     name = name or config.model.model
     model = build_model(
         name,
-        num_classes=source.num_classes,
-        channels=channels,
-        image_size=size,
-        seed=seed_of(config.rounds.seed, "weights"),
+        num_classes=num_classes,
+        channels=shape[0],
+        image_size=shape[1],
+        seed=seed_of(config.rounds.seed, "weights") if seed is None else seed,
         norm=config.model.norm if name == config.model.model else "",
         projection=parts.projection,
         tap_heads=parts.tap_heads,

@@ -85,7 +85,9 @@ class FrozenTaps:
             )
             self.is_cached = False
             return False
-        self.kept = [torch.empty((rows, *t.shape[1:]), dtype=t.dtype, device=t.device) for t in fresh]
+        self.kept = [
+            torch.empty((rows, *t.shape[1:]), dtype=t.dtype, device=t.device) for t in fresh
+        ]
         return True
 
 
@@ -116,7 +118,7 @@ def train_on_objective(objective: LocalObjective, now: ClientRound) -> Update:
     train = now.config.train
     model = now.model
     model.load_state_dict(now.received)
-    previous = now.state.get("previous")
+    previous = now.state.get("previous") or objective.first_previous(now)
     has_penalty = not (objective.uses_previous and previous is None)
     globals_ = previouses = None
     if has_penalty and objective.uses_global:

@@ -31,7 +31,7 @@ def client_name(node_config: NodeConfig) -> str:
         return f"client-{int(node_config['partition-id']):04d}"
     raise ValueError(
         "this SuperNode's node config has neither 'name' nor 'partition-id': start it with "
-        "--node-config 'name=\"site-a\" source=\"folder:/data\"'"
+        '--node-config \'name="site-a" source="folder:/data"\''
     )
 
 
@@ -46,7 +46,7 @@ def own_splits(config: RunConfig, node_config: NodeConfig) -> tuple[ImageSplit, 
     if "partition-id" not in node_config:
         raise ValueError(
             f"{client_name(node_config)}: its node config names no data: give it "
-            "source=\"folder:PATH\" or source=\"npz:PATH\""
+            'source="folder:PATH" or source="npz:PATH"'
         )
     train = open_source(config).train
     parts = client_indices(
@@ -88,6 +88,10 @@ class Worker:
     def initial_weights(self, name: str) -> Arrays:
         """The weights that the run's seed gives the network `name`, once it was built."""
         return self._initial[name]
+
+    def random_weights(self, config: RunConfig, name: str, seed: int) -> Arrays:
+        """Weights for the network `name` that no other seed gives."""
+        return model_for(config, open_source(config), name, seed).state_dict()
 
     def begin_round(
         self,

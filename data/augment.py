@@ -22,12 +22,7 @@ def flip(x: Tensor, mask: Tensor) -> Tensor:
 
 def draw_flips(batch_size: int, generator: torch.Generator) -> Tensor:
     """A mask for `flip`: bool [B] on the CPU, true with probability 1/2."""
-    return torch.rand(batch_size, generator=generator) < 0.5
-
-
-def random_flip(x: Tensor, generator: torch.Generator) -> Tensor:
-    """`x` with about half of the samples mirrored left to right."""
-    return flip(x, draw_flips(len(x), generator))
+    return torch.randint(2, (batch_size,), generator=generator).bool()
 
 
 def shift(x: Tensor, offsets: Tensor, fill: Fill = 0.0) -> Tensor:

@@ -44,9 +44,7 @@ class DataConfig:
     image_size: int = option(between(0, 64))
     channels: int = option(between(0, 3))
     normalise: str = option(one_of("source", "half"))
-    partition: str = option(
-        one_of("iid", "dirichlet", "dirichlet-balanced", "classes", "shards")
-    )
+    partition: str = option(one_of("iid", "dirichlet", "dirichlet-balanced", "classes", "shards"))
     alpha: float = option(more_than(0))
     classes_per_client: int = option(at_least(1))
     shards_per_client: int = option(at_least(1))
@@ -116,9 +114,6 @@ class RoundsConfig:
     last_rounds: int = option(at_least(1))
 
 
-groups = (RoundsConfig, DataConfig, ModelConfig, TrainConfig)
-
-
 @dataclass(frozen=True, eq=False)
 class RunConfig:
     """A whole, checked config. `flat` holds every key with its final value.
@@ -173,7 +168,7 @@ def presets() -> dict[str, FlatConfig]:
 
 
 def refuse_unknown(what: str, name: str, allowed: list[str]) -> None:
-    """ValueError with the nearest names if `name` is not allowed; `what` is the key that held it."""
+    """ValueError with the nearest names if `name` is not allowed; `what` is the key holding it."""
     if name in allowed:
         return
     near = difflib.get_close_matches(name, allowed, n=3)
@@ -205,7 +200,8 @@ def config_from_json(text: str) -> RunConfig:
 
 
 def _parse(flat: FlatConfig) -> RunConfig:
-    rounds, data, model, train = (parse_options(cls, flat) for cls in groups)
+    rounds, data = parse_options(RoundsConfig, flat), parse_options(DataConfig, flat)
+    model, train = parse_options(ModelConfig, flat), parse_options(TrainConfig, flat)
     privacy = parse_options(PrivacyConfig, flat, prefix="privacy.")
     if data.channels == 2:
         raise ValueError("channels = 2: it has to be 0 (the source's own), 1 or 3")
@@ -222,8 +218,10 @@ def _parse(flat: FlatConfig) -> RunConfig:
     return config
 
 
+group_types = (RoundsConfig, DataConfig, ModelConfig, TrainConfig)
+
+
 def all_group_keys() -> set[str]:
     """Every key outside the tables of methods and server steps."""
-    keys = {key for cls in groups for key in keys_of(cls)}
+    keys = {key for cls in group_types for key in keys_of(cls)}
     return keys | {f"privacy.{key}" for key in keys_of(PrivacyConfig)}
-

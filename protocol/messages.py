@@ -1,8 +1,8 @@
 """The layout of every message between server and clients.
 
-server -> client   query     round: config
-                   train     round: config, round, checkpoint-round, evaluate, run-dir; arrays; extra
-                   evaluate  the same as train
+server -> client   query     round: see `Instruction`
+                   train     round; arrays; extra
+                   evaluate  round; arrays; extra
 client -> server   query     roster: see `RosterEntry`
                    train     reply: client, round; arrays; extra; metrics
                    evaluate  reply: client, round; metrics
@@ -100,9 +100,7 @@ def read_instruction(message: Message) -> Instruction:
 
 def request(instruction: ConfigRecord, arrays: ArrayRecord, extra: ArrayRecord) -> RecordDict:
     """The content of a train or evaluate message; `instruction` is `instruction_record`'s."""
-    return RecordDict(
-        {"round": instruction, "arrays": arrays, "extra": extra}
-    )
+    return RecordDict({"round": instruction, "arrays": arrays, "extra": extra})
 
 
 def array_record(arrays: Arrays) -> ArrayRecord:

@@ -1,4 +1,4 @@
-"""The ServerApp: the entry point that Flower calls; the run itself is `federation.run_federation`."""
+"""The ServerApp: what Flower calls; the run itself is `federation.run_federation`."""
 
 import logging
 import sys

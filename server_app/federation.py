@@ -33,7 +33,13 @@ from protocol.privacy import check_privacy, composed_budget
 from server_app.exchange import exchange
 from server_app.report import Reporter
 from server_app.roster import gather_roster
-from server_app.run_folder import Checkpoint, RunFolder, new_run_folder, open_run_folder, save_arrays
+from server_app.run_folder import (
+    Checkpoint,
+    RunFolder,
+    new_run_folder,
+    open_run_folder,
+    save_arrays,
+)
 from strategies import STRATEGIES, Average
 from strategies.average import RoundReport, TooFewRepliesError, all_finite
 
@@ -129,7 +135,10 @@ def prepare(
     strategy = STRATEGIES[config.rounds.method](config, model)
     device = device_for(config.train.device)
     test = Samples(
-        np.asarray(source.test.images), np.asarray(source.test.labels), pixels_of(config, source), device
+        np.asarray(source.test.images),
+        np.asarray(source.test.labels),
+        pixels_of(config, source),
+        device,
     )
     roster = gather_roster(grid, config, Instruction(config, 0, 0, False, ""))
     strategy.roster = roster
@@ -265,7 +274,11 @@ def round_line(server_round: int, report: RoundReport, bytes_down: int) -> dict[
     names = sorted({n for r in report.kept for n in r.metrics if n.startswith("loss.")})
     losses = {}
     for name in names:
-        having = [(r.metrics[name], n) for r, n in zip(report.kept, examples, strict=True) if name in r.metrics]
+        having = [
+            (r.metrics[name], n)
+            for r, n in zip(report.kept, examples, strict=True)
+            if name in r.metrics
+        ]
         values, weights = zip(*having, strict=True)
         losses[name.removeprefix("loss.")] = float(np.average(values, weights=weights))
     return {
@@ -307,7 +320,8 @@ def clients_lines(replies: list[TrainReply]) -> dict[str, Any]:
 def about_model(run: Run) -> dict[str, str]:
     """What model.safetensors says of itself: enough to build and use the model without the data."""
     pixels = pixels_of(run.config, run.source)
-    return {
+    others = {e.client: e.model for e in run.roster.values() if e.model != run.config.model.model}
+    return {f"model of {client}": model for client, model in sorted(others.items())} | {
         "shape": ",".join(map(str, run.source.image_shape)),
         "classes": "\n".join(run.source.class_names),
         "mean": ",".join(map(str, pixels.mean)),

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -83,7 +83,7 @@ class InlineGrid(Grid):
     def answer(self, message: Message) -> Message:
         """What the client makes of one message."""
         context = self.contexts[message.metadata.dst_node_id]
-        return cast(Message, self.app(message, context))
+        return self.app(message, context)
 
 
 def simulated_nodes(num_clients: int) -> list[NodeConfig]:
@@ -113,7 +113,7 @@ def parse_overrides(words: Sequence[str]) -> dict[str, OptionValue]:
         try:
             flat[key.strip()] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError as error:
-            hint = f"{key}=\"{value}\"" if equals else f"{key}=VALUE"
+            hint = f'{key}="{value}"' if equals else f"{key}=VALUE"
             raise ValueError(f"{word!r} is not a TOML assignment; did you mean {hint}?") from error
     return flat
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
@@ -145,7 +146,7 @@ def plot_accuracy(history: Sequence[dict[str, Any]], title: str, path: Path) -> 
             rounds, values = zip(*points, strict=True)
             axes.plot(rounds, values, label=words, marker="o" if len(points) < 40 else None, ms=3)
     axes.set(xlabel="round", ylabel="accuracy (%)", title=title)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend(frameon=False)

@@ -1,5 +1,6 @@
 """Who takes part: every client is asked for its roster entry before round 1, and checked."""
 
+import itertools
 import time
 from collections.abc import Mapping
 
@@ -14,7 +15,9 @@ from server_app.exchange import exchange
 settle_s = 1.0
 
 
-def gather_roster(grid: Grid, config: RunConfig, instruction: Instruction) -> dict[int, RosterEntry]:
+def gather_roster(
+    grid: Grid, config: RunConfig, instruction: Instruction
+) -> dict[int, RosterEntry]:
     """Node id to roster entry of every client, once all that the run asks for are there.
 
     Waits `round-timeout` at most. ValueError, one line, naming who is missing, failed, or does
@@ -61,7 +64,9 @@ def is_simulation(grid: Grid) -> bool:
     return type(grid).__name__ in ("InMemoryGrid", "InlineGrid")
 
 
-def ask(grid: Grid, nodes: list[int], instruction: ConfigRecord, deadline: float) -> dict[int, RosterEntry]:
+def ask(
+    grid: Grid, nodes: list[int], instruction: ConfigRecord, deadline: float
+) -> dict[int, RosterEntry]:
     """The roster entries of these nodes; ValueError naming the first that gave none, and why."""
     messages = [
         Message(
@@ -95,7 +100,7 @@ def check_roster(config: RunConfig, entries: list[RosterEntry]) -> None:
     names: Mapping[str, int] = {e.client: 0 for e in entries}
     if len(names) < len(entries):
         twice = sorted(e.client for e in entries)
-        name = next(a for a, b in zip(twice, twice[1:], strict=False) if a == b)
+        name = next(a for a, b in itertools.pairwise(twice) if a == b)
         raise ValueError(f"two clients are named {name!r}: a client's name has to be its own")
     first = min(entries, key=lambda e: e.client)
     for entry in sorted(entries, key=lambda e: e.client):

@@ -20,7 +20,6 @@ from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import (
     Arrays,
-    Instruction,
     RosterEntry,
     TrainReply,
     array_record,
@@ -116,7 +115,9 @@ class Average(Strategy):
     def summary(self) -> None:
         """One line on what will happen."""
         rounds = self.config.rounds
-        log.info("method %s, server %s, %d clients", *(rounds.method, rounds.server, len(self.roster)))
+        log.info(
+            "method %s, server %s, %d clients", *(rounds.method, rounds.server, len(self.roster))
+        )
 
     def sample(self, server_round: int) -> list[int]:
         """Node ids of the clients that train in this round, in the order of their names.
@@ -220,6 +221,3 @@ def mean_metrics(replies: list[TrainReply]) -> MetricRecord:
 def all_finite(arrays: Mapping[str, Tensor]) -> bool:
     """No array holds a NaN or an infinity."""
     return all(bool(a.isfinite().all()) for a in arrays.values() if a.is_floating_point())
-
-
-__all__ = ["Average", "Instruction", "RoundReport", "TooFewRepliesError", "all_finite", "weighted_mean"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from protocol.config import RunConfig, refuse_unknown
-from protocol.options import at_least, between, more_than, one_of, option
+from protocol.options import between, more_than, one_of, option
 
 Arrays = dict[str, Tensor]
 
@@ -106,9 +106,10 @@ class FedAdamOptions:
 class FedAdamStep:
     """FedAdam (Reddi et al. 2021): moments of the pseudo-gradient, no bias correction.
 
-    With D = A - w: m <- b1 m + (1 - b1) D;  v <- b2 v + (1 - b2) D^2;  w <- w + lr m / (sqrt v + tau),
-    from m = 0 and v = tau^2. `form = flower` is Flower's: from v = 0, and lr times
-    sqrt(1 - b2^(r+1)) / (1 - b1^(r+1)) in round r = 1, 2, ... torch's Adam is neither.
+    With D = A - w: m <- b1 m + (1 - b1) D;  v <- b2 v + (1 - b2) D^2;  then
+    w <- w + lr m / (sqrt v + tau), from m = 0 and v = tau^2. `form = flower` is Flower's: from
+    v = 0, and lr times sqrt(1 - b2^(r+1)) / (1 - b1^(r+1)) in round r = 1, 2, ... torch's Adam is
+    neither.
     """
 
     counter: ClassVar[str] = "#steps"
@@ -141,7 +142,9 @@ class FedAdamStep:
 
     def state(self) -> Arrays:
         """Both moments by parameter name, and the number of steps taken."""
-        moments = {f"m.{k}": t for k, t in self.m.items()} | {f"v.{k}": t for k, t in self.v.items()}
+        moments = {f"m.{k}": t for k, t in self.m.items()} | {
+            f"v.{k}": t for k, t in self.v.items()
+        }
         return moments | {self.counter: torch.tensor(self.num_steps)}
 
     def load(self, state: Arrays) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from data.augment import draw_flips, flip, random_crop, random_flip, random_rotation, rotate, shift
+from data.augment import draw_flips, flip, random_crop, random_rotation, rotate, shift
 
 
 def images(batch, channels, height, width, seed=0):
@@ -41,11 +41,6 @@ def test_flip_mirrors_the_samples_of_the_mask():
     x, mask = images(4, 2, 3, 5), torch.tensor([True, False, False, True])
     expected = each_pixel(x, lambda b, c, i, j: x[b, c, i, 4 - j if mask[b] else j])
     assert torch.equal(flip(x, mask), expected)
-
-
-def test_random_flip_does_what_draw_flips_says():
-    x = images(50, 1, 2, 3)
-    assert torch.equal(random_flip(x, seeded(7)), flip(x, draw_flips(50, seeded(7))))
 
 
 def test_about_half_of_the_samples_flip():

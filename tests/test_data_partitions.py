@@ -231,6 +231,15 @@ def test_a_partition_depends_on_its_arguments_alone(name):
     assert_splits_all(parts, labels, 6)
 
 
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_which_samples_of_a_class_a_client_gets_is_random(name):
+    """Files often lie in an order that means something: one writer's digits after another's."""
+    parts = partition_indices(
+        name, np.zeros(200, dtype=int), 2, **options | {"classes_per_client": 1}, seed=0
+    )
+    assert all(np.diff(part).max() > 1 and part[0] < 20 and part[-1] >= 180 for part in parts)
+
+
 def test_each_name_means_its_function_with_its_own_options():
     labels = balanced_labels(8, 100)
     expected = {

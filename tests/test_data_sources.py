@@ -238,7 +238,8 @@ def test_folder_of_images(load, tmp_path):
     images = random_images(5, 30, 40, 3)
     spec = make_folder(tmp_path / "mine", images)
     (tmp_path / "mine" / "train" / "bee" / "._1.png").write_bytes(b"what macOS leaves behind")
-    (tmp_path / "mine" / "train" / ".thumbnails").mkdir()
+    for hidden in (".thumbnails", "bee/.thumbnails"):
+        save_image(tmp_path / "mine" / "train" / hidden / "0.png", images[0])
     source = load(spec)
     assert source.class_names == ("ant", "bee")
     assert source.train.labels.tolist() == [0, 0, 0, 1, 1]

@@ -80,8 +80,8 @@ def kernel_view(x: Tensor) -> Tensor:
     rows, columns = torch.triu_indices(len(x), len(x), offset=1, device=x.device)
     if len(rows) == 0:
         return torch.zeros_like(dots)
-    # half of the samples in one place leave no median distance: any small one tells them apart
-    width = distances[rows, columns].median().clamp_min(1e-6 * distances.detach().mean())
+    # half of the pairs in one place leave no median distance: a small one then tells them apart
+    width = distances[rows, columns].median().clamp_min(1e-6 * distances.mean())
     gram = torch.exp(-distances / (2 * torch.where(width > 0, width, 1.0)))
     gram = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()
     return torch.where(varies, gram, 0.0)

@@ -86,7 +86,7 @@ class FedReCo(Method):
     lambda_: float = option(at_least(0), key="lambda")
     eta_u: float = option(at_least(0))
     eta_v: float = option(at_least(0))
-    eta_0: float = option(at_least(0))  # the server's; parsed by its half too
+    eta_0: float = option(at_least(0))  # the server's step; its half reads it
     k_u: str = option(any_text())
     k_v: str = option(any_text())
 
@@ -94,6 +94,11 @@ class FedReCo(Method):
         """Refuse durations that are not like '1 epoch' or '20 steps'."""
         parse_duration("fedreco.k-u", self.k_u)
         parse_duration("fedreco.k-v", self.k_v)
+
+    @classmethod
+    def extra_forwards(cls) -> int:
+        """u_0's, beside u_i's."""
+        return 1
 
     def split_of(self, model: StagedModel) -> str:
         """The last stage of the extractor: the split asked for, or all but the classifier."""
@@ -119,9 +124,9 @@ class FedReCo(Method):
         model = self.own_model(now, now.state).train().requires_grad_(True)
         split = self.split_of(model)
         u_i = Extractor(model, split)
-        u_parameters = list(u_i.parameters())
+        u_parameters: list[Tensor] = list(u_i.parameters())
         shared = {id(p) for p in u_parameters}
-        v_parameters = [p for p in model.parameters() if id(p) not in shared]
+        v_parameters: list[Tensor] = [p for p in model.parameters() if id(p) not in shared]
         u_0 = self.shared_extractor(now)
         terms = MeanTerms({})
         num_steps = 0
@@ -165,7 +170,7 @@ class FedReCo(Method):
 
 
 def steps_of(now: ClientRound, stream: str, count: int, unit: str) -> Iterator[Step]:
-    """`count` epochs or steps of batches; steps go on into further epochs where one is too short."""
+    """`count` epochs or steps of batches; steps go on into as many epochs as they need."""
     epoch = taken = 0
     while epoch < count if unit == "epochs" else taken < count:
         for step in now.batches(stream, epoch):
@@ -176,9 +181,7 @@ def steps_of(now: ClientRound, stream: str, count: int, unit: str) -> Iterator[S
         epoch += 1
 
 
-def descend(
-    sgd: torch.optim.SGD, loss: Tensor, parameters: list[nn.Parameter], now: ClientRound
-) -> None:
+def descend(sgd: torch.optim.SGD, loss: Tensor, parameters: list[Tensor], now: ClientRound) -> None:
     """One step of the optimiser down the loss, the gradient's norm clipped if the run says so."""
     sgd.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]

@@ -4,9 +4,9 @@ Source: Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, arXiv 2
 Server half: the default weighted average. Kept between rounds: the model this client ended with.
 Symbols: z, z_g, z_p the classifier's input in the local, global and previous local model.
 
-Departs from the authors' code at a client's first participation: the previous model is then the one
-received, the term the constant mu log 2, and, its gradient being zero, it is left out. Their code
-leaves it out in the run's first round only: a client first sampled later contrasts with a random
+At a client's first participation the previous model is the one received: the term is the constant
+mu log 2 and, its gradient being zero, is left out. `first-use = "official"` is the authors' code:
+left out in the run's first round alone; a client first sampled later contrasts with a random
 initialisation of its own.
 `projection = "mlp"` adds the paper's projection head before the classifier, averaged like the rest;
 "none" compares the network's own features.
@@ -18,7 +18,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.method import Batch, LocalObjective, ModelParts
+from client_app.method import Arrays, Batch, LocalObjective, ModelParts
+from client_app.round import ClientRound
 from models import StagedModel
 from protocol.options import at_least, more_than, one_of, option
 
@@ -47,10 +48,17 @@ class MOON(LocalObjective):
     mu: float = option(at_least(0))
     tau: float = option(more_than(0))
     projection: str = option(one_of("none", "mlp"))
+    first_use: str = option(one_of("received", "official"))
 
     def model_parts(self) -> ModelParts:
         """The projection head, if asked for."""
         return ModelParts(projection=self.projection)
+
+    def first_previous(self, now: ClientRound) -> Arrays | None:
+        """As the authors' code, from round 2: weights that nobody ever trained."""
+        if self.first_use == "received" or now.round == 1:
+            return None
+        return now.worker.random_weights(now.config, now.model.name, now.seed("first-use"))
 
     def taps(self, model: StagedModel) -> list[str]:
         """What enters the classifier."""

@@ -1,0 +1,51 @@
+"""The README's table of methods, from the registries: `python -m server_app.method_table`."""
+
+from client_app.methods import METHODS, method_of
+from models import build_model
+from protocol.config import resolve_config
+from protocol.messages import Arrays
+from strategies import STRATEGIES
+
+columns = ("method", "paper", "regularises", "kept on the client", "traffic", "extra forwards")
+
+
+def traffic(name: str) -> float:
+    """Arrays sent and received in a round, in bytes, relative to FedAvg's, on cnn-fedintr."""
+    config = resolve_config({"method": name, "model": "cnn-fedintr"})
+    parts = method_of(config).model_parts()
+    plain, own = (
+        build_model(
+            "cnn-fedintr",
+            num_classes=10,
+            channels=3,
+            image_size=32,
+            projection=projection,
+            tap_heads=tap_heads,
+        )
+        for projection, tap_heads in (("none", False), (parts.projection, parts.tap_heads))
+    )
+    strategy = STRATEGIES[name](config, own)
+    down = strategy.initial_arrays(config, own)
+    up = strategy.expected(down)
+    fedavg = 2 * size_bytes(plain.state_dict())
+    return (size_bytes(down) + size_bytes(up)) / fedavg
+
+
+def size_bytes(arrays: Arrays) -> int:
+    """Bytes of the numbers in these arrays."""
+    return sum(array.numel() * array.element_size() for array in arrays.values())
+
+
+def method_table() -> str:
+    """Markdown: one row a method, in the order of the registry."""
+    rows = [columns, ("---",) * len(columns)]
+    for name, cls in METHODS.items():
+        forwards = str(cls.extra_forwards())
+        rows.append(
+            (f"`{name}`", cls.paper, cls.regularises, cls.keeps, f"{traffic(name):.2f}", forwards)
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+if __name__ == "__main__":
+    print(method_table())

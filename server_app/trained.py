@@ -1,0 +1,88 @@
+"""A finished model, for use: `load_model(folder)` needs neither the data nor Flower.
+
+model = load_model("~/.keel/runs/20260101-120000-fedintr-digits")
+names = model.predict(images)          # uint8 [N, H, W], [N, H, W, C] or [N, C, H, W]
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from client_app.methods import method_of
+from client_app.samples import Pixels
+from client_app.setup import build_network
+from client_app.state import StateFolder
+from models import StagedModel
+from protocol.config import resolve_config
+from server_app.run_folder import read_arrays
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A network in eval mode, how it wants its pixels, and what its outputs are called."""
+
+    network: StagedModel
+    pixels: Pixels
+    class_names: tuple[str, ...]
+
+    @torch.no_grad()
+    def probabilities(self, images: np.ndarray) -> Tensor:
+        """[N, num_classes] for uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W] of any size."""
+        channels, size, _ = self.network.input_shape
+        if images.dtype != np.uint8:
+            raise ValueError(f"images are {images.dtype}: they have to be uint8, 0..255")
+        x = torch.from_numpy(np.ascontiguousarray(images))
+        if x.ndim == 3:
+            x = x[:, None]
+        elif x.ndim == 4 and x.shape[1] not in (1, 3):
+            x = x.permute(0, 3, 1, 2)
+        if x.ndim != 4 or x.shape[1] not in (1, 3):
+            raise ValueError(
+                f"images are {list(images.shape)}: [N, H, W] or [N, H, W, C] is needed"
+            )
+        x = x.float()
+        if x.shape[1] != channels:
+            x = x.expand(-1, 3, -1, -1) if channels == 3 else x.mean(1, keepdim=True)
+        if x.shape[2:] != (size, size):
+            x = F.interpolate(x, (size, size), mode="bilinear", antialias=True).clamp(0, 255)
+        return torch.softmax(self.network(self.pixels.normalise(x)), dim=1)
+
+    def predict(self, images: np.ndarray) -> list[str]:
+        """The most probable class's name for each image."""
+        return [self.class_names[i] for i in self.probabilities(images).argmax(1).tolist()]
+
+
+def load_model(folder: str | Path, client: str = "") -> TrainedModel:
+    """The final global model of a run, or the personal model of one of its clients.
+
+    ValueError, one line, where the folder holds no finished run or no such model.
+    """
+    path = Path(folder).expanduser()
+    if not (path / "model.safetensors").is_file():
+        raise ValueError(f"{path} has no model.safetensors: it is not the folder of a finished run")
+    arrays, about = read_arrays(path / "model.safetensors")
+    config = resolve_config(json.loads((path / "config.json").read_text())["given"])
+    shape = tuple(int(n) for n in about["shape"].split(","))
+    class_names = tuple(about["classes"].split("\n"))
+    mean, std = (tuple(map(float, about[key].split(","))) for key in ("mean", "std"))
+    name = config.model.model
+    if client:
+        state = StateFolder(path / "clients" / client).load(before_round=2**31)
+        if "model" not in state:
+            raise ValueError(
+                f"client = {client!r}: {path / 'clients'} holds no personal model of it"
+            )
+        arrays, name = state["model"], about.get(f"model of {client}", name)
+    elif not method_of(config).has_global_model:
+        raise ValueError(
+            f"{config.rounds.method} has no global model: name a client, "
+            'such as load_model(folder, client="client-0000")'
+        )
+    network = build_network(config, (shape[0], shape[1], shape[2]), len(class_names), name)
+    network.load_state_dict(arrays)
+    return TrainedModel(network.eval(), Pixels(mean, std), class_names)
