@@ -65,7 +65,7 @@ def roster(message: Message, context: Context) -> RecordDict:
         client=client_name(node),
         label_counts=np.bincount(train.labels, minlength=source.num_classes).tolist(),
         test_label_counts=np.bincount(test.labels, minlength=source.num_classes).tolist(),
-        image_shape=list(source.image_shape),
+        image_shape=list(train.images.shape[1:]),
         model=name,
         representation_width=representation_width(config, model),
         versions=f"flwr {flwr.__version__}, torch {torch.__version__}",
@@ -78,7 +78,7 @@ def begin(message: Message, context: Context, before_round: int) -> tuple[Client
     """The round as its method reads it, with this client's state of a round < before_round."""
     instruction = read_instruction(message)
     records = message.content.array_records
-    folder = state_folder(instruction, context.node_config, context.run_id)
+    folder = state_folder(instruction, context.node_config)
     now = worker.begin_round(
         instruction,
         context.node_config,
@@ -103,7 +103,7 @@ def train_one_round(message: Message, context: Context) -> RecordDict:
         "cpu-seconds": time.process_time() - cpu_started,
     }
     if update.state:
-        folder = state_folder(instruction, context.node_config, context.run_id)
+        folder = state_folder(instruction, context.node_config)
         folder.save(instruction.round, update.state)
         folder.prune(instruction.checkpoint_round)
     if instruction.evaluate:

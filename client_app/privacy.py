@@ -1,7 +1,6 @@
 """What makes a release private before it leaves the client: clip, then add Gaussian noise."""
 
-import secrets
-
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,16 +20,16 @@ def clip_to_norm(arrays: Arrays, max_norm: float) -> Arrays:
 def privatise(arrays: Arrays, now: ClientRound) -> Arrays:
     """The release that the run's `privacy.*` asks for; the arrays as they are with epsilon 0.
 
-    In simulation the noise comes from (seed, round, client), so a run repeats. A real site draws
-    its seed from the operating system: the server knows the run's seed and could subtract it.
+    In simulation the noise comes from (seed, round, client), so a run repeats. A real site's comes
+    from the operating system: the server knows the run's seed and could subtract the noise. Not
+    from torch's generator, of whose seed 32 bits count: few enough to try them all.
     """
     privacy = now.config.privacy
     if privacy.epsilon == 0:
         return arrays
-    seed = now.seed("privacy") if now.is_simulated else secrets.randbits(63)
-    generator = torch.Generator().manual_seed(seed)
+    generator = np.random.default_rng(now.seed("privacy") if now.is_simulated else None)
     sigma = noise_sigma(privacy)
     return {
-        name: a + sigma * torch.randn(a.shape, generator=generator).to(a.device)
+        name: a + torch.as_tensor(sigma * generator.standard_normal(a.shape)).to(a)
         for name, a in clip_to_norm(arrays, privacy.clip_norm).items()
     }

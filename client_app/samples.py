@@ -25,7 +25,7 @@ class Pixels:
         shape = (1, -1, 1, 1)
         std = torch.tensor(self.std, device=images.device).view(shape)
         mean = torch.tensor(self.mean, device=images.device).view(shape)
-        x = images.float().mul_(1 / (255 * std)).sub_(mean / std)
+        x = images.to(torch.float32, copy=True).mul_(1 / (255 * std)).sub_(mean / std)
         return x.contiguous(memory_format=torch.channels_last)
 
 

@@ -19,7 +19,7 @@ from protocol.files import write_atomically
 log = logging.getLogger("keel.client")
 Arrays = dict[str, torch.Tensor]
 Groups = dict[str, Arrays]
-version_name = re.compile(r"round-(\d+)-([0-9a-f]{16})\.safetensors")
+version_name = re.compile(r"round-(\d+)-([0-9a-f]{16})\.(safetensors|damaged)")
 separator = "/"  # between group and array name; no parameter name has one
 
 
@@ -48,7 +48,7 @@ class StateFolder:
                 return _grouped(load(content))
             path.rename(path.with_suffix(".damaged"))
             log.warning("%s is damaged (its digest differs) and was set aside as *.damaged", path)
-        damaged = sorted(self.folder.glob("*.damaged")) if self.folder.exists() else []
+        damaged = [path for r, path in self._versions("damaged") if r < before_round]
         if damaged:
             raise ValueError(
                 f"{damaged[-1]} is damaged and there is no older version of this client's state: "
@@ -78,11 +78,11 @@ class StateFolder:
         for path in usable[:-1]:
             path.unlink()
 
-    def _versions(self) -> list[tuple[int, Path]]:
+    def _versions(self, kind: str = "safetensors") -> list[tuple[int, Path]]:
         if not self.folder.exists():
             return []
         found = ((version_name.fullmatch(p.name), p) for p in self.folder.iterdir())
-        return sorted((int(m[1]), p) for m, p in found if m)
+        return sorted((int(m[1]), p) for m, p in found if m and m[3] == kind)
 
 
 def _grouped(flat: Arrays) -> Groups:

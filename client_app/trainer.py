@@ -1,6 +1,7 @@
 """The one loop of local training: SGD on a local objective, frozen models read once a sample."""
 
 import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,20 +11,8 @@ from client_app.method import Arrays, Batch, LocalObjective, Update
 from client_app.round import ClientRound
 from client_app.samples import Step, num_variants
 from models import StagedModel
-from protocol.config import TrainConfig
 
 log = logging.getLogger("keel.client")
-
-
-def make_sgd(parameters: list[Tensor], train: TrainConfig, lr: float) -> torch.optim.SGD:
-    """A fresh SGD with the run's momentum and weight decay; fused: one kernel for all arrays."""
-    return torch.optim.SGD(
-        parameters,
-        lr=lr,
-        momentum=train.momentum,
-        weight_decay=train.weight_decay,
-        fused=True,
-    )
 
 
 class FrozenTaps:
@@ -34,13 +23,17 @@ class FrozenTaps:
     again for every batch, with the same result.
     """
 
-    def __init__(self, objective: LocalObjective, model: StagedModel, now: ClientRound) -> None:
+    def __init__(
+        self, objective: LocalObjective, model: StagedModel, now: ClientRound, is_first: bool = True
+    ) -> None:
+        """is_first: of the frozen models of this client's round; it speaks for all of them."""
         self.objective, self.model = objective, model
         self.taps = objective.taps(model)
         self.num_samples = len(now.train_samples)
         self.variants = num_variants(now.config.data)
-        self.budget_bytes = now.config.train.cache_mb * 2**20
-        self.client = now.client
+        self.num_models = int(objective.uses_global) + int(objective.uses_previous)
+        self.budget_bytes = now.config.train.cache_mb * 2**20  # of all frozen models together
+        self.client, self.is_first = now.client, is_first
         is_read_twice = now.config.train.local_epochs > 1
         self.is_cached = is_read_twice and self.variants > 0 and self.budget_bytes > 0
         self.known = torch.zeros(self.variants * self.num_samples, dtype=torch.bool)
@@ -76,13 +69,15 @@ class FrozenTaps:
 
     def _make_room(self, fresh: list[Tensor]) -> bool:
         rows = self.variants * self.num_samples
-        size_bytes = sum(rows * t[0].numel() * t.element_size() for t in fresh)
+        own_bytes = sum(rows * t[0].numel() * t.element_size() for t in fresh)
+        size_bytes = self.num_models * own_bytes
         if size_bytes > self.budget_bytes:
-            log.info(
-                "%s: what the frozen models say of its samples would take %d MB, more than "
-                "cache-mb = %d: it is computed again in every epoch",
-                *(self.client, size_bytes >> 20, self.budget_bytes >> 20),
-            )
+            if self.is_first:
+                log.info(
+                    "%s: what the frozen models say of its samples would take %.1f MB, more than "
+                    "cache-mb = %d: it is computed again in every epoch",
+                    *(self.client, size_bytes / 2**20, self.budget_bytes >> 20),
+                )
             self.is_cached = False
             return False
         self.kept = [
@@ -110,56 +105,150 @@ class MeanTerms:
         return {name: total.item() / max(1, self.num_samples) for name, total in self.sums.items()}
 
 
+@dataclass(frozen=True)
+class Duration:
+    """How long to descend: so many epochs, or so many steps."""
+
+    count: int
+    unit: str  # epochs or steps
+
+
+def parse_duration(key: str, text: str) -> Duration:
+    """From "1 epoch", "2 epochs" or "20 steps"; ValueError naming the key for anything else."""
+    count, _, unit = text.partition(" ")
+    unit = unit if unit.endswith("s") else unit + "s"
+    if not count.isdecimal() or unit not in ("epochs", "steps"):
+        raise ValueError(f"{key} = {text!r}: it has to be like '1 epoch', '2 epochs' or '20 steps'")
+    return Duration(int(count), unit)
+
+
+@dataclass(frozen=True)
+class Descent:
+    """What a descent did: mean of each loss term, steps taken, sum of their learning rates."""
+
+    terms: dict[str, float]
+    num_steps: int
+    total_lr: float
+
+
+def descend(
+    now: ClientRound,
+    parameters: Sequence[Tensor],
+    terms_of: Callable[[Step], dict[str, Tensor]],
+    *,
+    lr: float,
+    duration: Duration,
+    stream: str = "batches",
+    after_backward: Callable[[], None] | None = None,
+    after_step: Callable[[float], None] | None = None,
+) -> Descent:
+    """SGD on `parameters` down the sum of the terms; the one loop of all local training.
+
+    terms_of: the loss terms of one batch, scalars by name. lr: before this round's decay.
+    stream: names the random stream of batch order, augmentation and dropout. after_backward may
+    change the gradients (before they are clipped), after_step (given the rate) the parameters.
+    Modes (`train`, `requires_grad_`) are the caller's.
+    """
+    train = now.config.train
+    rate = lr * now.lr_factor
+    optimizer = torch.optim.SGD(
+        parameters, lr=rate, momentum=train.momentum, weight_decay=train.weight_decay, fused=True
+    )
+    sums = MeanTerms({})
+    num_steps = 0
+    total_lr = 0.0
+    with torch.random.fork_rng(devices=[now.device] if now.device.type == "cuda" else []):
+        torch.manual_seed(now.seed("dropout", stream))
+        for epoch, step in steps_of(now, stream, duration):
+            rate = lr * now.lr_factor * train.lr_decay_epoch**epoch
+            optimizer.param_groups[0]["lr"] = rate
+            terms = terms_of(step)
+            optimizer.zero_grad(set_to_none=True)
+            sum(terms.values(), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+            if after_backward:
+                after_backward()
+            if train.clip_norm:
+                torch.nn.utils.clip_grad_norm_(parameters, train.clip_norm)
+            optimizer.step()
+            if after_step:
+                after_step(rate)
+            sums.add(terms, len(step.y))
+            num_steps += 1
+            total_lr += rate
+    return Descent(sums.read(), num_steps, total_lr)
+
+
+def steps_of(now: ClientRound, stream: str, duration: Duration) -> Iterator[tuple[int, Step]]:
+    """(epoch, batch) for the duration; steps go on into as many epochs as they need."""
+    epoch = taken = 0
+    in_epochs = duration.unit == "epochs"
+    while (epoch if in_epochs else taken) < duration.count:
+        for step in now.batches(stream, epoch):
+            if not in_epochs and taken == duration.count:
+                return
+            taken += 1
+            yield epoch, step
+        epoch += 1
+
+
+def objective_terms(
+    objective: LocalObjective, now: ClientRound, model: StagedModel
+) -> Callable[[Step], dict[str, Tensor]]:
+    """The loss terms of one batch under a local objective: `supervised`, and `penalty` if any.
+
+    Builds the frozen models that the objective uses, from what was received and kept.
+    """
+    previous = now.state.get("previous") or objective.first_previous(now)
+    has_penalty = not (objective.uses_previous and previous is None)
+    global_taps = previous_taps = None
+    if has_penalty and objective.uses_global:
+        global_taps = FrozenTaps(objective, now.frozen("global", now.received), now)
+    if has_penalty and objective.uses_previous and previous is not None:
+        frozen = now.frozen("previous", previous)
+        previous_taps = FrozenTaps(objective, frozen, now, is_first=global_taps is None)
+    names = objective.taps(model) if has_penalty else []
+
+    def terms_of(step: Step) -> dict[str, Tensor]:
+        logits, taps = model.run(step.x, names)
+        assert logits is not None
+        batch = Batch(
+            x=step.x,
+            y=step.y,
+            logits=logits,
+            taps=taps,
+            taps_g=global_taps.of(step) if global_taps else [],
+            taps_p=previous_taps.of(step) if previous_taps else [],
+            round=now,
+        )
+        terms = {"supervised": objective.supervised(batch)}
+        penalty = objective.penalty(batch) if has_penalty else None
+        if penalty is not None:
+            terms["penalty"] = penalty
+        return terms
+
+    return terms_of
+
+
 def train_on_objective(objective: LocalObjective, now: ClientRound) -> Update:
     """Local training: `local-epochs` of SGD from the received model on supervised + penalty.
 
     Keeps the local model it ends with where the objective `uses_previous`.
     """
-    train = now.config.train
-    model = now.model
+    train, model = now.config.train, now.model
     model.load_state_dict(now.received)
-    previous = now.state.get("previous") or objective.first_previous(now)
-    has_penalty = not (objective.uses_previous and previous is None)
-    globals_ = previouses = None
-    if has_penalty and objective.uses_global:
-        globals_ = FrozenTaps(objective, now.frozen("global", now.received), now)
-    if has_penalty and objective.uses_previous and previous is not None:
-        previouses = FrozenTaps(objective, now.frozen("previous", previous), now)
-    taps = objective.taps(model) if has_penalty else []
-    optimizer = make_sgd(list(model.parameters()), train, train.lr * now.lr_factor)
-    terms = MeanTerms({})
-    num_steps = 0
     model.train().requires_grad_(True)
-    with torch.random.fork_rng(devices=[now.device] if now.device.type == "cuda" else []):
-        torch.manual_seed(now.seed("dropout"))
-        for epoch in range(train.local_epochs):
-            for group in optimizer.param_groups:
-                group["lr"] = train.lr * now.lr_factor * train.lr_decay_epoch**epoch
-            for step in now.batches("batches", epoch):
-                logits, local = model.run(step.x, taps)
-                assert logits is not None
-                batch = Batch(
-                    x=step.x,
-                    y=step.y,
-                    logits=logits,
-                    taps=local,
-                    taps_g=globals_.of(step) if globals_ else [],
-                    taps_p=previouses.of(step) if previouses else [],
-                    round=now,
-                )
-                loss = supervised = objective.supervised(batch)
-                losses = {"supervised": supervised}
-                penalty = objective.penalty(batch) if has_penalty else None
-                if penalty is not None:
-                    loss = supervised + penalty
-                    losses["penalty"] = penalty
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()  # type: ignore[no-untyped-call]
-                if train.clip_norm:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
-                optimizer.step()
-                terms.add(losses, len(step.y))
-                num_steps += 1
-    arrays: Arrays = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    descent = descend(
+        now,
+        list(model.parameters()),
+        objective_terms(objective, now, model),
+        lr=train.lr,
+        duration=Duration(train.local_epochs, "epochs"),
+    )
+    arrays = copy_of(model)
     state = {"previous": arrays} if objective.uses_previous else {}
-    return Update(arrays=arrays, num_steps=num_steps, terms=terms.read(), state=state)
+    return Update(arrays, descent.num_steps, descent.terms, state=state)
+
+
+def copy_of(model: torch.nn.Module) -> Arrays:
+    """The model's parameters and buffers, in memory of their own."""
+    return {name: array.detach().clone() for name, array in model.state_dict().items()}

@@ -15,7 +15,7 @@ from client_app.round import ClientRound
 from client_app.samples import Samples
 from client_app.setup import client_indices, device_for, model_for, open_source, pixels_of
 from client_app.state import StateFolder
-from data.sources import ImageSplit
+from data.sources import ImageSplit, Source
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, Instruction
@@ -42,7 +42,11 @@ def own_splits(config: RunConfig, node_config: NodeConfig) -> tuple[ImageSplit, 
     """
     if "source" in node_config:
         source = open_source(config, str(node_config["source"]))
-        return source.train, source.test
+        labels = labels_in_run(client_name(node_config), source, open_source(config))
+        train, test = (
+            ImageSplit(split.images, labels[split.labels]) for split in (source.train, source.test)
+        )
+        return train, test
     if "partition-id" not in node_config:
         raise ValueError(
             f"{client_name(node_config)}: its node config names no data: give it "
@@ -54,6 +58,23 @@ def own_splits(config: RunConfig, node_config: NodeConfig) -> tuple[ImageSplit, 
     )
     own, test = (ImageSplit(train.images[part], train.labels[part]) for part in parts)
     return own, test
+
+
+def labels_in_run(client: str, own: Source, run: Source) -> np.ndarray:
+    """The label in the run of each class of a client's own data, found by the class's name.
+
+    Where the names are the labels themselves (as of an npz file), those count.
+    ValueError naming a class that the run's source does not have.
+    """
+    numbers = tuple(str(n) for n in range(own.num_classes))
+    names = numbers[: run.num_classes] if own.class_names == numbers else run.class_names
+    strange = [name for name in own.class_names if name not in names]
+    if strange:
+        raise ValueError(
+            f"{client}: its own data has the class {strange[0]!r}, the run's source {run.name} has "
+            f"{', '.join(names)}"
+        )
+    return np.array([names.index(name) for name in own.class_names])
 
 
 def own_architecture(config: RunConfig, node_config: NodeConfig) -> str:
@@ -130,12 +151,16 @@ def _on(device: torch.device, arrays: Arrays) -> Arrays:
     return {name: array.to(device) for name, array in arrays.items()}
 
 
-def state_folder(instruction: Instruction, node_config: NodeConfig, run_id: int) -> StateFolder:
-    """Where this client keeps its state of this run: its own volume, or the run's folder."""
-    name = client_name(node_config)
+def state_folder(instruction: Instruction, node_config: NodeConfig) -> StateFolder:
+    """Where this client keeps its state of this run: its own volume, or the run's folder.
+
+    In its own volume it goes by the name of the run's folder, which a resumed run keeps; Flower's
+    run id is another one then.
+    """
+    name, run_dir = client_name(node_config), Path(instruction.run_dir)
     if "state-dir" in node_config:
-        return StateFolder(Path(str(node_config["state-dir"])) / f"run-{run_id}" / name)
-    return StateFolder(Path(instruction.run_dir) / "clients" / name)
+        return StateFolder(Path(str(node_config["state-dir"])) / run_dir.name / name)
+    return StateFolder(run_dir / "clients" / name)
 
 
 def representation_width(config: RunConfig, model: StagedModel) -> int:

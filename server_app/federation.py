@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from client_app.evaluation import Score, evaluate
-from client_app.method import Method
+from client_app.method import LocalObjective, Method
 from client_app.methods import METHODS, method_of
 from client_app.samples import Samples
 from client_app.setup import device_for, model_for, open_source, pixels_of
@@ -132,6 +132,8 @@ def prepare(
     method = method_of(config)
     source = open_source(config)  # before any worker: they find it decoded
     model = model_for(config, source)
+    if isinstance(method, LocalObjective):
+        method.taps(model)  # refuses taps that this network does not have
     strategy = STRATEGIES[config.rounds.method](config, model)
     device = device_for(config.train.device)
     test = Samples(

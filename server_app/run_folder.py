@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
@@ -89,7 +88,7 @@ class RunFolder:
         flat |= {f"state/{k}": v for k, v in checkpoint.state.items()}
         content = save(
             {k: v.contiguous() for k, v in flat.items()},
-            metadata={"round": str(checkpoint.round), "model": model},
+            metadata=one_line({"round": checkpoint.round, "model": model}),
         )
         write_atomically(folder / f"round-{checkpoint.round:05d}.safetensors", content)
         for old in sorted(folder.glob("round-*.safetensors"))[:-kept_checkpoints]:
@@ -114,7 +113,7 @@ class RunFolder:
 def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:
     """The checkpoint at `path`; ValueError if its arrays are not those of `expected`."""
     with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
+        metadata = json.loads(file.metadata()["about"])
         flat = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
     arrays, state = (
         {k.removeprefix(p): v for k, v in flat.items() if k.startswith(p)}
@@ -177,9 +176,14 @@ def open_run_folder(
     return RunFolder(folder), config, merged
 
 
+def one_line(about: Mapping[str, Any]) -> dict[str, str]:
+    """Metadata as one entry: safetensors writes several in an order that is never the same."""
+    return {"about": json.dumps(dict(about), sort_keys=True)}
+
+
 def save_arrays(path: Path, arrays: Arrays, about: Mapping[str, str]) -> None:
     """Arrays and a few words about them as one safetensors file, written whole or not at all."""
-    content = save({k: v.contiguous() for k, v in arrays.items()}, metadata=dict(about))
+    content = save({k: v.contiguous() for k, v in arrays.items()}, metadata=one_line(about))
     write_atomically(path, content)
 
 
@@ -188,11 +192,6 @@ def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return arrays, dict(file.metadata() or {})
+            return arrays, json.loads(file.metadata()["about"])
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or cut short: {error}") from error
-
-
-def finite_or_none(value: float) -> float | None:
-    """The value, or None (JSON's null) for NaN and infinities, which JSON has no word for."""
-    return value if torch.isfinite(torch.tensor(value)) else None

@@ -1,6 +1,7 @@
 """MOON against its loss as printed, in loops, and against cases whose value is on paper."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ def batch_of(z, z_g, z_p):
 
 
 def moon(**options):
-    return MOON(**({"mu": 1.0, "tau": 0.5, "projection": "none"} | options))
+    defaults = {"mu": 1.0, "tau": 0.5, "projection": "none", "first_use": "received"}
+    return MOON(**(defaults | options))
 
 
 def cosine(a, b):
@@ -124,3 +126,24 @@ def test_what_is_compared_is_the_classifiers_input(projection):
     torch.testing.assert_close(model.classifier(z), logits)
     assert method.uses_global
     assert method.uses_previous
+
+
+@pytest.mark.parametrize(
+    ("first_use", "server_round", "has_negative"),
+    [("received", 1, False), ("received", 7, False), ("official", 1, False), ("official", 7, True)],
+)
+def test_only_officially_and_after_round_1_a_first_participation_has_a_negative(
+    first_use, server_round, has_negative
+):
+    def random_weights(config, name, seed):
+        return {"drawn for": (config, name, seed)}
+
+    now = SimpleNamespace(
+        round=server_round,
+        config="config",
+        model=SimpleNamespace(name="net"),
+        seed=lambda *names: ("this client's", *names),
+        worker=SimpleNamespace(random_weights=random_weights),
+    )
+    drawn = {"drawn for": ("config", "net", ("this client's", "first-use"))}
+    assert moon(first_use=first_use).first_previous(now) == (drawn if has_negative else None)

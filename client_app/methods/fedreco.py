@@ -10,7 +10,7 @@ Departs from the paper in nothing; its rates and batch size are in an appendix t
 Momentum and weight decay of the run's config apply to the steps on u_i and v_i (0 in its preset).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ from client_app.method import Arrays, Method, Update
 from client_app.privacy import privatise
 from client_app.round import ClientRound
 from client_app.samples import Step
-from client_app.trainer import MeanTerms, make_sgd
+from client_app.trainer import copy_of, descend, parse_duration
 from models import StagedModel
 from protocol.options import any_text, at_least, option
 
@@ -41,15 +41,6 @@ def consensus_gradient(extract_0: nn.Module, x: Tensor, h: Tensor) -> Arrays:
     distance = representation_distance(h.detach(), extract_0(x))
     gradients = torch.autograd.grad(distance, list(parameters.values()))
     return dict(zip(parameters, gradients, strict=True))
-
-
-def parse_duration(key: str, text: str) -> tuple[int, str]:
-    """(count, "epochs" or "steps") from "1 epoch", "2 epochs" or "20 steps"."""
-    count, _, unit = text.partition(" ")
-    unit = unit if unit.endswith("s") else unit + "s"
-    if not count.isdigit() or unit not in ("epochs", "steps"):
-        raise ValueError(f"{key} = {text!r}: it has to be like '1 epoch', '2 epochs' or '20 steps'")
-    return int(count), unit
 
 
 class Extractor(nn.Module):
@@ -123,42 +114,40 @@ class FedReCo(Method):
         """Algorithm 1, lines 6 to 18."""
         model = self.own_model(now, now.state).train().requires_grad_(True)
         split = self.split_of(model)
-        u_i = Extractor(model, split)
-        u_parameters: list[Tensor] = list(u_i.parameters())
-        shared = {id(p) for p in u_parameters}
-        v_parameters: list[Tensor] = [p for p in model.parameters() if id(p) not in shared]
-        u_0 = self.shared_extractor(now)
-        terms = MeanTerms({})
-        num_steps = 0
+        u_i, u_0 = Extractor(model, split), self.shared_extractor(now)
+        u = list(u_i.parameters())
+        in_u = {id(p) for p in u}
+        v = [p for p in model.parameters() if id(p) not in in_u]
 
-        sgd_v = make_sgd(v_parameters, now.config.train, self.eta_v * now.lr_factor)
-        u_i.eval().requires_grad_(False)
-        for step in steps_of(now, "head", *parse_duration("fedreco.k-v", self.k_v)):
-            logits = model.predict(u_i(step.x), split)
-            descend(sgd_v, F.cross_entropy(logits, step.y), v_parameters, now)  # eq. (6)
-            num_steps += 1
+        def head_terms(step: Step) -> dict[str, Tensor]:  # f_i in v_i, eq. (6)
+            with torch.no_grad():
+                h = u_i(step.x)
+            return {"supervised": F.cross_entropy(model.predict(h, split), step.y)}
 
-        sgd_u = make_sgd(u_parameters, now.config.train, self.eta_u * now.lr_factor)
-        u_i.train().requires_grad_(True)
-        for parameter in v_parameters:
-            parameter.requires_grad_(False)
-        for step in steps_of(now, "extractor", *parse_duration("fedreco.k-u", self.k_u)):
+        def extractor_terms(step: Step) -> dict[str, Tensor]:  # f_i + lambda/2 H_i in u_i, eq. (7)
             h = u_i(step.x)
             with torch.no_grad():
                 h_0 = u_0(step.x)
-            logits = model.predict(h, split)
-            f_i = F.cross_entropy(logits, step.y)
-            penalty = self.lambda_ / 2 * representation_distance(h, h_0)
-            descend(sgd_u, f_i + penalty, u_parameters, now)  # eq. (7)
-            terms.add({"supervised": f_i, "penalty": penalty}, len(step.y))
-            num_steps += 1
+            f_i = F.cross_entropy(model.predict(h, split), step.y)
+            return {
+                "supervised": f_i,
+                "penalty": self.lambda_ / 2 * representation_distance(h, h_0),
+            }
+
+        k_v = parse_duration("fedreco.k-v", self.k_v)
+        k_u = parse_duration("fedreco.k-u", self.k_u)
+        u_i.eval()
+        head = descend(now, v, head_terms, lr=self.eta_v, duration=k_v, stream="head")
+        u_i.train()
+        body = descend(now, u, extractor_terms, lr=self.eta_u, duration=k_u, stream="extractor")
 
         step = next(now.batches("release"))
         with torch.no_grad():
             h = u_i.eval()(step.x)
         g_i = consensus_gradient(u_0.requires_grad_(True), step.x, h)  # line 18
-        kept = {name: array.detach().clone() for name, array in model.state_dict().items()}
-        return Update(privatise(g_i, now), num_steps, terms.read(), state={"model": kept})
+        num_steps = head.num_steps + body.num_steps
+        state = {"model": copy_of(model)}
+        return Update(privatise(g_i, now), num_steps, body.terms, state=state)
 
     def shared_extractor(self, now: ClientRound) -> Extractor:
         """u_0 as received, in eval mode and without gradient."""
@@ -167,24 +156,3 @@ class FedReCo(Method):
         u_0 = Extractor(shared, self.split_of(shared))
         u_0.load_state_dict(now.received)
         return u_0.eval().requires_grad_(False)
-
-
-def steps_of(now: ClientRound, stream: str, count: int, unit: str) -> Iterator[Step]:
-    """`count` epochs or steps of batches; steps go on into as many epochs as they need."""
-    epoch = taken = 0
-    while epoch < count if unit == "epochs" else taken < count:
-        for step in now.batches(stream, epoch):
-            if unit == "steps" and taken == count:
-                return
-            taken += 1
-            yield step
-        epoch += 1
-
-
-def descend(sgd: torch.optim.SGD, loss: Tensor, parameters: list[Tensor], now: ClientRound) -> None:
-    """One step of the optimiser down the loss, the gradient's norm clipped if the run says so."""
-    sgd.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
-    if now.config.train.clip_norm:
-        torch.nn.utils.clip_grad_norm_(parameters, now.config.train.clip_norm)
-    sgd.step()

@@ -1,0 +1,130 @@
+"""A small source, and one client's round on it, for the tests of the client side.
+
+60 training and 18 test images of 28 x 28 grey pixels in 3 classes, from a fixed seed.
+"""
+
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.app import Message
+
+import client_app.app
+from client_app.methods import method_of
+from client_app.setup import build_network
+from client_app.worker import Worker
+from protocol.config import resolve_config
+from protocol.messages import Instruction, array_record, instruction_record, request
+from server_app.inline import InlineGrid
+
+SHAPE, NUM_CLASSES = (1, 28, 28), 3
+
+
+def pictures(num, seed):
+    """Images uint8 [N, 28, 28], brighter in one third of the rows, and labels that say which."""
+    generator = np.random.default_rng(seed)
+    labels = np.arange(num) % NUM_CLASSES
+    images = generator.integers(0, 160, (num, 28, 28))
+    for image, label in zip(images, labels, strict=True):
+        image[9 * label : 9 * label + 9] += 95
+    return images.astype(np.uint8), labels
+
+
+@lru_cache(maxsize=1)
+def folder():
+    """Where the source and its cache are; gone when the tests end."""
+    made = tempfile.TemporaryDirectory(prefix="keel-tests-")
+    x_train, y_train = pictures(60, seed=1)
+    x_test, y_test = pictures(18, seed=2)
+    path = Path(made.name) / "small.npz"
+    np.savez(path, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
+    return made
+
+
+def small_source():
+    """The `source` key of the small source."""
+    return f"npz:{Path(folder().name) / 'small.npz'}"
+
+
+def make_config(**keys):
+    """A config on the small source; `fedreco__eta_u=1` is the key fedreco.eta-u."""
+    given = {k.replace("__", ".").replace("_", "-"): v for k, v in keys.items()}
+    base = {
+        "source": small_source(),
+        "model": "cnn-fedreco",
+        "partition": "iid",
+        "min-samples": 1,
+        "batch-size": 8,
+        "lr": 0.05,
+        "device": "cpu",
+    }
+    return resolve_config(base | given)
+
+
+def initial(config, seed=None):
+    """The weights that the run starts from; with a seed, others of the same shapes."""
+    return build_network(config, SHAPE, NUM_CLASSES, seed=seed).state_dict()
+
+
+def make_round(config, number=1, received=None, state=None, partition=0, of=2, worker=None):
+    """Client `partition`'s round `number`, with 60 / `of` training samples."""
+    instruction = Instruction(config, number, number - 1, False, "")
+    return (worker or Worker()).begin_round(
+        instruction,
+        {"partition-id": partition, "num-partitions": of},
+        received=initial(config) if received is None else received,
+        extra={},
+        state=state or {},
+    )
+
+
+def train(config, **about):
+    """What the run's method makes of one round; see `make_round`."""
+    return method_of(config).train(make_round(config, **about))
+
+
+def assert_same_bits(arrays, others, names=None):
+    """The arrays have equal values under the same names (or under `names`)."""
+    if names is None:
+        assert arrays.keys() == others.keys()
+    for name in arrays if names is None else names:
+        assert torch.equal(arrays[name], others[name]), name
+
+
+def differ(arrays, others):
+    """Names under which the arrays are not the same."""
+    return [name for name in arrays if not torch.equal(arrays[name], others[name])]
+
+
+def assert_close(arrays, others, **tolerance):
+    """The arrays agree under the names of the first, compared in float64."""
+    for name, array in arrays.items():
+        torch.testing.assert_close(
+            array.double(), others[name].double(), msg=lambda m, n=name: f"{n}: {m}", **tolerance
+        )
+
+
+class Client:
+    """One SuperNode, asked directly: the ClientApp behind Flower's own messages."""
+
+    def __init__(self, config, run_dir, node_config=None):
+        node = {"partition-id": 0, "num-partitions": 2} if node_config is None else node_config
+        self.grid = InlineGrid(client_app.app.app, [node])
+        self.config, self.run_dir = config, run_dir
+
+    def ask(self, kind, number=0, arrays=None, evaluate=False, checkpoint=0):
+        """The reply to a message of this kind (query, train, evaluate)."""
+        instruction = Instruction(self.config, number, checkpoint, evaluate, str(self.run_dir))
+        content = request(
+            instruction_record(instruction), array_record(arrays or {}), array_record({})
+        )
+        return self.send(content, kind)
+
+    def send(self, content, kind):
+        """The reply to a message with this content."""
+        (node,) = self.grid.get_node_ids()
+        message = Message(content, dst_node_id=node, message_type=kind)
+        (reply,) = self.grid.send_and_receive([message])
+        return reply

@@ -1,0 +1,309 @@
+"""Local training against a loop written out in float64, and against what must not change it."""
+
+import logging
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from client_fixtures import (
+    NUM_CLASSES,
+    SHAPE,
+    assert_close,
+    assert_same_bits,
+    differ,
+    initial,
+    make_config,
+    make_round,
+    train,
+)
+
+from client_app.methods import method_of
+from client_app.setup import build_network
+from client_app.worker import Worker
+from models import StagedModel
+
+REGULARISED = ("fedprox", "moon", "fedintr", "fedcka")
+WITH_PREVIOUS = ("moon", "fedintr", "fedcka")
+FEDCKA = {"model": "cnn-fedcka"}  # its two first taps are the widest that caching meets here
+
+
+def seen_batches(now):
+    """The batches of local training, in order, epoch by epoch: indices into the samples."""
+    epochs = range(now.config.train.local_epochs)
+    return [[step.index for step in now.batches("batches", epoch)] for epoch in epochs]
+
+
+def sgd_by_hand(now):
+    """(weights, mean loss over samples) of plain SGD on cross entropy, every operation in float64.
+
+    g = grad, clipped; g += decay * w; m = momentum * m + g; w -= lr * m.
+    """
+    t = now.config.train
+    network = build_network(now.config, SHAPE, NUM_CLASSES).double()
+    network.load_state_dict(now.received)
+    mean, std = now.train_samples.pixels.mean[0], now.train_samples.pixels.std[0]
+    images = (now.train_samples.images.double() / 255 - mean) / std
+    labels = now.train_samples.labels
+    weights = list(network.parameters())
+    velocity = [torch.zeros_like(w) for w in weights]
+    total, count = 0.0, 0
+    for epoch, batches in enumerate(seen_batches(now)):
+        lr = t.lr * t.lr_decay ** (now.round - 1) * t.lr_decay_epoch**epoch
+        for index in batches:
+            loss = F.cross_entropy(network(images[index]), labels[index])
+            gradients = torch.autograd.grad(loss, weights)
+            length = math.sqrt(sum(float((g * g).sum()) for g in gradients))
+            shrink = min(1.0, t.clip_norm / length) if t.clip_norm else 1.0
+            with torch.no_grad():
+                for w, g, m in zip(weights, gradients, velocity, strict=True):
+                    m.copy_(t.momentum * m + shrink * g + t.weight_decay * w)
+                    w -= lr * m
+            total, count = total + loss.item() * len(index), count + len(index)
+    return network.state_dict(), total / count
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"momentum": 0.0, "weight_decay": 0.0},
+        {"momentum": 0.9, "weight_decay": 0.1, "local_epochs": 2},
+        {"clip_norm": 0.2, "momentum": 0.5, "local_epochs": 2},
+        {"lr_decay": 0.5, "lr_decay_epoch": 0.25, "local_epochs": 3},
+        {"batches_per_epoch": 4},
+    ],
+    ids=["plain", "momentum and decay", "clipped", "decayed rates", "batches per epoch"],
+)
+def test_fedavg_is_sgd_written_out(keys):
+    config = make_config(**keys)
+    now = make_round(config, number=3)
+    update = method_of(config).train(now)
+    weights, mean_loss = sgd_by_hand(now)
+    assert update.num_steps == sum(len(batches) for batches in seen_batches(now))
+    assert_close(update.arrays, weights, rtol=0, atol=2e-6)
+    assert update.terms == {"supervised": pytest.approx(mean_loss, rel=1e-5)}
+    assert update.state == {}
+    # the last batch is smaller (or, of four, not the size asked for): both must count
+    sizes = [len(index) for index in seen_batches(now)[0]]
+    assert sizes == ([8, 8, 8, 6])
+
+
+def test_no_local_epochs_send_back_what_was_received():
+    config = make_config(local_epochs=0)
+    update = train(config)
+    assert_same_bits(update.arrays, initial(config))
+    assert update.num_steps == 0
+    assert update.terms == {}
+
+
+@pytest.mark.parametrize("method", REGULARISED)
+def test_without_weight_the_regulariser_has_no_say(method):
+    model = FEDCKA if method == "fedcka" else {}
+    config = make_config(method=method, local_epochs=2, **{f"{method}__mu": 0.0}, **model)
+    plain = make_config(local_epochs=2, **model)
+    update = train(config, state={"previous": initial(config, seed=5)})
+    fedavg = train(plain)
+    assert_same_bits(update.arrays, fedavg.arrays, names=fedavg.arrays)
+    assert update.terms["penalty"] == 0
+
+
+@pytest.mark.parametrize("method", REGULARISED)
+def test_with_weight_it_does(method):  # else the test above proves nothing
+    config = make_config(method=method, **{f"{method}__mu": 1.0})
+    update, fedavg = (
+        train(config, state={"previous": initial(config, seed=5)}),
+        train(make_config()),
+    )
+    assert differ(fedavg.arrays, update.arrays)
+    assert update.terms["penalty"] > 0
+
+
+@pytest.mark.parametrize("method", WITH_PREVIOUS)
+def test_the_first_participation_is_fedavg(method):
+    config = make_config(method=method, local_epochs=2)
+    update, fedavg = train(config, number=4), train(make_config(local_epochs=2), number=4)
+    assert_same_bits(update.arrays, fedavg.arrays, names=fedavg.arrays)
+    assert update.terms == fedavg.terms
+    # FedIntR's heads come along, untouched
+    added = update.arrays.keys() - fedavg.arrays.keys()
+    assert bool(added) == (method == "fedintr")
+    assert_same_bits(update.arrays, initial(config), names=added)
+
+
+@pytest.mark.parametrize("method", WITH_PREVIOUS)
+def test_what_is_kept_is_the_model_sent_before_any_averaging(method):
+    config = make_config(method=method)
+    for state in ({}, {"previous": initial(config, seed=5)}):
+        update = train(config, state=state)
+        assert update.state.keys() == {"previous"}
+        assert_same_bits(update.state["previous"], update.arrays)
+
+
+def test_kept_arrays_are_not_the_networks_own_memory():
+    config, worker = make_config(method="moon"), Worker()
+    update = train(config, worker=worker)
+    before = {name: array.clone() for name, array in update.state["previous"].items()}
+    train(config, worker=worker, partition=1)
+    assert_same_bits(update.state["previous"], before)
+
+
+def test_moon_contrasts_with_the_received_and_with_the_kept_model():
+    """One batch, so the local model is still the received one: z = z_g, and z_p is by hand."""
+    config = make_config(method="moon", moon__mu=2.0, moon__tau=0.3, batch_size=100)
+    received, kept = initial(config, seed=3), initial(config, seed=4)
+    now = make_round(config, number=2, received=received, state={"previous": kept})
+    update = method_of(config).train(now)
+    network = build_network(config, SHAPE, NUM_CLASSES).double()
+    (x, _) = next(now.train_samples.in_order())
+    features = {}
+    for name, weights in (("g", received), ("p", kept)):
+        network.load_state_dict(weights)
+        features[name] = network.extract(x.double(), network.stage_names[-1]).detach()
+    terms = []
+    for z_g, z_p in zip(features["g"], features["p"], strict=True):
+        s_p = float(z_g @ z_p / (z_g.norm() * z_p.norm()))
+        e_g, e_p = math.exp(1 / 0.3), math.exp(s_p / 0.3)
+        terms.append(-math.log(e_g / (e_g + e_p)))
+    assert update.terms["penalty"] == pytest.approx(2.0 * sum(terms) / len(terms), rel=1e-5)
+
+
+def count_frozen_rows(monkeypatch):
+    """A list that gets the batch size of every run of a frozen model."""
+    rows, run = [], StagedModel.run
+
+    def counted(self, x, taps=(), *, to_logits=True):
+        if not to_logits:
+            rows.append(len(x))
+        return run(self, x, taps, to_logits=to_logits)
+
+    monkeypatch.setattr(StagedModel, "run", counted)
+    return rows
+
+
+def distinct_forms(now):
+    """How many (sample, flipped or not) local training meets."""
+    met = set()
+    for epoch in range(now.config.train.local_epochs):
+        for step in now.batches("batches", epoch):
+            met |= set(zip(step.index.tolist(), step.variant.tolist(), strict=True))
+    return len(met)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("method", WITH_PREVIOUS)
+def test_a_cached_frozen_model_says_what_a_fresh_one_does(method, flip, monkeypatch):
+    model = FEDCKA if method == "fedcka" else {}
+    keys = {"method": method, "local_epochs": 3, "flip": flip, **model}
+    cached, recomputed = make_config(**keys), make_config(**keys, cache_mb=0)
+    state = {"previous": initial(cached, seed=5)}
+    rows = count_frozen_rows(monkeypatch)
+    update = train(cached, state=state)
+    now = make_round(cached)
+    assert sum(rows) == 2 * distinct_forms(now)  # each form once a frozen model
+    assert distinct_forms(now) == 30 if not flip else 30 < distinct_forms(now) < 60
+    rows.clear()
+    other = train(recomputed, state=state)
+    assert sum(rows) == 2 * 3 * 30
+    assert_close(update.arrays, other.arrays, rtol=0, atol=1e-6)
+    assert update.terms == {k: pytest.approx(v, rel=1e-5) for k, v in other.terms.items()}
+
+
+@pytest.mark.parametrize("keys", [{"crop_padding": 2}, {"rotation": 10.0}])
+def test_augmentation_with_too_many_forms_is_not_cached(keys, monkeypatch):
+    rows = count_frozen_rows(monkeypatch)
+    config = make_config(method="moon", local_epochs=2, **keys)
+    train(config, state={"previous": initial(config, seed=5)})
+    assert sum(rows) == 2 * 2 * 30
+
+
+def test_over_its_budget_the_cache_gives_way_and_says_so_once(monkeypatch, caplog):
+    """60 samples x (16 x 12 x 12 + 32 x 4 x 4) floats = 0.65 MB a frozen model, 1.3 MB for both."""
+    keys = {"method": "fedcka", "model": "cnn-fedcka", "local_epochs": 2}
+    config = make_config(**keys, cache_mb=1)
+    state = {"previous": initial(config, seed=5)}
+    rows = count_frozen_rows(monkeypatch)
+    with caplog.at_level(logging.INFO, logger="keel.client"):
+        update = train(config, state=state, of=1)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "client-0000" in line
+    assert "1.3 MB" in line
+    assert "cache-mb = 1:" in line
+    assert sum(rows) == 2 * 2 * 60
+    other = train(make_config(**keys, cache_mb=0), state=state, of=1)
+    assert_same_bits(update.arrays, other.arrays)
+    caplog.clear()
+    rows.clear()
+    with caplog.at_level(logging.INFO, logger="keel.client"):
+        train(make_config(**keys, cache_mb=2), state=state, of=1)  # that is enough for both
+    assert sum(rows) == 2 * 60
+    assert not caplog.records
+
+
+def test_frozen_models_run_no_further_than_the_last_tap():
+    config = make_config(method="fedcka", model="cnn-fedcka", fedcka__num_layers=2)
+    worker = Worker()
+    now = make_round(config, state={"previous": initial(config, seed=5)}, worker=worker)
+    ran = []
+    for slot in ("global", "previous"):
+        network = worker.network(config, "cnn-fedcka", slot, now.device)
+        for name, stage in network.stages.items():
+            stage.body.register_forward_hook(lambda *_, name=name: ran.append(name))
+    method_of(config).train(now)
+    assert set(ran) == {"conv1", "conv2"}
+
+
+def test_the_same_seed_round_and_client_give_the_same_bits_whoever_came_before():
+    config, warm = make_config(local_epochs=2, flip=True), Worker()
+    train(config, worker=warm, partition=1)
+    assert_same_bits(train(config, worker=warm).arrays, train(config).arrays)
+
+
+def test_another_client_round_epoch_or_seed_has_another_batch_order():
+    def order(now, epoch=0):
+        return torch.cat([step.index for step in now.batches("batches", epoch)]).tolist()
+
+    config = make_config()
+    orders = [
+        order(make_round(config)),
+        order(make_round(config), epoch=1),
+        order(make_round(config, partition=1)),
+        order(make_round(config, number=2)),
+        order(make_round(make_config(seed=1))),
+    ]
+    assert all(sorted(o) == list(range(30)) for o in orders)
+    assert len(set(map(tuple, orders))) == len(orders)
+
+
+def with_dropout(now):
+    now.model.neck = torch.nn.Sequential(now.model.neck, torch.nn.Dropout(0.5))
+    return now
+
+
+def test_dropout_comes_from_the_clients_seed_and_leaves_the_global_generator_alone():
+    config, updates = make_config(), []
+    for global_seed in (1, 2):
+        now = with_dropout(make_round(config))
+        torch.manual_seed(global_seed)
+        before = torch.get_rng_state()
+        updates.append(method_of(config).train(now).arrays)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert_same_bits(*updates)
+    assert differ(updates[0], train(config).arrays)  # dropout was on
+    # One batch of everybody's samples: another round differs by its dropout (and its summation
+    # order, which is far smaller).
+    whole = make_config(batch_size=100)
+    first, second = (
+        method_of(whole).train(with_dropout(make_round(whole, number=n))).arrays for n in (1, 2)
+    )
+    weight = "stages.fc1.body.1.weight"
+    assert (first[weight] - second[weight]).abs().max() > 1e-4
+
+
+def test_training_goes_down():
+    config = make_config(local_epochs=8)
+    now = make_round(config)
+    first, last = (
+        train(make_config(local_epochs=1)).terms["supervised"],
+        method_of(config).train(now).terms["supervised"],
+    )
+    assert last < 0.7 * first
