@@ -119,7 +119,9 @@ def evaluate_models(message: Message, context: Context) -> RecordDict:
     now, method = begin(message, context, before_round=instruction.round + 1)
     metrics: dict[str, float] = {"num-examples": len(now.train_samples)}
     if method.has_global_model:
-        score = evaluate(now.frozen("global", now.received), now.test_samples)
+        score = evaluate(
+            now.frozen("global", now.initial_weights() | now.received), now.test_samples
+        )
         metrics |= {"global-accuracy": score.accuracy, "global-loss": score.loss}
     metrics |= personal_metrics(method, now, now.state)
     return reply_content(TrainReply(now.client, instruction.round, {}, {}, metrics))

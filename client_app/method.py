@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from models import StagedModel
 
@@ -35,7 +35,7 @@ class Batch:
     x [B, C, H, W] augmented, y [B]. logits [B, num_classes] and `taps` (in the order of
     `LocalObjective.taps`) come from the local model and carry gradient. `taps_g` and `taps_p` are
     what `represent` made of the same batch with the frozen global and previous local model;
-    empty where the objective does not use that model.
+    empty where the objective does not use that model. global_model is the frozen network itself.
     """
 
     x: Tensor
@@ -45,6 +45,7 @@ class Batch:
     taps_g: list[Tensor]
     taps_p: list[Tensor]
     round: "ClientRound"
+    global_model: StagedModel | None = None
 
 
 @dataclass
@@ -69,6 +70,8 @@ class Method:
 
     # Personal methods are judged by each client's own model, the others by the global one.
     is_personal: ClassVar[bool] = False
+    # The personal model is made from the newest global arrays: it is judged once they are known.
+    adapts_global: ClassVar[bool] = False
     # The server holds one whole model for all (FedReCo's holds only a shared extractor).
     has_global_model: ClassVar[bool] = True
     # What a client keeps between rounds, in words for the README's table.
@@ -90,7 +93,7 @@ class Method:
         """Train for one round: read what was received and kept, return what is sent and kept."""
         raise NotImplementedError
 
-    def personal_model(self, now: "ClientRound", state: Mapping[str, Arrays]) -> StagedModel | None:
+    def personal_model(self, now: "ClientRound", state: Mapping[str, Arrays]) -> nn.Module | None:
         """The model that this client would use on its own data, or None: the global model."""
         return None
 
@@ -104,6 +107,7 @@ class LocalObjective(Method):
     """
 
     uses_global: ClassVar[bool] = False  # `Batch.taps_g` is wanted
+    uses_global_model: ClassVar[bool] = False  # `Batch.global_model` is wanted
     uses_previous: ClassVar[bool] = False  # `Batch.taps_p` is wanted; the local model is kept
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,6 +50,15 @@ class ClientRound:
     def seed(self, *names: int | str) -> int:
         """The seed of one of this client's random streams in this round."""
         return seed_of(self.config.rounds.seed, self.round, self.client, *names)
+
+    @cached_property
+    def label_counts(self) -> Tensor:
+        """This client's training samples per class, [num_classes]."""
+        return torch.bincount(self.train_samples.labels, minlength=self.model.num_classes)
+
+    def initial_weights(self) -> Arrays:
+        """The weights that the run's seed gives this client's network; the same for all clients."""
+        return self.worker.initial_weights(self.model.name)
 
     def batches(self, stream: str, epoch: int = 0) -> Iterator[Step]:
         """One epoch of the training samples in the order of the stream (seed, round, client)."""

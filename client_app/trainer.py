@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from client_app.look_ahead import look_ahead_term
 from client_app.method import Arrays, Batch, LocalObjective, Update
 from client_app.round import ClientRound
 from client_app.samples import Step, num_variants
@@ -139,12 +140,15 @@ def descend(
     lr: float,
     duration: Duration,
     stream: str = "batches",
+    momentum: float | None = None,
+    weight_decay: float | None = None,
     after_backward: Callable[[], None] | None = None,
     after_step: Callable[[float], None] | None = None,
 ) -> Descent:
     """SGD on `parameters` down the sum of the terms; the one loop of all local training.
 
     terms_of: the loss terms of one batch, scalars by name. lr: before this round's decay.
+    momentum, weight_decay: the run's if None.
     stream: names the random stream of batch order, augmentation and dropout. after_backward may
     change the gradients (before they are clipped), after_step (given the rate) the parameters.
     Modes (`train`, `requires_grad_`) are the caller's.
@@ -152,7 +156,11 @@ def descend(
     train = now.config.train
     rate = lr * now.lr_factor
     optimizer = torch.optim.SGD(
-        parameters, lr=rate, momentum=train.momentum, weight_decay=train.weight_decay, fused=True
+        parameters,
+        lr=rate,
+        momentum=train.momentum if momentum is None else momentum,
+        weight_decay=train.weight_decay if weight_decay is None else weight_decay,
+        fused=True,
     )
     sums = MeanTerms({})
     num_steps = 0
@@ -184,10 +192,10 @@ def steps_of(now: ClientRound, stream: str, duration: Duration) -> Iterator[tupl
     in_epochs = duration.unit == "epochs"
     while (epoch if in_epochs else taken) < duration.count:
         for step in now.batches(stream, epoch):
+            yield epoch, step
+            taken += 1
             if not in_epochs and taken == duration.count:
                 return
-            taken += 1
-            yield epoch, step
         epoch += 1
 
 
@@ -201,6 +209,9 @@ def objective_terms(
     previous = now.state.get("previous") or objective.first_previous(now)
     has_penalty = not (objective.uses_previous and previous is None)
     global_taps = previous_taps = None
+    global_model = None
+    if has_penalty and objective.uses_global_model:
+        global_model = now.frozen("global", now.received)
     if has_penalty and objective.uses_global:
         global_taps = FrozenTaps(objective, now.frozen("global", now.received), now)
     if has_penalty and objective.uses_previous and previous is not None:
@@ -219,11 +230,15 @@ def objective_terms(
             taps_g=global_taps.of(step) if global_taps else [],
             taps_p=previous_taps.of(step) if previous_taps else [],
             round=now,
+            global_model=global_model,
         )
         terms = {"supervised": objective.supervised(batch)}
         penalty = objective.penalty(batch) if has_penalty else None
         if penalty is not None:
             terms["penalty"] = penalty
+        ahead = look_ahead_term(now, model)
+        if ahead is not None:
+            terms["look-ahead"] = ahead
         return terms
 
     return terms_of

@@ -33,6 +33,14 @@ class UnitLength(nn.Module):
         return F.normalize(x, dim=1)
 
 
+class FirstHalf(nn.Module):
+    """The first half of each row of [B, 2 d]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 2 d] -> [B, d]."""
+        return x.chunk(2, dim=1)[0]
+
+
 def conv_norm(
     in_width: int, width: int, kernel: int, norm: Norm, stride: int = 1, groups: int = 1
 ) -> nn.Sequential:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from models.cnn import cnn_fedcka, cnn_fedintr, cnn_fedreco, vgg9
-from models.layers import NORMS, UnitLength
+from models.layers import NORMS, FirstHalf, UnitLength
 from models.mobilenet import mobilenet_v2
 from models.resnet import resnet18, resnet20, resnet50
 from models.shufflenet import shufflenet
@@ -76,7 +76,8 @@ def build_model(
     tap heads are drawn last, so the rest is the same with and without them.
     norm: "group" (two groups) or "batch"; "" is the model's own choice.
     projection: "mlp" adds a last stage "projection", two linear layers down to 256 features;
-    "mlp-normalised" scales these to unit length. "none" adds it to resnet50 alone, as "mlp".
+    "mlp-normalised" scales these to unit length; "gaussian" (FedCR) is one layer to 512, of which
+    the classifier reads the first half. "none" adds one to resnet50 alone, "mlp".
     """
     architecture = _architecture(name)
     if channels not in (1, 3):
@@ -88,8 +89,8 @@ def build_model(
     if norm and norm not in architecture.norms:
         allowed = ", ".join(architecture.norms) or "no choice, as it has no norm layer"
         raise ValueError(f"norm = {norm!r}: {name} has {allowed}; empty = its own")
-    if projection not in ("none", *PROJECTION_TAILS):
-        allowed = ", ".join(PROJECTION_TAILS)
+    if projection not in ("none", "gaussian", *PROJECTION_TAILS):
+        allowed = ", ".join([*PROJECTION_TAILS, "gaussian"])
         raise ValueError(f"projection = {projection!r}: it is none, {allowed}")
 
     input_shape = (channels, image_size, image_size)
@@ -101,7 +102,9 @@ def build_model(
             # torch.manual_seed would reseed the GPUs too.
             torch.default_generator.manual_seed(seed)
         trunk = architecture.build(input_shape, *layers)
-        if projection != "none":
+        if projection == "gaussian":
+            trunk = _gaussian(trunk)
+        elif projection != "none":
             trunk = _projected(trunk, PROJECTION_TAILS[projection]())
         model = StagedModel(name, input_shape, num_classes, trunk)
         if tap_heads:
@@ -120,6 +123,13 @@ def _projected(trunk: Trunk, tail: nn.Module) -> Trunk:
     body = nn.Sequential(trunk.neck, *_mlp(trunk.width, trunk.width))
     stages = {**trunk.stages, "projection": Stage(body, tail)}
     return Trunk(stages, nn.Flatten(), PROJECTION_WIDTH)
+
+
+def _gaussian(trunk: Trunk) -> Trunk:
+    """The trunk with one more stage: means and raw deviations of 256 features, [B, 512]."""
+    body = nn.Sequential(trunk.neck, nn.Linear(trunk.width, 2 * PROJECTION_WIDTH))
+    stages = {**trunk.stages, "projection": Stage(body, nn.Identity())}
+    return Trunk(stages, FirstHalf(), PROJECTION_WIDTH)
 
 
 def _tap_heads(model: StagedModel) -> nn.ModuleDict:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Error, Message
 from flwr.serverapp import Grid
 
 from client_app.evaluation import Score, evaluate
@@ -20,6 +19,7 @@ from data.sources import Source
 from models import StagedModel
 from protocol.config import RunConfig, all_group_keys, default_config, resolve_config
 from protocol.messages import (
+    Arrays,
     Instruction,
     RosterEntry,
     TrainReply,
@@ -36,15 +36,18 @@ from server_app.roster import gather_roster
 from server_app.run_folder import (
     Checkpoint,
     RunFolder,
+    kept_checkpoints,
     new_run_folder,
     open_run_folder,
     save_arrays,
 )
 from strategies import STRATEGIES, Average
 from strategies.average import RoundReport, TooFewRepliesError, all_finite
+from strategies.server_steps import SERVER_STEPS
 
 log = logging.getLogger("keel.server")
-private_methods = ("fedreco",)
+no_answer = 0  # the error code of a reply that never came; Flower's for unknown
+private_methods = ("fedavg", "fedavg-ft", "fedreco")
 
 
 class DivergedError(RuntimeError):
@@ -62,6 +65,7 @@ class Run:
     strategy: Average
     method: Method
     model: StagedModel
+    initial_weights: Arrays
     source: Source
     test_samples: Samples
     roster: dict[int, RosterEntry]
@@ -78,6 +82,11 @@ def check_config(config: RunConfig) -> None:
             f"privacy.epsilon = {config.privacy.epsilon}: method {rounds.method} sends nothing "
             f"that is clipped and noised; methods that do: {', '.join(private_methods)}"
         )
+    if rounds.server != "fedavg" and not STRATEGIES[rounds.method].allows_server_steps:
+        raise ValueError(
+            f"server = {rounds.server!r}: {rounds.method} has a server step of its own; server has "
+            "to be fedavg with it"
+        )
     if config.model.client_models and rounds.method != "fedreco":
         raise ValueError("client-models: only method = 'fedreco' lets clients differ in network")
     if method.is_personal and rounds.evaluate_clients == "none" and not method.has_global_model:
@@ -86,7 +95,7 @@ def check_config(config: RunConfig) -> None:
             "evaluated; it has to be auto, participants or all"
         )
     tables = {key.partition(".")[0] for key in default_config().keys() - all_group_keys()}
-    assert tables <= METHODS.keys() | {"fedavgm", "fedadam"}
+    assert tables <= METHODS.keys() | SERVER_STEPS.keys()
 
 
 def evaluates_clients(config: RunConfig, method: Method) -> str:
@@ -132,8 +141,14 @@ def prepare(
     method = method_of(config)
     source = open_source(config)  # before any worker: they find it decoded
     model = model_for(config, source)
+    if config.privacy.epsilon and config.rounds.method != "fedreco" and list(model.buffers()):
+        raise ValueError(
+            f"privacy.epsilon = {config.privacy.epsilon}: {config.model.model} with BatchNorm "
+            "would send its statistics without noise; norm has to be 'group'"
+        )
     if isinstance(method, LocalObjective):
         method.taps(model)  # refuses taps that this network does not have
+    initial = {name: array.clone() for name, array in model.state_dict().items()}
     strategy = STRATEGIES[config.rounds.method](config, model)
     device = device_for(config.train.device)
     test = Samples(
@@ -146,10 +161,13 @@ def prepare(
     strategy.roster = roster
     strategy.summary()
     folder = resumed or new_run_folder(config)
-    folder.save_config(config, given)
+    if any(entry.num_partitions for entry in roster.values()):
+        # a resume with another number of simulated clients would split the data anew
+        given = {**given, "num-clients": len(roster)}
+    folder.save_config(resolve_config(given), given)
     reporter = Reporter(folder, config, method, source, list(roster.values()))
     return Run(
-        *(config, given, folder, grid, strategy, method, model.to(device), source, test),
+        *(config, given, folder, grid, strategy, method, model.to(device), initial, source, test),
         *(roster, reporter),
     )
 
@@ -174,6 +192,8 @@ def run_rounds(run: Run, resuming: bool) -> None:
         raise
     finally:
         final = tensors(arrays)
+        if run.method.has_global_model:  # what never travels stayed as the seed drew it
+            final = run.initial_weights | final
         save_arrays(run.folder.path / "model.safetensors", final, about_model(run))
         run.reporter.finish(status, privacy_spent(run))
 
@@ -186,12 +206,17 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
     due = is_last or server_round % rounds.evaluate_every == 0
     whom = evaluates_clients(config, run.method) if due else "none"
     # a personal model does not change between training and evaluation: one message does for both
-    on_train = whom != "none" and run.method.is_personal
+    on_train = (
+        whom != "none"
+        and run.method.is_personal
+        and not (run.method.adapts_global or run.method.has_global_model)
+    )
     seconds: dict[str, float] = {}
 
     started = time.perf_counter()
+    oldest = max(0, server_round - kept_checkpoints)  # what a resume may have to start from
     ask = instruction_record(
-        Instruction(config, server_round, server_round - 1, on_train, str(run.folder.path))
+        Instruction(config, server_round, oldest, on_train, str(run.folder.path))
     )
     messages = list(strategy.configure_train(server_round, arrays, ask, run.grid))
     bytes_down = sum(payload_bytes(m) for m in messages)
@@ -237,19 +262,18 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
     return following
 
 
-def with_silent(run: Run, messages: list[Any], replies: list[Any]) -> list[Any]:
-    """The replies; clients that did not answer in time are named in the log."""
+def with_silent(run: Run, messages: list[Message], replies: list[Message]) -> list[Message]:
+    """The replies, and an error in place of each that did not come in time."""
     answered = {reply.metadata.src_node_id for reply in replies}
-    silent = [m.metadata.dst_node_id for m in messages if m.metadata.dst_node_id not in answered]
-    for node in silent:
-        log.warning("client %s did not answer in time and was left out", run.roster[node].client)
-    return replies
+    silent = [m for m in messages if m.metadata.dst_node_id not in answered]
+    reason = f"no answer within round-timeout = {run.config.rounds.round_timeout:g} seconds"
+    return replies + [Message(Error(no_answer, reason), reply_to=m) for m in silent]
 
 
 def global_score(run: Run, arrays: ArrayRecord) -> Score:
     """The global model on the source's test set."""
-    torch.set_num_threads(max(1, torch.get_num_threads()))
-    run.model.to(run.test_samples.labels.device).load_state_dict(tensors(arrays))
+    device = run.test_samples.labels.device
+    run.model.to(device).load_state_dict(run.initial_weights | tensors(arrays))
     return evaluate(run.model, run.test_samples)
 
 
@@ -260,13 +284,10 @@ def evaluate_on_clients(
     ask = instruction_record(
         Instruction(run.config, server_round, server_round - 1, True, str(run.folder.path))
     )
-    messages = run.strategy.configure_evaluate(server_round, arrays, ask, run.grid)
-    replies = exchange(
-        run.grid,
-        [m for m in messages if m.metadata.dst_node_id in set(nodes)],
-        run.config.rounds.round_timeout,
-    )
-    run.strategy.aggregate_evaluate(server_round, replies)
+    everyones = run.strategy.configure_evaluate(server_round, arrays, ask, run.grid)
+    messages = [m for m in everyones if m.metadata.dst_node_id in set(nodes)]
+    replies = exchange(run.grid, messages, run.config.rounds.round_timeout)
+    run.strategy.aggregate_evaluate(server_round, with_silent(run, messages, replies))
     return run.strategy.report.kept
 
 

@@ -87,7 +87,9 @@ class InlineGrid(Grid):
 
 
 def simulated_nodes(num_clients: int) -> list[NodeConfig]:
-    """The node configs that Flower's simulation would give so many clients."""
+    """The node configs that Flower's simulation would give so many clients, at least one."""
+    if num_clients < 1:
+        raise ValueError(f"num-clients = {num_clients}: a run needs at least 1 client")
     return [{"partition-id": i, "num-partitions": num_clients} for i in range(num_clients)]
 
 

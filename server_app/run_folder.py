@@ -10,6 +10,7 @@ model.safetensors   the final model;  summary.json, accuracy.png, labels.png
 import fcntl
 import json
 import logging
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,12 +67,22 @@ class RunFolder:
         """Add one round's line."""
         with self.history_path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def read_history(self) -> list[dict[str, Any]]:
-        """All rounds' lines so far."""
+        """All rounds' lines so far; a last one that a kill has cut short is left out."""
         if not self.history_path.exists():
             return []
-        return [json.loads(line) for line in self.history_path.read_text().splitlines()]
+        texts = self.history_path.read_text().splitlines()
+        lines: list[dict[str, Any]] = []
+        for number, text in enumerate(texts, start=1):
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError as error:
+                if number < len(texts):
+                    raise ValueError(f"{self.history_path}, line {number}: {error}") from error
+        return lines
 
     def truncate_history(self, last_round: int) -> list[dict[str, Any]]:
         """Drop the lines of rounds that a resume will run again; return the others."""
@@ -95,12 +106,14 @@ class RunFolder:
             old.unlink()
 
     def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:
-        """The newest checkpoint that can be read.
+        """The newest checkpoint that can be read and whose round has its line in the history.
 
         One cut short is passed over with a warning. ValueError if there is none, or if it is of
         another model than `expected` arrays.
         """
-        paths = sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True)
+        last = max((line["round"] for line in self.read_history()), default=0)
+        found_paths = sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True)
+        paths = [path for path in found_paths if int(path.stem.removeprefix("round-")) <= last]
         for path in paths:
             try:
                 return read_checkpoint(path, expected, model)
@@ -157,7 +170,10 @@ def open_run_folder(
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         raise ValueError(f"resume = {path!r}: there is no config.json in it: not a run's folder")
-    kept = json.loads((folder / "config.json").read_text())
+    try:
+        kept = json.loads((folder / "config.json").read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{folder / 'config.json'} is damaged or cut short: {error}") from error
     changed = sorted(given.keys() - {"resume", "num-rounds"})
     if changed:
         raise ValueError(

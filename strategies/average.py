@@ -8,6 +8,7 @@ order of the clients' names, and a reply that is an error, misshapen or not fini
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -81,6 +82,8 @@ class Average(Strategy):
         self.report = RoundReport()
         self.current: Arrays = {}
 
+    allows_server_steps: ClassVar[bool] = True  # other `server` steps than the plain average
+
     # --- what a method's server half may want otherwise ---------------------------------------
 
     @classmethod
@@ -102,13 +105,34 @@ class Average(Strategy):
         """What is broadcast beside the model."""
         return {}
 
+    def extra_for(self, client: str) -> Arrays:
+        """What this client is sent beside the model."""
+        return self.extra()
+
+    def expected_extra(self) -> Arrays:
+        """Arrays beside the model as a good reply has them."""
+        return {}
+
+    def own_state(self) -> Arrays:
+        """What this strategy keeps between rounds, beside the server step's moments."""
+        return {}
+
+    def load_own(self, state: Arrays) -> None:
+        """Go on from what `own_state` gave."""
+
     def state(self) -> Arrays:
         """What the server's checkpoint has to hold beside the model."""
-        return self.server_step.state()
+        step = {f"step/{name}": array for name, array in self.server_step.state().items()}
+        return step | {f"own/{name}": array for name, array in self.own_state().items()}
 
     def load(self, state: Arrays) -> None:
         """Go on from a checkpoint's state."""
-        self.server_step.load(state)
+        step, own = (
+            {name[len(p) :]: array for name, array in state.items() if name.startswith(p)}
+            for p in ("step/", "own/")
+        )
+        self.server_step.load(step)
+        self.load_own(own)
 
     # --- Flower's Strategy ---------------------------------------------------------------------
 
@@ -136,6 +160,9 @@ class Average(Strategy):
     ) -> Iterable[Message]:
         """A train message for every sampled client; `config` is the instruction's record."""
         self.current = tensors(arrays)
+        sent = self.server_step.broadcast(self.current)
+        if sent is not self.current:
+            arrays = array_record(sent)
         return self.messages(MessageType.TRAIN, self.sample(server_round), arrays, config)
 
     def configure_evaluate(
@@ -150,9 +177,18 @@ class Average(Strategy):
     def messages(
         self, kind: str, nodes: Iterable[int], arrays: ArrayRecord, config: ConfigRecord
     ) -> list[Message]:
-        """One message for each node; they share one content, which nobody changes."""
-        content = request(config, arrays, array_record(self.extra()))
-        return [Message(content=content, dst_node_id=node, message_type=kind) for node in nodes]
+        """One message for each node; what they have in common is shared, and nobody changes it."""
+        shared = type(self).extra_for is Average.extra_for
+        common = request(config, arrays, array_record(self.extra())) if shared else None
+        return [
+            Message(
+                content=common
+                or request(config, arrays, array_record(self.extra_for(self.roster[node].client))),
+                dst_node_id=node,
+                message_type=kind,
+            )
+            for node in nodes
+        ]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -161,7 +197,8 @@ class Average(Strategy):
 
         `report` then says who was kept and who was left out and why.
         """
-        self.report = self.screened(server_round, replies, self.expected(self.current))
+        expected = self.expected(self.current)
+        self.report = self.screened(server_round, replies, expected, self.expected_extra())
         kept, need = self.report.kept, self.config.rounds.min_replies
         if len(kept) < need:
             reasons = "; ".join(f"{c}: {why}" for c, why in sorted(self.report.left_out.items()))
@@ -175,11 +212,15 @@ class Average(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Mean of the clients' figures; `report` holds each client's."""
-        self.report = self.screened(server_round, replies, {})
+        self.report = self.screened(server_round, replies, {}, {})
         return mean_metrics(self.report.kept) if self.report.kept else None
 
     def screened(
-        self, server_round: int, replies: Iterable[Message], expected: Arrays
+        self,
+        server_round: int,
+        replies: Iterable[Message],
+        expected: Arrays,
+        expected_extra: Arrays,
     ) -> RoundReport:
         """The replies sorted by client, the bad ones left out and named in the log."""
         report = RoundReport()
@@ -189,13 +230,13 @@ class Average(Strategy):
             if message.has_error():
                 report.left_out[client] = message.error.reason or f"error {message.error.code}"
                 continue
-            report.bytes_up += payload_bytes(message)
             try:
+                report.bytes_up += payload_bytes(message)
                 reply = replace(read_reply(message), client=client)
-            except (ValueError, KeyError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 report.left_out[client] = f"unreadable: {error}"
                 continue
-            reason = why_refused(reply, expected, server_round)
+            reason = why_refused(reply, expected, expected_extra, server_round)
             if reason:
                 report.left_out[client] = reason
             else:

@@ -26,13 +26,10 @@ class FedReCoServerOptions:
 class FedReCoServer(Average):
     """u_0's step; the arrays are u_0's parameters and buffers, the replies its gradients."""
 
+    allows_server_steps = False  # its step is eq. (8), with fedreco.eta-0
+
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
-        if config.rounds.server != "fedavg":
-            raise ValueError(
-                f"server = {config.rounds.server!r}: FedReCo's server step is eq. (8) on u_0 with "
-                "fedreco.eta-0; server has to be fedavg"
-            )
         self.options = config.table("fedreco", FedReCoServerOptions)
 
     @classmethod

@@ -5,7 +5,7 @@ down it. Steps act on trainable arrays; buffers (BatchNorm's statistics) take th
 Arrays are float32 on the CPU, by parameter name.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -21,8 +21,11 @@ Arrays = dict[str, Tensor]
 class ServerStep(Protocol):
     """One way to step; its `state` (moments, by name) goes into the server's checkpoint."""
 
+    def broadcast(self, current: Arrays) -> Arrays:
+        """What clients start from; the global model itself unless the step looks ahead."""
+
     def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
-        """The next global model."""
+        """The next global model from the average of what clients made of the broadcast."""
 
     def state(self) -> Arrays:
         """What has to be kept to go on as if never interrupted."""
@@ -34,6 +37,10 @@ class ServerStep(Protocol):
 @dataclass(frozen=True)
 class FedAvgStep:
     """The average itself (McMahan et al. 2017): w <- A, which is SGD with learning rate 1."""
+
+    def broadcast(self, current: Arrays) -> Arrays:
+        """The global model."""
+        return current
 
     def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
         """w <- A, exactly."""
@@ -64,6 +71,10 @@ class FedAvgMStep:
     def __init__(self, options: FedAvgMOptions) -> None:
         self.options = options
         self.velocity: Arrays = {}
+
+    def broadcast(self, current: Arrays) -> Arrays:
+        """The global model."""
+        return current
 
     def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
         """One step of torch.optim.SGD on every trainable array."""
@@ -120,6 +131,10 @@ class FedAdamStep:
         self.v: Arrays = {}
         self.num_steps = 0
 
+    def broadcast(self, current: Arrays) -> Arrays:
+        """The global model."""
+        return current
+
     def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
         """One step on every trainable array."""
         o = self.options
@@ -154,12 +169,56 @@ class FedAdamStep:
         self.v = {k[2:]: t for k, t in state.items() if k.startswith("v.")}
 
 
+@dataclass(frozen=True)
+class FedACGOptions:
+    """The key of `fedacg.*` that the server reads: lambda."""
+
+    lambda_: float = option(between(0, 1, open_high=True), key="lambda")
+
+
+class FedACGStep:
+    """FedACG (Kim et al. 2024): clients start from wh = w + lambda m, where momentum will lead.
+
+    m <- lambda m + (A - wh);  w <- w + m, which is A itself. The global model is w, never wh. The
+    client's term is in client_app/look_ahead.py.
+    """
+
+    def __init__(self, options: FedACGOptions) -> None:
+        self.lambda_ = options.lambda_
+        self.m: Arrays = {}
+
+    def broadcast(self, current: Arrays) -> Arrays:
+        """wh."""
+        ahead = {name: current[name] + self.lambda_ * m for name, m in self.m.items()}
+        return current | ahead if ahead else current
+
+    def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
+        """m and w; buffers take the average."""
+        sent = self.broadcast(current)
+        for name in sorted(trainable):
+            delta = average[name] - sent[name]
+            self.m[name] = self.lambda_ * self.m[name] + delta if name in self.m else delta
+        return average
+
+    def state(self) -> Arrays:
+        """m, by parameter name."""
+        return dict(self.m)
+
+    def load(self, state: Arrays) -> None:
+        """Go on with this m."""
+        self.m = dict(state)
+
+
 def server_step(config: RunConfig) -> ServerStep:
     """The run's server step; ValueError naming the key for an unknown one or a bad option."""
     name = config.rounds.server
-    refuse_unknown("server", name, ["fedavg", "fedavgm", "fedadam"])
-    if name == "fedavgm":
-        return FedAvgMStep(config.table("fedavgm", FedAvgMOptions))
-    if name == "fedadam":
-        return FedAdamStep(config.table("fedadam", FedAdamOptions))
-    return FedAvgStep()
+    refuse_unknown("server", name, list(SERVER_STEPS))
+    return SERVER_STEPS[name](config)
+
+
+SERVER_STEPS: dict[str, Callable[[RunConfig], ServerStep]] = {
+    "fedavg": lambda config: FedAvgStep(),
+    "fedavgm": lambda config: FedAvgMStep(config.table("fedavgm", FedAvgMOptions)),
+    "fedadam": lambda config: FedAdamStep(config.table("fedadam", FedAdamOptions)),
+    "fedacg": lambda config: FedACGStep(config.table("fedacg", FedACGOptions)),
+}

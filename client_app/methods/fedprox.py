@@ -7,11 +7,12 @@ Departs from the paper in one thing: every client does all its local steps (no g
 `half = false` is the code behind FedRCL's tables: mu ||w - w_g||^2, as strong as twice the mu here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from client_app.method import Batch, LocalObjective
 from protocol.options import at_least, option, true_or_false
@@ -27,6 +28,12 @@ def squared_distance(w: list[Tensor], w_g: list[Tensor]) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
+def drift_from(model: nn.Module, arrays: Mapping[str, Tensor]) -> Tensor:
+    """`squared_distance` of the model's trained parameters to the arrays of the same names."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    return squared_distance(list(trained.values()), [arrays[n] for n in trained])
+
+
 @dataclass(frozen=True)
 class FedProx(LocalObjective):
     """Weights, but not buffers, kept near the global model's."""
@@ -39,7 +46,5 @@ class FedProx(LocalObjective):
 
     def penalty(self, batch: Batch) -> Tensor:
         """(mu / 2) ||w - w_g||^2; without `half` mu ||w - w_g||^2."""
-        now = batch.round
-        trained = {n: p for n, p in now.model.named_parameters() if p.requires_grad}
-        distance = squared_distance(list(trained.values()), [now.received[n] for n in trained])
+        distance = drift_from(batch.round.model, batch.round.received)
         return (self.mu / 2 if self.half else self.mu) * distance

@@ -85,6 +85,12 @@ MINING: dict[str, Callable[[Tensor, Tensor, float, float, float], Tensor]] = {
 }
 
 
+def level_taps(model: StagedModel, levels: str, pre_activation: bool) -> list[str]:
+    """The taps that are levels: all stages or the last, before their activation or after it."""
+    stages = model.regularised_stages if levels == "all" else model.regularised_stages[-1:]
+    return [f"{stage}:pre" if pre_activation else stage for stage in stages]
+
+
 @dataclass(frozen=True)
 class FedRCL(LocalObjective):
     """Supervised contrast within the batch, at every level, with a penalty on collapse."""
@@ -101,8 +107,7 @@ class FedRCL(LocalObjective):
 
     def taps(self, model: StagedModel) -> list[str]:
         """All stages or the last, before their activation or after it."""
-        stages = model.regularised_stages if self.levels == "all" else model.regularised_stages[-1:]
-        return [f"{stage}:pre" if self.pre_activation else stage for stage in stages]
+        return level_taps(model, self.levels, self.pre_activation)
 
     def penalty(self, batch: Batch) -> Tensor:
         """(1/L) sum_l L_RCL(phi_l), section 4.4."""

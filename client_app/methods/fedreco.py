@@ -30,9 +30,9 @@ from protocol.options import any_text, at_least, option
 def representation_distance(h: Tensor, h_0: Tensor) -> Tensor:
     """H_i of one batch, eq. (5), a scalar: squared distance, mean over samples, sum over entries.
 
-    h and h_0 [B, ...]: representations of the same samples under u_i and u_0.
+    h and h_0 [B, ...]: representations of the same samples under u_i and u_0, equally wide.
     """
-    return (h - h_0).flatten(1).square().sum(1).mean()
+    return (h.flatten(1) - h_0.flatten(1)).square().sum(1).mean()
 
 
 def consensus_gradient(extract_0: nn.Module, x: Tensor, h: Tensor) -> Arrays:
@@ -101,7 +101,7 @@ class FedReCo(Method):
         if "model" in state:
             model.load_state_dict(state["model"])
             return model
-        model.load_state_dict(now.worker.initial_weights(model.name))
+        model.load_state_dict(now.initial_weights())
         if model.name == now.config.model.model:
             Extractor(model, self.split_of(model)).load_state_dict(now.received)
         return model
@@ -138,6 +138,7 @@ class FedReCo(Method):
         k_u = parse_duration("fedreco.k-u", self.k_u)
         u_i.eval()
         head = descend(now, v, head_terms, lr=self.eta_v, duration=k_v, stream="head")
+        model.eval()  # v_i is fixed: its norms' statistics too
         u_i.train()
         body = descend(now, u, extractor_terms, lr=self.eta_u, duration=k_u, stream="extractor")
 

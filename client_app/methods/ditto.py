@@ -1,0 +1,65 @@
+"""Ditto, client half: FedAvg for all, and beside it a personal model held near the global one.
+
+Source: Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021,
+arXiv 2012.04221, Algorithm 1. Server half: the default weighted average, of the global models.
+Kept between rounds: the personal model v_i, never sent. Symbols: w the model as received.
+
+    v <- v - eta ( grad CE(v) + lambda (v - w) )
+
+The personal pass comes after the global one (the authors' code alternates batch by batch); it does
+not change what is sent, so the global model is FedAvg's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from client_app.method import Arrays, LocalObjective, Update
+from client_app.methods.fedprox import drift_from
+from client_app.round import ClientRound
+from client_app.samples import Step
+from client_app.trainer import Duration, copy_of, descend, train_on_objective
+from models import StagedModel
+from protocol.options import at_least, option
+
+
+@dataclass(frozen=True)
+class Ditto(LocalObjective):
+    """A personal model regularised to the round's global one."""
+
+    is_personal: ClassVar[bool] = True
+    keeps: ClassVar[str] = "its personal model"
+    regularises: ClassVar[str] = "all weights of the personal model, to the global model's"
+    paper: ClassVar[str] = "Li et al. 2021 (Ditto)"
+
+    lambda_: float = option(at_least(0), key="lambda")
+    personal_epochs: int = option(at_least(0))
+
+    def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+        """v_i as kept; at first the run's initial weights."""
+        now.model.load_state_dict(state.get("personal") or now.initial_weights())
+        return now.model
+
+    def train(self, now: ClientRound) -> Update:
+        """The global pass, then the personal one."""
+        update = train_on_objective(self, now)
+        model = self.personal_model(now, now.state).train().requires_grad_(True)
+
+        def terms(step: Step) -> dict[str, Tensor]:
+            distance = drift_from(model, now.received)
+            return {
+                "supervised": F.cross_entropy(model(step.x), step.y),
+                "penalty": self.lambda_ / 2 * distance,  # gradient lambda (v - w)
+            }
+
+        duration = Duration(self.personal_epochs, "epochs")
+        parameters = list(model.parameters())
+        lr = now.config.train.lr
+        personal = descend(now, parameters, terms, lr=lr, duration=duration, stream="personal")
+        figures = update.terms | {f"personal.{name}": v for name, v in personal.terms.items()}
+        num_steps = update.num_steps + personal.num_steps
+        state = {"personal": copy_of(model)}
+        return replace(update, num_steps=num_steps, terms=figures, state=state)

@@ -1,0 +1,43 @@
+"""FedAvg-FT, client half: FedAvg; to evaluate, each client tunes a copy of the global model.
+
+Source: Collins et al., "FedAvg with Fine Tuning", NeurIPS 2022, arXiv 2205.13692. Server half: the
+default weighted average. Kept between rounds: nothing; the tuned model lives for one evaluation.
+
+FedReCo does not say what is tuned. Default: the head, 10 epochs at the run's rate, as FedRep's and
+FedCR's code; `part = "full"` tunes everything. The server's model is not touched.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from client_app.method import Arrays, LocalObjective, Update
+from client_app.methods.fedavg import private_update
+from client_app.parts import fine_tune
+from client_app.round import ClientRound
+from client_app.trainer import train_on_objective
+from models import StagedModel
+from protocol.options import at_least, more_than, one_of, option
+
+
+@dataclass(frozen=True)
+class FedAvgFT(LocalObjective):
+    """Fine-tuning at evaluation."""
+
+    is_personal: ClassVar[bool] = True
+    adapts_global: ClassVar[bool] = True
+    paper: ClassVar[str] = "Collins et al. 2022"
+
+    part: str = option(one_of("head", "full"))
+    epochs: int = option(at_least(0))
+    lr: float = option(more_than(0))
+
+    def train(self, now: ClientRound) -> Update:
+        """As FedAvg, its differential privacy included."""
+        return private_update(train_on_objective(self, now), now)
+
+    def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+        """The received model, tuned on this client's training samples."""
+        now.model.load_state_dict(now.received)
+        fine_tune(now, now.model, self.part, self.epochs, self.lr)
+        return now.model

@@ -1,0 +1,55 @@
+"""FedBABU, client half: only the body learns; every head stays as the seed drew it.
+
+Source: Oh, Kim, Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification",
+ICLR 2022, arXiv 2106.06042. Server half: strategies/body.py (the paper's mean is uniform). Kept
+between rounds: nothing; the common head comes from the run's seed. At evaluation each client tunes
+its copy: the whole model by default, 5 epochs at rate 0.001, as the authors' notebook.
+
+`fedper-like = true` trains a private head with the body instead, which is FedPer and what one
+public comparison calls FedBABU; then the head is kept.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from client_app.method import Arrays, Method, Update
+from client_app.parts import body_of, fine_tune, head_of, train_part
+from client_app.round import ClientRound
+from models import StagedModel
+from protocol.options import at_least, more_than, one_of, option, true_or_false
+
+
+@dataclass(frozen=True)
+class FedBABU(Method):
+    """Body aggregation under a frozen head."""
+
+    is_personal: ClassVar[bool] = True
+    adapts_global: ClassVar[bool] = True
+    keeps: ClassVar[str] = "nothing (the head, if fedper-like)"
+    paper: ClassVar[str] = "Oh et al. 2022"
+
+    part: str = option(one_of("full", "head", "body"))
+    epochs: int = option(at_least(0))
+    lr: float = option(more_than(0))
+    fedper_like: bool = option(true_or_false())
+
+    def joined(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+        """The received body under the common head, or under this client's own."""
+        head = {k: v.to(now.device) for k, v in state.get("head", {}).items()}
+        now.model.load_state_dict(now.initial_weights() | now.received | head)
+        return now.model
+
+    def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+        """The same, tuned on this client's training samples."""
+        model = self.joined(now, state)
+        fine_tune(now, model, self.part, self.epochs, self.lr)
+        return model
+
+    def train(self, now: ClientRound) -> Update:
+        """The body alone."""
+        model, train = self.joined(now, now.state), now.config.train
+        part = "full" if self.fedper_like else "body"
+        descent = train_part(now, model, part, train.local_epochs, train.lr, stream="batches")
+        state = {"head": head_of(model)} if self.fedper_like else {}
+        return Update(body_of(model), descent.num_steps, descent.terms, state=state)

@@ -1,0 +1,168 @@
+"""FedCR, client half: features are Gaussians, each class's held near a global one.
+
+Source: Zhang et al., "FedCR: Personalized Federated Learning Based on Across-Client Common
+Representation with Conditional Mutual Information Regularization", ICML 2023, PMLR 202. Server
+half: strategies/fedcr.py, which averages bodies and multiplies the clients' experts. Kept between
+rounds: the head. Symbols: the body's last layer gives mu and s = softplus(raw) > 0 of a sample,
+[B, dz] each; z = mu + s eps; G_y = N(M_y, S_y^2) the global Gaussian of class y, N(0, I) at first.
+
+Loss: mean over batch and `samples` draws of CE, plus beta KL( G_y || N(mu, s^2) ), summed over dz,
+mean over the batch: the direction of the authors' code. `reverse = true` is KL(local || global),
+which the paper's bound would give and which explodes as S_y shrinks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from client_app.method import Arrays, Method, ModelParts, Update
+from client_app.parts import body_of, fine_tune, head_of
+from client_app.round import ClientRound
+from client_app.samples import Step, batch_size_for
+from client_app.trainer import Duration, descend
+from models import StagedModel
+from protocol.options import at_least, option, true_or_false
+
+smallest = 1e-8  # standard deviations shrink like 1 / sqrt(samples): keep their logarithms finite
+
+
+def gaussian(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """(mu, s) [B, dz] of the last layer's outputs raw [B, 2 dz]."""
+    mu, scale = raw.float().chunk(2, dim=1)
+    return mu, F.softplus(scale).clamp_min(smallest)
+
+
+def divergence(mu_1: Tensor, s_1: Tensor, mu_2: Tensor, s_2: Tensor) -> Tensor:
+    """KL( N(mu_1, s_1^2) || N(mu_2, s_2^2) ), [B]: summed over dz; all [B, dz]."""
+    ratio = (s_1 / s_2).square()
+    kl = 0.5 * (ratio + ((mu_1 - mu_2) / s_2).square() - 1 - ratio.log())
+    return kl.sum(1)
+
+
+def sampled_cross_entropy(
+    head: nn.Module, mu: Tensor, s: Tensor, y: Tensor, num_samples: int
+) -> Tensor:
+    """Mean over the batch and `num_samples` draws of z of CE(head(z), y), a scalar."""
+    eps = torch.randn(num_samples, *mu.shape, device=mu.device)
+    logits = head((mu + s * eps).flatten(0, 1))
+    return F.cross_entropy(logits, y.repeat(num_samples))
+
+
+class Product:
+    """The product of the posteriors of a client's samples, class by class: a Gaussian again.
+
+    1/S^2 = sum of 1/s^2, M = S^2 times the sum of mu/s^2; [C, dz].
+    """
+
+    def __init__(self, num_classes: int, width: int, device: torch.device) -> None:
+        self.precision = torch.zeros(num_classes, width, device=device)
+        self.weighted = torch.zeros(num_classes, width, device=device)
+
+    @torch.no_grad()
+    def add(self, mu: Tensor, s: Tensor, y: Tensor) -> None:
+        """Multiply in the posteriors of one batch."""
+        precision = s.detach().square().reciprocal()
+        self.precision.index_add_(0, y, precision)
+        self.weighted.index_add_(0, y, mu.detach() * precision)
+
+    def read(self) -> Arrays:
+        """M and S [C, dz], and which classes were seen [C]; (0, 1) for a class that was not."""
+        seen = self.precision[:, :1] > 0
+        precision = torch.where(seen, self.precision, 1.0)
+        return {
+            "M": self.weighted / precision,
+            "S": precision.rsqrt(),
+            "seen": seen.squeeze(1).float(),
+        }
+
+
+class Sampled(nn.Module):
+    """A trained network that averages the logits of `num_samples` draws; the draws are seeded."""
+
+    def __init__(self, model: StagedModel, num_samples: int, seed: int) -> None:
+        super().__init__()
+        self.model, self.num_samples = model, num_samples
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, C]."""
+        _, (raw,) = self.model.run(x, [self.model.stage_names[-1]], to_logits=False)
+        mu, s = gaussian(raw)
+        eps = torch.randn(self.num_samples, *mu.shape, generator=self.generator).to(mu.device)
+        logits = self.model.classifier((mu + s * eps).flatten(0, 1))
+        out: Tensor = logits.view(self.num_samples, len(x), -1).mean(0)
+        return out
+
+
+@dataclass(frozen=True)
+class FedCR(Method):
+    """Conditional mutual information regularisation; the body is shared, the head is not."""
+
+    is_personal: ClassVar[bool] = True
+    adapts_global: ClassVar[bool] = True
+    has_global_model: ClassVar[bool] = False
+    keeps: ClassVar[str] = "its head"
+    regularises: ClassVar[str] = "stochastic features, to a global Gaussian for each class"
+    paper: ClassVar[str] = "Zhang et al. 2023"
+
+    beta: float = option(at_least(0))
+    samples: int = option(at_least(1))
+    reverse: bool = option(true_or_false())
+    final_head_epochs: int = option(at_least(0))
+
+    def model_parts(self) -> ModelParts:
+        """A last layer that gives mean and deviation."""
+        return ModelParts(projection="gaussian")
+
+    def joined(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+        """The received body under this client's own head."""
+        head = {k: v.to(now.device) for k, v in state.get("head", {}).items()}
+        now.model.load_state_dict(now.initial_weights() | now.received | head)
+        return now.model
+
+    def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> nn.Module:
+        """The same with sampled features; its head tuned after the last round if asked for."""
+        model = self.joined(now, state)
+        if now.round == now.config.rounds.num_rounds and self.final_head_epochs:
+            fine_tune(now, model, "head", self.final_head_epochs, now.config.train.lr)
+        return Sampled(model, self.samples, now.seed("evaluation"))
+
+    def train(self, now: ClientRound) -> Update:
+        """Body and head together; the class products are gathered in the last epoch."""
+        train = now.config.train
+        model = self.joined(now, now.state).train().requires_grad_(True)
+        m, deviation = now.extra["M"], now.extra["S"].clamp_min(smallest)  # [C, dz]
+        product = Product(model.num_classes, model.feature_width, now.device)
+        last_stage = model.stage_names[-1]
+        steps_an_epoch = -(-len(now.train_samples) // batch_size_for(len(now.train_samples), train))
+        steps_before = (train.local_epochs - 1) * steps_an_epoch
+        taken = 0
+
+        def terms(step: Step) -> dict[str, Tensor]:
+            nonlocal taken
+            _, (raw,) = model.run(step.x, [last_stage], to_logits=False)
+            mu, s = gaussian(raw)
+            if taken >= steps_before:
+                product.add(mu, s, step.y)
+            taken += 1
+            m_y, s_y = m[step.y], deviation[step.y]
+            kl = divergence(mu, s, m_y, s_y) if self.reverse else divergence(m_y, s_y, mu, s)
+            return {
+                "supervised": sampled_cross_entropy(model.classifier, mu, s, step.y, self.samples),
+                "penalty": self.beta * kl.mean(),
+            }
+
+        parameters = list(model.parameters())
+        duration = Duration(train.local_epochs, "epochs")
+        descent = descend(now, parameters, terms, lr=train.lr, duration=duration)
+        return Update(
+            body_of(model),
+            descent.num_steps,
+            descent.terms,
+            extra=product.read(),
+            state={"head": head_of(model)},
+        )

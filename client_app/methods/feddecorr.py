@@ -1,0 +1,59 @@
+"""FedDecorr, client half: the features' dimensions uncorrelated over the batch.
+
+Source: Shi et al., "Towards Understanding and Mitigating Dimensional Collapse in Heterogeneous
+Federated Learning", ICLR 2023, arXiv 2210.00226. Server half: the default weighted average. Kept
+between rounds: nothing. Symbols: z [n, d] what enters the classifier, n the batch size.
+
+Default is the authors' code, with which their beta values were tuned: with x the standardised z,
+(1/n) times the mean over the d (d - 1) off-diagonal entries of (x'x)^2, that is (n-1)^2/n times the
+mean squared correlation. `form = "paper"` is (1/d^2) ||Corr||_F^2, about n times smaller.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from client_app.method import Batch, LocalObjective
+from models import StagedModel
+from protocol.options import at_least, one_of, option
+
+
+def standardised(z: Tensor) -> Tensor:
+    """Each column of z [n, d] minus its mean, over its standard deviation (n - 1), in float32."""
+    z = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
+    return (z - z.mean(0)) / (z.var(0, unbiased=True) + 1e-8).sqrt()
+
+
+def decorrelation(z: Tensor, form: str) -> Tensor:
+    """The penalty of features z [n, d], a scalar; 0 for one sample, with gradient 0."""
+    n, d = z.shape
+    if n == 1:
+        return (z * 0).sum()
+    x = standardised(z)
+    squares = (x.T @ x).square()  # [d, d]; x'x = (n - 1) Corr
+    if form == "paper":
+        return squares.sum() / (n - 1) ** 2 / d**2
+    off_diagonal = squares.sum() - squares.diagonal().sum()
+    return off_diagonal / (d * (d - 1)) / n
+
+
+@dataclass(frozen=True)
+class FedDecorr(LocalObjective):
+    """Decorrelation of the classifier's input."""
+
+    regularises: ClassVar[str] = "classifier's input, its dimensions against each other"
+    paper: ClassVar[str] = "Shi et al. 2023"
+
+    beta: float = option(at_least(0))
+    form: str = option(one_of("code", "paper"))
+
+    def taps(self, model: StagedModel) -> list[str]:
+        """What enters the classifier."""
+        return ["features"]
+
+    def penalty(self, batch: Batch) -> Tensor:
+        """beta times the decorrelation loss."""
+        (z,) = batch.taps
+        return self.beta * decorrelation(z, self.form)

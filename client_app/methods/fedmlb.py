@@ -1,0 +1,71 @@
+"""FedMLB, client half: local features must also work inside the frozen global network.
+
+Source: Kim, Kim, Han, "Multi-Level Branched Regularization for Federated Learning", ICML 2022,
+arXiv 2207.06936. Server half: the default weighted average. Kept between rounds: nothing.
+Symbols: p logits of the local network, q_j logits of pathway j: local stages 1..j, then the global
+network's stages j+1..L and its classifier; M pathways, one for every stage.
+
+The global weights are frozen, but gradient flows through them into the local features. As in the
+authors' code the KL's target q_j is not detached (`detach-target = true`: it is), T^2 is absent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from client_app.method import Batch, LocalObjective
+from models import StagedModel
+from protocol.options import at_least, more_than, option, true_or_false
+
+
+def hybrid_cross_entropy(q: Sequence[Tensor], y: Tensor) -> Tensor:
+    """(1/M) sum_j CE(q_j, y), a scalar; q_j [B, C]."""
+    return torch.stack([F.cross_entropy(q_j, y) for q_j in q]).mean()
+
+
+def pathway_divergence(q: Sequence[Tensor], p: Tensor, temperature: float) -> Tensor:
+    """(1/M) sum_j KL(softmax(q_j / T) || softmax(p / T)), a scalar.
+
+    Sum over classes, mean over the batch. Gradient flows into both arguments.
+    """
+    log_p = F.log_softmax(p / temperature, dim=1)
+    log_q = [F.log_softmax(q_j / temperature, dim=1) for q_j in q]
+    terms = [F.kl_div(log_p, log_q_j, reduction="batchmean", log_target=True) for log_q_j in log_q]
+    return torch.stack(terms).mean()
+
+
+@dataclass(frozen=True)
+class FedMLB(LocalObjective):
+    """Hybrid pathways through the global network."""
+
+    uses_global_model: ClassVar[bool] = True
+    regularises: ClassVar[str] = "all stages, through the global network behind them"
+    paper: ClassVar[str] = "Kim et al. 2022"
+
+    lambda1: float = option(at_least(0))
+    lambda2: float = option(at_least(0))
+    temperature: float = option(more_than(0))
+    detach_target: bool = option(true_or_false())
+
+    @classmethod
+    def extra_forwards(cls) -> int:
+        """M partial ones of the global network; counted as one."""
+        return 1
+
+    def taps(self, model: StagedModel) -> list[str]:
+        """Every stage: M cut points."""
+        return list(model.regularised_stages)
+
+    def penalty(self, batch: Batch) -> Tensor:
+        """lambda1 times the hybrid cross entropy plus lambda2 times the divergence."""
+        network = batch.global_model
+        assert network is not None
+        stages = self.taps(network)
+        q = [network.resume(tap, after=s) for s, tap in zip(stages, batch.taps, strict=True)]
+        targets = [q_j.detach() for q_j in q] if self.detach_target else q
+        divergence = pathway_divergence(targets, batch.logits, self.temperature)
+        return self.lambda1 * hybrid_cross_entropy(q, batch.y) + self.lambda2 * divergence

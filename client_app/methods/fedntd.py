@@ -1,0 +1,66 @@
+"""FedNTD, client half: keep what the global model says of the classes that are not the true one.
+
+Source: Lee et al., "Preservation of the Global Knowledge by Not-True Distillation in Federated
+Learning", NeurIPS 2022, arXiv 2106.03097. Server half: the default weighted average. Kept between
+rounds: nothing. Symbols: z, z_g logits of the local and the global model, y the true class.
+
+Default: CE + beta tau^2 KL, the paper's. `convex = true` is (1 - beta) CE + beta KL with tau 1
+and no tau^2, the code behind FedRCL's tables (there beta = 0.3).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from client_app.method import Batch, LocalObjective
+from models import StagedModel
+from protocol.options import at_least, more_than, option, true_or_false
+
+
+def not_true(z: Tensor, y: Tensor) -> Tensor:
+    """The logits without the true class's, [B, C] -> [B, C - 1]."""
+    batch, classes = z.shape
+    is_true = F.one_hot(y, classes).bool()
+    return z[~is_true].view(batch, classes - 1)
+
+
+def not_true_divergence(z: Tensor, z_g: Tensor, y: Tensor, tau: float) -> Tensor:
+    """KL(q_g || q_l) over the not-true classes, a scalar: sum over classes, mean over the batch.
+
+    z and z_g [B, C] of the same batch, y [B]; only `z` carries gradient.
+    """
+    log_q_l = F.log_softmax(not_true(z, y) / tau, dim=1)
+    q_g = F.softmax(not_true(z_g.detach(), y) / tau, dim=1)
+    return F.kl_div(log_q_l, q_g, reduction="batchmean")
+
+
+@dataclass(frozen=True)
+class FedNTD(LocalObjective):
+    """Not-true distillation from the global model."""
+
+    uses_global: ClassVar[bool] = True
+    regularises: ClassVar[str] = "not-true logits, to the global model's"
+    paper: ClassVar[str] = "Lee et al. 2022"
+
+    beta: float = option(at_least(0))
+    tau: float = option(more_than(0))
+    convex: bool = option(true_or_false())
+
+    def taps(self, model: StagedModel) -> list[str]:
+        """The logits."""
+        return ["logits"]
+
+    def supervised(self, batch: Batch) -> Tensor:
+        """Cross entropy, times 1 - beta in the convex form."""
+        loss = F.cross_entropy(batch.logits, batch.y)
+        return (1 - self.beta) * loss if self.convex else loss
+
+    def penalty(self, batch: Batch) -> Tensor:
+        """beta tau^2 KL; in the convex form beta KL with tau 1."""
+        (z_g,) = batch.taps_g
+        if self.convex:
+            return self.beta * not_true_divergence(batch.logits, z_g, batch.y, 1.0)
+        divergence = not_true_divergence(batch.logits, z_g, batch.y, self.tau)
+        return self.beta * self.tau**2 * divergence

@@ -1,0 +1,111 @@
+"""FedPAC, client half: features near the global class prototypes, a head mixed from all clients'.
+
+Source: Xu, Tong, Huang, "Personalized Federated Learning with Feature Alignment and Classifier
+Collaboration", ICLR 2023, arXiv 2306.11867. Server half: strategies/fedpac.py, which averages
+bodies and prototypes and mixes the heads. Kept between rounds: the head. Symbols: f features (what
+enters the head), p(k) this client's class frequencies, mu_k its class mean features, h[k] = p(k)
+mu_k, v the variance of h.
+
+Each round, with the received body: h and v; one epoch of the head at `head-lr`; `body-epochs` of
+the body on CE + lambda MSE(f, t_y), t_y the global prototype of the label, or where there is none
+this client's own mean before training; nothing in the first round. MSE is over batch and features,
+as the authors' code. Then the class means with the trained model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from client_app.method import Arrays, Method, Update
+from client_app.parts import body_of, head_of, train_part
+from client_app.prototypes import class_means, class_sums
+from client_app.round import ClientRound
+from client_app.samples import Step
+from client_app.trainer import Duration, descend
+from models import StagedModel
+from protocol.options import at_least, more_than, option
+
+
+def head_statistics(means: Tensor, counts: Tensor, mean_square: Tensor) -> tuple[Tensor, Tensor]:
+    """(h [C, d], v scalar): h[k] = p(k) mu_k and v = (E||f||^2 - ||h||_F^2) / n.
+
+    means [C, d] and counts [C] per class; mean_square: the mean of ||f||^2 over all n samples.
+    """
+    n = counts.sum()
+    h = means * (counts / n)[:, None]
+    return h, (mean_square - h.square().sum()) / n
+
+
+def targets(prototypes: Tensor, is_known: Tensor, own_means: Tensor) -> Tensor:
+    """t [C, d]: the global prototype of each class, this client's own mean where there is none."""
+    return torch.where(is_known[:, None] > 0, prototypes, own_means)
+
+
+@dataclass(frozen=True)
+class FedPAC(Method):
+    """Feature alignment and classifier collaboration."""
+
+    is_personal: ClassVar[bool] = True
+    adapts_global: ClassVar[bool] = True
+    has_global_model: ClassVar[bool] = False
+    keeps: ClassVar[str] = "its head"
+    regularises: ClassVar[str] = "classifier's input, to the global class prototypes"
+    paper: ClassVar[str] = "Xu et al. 2023"
+
+    lambda_: float = option(at_least(0), key="lambda")
+    head_lr: float = option(more_than(0))
+    body_epochs: int = option(at_least(0))
+
+    def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+        """The received body under the head that the server mixed for this client, or its own."""
+        head = {k: v.to(now.device) for k, v in state.get("head", {}).items()}
+        mixed = {k[5:]: v for k, v in now.extra.items() if k.startswith("head.")}
+        now.model.load_state_dict(now.initial_weights() | now.received | head | mixed)
+        return now.model
+
+    def train(self, now: ClientRound) -> Update:
+        """Statistics, head, body, class means."""
+        model, train = self.personal_model(now, now.state), now.config.train
+        sums, counts = class_sums(model, now.train_samples)
+        own_means = class_means(sums, counts)
+        h, v = head_statistics(own_means, counts, mean_square_features(model, now))
+        t = None
+        if "prototypes" in now.extra:
+            t = targets(now.extra["prototypes"], now.extra["is-known"], own_means)
+
+        head = train_part(now, model, "head", 1, self.head_lr, stream="head")
+        model.eval().requires_grad_(False)
+        model.stages.train().requires_grad_(True)
+
+        def terms(step: Step) -> dict[str, Tensor]:
+            logits, (features,) = model.run(step.x, ["features"])
+            assert logits is not None
+            losses = {"supervised": F.cross_entropy(logits, step.y)}
+            if t is not None:
+                losses["penalty"] = self.lambda_ * F.mse_loss(features, t[step.y])
+            return losses
+
+        duration = Duration(self.body_epochs, "epochs")
+        body = descend(now, list(model.stages.parameters()), terms, lr=train.lr, duration=duration)
+        trained_sums, _ = class_sums(model, now.train_samples)
+        mine = head_of(model)
+        extra = {f"head.{name}": array for name, array in mine.items()}
+        extra |= {"h": h, "v": v.reshape(1), "means": class_means(trained_sums, counts)}
+        num_steps = head.num_steps + body.num_steps
+        extra["counts"] = counts
+        return Update(body_of(model), num_steps, body.terms, extra=extra, state={"head": mine})
+
+
+@torch.no_grad()
+def mean_square_features(model: StagedModel, now: ClientRound) -> Tensor:
+    """Mean of ||f||^2 over this client's samples, a scalar."""
+    model.eval()
+    total = model.classifier.weight.new_zeros(())
+    for x, _ in now.train_samples.in_order():
+        _, (features,) = model.run(x, ["features"], to_logits=False)
+        total += features.square().sum()
+    return total / len(now.train_samples)

@@ -1,0 +1,56 @@
+"""FedRep, client half: one body for all, a head of its own for each client.
+
+Source: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning",
+ICML 2021, arXiv 2102.07078, Algorithm 1. Server half: strategies/body.py, which averages the bodies
+(by examples, as the authors' code; `weighting = "uniform"` is the paper). Kept between rounds: the
+head. Each round: the received body; `head-epochs` on the head, then `body-epochs` on the body.
+
+FedReCo's tables train 1 + 1 epochs, FedRep's own 10 + 1. `final-head-epochs` tunes the head after
+the last round, as the authors' code does with 10. All heads begin the same, from the run's seed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from client_app.method import Arrays, Method, Update
+from client_app.parts import body_of, fine_tune, head_of, train_part
+from client_app.round import ClientRound
+from models import StagedModel
+from protocol.options import at_least, option
+
+
+@dataclass(frozen=True)
+class FedRep(Method):
+    """Alternating head and body."""
+
+    is_personal: ClassVar[bool] = True
+    adapts_global: ClassVar[bool] = True
+    has_global_model: ClassVar[bool] = False
+    keeps: ClassVar[str] = "its head"
+    paper: ClassVar[str] = "Collins et al. 2021"
+
+    head_epochs: int = option(at_least(0))
+    body_epochs: int = option(at_least(0))
+    final_head_epochs: int = option(at_least(0))
+
+    def joined(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+        """The received body under this client's own head."""
+        head = {k: v.to(now.device) for k, v in state.get("head", {}).items()}
+        now.model.load_state_dict(now.initial_weights() | now.received | head)
+        return now.model
+
+    def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+        """The same, its head tuned after the last round if asked for."""
+        model = self.joined(now, state)
+        if now.round == now.config.rounds.num_rounds and self.final_head_epochs:
+            fine_tune(now, model, "head", self.final_head_epochs, now.config.train.lr)
+        return model
+
+    def train(self, now: ClientRound) -> Update:
+        """Head, then body, each with an optimiser of its own."""
+        model, lr = self.joined(now, now.state), now.config.train.lr
+        head = train_part(now, model, "head", self.head_epochs, lr, stream="head")
+        body = train_part(now, model, "body", self.body_epochs, lr, stream="batches")
+        num_steps = head.num_steps + body.num_steps
+        return Update(body_of(model), num_steps, body.terms, state={"head": head_of(model)})

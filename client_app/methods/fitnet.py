@@ -1,0 +1,63 @@
+"""FedAvg + FitNet, client half: pooled features of every level near the global model's.
+
+Source: Romero et al., "FitNets: Hints for Thin Deep Nets", ICLR 2015, arXiv 1412.6550, eq. (3),
+with the received global model as the teacher, as FedRCL's tables compare it.
+Server half: the default weighted average. Kept between rounds: nothing.
+
+FedRCL publishes no FitNet configuration. This is the generic feature distillation of its released
+client: teacher and student have one architecture, so there is no regressor and no 1/2; the mean
+square over batch and channels, then the mean over levels, features before their closing ReLU, the
+logits as one more level (`logits = false` drops it; `pooled = false` compares whole maps).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from client_app.method import Batch, LocalObjective
+from models import StagedModel
+from protocol.options import at_least, option, true_or_false
+
+
+def pooled(tap: Tensor) -> Tensor:
+    """A tap [B, C, ...] averaged over positions, [B, C]."""
+    return tap.flatten(2).mean(2) if tap.ndim > 2 else tap
+
+
+def feature_distance(f: Sequence[Tensor], f_g: Sequence[Tensor]) -> Tensor:
+    """FD, a scalar: mean square over batch and entries, then mean over levels.
+
+    Element l of both is level l of the same batch, [B, ...]; only `f` carries gradient.
+    """
+    pairs = zip(f, f_g, strict=True)
+    return torch.stack([(a - b.detach()).square().mean() for a, b in pairs]).mean()
+
+
+@dataclass(frozen=True)
+class FitNet(LocalObjective):
+    """Feature distillation from the global model."""
+
+    uses_global: ClassVar[bool] = True
+    regularises: ClassVar[str] = "all stages and the logits, to the global model's"
+    paper: ClassVar[str] = "Romero et al. 2015"
+
+    lambda_: float = option(at_least(0), key="lambda")
+    logits: bool = option(true_or_false())
+    pooled: bool = option(true_or_false())
+
+    def taps(self, model: StagedModel) -> list[str]:
+        """Every stage before its activation, and the logits."""
+        stages = [f"{stage}:pre" for stage in model.regularised_stages]
+        return [*stages, "logits"] if self.logits else stages
+
+    def represent(self, model: StagedModel, taps: list[Tensor]) -> list[Tensor]:
+        """The taps, pooled if asked for."""
+        return [pooled(tap) for tap in taps] if self.pooled else taps
+
+    def penalty(self, batch: Batch) -> Tensor:
+        """lambda FD."""
+        f = self.represent(batch.round.model, batch.taps)
+        return self.lambda_ * feature_distance(f, batch.taps_g)

@@ -1,0 +1,92 @@
+"""SCAFFOLD, client half: every step corrected by how this client's gradients differ from all.
+
+Source: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML
+2020, arXiv 1910.06378, Algorithm 1, option II. Server half: strategies/scaffold.py, which keeps c.
+Kept between rounds: the control variate c_i. Symbols: w the model received, w_i the one it ends
+with, K the steps taken, eta their rate. Parameters only: c does not apply to buffers.
+
+The paper is plain SGD. With momentum rho, `momentum-form = "corrected"` (default) puts the
+corrected gradient into the momentum and replaces K by K_rho, the sum of the weights that a momentum
+step gives the K gradients; `niid-bench` leaves the momentum its raw gradient, corrects the
+parameters after it and keeps K, which inflates c_i by up to 1 / (1 - rho): MOON's family of code.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from client_app.method import Arrays, LocalObjective, Update
+from client_app.round import ClientRound
+from client_app.trainer import Duration, copy_of, descend, objective_terms
+from protocol.options import more_than, one_of, option
+
+
+def momentum_steps(num_steps: int, momentum: float) -> float:
+    """K_rho = (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho); K without momentum."""
+    k, rho = num_steps, momentum
+    return (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)
+
+
+def next_control_variate(c_i: Tensor, c: Tensor, w: Tensor, w_i: Tensor, k_eta: float) -> Tensor:
+    """c_i^+ = c_i - c + (w - w_i) / (K eta), option II, eq. (4)."""
+    return c_i - c + (w - w_i) / k_eta
+
+
+@dataclass(frozen=True)
+class Scaffold(LocalObjective):
+    """Control variates."""
+
+    keeps: ClassVar[str] = "its control variate c_i"
+    regularises: ClassVar[str] = "every gradient, by control variates"
+    paper: ClassVar[str] = "Karimireddy et al. 2020"
+
+    lr_global: float = option(more_than(0))
+    momentum_form: str = option(one_of("corrected", "niid-bench"))
+
+    def train(self, now: ClientRound) -> Update:
+        """Algorithm 1, lines 6 to 13."""
+        train, model = now.config.train, now.model
+        model.load_state_dict(now.received)
+        model.train().requires_grad_(True)
+        parameters = dict(model.named_parameters())
+        c = {name: now.extra[f"c.{name}"] for name in parameters}
+        kept = now.state.get("control") or {n: torch.zeros_like(p) for n, p in parameters.items()}
+        c_i = {name: kept[name].to(now.device) for name in parameters}
+        corrections = [c[name] - c_i[name] for name in parameters]
+
+        def correct_gradients() -> None:  # line 9: g - c_i + c
+            for parameter, correction in zip(parameters.values(), corrections, strict=True):
+                if parameter.grad is not None:
+                    parameter.grad.add_(correction)
+
+        @torch.no_grad()
+        def correct_parameters(rate: float) -> None:
+            for parameter, correction in zip(parameters.values(), corrections, strict=True):
+                parameter.sub_(correction, alpha=rate)
+
+        corrected = self.momentum_form == "corrected"
+        descent = descend(
+            now,
+            list(parameters.values()),
+            objective_terms(self, now, model),
+            lr=train.lr,
+            duration=Duration(train.local_epochs, "epochs"),
+            after_backward=correct_gradients if corrected else None,
+            after_step=None if corrected else correct_parameters,
+        )
+        arrays = copy_of(model)
+        steps = float(descent.num_steps)
+        if corrected:
+            steps = momentum_steps(descent.num_steps, train.momentum)
+        k_eta = steps * descent.total_lr / max(1, descent.num_steps)
+        following: Arrays = c_i
+        if k_eta > 0:  # no step, or a rate of 0, says nothing of the gradients
+            following = {
+                n: next_control_variate(c_i[n], c[n], now.received[n], arrays[n], k_eta)
+                for n in parameters
+            }
+        extra = {f"dc.{name}": following[name] - c_i[name] for name in parameters}
+        update = Update(arrays, descent.num_steps, descent.terms)
+        return replace(update, extra=extra, state={"control": following})

@@ -1,0 +1,61 @@
+"""A network in two parts: the body (all stages) and the head (the classifier)."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from client_app.method import Arrays
+from client_app.round import ClientRound
+from client_app.samples import Step
+from client_app.trainer import Descent, Duration, descend
+from models import StagedModel
+
+
+def head_of(model: StagedModel) -> Arrays:
+    """Copies of the classifier's arrays, by their names in the whole model."""
+    weights = model.state_dict()
+    return {name: weights[name].detach().clone() for name in model.head_keys(model.stage_names[-1])}
+
+
+def body_of(model: StagedModel) -> Arrays:
+    """Copies of all other arrays, by their names in the whole model."""
+    weights = model.state_dict()
+    names = model.extractor_keys(model.stage_names[-1])
+    return {name: weights[name].detach().clone() for name in names}
+
+
+def train_part(
+    now: ClientRound,
+    model: StagedModel,
+    part: str,
+    epochs: int,
+    lr: float,
+    stream: str,
+    momentum: float | None = None,
+) -> Descent:
+    """Epochs of cross entropy on one part of the model: head, body or full; the rest is frozen.
+
+    A frozen body is in eval mode, so that BatchNorm's statistics stay too. momentum: the run's if
+    None; then without weight decay, as the fine-tuning that asks for its own.
+    """
+    chosen: nn.Module = {"head": model.classifier, "body": model.stages, "full": model}[part]
+    model.eval().requires_grad_(False)
+    chosen.train().requires_grad_(True)
+
+    def terms(step: Step) -> dict[str, Tensor]:
+        return {"supervised": F.cross_entropy(model(step.x), step.y)}
+
+    return descend(
+        now,
+        list(chosen.parameters()),
+        terms,
+        lr=lr,
+        duration=Duration(epochs, "epochs"),
+        stream=stream,
+        momentum=momentum,
+        weight_decay=None if momentum is None else 0.0,
+    )
+
+
+def fine_tune(now: ClientRound, model: StagedModel, part: str, epochs: int, lr: float) -> None:
+    """Tune a part of the model in place on this client's training samples, with momentum 0.9."""
+    train_part(now, model, part, epochs, lr, stream="fine-tuning", momentum=0.9)

@@ -1,0 +1,73 @@
+"""FedCR, server half: bodies averaged, the clients' class Gaussians multiplied.
+
+Source: Zhang et al., ICML 2023, PMLR 202, as its code: with a standard normal as one more expert,
+    1/S_k^2 = 1 + sum_i 1/S_ik^2,   M_k = S_k^2 sum_i M_ik / S_ik^2
+over the clients that saw class k, then G_k <- (1 - b2) G_k + b2 (M_k, S_k) on mean and deviation. A
+class nobody saw keeps its Gaussian, N(0, I) at first. The mean of the bodies is uniform in the
+paper.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from models import StagedModel
+from protocol.config import RunConfig
+from protocol.messages import Arrays, TrainReply
+from protocol.options import between, option
+from strategies.body import SharedBody
+
+
+@dataclass(frozen=True)
+class FedCRServerOptions:
+    """The key of `fedcr.*` that the server reads."""
+
+    b2: float = option(between(0, 1))
+
+
+def product_of_experts(
+    m: list[torch.Tensor], s: list[torch.Tensor], seen: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(M, S [C, dz], reported [C]) of the clients' M_ik, S_ik [C, dz] and which they saw [C]."""
+    masks = [mask[:, None] for mask in seen]
+    precisions = [mask / deviation.square() for mask, deviation in zip(masks, s, strict=True)]
+    precision = 1 + torch.stack(precisions).sum(0)
+    weighted = torch.stack([p * mean for p, mean in zip(precisions, m, strict=True)]).sum(0)
+    return weighted / precision, precision.rsqrt(), torch.stack(seen).sum(0) > 0
+
+
+class FedCRServer(SharedBody):
+    """Keeps the global Gaussian of every class."""
+
+    def __init__(self, config: RunConfig, model: StagedModel) -> None:
+        super().__init__(config, model)
+        self.options = config.table("fedcr", FedCRServerOptions)
+        shape = (model.num_classes, model.feature_width)
+        self.m, self.s = torch.zeros(shape), torch.ones(shape)
+
+    def extra(self) -> Arrays:
+        """M and S."""
+        return {"M": self.m, "S": self.s}
+
+    def expected_extra(self) -> Arrays:
+        """A client's M and S, and the classes that it saw."""
+        return {"M": self.m, "S": self.s, "seen": torch.zeros(len(self.m))}
+
+    def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
+        """The bodies' average; then the product of the experts."""
+        following = super().next_arrays(current, replies)
+        means, deviations, seen = ([r.extra[k] for r in replies] for k in ("M", "S", "seen"))
+        m, s, reported = product_of_experts(means, deviations, seen)
+        b2 = self.options.b2
+        keep = ~reported[:, None]
+        self.m = torch.where(keep, self.m, (1 - b2) * self.m + b2 * m)
+        self.s = torch.where(keep, self.s, (1 - b2) * self.s + b2 * s)
+        return following
+
+    def own_state(self) -> Arrays:
+        """M and S."""
+        return self.extra()
+
+    def load_own(self, state: Arrays) -> None:
+        """Go on with these Gaussians."""
+        self.m, self.s = state["M"], state["S"]

@@ -1,0 +1,46 @@
+"""FedProc, server half: the weighted average, and the global class prototypes.
+
+Source: Mu et al., FGCS 143 (2023), arXiv 2109.12273. c_k is the sum of the clients' sums over the
+sum of their counts, as the authors' code; a class nobody reports keeps its prototype, zeros at
+first.
+"""
+
+import torch
+
+from models import StagedModel
+from protocol.config import RunConfig
+from protocol.messages import Arrays, TrainReply
+from strategies.average import Average
+from strategies.prototypes import Prototypes
+
+
+class FedProcServer(Average):
+    """Sends the prototypes beside the model; receives class sums and counts."""
+
+    def __init__(self, config: RunConfig, model: StagedModel) -> None:
+        super().__init__(config, model)
+        self.prototypes = Prototypes(model.num_classes, model.feature_width)
+
+    def extra(self) -> Arrays:
+        """The prototypes; zeros are classes without one."""
+        return {"prototypes": self.prototypes.values}
+
+    def expected_extra(self) -> Arrays:
+        """Sums [C, d] and counts [C]."""
+        sums = self.prototypes.values
+        return {"sums": sums, "counts": torch.zeros(len(sums))}
+
+    def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
+        """The average; then new prototypes."""
+        following = super().next_arrays(current, replies)
+        sums, counts = ([r.extra[key] for r in replies] for key in ("sums", "counts"))
+        self.prototypes.update(sums, counts)
+        return following
+
+    def own_state(self) -> Arrays:
+        """The prototypes."""
+        return self.prototypes.arrays()
+
+    def load_own(self, state: Arrays) -> None:
+        """Go on with these prototypes."""
+        self.prototypes.load(state)

@@ -1,0 +1,33 @@
+"""Global class prototypes as servers keep them: FedProc and FedPAC."""
+
+import torch
+from torch import Tensor
+
+from protocol.messages import Arrays
+
+
+class Prototypes:
+    """A prototype for each class [C, d], and which are known [C]; zeros until then."""
+
+    def __init__(self, num_classes: int, width: int) -> None:
+        self.values = torch.zeros(num_classes, width)
+        self.is_known = torch.zeros(num_classes)
+
+    def update(self, sums: list[Tensor], counts: list[Tensor]) -> None:
+        """Mean over all clients' samples: sum of sums [C, d] over sum of counts [C].
+
+        A class that no client of this round has keeps its old prototype.
+        """
+        total = torch.stack(counts).sum(0)
+        mean = torch.stack(sums).sum(0) / total.clamp_min(1)[:, None]
+        reported = total > 0
+        self.values = torch.where(reported[:, None], mean, self.values)
+        self.is_known = torch.where(reported, 1.0, self.is_known)
+
+    def arrays(self) -> Arrays:
+        """For messages and checkpoints."""
+        return {"prototypes": self.values, "is-known": self.is_known}
+
+    def load(self, arrays: Arrays) -> None:
+        """What `arrays` gave."""
+        self.values, self.is_known = arrays["prototypes"], arrays["is-known"]

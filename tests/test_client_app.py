@@ -1,0 +1,421 @@
+"""The ClientApp through Flower's messages: what it answers, what it keeps, how it says no."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from client_fixtures import (
+    NUM_CLASSES,
+    SHAPE,
+    Client,
+    assert_same_bits,
+    differ,
+    initial,
+    make_config,
+    make_round,
+    pictures,
+    small_source,
+)
+from flwr.app import ConfigRecord, RecordDict
+from PIL import Image
+
+from client_app.methods import method_of
+from client_app.setup import build_network, client_indices, open_source
+from client_app.state import StateFolder
+from client_app.worker import Worker, own_architecture
+from models.cnn import _plain_cnn
+from models.registry import MODELS, Architecture
+from protocol.messages import read_reply, read_roster
+from server_app.inline import run_inline
+
+
+def error_of(reply):
+    """The reason of an error reply, which has to be one line."""
+    assert reply.has_error()
+    assert reply.error.code == 1
+    assert "\n" not in reply.error.reason
+    return reply.error.reason
+
+
+def splits_of(config, partition, of):
+    """(training, test) images and labels of a simulated client."""
+    train = open_source(config).train
+    indices = client_indices(config, partition, of)
+    return [(np.asarray(train.images)[i], np.asarray(train.labels)[i]) for i in indices]
+
+
+def score_by_hand(config, weights, images, labels):
+    """(accuracy, mean loss) of cnn-fedreco with these weights, image by image in float64."""
+    source, network = open_source(config), build_network(config, SHAPE, NUM_CLASSES).double()
+    network.load_state_dict(weights)
+    right, loss = 0, 0.0
+    for image, label in zip(images, labels, strict=True):
+        x = (torch.from_numpy(image.copy()).double()[None] / 255 - source.mean[0]) / source.std[0]
+        logits = network(x)
+        right += int(logits.argmax() == label)
+        loss += F.cross_entropy(logits, torch.tensor([int(label)])).item()
+    return right / len(labels), loss / len(labels)
+
+
+def write_folder(path, classes, names, seed, num=12):
+    """A source folder: train/<class>/*.png and test/<class>/*.png, of the classes at hand."""
+    for split, count in (("train", num), ("test", num // 2)):
+        images, labels = pictures(3 * count, seed)
+        for n, (image, label) in enumerate(zip(images, labels, strict=True)):
+            if int(label) in classes:
+                (path / split / names[label]).mkdir(parents=True, exist_ok=True)
+                Image.fromarray(image).save(path / split / names[label] / f"{n}.png")
+    return path
+
+
+def npz_site(path, num, num_classes=3, size=28):
+    """A real site's own file; returns its `source`."""
+    generator = np.random.default_rng(8)
+    x = generator.integers(0, 256, (num, size, size), dtype=np.uint8)
+    y = np.arange(num) % num_classes
+    np.savez(path, x_train=x, y_train=y, x_test=x[: num // 2], y_test=y[: num // 2])
+    return f"npz:{path}"
+
+
+# --- query ----------------------------------------------------------------------------------------
+
+
+def test_a_simulated_client_says_what_it_holds(tmp_path):
+    config = make_config(local_test_fraction=0.3)
+    client = Client(config, tmp_path, {"partition-id": 1, "num-partitions": 4})
+    entry = read_roster(client.ask("query"))
+    (_, train), (_, test) = splits_of(config, partition=1, of=4)
+    assert entry.client == "client-0001"
+    assert entry.label_counts == [list(train).count(n) for n in range(3)]
+    assert entry.test_label_counts == [list(test).count(n) for n in range(3)]
+    assert sum(entry.label_counts) + sum(entry.test_label_counts) == 15
+    assert entry.num_examples == len(train)
+    assert entry.image_shape == [1, 28, 28]
+    assert entry.model == "cnn-fedreco"
+    assert entry.representation_width == 84
+    assert entry.num_partitions == 4
+    assert torch.__version__ in entry.versions
+
+
+def test_the_representation_is_as_wide_as_at_the_split(tmp_path):
+    config = make_config(method="fedreco", fedreco__split="conv2")
+    assert read_roster(Client(config, tmp_path).ask("query")).representation_width == 16 * 4 * 4
+
+
+def test_a_real_site_says_what_its_own_data_is(tmp_path):
+    config = make_config()
+    node = {"name": "site-a", "source": npz_site(tmp_path / "a.npz", num=10, size=40)}
+    entry = read_roster(Client(config, tmp_path, node).ask("query"))
+    assert entry.client == "site-a"
+    assert entry.label_counts == [4, 3, 3]
+    assert entry.test_label_counts == [2, 2, 1]
+    assert entry.image_shape == [1, 40, 40]  # its own: the server refuses what does not fit
+    assert entry.num_partitions == 0
+
+
+def test_a_partition_may_have_a_name():
+    config = make_config()
+    node = {"name": "alpha", "partition-id": 0, "num-partitions": 2}
+    assert read_roster(Client(config, "", node).ask("query")).client == "alpha"
+
+
+# --- train and evaluate ---------------------------------------------------------------------------
+
+
+def test_train_answers_with_the_update_and_its_figures(tmp_path):
+    config = make_config(local_epochs=2)
+    reply = read_reply(Client(config, tmp_path).ask("train", 3, initial(config)))
+    update = method_of(config).train(make_round(config, number=3))
+    assert (reply.client, reply.round) == ("client-0000", 3)
+    assert_same_bits(reply.arrays, update.arrays)
+    assert reply.extra == {}
+    assert reply.metrics["num-examples"] == 30
+    assert reply.metrics["num-steps"] == 8
+    assert reply.metrics["loss.supervised"] == pytest.approx(update.terms["supervised"])
+    assert reply.metrics["seconds"] > 0
+    assert reply.metrics["cpu-seconds"] > 0
+    assert not list(tmp_path.iterdir())  # FedAvg keeps nothing
+
+
+def test_evaluate_judges_the_received_model_on_the_local_test_part(tmp_path):
+    config = make_config(local_test_fraction=0.3)
+    weights = initial(config, seed=5)
+    reply = read_reply(Client(config, tmp_path).ask("evaluate", 3, weights))
+    (_, train), (images, labels) = splits_of(config, partition=0, of=2)
+    accuracy, loss = score_by_hand(config, weights, images, labels)
+    assert reply.arrays == {}
+    assert reply.metrics["num-test"] == len(labels) > 5
+    assert reply.metrics["num-examples"] == len(train)
+    assert reply.metrics["global-accuracy"] == pytest.approx(accuracy)
+    assert reply.metrics["global-loss"] == pytest.approx(loss, rel=1e-5)
+    assert "personal-accuracy" not in reply.metrics
+
+
+def test_personal_figures_come_with_the_training_and_are_of_the_model_kept(tmp_path):
+    config = make_config(method="fedreco", local_test_fraction=0.3, fedreco__eta_u=0.1)
+    weights = initial(config)
+    u_0 = {n: w for n, w in weights.items() if not n.startswith("classifier")}
+    client = Client(config, tmp_path)
+    trained = read_reply(client.ask("train", 1, u_0, evaluate=True))
+    kept = StateFolder(tmp_path / "clients" / "client-0000").load(before_round=2)["model"]
+    _, (images, labels) = splits_of(config, partition=0, of=2)
+    accuracy, loss = score_by_hand(config, kept, images, labels)
+    assert trained.metrics["personal-accuracy"] == pytest.approx(accuracy)
+    assert trained.metrics["personal-loss"] == pytest.approx(loss, rel=1e-5)
+    assert "global-accuracy" not in trained.metrics
+    # asked again, with another u_0, it is the same model that is judged
+    other = {n: w for n, w in initial(config, seed=7).items() if n in u_0}
+    judged = read_reply(client.ask("evaluate", 1, other))
+    assert judged.metrics["personal-loss"] == trained.metrics["personal-loss"]
+    assert "personal-accuracy" not in read_reply(client.ask("train", 2, u_0)).metrics
+
+
+def test_the_state_kept_is_the_model_sent_and_the_next_round_reads_it(tmp_path):
+    config = make_config(method="moon")
+    client = Client(config, tmp_path)
+    first = read_reply(client.ask("train", 1, initial(config)))
+    state = StateFolder(tmp_path / "clients" / "client-0000")
+    assert_same_bits(state.load(before_round=2)["previous"], first.arrays)
+    received = initial(config, seed=9)
+    second = read_reply(client.ask("train", 2, received))
+    now = make_round(config, number=2, received=received, state={"previous": first.arrays})
+    assert_same_bits(second.arrays, method_of(config).train(now).arrays)
+    assert "loss.penalty" in second.metrics
+    assert "loss.penalty" not in first.metrics
+
+
+def test_a_round_asked_for_again_is_the_same_to_the_bit_and_old_versions_go(tmp_path):
+    """As after a server that died: the client is ahead, the server asks for a round again."""
+    config = make_config(method="moon")
+    client = Client(config, tmp_path)
+
+    def train(number, seed, checkpoint):
+        return read_reply(client.ask("train", number, initial(config, seed), checkpoint=checkpoint))
+
+    train(1, 1, checkpoint=0)
+    second = train(2, 2, checkpoint=1)
+    third = train(3, 3, checkpoint=2)
+    assert_same_bits(train(3, 3, checkpoint=2).arrays, third.arrays)
+    # round 1's version is what round 2 reads: gone once the server cannot go back that far
+    kept = sorted(p.name[:11] for p in (tmp_path / "clients" / "client-0000").iterdir())
+    assert kept == ["round-00002", "round-00003"]
+    fresh = Client(config, tmp_path / "fresh")
+    fresh.ask("train", 1, initial(config, 1))
+    assert_same_bits(read_reply(fresh.ask("train", 2, initial(config, 2))).arrays, second.arrays)
+
+
+def test_two_clients_keep_two_states(tmp_path):
+    config = make_config(method="moon")
+    for partition in (0, 1):
+        node = {"partition-id": partition, "num-partitions": 2}
+        Client(config, tmp_path, node).ask("train", 1, initial(config))
+    names = {path.name for path in (tmp_path / "clients").iterdir()}
+    assert names == {"client-0000", "client-0001"}
+    kept = [StateFolder(tmp_path / "clients" / n).load(2)["previous"] for n in sorted(names)]
+    assert differ(*kept)
+
+
+def test_kept_models_of_a_whole_run_are_of_before_the_averaging(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    keys = {"method": "moon", "num-rounds": 2, "source": small_source(), "model": "cnn-fedreco"}
+    partition = {"partition": "iid", "batch-size": 8, "min-samples": 1, "device": "cpu"}
+    path = run_inline(keys | partition, num_clients=2)
+    kept = [StateFolder(path / "clients" / f"client-000{n}").load(3)["previous"] for n in (0, 1)]
+    assert differ(*kept)
+    checkpoints = sorted((path / "checkpoints").iterdir())
+    assert checkpoints
+    lines = [json.loads(line) for line in (path / "history.jsonl").read_text().splitlines()]
+    assert "penalty" not in lines[0]["losses"]
+    assert lines[1]["losses"]["penalty"] > 0
+
+
+# --- a node's own config --------------------------------------------------------------------------
+
+
+def test_a_real_site_trains_on_its_own_folder(tmp_path):
+    names = ["anna", "bert", "carl"]
+    shared = write_folder(tmp_path / "shared", {0, 1, 2}, names, seed=3)
+    own = write_folder(tmp_path / "own", {0, 1, 2}, names, seed=4)
+    config = make_config(source=f"folder:{shared}", normalise="half")
+    weights = initial(config)
+    replies = [
+        read_reply(Client(config, tmp_path, node).ask("train", 1, weights))
+        for node in (
+            {"name": "site-a", "source": f"folder:{own}"},
+            {"name": "site-a", "source": f"folder:{shared}"},
+        )
+    ]
+    assert all(reply.metrics["num-examples"] == 36 for reply in replies)
+    assert differ(replies[0].arrays, replies[1].arrays)
+
+
+def test_a_site_that_lacks_a_class_means_the_same_by_the_others(tmp_path):
+    """Labels are places in a list of names; a site's list is shorter than the run's."""
+    names = ["anna", "bert", "carl"]
+    shared = write_folder(tmp_path / "shared", {0, 1, 2}, names, seed=3)
+    own = write_folder(tmp_path / "own", {0, 2}, names, seed=4)
+    config = make_config(source=f"folder:{shared}")
+    node = {"name": "site-a", "source": f"folder:{own}"}
+    entry = read_roster(Client(config, tmp_path, node).ask("query"))
+    assert entry.label_counts == [12, 0, 12]
+    assert entry.test_label_counts == [6, 0, 6]
+
+
+def test_a_site_with_a_class_that_the_run_lacks_is_refused(tmp_path):
+    shared = write_folder(tmp_path / "shared", {0, 1, 2}, ["anna", "bert", "carl"], seed=3)
+    own = write_folder(tmp_path / "own", {0, 1, 2}, ["anna", "bert", "dora"], seed=4)
+    node = {"name": "site-a", "source": f"folder:{own}"}
+    reason = error_of(Client(make_config(source=f"folder:{shared}"), tmp_path, node).ask("query"))
+    assert "site-a" in reason
+    assert "'dora'" in reason
+    assert "anna, bert, carl" in reason
+    numbered = {"name": "site-b", "source": npz_site(tmp_path / "b.npz", num=12, num_classes=4)}
+    reason = error_of(Client(make_config(), tmp_path, numbered).ask("query"))
+    assert "site-b: its own data has the class '3'" in reason
+
+
+def test_a_state_dir_of_its_own_outlives_flowers_run(tmp_path):
+    """A resumed run has another Flower run id, but the same run folder."""
+    config = make_config(method="moon")
+    source = npz_site(tmp_path / "own.npz", num=12)
+    node = {"name": "site-a", "source": source, "state-dir": str(tmp_path / "volume")}
+    run_dir = tmp_path / "server" / "20260101-moon"  # which this machine need not have
+    first = Client(config, run_dir, node)
+    trained = read_reply(first.ask("train", 1, initial(config)))
+    assert not run_dir.exists()
+    resumed = Client(config, run_dir, node)
+    run_ids = {next(iter(c.grid.contexts.values())).run_id for c in (first, resumed)}
+    assert len(run_ids) == 2
+    reply = read_reply(resumed.ask("train", 2, initial(config, seed=4)))
+    assert "loss.penalty" in reply.metrics  # it knows its previous model
+    (folder,) = {p.parent for p in (tmp_path / "volume").rglob("*.safetensors")}
+    assert_same_bits(StateFolder(folder).load(before_round=2)["previous"], trained.arrays)
+    # another run starts anew
+    other = Client(config, tmp_path / "server" / "20260102-moon", node)
+    assert "loss.penalty" not in read_reply(other.ask("train", 2, initial(config))).metrics
+
+
+def test_a_nodes_model_comes_before_client_models_and_the_runs(monkeypatch):
+    def build(input_shape):
+        return _plain_cnn(input_shape, kernel=3, conv_widths=(4,), fc_widths=(84,))
+
+    monkeypatch.setitem(MODELS, "small-cnn", Architecture(build))
+    config = make_config(method="fedreco")
+    mixed = make_config(method="fedreco", client_models="cnn-fedreco, small-cnn")
+    partitions = [{"partition-id": n, "num-partitions": 3} for n in range(3)]
+    assert [own_architecture(config, p) for p in partitions] == ["cnn-fedreco"] * 3
+    expected = ["cnn-fedreco", "small-cnn", "cnn-fedreco"]
+    assert [own_architecture(mixed, p) for p in partitions] == expected
+    node = partitions[0] | {"model": "small-cnn"}
+    entry = read_roster(Client(mixed, "", node).ask("query"))
+    assert (entry.model, entry.representation_width) == ("small-cnn", 84)
+
+
+def test_a_nodes_device_comes_before_the_runs(tmp_path):
+    node = {"partition-id": 0, "num-partitions": 2, "device": "cuda:99"}
+    config = make_config()
+    reason = error_of(Client(config, tmp_path, node).ask("train", 1, initial(config)))
+    assert "device = 'cuda:99'" in reason
+    config = make_config(device="cuda:99")
+    node["device"] = "cpu"
+    reply = read_reply(Client(config, tmp_path, node).ask("train", 1, initial(config)))
+    assert reply.metrics["num-steps"] == 4
+
+
+def test_a_real_sites_noise_is_its_own_and_a_partitions_the_runs(tmp_path):
+    config = make_config(method="fedreco", privacy__epsilon=0.5)
+    nodes = [{"name": "a", "source": small_source()}, {"partition-id": 0, "num-partitions": 2}]
+    u_0 = {n: w for n, w in initial(config).items() if not n.startswith("classifier")}
+    repeats = []
+    for node in nodes:
+        one, two = (
+            read_reply(Client(config, tmp_path / str(n), node).ask("train", 1, u_0)).arrays
+            for n in (1, 2)
+        )
+        repeats.append(not differ(one, two))
+    assert repeats == [False, True]
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["query", "train", "evaluate"])
+def test_a_message_that_is_not_keels_is_answered_with_an_error(kind, tmp_path):
+    client = Client(make_config(), tmp_path)
+    reason = error_of(client.send(RecordDict({"config": ConfigRecord({"lr": 0.1})}), kind))
+    assert (
+        reason == "ValueError: a message without the record 'round': not sent by Keel's ServerApp"
+    )
+
+
+def test_a_client_without_a_name_says_how_to_give_it_one(tmp_path):
+    reason = error_of(Client(make_config(), tmp_path, {}).ask("query"))
+    assert "neither 'name' nor 'partition-id'" in reason or "names no data" in reason
+    assert "source=" in reason
+
+
+def test_a_client_without_data_says_how_to_give_it_some(tmp_path):
+    reason = error_of(Client(make_config(), tmp_path, {"name": "site-a"}).ask("query"))
+    assert reason.startswith("ValueError: site-a: ")
+    assert "source=" in reason
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        ({"name": "a", "source": "npz:/nowhere/at-all.npz"}, ["/nowhere/at-all.npz"]),
+        ({"name": "a", "source": "folder:relative"}, ["folder:relative", "absolute"]),
+        ({"partition-id": 0, "num-partitions": 2, "model": "resnet99"}, ["resnet99", "resnet20"]),
+    ],
+)
+def test_a_nodes_mistake_is_named(node, words, tmp_path):
+    reason = error_of(Client(make_config(), tmp_path, node).ask("query"))
+    assert all(word in reason for word in words)
+
+
+def test_a_method_that_is_unknown_is_named_with_its_neighbours(tmp_path):
+    config = make_config(method="fedintr2")
+    reason = error_of(Client(config, tmp_path).ask("train", 1, {}))
+    assert "method = 'fedintr2' is unknown; did you mean fedintr" in reason
+
+
+def test_arrays_that_do_not_fit_are_an_error_of_one_line(tmp_path):
+    config = make_config()
+    arrays = initial(config)
+    arrays["classifier.bias"] = torch.zeros(4)
+    reason = error_of(Client(config, tmp_path).ask("train", 1, arrays))
+    assert "classifier.bias" in reason
+
+
+def test_a_damaged_state_is_an_error_and_not_a_fresh_start(tmp_path):
+    config = make_config(method="fedreco")
+    u_0 = {n: w for n, w in initial(config).items() if not n.startswith("classifier")}
+    client = Client(config, tmp_path)
+    client.ask("train", 1, u_0)
+    (path,) = (tmp_path / "clients" / "client-0000").iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "is damaged" in error_of(client.ask("train", 2, u_0))
+    assert "is damaged" in error_of(client.ask("evaluate", 2, u_0))
+
+
+def test_an_error_leaves_the_process_able_to_answer_the_next(tmp_path):
+    config = make_config()
+    client = Client(config, tmp_path)
+    assert client.ask("train", 1, {}).has_error()
+    assert not client.ask("train", 1, initial(config)).has_error()
+
+
+# --- the worker -----------------------------------------------------------------------------------
+
+
+def test_a_worker_forgets_the_networks_of_the_run_before():
+    worker, cpu = Worker(), torch.device("cpu")
+    one, two = make_config(seed=1), make_config(seed=2)
+    first = worker.network(one, "cnn-fedreco", "local", cpu)
+    assert worker.network(one, "cnn-fedreco", "local", cpu) is first
+    assert worker.network(one, "cnn-fedreco", "global", cpu) is not first
+    second = worker.network(two, "cnn-fedreco", "local", cpu)
+    assert_same_bits(second.state_dict(), initial(two))
+    assert differ(second.state_dict(), initial(one))

@@ -1,0 +1,441 @@
+"""FedReCo's client half against Algorithm 1 written out in float64, line by line."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from client_fixtures import (
+    NUM_CLASSES,
+    SHAPE,
+    assert_close,
+    assert_same_bits,
+    differ,
+    initial,
+    make_config,
+    make_round,
+)
+
+from client_app.methods import method_of
+from client_app.methods.fedreco import Extractor, consensus_gradient, representation_distance
+from client_app.samples import Samples
+from client_app.setup import build_network
+from client_app.worker import Worker, representation_width
+from models.cnn import _plain_cnn
+from models.registry import MODELS, Architecture
+from strategies.fedreco import FedReCoServer
+
+LAYERS = ("conv1", "conv2", "fc1", "fc2", "classifier")
+
+
+def reco(**keys):
+    """A config of FedReCo, without momentum unless asked for."""
+    base = {"momentum": 0.0, "weight_decay": 0.0, "fedreco__lambda": 0.7}
+    rates = {"fedreco__eta_u": 0.03, "fedreco__eta_v": 0.2}
+    return make_config(method="fedreco", **base | rates | keys)
+
+
+def shared_part(config, weights):
+    """u_0 of these weights."""
+    network = build_network(config, SHAPE, NUM_CLASSES)
+    return {
+        key: weights[key] for key in network.extractor_keys(config.flat["fedreco.split"] or "fc2")
+    }
+
+
+def u_0_of(config, seed):
+    """A shared extractor that is not the run's initial one."""
+    return shared_part(config, initial(config, seed=seed))
+
+
+def run_round(config, u_0=None, recorder=None, **about):
+    """The update of one round on what the server sends; u_0: by default the run's initial one."""
+    received = shared_part(config, initial(config)) if u_0 is None else u_0
+    now = make_round(config, received=received, **about)
+    return method_of(config).train(now)
+
+
+@pytest.fixture
+def batches_seen(monkeypatch):
+    """The indices of every batch that training draws, in order."""
+    seen, batches = [], Samples.batches
+
+    def recorded(self, *arguments):
+        for step in batches(self, *arguments):
+            seen.append(step.index)
+            yield step
+
+    monkeypatch.setattr(Samples, "batches", recorded)
+    return seen
+
+
+# --- Algorithm 1, written out for cnn-fedreco ---------------------------------------------------
+
+
+def layer(name, w, b, x):
+    """One layer of the network of section 6.1: two convolutions, three fully connected."""
+    if name.startswith("conv"):
+        return F.relu(F.max_pool2d(F.conv2d(x, w, b), 2))
+    x = x.flatten(1) @ w.T + b
+    return x if name == "classifier" else F.relu(x)
+
+
+def key_of(name, kind):
+    if name == "classifier":
+        return f"classifier.{kind}"
+    inner = "body" if name.startswith("conv") else "body.1"
+    return f"stages.{name}.{inner}.{kind}"
+
+
+def through(arrays, names, x):
+    for name in names:
+        x = layer(name, arrays[key_of(name, "weight")], arrays[key_of(name, "bias")], x)
+    return x
+
+
+def big_h(h, h_0):
+    """H_i of a batch, eq. (5): for every sample the sum over entries, then the mean."""
+    total = 0
+    for a, b in zip(h, h_0, strict=True):
+        total = total + sum((p - q) ** 2 for p, q in zip(a.flatten(), b.flatten(), strict=True))
+    return total / len(h)
+
+
+def algorithm_1(now, model, u_0, batches, k_v, k_u, split="fc2", momentum=0.0):
+    """(u_i, v_i) as one dict, and g_i: lines 7 to 18 in float64.
+
+    batches: indices of every batch, k_v for the head, k_u for the extractor, one to release.
+    """
+    o = method_of(now.config)
+    mean, std = now.train_samples.pixels.mean[0], now.train_samples.pixels.std[0]
+    images = (now.train_samples.images.double() / 255 - mean) / std
+    labels = now.train_samples.labels
+    until = LAYERS.index(split) + 1
+    w = {name: array.double().clone() for name, array in model.items()}
+    u_0 = {name: array.double() for name, array in u_0.items()}
+    u_names = [key_of(n, kind) for n in LAYERS[:until] for kind in ("weight", "bias")]
+    v_names = [key_of(n, kind) for n in LAYERS[until:] for kind in ("weight", "bias")]
+
+    def step(names, objective, rate, velocity):
+        point = w | {n: w[n].clone().requires_grad_() for n in names}
+        gradients = torch.autograd.grad(objective(point), [point[n] for n in names])
+        for n, g in zip(names, gradients, strict=True):
+            velocity[n] = momentum * velocity.get(n, 0) + g
+            w[n] = w[n] - rate * velocity[n]
+
+    batches, velocity = list(batches), {}
+    for _ in range(k_v):  # lines 8 to 11
+        b = batches.pop(0)
+        x, y = images[b], labels[b]
+        step(v_names, lambda p: F.cross_entropy(through(p, LAYERS, x), y), o.eta_v, velocity)  # noqa: B023
+    for _ in range(k_u):  # lines 13 to 16
+        b = batches.pop(0)
+        x, y = images[b], labels[b]
+
+        def objective(p, x=x, y=y):
+            f_i = F.cross_entropy(through(p, LAYERS, x), y)
+            h, h_0 = through(p, LAYERS[:until], x), through(u_0, LAYERS[:until], x)
+            return f_i + o.lambda_ / 2 * big_h(h, h_0)
+
+        step(u_names, objective, o.eta_u, velocity)
+    (b,) = batches  # line 18
+    point = {n: u_0[n].clone().requires_grad_() for n in u_names}
+    h = through(w, LAYERS[:until], images[b])
+    distance = big_h(h, through(point, LAYERS[:until], images[b]))
+    gradients = torch.autograd.grad(distance, list(point.values()))
+    return w, dict(zip(point, gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "split"),
+    [
+        ({}, "fc2"),
+        ({"fedreco__k_v": "2 epochs", "fedreco__k_u": "3 epochs", "momentum": 0.5}, "fc2"),
+        ({"fedreco__split": "conv2", "fedreco__lambda": 0.2}, "conv2"),
+        ({"fedreco__split": "fc1", "fedreco__k_v": "7 steps", "fedreco__k_u": "3 steps"}, "fc1"),
+    ],
+    ids=["as published", "epochs and momentum", "split in the convolutions", "steps"],
+)
+def test_a_round_is_algorithm_1(keys, split, batches_seen):
+    config = reco(**keys, batch_size=12)  # three batches an epoch: 12, 12, 6
+    u_0, kept = u_0_of(config, seed=3), initial(config, seed=4)
+    now = make_round(config, number=2, received=u_0, state={"model": kept})
+    update = method_of(config).train(now)
+    counts = {"1 epoch": 3, "2 epochs": 6, "3 epochs": 9, "7 steps": 7, "3 steps": 3}
+    k_v, k_u = (counts[config.flat[f"fedreco.{key}"]] for key in ("k-v", "k-u"))
+    assert update.num_steps == k_v + k_u
+    model, g_i = algorithm_1(
+        now, kept, u_0, batches_seen, k_v, k_u, split, momentum=config.train.momentum
+    )
+    assert update.arrays.keys() == g_i.keys() == u_0.keys()
+    assert_close(update.state["model"], model, rtol=0, atol=2e-6)
+    for name, g in g_i.items():
+        assert g.abs().max() > 1e-4, f"{name}: nothing to compare"
+    assert_close(update.arrays, g_i, rtol=1e-4, atol=5e-6)
+    # far enough from where it began, and from a round without consensus, for this to mean something
+    assert min((model[n] - kept[n]).abs().max() for n in model) > 1e-3
+
+
+def test_every_epoch_and_both_phases_see_every_sample_once_in_orders_of_their_own(batches_seen):
+    config = reco(fedreco__k_v="2 epochs", fedreco__k_u="2 epochs")  # 4 batches an epoch
+    run_round(config)
+    assert len(batches_seen) == 4 * 4 + 1
+    orders = [tuple(torch.cat(batches_seen[4 * n : 4 * n + 4]).tolist()) for n in range(4)]
+    assert all(sorted(order) == list(range(30)) for order in orders)
+    assert len(set(orders)) == 4
+
+
+def test_steps_go_on_beyond_one_epoch(batches_seen):
+    update = run_round(reco(fedreco__k_v="6 steps", fedreco__k_u="20 steps"))
+    assert update.num_steps == 26
+    sizes = [len(index) for index in batches_seen]
+    assert sizes[:6] == [8, 8, 8, 6, 8, 8]
+    assert sizes[6:26] == [8, 8, 8, 6] * 5
+    assert sizes[26:] == [8]
+
+
+# --- H_i and g_i ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (5, 7), (3, 2, 4, 3)])
+def test_representation_distance_is_a_sum_over_entries_and_a_mean_over_samples(shape):
+    generator = torch.Generator().manual_seed(1)
+    h, h_0 = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    total = 0.0
+    for a, b in zip(h, h_0, strict=True):
+        for p, q in zip(a.flatten().tolist(), b.flatten().tolist(), strict=True):
+            total += (p - q) ** 2
+    assert representation_distance(h, h_0).item() == pytest.approx(total / shape[0], rel=1e-12)
+
+
+def test_representations_as_wide_but_shaped_otherwise_are_not_broadcast():
+    h, h_0 = torch.randn(2, 1, 2, 2), torch.randn(2, 4, 1, 1)
+    expected = representation_distance(h.flatten(1), h_0.flatten(1))
+    assert representation_distance(h, h_0) == expected
+
+
+@pytest.mark.parametrize("split", ["conv1", "fc2"])
+def test_g_i_is_the_slope_of_h_i_in_every_direction(split):
+    config = reco()
+    network = build_network(config, SHAPE, NUM_CLASSES, seed=1).double()
+    u_0 = Extractor(network, split)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn((4, *SHAPE), generator=generator, dtype=torch.float64)
+    h = network.extract(x, split).detach()
+    h = h + torch.randn(h.shape, generator=generator, dtype=torch.float64)
+    g_i = consensus_gradient(u_0, x, h)
+    assert g_i.keys() == set(network.extractor_keys(split))
+    start = {name: p.detach().clone() for name, p in u_0.named_parameters()}
+    for name, p in u_0.named_parameters():
+        direction = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                p.copy_(start[name] + sign * 1e-6 * direction)
+                values.append(representation_distance(h, network.extract(x, split)).item())
+                p.copy_(start[name])
+        slope = (values[0] - values[1]) / 2e-6
+        assert (g_i[name] * direction).sum().item() == pytest.approx(slope, rel=1e-4, abs=1e-6)
+
+
+def test_the_servers_step_on_g_i_brings_u_0_nearer():
+    """Client and server agree on the sign: H_i falls from round to round while u_i stays."""
+    config = reco(fedreco__eta_u=0.0, fedreco__eta_v=0.0, fedreco__eta_0=0.05, batch_size=100)
+    server = FedReCoServer(config, build_network(config, SHAPE, NUM_CLASSES))
+    u_0, kept = u_0_of(config, seed=3), initial(config, seed=4)
+    penalties = []
+    for number in (1, 2, 3, 4):
+        now = make_round(config, number=number, received=u_0, state={"model": kept})
+        update = method_of(config).train(now)
+        penalties.append(update.terms["penalty"])
+        u_0 = u_0 | {n: u_0[n] - server.options.eta_0 * g for n, g in update.arrays.items()}
+    assert penalties == sorted(penalties, reverse=True)
+    assert penalties[-1] < 0.9 * penalties[0]
+
+
+# --- who moves what -------------------------------------------------------------------------------
+
+
+def split_names(config):
+    u = set(shared_part(config, initial(config)))
+    return u, initial(config).keys() - u
+
+
+# what would move weights that get no gradient
+MOVING = {"batch_size": 16, "momentum": 0.9, "weight_decay": 0.01}
+# resnet20: batch norms on both sides of the split, whose statistics have to stay as well
+NETWORKS = pytest.mark.parametrize(
+    "keys",
+    [{}, {"fedreco__split": "conv2"}, {"model": "resnet20", "fedreco__split": "conv2_x"}],
+    ids=["cnn", "cnn split early", "resnet20 split early"],
+)
+
+
+@NETWORKS
+def test_the_head_phase_moves_the_head_alone(keys):
+    config = reco(**keys, **MOVING, fedreco__k_u="0 epochs")
+    kept = initial(config, seed=4)
+    update = run_round(config, u_0_of(config, seed=3), state={"model": kept})
+    u, v = split_names(config)
+    assert_same_bits(update.state["model"], kept, names=u)
+    moved = differ(update.state["model"], kept)
+    assert {n for n in v if n.endswith(("weight", "bias"))} <= set(moved) <= v
+
+
+@NETWORKS
+def test_the_extractor_phase_moves_the_extractor_alone(keys):
+    config = reco(**keys, **MOVING, fedreco__k_v="0 epochs")
+    kept = initial(config, seed=4)
+    update = run_round(config, u_0_of(config, seed=3), state={"model": kept})
+    u, v = split_names(config)
+    assert_same_bits(update.state["model"], kept, names=v)
+    assert (
+        u
+        >= set(differ(update.state["model"], kept))
+        >= {n for n in u if "conv" in n and n.endswith("weight")}
+    )
+
+
+def test_the_clip_is_of_the_part_that_moves():
+    """One full-batch step each: at rate 1 the step's length is the clipped gradient's."""
+    keys = {"batch_size": 100, "clip_norm": 0.01, "fedreco__eta_u": 1.0, "fedreco__eta_v": 1.0}
+    config = reco(**keys)
+    kept = initial(config, seed=4)
+    update = run_round(config, u_0_of(config, seed=3), state={"model": kept})
+    for names in split_names(config):
+        step = [update.state["model"][n] - kept[n] for n in names]
+        length = math.sqrt(sum(float(s.double().square().sum()) for s in step))
+        assert length == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_clients_own_extractor_is_never_overwritten():
+    config = reco(fedreco__eta_u=0.0, fedreco__eta_v=0.0)
+    first = run_round(config, u_0_of(config, seed=3))
+    second = run_round(config, u_0_of(config, seed=6), number=2, state=first.state)
+    assert_same_bits(second.state["model"], first.state["model"])
+    # ... nor where the server's arrays come along for an evaluation
+    now = make_round(config, number=2, received=u_0_of(config, seed=7), state=first.state)
+    personal = method_of(config).personal_model(now, first.state)
+    assert_same_bits(personal.state_dict(), first.state["model"])
+
+
+def test_first_contact_takes_u_0_and_a_head_from_the_runs_seed():
+    config = reco(fedreco__eta_u=0.0, fedreco__eta_v=0.0, seed=11)
+    u_0 = u_0_of(config, seed=3)
+    u, v = split_names(config)
+    assert u | v == initial(config).keys()
+    for partition in (0, 1):
+        update = run_round(config, u_0, number=5, partition=partition)
+        assert_same_bits(update.state["model"], u_0, names=u)
+        assert_same_bits(update.state["model"], initial(config), names=v)
+    other = reco(fedreco__eta_u=0.0, fedreco__eta_v=0.0, seed=12)
+    assert differ(initial(other), initial(config)) != []
+
+
+def test_what_another_client_left_in_the_worker_does_not_show():
+    config, warm = reco(), Worker()
+    run_round(config, u_0_of(config, seed=3), worker=warm, partition=1)
+    mine, fresh = (run_round(config, worker=w) for w in (warm, Worker()))
+    assert_same_bits(mine.state["model"], fresh.state["model"])
+    assert_same_bits(mine.arrays, fresh.arrays)
+
+
+def test_without_lambda_the_server_has_no_say(batches_seen):
+    config = reco(fedreco__lambda=0.0)
+    kept = initial(config, seed=4)
+    one = run_round(config, u_0_of(config, seed=3), state={"model": kept})
+    two = run_round(config, u_0_of(config, seed=6), state={"model": kept})
+    assert_same_bits(one.state["model"], two.state["model"])
+    assert one.terms["penalty"] == two.terms["penalty"] == 0
+    assert differ(one.arrays, two.arrays) == list(one.arrays)  # g_i is of H_i, without lambda
+    with_lambda = run_round(reco(), u_0_of(config, seed=3), state={"model": kept})
+    assert differ(with_lambda.state["model"], one.state["model"])
+
+
+def test_terms_are_of_the_extractor_phase_before_its_steps():
+    """Of one full batch and no head phase, the penalty is lambda/2 H_i of what was there before."""
+    config = reco(batch_size=100, fedreco__k_v="0 steps")
+    kept, u_0 = initial(config, seed=4), u_0_of(config, seed=3)
+    now = make_round(config, received=u_0, state={"model": kept})
+    update = method_of(config).train(now)
+    network = build_network(config, SHAPE, NUM_CLASSES)
+    (x, y) = next(now.train_samples.in_order())
+    network.load_state_dict(kept)
+    h, loss = network.extract(x, "fc2").detach(), F.cross_entropy(network(x), y).item()
+    network.load_state_dict(kept | u_0)
+    expected = 0.7 / 2 * big_h(h, network.extract(x, "fc2").detach())
+    assert update.terms["penalty"] == pytest.approx(float(expected), rel=1e-5)
+    assert update.terms["supervised"] == pytest.approx(loss, rel=1e-5)
+
+
+# --- another architecture -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_cnn(monkeypatch):
+    """`small-cnn`: one convolution, one fully connected layer, as wide as cnn-fedreco's 84."""
+
+    def build(input_shape):
+        return _plain_cnn(input_shape, kernel=3, conv_widths=(4,), fc_widths=(84,))
+
+    monkeypatch.setitem(MODELS, "small-cnn", Architecture(build))
+    return "small-cnn"
+
+
+def test_a_client_of_another_architecture_shares_the_representation_alone(small_cnn):
+    config = reco(client_models=f"cnn-fedreco, {small_cnn}", batch_size=100)
+    u_0 = u_0_of(config, seed=3)
+    now = make_round(config, received=u_0, partition=1)
+    assert now.model.name == small_cnn
+    assert representation_width(config, now.model) == 84
+    update = method_of(config).train(now)
+    own = build_network(config, SHAPE, NUM_CLASSES, small_cnn)
+    assert update.state["model"].keys() == own.state_dict().keys()
+    assert differ(update.state["model"], own.state_dict())
+    # g_i, by autograd: u_0's names and shapes, the representation of the other network
+    shared = build_network(config, SHAPE, NUM_CLASSES)
+    shared.load_state_dict(initial(config) | u_0)
+    own.load_state_dict(update.state["model"])
+    (x, _) = next(now.train_samples.in_order())
+    h = own.extract(x, "fc1").detach()
+    distance = (shared.extract(x, "fc2") - h).square().sum() / len(x)
+    distance.backward()
+    wanted = {name: p.grad for name, p in shared.named_parameters() if p.grad is not None}
+    assert update.arrays.keys() == wanted.keys() == u_0.keys()
+    assert_close(update.arrays, wanted, rtol=1e-3, atol=1e-5)
+    # at its second participation it goes on from its own
+    still = reco(client_models=f"cnn-fedreco, {small_cnn}", fedreco__eta_u=0.0, fedreco__eta_v=0.0)
+    second = run_round(still, u_0, number=2, partition=1, state=update.state)
+    assert_same_bits(second.state["model"], update.state["model"])
+
+
+def test_at_first_contact_another_architecture_starts_from_the_runs_seed(small_cnn):
+    config = reco(client_models=small_cnn, fedreco__eta_u=0.0, fedreco__eta_v=0.0)
+    update = run_round(config)
+    expected = build_network(config, SHAPE, NUM_CLASSES, small_cnn).state_dict()
+    assert_same_bits(update.state["model"], expected)
+
+
+# --- durations ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["k-u", "k-v"])
+@pytest.mark.parametrize("text", ["", "1", "fast", "epoch", "-1 epoch", "1.5 epochs", "1  epoch"])
+def test_a_duration_that_is_none_is_refused_by_key_and_value(key, text):
+    config = reco(**{f"fedreco__{key}": text})
+    message = f"fedreco.{key} = {text!r}: it has to be like '1 epoch', '2 epochs' or '20 steps'"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        method_of(config)
+
+
+@pytest.mark.parametrize("text", ["² epochs", "1 epochss", "2 rounds", "1 epoch 2 steps"])
+def test_near_misses_of_a_duration_are_refused(text):
+    with pytest.raises(ValueError, match="it has to be like"):
+        method_of(reco(fedreco__k_u=text))
+
+
+def test_an_unknown_split_is_refused_with_the_stages_there_are():
+    config = reco(fedreco__split="conv9")
+    with pytest.raises(ValueError, match=r"conv9.*conv1, conv2, fc1, fc2"):
+        FedReCoServer.initial_arrays(config, build_network(config, SHAPE, NUM_CLASSES))

@@ -1,0 +1,209 @@
+"""What leaves a client under differential privacy: the clip, the noise, its source, its cost."""
+
+import math
+
+import pytest
+import torch
+from client_fixtures import assert_same_bits, differ, make_config, make_round
+
+from client_app.privacy import clip_to_norm, privatise
+from protocol.privacy import check_privacy, composed_budget, noise_multiplier, noise_sigma
+
+SHAPES = {"a": (3, 4), "b": (5,), "c": (2, 1, 3, 3), "d": ()}
+
+
+def arrays_from(seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return {n: scale * torch.randn(shape, generator=generator) for n, shape in SHAPES.items()}
+
+
+def joint_norm(arrays):
+    """The 2-norm of all entries of all arrays, one by one."""
+    return math.sqrt(sum(v * v for a in arrays.values() for v in a.flatten().tolist()))
+
+
+def private_round(epsilon=0.5, number=1, partition=0, seed=0, is_simulated=True, **keys):
+    config = make_config(
+        method="fedreco", privacy__epsilon=epsilon, seed=seed,
+        **{f"privacy__{key}": value for key, value in keys.items()},
+    )  # fmt: skip
+    now = make_round(config, number=number, partition=partition, received={})
+    object.__setattr__(now, "is_simulated", is_simulated)
+    return now
+
+
+# --- the clip -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1.0, 3.0])
+def test_a_longer_release_is_scaled_to_the_norm_in_its_own_direction(max_norm):
+    arrays = arrays_from(1)
+    norm = joint_norm(arrays)
+    assert norm > max_norm
+    clipped = clip_to_norm(arrays, max_norm)
+    assert joint_norm(clipped) == pytest.approx(max_norm, rel=1e-6)
+    for name, array in arrays.items():  # one factor for all arrays, not one each
+        torch.testing.assert_close(clipped[name], array * (max_norm / norm))
+
+
+def test_a_release_within_the_norm_is_left_as_it_is():
+    arrays = arrays_from(2)
+    for max_norm in (joint_norm(arrays) * 1.001, 1e6):
+        assert_same_bits(clip_to_norm(arrays, max_norm), arrays)
+
+
+def test_a_release_of_zeros_stays_one():
+    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    assert_same_bits(clip_to_norm(zeros, 1.0), zeros)
+
+
+# --- the noise ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "multiplier"), [(0.2, 0.1, 11.237724), (0.05, 0.05, 50.745450)]
+)
+def test_the_multiplier_of_one_release(epsilon, delta, multiplier):
+    """sqrt(2 ln(1.25 / delta)) / epsilon, worked out outside of this code."""
+    assert noise_multiplier(epsilon, delta) == pytest.approx(multiplier, abs=5e-7)
+    sigma = {}
+    for kind in ("local", "central"):
+        now = private_round(epsilon, delta=delta, clip_norm=3.0, sensitivity=kind)
+        sigma[kind] = noise_sigma(now.config.privacy)
+    # any two clipped releases are 2 C apart at most; one clipped contribution is C
+    assert sigma["local"] == pytest.approx(2 * 3.0 * multiplier, rel=1e-7)
+    assert sigma["central"] == pytest.approx(3.0 * multiplier, rel=1e-7)
+
+
+def test_the_noise_has_that_deviation_no_mean_and_no_pattern():
+    now = private_round(0.5, delta=0.1, clip_norm=0.4)
+    release = {"a": torch.zeros(200, 500), "b": torch.zeros(200, 500)}
+    noise = torch.stack(list(privatise(release, now).values())).double()
+    sigma = 2 * 0.4 * 2.2475448 / 0.5  # sqrt(2 ln 12.5) = 2.2475448
+    n = noise.numel()
+    assert noise.std().item() == pytest.approx(sigma, rel=4 / math.sqrt(2 * n))
+    assert abs(noise.mean().item()) < 4 * sigma / math.sqrt(n)
+    share_within = (noise.abs() < sigma).double().mean().item()  # Gaussian: 68.27 %
+    assert share_within == pytest.approx(0.6827, abs=4 * math.sqrt(0.6827 * 0.3173 / n))
+    correlation = (noise[0] * noise[1]).mean() / sigma**2  # the arrays' noises are independent
+    assert abs(correlation) < 4 / math.sqrt(n / 2)
+
+
+def test_the_noise_is_added_to_the_clipped_release():
+    now = private_round(clip_norm=0.5)
+    arrays = arrays_from(3, scale=10)
+    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    noise, private = privatise(zeros, now), privatise(arrays, now)
+    clipped = clip_to_norm(arrays, 0.5)
+    for name in arrays:
+        torch.testing.assert_close(private[name] - noise[name], clipped[name], rtol=0, atol=1e-4)
+        assert private[name].dtype == torch.float32
+        assert private[name].shape == arrays[name].shape
+
+
+def test_without_epsilon_nothing_is_clipped_or_noised():
+    arrays = arrays_from(4, scale=100)
+    assert_same_bits(privatise(arrays, private_round(epsilon=0.0)), arrays)
+
+
+def test_simulated_noise_repeats_and_is_another_for_another_client_round_or_seed():
+    arrays = arrays_from(5)
+    assert_same_bits(privatise(arrays, private_round()), privatise(arrays, private_round()))
+    others = [{}, {"number": 2}, {"partition": 1}, {"seed": 1}]
+    seen = {privatise(arrays, private_round(**about))["a"].sum().item() for about in others}
+    assert len(seen) == len(others)
+
+
+def test_a_real_sites_noise_is_not_the_run_seeds(monkeypatch):
+    """The server knows the run's seed: it could subtract noise that comes from it."""
+    arrays = arrays_from(6)
+    releases = [privatise(arrays, private_round(is_simulated=False)) for _ in range(3)]
+    assert len({release["a"].sum().item() for release in releases}) == 3
+    simulated = privatise(arrays, private_round())
+    assert all(differ(release, simulated) == list(arrays) for release in releases)
+    # nor does it hang on a global generator that somebody seeded
+    again = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        again.append(privatise(arrays, private_round(is_simulated=False))["a"])
+    assert not torch.equal(*again)
+
+
+def test_noise_cannot_be_found_by_trying_all_seeds():
+    """torch's generator sees 32 bits of its seed; two seeds that share them must differ here."""
+    assert torch.equal(
+        torch.randn(3, generator=torch.Generator().manual_seed(7)),
+        torch.randn(3, generator=torch.Generator().manual_seed(7 + 2**32)),
+    )
+    now, arrays = private_round(), arrays_from(7)
+    noises = []
+    for seed in (7, 7 + 2**32):
+        object.__setattr__(now, "seed", lambda *names, seed=seed: seed)
+        noises.append(privatise(arrays, now)["a"])
+    assert not torch.equal(*noises)
+
+
+# --- the cost of many releases --------------------------------------------------------------------
+
+
+def gaussian_delta(epsilon, sigma):
+    """The exact delta of a Gaussian mechanism of sensitivity 1 (Balle and Wang 2018, theorem 8)."""
+
+    def phi(t):
+        return 0.5 * math.erfc(-t / math.sqrt(2))
+
+    a, b = 1 / (2 * sigma), epsilon * sigma
+    return phi(a - b) - math.exp(epsilon) * phi(-a - b)
+
+
+def gaussian_epsilon(delta, sigma):
+    """The smallest epsilon that holds at delta, by bisection; 0 if any does."""
+    if gaussian_delta(0, sigma) <= delta:
+        return 0.0
+    low, high = 0.0, 200.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if gaussian_delta(middle, sigma) > delta else (low, middle)
+    return high
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.2, 1e-5), (0.5, 1e-3), (0.9, 1e-6)])
+@pytest.mark.parametrize("releases", [1, 20, 500])
+def test_the_composed_budget_covers_the_exact_one_and_is_near_it(epsilon, delta, releases):
+    """`releases` Gaussian releases with multiplier z cost what one with z / sqrt(releases) does."""
+    privacy = private_round(epsilon, delta=delta).config.privacy
+    budget = composed_budget(privacy, releases)
+    z = math.sqrt(2 * math.log(1.25 / delta)) / epsilon
+    exact = gaussian_epsilon(delta, z / math.sqrt(releases))
+    assert budget.releases == releases
+    assert budget.delta == delta
+    assert exact <= budget.epsilon <= 1.2 * exact
+    if releases == 1:
+        assert exact <= epsilon  # the classical formula gives away a little
+    else:
+        assert budget.epsilon < releases * epsilon
+
+
+def test_no_release_costs_nothing():
+    budget = composed_budget(private_round().config.privacy, 0)
+    assert (budget.releases, budget.epsilon, budget.delta) == (0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 2.5])
+def test_an_epsilon_for_which_the_formula_does_not_hold_is_refused(epsilon):
+    with pytest.raises(ValueError, match=rf"privacy\.epsilon = {epsilon}: .*below 1"):
+        check_privacy(private_round(epsilon).config.privacy)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.999])
+def test_an_epsilon_below_1_is_allowed(epsilon):
+    check_privacy(private_round(epsilon).config.privacy)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("epsilon", -0.1), ("delta", 0.0), ("delta", 1.0), ("clip_norm", 0.0)]
+)
+def test_values_without_meaning_are_refused_by_name(key, value):
+    name = f"privacy.{key}".replace("_", "-")
+    with pytest.raises(ValueError, match=f"{name} = {value}: it has to be"):
+        make_config(**{f"privacy__{key}": value})

@@ -1,0 +1,185 @@
+"""Batches of a client's samples: every sample once an epoch, and every draw from one generator."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from client_fixtures import make_config
+
+from client_app.samples import Pixels, Samples, batch_size_for, num_variants
+
+COLOUR = Pixels(mean=(0.1, 0.5, 0.7), std=(0.2, 0.3, 0.9))
+PLAIN = make_config().data
+
+
+def augmentation(**fields):
+    return dataclasses.replace(PLAIN, **fields)
+
+
+def colour_samples(num=23, size=28):
+    generator = np.random.default_rng(5)
+    images = generator.integers(0, 256, (num, 3, size, size), dtype=np.uint8)
+    return Samples(images, np.arange(num) % 7, COLOUR, torch.device("cpu")), images
+
+
+def by_hand(images):
+    """(p / 255 - mean) / std, per channel, in float64."""
+    channels = [
+        (images[:, c].astype(np.float64) / 255 - COLOUR.mean[c]) / COLOUR.std[c] for c in range(3)
+    ]
+    return torch.from_numpy(np.stack(channels, axis=1))
+
+
+def epoch_of(samples, batch_size=5, seed=0, **fields):
+    generator = torch.Generator().manual_seed(seed)
+    return list(samples.batches(batch_size, augmentation(**fields), generator)), generator
+
+
+def assert_pixels(x, expected):
+    assert x.dtype == torch.float32
+    torch.testing.assert_close(x.double(), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_normalise_is_the_equation(dtype):
+    _, images = colour_samples()
+    pixels = torch.from_numpy(images).to(dtype)
+    before = pixels.clone()
+    assert_pixels(COLOUR.normalise(pixels), by_hand(images))
+    assert torch.equal(pixels, before)  # floats come from a rotation, or from a user
+
+
+def test_normalise_takes_a_view_that_repeats_its_memory():
+    grey = torch.rand(4, 1, 8, 8) * 255
+    expected = COLOUR.normalise(grey.repeat(1, 3, 1, 1))
+    assert torch.equal(COLOUR.normalise(grey.expand(-1, 3, -1, -1)), expected)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 23, 24, 1000])
+def test_an_epoch_has_each_sample_once_and_a_smaller_last_batch(batch_size):
+    samples, images = colour_samples()
+    steps, _ = epoch_of(samples, batch_size)
+    index = torch.cat([step.index for step in steps])
+    assert sorted(index.tolist()) == list(range(23))
+    sizes = [len(step.y) for step in steps]
+    assert sizes == [min(batch_size, 23 - start) for start in range(0, 23, batch_size)]
+    for step in steps:
+        assert_pixels(step.x, by_hand(images)[step.index])
+        assert torch.equal(step.y, step.index % 7)
+        assert step.variant.tolist() == [0] * len(step.y)
+
+
+def test_the_order_is_the_generators():
+    samples, _ = colour_samples()
+    orders = [
+        torch.cat([s.index for s in epoch_of(samples, seed=n)[0]]).tolist() for n in (0, 0, 1)
+    ]
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0] != sorted(orders[0])
+
+
+def test_without_augmentation_nothing_but_the_order_is_drawn():
+    samples, _ = colour_samples()
+    _, generator = epoch_of(samples, flip=False, crop_padding=0, rotation=0.0)
+    alone = torch.Generator().manual_seed(0)
+    torch.randperm(23, generator=alone)
+    assert torch.equal(generator.get_state(), alone.get_state())
+    for fields in ({"flip": True}, {"crop_padding": 1}, {"rotation": 5.0}):
+        _, drawn = epoch_of(samples, **fields)
+        assert not torch.equal(drawn.get_state(), alone.get_state())
+
+
+def test_nothing_is_drawn_from_the_global_generator():
+    samples, _ = colour_samples()
+    before = torch.get_rng_state()
+    epoch_of(samples, flip=True, crop_padding=2, rotation=10.0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_variant_says_which_samples_are_mirrored():
+    samples, images = colour_samples(num=200)
+    steps, _ = epoch_of(samples, batch_size=64, flip=True)
+    variant = torch.cat([step.variant for step in steps])
+    assert set(variant.tolist()) == {0, 1}
+    assert 60 < variant.sum() < 140
+    plain = by_hand(images)
+    for step in steps:
+        mirrored = torch.from_numpy(plain.numpy()[..., ::-1].copy())
+        is_mirrored = step.variant.bool()[:, None, None, None]
+        expected = torch.where(is_mirrored, mirrored[step.index], plain[step.index])
+        assert_pixels(step.x, expected)
+
+
+def test_every_sample_may_be_mirrored_in_one_epoch_and_not_in_the_next():
+    samples, _ = colour_samples(num=50)
+    generator = torch.Generator().manual_seed(0)
+    forms = []
+    for _ in range(2):
+        form = torch.zeros(50, dtype=torch.int64)
+        for step in samples.batches(8, augmentation(flip=True), generator):
+            form[step.index] = step.variant
+        forms.append(form)
+    pairs = set(zip(*(form.tolist() for form in forms), strict=True))
+    assert pairs == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+def test_what_a_crop_brings_in_is_black():
+    white = np.full((40, 3, 28, 28), 255, dtype=np.uint8)
+    samples = Samples(white, np.zeros(40, dtype=np.int64), COLOUR, torch.device("cpu"))
+    (step,), _ = epoch_of(samples, batch_size=40, crop_padding=4)
+    black, bright = by_hand(np.zeros((1, 3, 1, 1))), by_hand(white[:1, :, :1, :1])
+    is_black = (step.x - black).abs() < 1e-5
+    is_bright = (step.x - bright).abs() < 1e-5
+    assert (is_black | is_bright).all()
+    assert is_black.any()
+    assert (is_bright.sum((1, 2, 3)) >= 3 * 24 * 24).all()
+
+
+def test_rotation_keeps_the_middle_and_the_scale():
+    white = np.full((10, 3, 28, 28), 255, dtype=np.uint8)
+    samples = Samples(white, np.zeros(10, dtype=np.int64), COLOUR, torch.device("cpu"))
+    (step,), _ = epoch_of(samples, batch_size=10, rotation=30.0)
+    middle = step.x[:, :, 10:18, 10:18]
+    assert (middle - by_hand(white[:1, :, :1, :1])).abs().max() < 1e-4
+    assert (step.x[:, :, 0, 0] - by_hand(np.zeros((1, 3, 1, 1)))[:, :, 0, 0]).abs().min() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [({}, 1), ({"flip": True}, 2), ({"crop_padding": 1}, 0), ({"rotation": 1.0}, 0),
+     ({"flip": True, "crop_padding": 4, "rotation": 10.0}, 0)],
+)  # fmt: skip
+def test_num_variants(fields, count):
+    assert num_variants(augmentation(**fields)) == count
+
+
+@pytest.mark.parametrize(
+    ("num", "per_epoch", "size"),
+    [(100, 0, 32), (5, 0, 32), (100, 10, 10), (101, 10, 11), (9, 10, 1), (1, 10, 1), (30, 4, 8)],
+)
+def test_batch_size(num, per_epoch, size):
+    """Fixed, or a client's samples over so many batches, rounded up."""
+    train = make_config(batch_size=32, batches_per_epoch=per_epoch).train
+    assert batch_size_for(num, train) == size
+    if per_epoch:
+        assert -(-num // size) <= per_epoch
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 23, 500])
+def test_in_order_is_every_sample_as_it_is(batch_size):
+    samples, images = colour_samples()
+    batches = list(samples.in_order(batch_size))
+    assert all(len(y) <= batch_size for _, y in batches)
+    assert_pixels(torch.cat([x for x, _ in batches]), by_hand(images))
+    assert torch.cat([y for _, y in batches]).tolist() == [n % 7 for n in range(23)]
+
+
+def test_samples_are_a_copy():
+    images, labels = np.zeros((3, 1, 28, 28), dtype=np.uint8), np.zeros(3, dtype=np.int64)
+    pixels = Pixels((0.0,), (1.0,))
+    samples = Samples(images, labels, pixels, torch.device("cpu"))
+    images[:], labels[:] = 255, 1
+    ((x, y),) = samples.in_order()
+    assert x.max() == 0
+    assert y.max() == 0

@@ -1,0 +1,197 @@
+"""What a client keeps: whole or not there, by round, and never replaced in silence."""
+
+import logging
+import os
+import signal
+
+import pytest
+import torch
+from client_fixtures import assert_same_bits
+
+from client_app.state import StateFolder
+
+
+def groups(seed):
+    """Two groups, with a 0-d integer (as batch norms have) and an array in channels-last memory."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(2, 3, 4, 4, generator=generator).to(memory_format=torch.channels_last)
+    return {
+        "previous": {"stages.conv1.weight": weight, "count": torch.tensor(seed)},
+        "model": {"stages.conv1.weight": torch.randn(5, generator=generator)},
+    }
+
+
+def assert_is(loaded, seed):
+    expected = groups(seed)
+    assert loaded.keys() == expected.keys()
+    for name, arrays in expected.items():
+        assert_same_bits(loaded[name], arrays)
+        assert all(loaded[name][n].dtype == a.dtype for n, a in arrays.items())
+
+
+@pytest.fixture
+def state(tmp_path):
+    return StateFolder(tmp_path / "clients" / "client-0007")
+
+
+def files(state):
+    return sorted(path.name for path in state.folder.iterdir())
+
+
+def rounds(state):
+    return [int(name.split("-")[1]) for name in files(state)]
+
+
+def test_nothing_was_kept_yet(state):
+    assert state.load(before_round=1) == {}
+    assert not state.folder.exists()
+
+
+def test_what_is_saved_is_what_is_loaded(state):
+    state.save(3, groups(3))
+    assert_is(state.load(before_round=4), 3)
+
+
+def test_a_round_reads_the_newest_version_before_it(state):
+    for n in (2, 5, 11, 100_000):
+        state.save(n, groups(n))
+    for before, expected in ((3, 2), (5, 2), (6, 5), (11, 5), (12, 11), (100_001, 100_000)):
+        assert_is(state.load(before), expected)
+    assert state.load(before_round=2) == {}
+    assert state.load(before_round=1) == {}
+
+
+def test_a_round_trained_again_replaces_itself_and_all_that_came_after(state):
+    for n in (2, 5, 6):
+        state.save(n, groups(n))
+    state.save(5, groups(50))  # the server went back to round 4
+    assert rounds(state) == [2, 5]
+    assert_is(state.load(before_round=9), 50)
+
+
+def test_the_same_round_with_the_same_result_is_one_file(state):
+    state.save(5, groups(5))
+    before = files(state)
+    state.save(5, groups(5))
+    assert files(state) == before
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "left"),
+    [(0, [2, 5, 6, 9]), (1, [2, 5, 6, 9]), (2, [2, 5, 6, 9]), (4, [2, 5, 6, 9]), (5, [5, 6, 9]),
+     (8, [6, 9]), (9, [9]), (50, [9])],
+)  # fmt: skip
+def test_what_a_resume_could_ask_for_stays(state, checkpoint, left):
+    """A server that resumes from checkpoint c asks for the newest version before round c + 1."""
+    for n in (2, 5, 6, 9):
+        state.save(n, groups(n))
+    asked = state.load(before_round=checkpoint + 1)
+    state.prune(checkpoint)
+    assert rounds(state) == left
+    again = state.load(before_round=checkpoint + 1)
+    assert again.keys() == asked.keys()
+    for name in asked:
+        assert_same_bits(again[name], asked[name])
+
+
+def flip_a_byte(content):
+    middle = len(content) - 7  # of the arrays: the header would not parse at all
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+DAMAGE = pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_byte,
+        lambda content: content[:-5],
+        lambda content: b"",
+        lambda content: content + b"0",
+    ],
+    ids=["a bit flipped", "cut short", "empty", "too long"],
+)
+
+
+def damage_version(state, number, damage):
+    (path,) = state.folder.glob(f"round-{number:05d}-*.safetensors")
+    path.write_bytes(damage(path.read_bytes()))
+    return path
+
+
+@DAMAGE
+def test_a_damaged_version_is_set_aside_with_a_warning_and_the_older_one_used(
+    state, damage, caplog
+):
+    state.save(2, groups(2))
+    state.save(5, groups(5))
+    path = damage_version(state, 5, damage)
+    with caplog.at_level(logging.WARNING, logger="keel.client"):
+        assert_is(state.load(before_round=6), 2)
+    (record,) = caplog.records
+    assert str(path) in record.getMessage()
+    assert not path.exists()
+    assert path.with_suffix(".damaged").exists()
+    caplog.clear()
+    assert_is(state.load(before_round=6), 2)  # said once
+    assert not caplog.records
+
+
+@DAMAGE
+def test_with_no_version_left_it_does_not_begin_anew_in_silence(state, damage):
+    state.save(5, groups(5))
+    path = damage_version(state, 5, damage)
+    for _ in range(2):  # nor the second time, when the file is aside already
+        with pytest.raises(ValueError, match=r"round-00005.*\.damaged is damaged.*restore.*delete"):
+            state.load(before_round=6)
+    path.with_suffix(".damaged").unlink()
+    assert state.load(before_round=6) == {}
+
+
+def test_damage_to_a_later_round_does_not_keep_an_earlier_one_from_being_trained(state):
+    """A server that resumes before this client's first round asks for nothing that was lost."""
+    state.save(5, groups(5))
+    damage_version(state, 5, flip_a_byte)
+    with pytest.raises(ValueError, match="is damaged"):
+        state.load(before_round=6)
+    assert state.load(before_round=5) == {}
+
+
+def test_a_damaged_version_that_nobody_reads_does_no_harm(state, caplog):
+    for n in (2, 5):
+        state.save(n, groups(n))
+    damage_version(state, 2, flip_a_byte)
+    assert_is(state.load(before_round=6), 5)
+    assert not caplog.records
+
+
+def killed_while_saving(state, where, owner):
+    """Fork, die by SIGKILL at the first call of `owner.where` during save(5); the exit status."""
+    child = os.fork()
+    if child == 0:
+        setattr(owner, where, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            state.save(5, groups(5))
+        finally:
+            os._exit(0)  # only if it was not called
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.parametrize("where", ["fsync", "replace"])
+def test_a_kill_in_the_middle_of_a_write_leaves_the_old_version(state, where, caplog):
+    state.save(4, groups(4))
+    owner = os if where == "fsync" else type(state.folder)
+    killed_while_saving(state, where, owner)
+    assert len(files(state)) == 2  # the part is there, under a name that nobody reads
+    assert_is(state.load(before_round=9), 4)
+    state.save(5, groups(5))
+    assert_is(state.load(before_round=9), 5)
+    assert not caplog.records
+
+
+def test_a_kill_before_the_replaced_versions_are_gone_leaves_the_new_one(state):
+    state.save(4, groups(4))
+    state.save(6, groups(6))
+    killed_while_saving(state, "unlink", type(state.folder))  # round 5, after a resume
+    assert rounds(state) == [4, 5, 6]
+    assert_is(state.load(before_round=6), 5)  # what round 6 reads when it is trained again

@@ -1,0 +1,144 @@
+"""What goes through a message comes out the same; what is missing is named."""
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from protocol.config import resolve_config
+from protocol.messages import (
+    Instruction,
+    RosterEntry,
+    TrainReply,
+    array_record,
+    instruction_record,
+    payload_bytes,
+    read_instruction,
+    read_reply,
+    read_roster,
+    reply_content,
+    request,
+    roster_content,
+    tensors,
+)
+
+
+@pytest.fixture(autouse=True)
+def _identity():
+    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 1
+
+
+def message(content):
+    return Message(content, dst_node_id=2, message_type="train")
+
+
+def arrays():
+    """Floats, a 0-d counter (as batch norms have), whole numbers, bools, nothing, odd memory."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "stages.conv1.weight": torch.randn(2, 3, 4, 4, generator=generator).to(
+            memory_format=torch.channels_last
+        ),
+        "stages.bn.num_batches_tracked": torch.tensor(7),
+        "scalar": torch.tensor(0.25),
+        "counts": torch.arange(5),
+        "mask": torch.tensor([True, False]),
+        "empty": torch.zeros(0, 3),
+        "double": torch.randn(3, generator=generator, dtype=torch.float64).requires_grad_(),
+        "transposed": torch.randn(3, 2, generator=generator).T,
+        "special": torch.tensor([float("nan"), float("inf"), -0.0]),
+    }
+
+
+def assert_equal(received, sent):
+    assert list(received) == list(sent)
+    for name, array in sent.items():
+        got = received[name]
+        assert (got.dtype, got.shape) == (array.dtype, array.shape), name
+        assert not got.requires_grad
+        torch.testing.assert_close(got, array.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_arrays_come_out_as_they_went_in():
+    assert_equal(tensors(array_record(arrays())), arrays())
+    assert tensors(array_record({})) == {}
+    assert tensors(None) == {}
+
+
+def test_received_arrays_are_the_receivers_own():
+    record = array_record({"a": torch.zeros(3)})
+    first = tensors(record)["a"]
+    first += 1
+    assert tensors(record)["a"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_an_instruction_comes_out_as_it_went_in(evaluate):
+    config = resolve_config({"lr": 0.125, "fedintr.mu": 4.0})
+    sent = Instruction(config, 12, 11, evaluate, "/runs/20260101 ü")
+    content = request(
+        instruction_record(sent), array_record(arrays()), array_record({"c": torch.ones(2)})
+    )
+    received = read_instruction(message(content))
+    assert received.config.flat == config.flat
+    assert (received.round, received.checkpoint_round) == (12, 11)
+    assert received.evaluate is evaluate
+    assert received.run_dir == "/runs/20260101 ü"
+    assert_equal(tensors(content.array_records["arrays"]), arrays())
+    assert_equal(tensors(content.array_records["extra"]), {"c": torch.ones(2)})
+
+
+def test_a_message_of_somebody_elses_is_refused():
+    with pytest.raises(ValueError, match="without the record 'round'"):
+        read_instruction(message(RecordDict({"config": ConfigRecord({"round": 1})})))
+
+
+def test_a_reply_comes_out_as_it_went_in():
+    metrics = {"num-examples": 12, "loss.supervised": 0.5, "personal-accuracy": 1.0}
+    sent = TrainReply("site-ü", 3, arrays(), {"control": torch.ones(2)}, metrics)
+    received = read_reply(message(reply_content(sent)))
+    assert (received.client, received.round) == ("site-ü", 3)
+    assert_equal(received.arrays, sent.arrays)
+    assert_equal(received.extra, sent.extra)
+    assert received.metrics == metrics
+    assert all(type(value) is float for value in received.metrics.values())
+
+
+def test_a_reply_to_an_evaluation_has_no_arrays():
+    received = read_reply(message(reply_content(TrainReply("a", 3, {}, {}, {"num-test": 4}))))
+    assert (received.arrays, received.extra) == ({}, {})
+
+
+@pytest.mark.parametrize("missing", ["reply", "arrays", "metrics"])
+def test_a_reply_that_lacks_a_record_is_refused_by_its_name(missing):
+    content = reply_content(TrainReply("a", 1, {}, {}, {"num-examples": 1}))
+    del content[missing]
+    with pytest.raises(ValueError, match=f"the reply has no record '{missing}'"):
+        read_reply(message(content))
+
+
+def test_a_reply_without_extra_is_one_with_none():
+    content = reply_content(TrainReply("a", 1, {}, {}, {"num-examples": 1}))
+    del content["extra"]
+    assert read_reply(message(content)).extra == {}
+
+
+def test_a_roster_entry_comes_out_as_it_went_in():
+    entry = RosterEntry("site-ü", [3, 0, 4], [1, 0, 2], [3, 32, 32], "resnet20", 64, "flwr 1", 0)
+    assert read_roster(message(roster_content(entry))) == entry
+    assert entry.num_examples == 7
+
+
+def test_a_reply_without_a_roster_is_refused():
+    with pytest.raises(ValueError, match="no record 'roster'"):
+        read_roster(message(RecordDict({"metrics": MetricRecord({"a": 1.0})})))
+
+
+def test_payload_is_the_bytes_of_the_numbers_and_their_names():
+    """1000 float32 are 4000 bytes; what is around them is small, and each record counts."""
+    one = array_record({"a": torch.zeros(1000)})
+    alone = payload_bytes(message(RecordDict({"arrays": one})))
+    assert 4000 <= alone < 4300
+    both = payload_bytes(message(RecordDict({"arrays": one, "extra": one})))
+    assert both == 2 * alone
+    assert payload_bytes(message(RecordDict({"arrays": ArrayRecord()}))) == 0
