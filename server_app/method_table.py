@@ -25,10 +25,11 @@ def traffic(name: str) -> float:
         for projection, tap_heads in (("none", False), (parts.projection, parts.tap_heads))
     )
     strategy = STRATEGIES[name](config, own)
-    down = strategy.initial_arrays(config, own)
-    up = strategy.expected(down)
+    model = strategy.initial_arrays(config, own)
+    down = [model, strategy.extra_like()]
+    up = [strategy.expected(model), strategy.expected_extra()]
     fedavg = 2 * size_bytes(plain.state_dict())
-    return (size_bytes(down) + size_bytes(up)) / fedavg
+    return sum(size_bytes(arrays) for arrays in down + up) / fedavg
 
 
 def size_bytes(arrays: Arrays) -> int:

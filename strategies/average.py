@@ -109,6 +109,10 @@ class Average(Strategy):
         """What this client is sent beside the model."""
         return self.extra()
 
+    def extra_like(self) -> Arrays:
+        """Arrays as `extra_for` gives them once the run is under way."""
+        return self.extra()
+
     def expected_extra(self) -> Arrays:
         """Arrays beside the model as a good reply has them."""
         return {}

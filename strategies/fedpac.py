@@ -68,6 +68,10 @@ class FedPACServer(SharedBody):
         known = self.prototypes.arrays() if self.prototypes.is_known.any() else {}
         return known | self.heads.get(client, {})
 
+    def extra_like(self) -> Arrays:
+        """Prototypes and a head."""
+        return self.prototypes.arrays() | self.head_like
+
     def expected_extra(self) -> Arrays:
         """Head, h [C, d], v [1], class means [C, d] and counts [C]."""
         like = self.prototypes.values
