@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from client_app.methods.fedprox import drift_from
+from client_app.drift import drift_from
 from client_app.round import ClientRound
 from models import StagedModel
 from protocol.options import at_least, option

@@ -171,8 +171,8 @@ def refuse_unknown(what: str, name: str, allowed: list[str]) -> None:
     """ValueError with the nearest names if `name` is not allowed; `what` is the key holding it."""
     if name in allowed:
         return
-    near = difflib.get_close_matches(name, allowed, n=3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    near = difflib.get_close_matches(name, allowed, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
     raise ValueError(f"{what} = {name!r} is unknown{hint} Allowed: {', '.join(sorted(allowed))}")
 
 

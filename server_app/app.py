@@ -8,14 +8,20 @@ from flwr.serverapp import Grid, ServerApp
 
 from server_app.federation import run_federation
 
+log = logging.getLogger("keel.server")
 app = ServerApp()
+log = logging.getLogger("keel.server")
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the federation with the keys that the user gave to `flwr run`."""
     log_to_stdout()
-    run_federation(grid, dict(grid.run.override_config))
+    try:
+        run_federation(grid, dict(grid.run.override_config))
+    except (ValueError, OSError, RuntimeError) as error:
+        log.error("error: %s", error)  # the line to read; Flower follows up with a traceback
+        raise
 
 
 def log_to_stdout() -> None:

@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord, Error, Message
 from flwr.serverapp import Grid
 
 from client_app.evaluation import Score, evaluate
+from client_app.look_ahead import FedACGClient
 from client_app.method import LocalObjective, Method
 from client_app.methods import METHODS, method_of
 from client_app.samples import Samples
@@ -87,6 +88,13 @@ def check_config(config: RunConfig) -> None:
             f"server = {rounds.server!r}: {rounds.method} has a server step of its own; server has "
             "to be fedavg with it"
         )
+    if rounds.server == "fedacg" and not isinstance(method, LocalObjective):
+        beta = config.table("fedacg", FedACGClient).beta
+        if beta:
+            raise ValueError(
+                f"fedacg.beta = {beta}: {rounds.method} trains without FedACG's client term; it "
+                "has to be 0 with it"
+            )
     if config.model.client_models and rounds.method != "fedreco":
         raise ValueError("client-models: only method = 'fedreco' lets clients differ in network")
     if method.is_personal and rounds.evaluate_clients == "none" and not method.has_global_model:
@@ -241,23 +249,21 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         line["global"] = score_line(global_score(run, following))
     if whom != "none":
         on_clients = list(report.kept) if on_train else []
-        asked = {reply.client for reply in on_clients}
-        rest = [n for n, e in run.roster.items() if e.client not in asked]
-        if not on_train and whom == "participants":
-            took_part = {reply.client for reply in report.kept}
-            rest = [n for n in rest if run.roster[n].client in took_part]
-        if rest and not (on_train and whom == "participants"):
+        wanted = {reply.client for reply in report.kept}
+        if whom == "all":
+            wanted = {entry.client for entry in run.roster.values()}
+        wanted -= {reply.client for reply in on_clients}
+        rest = [node for node, entry in run.roster.items() if entry.client in wanted]
+        if rest:
             on_clients += evaluate_on_clients(run, server_round, following, rest)
         line |= clients_lines(on_clients)
     seconds["evaluation"] = time.perf_counter() - started
 
-    started = time.perf_counter()
+    line["seconds"] = {name: round(value, 4) for name, value in seconds.items()}
+    run.folder.append_history(line)  # before the checkpoint: a resume drops what is ahead of it
     run.folder.save_checkpoint(
         Checkpoint(server_round, tensors(following), strategy.state()), config.model.model
     )
-    seconds["checkpoint"] = time.perf_counter() - started
-    line["seconds"] = {name: round(value, 4) for name, value in seconds.items()}
-    run.folder.append_history(line)
     run.reporter.round_done(line)
     return following
 

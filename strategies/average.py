@@ -99,7 +99,8 @@ class Average(Strategy):
         """The next global arrays from the good replies: their average, then the server's step."""
         by_examples = self.config.rounds.weighting == "examples"
         weights = [r.metrics["num-examples"] if by_examples else 1.0 for r in replies]
-        return self.server_step.step(current, weighted_mean(replies, weights), self.trainable)
+        trainable = self.trainable & current.keys()  # less what never travels (FedRep's head)
+        return self.server_step.step(current, weighted_mean(replies, weights), trainable)
 
     def extra(self) -> Arrays:
         """What is broadcast beside the model."""

@@ -32,11 +32,11 @@ def head_mix(i: int, h: np.ndarray, v: np.ndarray) -> np.ndarray:
     m = len(v)
     difference = h[i] - h  # [m, C * d]
     q = np.diag(v) + difference @ difference.T
-    scale = max(float(np.abs(q).max()), 1e-30)  # SLSQP's tolerance is absolute
-    q = q / scale
+    # SLSQP's tolerance is absolute and far heads make q ill-conditioned: own head is 1, and start
+    q = q / max(float(v[i]), 1e-30)
     found = minimize(
         lambda a: float(a @ q @ a),
-        np.full(m, 1 / m),
+        np.eye(m)[i],
         jac=lambda a: 2 * q @ a,
         bounds=[(0.0, 1.0)] * m,
         constraints={"type": "eq", "fun": lambda a: a.sum() - 1, "jac": lambda a: np.ones(m)},

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from flwr.app import Message
 
@@ -41,6 +42,12 @@ def folder():
     path = Path(made.name) / "small.npz"
     np.savez(path, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
     return made
+
+
+@pytest.fixture(autouse=True)
+def keel_home_of_tests(monkeypatch):
+    """What these tests cache goes with them, for every module that imports this."""
+    monkeypatch.setenv("KEEL_HOME", folder().name)
 
 
 def small_source():

@@ -13,6 +13,7 @@ from client_fixtures import (
     assert_same_bits,
     differ,
     initial,
+    keel_home_of_tests,  # noqa: F401 (used by being here)
     make_config,
     make_round,
 )
@@ -367,6 +368,39 @@ def test_terms_are_of_the_extractor_phase_before_its_steps():
     expected = 0.7 / 2 * big_h(h, network.extract(x, "fc2").detach())
     assert update.terms["penalty"] == pytest.approx(float(expected), rel=1e-5)
     assert update.terms["supervised"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_u_0_is_frozen_with_the_norms_that_were_sent_while_u_i_trains():
+    """resnet20, one full batch, rates 0: h is of u_i in train mode, but in g_i all is frozen."""
+    keys = {"fedreco__eta_u": 0.0, "fedreco__k_v": "0 epochs", "batch_size": 100}
+    config = reco(model="resnet20", **keys)
+    kept, weights = initial(config, seed=4), initial(config, seed=3)
+    generator = torch.Generator().manual_seed(1)
+    for name, array in weights.items():  # as they are after some rounds: not 0 and 1
+        if name.endswith(("running_mean", "running_var")):
+            array.copy_(0.5 + torch.rand(array.shape, generator=generator))
+    network = build_network(config, SHAPE, NUM_CLASSES)
+    last = network.stage_names[-1]
+    u_0 = {name: weights[name].clone() for name in network.extractor_keys(last)}
+    now = make_round(config, received=u_0, state={"model": kept})
+    update = method_of(config).train(now)
+
+    (x, _) = next(now.train_samples.in_order())
+    shared = build_network(config, SHAPE, NUM_CLASSES).eval()
+    shared.load_state_dict(weights)
+    h_0 = shared.extract(x, last)
+    network.load_state_dict(kept)
+    h = network.train().extract(x, last).detach()
+    expected = 0.7 / 2 * (h - h_0.detach()).square().sum() / len(x)
+    assert update.terms["penalty"] == pytest.approx(expected.item(), rel=1e-4)
+
+    network.load_state_dict(update.state["model"])  # its statistics are those of that one batch
+    h = network.eval().extract(x, last).detach()
+    ((h - h_0).square().sum() / len(x)).backward()
+    wanted = {name: p.grad for name, p in shared.named_parameters() if p.grad is not None}
+    assert update.arrays.keys() == wanted.keys()
+    largest = max(g.abs().max().item() for g in wanted.values())
+    assert_close(update.arrays, wanted, rtol=1e-3, atol=1e-5 * largest)
 
 
 # --- another architecture -------------------------------------------------------------------------

@@ -4,7 +4,13 @@ import math
 
 import pytest
 import torch
-from client_fixtures import assert_same_bits, differ, make_config, make_round
+from client_fixtures import (
+    assert_same_bits,
+    differ,
+    keel_home_of_tests,  # noqa: F401 (used by being here)
+    make_config,
+    make_round,
+)
 
 from client_app.privacy import clip_to_norm, privatise
 from protocol.privacy import check_privacy, composed_budget, noise_multiplier, noise_sigma

@@ -5,7 +5,13 @@ import json
 import re
 
 import pytest
-from client_fixtures import NUM_CLASSES, SHAPE, make_config, make_round
+from client_fixtures import (
+    NUM_CLASSES,
+    SHAPE,
+    keel_home_of_tests,  # noqa: F401 (used by being here)
+    make_config,
+    make_round,
+)
 
 from client_app.methods import METHODS, method_of
 from client_app.setup import build_network
@@ -148,7 +154,8 @@ def test_an_unknown_method_is_refused_with_its_neighbours():
     [
         ("num-rounds", 0), ("fraction-train", 0.0), ("fraction-train", 1.5), ("momentum", 1.0),
         ("lr", -0.1), ("lr-decay", 0.0), ("batch-size", 0), ("partition", "sorted"),
-        ("channels", 2), ("image-size", 27), ("image-size", 65), ("weighting", "equal"), ("norm", "layer"),
+        ("channels", 2), ("image-size", 27), ("image-size", 65), ("weighting", "equal"),
+        ("norm", "layer"),
         ("local-test-fraction", 1.0), ("round-timeout", 0.0), ("alpha", 0.0), ("threads", 0),
         ("flip", 1), ("seed", -1), ("cache-mb", True), ("evaluate-clients", "some"),
     ],

@@ -17,8 +17,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
+from client_app.drift import drift_from
 from client_app.method import Arrays, LocalObjective, Update
-from client_app.methods.fedprox import drift_from
 from client_app.round import ClientRound
 from client_app.samples import Step
 from client_app.trainer import Duration, copy_of, descend, train_on_objective

@@ -7,31 +7,14 @@ Departs from the paper in one thing: every client does all its local steps (no g
 `half = false` is the code behind FedRCL's tables: mu ||w - w_g||^2, as strong as twice the mu here.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from client_app.drift import drift_from
 from client_app.method import Batch, LocalObjective
 from protocol.options import at_least, option, true_or_false
-
-
-def squared_distance(w: list[Tensor], w_g: list[Tensor]) -> Tensor:
-    """||w - w_g||^2 of eq. (2), a scalar: summed over every entry of every array, no averaging.
-
-    Gradient 2 (w - w_g) for `w`, and 0, not NaN, where they are equal; none for `w_g`.
-    """
-    drift = torch._foreach_sub(w, [array.detach() for array in w_g])  # a few kernels for them all
-    norms: tuple[Tensor, ...] = torch._foreach_norm(drift)
-    return torch.stack(norms).square().sum()
-
-
-def drift_from(model: nn.Module, arrays: Mapping[str, Tensor]) -> Tensor:
-    """`squared_distance` of the model's trained parameters to the arrays of the same names."""
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    return squared_distance(list(trained.values()), [arrays[n] for n in trained])
 
 
 @dataclass(frozen=True)

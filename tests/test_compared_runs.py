@@ -1,0 +1,331 @@
+"""Every method in whole runs: partial participation, a newcomer, a resume, options that clash."""
+
+import json
+import math
+
+import pytest
+import torch
+from client_fixtures import assert_same_bits, differ
+from flwr.app import Message
+from safetensors.torch import load_file
+
+from client_app.evaluation import evaluate
+from client_app.methods import METHODS, method_of
+from client_app.samples import Samples
+from client_app.setup import model_for, open_source, pixels_of
+from client_app.state import StateFolder
+from protocol.config import resolve_config
+from server_app.inline import run_inline
+from server_app.run_folder import RunFolder
+
+BASE = {
+    "source": "digits",
+    "model": "cnn-fedreco",
+    "partition": "iid",
+    "fraction-train": 0.67,  # two of three
+    "batch-size": 256,
+    "lr": 0.05,
+    "device": "cpu",
+    "local-test-fraction": 0.2,
+    "seed": 1,  # with it client-0001 first takes part in round 2
+    "num-rounds": 2,
+    "fedcr.samples": 4,
+    "fedavg-ft.epochs": 2,
+    "fedbabu.epochs": 1,
+}
+CLIENTS = [f"client-{n:04d}" for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(autouse=True)
+def at_home(home, monkeypatch):
+    """One home for all runs here: the source is decoded once."""
+    monkeypatch.setenv("KEEL_HOME", str(home))
+
+
+finished = {}
+
+
+def run(method, **keys):
+    """The folder of a run, made once."""
+    given = {k.replace("__", ".").replace("_", "-"): v for k, v in keys.items()}
+    key = (method, tuple(sorted(given.items())))
+    if key not in finished:
+        finished[key] = run_inline(BASE | {"method": method} | given, num_clients=3)
+    return finished[key]
+
+
+def history(path):
+    return [json.loads(line) for line in (path / "history.jsonl").read_text().splitlines()]
+
+
+def checkpoint(path, number):
+    """(global arrays, what the strategy keeps) after a round."""
+    flat = load_file(path / "checkpoints" / f"round-{number:05d}.safetensors")
+    return (
+        {k.removeprefix(p): v for k, v in flat.items() if k.startswith(p)}
+        for p in ("model/", "state/")
+    )
+
+
+def model_after(path, number=2):
+    arrays, _ = checkpoint(path, number)
+    return arrays
+
+
+# --- every registered method ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_rounds_of_three_clients_one_of_which_joins_late(method):
+    path = run(method)
+    lines = history(path)
+    assert [line["participants"] for line in lines] == [
+        ["client-0000", "client-0002"],
+        ["client-0001", "client-0002"],
+    ]
+    about = method_of(resolve_config(BASE | {"method": method}))
+    for line in lines:
+        assert line["left_out"] == {}
+        assert line["losses"]
+        assert all(math.isfinite(value) for value in line["losses"].values())
+        assert ("personal" in line) == about.is_personal
+        assert ("global" in line) == about.has_global_model
+        if about.is_personal:  # the one that has not yet joined is judged too
+            assert sorted(line["personal"]["clients"]) == CLIENTS
+    kept = {p.name for p in (path / "clients").iterdir()} if (path / "clients").exists() else set()
+    if about.keeps.startswith("nothing"):
+        assert kept == set()
+    else:
+        assert kept == set(CLIENTS)
+
+
+# --- what is FedAvg to the bit --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "keys"),
+    [
+        ("ditto", {}),
+        ("ditto", {"ditto__lambda": 0.0}),
+        ("fedavg-ft", {}),
+        ("fedavg-ft", {"fedavg_ft__epochs": 0}),
+        ("fedavg", {"server": "fedacg", "fedacg__lambda": 0.0, "fedacg__beta": 0.0}),
+    ],
+    ids=str,
+)
+def test_the_global_models_are_fedavgs_to_the_bit(method, keys):
+    keys = {k.replace("fedavg_ft", "fedavg-ft"): v for k, v in keys.items()}
+    plain, path = run("fedavg"), run(method, **keys)
+    for number in (1, 2):
+        assert_same_bits(model_after(path, number), model_after(plain, number))
+    assert [line["global"] for line in history(path)] == [line["global"] for line in history(plain)]
+
+
+def test_scaffolds_first_round_is_fedavgs():
+    ours, plain = model_after(run("scaffold"), 1), model_after(run("fedavg"), 1)
+    for name, array in ours.items():  # w + 1 (A - w) is A but for rounding
+        torch.testing.assert_close(array, plain[name], rtol=0, atol=1e-6)
+    assert differ(model_after(run("scaffold"), 2), model_after(run("fedavg"), 2))
+
+
+def test_fedavgm_without_momentum_is_fedavg():
+    path = run("fedavg", server="fedavgm", fedavgm__beta=0.0)
+    for name, array in model_after(path).items():
+        torch.testing.assert_close(array, model_after(run("fedavg"))[name], rtol=0, atol=1e-6)
+
+
+def test_fedacgs_first_round_is_fedavgs_where_beta_is_0():
+    path = run("fedavg", server="fedacg", fedacg__beta=0.0)
+    assert_same_bits(model_after(path, 1), model_after(run("fedavg"), 1))
+    assert differ(model_after(path, 2), model_after(run("fedavg"), 2))
+
+
+def test_fedavg_ft_of_no_epochs_is_judged_as_the_global_model():
+    for line in history(run("fedavg-ft", **{"fedavg-ft__epochs": 0})):
+        assert line["personal"] == line["local_global"]
+    tuned = history(run("fedavg-ft"))[-1]
+    assert tuned["personal"] != tuned["local_global"]
+
+
+# --- FedACG sends one model and is judged by another ----------------------------------------------
+
+
+def test_fedacg_with_another_loss_sends_wh_and_judges_w(monkeypatch):
+    sent = []
+    content = Message.__init__
+
+    def recorded(self, *args, **kwargs):
+        content(self, *args, **kwargs)
+        if self.metadata.message_type in ("train", "evaluate") and self.has_content():
+            arrays = self.content.array_records.get("arrays")
+            if self.content.config_records.get("round") is not None:
+                arrays = {k: torch.from_numpy(a.numpy().copy()) for k, a in arrays.items()}
+                sent.append((self.metadata.message_type, arrays))
+
+    monkeypatch.setattr(Message, "__init__", recorded)
+    path = run("fedrcl", server="fedacg", evaluate_clients="all", num_rounds=3)
+    assert history(path)[0]["losses"]["look-ahead"] >= 0
+    trained_from = [arrays for kind, arrays in sent if kind == "train"][::2]  # of two clients
+    judged = [arrays for kind, arrays in sent if kind == "evaluate"][::3]
+    assert len(trained_from) == len(judged) == 3
+    for number in (2, 3):
+        w, state = checkpoint(path, number)
+        assert_same_bits(judged[number - 1], w)
+        if number == 2:
+            for name, array in trained_from[2].items():
+                ahead = w[name] + 0.85 * state[f"step/{name}"]
+                torch.testing.assert_close(array, ahead, rtol=0, atol=1e-7)
+                assert not torch.equal(array, w[name])
+    assert_same_bits(load_file(path / "model.safetensors"), model_after(path, 3))
+    config = resolve_config(BASE | {"method": "fedrcl"})
+    source = open_source(config)
+    test = Samples(
+        source.test.images, source.test.labels, pixels_of(config, source), torch.device("cpu")
+    )
+    model = model_for(config, source)
+    model.load_state_dict(model_after(path, 3))
+    score = evaluate(model, test)
+    assert history(path)[-1]["global"] == {"accuracy": score.accuracy, "loss": score.loss}
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+def test_scaffolds_c_is_the_mean_of_all_c_i_after_every_round(monkeypatch):
+    seen, save = [], RunFolder.save_checkpoint
+
+    def checked(self, point, model):
+        save(self, point, model)
+        c = {k.removeprefix("own/"): v for k, v in point.state.items()}
+        folders = [StateFolder(self.path / "clients" / name) for name in CLIENTS]
+        kept = [folder.load(point.round + 1).get("control", {}) for folder in folders]
+        for name, array in c.items():
+            mean = sum(k[name].double() for k in kept if k) / 3
+            torch.testing.assert_close(array.double(), mean, rtol=0, atol=1e-6)
+        seen.append((sum(map(bool, kept)), max(a.abs().max().item() for a in c.values())))
+
+    monkeypatch.setattr(RunFolder, "save_checkpoint", checked)
+    run("scaffold", num_rounds=5, local_epochs=2)
+    assert [number for number, _ in seen] == [2, 3, 3, 3, 3]
+    assert min(largest for _, largest in seen) > 1e-3
+
+
+def test_fedbabus_heads_never_change():
+    keys = {"momentum": 0.9, "weight_decay": 0.1}
+    path = run("fedbabu", **keys)
+    config = resolve_config(BASE | {"method": "fedbabu"})
+    start = model_for(config, open_source(config)).state_dict()
+    final = load_file(path / "model.safetensors")
+    head = {"classifier.weight", "classifier.bias"}
+    assert_same_bits(final, start, names=head)
+    assert set(differ(final, start)) == start.keys() - head
+    assert model_after(path).keys() == start.keys() - head
+
+
+class Killed(RuntimeError):
+    pass
+
+
+STATEFUL = {
+    "scaffold": {"momentum": 0.9},
+    "fedproc": {},
+    "ditto": {},
+    "fedrep": {"fedrep.final-head-epochs": 1},
+    "fedpac": {},
+    "fedcr": {"fedcr.final-head-epochs": 1},
+    "local": {},
+    "fedavg under fedacg": {"server": "fedacg"},
+    "fedrep under fedavgm": {"server": "fedavgm"},
+    "fedavg under fedadam": {"server": "fedadam"},
+}
+
+
+@pytest.mark.parametrize("case", STATEFUL)
+def test_a_run_killed_in_its_third_round_ends_as_if_it_had_not_been(case, home, monkeypatch):
+    """Killed after the clients have kept what round 3 left them, before the server has."""
+    given = BASE | {"method": case.split()[0], "num-rounds": 4} | STATEFUL[case]
+    whole = run_inline(given, num_clients=3)
+    save = RunFolder.save_checkpoint
+
+    def killed(self, point, model):
+        if point.round == 3:
+            raise Killed
+        save(self, point, model)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "save_checkpoint", killed)
+        with pytest.raises(Killed):
+            run_inline(given | {"output-dir": str(home / case)}, num_clients=3)
+    (path,) = (home / case).iterdir()
+    assert run_inline({"resume": str(path)}, num_clients=3) == path
+    for number in (3, 4):
+        for one, two in zip(checkpoint(path, number), checkpoint(whole, number), strict=True):
+            assert_same_bits(one, two)
+    assert len(list(checkpoint(path, 4))[1]) > 0 or case in ("ditto", "fedrep", "local")
+    # a version's name holds the digest of what it holds
+    kept = [sorted(p.name for p in (f / "clients").rglob("*.safetensors")) for f in (path, whole)]
+    assert kept[0] == kept[1]
+    timed = ("seconds", "client_seconds", "client_cpu_seconds")
+    lines, others = (
+        [{k: v for k, v in line.items() if k not in timed} for line in history(f)]
+        for f in (path, whole)
+    )
+    for line in lines + others:  # the config in a message names the folder: a few bytes more
+        line.pop("bytes_down")
+    assert lines == others
+    assert len({tuple(line["participants"]) for line in lines}) > 1
+
+
+def test_a_client_without_some_classes_takes_part_in_fedpac():
+    path = run("fedpac", partition="classes", classes_per_client=4, num_rounds=3)
+    for line in history(path):
+        assert line["left_out"] == {}
+        assert all(math.isfinite(v) for v in line["losses"].values())
+    _, state = checkpoint(path, 3)
+    assert state["own/is-known"].sum() > 4
+    assert all(a.isfinite().all() for a in state.values())
+
+
+# --- options that make no sense together ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"method": "fedreco", "server": "fedavgm"}, ["server = 'fedavgm'", "fedreco"]),
+        ({"method": "scaffold", "server": "fedacg"}, ["server = 'fedacg'", "scaffold"]),
+        ({"method": "local", "server": "fedadam"}, ["server = 'fedadam'", "local"]),
+        ({"method": "fedrep", "server": "fedacg"}, ["fedacg.beta = 0.001", "fedrep"]),
+        (
+            {"evaluate-clients": "all", "local-test-fraction": 0.0},
+            ["client-0000", "local-test-fraction > 0"],
+        ),
+        ({"method": "ditto", "local-test-fraction": 0.0}, ["client-0000", "local-test-fraction"]),
+        ({"method": "ditto", "privacy.epsilon": 0.5}, ["privacy.epsilon = 0.5", "ditto"]),
+        ({"method": "scaffold", "privacy.epsilon": 0.5}, ["privacy.epsilon = 0.5", "scaffold"]),
+        ({"privacy.epsilon": 1.5}, ["privacy.epsilon = 1.5", "below 1"]),
+        ({"method": "fedrep", "evaluate-clients": "none"}, ["evaluate-clients = 'none'", "fedrep"]),
+        ({"method": "local", "evaluate-clients": "none"}, ["evaluate-clients = 'none'", "local"]),
+        ({"method": "ditto", "client-models": "resnet20"}, ["client-models", "fedreco"]),
+        ({"method": "fedlc", "fedlc.tau": -1.0}, ["fedlc.tau = -1.0"]),
+        ({"method": "fedcr", "fedcr.samples": 0}, ["fedcr.samples = 0"]),
+        ({"server": "fedacg", "fedacg.lambda": 1.0}, ["fedacg.lambda = 1.0"]),
+        ({"server": "fedadam", "fedadam.form": "adam"}, ["fedadam.form = 'adam'", "paper, flower"]),
+        ({"method": "fedbabu", "fedbabu.part": "tail"}, ["fedbabu.part = 'tail'", "full, head, body"]),
+        ({"method": "scaffold", "scaffold.momentum-form": "plain"}, ["scaffold.momentum-form"]),
+    ],
+    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_options_that_make_no_sense_are_one_line_before_anything_is_trained(given, words, home):
+    before = set((home / "runs").iterdir()) if (home / "runs").exists() else set()
+    with pytest.raises(ValueError) as error:
+        run_inline(BASE | given, num_clients=3)
+    text = str(error.value)
+    assert "\n" not in text
+    assert all(word in text for word in words)
+    assert before == (set((home / "runs").iterdir()) if (home / "runs").exists() else set())

@@ -1,0 +1,314 @@
+"""SCAFFOLD against Algorithm 1 in plain numbers, and against what it is for: no client drift."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from client_fixtures import (
+    NUM_CLASSES,
+    SHAPE,
+    assert_close,
+    assert_same_bits,
+    initial,
+    make_config,
+    make_round,
+    train,
+)
+from torch import nn
+
+from client_app.method import LocalObjective
+from client_app.methods import method_of
+from client_app.methods.scaffold import Scaffold, momentum_steps, next_control_variate
+from client_app.samples import Step
+from client_app.setup import build_network
+from client_app.trainer import train_on_objective
+from protocol.messages import TrainReply
+from strategies.average import Average
+from strategies.scaffold import ScaffoldServer
+
+# --- clients with one parameter and a quadratic loss ----------------------------------------------
+
+
+class Number(nn.Module):
+    """A network that says theta, whatever it is shown."""
+
+    def __init__(self):
+        super().__init__()
+        self.theta = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def run(self, x, taps=(), *, to_logits=True):
+        return self.theta, []
+
+
+def quadratic(batch):
+    """a / 2 (theta - b)^2, the batch being (a, b)."""
+    a, b = batch.x
+    return (a / 2 * (batch.logits - b) ** 2).sum()
+
+
+class QuadraticScaffold(Scaffold):
+    def supervised(self, batch):
+        return quadratic(batch)
+
+
+class QuadraticFedAvg(LocalObjective):
+    def supervised(self, batch):
+        return quadratic(batch)
+
+
+class Federation:
+    """Real server and client halves on quadratic clients [(a_i, b_i), ...], one batch an epoch."""
+
+    def __init__(self, clients, method="scaffold", form="corrected", lr_global=1.0, **train):
+        self.clients = dict(enumerate(clients))
+        base = {"lr": 0.05, "local_epochs": 5, "momentum": 0.0, "weight_decay": 0.0}
+        options = {"scaffold__momentum_form": form, "scaffold__lr_global": lr_global}
+        self.config = make_config(method=method, weighting="uniform", **base | options | train)
+        self.is_scaffold = method == "scaffold"
+        model = Number()
+        self.server = (ScaffoldServer if self.is_scaffold else Average)(self.config, model)
+        self.server.roster = dict.fromkeys(self.clients)
+        self.objective = QuadraticFedAvg()
+        if self.is_scaffold:
+            self.objective = QuadraticScaffold(lr_global=lr_global, momentum_form=form)
+        self.w = {"theta": torch.zeros(1, dtype=torch.float64)}
+        self.kept, self.round = {}, 0
+
+    def now(self, client):
+        batch = torch.tensor(self.clients[client], dtype=torch.float64)
+        none = torch.empty(0, dtype=torch.int64)
+        return SimpleNamespace(
+            config=self.config,
+            model=Number(),
+            received=self.w,
+            extra=self.server.extra(),
+            state=self.kept.get(client, {}),
+            device=torch.device("cpu"),
+            lr_factor=self.config.train.lr_decay ** (self.round - 1),
+            seed=lambda *names: 0,
+            batches=lambda stream, epoch: iter([Step(batch, torch.zeros(1), none, none)]),
+        )
+
+    def play(self, cohort=None):
+        """One round; returns the updates."""
+        self.round += 1
+        updates = {}
+        for client in self.clients if cohort is None else cohort:
+            now = self.now(client)
+            if self.is_scaffold:
+                updates[client] = self.objective.train(now)
+            else:
+                updates[client] = train_on_objective(self.objective, now)
+            self.kept[client] = updates[client].state
+        replies = [
+            TrainReply(str(c), self.round, u.arrays, u.extra, {"num-examples": 1})
+            for c, u in updates.items()
+        ]
+        self.w = self.server.next_arrays(self.w, replies)
+        return updates
+
+    @property
+    def theta(self):
+        return self.w["theta"].item()
+
+    @property
+    def c(self):
+        return self.server.c["theta"].item()
+
+    def c_of(self, client):
+        state = self.kept.get(client, {})
+        return state["control"]["theta"].item() if state else 0.0
+
+
+APART = [(1.0, 0.0), (4.0, 3.0)]  # joint optimum (1 * 0 + 4 * 3) / 5
+OPTIMUM = 2.4
+
+
+@pytest.mark.parametrize(
+    ("form", "momentum"), [("corrected", 0.0), ("corrected", 0.5), ("niid-bench", 0.0)]
+)
+def test_it_reaches_the_joint_optimum_where_fedavg_stops_beside_it(form, momentum):
+    scaffold = Federation(APART, form=form, momentum=momentum)
+    fedavg = Federation(APART, method="fedavg", momentum=momentum)
+    for _ in range(120):
+        scaffold.play()
+        fedavg.play()
+    assert abs(fedavg.theta - OPTIMUM) > 0.1
+    assert scaffold.theta == pytest.approx(OPTIMUM, abs=1e-6)
+    assert scaffold.c == pytest.approx(0, abs=1e-6)  # the mean gradient there
+    for client, (a, b) in enumerate(APART):
+        assert scaffold.c_of(client) == pytest.approx(a * (OPTIMUM - b), abs=1e-5)
+
+
+def algorithm_1(clients, cohorts, *, lr, steps, momentum=0.0, form="corrected", eta_g=1.0, decay=1.0):
+    """Lines 1 to 17 with option II on quadratics; with momentum as the file's top comment says."""
+    w, c, c_i = 0.0, 0.0, dict.fromkeys(range(len(clients)), 0.0)
+    for number, cohort in enumerate(cohorts):
+        eta = lr * decay**number
+        models, changes = [], []
+        for i in cohort:
+            a, b = clients[i]
+            theta, velocity = w, 0.0
+            for _ in range(steps):
+                gradient = a * (theta - b)
+                if form == "corrected":
+                    gradient = gradient - c_i[i] + c
+                velocity = momentum * velocity + gradient
+                theta = theta - eta * velocity
+                if form == "niid-bench":
+                    theta = theta - eta * (c - c_i[i])
+            k = steps
+            if form == "corrected":  # how often each gradient has counted, added up
+                k = sum(momentum**n for j in range(steps) for n in range(j + 1))
+            new = c_i[i] - c + (w - theta) / (k * eta)
+            models.append(theta)
+            changes.append(new - c_i[i])
+            c_i[i] = new
+        w = w + eta_g * (sum(models) / len(cohort) - w)
+        c = c + sum(changes) / len(clients)
+    return w, c, c_i
+
+
+COHORTS = [(0, 2), (1, 2), (0, 1), (2,), (0, 1, 2)]
+THREE = [(1.0, 0.0), (4.0, 3.0), (2.0, -5.0)]
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "form": "niid-bench"},
+        {"form": "niid-bench"},
+        {"lr_global": 0.5},
+        {"lr_decay": 0.5},
+    ],
+    ids=str,
+)
+def test_rounds_with_partial_participation_are_algorithm_1(about):
+    federation = Federation(THREE, lr=0.02, local_epochs=4, **about)
+    for cohort in COHORTS:
+        federation.play(cohort)
+    renamed = {"lr_global": "eta_g", "lr_decay": "decay"}
+    options = {renamed.get(k, k): v for k, v in about.items()}
+    w, c, c_i = algorithm_1(THREE, COHORTS, lr=0.02, steps=4, **options)
+    assert federation.theta == pytest.approx(w, rel=1e-9)
+    assert federation.c == pytest.approx(c, rel=1e-9)
+    for client in range(3):
+        assert federation.c_of(client) == pytest.approx(c_i[client], rel=1e-9)
+
+
+@pytest.mark.parametrize("form", ["corrected", "niid-bench"])
+def test_c_stays_the_mean_of_all_c_i_whoever_takes_part(form):
+    federation = Federation(THREE, form=form, momentum=0.9, lr=0.01)
+    seen = []
+    for cohort in [*COHORTS, (1,), (1,), (0, 2)]:
+        stale = {i: federation.c_of(i) for i in range(3) if i not in cohort}
+        federation.play(cohort)
+        assert federation.c == pytest.approx(sum(federation.c_of(i) for i in range(3)) / 3)
+        assert all(federation.c_of(i) == value for i, value in stale.items())
+        seen.append(federation.c)
+    assert len(set(seen)) == len(seen)
+    assert min(map(abs, seen)) > 1e-3
+
+
+def test_one_full_step_each_is_fedavg():
+    scaffold = Federation(THREE, local_epochs=1)
+    fedavg = Federation(THREE, method="fedavg", local_epochs=1)
+    for _ in range(4):
+        scaffold.play()
+        fedavg.play()
+        assert scaffold.theta == pytest.approx(fedavg.theta, rel=1e-12)
+
+
+def test_a_rate_of_zero_says_nothing_of_the_gradients():
+    federation = Federation(THREE, lr=0.0)
+    federation.play()
+    assert (federation.theta, federation.c) == (0.0, 0.0)
+
+
+def test_the_clip_is_of_the_corrected_gradient():
+    federation = Federation(THREE, local_epochs=1, lr=0.1, clip_norm=0.5)
+    federation.server.c = {"theta": torch.tensor([-100.0], dtype=torch.float64)}
+    (update,) = federation.play([0]).values()
+    assert update.arrays["theta"].item() == pytest.approx(0.05, rel=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("steps", [0, 1, 2, 7])
+def test_k_rho_is_how_often_the_gradients_count(momentum, steps):
+    """Of a gradient that is always 1, a run of momentum SGD with rate 1 goes K_rho down."""
+    velocity = travelled = 0.0
+    for _ in range(steps):
+        velocity = momentum * velocity + 1
+        travelled += velocity
+    assert momentum_steps(steps, momentum) == pytest.approx(travelled, abs=1e-12)
+
+
+def test_option_ii_as_printed():
+    c_i, c, w, w_i = (torch.tensor([v]) for v in (3.0, 10.0, 100.0, 40.0))
+    assert next_control_variate(c_i, c, w, w_i, 20.0).item() == 3 - 10 + 60 / 20
+
+
+# --- on a network ---------------------------------------------------------------------------------
+
+
+def scaffold_round(config, received, c=None, c_i=None, **about):
+    zeros = {n: torch.zeros_like(a) for n, a in received.items()}
+    extra = {f"c.{n}": a for n, a in (c or zeros).items()}
+    state = {"control": c_i} if c_i else {}
+    now = make_round(config, received=received, state=state, **about)
+    return method_of(config).train(dataclasses.replace(now, extra=extra))
+
+
+@pytest.mark.parametrize("form", ["corrected", "niid-bench"])
+def test_a_first_round_is_fedavgs_to_the_bit(form):
+    keys = {"local_epochs": 2, "momentum": 0.9, "weight_decay": 0.01}
+    received = initial(make_config(), seed=5)
+    config = make_config(method="scaffold", scaffold__momentum_form=form, **keys)
+    update = scaffold_round(config, received)
+    plain = train(make_config(**keys), received=received)
+    assert update.num_steps == 8
+    assert_same_bits(update.arrays, plain.arrays)
+
+
+def test_one_full_batch_step_keeps_the_gradient_at_w():
+    """c_i^+ = grad f_i(w) + weight decay w, whatever c and c_i were; w_i = w - eta (that - c_i + c)."""
+    config = make_config(method="scaffold", momentum=0.0, weight_decay=0.01, batch_size=100)
+    received, c, c_i = (initial(config, seed=s) for s in (5, 6, 7))
+    update = scaffold_round(config, received, c, c_i)
+    network = build_network(config, SHAPE, NUM_CLASSES)
+    network.load_state_dict(received)
+    (x, y) = next(make_round(config).train_samples.in_order())
+    F.cross_entropy(network(x), y).backward()
+    gradient = {n: p.grad + 0.01 * p.detach() for n, p in network.named_parameters()}
+    w_i = {n: received[n] - 0.05 * (g - c_i[n] + c[n]) for n, g in gradient.items()}
+    assert_close(update.arrays, w_i, rtol=0, atol=1e-6)
+    assert_close(update.state["control"], gradient, rtol=0, atol=2e-5)
+    assert {n.removeprefix("dc.") for n in update.extra} == set(gradient)
+    for n, array in update.extra.items():
+        change = update.state["control"][n.removeprefix("dc.")] - c_i[n.removeprefix("dc.")]
+        torch.testing.assert_close(array, change)
+
+
+def test_control_variates_are_of_parameters_and_buffers_are_averaged():
+    config = make_config(method="scaffold", model="resnet20", scaffold__lr_global=0.5)
+    model = build_network(config, SHAPE, NUM_CLASSES)
+    server = ScaffoldServer(config, model)
+    server.roster = dict.fromkeys(range(4))
+    assert set(server.c) == {n for n, _ in model.named_parameters()}
+    current = {n: a.clone() for n, a in model.state_dict().items()}
+    replies = []
+    for k in (1, 3):
+        arrays = {n: a + k for n, a in current.items()}
+        extra = {f"dc.{n}": torch.full_like(a, k) for n, a in server.c.items()}
+        replies.append(TrainReply(str(k), 1, arrays, extra, {"num-examples": 1}))
+    following = server.next_arrays(current, replies)
+    buffers = set(current) - set(server.c)
+    assert any("running_var" in n for n in buffers)
+    for n, a in following.items():
+        moved = (a - current[n]).double()  # the mean of 1 and 3, times eta_g for parameters
+        torch.testing.assert_close(moved, torch.full_like(moved, 2.0 if n in buffers else 1.0))
+    assert all(torch.equal(a, torch.ones_like(a)) for a in server.c.values())  # (1 + 3) / N
