@@ -8,7 +8,6 @@ from flwr.serverapp import Grid, ServerApp
 
 from server_app.federation import run_federation
 
-log = logging.getLogger("keel.server")
 app = ServerApp()
 log = logging.getLogger("keel.server")
 
@@ -20,8 +19,9 @@ def main(grid: Grid, context: Context) -> None:
     try:
         run_federation(grid, dict(grid.run.override_config))
     except (ValueError, OSError, RuntimeError) as error:
-        log.error("error: %s", error)  # the line to read; Flower follows up with a traceback
-        raise
+        log.error("error: %s", error)
+        # Flower follows up with a traceback, short if it begins here; its last line says it again
+        raise RuntimeError(str(error)) from None
 
 
 def log_to_stdout() -> None:
