@@ -106,7 +106,9 @@ def test_fitnets_penalty_is_lambda_times_the_distance_of_what_it_compares(is_poo
     method = fitnet(pooled=is_pooled)
     f = [random(4, 3, 2, 2, seed=1), random(4, 5, seed=2)]
     g = [random(4, 3, 2, 2, seed=3), random(4, 5, seed=4)]
-    maps, maps_g = ([t.mean((2, 3)) if t.ndim > 2 and is_pooled else t for t in ts] for ts in (f, g))
+    maps, maps_g = (
+        [t.mean((2, 3)) if t.ndim > 2 and is_pooled else t for t in ts] for ts in (f, g)
+    )
     expected = sum(((a - b) ** 2).mean() for a, b in zip(maps, maps_g, strict=True)) / 2
     about = SimpleNamespace(model=None)
     got = method.penalty(batch_of(taps=f, taps_g=method.represent(None, g), about=about))
@@ -283,7 +285,8 @@ def test_fedlc_reads_the_clients_own_training_counts():
 
 def test_the_papers_fedlc_has_no_true_class_in_its_gradient_of_the_sum():
     assert torch.autograd.gradcheck(
-        lambda a: loss_without_true_class(a, torch.tensor([0, 2])), random(2, 3, seed=1).requires_grad_()
+        lambda a: loss_without_true_class(a, torch.tensor([0, 2])),
+        random(2, 3, seed=1).requires_grad_(),
     )
 
 
@@ -568,7 +571,9 @@ def test_fedscl_of_identical_features(mining, value):
 def test_fedscl_of_one_class_mined_hard_is_zero():
     tap = random(5, 4, seed=1)
     method = FedSCL(tau=0.05, mining="hard", **LEVELS)
-    assert method.penalty(batch_of(y=torch.zeros(5), taps=[tap])).item() == pytest.approx(0, abs=1e-12)
+    assert method.penalty(batch_of(y=torch.zeros(5), taps=[tap])).item() == pytest.approx(
+        0, abs=1e-12
+    )
 
 
 def repulsion_in_loops(phi, tau, negatives):
@@ -614,7 +619,9 @@ def test_fedcl_pushes_apart_and_its_positive_pulls_nothing():
 def test_fedcl_means_over_levels_and_reads_no_label():
     taps = [random(5, 3, 2, 2, seed=1), random(5, 4, seed=2)]
     method = FedCL(tau=0.3, negatives="hard", **LEVELS)
-    expected = sum(repulsion_in_loops(unit(t), 0.3, "hard") for t in (taps[0].mean((2, 3)), taps[1]))
+    expected = sum(
+        repulsion_in_loops(unit(t), 0.3, "hard") for t in (taps[0].mean((2, 3)), taps[1])
+    )
     assert method.penalty(batch_of(y=None, taps=taps)).item() == pytest.approx(expected / 2)
 
 

@@ -287,7 +287,9 @@ def test_with_a_rate_of_zero_pure_noise_is_uploaded(method):
     assert noise_sigma(config.privacy) == pytest.approx(sigma)
     assert noise.std().item() == pytest.approx(sigma, rel=4 / math.sqrt(2 * len(noise)))
     assert abs(noise.mean().item()) < 4 * sigma / math.sqrt(len(noise))
-    half = train(private(method=method, lr=0.0, privacy__clip_norm=0.3, privacy__epsilon=0.25), received=w)
+    half = train(
+        private(method=method, lr=0.0, privacy__clip_norm=0.3, privacy__epsilon=0.25), received=w
+    )
     assert_close(
         {n: half.arrays[n] - w[n] for n in w},
         {n: 2 * (update.arrays[n] - w[n]) for n in w},

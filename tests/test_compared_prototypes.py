@@ -138,7 +138,9 @@ def test_a_fedpac_round_is_head_then_body_towards_the_prototypes(known):
     extra = {f"head.{n}": a for n, a in head_part(w).items()}
     if known:
         extra |= {"prototypes": prototypes, "is-known": torch.tensor(known)}
-    now = make_round(config, number=2, received=body_part(w), state={"head": head_part(initial(config))})
+    now = make_round(
+        config, number=2, received=body_part(w), state={"head": head_part(initial(config))}
+    )
     now = dataclasses.replace(now, extra=extra)
     update = method_of(config).train(now)
 
@@ -154,7 +156,9 @@ def test_a_fedpac_round_is_head_then_body_towards_the_prototypes(known):
     loss = F.cross_entropy(logits, y)
     if known:
         wanted = [prototypes[k] if known[k] else own[k] for k in y.tolist()]
-        penalty = 3.0 * sum(((a - t) ** 2).sum() for a, t in zip(f, wanted, strict=True)) / f.numel()
+        penalty = (
+            3.0 * sum(((a - t) ** 2).sum() for a, t in zip(f, wanted, strict=True)) / f.numel()
+        )
         assert update.terms["penalty"] == pytest.approx(penalty.item(), rel=1e-4)
         loss = loss + penalty
     else:
@@ -301,7 +305,11 @@ def pac_reply(client, seed, counts):
 def test_fedpacs_server_mixes_each_clients_head_and_weighs_means_by_class_counts():
     server = pac_server()
     assert server.extra_for("a") == {}
-    replies = [pac_reply("a", 1, [5.0, 0, 5]), pac_reply("b", 2, [1.0, 0, 3]), pac_reply("c", 3, [0.0, 0, 9])]
+    replies = [
+        pac_reply("a", 1, [5.0, 0, 5]),
+        pac_reply("b", 2, [1.0, 0, 3]),
+        pac_reply("c", 3, [0.0, 0, 9]),
+    ]
     assert replies[0].extra.keys() == server.expected_extra().keys()
     following = server.next_arrays(body_part(initial(pac())), replies)
     shares = [10 / 23, 4 / 23, 9 / 23]
@@ -316,7 +324,9 @@ def test_fedpacs_server_mixes_each_clients_head_and_weighs_means_by_class_counts
         assert (a > 0.01).sum() > 1
         for name in HEAD:
             mixed = sum(s * r.extra[f"head.{name}"] for s, r in zip(a, replies, strict=True))
-            torch.testing.assert_close(sent[f"head.{name}"].double(), mixed.double(), rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                sent[f"head.{name}"].double(), mixed.double(), rtol=0, atol=1e-4
+            )
         assert sent["is-known"].tolist() == [1, 0, 1]
         means = [r.extra["means"] for r in replies]
         torch.testing.assert_close(sent["prototypes"][0], ((5 * means[0] + means[1]) / 6)[0])
@@ -328,7 +338,10 @@ def test_fedpacs_server_mixes_each_clients_head_and_weighs_means_by_class_counts
 
 def test_fedpacs_server_goes_on_from_its_state():
     server, other = pac_server(), pac_server()
-    server.next_arrays(body_part(initial(pac())), [pac_reply("a", 1, [5.0, 0, 5]), pac_reply("b/c", 2, [1.0, 0, 3])])
+    server.next_arrays(
+        body_part(initial(pac())),
+        [pac_reply("a", 1, [5.0, 0, 5]), pac_reply("b/c", 2, [1.0, 0, 3])],
+    )
     other.load(server.state())
     for client in ("a", "b/c", "newcomer"):
         assert_same_bits(other.extra_for(client), server.extra_for(client))
@@ -367,7 +380,11 @@ def test_mean_and_deviation_are_the_two_halves():
 
 def test_the_sampled_loss_is_a_mean_over_samples_and_draws():
     head = torch.nn.Linear(3, 4)
-    mu, s, y = random(5, 3, seed=1).float(), random(5, 3, seed=2).exp().float(), torch.tensor([0, 3, 1, 2, 2])
+    mu, s, y = (
+        random(5, 3, seed=1).float(),
+        random(5, 3, seed=2).exp().float(),
+        torch.tensor([0, 3, 1, 2, 2]),
+    )
     torch.manual_seed(7)
     got = sampled_cross_entropy(head, mu, s, y, 6)
     torch.manual_seed(7)
@@ -412,7 +429,9 @@ def cr_round(config, weights, m=None, s=None, **about):
         "M": torch.zeros(3, 256) if m is None else m,
         "S": torch.ones(3, 256) if s is None else s,
     }
-    now = make_round(config, received=body_part(weights), state={"head": head_part(weights)}, **about)
+    now = make_round(
+        config, received=body_part(weights), state={"head": head_part(weights)}, **about
+    )
     return dataclasses.replace(now, extra=extra)
 
 
@@ -433,9 +452,7 @@ def test_a_step_of_fedcr_is_the_formula(reverse):
         eps = torch.randn(4, 30, 256)
     ce = sum(F.cross_entropy(network.classifier(mu + dev * eps[r]), batch.y) for r in range(4)) / 4
     g_m, g_s = m[batch.y], s[batch.y]
-    local, of_global = (
-        torch.distributions.Normal(*about) for about in ((mu, dev), (g_m, g_s))
-    )
+    local, of_global = (torch.distributions.Normal(*about) for about in ((mu, dev), (g_m, g_s)))
     pair = (local, of_global) if reverse else (of_global, local)
     penalty = 0.3 * torch.distributions.kl_divergence(*pair).sum(1).mean()
     assert update.terms["supervised"] == pytest.approx(ce.item(), rel=1e-4)

@@ -142,7 +142,9 @@ def test_it_reaches_the_joint_optimum_where_fedavg_stops_beside_it(form, momentu
         assert scaffold.c_of(client) == pytest.approx(a * (OPTIMUM - b), abs=1e-5)
 
 
-def algorithm_1(clients, cohorts, *, lr, steps, momentum=0.0, form="corrected", eta_g=1.0, decay=1.0):
+def algorithm_1(
+    clients, cohorts, *, lr, steps, momentum=0.0, form="corrected", eta_g=1.0, decay=1.0
+):
     """Lines 1 to 17 with option II on quadratics; with momentum as the file's top comment says."""
     w, c, c_i = 0.0, 0.0, dict.fromkeys(range(len(clients)), 0.0)
     for number, cohort in enumerate(cohorts):

@@ -65,7 +65,9 @@ def test_the_average_is_of_the_replies_by_examples_of_this_round(weighting):
     server = server_of(make_config(weighting=weighting))
     models = [initial(make_config(), seed=s) for s in (1, 2, 3)]
     sizes = [10, 5, 25]
-    following = server.next_arrays(models[0], [reply(str(n), *m) for n, m in enumerate(zip(models, sizes, strict=True))])
+    following = server.next_arrays(
+        models[0], [reply(str(n), *m) for n, m in enumerate(zip(models, sizes, strict=True))]
+    )
     shares = [1 / 3] * 3 if weighting == "uniform" else [s / 40 for s in sizes]
     for name, array in following.items():
         expected = sum(p * m[name].double() for p, m in zip(shares, models, strict=True))
@@ -235,7 +237,9 @@ def test_fedacgs_client_pulls_towards_what_it_was_sent(method):
     """beta ||theta - wh||^2, without 1/2: fedprox's term with mu = 2 beta, on top of the method's."""
     keys = {"local_epochs": 2, "momentum": 0.0}
     w = initial(make_config(), seed=5)
-    pulled = train(make_config(method=method, server="fedacg", fedacg__beta=0.5, **keys), received=w)
+    pulled = train(
+        make_config(method=method, server="fedacg", fedacg__beta=0.5, **keys), received=w
+    )
     free = train(make_config(method=method, server="fedacg", fedacg__beta=0.0, **keys), received=w)
     plain = train(make_config(method=method, **keys), received=w)
     assert_same_bits(free.arrays, plain.arrays)
