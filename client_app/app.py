@@ -27,6 +27,7 @@ from protocol.messages import (
     Arrays,
     RosterEntry,
     TrainReply,
+    all_finite,
     read_instruction,
     reply_content,
     roster_content,
@@ -102,6 +103,8 @@ def train_one_round(message: Message, context: Context) -> RecordDict:
         "seconds": time.perf_counter() - started,
         "cpu-seconds": time.process_time() - cpu_started,
     }
+    refuse_unless_finite(instruction.round, {"update": update.arrays, "extra": update.extra})
+    refuse_unless_finite(instruction.round, update.state)
     if update.state:
         folder = state_folder(instruction, context.node_config)
         folder.save(instruction.round, update.state)
@@ -111,6 +114,16 @@ def train_one_round(message: Message, context: Context) -> RecordDict:
     return reply_content(
         TrainReply(now.client, instruction.round, update.arrays, update.extra, metrics)
     )
+
+
+def refuse_unless_finite(round_: int, groups: dict[str, Arrays]) -> None:
+    """ValueError if training diverged: a client must not keep what it could never recover from."""
+    for name, arrays in groups.items():
+        if not all_finite(arrays):
+            raise ValueError(
+                f"round {round_}: local training left values in {name!r} that are not finite; what "
+                "was kept before stays. A smaller lr, or clip-norm, may help"
+            )
 
 
 def evaluate_models(message: Message, context: Context) -> RecordDict:

@@ -85,6 +85,10 @@ class Method:
         """Forward passes of frozen models for each step of local training, before any caching."""
         return 0
 
+    def depends_on_num_rounds(self) -> bool:
+        """A run resumed with another number of rounds would not be the same run."""
+        return False
+
     def model_parts(self) -> ModelParts:
         """What this method adds to the plain model."""
         return ModelParts()

@@ -56,6 +56,13 @@ def train_part(
     )
 
 
-def fine_tune(now: ClientRound, model: StagedModel, part: str, epochs: int, lr: float) -> None:
-    """Tune a part of the model in place on this client's training samples, with momentum 0.9."""
-    train_part(now, model, part, epochs, lr, stream="fine-tuning", momentum=0.9)
+def fine_tune(
+    now: ClientRound,
+    model: StagedModel,
+    part: str,
+    epochs: int,
+    lr: float,
+    momentum: float | None = None,
+) -> None:
+    """Tune a part of the model in place on this client's training samples; see `train_part`."""
+    train_part(now, model, part, epochs, lr, stream="fine-tuning", momentum=momentum)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -22,11 +23,18 @@ class Pixels:
 
     def normalise(self, images: Tensor) -> Tensor:
         """[B, C, H, W] of pixels 0..255, any dtype, as float32 in channels-last memory."""
-        shape = (1, -1, 1, 1)
-        std = torch.tensor(self.std, device=images.device).view(shape)
-        mean = torch.tensor(self.mean, device=images.device).view(shape)
-        x = images.to(torch.float32, copy=True).mul_(1 / (255 * std)).sub_(mean / std)
+        scale, shift = _scale_and_shift(self, images.device)
+        x = images.to(torch.float32, copy=True).mul_(scale).sub_(shift)
         return x.contiguous(memory_format=torch.channels_last)
+
+
+@lru_cache(maxsize=8)
+def _scale_and_shift(pixels: Pixels, device: torch.device) -> tuple[Tensor, Tensor]:
+    """1 / (255 std) and mean / std, [1, C, 1, 1]: made once, as a copy to a device waits for it."""
+    std, mean = (
+        torch.tensor(v, device=device).view(1, -1, 1, 1) for v in (pixels.std, pixels.mean)
+    )
+    return 1 / (255 * std), mean / std
 
 
 @dataclass(frozen=True)

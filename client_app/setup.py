@@ -88,6 +88,11 @@ def build_network(
     shape: (channels, pixels, pixels). Weights from `seed`, or from the run's. On the CPU, in
     channels-last memory: the layout that convolutions are fastest in.
     """
+    if shape[1] != shape[2]:
+        raise ValueError(
+            f"images are {shape[1]} x {shape[2]} pixels: the networks take squares; image-size has "
+            "to be from 28 to 64"
+        )
     parts = method_of(config).model_parts()
     name = name or config.model.model
     model = build_model(

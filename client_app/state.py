@@ -6,7 +6,6 @@ name, so a damaged file is noticed. Versions that the server could still resume 
 older round can be trained again, and gives the same result again.
 """
 
-import hashlib
 import logging
 import re
 from pathlib import Path
@@ -14,18 +13,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load, save
 
-from protocol.files import write_atomically
+from protocol.files import digest, write_atomically
 
 log = logging.getLogger("keel.client")
 Arrays = dict[str, torch.Tensor]
 Groups = dict[str, Arrays]
 version_name = re.compile(r"round-(\d+)-([0-9a-f]{16})\.(safetensors|damaged)")
 separator = "/"  # between group and array name; no parameter name has one
-
-
-def digest(content: bytes) -> str:
-    """The first 16 hex digits of the content's SHA-256."""
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 class StateFolder:

@@ -99,7 +99,7 @@ class RoundsConfig:
     preset: str = option(any_text())
     method: str = option(any_text())
     server: str = option(any_text())
-    weighting: str = option(one_of("examples", "uniform"))
+    weighting: str = option(one_of("auto", "examples", "uniform"))
     seed: int = option(at_least(0))
     num_rounds: int = option(at_least(1))
     num_clients: int = option(at_least(0))

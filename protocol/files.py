@@ -1,7 +1,13 @@
 """Files that are whole or not there."""
 
+import hashlib
 import os
 from pathlib import Path
+
+
+def digest(content: bytes) -> str:
+    """The first 16 hex digits of the content's SHA-256."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -164,3 +164,8 @@ def read_roster(message: Message) -> RosterEntry:
 def payload_bytes(message: Message) -> int:
     """Bytes of the records in a message: what travels, less Flower's envelope."""
     return sum(record.count_bytes() for record in message.content.values())
+
+
+def all_finite(arrays: Arrays) -> bool:
+    """No array holds a NaN or an infinity."""
+    return all(bool(a.isfinite().all()) for a in arrays.values() if a.is_floating_point())

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from protocol.messages import (
     Instruction,
     RosterEntry,
     TrainReply,
+    all_finite,
     array_record,
     instruction_record,
     payload_bytes,
@@ -33,7 +35,7 @@ from protocol.options import OptionValue
 from protocol.privacy import check_privacy, composed_budget
 from server_app.exchange import exchange
 from server_app.report import Reporter
-from server_app.roster import gather_roster
+from server_app.roster import evaluates_clients, gather_roster
 from server_app.run_folder import (
     Checkpoint,
     RunFolder,
@@ -43,7 +45,7 @@ from server_app.run_folder import (
     save_arrays,
 )
 from strategies import STRATEGIES, Average
-from strategies.average import RoundReport, TooFewRepliesError, all_finite
+from strategies.average import RoundReport, TooFewRepliesError
 from strategies.server_steps import SERVER_STEPS
 
 log = logging.getLogger("keel.server")
@@ -71,6 +73,7 @@ class Run:
     test_samples: Samples
     roster: dict[int, RosterEntry]
     reporter: Reporter
+    start: Checkpoint
 
 
 def check_config(config: RunConfig) -> None:
@@ -88,9 +91,9 @@ def check_config(config: RunConfig) -> None:
             f"server = {rounds.server!r}: {rounds.method} has a server step of its own; server has "
             "to be fedavg with it"
         )
-    if rounds.server == "fedacg" and not isinstance(method, LocalObjective):
-        beta = config.table("fedacg", FedACGClient).beta
-        if beta:
+    if rounds.server == "fedacg":
+        beta = config.table("fedacg", FedACGClient).beta  # clients read it: checked here already
+        if beta and not isinstance(method, LocalObjective):
             raise ValueError(
                 f"fedacg.beta = {beta}: {rounds.method} trains without FedACG's client term; it "
                 "has to be 0 with it"
@@ -102,16 +105,12 @@ def check_config(config: RunConfig) -> None:
             f"evaluate-clients = 'none': {rounds.method} has no global model, so nothing would be "
             "evaluated; it has to be auto, participants or all"
         )
+    for name, cls in METHODS.items():  # a value that no method could take is a mistake anyway
+        config.table(name, cls)
+    for step in SERVER_STEPS.values():
+        step(config)
     tables = {key.partition(".")[0] for key in default_config().keys() - all_group_keys()}
     assert tables <= METHODS.keys() | SERVER_STEPS.keys()
-
-
-def evaluates_clients(config: RunConfig, method: Method) -> str:
-    """none, participants or all: whose local test parts are evaluated on."""
-    asked = config.rounds.evaluate_clients
-    if asked != "auto":
-        return asked
-    return "all" if method.is_personal else "none"
 
 
 def run_federation(grid: Grid, overrides: Mapping[str, OptionValue]) -> RunFolder:
@@ -132,7 +131,7 @@ def run_federation(grid: Grid, overrides: Mapping[str, OptionValue]) -> RunFolde
             resumed.close()
         raise
     try:
-        run_rounds(run, resuming=resumed is not None)
+        run_rounds(run)
     finally:
         run.folder.close()
     return run.folder
@@ -167,6 +166,15 @@ def prepare(
     )
     roster = gather_roster(grid, config, Instruction(config, 0, 0, False, ""))
     strategy.roster = roster
+    cohort = len(strategy.sample(1))
+    if config.rounds.min_replies > cohort:
+        raise ValueError(
+            f"min-replies = {config.rounds.min_replies}: {cohort} clients train in a round"
+        )
+    start = Checkpoint(0, strategy.initial_arrays(config, model), {})
+    if resumed:
+        start = resumed.newest_checkpoint(start.arrays, config.model.model)
+        strategy.load(start.state)
     strategy.summary()
     folder = resumed or new_run_folder(config)
     if any(entry.num_partitions for entry in roster.values()):
@@ -176,18 +184,13 @@ def prepare(
     reporter = Reporter(folder, config, method, source, list(roster.values()))
     return Run(
         *(config, given, folder, grid, strategy, method, model.to(device), initial, source, test),
-        *(roster, reporter),
+        *(roster, reporter, start),
     )
 
 
-def run_rounds(run: Run, resuming: bool) -> None:
+def run_rounds(run: Run) -> None:
     """All rounds from the first or the checkpoint's, then the final model and the report."""
-    config, strategy = run.config, run.strategy
-    initial = strategy.initial_arrays(config, run.model.cpu())
-    start = Checkpoint(0, initial, {})
-    if resuming:
-        start = run.folder.newest_checkpoint(initial, config.model.model)
-        strategy.load(start.state)
+    config, start = run.config, run.start
     run.reporter.begin(run.folder.truncate_history(start.round))
     arrays = array_record(start.arrays)
     status = "stopped"
@@ -228,6 +231,9 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
     )
     messages = list(strategy.configure_train(server_round, arrays, ask, run.grid))
     bytes_down = sum(payload_bytes(m) for m in messages)
+    if config.privacy.epsilon:
+        asked = [run.roster[m.metadata.dst_node_id].client for m in messages]
+        run.folder.append_releases(server_round, asked)
     replies = exchange(run.grid, messages, rounds.round_timeout)
     seconds["training"] = time.perf_counter() - started
 
@@ -255,7 +261,11 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         wanted -= {reply.client for reply in on_clients}
         rest = [node for node, entry in run.roster.items() if entry.client in wanted]
         if rest:
-            on_clients += evaluate_on_clients(run, server_round, following, rest)
+            evaluation = evaluate_on_clients(run, server_round, following, rest)
+            on_clients += evaluation.kept
+            line["evaluation_left_out"] = evaluation.left_out
+            line["evaluation_bytes_down"] = evaluation.bytes_down
+            line["evaluation_bytes_up"] = evaluation.bytes_up
         line |= clients_lines(on_clients)
     seconds["evaluation"] = time.perf_counter() - started
 
@@ -285,8 +295,8 @@ def global_score(run: Run, arrays: ArrayRecord) -> Score:
 
 def evaluate_on_clients(
     run: Run, server_round: int, arrays: ArrayRecord, nodes: list[int]
-) -> list[TrainReply]:
-    """The replies of these clients to an evaluate message."""
+) -> RoundReport:
+    """What became of an evaluate message to each of these clients."""
     ask = instruction_record(
         Instruction(run.config, server_round, server_round - 1, True, str(run.folder.path))
     )
@@ -294,7 +304,9 @@ def evaluate_on_clients(
     messages = [m for m in everyones if m.metadata.dst_node_id in set(nodes)]
     replies = exchange(run.grid, messages, run.config.rounds.round_timeout)
     run.strategy.aggregate_evaluate(server_round, with_silent(run, messages, replies))
-    return run.strategy.report.kept
+    report = run.strategy.report
+    report.bytes_down = sum(payload_bytes(message) for message in messages)
+    return report
 
 
 def round_line(server_round: int, report: RoundReport, bytes_down: int) -> dict[str, Any]:
@@ -317,8 +329,8 @@ def round_line(server_round: int, report: RoundReport, bytes_down: int) -> dict[
         "losses": losses,
         "bytes_down": bytes_down,
         "bytes_up": report.bytes_up,
-        "client_seconds": round(sum(r.metrics["seconds"] for r in report.kept), 4),
-        "client_cpu_seconds": round(sum(r.metrics["cpu-seconds"] for r in report.kept), 4),
+        "client_seconds": round(sum(r.metrics.get("seconds", 0.0) for r in report.kept), 4),
+        "client_cpu_seconds": round(sum(r.metrics.get("cpu-seconds", 0.0) for r in report.kept), 4),
     }
 
 
@@ -359,15 +371,11 @@ def about_model(run: Run) -> dict[str, str]:
 
 
 def privacy_spent(run: Run) -> dict[str, Any] | None:
-    """Per release and composed over the rounds of the busiest client; None without noise."""
+    """Per release and composed over those of the client asked most often; None without noise."""
     privacy = run.config.privacy
     if not privacy.epsilon:
         return None
-    lines = run.folder.read_history()
-    counts: dict[str, int] = {}
-    for line in lines:
-        for client in [*line["participants"], *line["left_out"]]:
-            counts[client] = counts.get(client, 0) + 1
+    counts = Counter(client for asked in run.folder.read_releases() for client in asked)
     budget = composed_budget(privacy, max(counts.values(), default=0))
     return {
         "per_release": {"epsilon": privacy.epsilon, "delta": privacy.delta},

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+from client_app.method import Method
 from client_app.methods import method_of
 from protocol.config import RunConfig
 from protocol.messages import Instruction, RosterEntry, instruction_record, read_roster
@@ -89,6 +90,14 @@ def ask(
     return entries
 
 
+def evaluates_clients(config: RunConfig, method: Method) -> str:
+    """none, participants or all: whose local test parts are evaluated on."""
+    asked = config.rounds.evaluate_clients
+    if asked != "auto":
+        return asked
+    return "all" if method.is_personal else "none"
+
+
 def check_roster(config: RunConfig, entries: list[RosterEntry]) -> None:
     """ValueError, one line naming the client, where the clients do not fit together."""
     if config.rounds.num_clients and len(entries) > config.rounds.num_clients:
@@ -125,8 +134,7 @@ def check_roster(config: RunConfig, entries: list[RosterEntry]) -> None:
     totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
     if 0 in totals:
         raise ValueError(f"class {totals.index(0)} is held by no client: it cannot be learnt")
-    evaluates_clients = config.rounds.evaluate_clients in ("participants", "all")
-    if method_of(config).is_personal or evaluates_clients:
+    if evaluates_clients(config, method_of(config)) != "none":
         for entry in entries:
             if not sum(entry.test_label_counts):
                 raise ValueError(

@@ -10,6 +10,7 @@ model.safetensors   the final model;  summary.json, accuracy.png, labels.png
 import fcntl
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -20,8 +21,9 @@ from typing import Any, TextIO
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from client_app.methods import method_of
 from protocol.config import RunConfig, keel_home, resolve_config
-from protocol.files import write_atomically
+from protocol.files import digest, write_atomically
 from protocol.messages import Arrays
 from protocol.options import OptionValue
 
@@ -66,22 +68,35 @@ class RunFolder:
     def append_history(self, line: Mapping[str, Any]) -> None:
         """Add one round's line."""
         with self.history_path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(only_finite(line), allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
+    def append_releases(self, server_round: int, clients: list[str]) -> None:
+        """Note who was asked for a private release; never truncated, whatever is resumed."""
+        with (self.path / "releases.jsonl").open("a") as file:
+            file.write(json.dumps({"round": server_round, "clients": clients}) + "\n")
+
+    def read_releases(self) -> list[list[str]]:
+        """Who was asked, each time that somebody was."""
+        path = self.path / "releases.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line)["clients"] for line in lines]
+
     def read_history(self) -> list[dict[str, Any]]:
-        """All rounds' lines so far; a last one that a kill has cut short is left out."""
+        """All rounds' lines so far; a last line that a kill cut short is left out.
+
+        ValueError naming the line if another one is damaged.
+        """
         if not self.history_path.exists():
             return []
-        texts = self.history_path.read_text().splitlines()
-        lines: list[dict[str, Any]] = []
-        for number, text in enumerate(texts, start=1):
+        whole, _, _ = self.history_path.read_text().rpartition("\n")
+        lines = []
+        for number, line in enumerate(whole.splitlines(), start=1):
             try:
-                lines.append(json.loads(text))
+                lines.append(json.loads(line))
             except json.JSONDecodeError as error:
-                if number < len(texts):
-                    raise ValueError(f"{self.history_path}, line {number}: {error}") from error
+                raise ValueError(f"{self.history_path}, line {number}: {error}") from error
         return lines
 
     def truncate_history(self, last_round: int) -> list[dict[str, Any]]:
@@ -101,24 +116,22 @@ class RunFolder:
             {k: v.contiguous() for k, v in flat.items()},
             metadata=one_line({"round": checkpoint.round, "model": model}),
         )
-        write_atomically(folder / f"round-{checkpoint.round:05d}.safetensors", content)
+        name = f"round-{checkpoint.round:05d}-{digest(content)}.safetensors"
+        write_atomically(folder / name, content)
         for old in sorted(folder.glob("round-*.safetensors"))[:-kept_checkpoints]:
             old.unlink()
 
     def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:
-        """The newest checkpoint that can be read and whose round has its line in the history.
+        """The newest checkpoint that can be read.
 
         One cut short is passed over with a warning. ValueError if there is none, or if it is of
         another model than `expected` arrays.
         """
-        last = max((line["round"] for line in self.read_history()), default=0)
-        found_paths = sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True)
-        paths = [path for path in found_paths if int(path.stem.removeprefix("round-")) <= last]
+        paths = sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True)
         for path in paths:
-            try:
+            if digest(path.read_bytes()) in path.name:
                 return read_checkpoint(path, expected, model)
-            except SafetensorError as error:
-                log.warning("%s is damaged or cut short and was passed over: %s", path, error)
+            log.warning("%s is damaged or cut short (its digest differs): passed over", path)
         found = f"{len(paths)} there, all damaged" if paths else "there is none"
         raise ValueError(f"resume = {str(self.path)!r}: no readable checkpoint in it ({found})")
 
@@ -182,6 +195,12 @@ def open_run_folder(
         )
     merged = kept["given"] | {k: v for k, v in given.items() if k == "num-rounds"}
     config = resolve_config(merged)
+    is_longer = config.flat["num-rounds"] != kept["config"].get("num-rounds")
+    if is_longer and method_of(config).depends_on_num_rounds():
+        raise ValueError(
+            f"num-rounds = {config.flat['num-rounds']}: {config.rounds.method} depends on their "
+            f"number, which was {kept['config'].get('num-rounds')}: it cannot change on resume"
+        )
     now, then = dict(config.flat), kept["config"] | {"num-rounds": config.flat["num-rounds"]}
     if now != then:
         key = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))[0]
@@ -211,3 +230,12 @@ def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
             return arrays, json.loads(file.metadata()["about"])
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or cut short: {error}") from error
+
+
+def only_finite(value: Any) -> Any:
+    """The value with None (null) for every NaN and infinity in it, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: only_finite(each) for key, each in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

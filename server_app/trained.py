@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.methods import method_of
+from client_app.methods import METHODS, method_of
 from client_app.samples import Pixels
 from client_app.setup import build_network
 from client_app.state import StateFolder
 from models import StagedModel
-from protocol.config import resolve_config
+from protocol.config import config_from_json, default_config
 from server_app.run_folder import read_arrays
 
 
@@ -66,18 +66,23 @@ def load_model(folder: str | Path, client: str = "") -> TrainedModel:
     if not (path / "model.safetensors").is_file():
         raise ValueError(f"{path} has no model.safetensors: it is not the folder of a finished run")
     arrays, about = read_arrays(path / "model.safetensors")
-    config = resolve_config(json.loads((path / "config.json").read_text())["given"])
+    kept = json.loads((path / "config.json").read_text())["config"]
+    config = config_from_json(json.dumps(default_config() | kept))
     shape = tuple(int(n) for n in about["shape"].split(","))
     class_names = tuple(about["classes"].split("\n"))
     mean, std = (tuple(map(float, about[key].split(","))) for key in ("mean", "std"))
     name = config.model.model
     if client:
         state = StateFolder(path / "clients" / client).load(before_round=2**31)
-        if "model" not in state:
+        own = state.get("model") or state.get("personal")
+        if own is None and "head" in state:
+            own = arrays | state["head"]
+        if own is None:
             raise ValueError(
-                f"client = {client!r}: {path / 'clients'} holds no personal model of it"
+                f"client = {client!r}: {path / 'clients'} holds no personal model of it; "
+                f"{config.rounds.method} keeps {METHODS[config.rounds.method].keeps}"
             )
-        arrays, name = state["model"], about.get(f"model of {client}", name)
+        arrays, name = own, about.get(f"model of {client}", name)
     elif not method_of(config).has_global_model:
         raise ValueError(
             f"{config.rounds.method} has no global model: name a client, "

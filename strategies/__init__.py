@@ -1,7 +1,7 @@
 """The server half of every method, by name; most use the weighted average."""
 
-from strategies.average import Average
-from strategies.body import SharedBody
+from strategies.average import Average, UniformAverage
+from strategies.body import SharedBody, UniformBody
 from strategies.fedcr import FedCRServer
 from strategies.fedpac import FedPACServer
 from strategies.fedproc import FedProcServer
@@ -16,9 +16,9 @@ STRATEGIES: dict[str, type[Average]] = {
     "moon": Average,
     "fedintr": Average,
     "fedcka": Average,
-    "fedrcl": Average,
-    "fedscl": Average,
-    "fedcl": Average,
+    "fedrcl": UniformAverage,
+    "fedscl": UniformAverage,
+    "fedcl": UniformAverage,
     "fitnet": Average,
     "fedmlb": Average,
     "fedlc": Average,
@@ -30,7 +30,7 @@ STRATEGIES: dict[str, type[Average]] = {
     "fedavg-ft": Average,
     "ditto": Average,
     "fedrep": SharedBody,
-    "fedbabu": SharedBody,
+    "fedbabu": UniformBody,
     "fedpac": FedPACServer,
     "fedcr": FedCRServer,
 }

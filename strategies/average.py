@@ -15,7 +15,6 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from torch import Tensor
 
 from models import StagedModel
 from protocol.config import RunConfig
@@ -43,6 +42,7 @@ class RoundReport:
     kept: list[TrainReply] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     bytes_up: int = 0
+    bytes_down: int = 0
 
 
 class TooFewRepliesError(RuntimeError):
@@ -82,6 +82,7 @@ class Average(Strategy):
         self.report = RoundReport()
         self.current: Arrays = {}
 
+    default_weighting: ClassVar[str] = "examples"  # what the method's paper does
     allows_server_steps: ClassVar[bool] = True  # other `server` steps than the plain average
 
     # --- what a method's server half may want otherwise ---------------------------------------
@@ -97,7 +98,8 @@ class Average(Strategy):
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The next global arrays from the good replies: their average, then the server's step."""
-        by_examples = self.config.rounds.weighting == "examples"
+        asked = self.config.rounds.weighting
+        by_examples = (self.default_weighting if asked == "auto" else asked) == "examples"
         weights = [r.metrics["num-examples"] if by_examples else 1.0 for r in replies]
         trainable = self.trainable & current.keys()  # less what never travels (FedRep's head)
         return self.server_step.step(current, weighted_mean(replies, weights), trainable)
@@ -264,6 +266,7 @@ def mean_metrics(replies: list[TrainReply]) -> MetricRecord:
     return MetricRecord(dict(means))
 
 
-def all_finite(arrays: Mapping[str, Tensor]) -> bool:
-    """No array holds a NaN or an infinity."""
-    return all(bool(a.isfinite().all()) for a in arrays.values() if a.is_floating_point())
+class UniformAverage(Average):
+    """The plain mean, for methods whose papers weigh all clients the same."""
+
+    default_weighting = "uniform"

@@ -14,3 +14,9 @@ class SharedBody(Average):
         """All stages."""
         weights = model.state_dict()
         return {k: weights[k].clone() for k in model.extractor_keys(model.stage_names[-1])}
+
+
+class UniformBody(SharedBody):
+    """The plain mean of the bodies: FedBABU's."""
+
+    default_weighting = "uniform"

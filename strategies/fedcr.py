@@ -39,6 +39,8 @@ def product_of_experts(
 class FedCRServer(SharedBody):
     """Keeps the global Gaussian of every class."""
 
+    default_weighting = "uniform"
+
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
         self.options = config.table("fedcr", FedCRServerOptions)

@@ -31,6 +31,17 @@ class FedReCoServer(Average):
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
         self.options = config.table("fedreco", FedReCoServerOptions)
+        split = self.options.split
+        if split and split not in model.stage_names:
+            raise ValueError(
+                f"fedreco.split = {split!r}: {model.name} has the stages "
+                f"{', '.join(model.stage_names)}; empty is the last"
+            )
+        if list(model.buffers()):
+            raise ValueError(
+                f"model = {model.name!r} with BatchNorm: nobody runs u_0 on data to learn its "
+                "statistics, which would stay 0 and 1; norm has to be 'group'"
+            )
 
     @classmethod
     def initial_arrays(cls, config: RunConfig, model: StagedModel) -> Arrays:

@@ -1,4 +1,4 @@
-"""The local objectives that the papers compare against, each by its formula in loops and float64."""
+"""The local objectives the papers compare against, each by its formula in loops and float64."""
 
 import dataclasses
 import math

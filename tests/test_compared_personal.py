@@ -26,6 +26,7 @@ from server_app.inline import run_inline
 from strategies.body import SharedBody
 
 HEAD = {"classifier.weight", "classifier.bias"}
+MOVING = {"momentum": 0.5, "weight_decay": 0.01}  # what would move weights without a gradient
 
 
 def body_part(weights):
@@ -63,14 +64,16 @@ def batches_of(config, stream, epochs, **about):
 
 
 @pytest.mark.parametrize(("part", "moved"), [("head", HEAD), ("full", None)])
-def test_fedavg_ft_tunes_a_part_of_the_received_model(part, moved):
-    options = {"fedavg-ft__part": part, "fedavg-ft__epochs": 2, "fedavg-ft__lr": 0.02}
-    config = make_config(method="fedavg-ft", **options)
+@pytest.mark.parametrize(("lr", "rate"), [(0.02, 0.02), (0.0, 0.05)])
+def test_fedavg_ft_tunes_a_part_of_the_received_model(part, moved, lr, rate):
+    """By SGD as in training, at a rate of its own; with 0 at the run's."""
+    options = {"fedavg-ft__part": part, "fedavg-ft__epochs": 2, "fedavg-ft__lr": lr}
+    config = make_config(method="fedavg-ft", **options, **MOVING)
     w = initial(config, seed=5)
     tuned = method_of(config).personal_model(make_round(config, received=w), {}).state_dict()
     names = sorted(moved or w)
     batches = batches_of(config, "fine-tuning", 2)
-    by_hand = sgd_by_hand(config, w, batches, names, lr=0.02, momentum=0.9)
+    by_hand = sgd_by_hand(config, w, batches, names, lr=rate, **MOVING)
     assert_close(tuned, by_hand, rtol=0, atol=1e-5)
     assert set(differ(tuned, w)) == set(names)
 
@@ -166,8 +169,6 @@ def test_local_training_goes_on_from_its_own_model():
 
 
 # --- FedRep and FedBABU ---------------------------------------------------------------------------
-
-MOVING = {"momentum": 0.5, "weight_decay": 0.01}  # what would move weights without a gradient
 
 
 def test_fedrep_trains_the_head_then_the_body():

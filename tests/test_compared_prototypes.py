@@ -26,7 +26,7 @@ from client_app.methods import fedcr, method_of
 from client_app.methods.fedcr import Product, Sampled, divergence, gaussian, sampled_cross_entropy
 from client_app.methods.fedpac import head_statistics, targets
 from client_app.parts import train_part
-from client_app.prototypes import class_means
+from client_app.prototypes import class_means, class_sums
 from client_app.setup import build_network
 from client_app.trainer import copy_of
 from protocol.messages import TrainReply
@@ -63,6 +63,22 @@ def test_prototypes_are_means_over_all_samples_and_stay_where_nobody_reports():
     kept.update([torch.tensor([[0.0, 0], [9, 6], [0, 0]])], [torch.tensor([0.0, 3, 0])])
     assert kept.values.tolist() == [[1.5, 1], [3, 2], [1, 1]]
     assert kept.is_known.tolist() == [1, 1, 1]
+
+
+def test_class_sums_are_of_the_model_in_eval_mode_and_leave_its_mode():
+    config = make_config(model="resnet20")
+    now = make_round(config)
+    now.model.train()
+    statistics = {n: b.clone() for n, b in now.model.named_buffers()}
+    sums, counts = class_sums(now.model, now.train_samples)
+    assert now.model.training
+    assert_same_bits(dict(now.model.named_buffers()), statistics)
+    (x, y) = next(now.train_samples.in_order())
+    with torch.no_grad():
+        f = now.model.eval().extract(x, now.model.stage_names[-1])
+    for k in range(3):
+        torch.testing.assert_close(sums[k], f[y == k].sum(0), rtol=1e-4, atol=1e-4)
+        assert counts[k] == (y == k).sum()
 
 
 # --- FedPAC, client -------------------------------------------------------------------------------
@@ -331,7 +347,7 @@ def test_fedpacs_server_mixes_each_clients_head_and_weighs_means_by_class_counts
         means = [r.extra["means"] for r in replies]
         torch.testing.assert_close(sent["prototypes"][0], ((5 * means[0] + means[1]) / 6)[0])
         torch.testing.assert_close(
-            sent["prototypes"][2], (5 * means[0] + 3 * means[1] + 9 * means[2]) / 17
+            sent["prototypes"][2], ((5 * means[0] + 3 * means[1] + 9 * means[2]) / 17)[2]
         )
     assert server.extra_for("newcomer").keys() == {"prototypes", "is-known"}
 

@@ -277,7 +277,7 @@ def test_a_first_round_is_fedavgs_to_the_bit(form):
 
 
 def test_one_full_batch_step_keeps_the_gradient_at_w():
-    """c_i^+ = grad f_i(w) + weight decay w, whatever c and c_i were; w_i = w - eta (that - c_i + c)."""
+    """c_i^+ = grad f_i(w) + decay w, whatever c and c_i were; w_i = w - eta (it - c_i + c)"""
     config = make_config(method="scaffold", momentum=0.0, weight_decay=0.01, batch_size=100)
     received, c, c_i = (initial(config, seed=s) for s in (5, 6, 7))
     update = scaffold_round(config, received, c, c_i)

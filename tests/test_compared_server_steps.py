@@ -17,7 +17,7 @@ from client_fixtures import (
 from client_app.setup import build_network
 from protocol.messages import TrainReply
 from strategies import STRATEGIES
-from strategies.average import weighted_mean
+from strategies.average import Average, weighted_mean
 from strategies.server_steps import server_step
 
 NAMES = ("a", "b")
@@ -72,6 +72,25 @@ def test_the_average_is_of_the_replies_by_examples_of_this_round(weighting):
     for name, array in following.items():
         expected = sum(p * m[name].double() for p, m in zip(shares, models, strict=True))
         torch.testing.assert_close(array.double(), expected, rtol=0, atol=1e-6)
+
+
+UNIFORM = {"fedrcl", "fedscl", "fedcl", "fedbabu", "fedcr"}  # their papers and code
+
+
+@pytest.mark.parametrize("method", STRATEGIES)
+def test_unless_asked_the_papers_weights_are_taken(method):
+    config = make_config(method=method)
+    assert config.rounds.weighting == "auto"
+    server = server_of(config)
+    if method not in ("fedreco", "local"):  # eq. (8); nothing to average
+        assert server.default_weighting == ("uniform" if method in UNIFORM else "examples")
+    if server.next_arrays.__func__ is Average.next_arrays:
+        zeros = server.initial_arrays(config, build_network(config, SHAPE, NUM_CLASSES))
+        zeros = {n: torch.zeros_like(a) for n, a in zeros.items()}
+        ones = {n: torch.ones_like(a) for n, a in zeros.items()}
+        following = server.next_arrays(zeros, [reply("a", ones, 1), reply("b", zeros, 3)])
+        share = 0.5 if method in UNIFORM else 0.25
+        assert all(torch.allclose(a, torch.full_like(a, share)) for a in following.values())
 
 
 def test_one_reply_is_the_next_model_to_the_bit():
@@ -234,7 +253,7 @@ def test_fedacgs_momentum_decays_while_clients_are_idle():
 
 @pytest.mark.parametrize("method", ["fedavg", "fedrcl", "ditto"])
 def test_fedacgs_client_pulls_towards_what_it_was_sent(method):
-    """beta ||theta - wh||^2, without 1/2: fedprox's term with mu = 2 beta, on top of the method's."""
+    """beta ||theta - wh||^2, without 1/2: FedProx's term with mu = 2 beta, beside the method's."""
     keys = {"local_epochs": 2, "momentum": 0.0}
     w = initial(make_config(), seed=5)
     pulled = train(

@@ -135,7 +135,7 @@ def test_intervals_have_the_ends_that_they_say(allowed, inside, outside):
         ({"fedprox.m": 1.0}, "config key = 'fedprox.m' is unknown"),
         ({"local_epochs": 3}, "config key = 'local_epochs' is unknown; did you mean local-epochs"),
         ({"preset": "fedrcl-table1-cifar"}, "did you mean fedrcl-table1-cifar10"),
-        ({"preset": "zzz"}, "preset = 'zzz' is unknown Allowed: "),
+        ({"preset": "zzz"}, "preset = 'zzz' is unknown. Allowed: "),
     ],
 )
 def test_what_is_unknown_is_refused_with_its_neighbours(keys, message):

@@ -17,7 +17,7 @@ from client_app.parts import fine_tune
 from client_app.round import ClientRound
 from client_app.trainer import train_on_objective
 from models import StagedModel
-from protocol.options import at_least, more_than, one_of, option
+from protocol.options import at_least, one_of, option
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FedAvgFT(LocalObjective):
 
     part: str = option(one_of("head", "full"))
     epochs: int = option(at_least(0))
-    lr: float = option(more_than(0))
+    lr: float = option(at_least(0))
 
     def train(self, now: ClientRound) -> Update:
         """As FedAvg, its differential privacy included."""
@@ -39,5 +39,5 @@ class FedAvgFT(LocalObjective):
     def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
         """The received model, tuned on this client's training samples."""
         now.model.load_state_dict(now.received)
-        fine_tune(now, now.model, self.part, self.epochs, self.lr)
+        fine_tune(now, now.model, self.part, self.epochs, self.lr or now.config.train.lr)
         return now.model

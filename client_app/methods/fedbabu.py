@@ -43,7 +43,7 @@ class FedBABU(Method):
     def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
         """The same, tuned on this client's training samples."""
         model = self.joined(now, state)
-        fine_tune(now, model, self.part, self.epochs, self.lr)
+        fine_tune(now, model, self.part, self.epochs, self.lr, momentum=0.9)
         return model
 
     def train(self, now: ClientRound) -> Update:

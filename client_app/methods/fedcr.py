@@ -118,6 +118,10 @@ class FedCR(Method):
         """A last layer that gives mean and deviation."""
         return ModelParts(projection="gaussian")
 
+    def depends_on_num_rounds(self) -> bool:
+        """The last round is another one if its heads are tuned."""
+        return self.final_head_epochs > 0
+
     def joined(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
         """The received body under this client's own head."""
         head = {k: v.to(now.device) for k, v in state.get("head", {}).items()}

@@ -11,6 +11,7 @@ and no tau^2, the code behind FedRCL's tables (there beta = 0.3).
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,8 +23,8 @@ from protocol.options import at_least, more_than, option, true_or_false
 def not_true(z: Tensor, y: Tensor) -> Tensor:
     """The logits without the true class's, [B, C] -> [B, C - 1]."""
     batch, classes = z.shape
-    is_true = F.one_hot(y, classes).bool()
-    return z[~is_true].view(batch, classes - 1)
+    others = torch.arange(classes - 1, device=z.device).expand(batch, -1)
+    return z.gather(1, others + (others >= y[:, None]).long())  # no mask: its size would be awaited
 
 
 def not_true_divergence(z: Tensor, z_g: Tensor, y: Tensor, tau: float) -> Tensor:

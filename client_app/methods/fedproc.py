@@ -51,6 +51,10 @@ class FedProc(LocalObjective):
     regularises: ClassVar[str] = "projected features, to the global class prototypes"
     paper: ClassVar[str] = "Mu et al. 2023"
 
+    def depends_on_num_rounds(self) -> bool:
+        """Its schedule a_t does."""
+        return True
+
     def model_parts(self) -> ModelParts:
         """The classifier acts on a projection of length 1."""
         return ModelParts(projection="mlp-normalised")

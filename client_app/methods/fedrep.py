@@ -34,6 +34,10 @@ class FedRep(Method):
     body_epochs: int = option(at_least(0))
     final_head_epochs: int = option(at_least(0))
 
+    def depends_on_num_rounds(self) -> bool:
+        """The last round is another one if its heads are tuned."""
+        return self.final_head_epochs > 0
+
     def joined(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
         """The received body under this client's own head."""
         head = {k: v.to(now.device) for k, v in state.get("head", {}).items()}

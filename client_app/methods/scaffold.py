@@ -3,7 +3,9 @@
 Source: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML
 2020, arXiv 1910.06378, Algorithm 1, option II. Server half: strategies/scaffold.py, which keeps c.
 Kept between rounds: the control variate c_i. Symbols: w the model received, w_i the one it ends
-with, K the steps taken, eta their rate. Parameters only: c does not apply to buffers.
+with, K the steps taken, eta their rate. Parameters only: c does not apply to buffers. A client
+whose reply is lost or too late has moved its c_i all the same; then c is not quite the mean of the
+c_i.
 
 The paper is plain SGD. With momentum rho, `momentum-form = "corrected"` (default) puts the
 corrected gradient into the momentum and replaces K by K_rho, the sum of the weights that a momentum

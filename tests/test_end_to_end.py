@@ -1,0 +1,149 @@
+"""`flwr run` as a user types it: two rounds of every method, in one background SuperLink.
+
+Two runs are under way at once; each starts Ray, which takes most of its time. The methods that the
+four papers compare against run with the slow tests.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import (
+    SMALL,
+    SuperLink,
+    all_models,
+    final_model,
+    history_of,
+    same_bits,
+    summary_of,
+)
+
+from client_app.methods import METHODS
+from protocol.options import OptionValue
+from server_app.inline import run_inline
+
+num_supernodes = 4
+half = SMALL | {"fraction-train": 0.5, "local-test-fraction": 0.2, "cache-mb": 64}
+num_cpus = os.cpu_count() or 1  # so many for each worker: there is one worker
+
+runs: dict[str, tuple[dict[str, OptionValue], int]] = {  # keys, CPUs for each worker
+    "fedintr": ({"method": "fedintr", "local-epochs": 2}, 1),
+    "fedintr, one worker": ({"method": "fedintr", "local-epochs": 2}, num_cpus),
+    "fedreco": ({"method": "fedreco", "fedreco.eta-0": 0.5}, 1),
+    "fedreco, one worker": ({"method": "fedreco", "fedreco.eta-0": 0.5}, num_cpus),
+    "fedavg": ({"method": "fedavg", "evaluate-clients": "all"}, 1),
+    "fedprox": ({"method": "fedprox", "evaluate-clients": "participants"}, 1),
+    "moon": ({"method": "moon"}, 1),
+    "fedcka": ({"method": "fedcka"}, 1),
+    "fedrcl": ({"method": "fedrcl"}, 1),
+    "fedavgm": ({"server": "fedavgm"}, 1),
+    "fedadam": ({"server": "fedadam"}, 1),
+}
+
+compared = [name for name in METHODS if name not in runs]
+runs |= {name: ({"method": name}, 1) for name in compared}
+
+Finished = Callable[[str], tuple[Path, str]]
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """Every file's digest, by its path in the folder; caches of Python aside."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(superlink: SuperLink, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    """finished(name): folder and output of that run, with the next one already under way."""
+    base = tmp_path_factory.mktemp("runs")
+    before = files_of(superlink.app)
+    pool = ThreadPoolExecutor(max_workers=2)
+    under_way: dict[str, Future[str]] = {}
+
+    def wait_for(name: str) -> tuple[Path, str]:
+        at = list(runs).index(name)
+        for each in list(runs)[at : at + 2] if name not in compared else [name]:
+            if each not in under_way:
+                keys, cpus_each = runs[each]
+                output = {"output-dir": str(base / each.replace(", ", "-").replace(" ", "-"))}
+                under_way[each] = pool.submit(
+                    superlink.run, half | output | keys, num_supernodes, cpus_each
+                )
+        printed = under_way[name].result()
+        folders = list((base / name.replace(", ", "-").replace(" ", "-")).glob("*"))
+        assert len(folders) == 1, printed
+        return folders[0], printed
+
+    yield wait_for
+    pool.shutdown(cancel_futures=True)
+    assert files_of(superlink.app) == before  # the CLI rewrote nothing, the runs left nothing
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in compared else []) for n in runs]
+)
+def test_every_method_runs_for_two_rounds_and_leaves_its_folder(finished, name):
+    folder, printed = finished(name)
+    summary, history = summary_of(folder), history_of(folder)
+    assert summary["status"] == "finished", printed
+    assert f"folder: {folder}" in printed
+    assert "Traceback" not in printed
+    assert summary["rounds"] == len(history) == 2
+    assert summary["left_out"] == 0
+    keys, _ = runs[name]
+    given = json.loads((folder / "config.json").read_text())["given"]
+    assert keys.items() <= given.items()
+    for line in history:
+        assert len(line["participants"]) == 2
+        assert line["left_out"] == {}
+        scores = [line[key] for key in ("global", "personal") if key in line]
+        assert scores
+        assert all(0 <= s.get("mean", s.get("accuracy")) <= 1 for s in scores)
+        asked = {"fedavg": 4, "fedprox": 2}.get(name)
+        if asked:
+            assert len(line["local_global"]["clients"]) == asked
+    assert all(array.isfinite().all() for array in final_model(folder).values())
+    names = {path.name for path in folder.iterdir()}
+    assert {"checkpoints", "accuracy.png", "labels.png"} <= names
+
+
+@pytest.mark.parametrize("method", ["fedintr", "fedreco"])
+def test_the_model_is_the_same_to_the_bit_inline_with_one_worker_and_with_two(
+    finished, tmp_path, method
+):
+    two_workers, _ = finished(method)
+    one_worker, _ = finished(f"{method}, one worker")
+    keys, _ = runs[method]
+    inline = run_inline(half | keys | {"output-dir": str(tmp_path)}, num_supernodes)
+    for folder in (two_workers, one_worker):
+        assert same_bits(all_models(folder), all_models(inline))
+        for line, expected in zip(history_of(folder), history_of(inline), strict=True):
+            assert line["participants"] == expected["participants"]
+            assert line["losses"] == expected["losses"]
+
+
+def test_a_mistake_ends_the_run_with_a_line_that_names_it_and_leaves_no_folder(superlink, tmp_path):
+    keys = SMALL | {"output-dir": str(tmp_path / "runs"), "fraction-train": 7.0}
+    printed = superlink.run(keys, num_supernodes, cpus_each=1)
+    [line] = [text for text in printed.splitlines() if " error: " in text]
+    assert line.endswith(" error: fraction-train = 7.0: it has to be a number in (0, 1]")
+    assert not (tmp_path / "runs").exists()
+    assert "finished:failed" in superlink.flwr("list").stdout
+
+
+def test_every_process_is_one_of_ours_and_the_superlink_is_among_them(superlink):
+    assert superlink.processes()
+    commands = [
+        Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        for pid in superlink.processes()
+    ]
+    assert any("flower-superlink" in command for command in commands)
+    port = superlink.env["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"]
+    assert any(port in command for command in commands)

@@ -1,0 +1,381 @@
+"""What a user may get wrong: one clear line each, exit code 1, and nothing written is lost."""
+
+import itertools
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import NUM_CLIENTS, SMALL, final_model, history_of, same_bits
+from PIL import Image
+
+import server_app.inline
+from protocol.config import default_config
+from server_app.federation import check_config, run_federation
+from server_app.inline import InlineGrid, run_inline
+
+Keel = Callable[..., str]
+
+
+def toml(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str | Path) else str(value).lower()
+
+
+@pytest.fixture(autouse=True)
+def log_handlers_of_their_own() -> Iterator[None]:
+    """`main` logs to the stdout of its moment; the next test has another one."""
+    logger = logging.getLogger("keel")
+    before = list(logger.handlers), logger.level, logger.propagate
+    logger.handlers.clear()
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys, tmp_path) -> Keel:
+    """refused(keys, num_clients): the line that `python -m server_app.inline` ends with.
+
+    Holds that it exits with 1, says one line on stderr, no traceback, and makes no run folder.
+    """
+
+    def refused_line(keys: dict[str, object], num_clients: int = NUM_CLIENTS) -> str:
+        output = tmp_path / "runs"
+        given = dict(keys) if "resume" in keys else SMALL | {"output-dir": str(output)} | keys
+        words = [f"{key}={toml(value)}" for key, value in given.items()]
+        argv = ["inline", "--num-clients", str(num_clients), *words]
+        monkeypatch.setattr(sys, "argv", argv)
+        assert server_app.inline.main() == 1
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert err.endswith("\n")
+        assert not output.exists()
+        return err.removeprefix("error: ").rstrip("\n")
+
+    return refused_line
+
+
+# --- keys ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "found", "allowed"),
+    [
+        ({"num-round": 3}, "num-round", "num-rounds"),
+        ({"fedintr.nu": 3.0}, "fedintr.nu", "fedintr.mu"),
+        ({"method": "fedintra"}, "method = 'fedintra'", "fedintr"),
+        ({"model": "resnet-20"}, "model = 'resnet-20'", "resnet20"),
+        ({"source": "digit"}, "source = 'digit'", "digits, fashion-mnist"),
+        ({"server": "adam"}, "server = 'adam'", "fedadam"),
+        ({"preset": "fedintr-table1"}, "preset = 'fedintr-table1'", "fedintr-table1-fmnist"),
+        ({"partition": "dirichelet"}, "partition = 'dirichelet'", "dirichlet"),
+        ({"lr": -0.1}, "lr = -0.1", ">= 0"),
+        ({"fraction-train": 0.0}, "fraction-train = 0.0", "(0, 1]"),
+        ({"fraction-train": 1.5}, "fraction-train = 1.5", "(0, 1]"),
+        ({"num-rounds": 0}, "num-rounds = 0", ">= 1"),
+        ({"num-rounds": 2.5}, "num-rounds = 2.5", "whole number"),
+        ({"num-rounds": "3"}, "num-rounds = '3'", "whole number"),
+        ({"flip": 1}, "flip = 1", "true or false"),
+        ({"momentum": 1.0}, "momentum = 1.0", "[0, 1)"),
+        ({"evaluate-clients": "some"}, "evaluate-clients = 'some'", "participants"),
+        ({"method": "moon", "moon.tau": 0.0}, "moon.tau = 0.0", "> 0"),
+        ({"method": "fedcka", "fedcka.num-layers": 0}, "fedcka.num-layers = 0", "1"),
+        ({"method": "fedreco", "fedreco.k-u": "an epoch"}, "fedreco.k-u = 'an epoch'", "'1 epoch'"),
+        ({"method": "fedreco", "server": "fedadam"}, "server = 'fedadam'", "fedavg"),
+        ({"method": "fedreco", "fedreco.split": "conv9"}, "conv9", "conv1"),
+        ({"method": "fedreco", "evaluate-clients": "none"}, "evaluate-clients = 'none'", "all"),
+        ({"method": "moon", "privacy.epsilon": 0.5}, "privacy.epsilon = 0.5", "fedreco"),
+        ({"method": "fedreco", "privacy.epsilon": 2.0}, "privacy.epsilon = 2.0", "below 1"),
+        ({"client-models": "cnn-fedcka"}, "client-models", "fedreco"),
+        ({"device": "gpu"}, "device = 'gpu'", "cuda"),
+        ({"image-size": 27}, "image-size = 27", "from 28 to 64"),
+        ({"channels": 2}, "channels = 2", "1 or 3"),
+        ({"output-dir": "runs"}, "output-dir = 'runs'", "absolute path"),
+        ({"seed": -1}, "seed = -1", ">= 0"),
+        ({"evaluate-clients": "all"}, "client-0000 has no local test part", "local-test-fraction"),
+        ({"num-clients": 6}, "num-clients = 6", "num-supernodes=6"),
+        ({"num-clients": 2}, "num-clients = 2", "num-supernodes=2"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(map(str, value)),
+)
+def test_a_key_or_value_that_is_not_allowed(refused, keys, found, allowed):
+    line = refused(keys)
+    assert found in line
+    assert allowed in line
+
+
+def test_every_key_is_named_when_its_value_is_of_another_kind(refused):
+    """No key is read by a default, or not at all."""
+    for key, value in default_config().items():
+        if key == "preset":
+            continue  # read before all others: unknown, whatever it is
+        wrong = 0.5 if isinstance(value, bool | int | str) else "half"
+        table = key.partition(".")[0]
+        switch = {"method": table} if "." in key and table not in ("privacy",) else {}
+        if table in ("fedavgm", "fedadam", "fedacg"):
+            switch = {"server": table}
+        with pytest.raises(ValueError) as caught:
+            run_federation(None, SMALL | switch | {key: wrong})
+        assert str(caught.value).startswith(f"{key} = {wrong!r}: "), key
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"), [("method=fedintr", 'did you mean method="fedintr"?'), ("lr", "lr=VALUE")]
+)
+def test_a_word_that_is_no_assignment_comes_with_what_was_meant(monkeypatch, capsys, word, hint):
+    monkeypatch.setattr(sys, "argv", ["inline", word])
+    assert server_app.inline.main() == 1
+    assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_clients", [0, -1])
+def test_no_clients_at_all(refused, num_clients):
+    assert f"num-clients = {num_clients}" in refused({}, num_clients)
+
+
+@pytest.mark.parametrize(
+    ("num_clients", "partition", "found", "allowed"),
+    [
+        (2000, "iid", "num-clients = 2000", "from 1 to 1438"),
+        (2000, "dirichlet", "num-clients = 2000", "from 1 to 1438"),
+        (200, "dirichlet", "min-samples = 10 for 200 clients needs 2000 samples", "1438"),
+        (2000, "dirichlet-balanced", "num-clients = 2000", "from 1 to 1438"),
+        (2000, "classes", "num-clients = 2000", "from 1 to 1438"),
+        (2000, "shards", "num-clients = 2000", "from 1 to 1438"),
+        (900, "shards", "shards-per-client = 2 for 900 clients", "1438"),
+    ],
+)
+def test_more_clients_than_samples(num_clients, partition, found, allowed):
+    grid = InlineGrid(None, server_app.inline.simulated_nodes(num_clients))
+    asked = []
+
+    def answer_once(message):  # the first says it for all
+        asked.append(message)
+        return server_app.inline.client_app.app.app(
+            message, grid.contexts[message.metadata.dst_node_id]
+        )
+
+    grid.answer = answer_once
+    grid.contexts = dict(itertools.islice(grid.contexts.items(), 1))
+    with pytest.raises(ValueError) as caught:
+        run_federation(grid, SMALL | {"partition": partition})
+    text = str(caught.value)
+    assert found in text
+    assert allowed in text
+    assert "\n" not in text
+
+
+# --- data ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder_source(tmp_path) -> Path:
+    """40 grey squares in train/<class>/ and 8 in test/<class>/, of two classes."""
+    rng = np.random.default_rng(1)
+    root = tmp_path / "images"
+    for split, count in (("train", 20), ("test", 4)):
+        for name in ("cat", "dog"):
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 256, (28, 28), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{i:02d}.png")
+    return root
+
+
+@pytest.fixture
+def small_data(folder_source) -> dict[str, object]:
+    return {"source": f"folder:{folder_source}", "partition": "iid", "num-rounds": 1}
+
+
+def test_the_folder_is_fine_as_it_is(run, small_data):
+    """Or the tests below would prove nothing."""
+    assert len(history_of(run(small_data))) == 1
+
+
+def test_a_data_path_that_is_missing(refused, small_data, tmp_path):
+    path = tmp_path / "nowhere"
+    line = refused(small_data | {"source": f"folder:{path}"})
+    assert str(path) in line
+    assert "train/<class>/" in line
+
+
+def test_a_relative_data_path(refused, small_data):
+    line = refused(small_data | {"source": "folder:images"})
+    assert "source = 'folder:images'" in line
+    assert "absolute" in line
+
+
+@pytest.mark.parametrize("empty", ["train", "train/cat", "test/dog"])
+def test_a_data_path_that_is_empty(refused, small_data, folder_source, empty):
+    folder = folder_source / empty
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert str(folder) in refused(small_data)
+
+
+@pytest.mark.parametrize("content", [b"", b"not an image", None], ids=["empty", "text", "cut"])
+def test_an_unreadable_image_is_named(refused, small_data, folder_source, content):
+    path = folder_source / "train" / "dog" / "07.png"
+    path.write_bytes(path.read_bytes()[:90] if content is None else content)
+    line = refused(small_data)
+    assert line.startswith(f"{path}: not a readable image: ")
+
+
+def test_images_of_other_sizes_are_named_with_the_way_out(refused, small_data, folder_source):
+    path = folder_source / "train" / "dog" / "07.png"
+    Image.fromarray(np.zeros((30, 40), dtype=np.uint8)).save(path)
+    line = refused(small_data)
+    assert f"{path} is 40x30" in line
+    assert "image-size" in line
+
+
+def npz_of(path: Path, y_train: list[int]) -> str:
+    rng = np.random.default_rng(2)
+    x = rng.integers(0, 256, (len(y_train), 28, 28), dtype=np.uint8)
+    y = np.array(y_train)
+    np.savez(path, x_train=x, y_train=y, x_test=x, y_test=y)
+    return f"npz:{path}"
+
+
+def test_a_class_that_no_client_has(refused, tmp_path):
+    source = npz_of(tmp_path / "gap.npz", [0, 1, 3] * 20)  # no sample of class 2
+    line = refused({"source": source, "partition": "iid"})
+    assert line == "class 2 is held by no client: it cannot be learnt"
+
+
+def test_an_npz_file_that_is_cut_short(refused, tmp_path):
+    source = npz_of(tmp_path / "cut.npz", [0, 1] * 20)
+    path = tmp_path / "cut.npz"
+    path.write_bytes(path.read_bytes()[:-50])
+    assert str(path) in refused({"source": source, "partition": "iid"})
+
+
+# --- clients ---------------------------------------------------------------------------------
+
+
+def test_fedreco_clients_whose_widths_differ(refused):
+    line = refused({"method": "fedreco", "client-models": "cnn-fedreco,cnn-fedcka"})
+    found = re.fullmatch(
+        r"client client-0001 \(cnn-fedcka\): representation width (\d+), client client-0000 "
+        r"\(cnn-fedreco\) has (\d+): they have to agree",
+        line,
+    )
+    assert found
+    assert found[1] != found[2]
+
+
+def test_an_unknown_model_of_a_client(refused):
+    line = refused({"method": "fedreco", "client-models": "cnn-fedreco,cnn-fedrecho"})
+    assert "cnn-fedrecho" in line
+    assert "cnn-fedreco" in line
+
+
+def test_two_clients_of_one_name(tmp_path):
+    nodes = [{"name": "clinic", "partition-id": i, "num-partitions": 2} for i in range(2)]
+    with pytest.raises(ValueError, match="two clients are named 'clinic'"):
+        run_inline(SMALL | {"output-dir": str(tmp_path)}, 2, nodes)
+
+
+def test_a_client_without_data(tmp_path):
+    nodes = [{"name": "clinic-a"}, {"name": "clinic-b"}]
+    with pytest.raises(ValueError) as caught:
+        run_inline(SMALL | {"output-dir": str(tmp_path)}, 2, nodes)
+    assert "clinic-a" in str(caught.value)
+    assert 'source="folder:PATH"' in str(caught.value)
+
+
+def test_a_site_whose_images_have_another_shape(tmp_path):
+    rng = np.random.default_rng(3)
+    sources = []
+    for site, size in (("a", 28), ("b", 36)):
+        x = rng.integers(0, 256, (40, size, size), dtype=np.uint8)
+        y = np.arange(40) % 10
+        path = tmp_path / f"{site}.npz"
+        np.savez(path, x_train=x, y_train=y, x_test=x, y_test=y)
+        sources.append(f"npz:{path}")
+    nodes = [{"name": f"site-{s[-5]}", "source": s} for s in sources]
+    with pytest.raises(ValueError) as caught:
+        run_inline(SMALL | {"source": sources[0], "output-dir": str(tmp_path / "runs")}, 2, nodes)
+    text = str(caught.value)
+    assert "site-b" in text
+    assert "image shape [1, 36, 36]" in text
+    assert "[1, 28, 28]" in text
+
+
+# --- a run to go on with ---------------------------------------------------------------------
+
+
+def test_a_folder_that_holds_no_run(refused, tmp_path):
+    line = refused({"resume": str(tmp_path)})
+    assert line == f"resume = {str(tmp_path)!r}: there is no config.json in it: not a run's folder"
+
+
+def test_a_relative_folder_to_resume(refused):
+    assert "absolute path" in refused({"resume": "runs/last"})
+
+
+def test_a_config_that_is_cut_short_is_named(refused, run):
+    folder = run({"num-rounds": 1, "local-epochs": 0})
+    config = folder / "config.json"
+    config.write_text(config.read_text()[:100])
+    assert refused({"resume": str(folder)}).startswith(f"{config} is damaged or cut short: ")
+
+
+def test_a_history_that_is_damaged_in_the_middle_is_named_and_left_as_it_is(refused, run):
+    folder = run({"num-rounds": 3, "local-epochs": 0})
+    history = folder / "history.jsonl"
+    lines = history.read_text().splitlines()
+    spoilt = "\n".join([lines[0], lines[1][:50], lines[2]]) + "\n"
+    history.write_text(spoilt)
+    line = refused({"resume": str(folder), "num-rounds": 4})
+    assert line.startswith(f"{history}, line 2: ")
+    assert history.read_text() == spoilt
+
+
+def test_a_refused_resume_loses_nothing(refused, run):
+    folder = run({"num-rounds": 2})
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    model = final_model(folder)
+    for keys in ({"lr": 0.5}, {"num-rounds": 0}, {"num-round": 9}):
+        refused({"resume": str(folder)} | keys)
+    refused({"resume": str(folder), "num-rounds": 5}, num_clients=3)
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+    assert same_bits(final_model(folder), model)
+
+
+# --- the command itself ----------------------------------------------------------------------
+
+
+def test_the_command_ends_with_one_line_and_exit_code_1(tmp_path, keel_home):
+    """Once in a process of its own, with all that the libraries may print on the way."""
+    broken = tmp_path / "runs"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "server_app.inline", "--num-clients", "3"),
+            *(f'output-dir="{broken}"', 'method="fedreco"', "local-test-fraction=0.2"),
+            *("fedreco.eta-0=1e38", "num-rounds=5", 'model="cnn-fedreco"'),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+        check=False,
+    )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert re.match(r"error: round \d: ", line)
+    assert "not finite" in line
+    assert "Traceback" not in done.stdout
+    [folder] = broken.iterdir()
+    assert f"folder: {folder}" in done.stdout
+
+
+def test_check_config_accepts_what_is_there_by_default():
+    from protocol.config import resolve_config
+
+    check_config(resolve_config({}))

@@ -1,0 +1,702 @@
+"""Whole runs on the inline engine: what they leave, whether they repeat, and how they go on."""
+
+import fcntl
+import json
+import logging
+import os
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import (
+    NUM_CLIENTS,
+    SMALL,
+    all_models,
+    final_model,
+    history_of,
+    resume,
+    same_bits,
+    summary_of,
+    without_times,
+)
+from flwr.app import Message, MessageType
+
+import server_app.inline
+from client_app.method import Update
+from client_app.methods import METHODS
+from client_app.setup import model_for, open_source, pixels_of
+from protocol.config import resolve_config
+from protocol.seeds import seed_of
+from server_app.federation import DivergedError
+from server_app.inline import InlineGrid, run_inline
+from server_app.run_folder import RunFolder, read_arrays
+from strategies import STRATEGIES
+from strategies.average import TooFewRepliesError
+
+Run = Callable[..., Path]
+half_of_them = {"fraction-train": 0.5, "local-test-fraction": 0.2}
+
+
+def checkpoints_of(folder: Path) -> list[str]:
+    """Their names without the digest of the content."""
+    return sorted(path.name[: len("round-00000")] for path in (folder / "checkpoints").iterdir())
+
+
+def checkpoint_of(folder: Path, name: str) -> Path:
+    [path] = (folder / "checkpoints").glob(f"{name}-*.safetensors")
+    return path
+
+
+# --- what a run leaves -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three rounds of FedAvg with two of four clients, everything evaluated; not to be changed."""
+    base = tmp_path_factory.mktemp("finished")
+    keys = {"num-rounds": 3, "evaluate-clients": "all", "last-rounds": 2, "output-dir": str(base)}
+    return run_inline(SMALL | half_of_them | keys, NUM_CLIENTS)
+
+
+def test_the_folder_holds_config_history_checkpoints_model_and_pictures(finished):
+    names = {path.name for path in finished.iterdir()} - {".lock"}
+    assert names == {
+        *("config.json", "history.jsonl", "summary.json", "model.safetensors"),
+        *("checkpoints", "accuracy.png", "labels.png"),
+    }
+    assert re.fullmatch(r"\d{8}-\d{6}-fedavg-digits(-\d+)?", finished.name)
+    for picture in ("accuracy.png", "labels.png"):
+        assert (finished / picture).read_bytes().startswith(b"\x89PNG")
+    assert checkpoints_of(finished) == ["round-00002", "round-00003"]
+    arrays, about = read_arrays(finished / "model.safetensors")
+    assert about["classes"].split("\n") == [str(digit) for digit in range(10)]
+    assert about["shape"] == "1,32,32"
+    newest, _ = read_arrays(checkpoint_of(finished, "round-00003"))
+    assert same_bits({f"model/{name}": a for name, a in arrays.items()}, newest)
+
+
+def test_config_json_resolves_to_the_config_that_ran(finished):
+    kept = json.loads((finished / "config.json").read_text())
+    assert kept["given"]["last-rounds"] == 2
+    assert kept["config"]["momentum"] == 0.9  # a default, not given
+    assert dict(resolve_config(kept["given"]).flat) == kept["config"]
+
+
+def test_every_round_has_a_line_with_who_trained_on_what_and_how_it_went(finished):
+    history = history_of(finished)
+    assert [line["round"] for line in history] == [1, 2, 3]
+    names = {f"client-{i:04d}" for i in range(NUM_CLIENTS)}
+    size_bytes = sum(a.numel() * a.element_size() for a in final_model(finished).values())
+    for line in history:
+        assert len(line["participants"]) == 2
+        assert set(line["participants"]) < names
+        assert line["participants"] == sorted(line["participants"])
+        assert line["left_out"] == {}
+        assert line["losses"]["supervised"] > 0
+        assert 0 < line["global"]["accuracy"] <= 1
+        assert line["global"]["loss"] > 0
+        assert line["local_global"]["clients"].keys() == names
+        assert "personal" not in line
+        assert line["seconds"].keys() >= {"training", "aggregation", "evaluation"}
+        assert all(value >= 0 for value in line["seconds"].values())
+        assert line["client_seconds"] > 0
+        assert line["client_cpu_seconds"] > 0
+        for key in ("bytes_down", "bytes_up"):  # two models and a little around them
+            assert 2 * size_bytes < line[key] < 2 * size_bytes + 20_000
+    assert len({tuple(line["participants"]) for line in history}) > 1
+    assert history[-1]["losses"]["supervised"] < history[0]["losses"]["supervised"]
+
+
+def test_accuracies_of_clients_are_summed_up_by_mean_and_worst_tenth(finished):
+    for line in history_of(finished):
+        values = sorted(line["local_global"]["clients"].values())
+        assert line["local_global"]["mean"] == pytest.approx(sum(values) / len(values))
+        assert line["local_global"]["worst_decile"] == values[0]  # a tenth of four: one
+
+
+def test_the_summary_has_final_best_mean_and_median_of_the_last_evaluations(finished):
+    summary = summary_of(finished)
+    accuracies = [line["global"]["accuracy"] for line in history_of(finished)]
+    found = summary["results"]["global.accuracy"]
+    assert found["final"] == accuracies[-1]
+    assert found["best"] == max(accuracies)
+    assert found["mean of last 2"] == pytest.approx(sum(accuracies[1:]) / 2)
+    assert found["median of last 2"] == pytest.approx(statistics.median(accuracies[1:]))
+    assert (summary["status"], summary["rounds"]) == ("finished", 3)
+    assert summary["folder"] == str(finished)
+    assert summary["seconds"] > 0
+    assert summary["seconds_per_round"] > 0
+    assert summary["left_out"] == 0
+    assert summary["privacy"] is None
+
+
+def test_the_accuracy_in_the_history_is_that_of_the_model_in_the_folder(finished):
+    config = resolve_config(json.loads((finished / "config.json").read_text())["given"])
+    source = open_source(config)
+    model = model_for(config, source)
+    model.load_state_dict(final_model(finished))
+    model.eval()
+    x = (torch.tensor(np.array(source.test.images)) / 255.0 - source.mean[0]) / source.std[0]
+    right = model(x).argmax(1) == torch.tensor(np.array(source.test.labels))
+    assert history_of(finished)[-1]["global"]["accuracy"] == pytest.approx(
+        right.float().mean().item(), abs=1.5 / len(right)
+    )
+
+
+def test_privacy_spent_counts_the_busiest_clients_releases(run):
+    keys = {"method": "fedreco", "privacy.epsilon": 0.5, "num-rounds": 3} | half_of_them
+    folder = run(keys)
+    counts: dict[str, int] = {}
+    for line in history_of(folder):
+        for client in line["participants"]:
+            counts[client] = counts.get(client, 0) + 1
+    spent = summary_of(folder)["privacy"]
+    assert spent["releases"] == max(counts.values()) > 1
+    assert spent["composed"]["epsilon"] > spent["per_release"]["epsilon"] == 0.5
+
+
+# --- evaluation ------------------------------------------------------------------------------
+
+
+def test_evaluation_every_other_round_and_always_in_the_last(run):
+    folder = run({"num-rounds": 5, "evaluate-every": 2, "local-epochs": 0})
+    assert [("global" in line) for line in history_of(folder)] == [False, True, False, True, True]
+    found = summary_of(folder)["results"]["global.accuracy"]
+    assert "median of last 3" in found  # fewer evaluations than last-rounds = 10
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedreco"])
+@pytest.mark.parametrize("whom", ["auto", "none", "participants", "all"])
+def test_whose_test_parts_are_evaluated_on(run, method, whom):
+    if (method, whom) == ("fedreco", "none"):
+        pytest.skip("refused: nothing would be evaluated")
+    is_personal = method == "fedreco"
+    folder = run(half_of_them | {"method": method, "evaluate-clients": whom})
+    key = "personal" if is_personal else "local_global"
+    everybody = [f"client-{i:04d}" for i in range(NUM_CLIENTS)]
+    for line in history_of(folder):
+        assert ("global" in line) != is_personal
+        if whom == "none" or (whom == "auto" and not is_personal):
+            assert "personal" not in line
+            assert "local_global" not in line
+            continue
+        participants = whom == "participants"
+        assert list(line[key]["clients"]) == (line["participants"] if participants else everybody)
+
+
+def test_the_global_evaluation_can_be_left_out(run):
+    folder = run({"evaluate-global": False, "num-rounds": 1})
+    assert "global" not in history_of(folder)[0]
+    assert summary_of(folder)["results"] == {}
+
+
+# --- the limits ------------------------------------------------------------------------------
+
+
+def digits_of(config):
+    source = open_source(config)
+    pixels = pixels_of(config, source)
+    x = (torch.tensor(np.array(source.train.images)) / 255.0 - pixels.mean[0]) / pixels.std[0]
+    return source, x, torch.tensor(np.array(source.train.labels))
+
+
+def test_one_client_is_plain_sgd_with_a_fresh_optimiser_every_round(run):
+    keys = {"local-epochs": 2, "momentum": 0.9, "weight-decay": 1e-3, "seed": 7, "lr": 0.005}
+    folder = run(keys, num_clients=1)
+    config = resolve_config(SMALL | keys)
+    source, x, y = digits_of(config)
+    model = model_for(config, source).train()
+    velocity: dict[str, torch.Tensor] = {}
+    for server_round in (1, 2):
+        velocity = {}
+        for epoch in (0, 1):
+            seed = seed_of(7, server_round, "client-0000", "batches", epoch)
+            order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+            for batch in order.split(64):
+                loss = F.cross_entropy(model(x[batch]), y[batch])
+                model.zero_grad()
+                loss.backward()
+                with torch.no_grad():
+                    for name, weight in model.named_parameters():
+                        gradient = weight.grad + 1e-3 * weight
+                        velocity[name] = 0.9 * velocity.get(name, 0.0) + gradient
+                        weight -= 0.005 * velocity[name]
+    for name, array in final_model(folder).items():
+        torch.testing.assert_close(array, model.state_dict()[name], rtol=2e-3, atol=2e-5)
+
+
+def test_one_full_batch_step_on_every_client_is_one_centralised_step(run):
+    """With weights n_i / n, whatever the split: eq. (1) of FedAvg with K = 1."""
+    keys = {"num-rounds": 1, "batch-size": 2000, "momentum": 0.0, "weight-decay": 0.0, "alpha": 0.3}
+    folder = run(keys)
+    config = resolve_config(SMALL | keys)
+    source, x, y = digits_of(config)
+    model = model_for(config, source)
+    F.cross_entropy(model(x), y).backward()
+    before = {name: a.clone() for name, a in model.named_parameters()}
+    for name, array in final_model(folder).items():
+        expected = before[name] - 0.05 * model.get_parameter(name).grad
+        torch.testing.assert_close(array, expected.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_no_local_training_leaves_the_model_as_it_is(run):
+    folder = run({"local-epochs": 0})
+    config = resolve_config(SMALL)
+    start = model_for(config, open_source(config)).state_dict()
+    for name, array in final_model(folder).items():
+        torch.testing.assert_close(array, start[name], rtol=1e-6, atol=1e-7)
+
+
+# --- the same again --------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_run_in_a_folder_of_its_own(finished, run):
+    before = {p: p.stat().st_mtime_ns for p in finished.rglob("*") if p.is_file()}
+    keys = {"num-rounds": 3, "evaluate-clients": "all", "last-rounds": 2} | half_of_them
+    again = run(keys | {"output-dir": str(finished.parent)})
+    assert again != finished
+    assert same_bits(final_model(again), final_model(finished))
+    assert without_times(history_of(again)) == without_times(history_of(finished))
+    assert {p: p.stat().st_mtime_ns for p in finished.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_another_seed_gives_other_weights_to_start_from_and_to_end_with(run, epochs):
+    keys = {"num-rounds": 1, "local-epochs": epochs}
+    one, other = (run(keys | {"seed": seed}, num_clients=1) for seed in (1, 2))
+    assert not same_bits(final_model(one), final_model(other))
+
+
+def test_two_runs_of_one_second_get_folders_of_their_own(run, monkeypatch):
+    monkeypatch.setattr("server_app.run_folder.time.strftime", lambda form: "20260101-120000")
+    folders = [run({"num-rounds": 1, "local-epochs": 0}) for _ in range(3)]
+    names = [folder.name for folder in folders]
+    stem = "20260101-120000-fedavg-digits"
+    assert names == [stem, f"{stem}-1", f"{stem}-2"]
+
+
+# --- checkpoint and resume -------------------------------------------------------------------
+
+resumable = {
+    "fedavg": {"method": "fedavg"},
+    "moon": {"method": "moon"},
+    "fedintr": {"method": "fedintr"},
+    "fedreco": {"method": "fedreco", "fedreco.eta-0": 0.5},
+    "fedreco, private": {"method": "fedreco", "privacy.epsilon": 0.9},
+    "fedadam": {"server": "fedadam"},
+    "fedavgm": {"server": "fedavgm"},
+}
+
+
+@pytest.mark.parametrize("keys", resumable.values(), ids=resumable.keys())
+def test_two_rounds_and_two_more_are_the_same_as_four(run, keys):
+    whole = run(keys | half_of_them | {"num-rounds": 4})
+    parts = run(keys | half_of_them | {"num-rounds": 2})
+    assert resume(parts, num_rounds=4) == parts
+    assert same_bits(all_models(parts), all_models(whole))
+    assert without_times(history_of(parts)) == without_times(history_of(whole))
+    assert summary_of(parts)["results"] == summary_of(whole)["results"]
+    assert summary_of(parts)["status"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["fedavg", "fedacg"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_goes_on_as_if_never_interrupted(run, crash, method, server):
+    """A resume between two rounds and one after a crash within a round."""
+    if server != "fedavg" and not STRATEGIES[method].allows_server_steps:
+        pytest.skip(f"{method} has a server step of its own")
+    keys = half_of_them | {"method": method, "server": server, "num-rounds": 4}
+    whole = run(keys)
+    parts = run(keys | {"num-rounds": 2})
+    crash(3, after=1)
+    with pytest.raises(KeyboardInterrupt):
+        resume(parts, num_rounds=4)
+    resume(parts, num_rounds=4)
+    assert same_bits(all_models(parts), all_models(whole))
+    assert without_times(history_of(parts)) == without_times(history_of(whole))
+
+
+@pytest.fixture
+def crash(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """crash(round, after): interrupt the run once `after` clients have trained in that round."""
+    answer = InlineGrid.answer
+
+    def crash_in(server_round: int, after: int) -> None:
+        trained = 0
+
+        def answer_or_die(grid: InlineGrid, message: Message) -> Message:
+            nonlocal trained
+            is_training = message.metadata.message_type == MessageType.TRAIN
+            if is_training and message.content.config_records["round"]["round"] == server_round:
+                if trained == after:
+                    monkeypatch.setattr(InlineGrid, "answer", answer)
+                    raise KeyboardInterrupt
+                trained += 1
+            return answer(grid, message)
+
+        monkeypatch.setattr(InlineGrid, "answer", answer_or_die)
+
+    return crash_in
+
+
+@pytest.mark.parametrize("method", ["fedavg", "moon", "fedreco"])
+def test_a_crash_in_the_middle_of_round_3_changes_nothing_in_the_end(run, crash, method):
+    keys = half_of_them | {"method": method, "num-rounds": 4, "fraction-train": 0.75}
+    whole = run(keys)
+    crash(3, after=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(keys)
+    [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
+    assert summary_of(broken)["status"] == "stopped"
+    assert len(history_of(broken)) == 2
+    if method != "fedavg":  # two clients have kept what they ended round 3 with
+        assert len(list(broken.glob("clients/*/round-00003-*"))) == 2
+    resume(broken)
+    assert same_bits(all_models(broken), all_models(whole))
+    assert without_times(history_of(broken)) == without_times(history_of(whole))
+
+
+@pytest.mark.parametrize("method", ["moon", "fedreco"])
+def test_with_the_newest_checkpoint_damaged_too_the_one_before_serves(run, crash, caplog, method):
+    """Whatever clients kept for the older checkpoint has to be there still."""
+    keys = half_of_them | {"method": method, "num-rounds": 4, "fraction-train": 1.0}
+    whole = run(keys)
+    crash(4, after=3)
+    with pytest.raises(KeyboardInterrupt):
+        run(keys)
+    [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
+    assert checkpoints_of(broken) == ["round-00002", "round-00003"]
+    newest = checkpoint_of(broken, "round-00003")
+    newest.write_bytes(newest.read_bytes()[:-100])
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="keel"):
+        resume(broken)
+    [warning] = caplog.messages
+    assert warning == f"{newest} is damaged or cut short (its digest differs): passed over"
+    assert same_bits(all_models(broken), all_models(whole))
+    assert without_times(history_of(broken)) == without_times(history_of(whole))
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "header"])
+def test_no_readable_checkpoint_is_one_line_and_nothing_is_touched(run, damage):
+    folder = run({"num-rounds": 2, "local-epochs": 0})
+    for path in (folder / "checkpoints").iterdir():
+        content = path.read_bytes()
+        spoilt = {"empty": b"", "half": content[: len(content) // 2], "header": b"x" + content[1:]}
+        path.write_bytes(spoilt[damage])
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError) as caught:
+        resume(folder, num_rounds=4)
+    assert str(caught.value) == (
+        f"resume = {str(folder)!r}: no readable checkpoint in it (2 there, all damaged)"
+    )
+    after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    for name in ("history.jsonl", "model.safetensors", "summary.json"):
+        assert after[folder / name] == before[folder / name]
+
+
+@pytest.mark.parametrize("step", ["save_checkpoint", "append_history"])
+def test_a_crash_while_a_round_is_recorded_loses_no_line(run, monkeypatch, step):
+    whole = run({"num-rounds": 4})
+    record = getattr(RunFolder, step)
+
+    def record_or_die(folder: RunFolder, what, *more) -> None:
+        if (what["round"] if isinstance(what, dict) else what.round) == 3:
+            raise KeyboardInterrupt
+        record(folder, what, *more)
+
+    monkeypatch.setattr(RunFolder, step, record_or_die)
+    with pytest.raises(KeyboardInterrupt):
+        run({"num-rounds": 4})
+    monkeypatch.setattr(RunFolder, step, record)
+    [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
+    resume(broken)
+    assert without_times(history_of(broken)) == without_times(history_of(whole))
+    assert same_bits(final_model(broken), final_model(whole))
+
+
+def test_a_checkpoint_ahead_of_the_history_is_passed_over(run):
+    """As after a power cut that took the history's last line and left the checkpoint."""
+    whole, broken = run({"num-rounds": 4}), run({"num-rounds": 3})
+    lines = (broken / "history.jsonl").read_text().splitlines(keepends=True)
+    (broken / "history.jsonl").write_text("".join(lines[:2]))
+    resume(broken, num_rounds=4)
+    assert without_times(history_of(broken)) == without_times(history_of(whole))
+    assert same_bits(final_model(broken), final_model(whole))
+
+
+def test_a_history_whose_last_line_is_cut_short_loses_that_round_alone(run):
+    whole, broken = run({"num-rounds": 4}), run({"num-rounds": 3})
+    text = (broken / "history.jsonl").read_text()
+    (broken / "history.jsonl").write_text(text[:-40])  # killed while it was written
+    resume(broken, num_rounds=4)
+    assert without_times(history_of(broken)) == without_times(history_of(whole))
+    assert same_bits(final_model(broken), final_model(whole))
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_file_and_array(run):
+    folder = run({"num-rounds": 1, "local-epochs": 0})
+    other = run({"num-rounds": 1, "local-epochs": 0, "model": "cnn-fedcka"})
+    path = checkpoint_of(folder, "round-00001")
+    path.unlink()
+    theirs = checkpoint_of(other, "round-00001")
+    path = path.with_name(theirs.name)
+    path.write_bytes(theirs.read_bytes())
+    with pytest.raises(ValueError) as caught:
+        resume(folder, num_rounds=2)
+    text = str(caught.value)
+    assert text.startswith(
+        f"{path} is a checkpoint of another model (cnn-fedcka, the run's is cnn-fedreco): array "
+    )
+    assert len(history_of(folder)) == 1
+
+
+def test_a_folder_that_another_run_is_writing_is_refused(run):
+    folder = run({"num-rounds": 1, "local-epochs": 0})
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=re.escape(f"{folder} is being written by another")):
+            resume(folder, num_rounds=2)
+    resume(folder, num_rounds=2)  # and free again
+    assert len(history_of(folder)) == 2
+
+
+def test_a_refused_resume_leaves_the_folder_free(run):
+    folder = run({"num-rounds": 1, "local-epochs": 0})
+    with pytest.raises(ValueError) as caught:
+        resume(folder, num_clients=7, num_rounds=2)
+    resume(folder, num_rounds=2)  # while the traceback still holds all that was open
+    assert "num-clients = 4" in str(caught.value)
+    assert len(history_of(folder)) == 2
+
+
+def test_only_the_number_of_rounds_may_be_new_on_resume(run):
+    folder = run({"num-rounds": 1, "local-epochs": 0})
+    with pytest.raises(ValueError) as caught:
+        resume(folder, num_rounds=3, lr=0.1)
+    assert str(caught.value) == (
+        "resume goes on with the run's own config: lr cannot be given with it; num-rounds alone can"
+    )
+    assert json.loads((folder / "config.json").read_text())["given"]["num-rounds"] == 1
+
+
+@pytest.mark.parametrize("now", [2, 6])
+def test_a_resume_with_another_number_of_clients_is_refused(run, now):
+    """Their data would be split anew: another experiment that looks like the same."""
+    folder = run({"num-rounds": 1, "local-epochs": 0})
+    with pytest.raises(ValueError) as caught:
+        resume(folder, num_clients=now, num_rounds=2)
+    assert "num-clients = 4" in str(caught.value)
+    assert f"{now} SuperNodes" in str(caught.value)
+    assert len(history_of(folder)) == 1
+
+
+def test_a_resume_with_no_round_left_keeps_all_that_was_done(run):
+    folder = run({"num-rounds": 3})
+    before, lines = all_models(folder), history_of(folder)
+    for num_rounds in (3, 1):
+        resume(folder, num_rounds=num_rounds)
+        assert same_bits(all_models(folder), before)
+        assert history_of(folder) == lines
+        assert summary_of(folder)["rounds"] == 3
+
+
+def test_what_the_defaults_have_become_since_is_named(run):
+    folder = run({"num-rounds": 1, "local-epochs": 0})
+    kept = json.loads((folder / "config.json").read_text())
+    kept["config"]["momentum"] = 0.5
+    (folder / "config.json").write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match=r"the defaults changed since: momentum was 0\.5, is 0\.9"):
+        resume(folder, num_rounds=2)
+
+
+# --- clients that fail -----------------------------------------------------------------------
+
+Bad = Callable[[str, int], str]
+
+
+@pytest.fixture
+def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bad], None]:
+    """spoil(bad): bad(client, round) is what becomes of a client's round: "", "raise", "nan"."""
+
+    def spoil_with(bad: Bad) -> None:
+        for cls in METHODS.values():
+            monkeypatch.setattr(cls, "train", spoilt(trains[cls], bad))
+
+    trains = {cls: cls.train for cls in METHODS.values()}
+
+    return spoil_with
+
+
+def spoilt(train: Callable[..., Update], bad: Bad) -> Callable[..., Update]:
+    def train_or_fail(method, now) -> Update:
+        what = bad(now.client, now.round)
+        if what == "raise":
+            raise RuntimeError(f"{now.client} has no\npower left")
+        update = train(method, now)
+        if what == "nan":
+            name = max(update.arrays)
+            spoilt_array = {name: update.arrays[name] * torch.nan}
+            update = replace(update, arrays=update.arrays | spoilt_array)
+        return update
+
+    return train_or_fail
+
+
+no_power, not_finite = "RuntimeError: client-0001 has no power left", "values that are not finite"
+
+
+@pytest.mark.parametrize(
+    ("method", "what", "words"),
+    [
+        ("fedavg", "raise", no_power),
+        ("fedreco", "raise", no_power),
+        ("fedavg", "nan", not_finite),
+        ("moon", "nan", not_finite),
+    ],
+)
+def test_a_client_that_fails_is_left_out_and_named_and_the_run_goes_on(
+    run, spoil, caplog, method, what, words
+):
+    spoil(lambda client, round_: what if client == "client-0001" and round_ == 2 else "")
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        folder = run({"method": method, "num-rounds": 3, "local-test-fraction": 0.2})
+    history = history_of(folder)
+    others = ["client-0000", "client-0002", "client-0003"]
+    assert [len(line["participants"]) for line in history] == [4, 3, 4]
+    assert history[1]["participants"] == others
+    assert words in history[1]["left_out"]["client-0001"]
+    [line] = [text for text in caplog.messages if "left out" in text]
+    assert line.startswith("round 2: left out client client-0001: ")
+    assert words in line
+    assert summary_of(folder)["left_out"] == 1
+    assert summary_of(folder)["status"] == "finished"
+    assert all(array.isfinite().all() for array in final_model(folder).values())
+
+
+@pytest.mark.parametrize("method", ["moon", "fedreco"])
+def test_a_client_whose_training_diverged_once_goes_on_from_what_it_kept_before(
+    run, monkeypatch, method
+):
+    """Else one bad round costs it all later ones, and with FedReCo its personal model."""
+    cls = METHODS[method]
+    train = cls.train
+
+    def train_or_diverge(method, now) -> Update:
+        update = train(method, now)
+        if (now.client, now.round) != ("client-0001", 2):
+            return update
+        arrays = {name: array * torch.nan for name, array in update.arrays.items()}
+        state = {
+            group: {name: array * torch.nan for name, array in kept.items()}
+            for group, kept in update.state.items()
+        }
+        return replace(update, arrays=arrays, state=state)
+
+    monkeypatch.setattr(cls, "train", train_or_diverge)
+    folder = run({"method": method, "num-rounds": 3, "local-test-fraction": 0.2})
+    assert [len(line["participants"]) for line in history_of(folder)] == [4, 3, 4]
+
+
+def test_the_round_is_averaged_over_those_that_did_not_fail(run, spoil):
+    spoil(lambda client, round_: "nan" if client == "client-0001" else "")
+    three_of_four = run({"num-rounds": 1})
+    spoil(lambda client, round_: "raise" if client == "client-0001" else "")
+    assert same_bits(final_model(run({"num-rounds": 1})), final_model(three_of_four))
+
+
+@pytest.mark.parametrize(("method", "what"), [("moon", "raise"), ("fedreco", "nan")])
+def test_when_all_fail_the_run_ends_saying_why_and_can_go_on_from_before(run, spoil, method, what):
+    keys = {"method": method, "num-rounds": 4, "local-test-fraction": 0.2}
+    whole = run(keys)
+    is_broken = True
+    spoil(lambda client, round_: what if round_ == 3 and is_broken else "")
+    with pytest.raises(TooFewRepliesError) as caught:
+        run(keys)
+    text = str(caught.value)
+    assert text.startswith("round 3: 0 good replies, min-replies = 1. client-0000: ")
+    assert all(f"client-000{i}: " in text for i in range(4))
+    assert "\n" not in text
+    [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
+    assert summary_of(broken)["status"] == f"failed: {text}"
+    assert [line["round"] for line in history_of(broken)] == [1, 2]
+    newest, _ = read_arrays(checkpoint_of(broken, "round-00002"))
+    kept = {f"model/{name}": array for name, array in final_model(broken).items()}
+    assert same_bits({n: a for n, a in newest.items() if n.startswith("model/")}, kept)
+    is_broken = False
+    resume(broken)
+    assert same_bits(final_model(broken), final_model(whole))
+    assert without_times(history_of(broken)) == without_times(history_of(whole))
+    assert same_bits(all_models(broken), all_models(whole))
+
+
+def test_a_client_that_stays_silent_is_named_in_the_log_and_the_history(run, monkeypatch, caplog):
+    pull = InlineGrid.pull_messages
+
+    def pull_but_one(grid: InlineGrid, message_ids) -> Iterator[Message]:
+        lost = [
+            i
+            for i, message in grid.waiting.items()
+            if message.metadata.message_type == MessageType.TRAIN
+            and message.metadata.dst_node_id == 3
+        ]
+        return pull(grid, set(message_ids) - set(lost))
+
+    monkeypatch.setattr(InlineGrid, "pull_messages", pull_but_one)
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        folder = run({"num-rounds": 1, "round-timeout": 2.0})
+    [line] = history_of(folder)
+    assert list(line["left_out"]) == ["client-0001"]
+    assert "round-timeout = 2 seconds" in line["left_out"]["client-0001"]
+    assert len(line["participants"]) == 3
+    assert any("left out client client-0001" in text for text in caplog.messages)
+
+
+def test_a_diverged_server_step_ends_the_run_with_one_line(run, tmp_path):
+    with pytest.raises(DivergedError) as caught:
+        run({"server": "fedadam", "fedadam.lr": 1e38, "fedadam.beta1": 0.0, "num-rounds": 5})
+    text = str(caught.value)
+    assert re.match(r"round \d: the server's step left values that are not finite", text)
+    assert "A smaller learning rate may help (lr, or the server's)" in text
+    [folder] = [p for p in tmp_path.iterdir() if p.is_dir()]
+    assert summary_of(folder)["status"] == f"failed: {text}"
+    assert all(array.isfinite().all() for array in final_model(folder).values())
+
+
+def test_a_diverged_u_0_ends_the_run_with_one_line_and_the_personal_models_stay(run, tmp_path):
+    """u_0 is finite but so far off that no client can answer with a finite gradient."""
+    keys = {"method": "fedreco", "local-test-fraction": 0.2, "num-rounds": 5}
+    with pytest.raises((DivergedError, TooFewRepliesError)) as caught:
+        run(keys | {"fedreco.eta-0": 1e38})
+    text = str(caught.value)
+    assert re.match(r"round \d: ", text)
+    assert "not finite" in text
+    assert "\n" not in text
+    [folder] = [p for p in tmp_path.iterdir() if p.is_dir()]
+    assert summary_of(folder)["status"] == f"failed: {text}"
+    last = len(history_of(folder))
+    assert last >= 1
+    kept, _ = read_arrays(folder / "checkpoints" / f"round-{last:05d}.safetensors")
+    assert all(array.isfinite().all() for array in kept.values())
+
+
+def test_nothing_is_written_outside_output_dir_and_keel_home(run, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    folder = run({"num-rounds": 1, "local-epochs": 0, "output-dir": str(tmp_path / "made" / "up")})
+    assert folder.parent == tmp_path / "made" / "up"
+    assert os.listdir(elsewhere) == []
+
+
+def test_runs_go_to_keel_home_by_default(keel_home):
+    folder = run_inline(SMALL | {"num-rounds": 1, "local-epochs": 0}, NUM_CLIENTS)
+    assert folder.parent == keel_home / "runs"
+    assert server_app.inline.simulated_nodes(2)[1] == {"partition-id": 1, "num-partitions": 2}

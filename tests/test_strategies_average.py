@@ -1,0 +1,438 @@
+"""The weighted average: its equation in loops, whom it samples, and which replies it leaves out."""
+
+import logging
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import answer, random_arrays, same_bits, sent
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Error,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from torch import Tensor, nn
+
+from protocol.config import resolve_config
+from protocol.messages import (
+    Instruction,
+    RosterEntry,
+    TrainReply,
+    array_record,
+    instruction_record,
+    read_instruction,
+    reply_content,
+    tensors,
+)
+from strategies.average import Average, TooFewRepliesError, weighted_mean
+
+pytestmark = pytest.mark.usefixtures("task_identity")
+shapes = {"conv": (2, 3, 1), "fc": (4,)}
+
+
+def network() -> nn.Module:
+    """Float parameters, float buffers and one whole number: what a model with BatchNorm has."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+
+def reply_of(client: str, arrays: dict[str, Tensor], num_examples: float = 10, round_: int = 1):
+    metrics = {"num-examples": num_examples, "seconds": 0.5, "cpu-seconds": 0.5}
+    return TrainReply(client, round_, arrays, {}, metrics)
+
+
+def roster_of(names: dict[int, str]) -> dict[int, RosterEntry]:
+    return {
+        node: RosterEntry(name, [5, 5], [1, 1], [1, 28, 28], "cnn", 8, "", len(names))
+        for node, name in names.items()
+    }
+
+
+def average_of(num_clients: int = 5, **keys: object) -> Average:
+    """The strategy over clients named client-0, ... on nodes 100, 101, ..."""
+    config = resolve_config({name.replace("_", "-"): value for name, value in keys.items()})
+    strategy = Average(config, network())
+    strategy.roster = roster_of({100 + i: f"client-{i}" for i in range(num_clients)})
+    return strategy
+
+
+def ask(strategy: Average, arrays: dict[str, Tensor], server_round: int = 1) -> list[Message]:
+    instruction = Instruction(strategy.config, server_round, 0, False, "/run")
+    record = instruction_record(instruction)
+    return sent(
+        list(strategy.configure_train(server_round, array_record(arrays), record, grid=None))
+    )
+
+
+def moved(arrays: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """What a client might send back: other floats, other whole numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: array + torch.randn(array.shape, generator=generator)
+        if array.is_floating_point()
+        else array + seed
+        for name, array in arrays.items()
+    }
+
+
+# --- the average -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_examples", [[7], [3, 1], [1, 100, 17], [13, 13, 13, 13]])
+def test_average_equals_the_formula_in_loops(num_examples):
+    arrays = [random_arrays(shapes, seed) for seed in range(len(num_examples))]
+    replies = [reply_of(f"c{i}", a) for i, a in enumerate(arrays)]
+    mean = weighted_mean(replies, [float(n) for n in num_examples])
+    for name, shape in shapes.items():
+        for at in np.ndindex(shape):
+            expected = 0.0
+            for n, each in zip(num_examples, arrays, strict=True):  # sum_i n_i / n * w_i
+                expected += n / sum(num_examples) * float(each[name][at])
+            assert float(mean[name][at]) == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+def test_float32_stays_float32_and_is_as_exact_as_that():
+    arrays = [{"w": random_arrays({"w": (50,)}, seed)["w"].float()} for seed in range(20)]
+    mean = weighted_mean([reply_of("c", a) for a in arrays], [1.0 + i for i in range(20)])["w"]
+    exact = sum(a["w"].double() * (1 + i) for i, a in enumerate(arrays)) / 210
+    assert mean.dtype == torch.float32
+    assert (mean.double() - exact).abs().max() < 1e-6
+
+
+def test_whole_numbers_are_rounded_to_the_nearest_and_keep_their_type():
+    counts = [{"steps": torch.tensor([1, 10, -4])}, {"steps": torch.tensor([2, 40, -7])}]
+    mean = weighted_mean([reply_of("a", counts[0]), reply_of("b", counts[1])], [1.0, 3.0])
+    assert mean["steps"].tolist() == [2, 32, -6]  # 1.75, 32.5 (to even), -6.25
+    assert mean["steps"].dtype == torch.int64
+
+
+def test_the_average_touches_no_reply():
+    arrays = [random_arrays(shapes, seed) for seed in (1, 2)]
+    before = [{name: a.clone() for name, a in each.items()} for each in arrays]
+    weighted_mean([reply_of("a", arrays[0]), reply_of("b", arrays[1])], [1.0, 2.0])
+    assert all(same_bits(a, b) for a, b in zip(arrays, before, strict=True))
+
+
+def test_one_client_gives_its_own_model_bit_for_bit():
+    strategy = average_of(num_clients=1)
+    current = network().state_dict()
+    theirs = moved(current, seed=3)
+    following, _ = strategy.aggregate_train(
+        1, [answer(m, reply_of("client-0", theirs, 17)) for m in ask(strategy, current)]
+    )
+    assert same_bits(tensors(following), theirs)
+
+
+def test_identical_clients_are_one_client():
+    theirs = moved(network().state_dict(), seed=3)
+    mean = weighted_mean([reply_of(c, theirs) for c in "abc"], [1.0, 5.0, 2.0])
+    for name, array in theirs.items():
+        torch.testing.assert_close(mean[name], array, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("weighting", "expected"), [("examples", (1 * 10 + 9 * 20) / 10), ("uniform", 15.0)]
+)
+def test_weighting_by_examples_or_all_the_same(weighting, expected):
+    strategy = average_of(num_clients=2, weighting=weighting)
+    current = {name: torch.zeros_like(a) for name, a in network().state_dict().items()}
+    messages = ask(strategy, current)
+    ten, twenty = ({k: torch.full_like(a, v) for k, a in current.items()} for v in (10, 20))
+    replies = [
+        answer(messages[0], reply_of("client-0", ten, 1)),
+        answer(messages[1], reply_of("client-1", twenty, 9)),
+    ]
+    following, _ = strategy.aggregate_train(1, replies)
+    for array in tensors(following).values():
+        assert array.double().flatten().tolist() == pytest.approx([expected] * array.numel())
+
+
+def test_the_order_of_arrival_and_the_node_ids_do_not_show():
+    current = network().state_dict()
+    results = []
+    for shuffle in range(6):
+        rng = random.Random(shuffle)
+        strategy = average_of()
+        nodes = rng.sample(range(2**40), 5)  # random in every run, as Flower's are
+        names = [f"client-{i}" for i in range(5)]
+        strategy.roster = roster_of(dict(zip(nodes, names, strict=True)))
+        replies = []
+        for message in ask(strategy, current):
+            name = strategy.roster[message.metadata.dst_node_id].client
+            number = int(name[-1])
+            theirs = moved(current, seed=1000 + number)
+            replies.append(answer(message, reply_of(name, theirs, 3 + 7 * number)))
+        rng.shuffle(replies)
+        following, metrics = strategy.aggregate_train(1, replies)
+        results.append((tensors(following), dict(metrics)))
+    assert all(same_bits(arrays, results[0][0]) for arrays, _ in results)
+    assert all(metrics == results[0][1] for _, metrics in results)
+
+
+def test_metrics_are_means_by_examples_over_those_that_sent_them():
+    strategy = average_of(num_clients=3)
+    current = network().state_dict()
+    replies = []
+    for message, n, metrics in zip(
+        ask(strategy, current),
+        (1, 3, 4),
+        ({"loss.supervised": 2.0}, {"loss.supervised": 6.0, "loss.penalty": 0.5}, {}),
+        strict=True,
+    ):
+        reply = reply_of("whoever", moved(current, seed=n), n)
+        replies.append(answer(message, replace(reply, metrics=reply.metrics | metrics)))
+    _, means = strategy.aggregate_train(1, replies)
+    assert means["loss.supervised"] == pytest.approx((1 * 2 + 3 * 6) / 4)
+    assert means["loss.penalty"] == pytest.approx(0.5)
+
+
+# --- who takes part --------------------------------------------------------------------------
+
+
+def sampled_names(strategy: Average, server_round: int) -> list[str]:
+    return [strategy.roster[node].client for node in strategy.sample(server_round)]
+
+
+@pytest.mark.parametrize(
+    ("num_clients", "fraction", "count"),
+    [(10, 1.0, 10), (10, 0.3, 3), (10, 0.05, 1), (10, 0.01, 1), (7, 0.5, 4), (100, 0.02, 2)],
+)
+def test_a_fraction_of_the_clients_without_repeats_at_least_one(num_clients, fraction, count):
+    strategy = average_of(num_clients, fraction_train=fraction)
+    for server_round in range(1, 20):
+        names = sampled_names(strategy, server_round)
+        assert len(names) == len(set(names)) == count
+
+
+def test_sampling_depends_on_names_seed_and_round_but_not_on_node_ids():
+    strategy = average_of(20, fraction_train=0.25, seed=3)
+    first = [sampled_names(strategy, r) for r in range(1, 6)]
+    names = [f"client-{i}" for i in range(20)]
+    nodes = random.Random(1).sample(range(10**9), 20)
+    again = average_of(20, fraction_train=0.25, seed=3)
+    again.roster = roster_of(dict(zip(nodes, random.Random(2).sample(names, 20), strict=True)))
+    assert [sampled_names(again, r) for r in range(1, 6)] == first
+    assert all(cohort == sorted(cohort) for cohort in first)
+    assert len({tuple(cohort) for cohort in first}) == 5  # another cohort every round
+    other = average_of(20, fraction_train=0.25, seed=4)
+    assert [sampled_names(other, r) for r in range(1, 6)] != first
+
+
+def test_every_client_is_sampled_about_as_often():
+    strategy = average_of(10, fraction_train=0.3)
+    counts: dict[str, int] = {}
+    for server_round in range(1, 1001):
+        for name in sampled_names(strategy, server_round):
+            counts[name] = counts.get(name, 0) + 1
+    deviation = math.sqrt(1000 * 0.3 * 0.7)  # of a binomial count
+    assert len(counts) == 10
+    assert all(abs(count - 300) < 4.5 * deviation for count in counts.values())
+
+
+def test_a_message_for_every_sampled_client_says_what_to_do_with_which_model():
+    strategy = average_of(6, fraction_train=0.5)
+    current = network().state_dict()
+    messages = ask(strategy, current, server_round=4)
+    assert [m.metadata.dst_node_id for m in messages] == strategy.sample(4)
+    for message in messages:
+        assert message.metadata.message_type == MessageType.TRAIN
+        instruction = read_instruction(message)
+        assert (instruction.round, instruction.run_dir) == (4, "/run")
+        assert same_bits(tensors(message.content.array_records["arrays"]), current)
+        assert not message.content.array_records["extra"]
+
+
+def test_evaluation_asks_everybody_or_the_participants():
+    for whom, count in (("all", 6), ("participants", 2)):
+        strategy = average_of(6, fraction_train=0.34, evaluate_clients=whom)
+        record = instruction_record(Instruction(strategy.config, 2, 0, True, "/run"))
+        arrays = array_record(network().state_dict())
+        messages = list(strategy.configure_evaluate(2, arrays, record, grid=None))
+        nodes = [m.metadata.dst_node_id for m in messages]
+        assert len(nodes) == count
+        assert all(m.metadata.message_type == MessageType.EVALUATE for m in messages)
+        assert whom == "all" or nodes == strategy.sample(2)
+
+
+# --- bad replies -----------------------------------------------------------------------------
+
+
+def with_array(reply: TrainReply, name: str, array: Tensor) -> TrainReply:
+    return replace(reply, arrays=reply.arrays | {name: array})
+
+
+def without_array(reply: TrainReply, name: str) -> TrainReply:
+    return replace(reply, arrays={k: v for k, v in reply.arrays.items() if k != name})
+
+
+def poisoned(reply: TrainReply, value: float) -> TrainReply:
+    weight = reply.arrays["0.weight"].clone()
+    weight[1, 2] = value
+    return with_array(reply, "0.weight", weight)
+
+
+def with_examples(reply: TrainReply, count: float) -> TrainReply:
+    return replace(reply, metrics=reply.metrics | {"num-examples": count})
+
+
+bad_replies = {
+    "missing": (lambda r: without_array(r, "1.running_var"), "'1.running_var' is missing (1 of 7)"),
+    "extra": (lambda r: with_array(r, "head", torch.zeros(1)), "'head' is unknown (1 too many)"),
+    "shape": (
+        lambda r: with_array(r, "0.weight", torch.zeros(3, 2)),
+        "'0.weight' is [3, 2], the global model's is [2, 3]",
+    ),
+    "dtype": (
+        lambda r: with_array(r, "0.bias", torch.zeros(2, dtype=torch.float64)),
+        "'0.bias' is torch.float64, the global model's is torch.float32",
+    ),
+    "nan": (lambda r: poisoned(r, math.nan), "'0.weight' holds 1 values that are not finite"),
+    "inf": (lambda r: poisoned(r, math.inf), "'0.weight' holds 1 values that are not finite"),
+    "-inf": (lambda r: poisoned(r, -math.inf), "'0.weight' holds 1 values that are not finite"),
+    "round": (lambda r: replace(r, round=2), "it answers round 2"),
+    "no examples": (lambda r: with_examples(r, 0), "num-examples is 0"),
+    "negative": (lambda r: with_examples(r, -3), "num-examples is -3"),
+    "nan examples": (lambda r: with_examples(r, math.nan), "num-examples is nan"),
+    "endless examples": (lambda r: with_examples(r, math.inf), "num-examples is inf"),
+    "no count": (lambda r: replace(r, metrics={"seconds": 1.0}), "num-examples is None"),
+}
+
+
+def content_without(record: str):
+    def spoil(message: Message, reply: TrainReply) -> Message:
+        content = reply_content(reply)
+        del content[record]
+        return Message(content, reply_to=message)
+
+    return spoil
+
+
+def words_for_numbers(message: Message, reply: TrainReply) -> Message:
+    content = reply_content(reply)
+    words = ArrayRecord({"0.bias": Array(np.array(["nonsense", "words"]))})
+    content["arrays"] = words
+    return Message(content, reply_to=message)
+
+
+def rounds_for_round(message: Message, reply: TrainReply) -> Message:
+    content = reply_content(reply)
+    content["reply"] = ConfigRecord({"client": "client-2", "round": [1, 2]})
+    return Message(content, reply_to=message)
+
+
+def counts_for_count(message: Message, reply: TrainReply) -> Message:
+    content = reply_content(reply)
+    content["metrics"] = MetricRecord({"num-examples": [1, 2]})
+    return Message(content, reply_to=message)
+
+
+bad_messages = {
+    "error": (lambda m, r: Message(Error(1, "ValueError: no disk"), reply_to=m), "no disk"),
+    "error without words": (lambda m, r: Message(Error(7), reply_to=m), "error 7"),
+    "empty": (lambda m, r: Message(RecordDict(), reply_to=m), "no record 'reply'"),
+    "no arrays": (content_without("arrays"), "no record 'arrays'"),
+    "no metrics": (content_without("metrics"), "no record 'metrics'"),
+    "words": (words_for_numbers, "unreadable"),
+    "list for round": (rounds_for_round, "unreadable"),
+    "list for count": (counts_for_count, "unreadable"),
+}
+
+
+def all_answers(strategy: Average, current: dict[str, Tensor]) -> list[tuple[Message, TrainReply]]:
+    return [
+        (message, reply_of(f"client-{i}", moved(current, seed=i), 10 + i))
+        for i, message in enumerate(ask(strategy, current))
+    ]
+
+
+def spoilt_answers(
+    strategy: Average, current: dict[str, Tensor], kind: str
+) -> tuple[list[Message], str]:
+    """Everybody's replies, that of client-2 spoilt; and what has to be said about it."""
+    messages = []
+    for message, reply in all_answers(strategy, current):
+        if reply.client != "client-2":
+            messages.append(answer(message, reply))
+        elif kind in bad_replies:
+            spoil, words = bad_replies[kind]
+            messages.append(answer(message, spoil(reply)))
+        else:
+            make, words = bad_messages[kind]
+            messages.append(make(message, reply))
+    return messages, words
+
+
+@pytest.mark.parametrize("kind", [*bad_replies, *bad_messages])
+def test_a_bad_reply_is_left_out_and_named_and_the_others_are_averaged(kind, caplog):
+    current = network().state_dict()
+    strategy = average_of()
+    messages, words = spoilt_answers(strategy, current, kind)
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        following, _ = strategy.aggregate_train(1, messages)
+    good = [r for _, r in all_answers(average_of(), current) if r.client != "client-2"]
+    expected = weighted_mean(good, [r.metrics["num-examples"] for r in good])
+    assert same_bits(tensors(following), expected)
+    assert [r.client for r in strategy.report.kept] == [r.client for r in good]
+    assert list(strategy.report.left_out) == ["client-2"]
+    assert words in strategy.report.left_out["client-2"]
+    [line] = caplog.messages
+    assert line.startswith("round 1: left out client client-2: ")
+    assert words in line
+    assert "\n" not in line
+
+
+def test_a_reply_counts_for_the_node_that_sent_it_whatever_name_it_gives():
+    strategy = average_of()
+    answers = all_answers(strategy, network().state_dict())
+    as_another = [answer(m, replace(r, client="client-0")) for m, r in answers]
+    strategy.aggregate_train(1, as_another)
+    assert [r.client for r in strategy.report.kept] == [f"client-{i}" for i in range(5)]
+
+
+def test_too_few_good_replies_end_the_round_with_one_line_that_names_them_all():
+    strategy = average_of(num_clients=3, min_replies=2)
+    (m0, r0), (m1, r1), (m2, _) = all_answers(strategy, network().state_dict())
+    replies = [
+        Message(Error(1, "OSError: disk full"), reply_to=m2),
+        answer(m1, poisoned(r1, math.nan)),
+        answer(m0, r0),
+    ]
+    with pytest.raises(TooFewRepliesError) as caught:
+        strategy.aggregate_train(1, replies)
+    assert str(caught.value) == (
+        "round 1: 1 good replies, min-replies = 2. client-1: array '0.weight' holds 1 values that "
+        "are not finite; client-2: OSError: disk full"
+    )
+
+
+def test_the_report_counts_the_bytes_of_all_that_arrived():
+    strategy = average_of(num_clients=2)
+    current = network().state_dict()
+    (m0, r0), (m1, r1) = all_answers(strategy, current)
+    strategy.aggregate_train(1, [answer(m0, r0), answer(m1, poisoned(r1, math.nan))])
+    size = sum(a.numel() * a.element_size() for a in current.values())
+    assert 2 * size < strategy.report.bytes_up < 2 * size + 5000  # and the records around them
+
+
+def test_evaluation_leaves_out_bad_replies_too():
+    strategy = average_of(num_clients=3, evaluate_clients="all")
+    record = instruction_record(Instruction(strategy.config, 1, 0, True, "/run"))
+    arrays = array_record(network().state_dict())
+    messages = sent(list(strategy.configure_evaluate(1, arrays, record, grid=None)))
+    scores = (0.2, 0.8)
+    replies = [
+        answer(m, TrainReply("x", 1, {}, {}, {"num-examples": 1.0 + 2 * i, "global-accuracy": a}))
+        for i, (m, a) in enumerate(zip(messages, scores, strict=False))
+    ]
+    replies.append(Message(Error(1, "ValueError: no test part"), reply_to=messages[2]))
+    means = strategy.aggregate_evaluate(1, replies)
+    assert means["global-accuracy"] == pytest.approx((1 * 0.2 + 3 * 0.8) / 4)
+    assert strategy.report.left_out == {"client-2": "ValueError: no test part"}

@@ -1,0 +1,137 @@
+"""FedReCo's server: eq. (8) by hand, on the shared extractor u_0 and nothing else."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import answer, same_bits, sent
+from torch import Tensor
+
+from models import StagedModel, build_model
+from protocol.config import resolve_config
+from protocol.messages import (
+    Instruction,
+    RosterEntry,
+    TrainReply,
+    array_record,
+    instruction_record,
+    tensors,
+)
+from strategies import FedReCoServer
+
+pytestmark = pytest.mark.usefixtures("task_identity")
+
+
+def network(name: str = "cnn-fedreco", norm: str = "") -> StagedModel:
+    return build_model(name, num_classes=10, channels=1, image_size=32, seed=2, norm=norm)
+
+
+def server_of(model: StagedModel, num_clients: int = 3, **keys: object) -> FedReCoServer:
+    given = {name.replace("__", ".").replace("_", "-"): value for name, value in keys.items()}
+    config = resolve_config({"method": "fedreco", "model": model.name} | given)
+    server = FedReCoServer(config, model)
+    server.roster = {
+        50 + i: RosterEntry(f"c{i}", [5], [1], [1, 32, 32], model.name, 8, "", num_clients)
+        for i in range(num_clients)
+    }
+    return server
+
+
+def gradients(expected: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(array.shape, generator=generator) * seed
+        for name, array in expected.items()
+    }
+
+
+def after_a_round(
+    server: FedReCoServer, u_0: dict[str, Tensor], updates: list[dict[str, Tensor]], counts: list
+) -> dict[str, Tensor]:
+    instruction = Instruction(server.config, 1, 0, False, "/run")
+    record = instruction_record(instruction)
+    messages = sent(list(server.configure_train(1, array_record(u_0), record, grid=None)))
+    replies = [
+        answer(m, TrainReply("c", 1, g, {}, {"num-examples": n}))
+        for m, g, n in zip(messages, updates, counts, strict=True)
+    ]
+    following, _ = server.aggregate_train(1, replies[::-1])
+    return tensors(following)
+
+
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+def test_u_0_steps_down_the_plain_mean_of_the_gradients_eq_8(weighting):
+    model = network()
+    server = server_of(model, weighting=weighting, fedreco__eta_0=0.3)
+    u_0 = server.initial_arrays(server.config, model)
+    g = [gradients(server.expected(u_0), seed) for seed in (1, 2, 3)]
+    following = after_a_round(server, u_0, g, counts=[1.0, 500.0, 20.0])
+    assert following.keys() == u_0.keys()
+    rng = np.random.default_rng(0)
+    for name, array in u_0.items():
+        for at in [tuple(rng.integers(array.shape)) for _ in range(20)]:
+            mean = sum(float(g_i[name][at]) for g_i in g) / 3  # whatever the example counts
+            expected = float(array[at]) - 0.3 * mean
+            assert float(following[name][at]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_no_gradient_no_change_bit_for_bit():
+    model = network()
+    server = server_of(model, num_clients=2)
+    u_0 = server.initial_arrays(server.config, model)
+    zeros = {name: torch.zeros_like(a) for name, a in server.expected(u_0).items()}
+    assert same_bits(after_a_round(server, u_0, [zeros, zeros], [1.0, 2.0]), u_0)
+
+
+def test_the_mean_is_over_the_clients_that_answered_well():
+    model = network()
+    server = server_of(model, num_clients=2, fedreco__eta_0=1.0)
+    u_0 = server.initial_arrays(server.config, model)
+    good, bad = gradients(u_0, 1), gradients(u_0, 2)
+    name = next(iter(bad))
+    bad[name] = bad[name] * torch.nan
+    following = after_a_round(server, u_0, [good, bad], [1.0, 1.0])
+    for key, array in u_0.items():
+        torch.testing.assert_close(following[key], array - good[key], rtol=1e-6, atol=1e-7)
+    assert list(server.report.left_out) == ["c1"]
+
+
+def test_all_but_the_classifier_is_shared_by_default():
+    model = network()
+    names = FedReCoServer.initial_arrays(server_of(model).config, model).keys()
+    assert set(names) == {n for n in model.state_dict() if not n.startswith("classifier")}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_split_shares_the_stages_up_to_it(stage):
+    model = network()
+    split = model.stage_names[stage]
+    server = server_of(model, fedreco__split=split)
+    u_0 = server.initial_arrays(server.config, model)
+    wanted = {
+        name
+        for name in model.state_dict()
+        if any(name.startswith(f"stages.{s}.") for s in model.stage_names[: stage + 1])
+    }
+    assert set(u_0) == wanted
+    assert all(same_bits({n: a}, {n: model.state_dict()[n]}) for n, a in u_0.items())
+
+
+def test_a_reply_holds_a_gradient_for_each_parameter():
+    model = network("resnet20", norm="group")
+    server = server_of(model, num_clients=1, fedreco__eta_0=0.5)
+    u_0 = server.initial_arrays(server.config, model)
+    parameters = {name for name, _ in model.named_parameters()}
+    assert set(server.expected(u_0)) == parameters & u_0.keys() == u_0.keys()
+
+
+def test_a_network_with_statistics_that_nobody_would_learn_is_refused():
+    with pytest.raises(ValueError, match="model = 'resnet20' with BatchNorm.*norm has to be"):
+        server_of(network("resnet20"), num_clients=1)
+
+
+def test_an_unknown_split_is_refused_with_the_stages_there_are():
+    model = network()
+    with pytest.raises(ValueError) as caught:
+        server_of(model, fedreco__split="conv9")
+    assert "fedreco.split = 'conv9'" in str(caught.value)
+    assert all(stage in str(caught.value) for stage in model.stage_names)
