@@ -121,7 +121,7 @@ def refuse_unless_finite(round_: int, groups: dict[str, Arrays]) -> None:
     for name, arrays in groups.items():
         if not all_finite(arrays):
             raise ValueError(
-                f"round {round_}: local training left values in {name!r} that are not finite; what "
+                f"round {round_}: local training left values that are not finite in {name!r}; what "
                 "was kept before stays. A smaller lr, or clip-norm, may help"
             )
 

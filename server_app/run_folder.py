@@ -122,18 +122,20 @@ class RunFolder:
             old.unlink()
 
     def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:
-        """The newest checkpoint that can be read.
+        """The newest checkpoint that can be read and whose round has its line in the history.
 
         One cut short is passed over with a warning. ValueError if there is none, or if it is of
         another model than `expected` arrays.
         """
-        paths = sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True)
+        last = max((line["round"] for line in self.read_history()), default=0)
+        found = sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True)
+        paths = [path for path in found if int(path.name.split("-")[1]) <= last]
         for path in paths:
             if digest(path.read_bytes()) in path.name:
                 return read_checkpoint(path, expected, model)
             log.warning("%s is damaged or cut short (its digest differs): passed over", path)
-        found = f"{len(paths)} there, all damaged" if paths else "there is none"
-        raise ValueError(f"resume = {str(self.path)!r}: no readable checkpoint in it ({found})")
+        state = f"{len(paths)} there, all damaged" if paths else "there is none"
+        raise ValueError(f"resume = {str(self.path)!r}: no readable checkpoint in it ({state})")
 
 
 def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:

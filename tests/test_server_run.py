@@ -29,7 +29,7 @@ from flwr.app import Message, MessageType
 
 import server_app.inline
 from client_app.method import Update
-from client_app.methods import METHODS
+from client_app.methods import METHODS, method_of
 from client_app.setup import model_for, open_source, pixels_of
 from protocol.config import resolve_config
 from protocol.seeds import seed_of
@@ -313,6 +313,8 @@ def test_every_method_goes_on_as_if_never_interrupted(run, crash, method, server
     if server != "fedavg" and not STRATEGIES[method].allows_server_steps:
         pytest.skip(f"{method} has a server step of its own")
     keys = half_of_them | {"method": method, "server": server, "num-rounds": 4}
+    if method_of(resolve_config({"method": method})).depends_on_num_rounds():
+        pytest.skip(f"{method} would not be the same run with another number of rounds")
     whole = run(keys)
     parts = run(keys | {"num-rounds": 2})
     crash(3, after=1)
@@ -683,7 +685,7 @@ def test_a_diverged_u_0_ends_the_run_with_one_line_and_the_personal_models_stay(
     assert summary_of(folder)["status"] == f"failed: {text}"
     last = len(history_of(folder))
     assert last >= 1
-    kept, _ = read_arrays(folder / "checkpoints" / f"round-{last:05d}.safetensors")
+    kept, _ = read_arrays(checkpoint_of(folder, f"round-{last:05d}"))
     assert all(array.isfinite().all() for array in kept.values())
 
 

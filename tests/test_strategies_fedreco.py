@@ -125,7 +125,7 @@ def test_a_reply_holds_a_gradient_for_each_parameter():
 
 
 def test_a_network_with_statistics_that_nobody_would_learn_is_refused():
-    with pytest.raises(ValueError, match="model = 'resnet20' with BatchNorm.*norm has to be"):
+    with pytest.raises(ValueError, match=r"model = 'resnet20' with BatchNorm.*norm has to be"):
         server_of(network("resnet20"), num_clients=1)
 
 
