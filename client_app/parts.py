@@ -1,5 +1,7 @@
 """A network in two parts: the body (all stages) and the head (the classifier)."""
 
+from collections.abc import Mapping
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,6 +23,13 @@ def body_of(model: StagedModel) -> Arrays:
     weights = model.state_dict()
     names = model.extractor_keys(model.stage_names[-1])
     return {name: weights[name].detach().clone() for name in names}
+
+
+def under_own_head(now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+    """The client's network: the received body under the head that it kept, at first the seed's."""
+    head = {name: array.to(now.device) for name, array in state.get("head", {}).items()}
+    now.model.load_state_dict(now.initial_weights() | now.received | head)
+    return now.model
 
 
 def train_part(

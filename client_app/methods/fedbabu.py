@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from client_app.method import Arrays, Method, Update
-from client_app.parts import body_of, fine_tune, head_of, train_part
+from client_app.parts import body_of, fine_tune, head_of, train_part, under_own_head
 from client_app.round import ClientRound
 from models import StagedModel
 from protocol.options import at_least, more_than, one_of, option, true_or_false
@@ -34,21 +34,15 @@ class FedBABU(Method):
     lr: float = option(more_than(0))
     fedper_like: bool = option(true_or_false())
 
-    def joined(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
-        """The received body under the common head, or under this client's own."""
-        head = {k: v.to(now.device) for k, v in state.get("head", {}).items()}
-        now.model.load_state_dict(now.initial_weights() | now.received | head)
-        return now.model
-
     def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
         """The same, tuned on this client's training samples."""
-        model = self.joined(now, state)
+        model = under_own_head(now, state)
         fine_tune(now, model, self.part, self.epochs, self.lr, momentum=0.9)
         return model
 
     def train(self, now: ClientRound) -> Update:
         """The body alone."""
-        model, train = self.joined(now, now.state), now.config.train
+        model, train = under_own_head(now, now.state), now.config.train
         part = "full" if self.fedper_like else "body"
         descent = train_part(now, model, part, train.local_epochs, train.lr, stream="batches")
         state = {"head": head_of(model)} if self.fedper_like else {}

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from client_app.method import Arrays, Method, ModelParts, Update
-from client_app.parts import body_of, fine_tune, head_of
+from client_app.parts import body_of, fine_tune, head_of, under_own_head
 from client_app.round import ClientRound
 from client_app.samples import Step, batch_size_for
 from client_app.trainer import Duration, descend
@@ -122,15 +122,9 @@ class FedCR(Method):
         """The last round is another one if its heads are tuned."""
         return self.final_head_epochs > 0
 
-    def joined(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
-        """The received body under this client's own head."""
-        head = {k: v.to(now.device) for k, v in state.get("head", {}).items()}
-        now.model.load_state_dict(now.initial_weights() | now.received | head)
-        return now.model
-
     def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> nn.Module:
         """The same with sampled features; its head tuned after the last round if asked for."""
-        model = self.joined(now, state)
+        model = under_own_head(now, state)
         if now.round == now.config.rounds.num_rounds and self.final_head_epochs:
             fine_tune(now, model, "head", self.final_head_epochs, now.config.train.lr)
         return Sampled(model, self.samples, now.seed("evaluation"))
@@ -138,7 +132,7 @@ class FedCR(Method):
     def train(self, now: ClientRound) -> Update:
         """Body and head together; the class products are gathered in the last epoch."""
         train = now.config.train
-        model = self.joined(now, now.state).train().requires_grad_(True)
+        model = under_own_head(now, now.state).train().requires_grad_(True)
         m, deviation = now.extra["M"], now.extra["S"].clamp_min(smallest)  # [C, dz]
         product = Product(model.num_classes, model.feature_width, now.device)
         last_stage = model.stage_names[-1]

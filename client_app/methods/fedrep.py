@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from client_app.method import Arrays, Method, Update
-from client_app.parts import body_of, fine_tune, head_of, train_part
+from client_app.parts import body_of, fine_tune, head_of, train_part, under_own_head
 from client_app.round import ClientRound
 from models import StagedModel
 from protocol.options import at_least, option
@@ -38,22 +38,16 @@ class FedRep(Method):
         """The last round is another one if its heads are tuned."""
         return self.final_head_epochs > 0
 
-    def joined(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
-        """The received body under this client's own head."""
-        head = {k: v.to(now.device) for k, v in state.get("head", {}).items()}
-        now.model.load_state_dict(now.initial_weights() | now.received | head)
-        return now.model
-
     def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
         """The same, its head tuned after the last round if asked for."""
-        model = self.joined(now, state)
+        model = under_own_head(now, state)
         if now.round == now.config.rounds.num_rounds and self.final_head_epochs:
             fine_tune(now, model, "head", self.final_head_epochs, now.config.train.lr)
         return model
 
     def train(self, now: ClientRound) -> Update:
         """Head, then body, each with an optimiser of its own."""
-        model, lr = self.joined(now, now.state), now.config.train.lr
+        model, lr = under_own_head(now, now.state), now.config.train.lr
         head = train_part(now, model, "head", self.head_epochs, lr, stream="head")
         body = train_part(now, model, "body", self.body_epochs, lr, stream="batches")
         num_steps = head.num_steps + body.num_steps
