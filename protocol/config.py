@@ -94,7 +94,7 @@ class PrivacyConfig:
 
 @dataclass(frozen=True)
 class RoundsConfig:
-    """The run: who takes part, how long, what is evaluated, where it is written."""
+    """The run: who takes part, how long, whose updates count, what is evaluated and written."""
 
     preset: str = option(any_text())
     method: str = option(any_text())
@@ -106,6 +106,16 @@ class RoundsConfig:
     fraction_train: float = option(between(0, 1, open_low=True))
     min_replies: int = option(at_least(1))
     round_timeout: float = option(more_than(0))
+    start_timeout: float = option(more_than(0))
+    rest_after: int = option(at_least(0))
+    rest_rounds: int = option(at_least(1))
+    norm_bound: str = option(one_of("off", "fixed", "median"))
+    norm_bound_value: float = option(more_than(0))
+    aggregation: str = option(one_of("mean", "median", "trimmed-mean", "krum", "multi-krum"))
+    trim_fraction: float = option(between(0, 0.5, open_low=True, open_high=True))
+    num_malicious: int = option(at_least(0))
+    num_selected: int = option(at_least(0))
+    tensorboard: bool = option(true_or_false())
     output_dir: str = option(any_text())
     resume: str = option(any_text())
     evaluate_every: int = option(at_least(1))

@@ -2,7 +2,7 @@
 
 Flower's `Strategy` with three things of its own, because a run has to repeat bit for bit and to
 survive a bad client: clients are sampled by name from the run's seed, replies are summed in the
-order of the clients' names, and a reply that is an error, misshapen or not finite is left out.
+order of the clients' names, and what the firewall refuses is left out.
 """
 
 import logging
@@ -29,7 +29,9 @@ from protocol.messages import (
     tensors,
 )
 from protocol.seeds import seed_of
-from strategies.screening import why_refused
+from strategies.attendance import Attendance
+from strategies.firewall import Wanted, beyond_bound, norm, why_refused
+from strategies.robust import check_aggregation, coordinate_wise, krum_selection
 from strategies.server_steps import server_step
 
 log = logging.getLogger("keel.server")
@@ -37,10 +39,14 @@ log = logging.getLogger("keel.server")
 
 @dataclass
 class RoundReport:
-    """What became of one round's messages: good replies in the order of names, and the others."""
+    """What became of one round's messages: good replies in the order of names, and the others.
+
+    left_out: client to reason, of errors, silence and the firewall; refused: how many by the last.
+    """
 
     kept: list[TrainReply] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    refused: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
 
@@ -81,6 +87,10 @@ class Average(Strategy):
         self.server_step = server_step(config)
         self.report = RoundReport()
         self.current: Arrays = {}
+        self.sent: Arrays = {}
+        self.asked: set[str] = set()
+        rounds = config.rounds
+        self.attendance = Attendance(rounds.rest_after, rounds.rest_rounds)
 
     default_weighting: ClassVar[str] = "examples"  # what the method's paper does
     allows_server_steps: ClassVar[bool] = True  # other `server` steps than the plain average
@@ -102,15 +112,41 @@ class Average(Strategy):
         by_examples = (self.default_weighting if asked == "auto" else asked) == "examples"
         weights = [r.metrics["num-examples"] if by_examples else 1.0 for r in replies]
         trainable = self.trainable & current.keys()  # less what never travels (FedRep's head)
-        return self.server_step.step(current, weighted_mean(replies, weights), trainable)
+        return self.server_step.step(current, self.combined(replies, weights), trainable)
+
+    def combined(self, replies: list[TrainReply], weights: list[float]) -> Arrays:
+        """The replies' arrays as one set, as `aggregation` says; by default their weighted mean."""
+        rounds = self.config.rounds
+        if rounds.aggregation in ("median", "trimmed-mean"):
+            return coordinate_wise(replies, rounds)
+        if rounds.aggregation in ("krum", "multi-krum"):
+            chosen = krum_selection([self.update_of(reply) for reply in replies], rounds)
+            log.info("%s takes %s", rounds.aggregation, ", ".join(replies[i].client for i in chosen))
+            replies, weights = [replies[i] for i in chosen], [weights[i] for i in chosen]
+        return weighted_mean(replies, weights)
+
+    def update_of(self, reply: TrainReply) -> Arrays:
+        """How far the client moved the trainable arrays that it was sent."""
+        sent = self.sent or self.current
+        return {
+            name: array - sent[name] for name, array in reply.arrays.items() if name in self.trainable
+        }
+
+    def check_cohort(self, cohort: int) -> None:
+        """ValueError, one line, where so many clients a round are not enough for what is asked."""
+        check_aggregation(self.config.rounds, cohort)
 
     def extra(self) -> Arrays:
         """What is broadcast beside the model."""
         return {}
 
+    def own_extra(self, client: str) -> Arrays:
+        """What this client alone is sent beside the model."""
+        return {}
+
     def extra_for(self, client: str) -> Arrays:
-        """What this client is sent beside the model."""
-        return self.extra()
+        """All that this client is sent beside the model."""
+        return self.extra() | self.own_extra(client)
 
     def extra_like(self) -> Arrays:
         """Arrays as `extra_for` gives them once the run is under way."""
@@ -130,16 +166,18 @@ class Average(Strategy):
     def state(self) -> Arrays:
         """What the server's checkpoint has to hold beside the model."""
         step = {f"step/{name}": array for name, array in self.server_step.state().items()}
-        return step | {f"own/{name}": array for name, array in self.own_state().items()}
+        own = {f"own/{name}": array for name, array in self.own_state().items()}
+        return step | own | {f"attendance/{c}": a for c, a in self.attendance.state().items()}
 
     def load(self, state: Arrays) -> None:
         """Go on from a checkpoint's state."""
-        step, own = (
+        step, own, attendance = (
             {name[len(p) :]: array for name, array in state.items() if name.startswith(p)}
-            for p in ("step/", "own/")
+            for p in ("step/", "own/", "attendance/")
         )
         self.server_step.load(step)
         self.load_own(own)
+        self.attendance.load(attendance)
 
     # --- Flower's Strategy ---------------------------------------------------------------------
 
@@ -153,23 +191,30 @@ class Average(Strategy):
     def sample(self, server_round: int) -> list[int]:
         """Node ids of the clients that train in this round, in the order of their names.
 
-        Drawn without replacement from the run's seed, the round and the names alone.
+        Drawn without replacement from the run's seed, the round and the names of those that do not
+        rest.
         """
         by_name = {entry.client: node for node, entry in self.roster.items()}
-        names = sorted(by_name)
-        count = max(1, round(self.config.rounds.fraction_train * len(names)))
+        names = sorted(by_name.keys() - self.resting(server_round))
+        share = max(1, round(self.config.rounds.fraction_train * len(by_name)))
+        count = min(share, len(names))
         rng = np.random.default_rng(seed_of(self.config.rounds.seed, server_round, "sampling"))
         chosen = sorted(rng.choice(len(names), size=count, replace=False))
         return [by_name[names[i]] for i in chosen]
+
+    def resting(self, server_round: int) -> set[str]:
+        """Clients that are not asked in this round, because they failed too often."""
+        names = {entry.client for entry in self.roster.values()}
+        return self.attendance.resting(server_round, names, self.config.rounds.min_replies)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """A train message for every sampled client; `config` is the instruction's record."""
         self.current = tensors(arrays)
-        sent = self.server_step.broadcast(self.current)
-        if sent is not self.current:
-            arrays = array_record(sent)
+        self.sent = self.server_step.broadcast(self.current)
+        if self.sent is not self.current:
+            arrays = array_record(self.sent)
         return self.messages(MessageType.TRAIN, self.sample(server_round), arrays, config)
 
     def configure_evaluate(
@@ -184,18 +229,23 @@ class Average(Strategy):
     def messages(
         self, kind: str, nodes: Iterable[int], arrays: ArrayRecord, config: ConfigRecord
     ) -> list[Message]:
-        """One message for each node; what they have in common is shared, and nobody changes it."""
-        shared = type(self).extra_for is Average.extra_for
-        common = request(config, arrays, array_record(self.extra())) if shared else None
-        return [
-            Message(
-                content=common
-                or request(config, arrays, array_record(self.extra_for(self.roster[node].client))),
-                dst_node_id=node,
-                message_type=kind,
-            )
-            for node in nodes
-        ]
+        """One message for each node; what they have in common is shared, and nobody changes it.
+
+        A message that is older than the round may last is nobody's any more.
+        """
+        extra = array_record(self.extra())
+        common = request(config, arrays, extra)
+        messages = []
+        self.asked = set()
+        for node in nodes:
+            client = self.roster[node].client
+            self.asked.add(client)
+            own, content = self.own_extra(client), common
+            if own:
+                content = request(config, arrays, ArrayRecord({**extra, **array_record(own)}))
+            ttl = self.config.rounds.round_timeout
+            messages.append(Message(content, dst_node_id=node, message_type=kind, ttl=ttl))
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -207,6 +257,14 @@ class Average(Strategy):
         expected = self.expected(self.current)
         self.report = self.screened(server_round, replies, expected, self.expected_extra())
         kept, need = self.report.kept, self.config.rounds.min_replies
+        left_out = self.asked & self.report.left_out.keys()
+        tired = self.attendance.note(server_round, {reply.client for reply in kept}, left_out)
+        for client in tired:
+            log.warning(
+                "round %d: client %s failed %d times in a row; it rests for %d rounds",
+                *(server_round, client, self.attendance.failures[client]),
+                self.config.rounds.rest_rounds,
+            )
         if len(kept) < need:
             reasons = "; ".join(f"{c}: {why}" for c, why in sorted(self.report.left_out.items()))
             raise TooFewRepliesError(
@@ -230,7 +288,11 @@ class Average(Strategy):
         expected_extra: Arrays,
     ) -> RoundReport:
         """The replies sorted by client, the bad ones left out and named in the log."""
+        declared = {e.client: e.num_examples for e in self.roster.values() if e.client in self.asked}
+        want = Wanted(server_round, expected, expected_extra, declared)
         report = RoundReport()
+        refused: dict[str, str] = {}
+        kept: dict[str, TrainReply] = {}
         for message in replies:
             node = message.metadata.src_node_id
             client = self.roster[node].client if node in self.roster else f"node {node}"
@@ -241,14 +303,23 @@ class Average(Strategy):
                 report.bytes_up += payload_bytes(message)
                 reply = replace(read_reply(message), client=client)
             except (ValueError, KeyError, TypeError) as error:
-                report.left_out[client] = f"unreadable: {error}"
+                refused[client] = f"unreadable: {error}"
                 continue
-            reason = why_refused(reply, expected, expected_extra, server_round)
+            if client in kept:
+                log.warning("round %d: client %s: its second reply", server_round, client)
+                report.refused += 1
+                continue
+            reason = why_refused(reply, want)
             if reason:
-                report.left_out[client] = reason
+                refused[client] = reason
             else:
-                report.kept.append(reply)
-        report.kept.sort(key=lambda reply: reply.client)
+                kept[client] = reply
+        if self.config.rounds.norm_bound != "off" and expected:
+            norms = {client: norm(self.update_of(reply)) for client, reply in kept.items()}
+            refused |= beyond_bound(norms, self.config.rounds)
+        report.refused += len(refused)
+        report.left_out |= refused
+        report.kept = [kept[client] for client in sorted(kept.keys() - refused.keys())]
         for client, reason in sorted(report.left_out.items()):
             log.warning("round %d: left out client %s: %s", server_round, client, reason)
         return report

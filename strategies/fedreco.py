@@ -54,6 +54,10 @@ class FedReCoServer(Average):
         """A gradient for each of u_0's parameters."""
         return {name: array for name, array in current.items() if name in self.trainable}
 
+    def update_of(self, reply: TrainReply) -> Arrays:
+        """g_i is what it adds."""
+        return reply.arrays
+
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """Eq. (8); u_0's buffers stay."""
         g = weighted_mean(replies, [1.0] * len(replies))

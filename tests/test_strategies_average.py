@@ -49,18 +49,23 @@ def reply_of(client: str, arrays: dict[str, Tensor], num_examples: float = 10, r
     return TrainReply(client, round_, arrays, {}, metrics)
 
 
-def roster_of(names: dict[int, str]) -> dict[int, RosterEntry]:
+def roster_of(names: dict[int, str], counts: list[int]) -> dict[int, RosterEntry]:
+    """counts: training samples of the clients on these nodes, as they declare them."""
     return {
-        node: RosterEntry(name, [5, 5], [1, 1], [1, 28, 28], "cnn", 8, "", len(names))
-        for node, name in names.items()
+        node: RosterEntry(name, [n, 0], [1, 1], [1, 28, 28], "cnn", 8, "", len(names))
+        for (node, name), n in zip(names.items(), counts, strict=True)
     }
 
 
-def average_of(num_clients: int = 5, **keys: object) -> Average:
-    """The strategy over clients named client-0, ... on nodes 100, 101, ..."""
+def average_of(num_clients: int = 5, counts: list[int] | None = None, **keys: object) -> Average:
+    """The strategy over clients named client-0, ... on nodes 100, 101, ...
+
+    counts: their training samples; 10, 11, ... if not given.
+    """
     config = resolve_config({name.replace("_", "-"): value for name, value in keys.items()})
     strategy = Average(config, network())
-    strategy.roster = roster_of({100 + i: f"client-{i}" for i in range(num_clients)})
+    names = {100 + i: f"client-{i}" for i in range(num_clients)}
+    strategy.roster = roster_of(names, counts or [10 + i for i in range(num_clients)])
     return strategy
 
 
@@ -122,7 +127,7 @@ def test_the_average_touches_no_reply():
 
 
 def test_one_client_gives_its_own_model_bit_for_bit():
-    strategy = average_of(num_clients=1)
+    strategy = average_of(num_clients=1, counts=[17])
     current = network().state_dict()
     theirs = moved(current, seed=3)
     following, _ = strategy.aggregate_train(
@@ -142,7 +147,7 @@ def test_identical_clients_are_one_client():
     ("weighting", "expected"), [("examples", (1 * 10 + 9 * 20) / 10), ("uniform", 15.0)]
 )
 def test_weighting_by_examples_or_all_the_same(weighting, expected):
-    strategy = average_of(num_clients=2, weighting=weighting)
+    strategy = average_of(num_clients=2, counts=[1, 9], weighting=weighting)
     current = {name: torch.zeros_like(a) for name, a in network().state_dict().items()}
     messages = ask(strategy, current)
     ten, twenty = ({k: torch.full_like(a, v) for k, a in current.items()} for v in (10, 20))
@@ -163,7 +168,8 @@ def test_the_order_of_arrival_and_the_node_ids_do_not_show():
         strategy = average_of()
         nodes = rng.sample(range(2**40), 5)  # random in every run, as Flower's are
         names = [f"client-{i}" for i in range(5)]
-        strategy.roster = roster_of(dict(zip(nodes, names, strict=True)))
+        counts = [3 + 7 * number for number in range(5)]
+        strategy.roster = roster_of(dict(zip(nodes, names, strict=True)), counts)
         replies = []
         for message in ask(strategy, current):
             name = strategy.roster[message.metadata.dst_node_id].client
@@ -178,7 +184,7 @@ def test_the_order_of_arrival_and_the_node_ids_do_not_show():
 
 
 def test_metrics_are_means_by_examples_over_those_that_sent_them():
-    strategy = average_of(num_clients=3)
+    strategy = average_of(num_clients=3, counts=[1, 3, 4])
     current = network().state_dict()
     replies = []
     for message, n, metrics in zip(
@@ -218,7 +224,8 @@ def test_sampling_depends_on_names_seed_and_round_but_not_on_node_ids():
     names = [f"client-{i}" for i in range(20)]
     nodes = random.Random(1).sample(range(10**9), 20)
     again = average_of(20, fraction_train=0.25, seed=3)
-    again.roster = roster_of(dict(zip(nodes, random.Random(2).sample(names, 20), strict=True)))
+    shuffled = random.Random(2).sample(names, 20)
+    again.roster = roster_of(dict(zip(nodes, shuffled, strict=True)), [10] * 20)
     assert [sampled_names(again, r) for r in range(1, 6)] == first
     assert all(cohort == sorted(cohort) for cohort in first)
     assert len({tuple(cohort) for cohort in first}) == 5  # another cohort every round
@@ -298,11 +305,12 @@ bad_replies = {
     "inf": (lambda r: poisoned(r, math.inf), "'0.weight' holds 1 values that are not finite"),
     "-inf": (lambda r: poisoned(r, -math.inf), "'0.weight' holds 1 values that are not finite"),
     "round": (lambda r: replace(r, round=2), "it answers round 2"),
-    "no examples": (lambda r: with_examples(r, 0), "num-examples is 0"),
+    "no examples": (lambda r: with_examples(r, 0), "num-examples is 0, the roster says 12"),
     "negative": (lambda r: with_examples(r, -3), "num-examples is -3"),
+    "one too many": (lambda r: with_examples(r, 13), "num-examples is 13, the roster says 12"),
     "nan examples": (lambda r: with_examples(r, math.nan), "num-examples is nan"),
     "endless examples": (lambda r: with_examples(r, math.inf), "num-examples is inf"),
-    "no count": (lambda r: replace(r, metrics={"seconds": 1.0}), "num-examples is None"),
+    "no count": (lambda r: replace(r, metrics={"seconds": 1.0}), "num-examples is missing"),
 }
 
 
@@ -423,7 +431,7 @@ def test_the_report_counts_the_bytes_of_all_that_arrived():
 
 
 def test_evaluation_leaves_out_bad_replies_too():
-    strategy = average_of(num_clients=3, evaluate_clients="all")
+    strategy = average_of(num_clients=3, counts=[1, 3, 5], evaluate_clients="all")
     record = instruction_record(Instruction(strategy.config, 1, 0, True, "/run"))
     arrays = array_record(network().state_dict())
     messages = sent(list(strategy.configure_evaluate(1, arrays, record, grid=None)))

@@ -1,5 +1,7 @@
 """FedReCo's server: eq. (8) by hand, on the shared extractor u_0 and nothing else."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +51,10 @@ def after_a_round(
 ) -> dict[str, Tensor]:
     instruction = Instruction(server.config, 1, 0, False, "/run")
     record = instruction_record(instruction)
+    server.roster = {  # who says before round 1 what it trains on
+        node: replace(server.roster[node], label_counts=[int(n)])
+        for node, n in zip(server.roster, counts, strict=True)
+    }
     messages = sent(list(server.configure_train(1, array_record(u_0), record, grid=None)))
     replies = [
         answer(m, TrainReply("c", 1, g, {}, {"num-examples": n}))

@@ -226,7 +226,7 @@ def test_buffers_take_the_average_as_it_is_whatever_the_step(server):
     torch.manual_seed(3)
     network = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     strategy = Average(resolve_config({"server": server, "weighting": "uniform"}), network)
-    strategy.roster = {7: RosterEntry("a", [5], [1], [1, 28, 28], "cnn", 8, "", 1)}
+    strategy.roster = {7: RosterEntry("a", [4], [1], [1, 28, 28], "cnn", 8, "", 1)}
     current = {name: array.clone() for name, array in network.state_dict().items()}
     for server_round in (1, 2, 3):
         theirs = {
