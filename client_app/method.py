@@ -5,7 +5,7 @@ A *local procedure* overrides `Method.train` where the algorithm is not one loss
 Both are frozen dataclasses whose fields are the method's options (`protocol.options`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -84,6 +84,14 @@ class Method:
     def extra_forwards(cls) -> int:
         """Forward passes of frozen models for each step of local training, before any caching."""
         return 0
+
+    def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
+        """What to warn of before round 1, one line; "" if nothing.
+
+        label_counts: training samples of each class of each client, by name. ValueError, one line,
+        naming the clients, where this method cannot train on what they hold.
+        """
+        return ""
 
     def depends_on_num_rounds(self) -> bool:
         """A run resumed with another number of rounds would not be the same run."""

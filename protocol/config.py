@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
@@ -153,8 +153,18 @@ def keel_home() -> Path:
 
 
 @lru_cache(maxsize=1)
+def _project() -> dict[str, Any]:
+    return tomllib.loads((app_folder / "pyproject.toml").read_text())
+
+
+def keel_version() -> str:
+    """The version in pyproject.toml: of what runs here, installed or from an app bundle."""
+    return str(_project()["project"]["version"])
+
+
+@lru_cache(maxsize=1)
 def _defaults() -> Mapping[str, OptionValue]:
-    table = tomllib.loads((app_folder / "pyproject.toml").read_text())
+    table = _project()
     flat: FlatConfig = {}
     for key, value in table["tool"]["flwr"]["app"]["config"].items():
         if isinstance(value, dict):

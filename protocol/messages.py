@@ -11,15 +11,16 @@ client -> server   query     roster: see `RosterEntry`
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from protocol.config import RunConfig, config_from_json
+from protocol.config import RunConfig, config_from_json, keel_version
 
 Arrays = dict[str, Tensor]
+protocol_version = 1  # of the layout below: another one cannot be talked to
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Instruction:
 class RosterEntry:
     """What a client says of itself before round 1. Counts are samples per class.
 
-    num_partitions: how many clients the simulation has; 0 for a real site.
+    num_partitions: how many clients the simulation has; 0 for a real site. versions: of flwr and
+    torch; keel and protocol: of what runs on the client.
     """
 
     client: str
@@ -53,6 +55,8 @@ class RosterEntry:
     representation_width: int
     versions: str
     num_partitions: int
+    keel: str = field(default_factory=keel_version)
+    protocol: int = protocol_version
 
     @property
     def num_examples(self) -> int:
@@ -154,11 +158,22 @@ def roster_content(entry: RosterEntry) -> RecordDict:
 
 
 def read_roster(message: Message) -> RosterEntry:
-    """The roster entry in a reply to query; ValueError if there is none."""
+    """The roster entry in a reply to query; ValueError if there is none that we understand."""
     record = message.content.config_records.get("roster")
     if record is None:
         raise ValueError("the reply to the query has no record 'roster'")
-    return RosterEntry(**json.loads(str(record["entry"])))
+    said = json.loads(str(record["entry"]))
+    spoken = said.get("protocol", 0)  # what an old client does not say must not be filled in here
+    if spoken != protocol_version:
+        raise ValueError(
+            f"client {said.get('client')} speaks version {spoken} of the protocol, this server "
+            f"{protocol_version}: install the same Keel on both (the client's is "
+            f"{said.get('keel', 'unknown')}, the server's {keel_version()})"
+        )
+    odd = sorted(said.keys() ^ {f.name for f in fields(RosterEntry)})
+    if odd:
+        raise ValueError(f"client {said.get('client')}: its roster entry is odd: {odd[0]!r}")
+    return RosterEntry(**said)
 
 
 def payload_bytes(message: Message) -> int:

@@ -3,12 +3,12 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Error, Message
+from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from client_app.evaluation import Score, evaluate
@@ -33,9 +33,16 @@ from protocol.messages import (
 )
 from protocol.options import OptionValue
 from protocol.privacy import check_privacy, composed_budget
-from server_app.exchange import exchange
-from server_app.report import Reporter
-from server_app.roster import evaluates_clients, gather_roster
+from server_app.exchange import Exchange
+from server_app.report import Reporter, check_tensorboard
+from server_app.roster import (
+    Attendees,
+    evaluates_clients,
+    gather_roster,
+    is_simulation,
+    roster_warnings,
+    save_roster,
+)
 from server_app.run_folder import (
     Checkpoint,
     RunFolder,
@@ -49,7 +56,6 @@ from strategies.average import RoundReport, TooFewRepliesError
 from strategies.server_steps import SERVER_STEPS
 
 log = logging.getLogger("keel.server")
-no_answer = 0  # the error code of a reply that never came; Flower's for unknown
 private_methods = ("fedavg", "fedavg-ft", "fedreco")
 
 
@@ -72,6 +78,8 @@ class Run:
     source: Source
     test_samples: Samples
     roster: dict[int, RosterEntry]
+    attendees: Attendees
+    exchange: Exchange
     reporter: Reporter
     start: Checkpoint
 
@@ -91,6 +99,12 @@ def check_config(config: RunConfig) -> None:
             f"server = {rounds.server!r}: {rounds.method} has a server step of its own; server has "
             "to be fedavg with it"
         )
+    if rounds.aggregation != "mean" and not STRATEGIES[rounds.method].allows_server_steps:
+        raise ValueError(
+            f"aggregation = {rounds.aggregation!r}: {rounds.method} has a server step of its own; "
+            "aggregation has to be mean with it"
+        )
+    check_tensorboard(rounds)
     if rounds.server == "fedacg":
         beta = config.table("fedacg", FedACGClient).beta  # clients read it: checked here already
         if beta and not isinstance(method, LocalObjective):
@@ -113,8 +127,15 @@ def check_config(config: RunConfig) -> None:
     assert tables <= METHODS.keys() | SERVER_STEPS.keys()
 
 
-def run_federation(grid: Grid, overrides: Mapping[str, OptionValue]) -> RunFolder:
+def run_federation(
+    grid: Grid,
+    overrides: Mapping[str, OptionValue],
+    at_exit: Callable[[Callable[[], None]], None] = lambda note: None,
+) -> RunFolder:
     """A whole run on this grid; returns its folder.
+
+    at_exit: registers what a process does that is ended from outside, where no exception reaches
+    the run: it then notes that the run was stopped.
 
     ValueError, one line, before anything is trained, where the config, the data or the clients do
     not fit. TooFewRepliesError or DivergedError end a run with its last checkpoint intact.
@@ -130,6 +151,7 @@ def run_federation(grid: Grid, overrides: Mapping[str, OptionValue]) -> RunFolde
         if resumed:
             resumed.close()
         raise
+    at_exit(lambda: run.reporter.stopped("stopped", privacy_spent(run)))
     try:
         run_rounds(run)
     finally:
@@ -164,9 +186,11 @@ def prepare(
         pixels_of(config, source),
         device,
     )
-    roster = gather_roster(grid, config, Instruction(config, 0, 0, False, ""))
+    hello = Instruction(config, 0, 0, False, "")
+    roster = gather_roster(grid, config, hello, source)
     strategy.roster = roster
     cohort = len(strategy.sample(1))
+    strategy.check_cohort(cohort)
     if config.rounds.min_replies > cohort:
         raise ValueError(
             f"min-replies = {config.rounds.min_replies}: {cohort} clients train in a round"
@@ -175,23 +199,33 @@ def prepare(
     if resumed:
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
         strategy.load(start.state)
-    strategy.summary()
     folder = resumed or new_run_folder(config)
+    folder.start_log()
+    strategy.summary()
+    for warning in roster_warnings(config, list(roster.values())):
+        log.warning("%s", warning)
+    save_roster(folder.path / "roster.json", list(roster.values()))
     if any(entry.num_partitions for entry in roster.values()):
         # a resume with another number of simulated clients would split the data anew
         given = {**given, "num-clients": len(roster)}
     folder.save_config(resolve_config(given), given)
     reporter = Reporter(folder, config, method, source, list(roster.values()))
+    attendees = Attendees(grid, config, hello, source, roster)
+    exchange = Exchange(
+        grid,
+        lambda node: roster[node].client if node in roster else f"on node {node}",
+        None if is_simulation(grid) else attendees.returned,
+    )
     return Run(
         *(config, given, folder, grid, strategy, method, model.to(device), initial, source, test),
-        *(roster, reporter, start),
+        *(roster, attendees, exchange, reporter, start),
     )
 
 
 def run_rounds(run: Run) -> None:
     """All rounds from the first or the checkpoint's, then the final model and the report."""
     config, start = run.config, run.start
-    run.reporter.begin(run.folder.truncate_history(start.round))
+    run.reporter.begin(run.folder.truncate_history(start.round), privacy_spent(run))
     arrays = array_record(start.arrays)
     status = "stopped"
     try:
@@ -201,12 +235,17 @@ def run_rounds(run: Run) -> None:
     except (TooFewRepliesError, DivergedError) as error:
         status = f"failed: {error}"
         raise
+    except Exception as error:
+        status = " ".join(f"failed: {type(error).__name__}: {error}".split())
+        raise
     finally:
-        final = tensors(arrays)
-        if run.method.has_global_model:  # what never travels stayed as the seed drew it
-            final = run.initial_weights | final
-        save_arrays(run.folder.path / "model.safetensors", final, about_model(run))
-        run.reporter.finish(status, privacy_spent(run))
+        try:
+            final = tensors(arrays)
+            if run.method.has_global_model:  # what never travels stayed as the seed drew it
+                final = run.initial_weights | final
+            save_arrays(run.folder.path / "model.safetensors", final, about_model(run))
+        finally:
+            run.reporter.finish(status, privacy_spent(run))
 
 
 def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
@@ -225,6 +264,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
     seconds: dict[str, float] = {}
 
     started = time.perf_counter()
+    run.attendees.refresh()
     oldest = max(0, server_round - kept_checkpoints)  # what a resume may have to start from
     ask = instruction_record(
         Instruction(config, server_round, oldest, on_train, str(run.folder.path))
@@ -234,11 +274,12 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
     if config.privacy.epsilon:
         asked = [run.roster[m.metadata.dst_node_id].client for m in messages]
         run.folder.append_releases(server_round, asked)
-    replies = exchange(run.grid, messages, rounds.round_timeout)
+    resting = sorted(strategy.resting(server_round))
+    replies = run.exchange.ask(messages, rounds.round_timeout, f"round {server_round}")
     seconds["training"] = time.perf_counter() - started
 
     started = time.perf_counter()
-    following, _ = strategy.aggregate_train(server_round, with_silent(run, messages, replies))
+    following, _ = strategy.aggregate_train(server_round, replies)
     report = strategy.report
     assert following is not None
     if not all_finite(tensors(following)):
@@ -250,7 +291,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
     seconds["aggregation"] = time.perf_counter() - started
 
     started = time.perf_counter()
-    line = round_line(server_round, report, bytes_down)
+    line = round_line(server_round, report, bytes_down) | {"resting": resting}
     if due and rounds.evaluate_global and run.method.has_global_model:
         line["global"] = score_line(global_score(run, following))
     if whom != "none":
@@ -278,14 +319,6 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
     return following
 
 
-def with_silent(run: Run, messages: list[Message], replies: list[Message]) -> list[Message]:
-    """The replies, and an error in place of each that did not come in time."""
-    answered = {reply.metadata.src_node_id for reply in replies}
-    silent = [m for m in messages if m.metadata.dst_node_id not in answered]
-    reason = f"no answer within round-timeout = {run.config.rounds.round_timeout:g} seconds"
-    return replies + [Message(Error(no_answer, reason), reply_to=m) for m in silent]
-
-
 def global_score(run: Run, arrays: ArrayRecord) -> Score:
     """The global model on the source's test set."""
     device = run.test_samples.labels.device
@@ -302,8 +335,9 @@ def evaluate_on_clients(
     )
     everyones = run.strategy.configure_evaluate(server_round, arrays, ask, run.grid)
     messages = [m for m in everyones if m.metadata.dst_node_id in set(nodes)]
-    replies = exchange(run.grid, messages, run.config.rounds.round_timeout)
-    run.strategy.aggregate_evaluate(server_round, with_silent(run, messages, replies))
+    what = f"the evaluation of round {server_round}"
+    replies = run.exchange.ask(messages, run.config.rounds.round_timeout, what)
+    run.strategy.aggregate_evaluate(server_round, replies)
     report = run.strategy.report
     report.bytes_down = sum(payload_bytes(message) for message in messages)
     return report
@@ -326,6 +360,7 @@ def round_line(server_round: int, report: RoundReport, bytes_down: int) -> dict[
         "round": server_round,
         "participants": [reply.client for reply in report.kept],
         "left_out": report.left_out,
+        "refused": report.refused,
         "losses": losses,
         "bytes_down": bytes_down,
         "bytes_up": report.bytes_up,

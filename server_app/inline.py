@@ -8,6 +8,7 @@ through Flower's records, so a run gives the same model as under `flwr run`, to 
 
 import argparse
 import secrets
+import signal
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -127,6 +128,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     log_to_stdout()
+    signal.signal(signal.SIGTERM, lambda *what: sys.exit(128 + signal.SIGTERM))  # with a status
     try:
         run_inline(parse_overrides(arguments.overrides), arguments.num_clients)
     except (ValueError, OSError, RuntimeError) as error:

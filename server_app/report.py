@@ -5,8 +5,9 @@ import logging
 import statistics
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -17,10 +18,13 @@ from rich.table import Table
 from client_app.method import Method
 from data.plots import plot_label_distribution
 from data.sources import Source
-from protocol.config import RunConfig
+from protocol.config import RoundsConfig, RunConfig
 from protocol.files import write_atomically
 from protocol.messages import RosterEntry
 from server_app.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger("keel.server")
 
@@ -31,6 +35,15 @@ curves = (
     ("personal", "mean", "personal models, clients' test parts"),
     ("personal", "worst_decile", "personal models, worst tenth of clients"),
 )
+
+
+def check_tensorboard(rounds: RoundsConfig) -> None:
+    """ValueError, one line, where events are asked for and cannot be written."""
+    if rounds.tensorboard and find_spec("tensorboard") is None:
+        raise ValueError(
+            "tensorboard = true: the package tensorboard is not installed: pip install "
+            "'keel[tensorboard]', or leave the key out"
+        )
 
 
 class Reporter:
@@ -48,6 +61,8 @@ class Reporter:
         self.history: list[dict[str, Any]] = []
         self.started = time.monotonic()
         self.rounds_before = 0
+        self.is_finished = False
+        self.events: SummaryWriter | None = None
         clients = sorted(roster, key=lambda entry: entry.client)
         plot_label_distribution(
             [entry.label_counts for entry in clients],
@@ -55,16 +70,41 @@ class Reporter:
             folder.path / "labels.png",
         )
 
-    def begin(self, history: list[dict[str, Any]]) -> None:
+    def begin(self, history: list[dict[str, Any]], privacy: dict[str, Any] | None) -> None:
         """The rounds start now, after those in `history`."""
         self.history = history
         self.rounds_before = len(history)
         self.started = time.monotonic()
         log.info("run folder: %s", self.folder.path)
+        self.write_summary("running", privacy)
+        if self.config.rounds.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            last = history[-1]["round"] if history else 0
+            self.events = SummaryWriter(
+                str(self.folder.path / "tensorboard"), purge_step=last + 1 if last else None
+            )
+
+    def write_summary(self, status: str, privacy: dict[str, Any] | None) -> dict[str, Any]:
+        """Write summary.json."""
+        summary = self.summary(status, privacy)
+        text = json.dumps(summary, indent=2)
+        write_atomically(self.folder.path / "summary.json", text.encode())
+        return summary
+
+    def stopped(self, status: str, privacy: dict[str, Any] | None) -> None:
+        """The process ends before the run does."""
+        if not self.is_finished:
+            self.write_summary(status, privacy)
+            log.info("%s after round %d", status, len(self.history))
 
     def round_done(self, line: dict[str, Any]) -> None:
         """One line in the log: round, accuracy, time gone, time left."""
         self.history.append(line)
+        if self.events:
+            for name, value in scalars(line).items():
+                self.events.add_scalar(name, value, line["round"])
+            self.events.flush()
         gone = time.monotonic() - self.started
         done, total = line["round"], self.config.rounds.num_rounds
         left = gone / (len(self.history) - self.rounds_before) * (total - done)
@@ -82,9 +122,11 @@ class Reporter:
 
     def finish(self, status: str, privacy: dict[str, Any] | None) -> None:
         """Write accuracy.png and summary.json, print the table and the folder's path."""
-        summary = self.summary(status, privacy)
-        text = json.dumps(summary, indent=2)
-        write_atomically(self.folder.path / "summary.json", text.encode())
+        summary = self.write_summary(status, privacy)
+        self.is_finished = True
+        log.info("%s", status)
+        if self.events:
+            self.events.close()
         plot_accuracy(self.history, self.title(), self.folder.path / "accuracy.png")
         print_table(summary, self.title())
 
@@ -121,9 +163,19 @@ class Reporter:
             "bytes_down": sum(line["bytes_down"] for line in self.history),
             "bytes_up": sum(line["bytes_up"] for line in self.history),
             "left_out": sum(len(line["left_out"]) for line in self.history),
+            "refused": sum(line["refused"] for line in self.history),
             "results": results,
             "privacy": privacy,
         }
+
+
+def scalars(line: dict[str, Any]) -> dict[str, float]:
+    """A round's figures by the names that TensorBoard shows them under."""
+    found = {f"accuracy/{key}.{name}": line[key][name] for key, name, _ in curves if key in line}
+    found |= {f"loss/{name}": value for name, value in line["losses"].items() if value is not None}
+    found |= {f"seconds/{name}": value for name, value in line["seconds"].items()}
+    found |= {name: line[name] for name in ("bytes_down", "bytes_up", "refused")}
+    return found | {"left_out": len(line["left_out"])}
 
 
 def moving_average(values: Sequence[float], decay: float = 0.9) -> float:

@@ -1,41 +1,153 @@
 """Who takes part: every client is asked for its roster entry before round 1, and checked."""
 
 import itertools
+import json
+import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from client_app.method import Method
 from client_app.methods import method_of
+from data.sources import Source
 from protocol.config import RunConfig
+from protocol.files import write_atomically
 from protocol.messages import Instruction, RosterEntry, instruction_record, read_roster
-from server_app.exchange import exchange
+from server_app.exchange import Exchange, no_answer
 
+log = logging.getLogger("keel.server")
 settle_s = 1.0
+ask_s = 30.0  # how long a SuperNode that is new during the run may take to say who it is
 
 
 def gather_roster(
-    grid: Grid, config: RunConfig, instruction: Instruction
+    grid: Grid, config: RunConfig, instruction: Instruction, source: Source
 ) -> dict[int, RosterEntry]:
     """Node id to roster entry of every client, once all that the run asks for are there.
 
-    Waits `round-timeout` at most. ValueError, one line, naming who is missing, failed, or does
-    not fit with the rest.
+    Waits `start-timeout` at most. ValueError, one line, naming who is missing, failed, or does
+    not fit with the rest or with the run's source.
     """
-    deadline = time.monotonic() + config.rounds.round_timeout
+    deadline = time.monotonic() + config.rounds.start_timeout
     nodes = wait_for_nodes(grid, config.rounds.num_clients, deadline)
     entries: dict[int, RosterEntry] = {}
     while True:
         new = [node for node in nodes if node not in entries]
         entries |= ask(grid, new, instruction_record(instruction), deadline)
-        partitions = max(entry.num_partitions for entry in entries.values())
-        if len(entries) >= max(partitions, config.rounds.num_clients):
+        partitions = max((entry.num_partitions for entry in entries.values()), default=1)
+        needed = max(1, partitions, config.rounds.num_clients)
+        if len(entries) >= needed:
             break
-        nodes = wait_for_nodes(grid, max(partitions, config.rounds.num_clients), deadline)
-    check_roster(config, list(entries.values()))
+        time.sleep(0.1)
+        nodes = wait_for_nodes(grid, needed, deadline)
+    check_roster(config, list(entries.values()), source)
     return entries
+
+
+class Attendees:
+    """The roster of a run under way, kept up with SuperNodes that were restarted.
+
+    roster: node id to entry; changed in place. Without keys a restarted SuperNode has a new id; it
+    takes its client's place once the old one is no longer connected.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        config: RunConfig,
+        instruction: Instruction,
+        source: Source,
+        roster: dict[int, RosterEntry],
+    ) -> None:
+        self.grid, self.config, self.source, self.roster = grid, config, source, roster
+        self.instruction = instruction_record(instruction)
+        self.others: dict[
+            int, RosterEntry | None
+        ] = {}  # nodes that are no client's; None: unusable
+
+    def returned(self, nodes: list[int]) -> dict[int, int]:
+        """The nodes by which the clients of `nodes` are connected now, of those that are."""
+        names = {node: self.roster[node].client for node in nodes if node in self.roster}
+        online = self.refresh()
+        now_at = {entry.client: node for node, entry in self.roster.items()}
+        return {node: now_at[c] for node, c in names.items() if now_at[c] in online}
+
+    def refresh(self) -> set[int]:
+        """The ids that are connected now; each new one is put in its client's place."""
+        if is_simulation(self.grid):
+            return set(self.roster)
+        online = set(self.grid.get_node_ids())
+        for node in sorted(online - self.roster.keys() - self.others.keys()):
+            self.others[node] = self.entry_of(node)
+        for node, entry in [*self.others.items()]:
+            if entry is None or node not in online:
+                continue
+            old = next((n for n, e in self.roster.items() if e.client == entry.client), None)
+            if old is None:
+                log.warning("client %s came after round 1 and does not take part", entry.client)
+                self.others[node] = None
+            elif old not in online:
+                self.replace(old, node, entry)
+        return online
+
+    def entry_of(self, node: int) -> RosterEntry | None:
+        """What a new node says of itself; None, with a line in the log, if nothing useful."""
+        try:
+            deadline = time.monotonic() + ask_s
+            return ask(self.grid, [node], self.instruction, deadline).get(node)
+        except (ValueError, TimeoutError) as error:
+            log.warning("node %d is new and cannot be used: %s", node, error)
+            return None
+
+    def replace(self, old: int, new: int, entry: RosterEntry) -> None:
+        """Let the client of node `old` go on as node `new`, if it still fits."""
+        entries = {n: e for n, e in self.roster.items() if n != old} | {new: entry}
+        self.others.pop(new)
+        try:
+            check_roster(self.config, list(entries.values()), self.source)
+        except ValueError as error:
+            log.warning("node %d is new and cannot be used: %s", new, error)
+            self.others[new] = None
+            return
+        del self.roster[old]
+        self.roster[new] = entry
+        log.info("client %s is back as node %d", entry.client, new)
+
+
+def save_roster(path: Path, entries: list[RosterEntry]) -> None:
+    """Write who takes part, in the order of names."""
+    rows = [asdict(entry) for entry in sorted(entries, key=lambda e: e.client)]
+    write_atomically(path, (json.dumps(rows, indent=1) + "\n").encode())
+
+
+def roster_warnings(config: RunConfig, entries: list[RosterEntry]) -> list[str]:
+    """What is odd about the clients and not forbidden, a line each."""
+    warnings = []
+    for what, of in (
+        ("flwr and torch", {e.client: e.versions for e in entries}),
+        ("keel", {e.client: e.keel for e in entries}),
+    ):
+        [(usual, _), *others] = Counter(of.values()).most_common()
+        if others:
+            odd = sorted(f"{client} has {v}" for client, v in of.items() if v != usual)
+            warnings.append(
+                f"versions of {what} differ: {shortened(odd)}; the others {usual}. Their results "
+                "may differ in the last bits"
+            )
+    note = method_of(config).check_roster({e.client: e.label_counts for e in entries})
+    return warnings + ([note] if note else [])
+
+
+def shortened(words: list[str], most: int = 5) -> str:
+    """The words with commas, and how many more there are."""
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
 
 
 def wait_for_nodes(grid: Grid, at_least: int, deadline: float) -> list[int]:
@@ -68,7 +180,10 @@ def is_simulation(grid: Grid) -> bool:
 def ask(
     grid: Grid, nodes: list[int], instruction: ConfigRecord, deadline: float
 ) -> dict[int, RosterEntry]:
-    """The roster entries of these nodes; ValueError naming the first that gave none, and why."""
+    """The roster entries of these nodes, less those that are not connected any more.
+
+    ValueError with the first one's reason where a client cannot take part.
+    """
     messages = [
         Message(
             content=RecordDict({"round": instruction}),
@@ -77,16 +192,23 @@ def ask(
         )
         for node in nodes
     ]
-    replies = exchange(grid, messages, timeout_s=max(0.0, deadline - time.monotonic()))
+    seconds = max(0.0, deadline - time.monotonic())
     entries: dict[int, RosterEntry] = {}
-    for reply in replies:
-        node = reply.metadata.src_node_id
-        if reply.has_error():
-            raise ValueError(f"a client cannot take part: {reply.error.reason}")
-        entries[node] = read_roster(reply)
-    silent = sorted(set(nodes) - entries.keys())
+    silent: list[int] = []
+    for node, reply in zip(nodes, Exchange(grid).ask(messages, seconds, "the roster"), strict=True):
+        if reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE:
+            log.warning("node %d was there and is not connected any more", node)
+        elif reply.has_error() and reply.error.code == no_answer:
+            silent.append(node)
+        elif reply.has_error():
+            raise ValueError(f"a client cannot take part (node {node}): {reply.error.reason}")
+        else:
+            entries[node] = read_roster(reply)
     if silent:
-        raise TimeoutError(f"{len(silent)} SuperNodes did not answer in time: {silent[:5]}")
+        raise TimeoutError(
+            f"{len(silent)} SuperNodes did not answer in time: {silent[:5]}. start-timeout says "
+            "how long they may take"
+        )
     return entries
 
 
@@ -98,8 +220,11 @@ def evaluates_clients(config: RunConfig, method: Method) -> str:
     return "all" if method.is_personal else "none"
 
 
-def check_roster(config: RunConfig, entries: list[RosterEntry]) -> None:
-    """ValueError, one line naming the client, where the clients do not fit together."""
+def check_roster(config: RunConfig, entries: list[RosterEntry], source: Source) -> None:
+    """ValueError, one line naming the client, where the clients do not fit together.
+
+    Nor with the run's source, on whose test set the global model is judged, nor with the method.
+    """
     if config.rounds.num_clients and len(entries) > config.rounds.num_clients:
         n = config.rounds.num_clients
         raise ValueError(
@@ -125,6 +250,15 @@ def check_roster(config: RunConfig, entries: list[RosterEntry]) -> None:
                     f"client {entry.client} ({entry.model}): {what} {mine}, client {first.client} "
                     f"({first.model}) has {others}: they have to agree"
                 )
+    for what, found, wanted in (
+        ("image shape", first.image_shape, list(source.image_shape)),
+        ("number of classes", len(first.label_counts), source.num_classes),
+    ):
+        if found != wanted:
+            raise ValueError(
+                f"client {first.client}: {what} {found}, the run's source {source.name} has "
+                f"{wanted}: they have to agree"
+            )
     if any(e.model != config.model.model for e in entries) and config.rounds.method != "fedreco":
         other = next(e for e in entries if e.model != config.model.model)
         raise ValueError(
@@ -134,7 +268,9 @@ def check_roster(config: RunConfig, entries: list[RosterEntry]) -> None:
     totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
     if 0 in totals:
         raise ValueError(f"class {totals.index(0)} is held by no client: it cannot be learnt")
-    if evaluates_clients(config, method_of(config)) != "none":
+    method = method_of(config)
+    method.check_roster({e.client: e.label_counts for e in entries})
+    if evaluates_clients(config, method) != "none":
         for entry in entries:
             if not sum(entry.test_label_counts):
                 raise ValueError(

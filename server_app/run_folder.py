@@ -1,7 +1,8 @@
 """What a run leaves on disk: enough to plot, to compare, and to resume bit for bit.
 
 config.json         the resolved config, and which keys the user gave
-history.jsonl       one line a round
+roster.json         who takes part: samples per class, model, versions
+history.jsonl       one line a round;  run.log: what was logged, with times
 checkpoints/        the newest two: model, server's state, round (safetensors)
 clients/            in simulation: what each client keeps
 model.safetensors   the final model;  summary.json, accuracy.png, labels.png
@@ -29,6 +30,7 @@ from protocol.options import OptionValue
 
 log = logging.getLogger("keel.server")
 kept_checkpoints = 2
+lock_attempts = 5
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,37 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: TextIO = (path / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"{path} is being written by another process") from error
+        self._log: logging.Handler | None = None
+        self._level_before = logging.NOTSET
+        for attempt in range(lock_attempts):  # a reader of the status holds it for a moment
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if attempt == lock_attempts - 1:
+                    self._lock.close()
+                    raise ValueError(f"{path} is being written by another process") from error
+                time.sleep(0.05)
+
+    def start_log(self) -> None:
+        """Write what Keel logs to run.log too, until the folder is closed."""
+        logger = logging.getLogger("keel")
+        self._log = logging.FileHandler(self.path / "run.log")
+        form = f"%(asctime)s {self.path.name} %(levelname)s %(message)s"
+        self._log.setFormatter(logging.Formatter(form))
+        self._level_before = logger.level
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+        logger.addHandler(self._log)
 
     def close(self) -> None:
         """Let another process write the folder."""
+        if self._log:
+            logger = logging.getLogger("keel")
+            logger.removeHandler(self._log)
+            logger.setLevel(self._level_before)
+            self._log.close()
+            self._log = None
         self._lock.close()
 
     @property
@@ -84,20 +110,8 @@ class RunFolder:
         return [json.loads(line)["clients"] for line in lines]
 
     def read_history(self) -> list[dict[str, Any]]:
-        """All rounds' lines so far; a last line that a kill cut short is left out.
-
-        ValueError naming the line if another one is damaged.
-        """
-        if not self.history_path.exists():
-            return []
-        whole, _, _ = self.history_path.read_text().rpartition("\n")
-        lines = []
-        for number, line in enumerate(whole.splitlines(), start=1):
-            try:
-                lines.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{self.history_path}, line {number}: {error}") from error
-        return lines
+        """All rounds' lines so far; see the function of the same name."""
+        return read_history(self.history_path)
 
     def truncate_history(self, last_round: int) -> list[dict[str, Any]]:
         """Drop the lines of rounds that a resume will run again; return the others."""
@@ -136,6 +150,23 @@ class RunFolder:
             log.warning("%s is damaged or cut short (its digest differs): passed over", path)
         state = f"{len(paths)} there, all damaged" if paths else "there is none"
         raise ValueError(f"resume = {str(self.path)!r}: no readable checkpoint in it ({state})")
+
+
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """The lines of a history.jsonl so far; a last line that is not whole (yet) is left out.
+
+    ValueError naming the line if another one is damaged.
+    """
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_text().rpartition("\n")
+    lines = []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+    return lines
 
 
 def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:

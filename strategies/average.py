@@ -121,7 +121,9 @@ class Average(Strategy):
             return coordinate_wise(replies, rounds)
         if rounds.aggregation in ("krum", "multi-krum"):
             chosen = krum_selection([self.update_of(reply) for reply in replies], rounds)
-            log.info("%s takes %s", rounds.aggregation, ", ".join(replies[i].client for i in chosen))
+            log.info(
+                "%s takes %s", rounds.aggregation, ", ".join(replies[i].client for i in chosen)
+            )
             replies, weights = [replies[i] for i in chosen], [weights[i] for i in chosen]
         return weighted_mean(replies, weights)
 
@@ -129,7 +131,9 @@ class Average(Strategy):
         """How far the client moved the trainable arrays that it was sent."""
         sent = self.sent or self.current
         return {
-            name: array - sent[name] for name, array in reply.arrays.items() if name in self.trainable
+            name: array - sent[name]
+            for name, array in reply.arrays.items()
+            if name in self.trainable
         }
 
     def check_cohort(self, cohort: int) -> None:
@@ -288,7 +292,9 @@ class Average(Strategy):
         expected_extra: Arrays,
     ) -> RoundReport:
         """The replies sorted by client, the bad ones left out and named in the log."""
-        declared = {e.client: e.num_examples for e in self.roster.values() if e.client in self.asked}
+        declared = {
+            e.client: e.num_examples for e in self.roster.values() if e.client in self.asked
+        }
         want = Wanted(server_round, expected, expected_extra, declared)
         report = RoundReport()
         refused: dict[str, str] = {}

@@ -3,16 +3,18 @@
 Source: Xu, Tong, Huang, ICLR 2023, arXiv 2306.11867. The head of client i is sum_j a_j head_j, with
 a the solution of the quadratic programme
     min over the simplex of a' (diag(v) + G_i) a,   G_i[j, k] = <h_i - h_j, h_i - h_k>_F,
-over the clients of this round; entries of at most 1e-3 are dropped and the rest scaled to sum to 1.
-G_i is a Gram matrix, so the programme is convex; SciPy's SLSQP solves it, and where it fails client
-i keeps its own head, as the authors' code does.
+over the clients of this round; entries of at most 1e-3 are dropped, the rest scaled to sum to 1.
+G_i is a Gram matrix, so with B' B = diag(v) + G_i the objective is q = ||B a||^2, and its minimum
+over the simplex is, up to scale, that of ||B x||^2 + (1' x - 1)^2 over x >= 0: at x = t a the best
+t leaves q / (1 + q), which grows with q. That is non-negative least squares, which SciPy's active
+set method solves exactly; where it fails client i keeps its own head, as the authors' code.
 """
 
 import logging
 
 import numpy as np
 import torch
-from scipy.optimize import minimize
+from scipy.optimize import nnls
 
 from models import StagedModel
 from protocol.config import RunConfig
@@ -30,26 +32,20 @@ def head_mix(i: int, h: np.ndarray, v: np.ndarray) -> np.ndarray:
     h [m, C * d] and v [m] of the m clients of the round.
     """
     m = len(v)
-    difference = h[i] - h  # [m, C * d]
-    q = np.diag(v) + difference @ difference.T
-    # SLSQP's tolerance is absolute and far heads make q ill-conditioned: own head is 1, and start
-    q = q / max(float(v[i]), 1e-30)
-    found = minimize(
-        lambda a: float(a @ q @ a),
-        np.eye(m)[i],
-        jac=lambda a: 2 * q @ a,
-        bounds=[(0.0, 1.0)] * m,
-        constraints={"type": "eq", "fun": lambda a: a.sum() - 1, "jac": lambda a: np.ones(m)},
-        method="SLSQP",
-        options={"ftol": 1e-12, "maxiter": 500},
-    )
-    if not found.success:
-        log.warning("FedPAC: the quadratic programme failed (%s): own head kept", found.message)
-        own: np.ndarray = np.eye(m)[i]
+    own: np.ndarray = np.eye(m)[i]
+    if v[i] <= 0:  # its own head costs nothing
         return own
-    a = np.where(found.x > smallest_share, found.x, 0.0)
-    shares: np.ndarray = a / a.sum()
-    return shares
+    scale = 1 / np.sqrt(v[i])  # so that the own head costs 1, and x is not lost beside the 1
+    b = np.vstack([np.diag(np.sqrt(np.maximum(v, 0))), (h[i] - h).T]) * scale
+    b = np.vstack([np.linalg.qr(b, mode="r"), np.ones(m)])
+    try:
+        x, _ = nnls(b, np.append(np.zeros(len(b) - 1), 1.0))
+    except RuntimeError as error:
+        log.warning("FedPAC: the quadratic programme failed (%s): own head kept", error)
+        return own
+    shares: np.ndarray = x / x.sum()
+    kept = np.where(shares > smallest_share, shares, 0.0)
+    return kept / kept.sum() if kept.any() else shares
 
 
 class FedPACServer(SharedBody):
@@ -63,10 +59,13 @@ class FedPACServer(SharedBody):
         self.head_like = {f"head.{k}": weights[k].detach().cpu() for k in keys}
         self.heads: dict[str, Arrays] = {}
 
-    def extra_for(self, client: str) -> Arrays:
-        """Prototypes, once there are some, and this client's head, once it was mixed."""
-        known = self.prototypes.arrays() if self.prototypes.is_known.any() else {}
-        return known | self.heads.get(client, {})
+    def extra(self) -> Arrays:
+        """Prototypes, once there are some."""
+        return self.prototypes.arrays() if self.prototypes.is_known.any() else {}
+
+    def own_extra(self, client: str) -> Arrays:
+        """This client's head, once it was mixed."""
+        return self.heads.get(client, {})
 
     def extra_like(self) -> Arrays:
         """Prototypes and a head."""
@@ -89,6 +88,7 @@ class FedPACServer(SharedBody):
         sums = [r.extra["means"] * n[:, None] for r, n in zip(replies, counts, strict=True)]
         self.prototypes.update(sums, counts)
         h = np.stack([r.extra["h"].double().flatten().numpy() for r in replies])
+        h = np.linalg.qr(h.T, mode="r").T  # [m, <= m]: the same distances, in their own subspace
         v = np.array([r.extra["v"].item() for r in replies])
         for i, reply in enumerate(replies):
             shares = head_mix(i, h, v)

@@ -21,6 +21,7 @@ from client_fixtures import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import minimize
 
 from client_app.methods import fedcr, method_of
 from client_app.methods.fedcr import Product, Sampled, divergence, gaussian, sampled_cross_entropy
@@ -268,6 +269,32 @@ def test_the_mix_of_heads_is_the_best_one(m, width, spread, seed):
         value = a @ q @ a
         slack = 1 + 1e-2  # crumbs that are dropped cost a little
         assert value <= slack * min(q[i, i], np.full(m, 1 / m) @ q @ np.full(m, 1 / m))
+
+
+def slsqp_mix(i, h, v):
+    """The same by a general solver, from the own head; scaled, as its tolerance is absolute."""
+    q = programme(i, h, v) / v[i]
+    m = len(v)
+    found = minimize(
+        lambda a: float(a @ q @ a),
+        np.eye(m)[i],
+        jac=lambda a: 2 * q @ a,
+        bounds=[(0.0, 1.0)] * m,
+        constraints={"type": "eq", "fun": lambda a: a.sum() - 1, "jac": lambda a: np.ones(m)},
+        method="SLSQP",
+        options={"ftol": 1e-12, "maxiter": 500},
+    )
+    return found.x
+
+
+@pytest.mark.parametrize("m", [2, 10, 40])
+def test_the_mix_is_no_worse_than_a_general_solvers(m):
+    h, v = random_programme(m, 60, 0, seed=m)
+    for i in range(0, m, 7):
+        a, q = head_mix(i, h, v), programme(i, h, v)
+        other = slsqp_mix(i, h, v)
+        assert a == pytest.approx(without_crumbs(other), abs=2e-3)  # crumbs on either side of 1e-3
+        assert a @ q @ a <= without_crumbs(other) @ q @ without_crumbs(other) * (1 + 1e-6)
 
 
 def test_alike_heads_are_mixed_by_their_precision():

@@ -83,16 +83,18 @@ class Federation:
             config=self.config,
             model=Number(),
             received=self.w,
-            extra=self.server.extra(),
+            extra=self.server.extra_for(str(client)),
             state=self.kept.get(client, {}),
+            client=str(client),
+            round=self.round,
             device=torch.device("cpu"),
             lr_factor=self.config.train.lr_decay ** (self.round - 1),
             seed=lambda *names: 0,
             batches=lambda stream, epoch: iter([Step(batch, torch.zeros(1), none, none)]),
         )
 
-    def play(self, cohort=None):
-        """One round; returns the updates."""
+    def play(self, cohort=None, lost=()):
+        """One round; returns the updates. The replies of clients in `lost` do not arrive."""
         self.round += 1
         updates = {}
         for client in self.clients if cohort is None else cohort:
@@ -105,6 +107,7 @@ class Federation:
         replies = [
             TrainReply(str(c), self.round, u.arrays, u.extra, {"num-examples": 1})
             for c, u in updates.items()
+            if c not in lost
         ]
         self.w = self.server.next_arrays(self.w, replies)
         return updates
@@ -216,6 +219,40 @@ def test_c_stays_the_mean_of_all_c_i_whoever_takes_part(form):
     assert min(map(abs, seen)) > 1e-3
 
 
+def test_a_lost_reply_is_as_if_the_client_had_not_been_asked():
+    """Then c stays the mean of all c_i: of those that the server has seen."""
+    with_losses, without = Federation(THREE, lr=0.01), Federation(THREE, lr=0.01)
+    for cohort, lost in (
+        ((0, 1), [0]),
+        ((0, 2), []),
+        ((0, 1, 2), [0, 2]),
+        ((0,), []),
+        ((0, 2), []),
+    ):
+        with_losses.play(cohort, lost)
+        without.play([c for c in cohort if c not in lost])
+        assert with_losses.theta == without.theta
+        assert with_losses.c == without.c
+    assert [with_losses.c_of(i) for i in range(3)] == [without.c_of(i) for i in range(3)]
+    assert with_losses.c == pytest.approx(sum(with_losses.c_of(i) for i in range(3)) / 3)
+    assert abs(with_losses.c) > 1e-3
+
+
+def test_two_lost_replies_in_a_row_go_back_to_the_last_that_counted():
+    federation = Federation(THREE, lr=0.01)
+    federation.play((1,))
+    seen = federation.c_of(1)
+    federation.play((1, 2), lost=[1])
+    assert federation.c_of(1) != seen
+    federation.play((1, 2), lost=[1])
+    assert federation.kept[1]["control-before"]["theta"].item() == seen
+    other = ScaffoldServer(federation.config, Number())
+    other.load(federation.server.state())
+    assert other.counted == {"1": 1, "2": 3}
+    assert other.extra_for("1")["counted-round"] == 1
+    assert other.extra_for("0")["counted-round"] == 0
+
+
 def test_one_full_step_each_is_fedavg():
     scaffold = Federation(THREE, local_epochs=1)
     fedavg = Federation(THREE, method="fedavg", local_epochs=1)
@@ -260,7 +297,9 @@ def test_option_ii_as_printed():
 def scaffold_round(config, received, c=None, c_i=None, **about):
     zeros = {n: torch.zeros_like(a) for n, a in received.items()}
     extra = {f"c.{n}": a for n, a in (c or zeros).items()}
-    state = {"control": c_i} if c_i else {}
+    extra["counted-round"] = torch.tensor(3 if c_i else 0)
+    made = {"round": torch.tensor(3)}
+    state = {"control": c_i, "control-before": zeros, "control-made": made} if c_i else {}
     now = make_round(config, received=received, state=state, **about)
     return method_of(config).train(dataclasses.replace(now, extra=extra))
 

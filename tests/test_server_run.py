@@ -67,7 +67,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_folder_holds_config_history_checkpoints_model_and_pictures(finished):
     names = {path.name for path in finished.iterdir()} - {".lock"}
     assert names == {
-        *("config.json", "history.jsonl", "summary.json", "model.safetensors"),
+        *("config.json", "roster.json", "history.jsonl", "summary.json", "model.safetensors"),
+        "run.log",
         *("checkpoints", "accuracy.png", "labels.png"),
     }
     assert re.fullmatch(r"\d{8}-\d{6}-fedavg-digits(-\d+)?", finished.name)

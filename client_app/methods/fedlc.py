@@ -9,6 +9,7 @@ Default as all public code: cross entropy of the calibrated logits a_c = z_c - t
 unbounded below. A class that the client does not hold has margin infinity: no part in the loss.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,6 +48,16 @@ class FedLC(LocalObjective):
 
     tau: float = option(at_least(0))
     exclude_true: bool = option(true_or_false())
+
+    def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
+        """The paper's loss has no other logit to hold against that of a client's only class."""
+        alone = sorted(c for c, counts in label_counts.items() if sum(n > 0 for n in counts) == 1)
+        if self.exclude_true and self.tau > 0 and alone:
+            raise ValueError(
+                f"fedlc.exclude-true = true: {len(alone)} clients hold one class only, the first "
+                f"is {alone[0]}: the loss has nothing to hold against it; it has to be false"
+            )
+        return ""
 
     def supervised(self, batch: Batch) -> Tensor:
         """The calibrated loss, a scalar."""

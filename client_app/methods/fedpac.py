@@ -12,7 +12,7 @@ this client's own mean before training; nothing in the first round. MSE is over 
 as the authors' code. Then the class means with the trained model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -59,6 +59,18 @@ class FedPAC(Method):
     lambda_: float = option(at_least(0), key="lambda")
     head_lr: float = option(more_than(0))
     body_epochs: int = option(at_least(0))
+
+    def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
+        """Clients that lack classes: their rows of h are zero, their targets the others' alone."""
+        lacking = {c: sum(n == 0 for n in counts) for c, counts in sorted(label_counts.items())}
+        named = [f"{client} ({n})" for client, n in lacking.items() if n]
+        if not named:
+            return ""
+        shown = ", ".join(named[:5]) + (", ..." if len(named) > 5 else "")
+        return (
+            f"fedpac: {len(named)} of {len(lacking)} clients lack classes: {shown}. Their rows of "
+            "h are zero for these, and their prototypes come from the others"
+        )
 
     def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
         """The received body under the head that the server mixed for this client, or its own."""

@@ -2,10 +2,11 @@
 
 Source: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML
 2020, arXiv 1910.06378, Algorithm 1, option II. Server half: strategies/scaffold.py, which keeps c.
-Kept between rounds: the control variate c_i. Symbols: w the model received, w_i the one it ends
-with, K the steps taken, eta their rate. Parameters only: c does not apply to buffers. A client
-whose reply is lost or too late has moved its c_i all the same; then c is not quite the mean of the
-c_i.
+Kept between rounds: the control variate c_i, the one before, and the round that made it. Symbols: w
+the model received, w_i the one it ends with, K the steps taken, eta their rate. Parameters only: c
+does not apply to buffers. The server says which round's reply of this client it counted last: where
+the newest was lost or refused, the client goes back to the c_i before it, as the server never saw
+it move, and c stays the mean of all c_i.
 
 The paper is plain SGD. With momentum rho, `momentum-form = "corrected"` (default) puts the
 corrected gradient into the momentum and replaces K by K_rho, the sum of the weights that a momentum
@@ -13,6 +14,7 @@ step gives the K gradients; `niid-bench` leaves the momentum its raw gradient, c
 parameters after it and keeps K, which inflates c_i by up to 1 / (1 - rho): MOON's family of code.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -23,6 +25,8 @@ from client_app.method import Arrays, LocalObjective, Update
 from client_app.round import ClientRound
 from client_app.trainer import Duration, copy_of, descend, objective_terms
 from protocol.options import more_than, one_of, option
+
+log = logging.getLogger("keel.client")
 
 
 def momentum_steps(num_steps: int, momentum: float) -> float:
@@ -36,11 +40,29 @@ def next_control_variate(c_i: Tensor, c: Tensor, w: Tensor, w_i: Tensor, k_eta: 
     return c_i - c + (w - w_i) / k_eta
 
 
+def counted_control_variate(now: ClientRound) -> Arrays:
+    """c_i as the server knows it; {} for zeros.
+
+    State: "control" of the round "control-made", and "control-before", what it was made from.
+    """
+    counted = int(now.extra["counted-round"])
+    if not now.state:
+        return {}
+    if int(now.state["control-made"]["round"]) == counted:
+        return now.state["control"]
+    log.warning(
+        "client %s, round %d: its reply of round %d was not counted; it goes back to its control "
+        "variate of before",
+        *(now.client, now.round, int(now.state["control-made"]["round"])),
+    )
+    return now.state["control-before"]
+
+
 @dataclass(frozen=True)
 class Scaffold(LocalObjective):
     """Control variates."""
 
-    keeps: ClassVar[str] = "its control variate c_i"
+    keeps: ClassVar[str] = "its control variate c_i"  # twice: a reply may be lost
     regularises: ClassVar[str] = "every gradient, by control variates"
     paper: ClassVar[str] = "Karimireddy et al. 2020"
 
@@ -54,8 +76,11 @@ class Scaffold(LocalObjective):
         model.train().requires_grad_(True)
         parameters = dict(model.named_parameters())
         c = {name: now.extra[f"c.{name}"] for name in parameters}
-        kept = now.state.get("control") or {n: torch.zeros_like(p) for n, p in parameters.items()}
-        c_i = {name: kept[name].to(now.device) for name in parameters}
+        kept = counted_control_variate(now)
+        c_i = {
+            n: kept[n].to(now.device) if kept else torch.zeros_like(p)
+            for n, p in parameters.items()
+        }
         corrections = [c[name] - c_i[name] for name in parameters]
 
         def correct_gradients() -> None:  # line 9: g - c_i + c
@@ -91,4 +116,6 @@ class Scaffold(LocalObjective):
             }
         extra = {f"dc.{name}": following[name] - c_i[name] for name in parameters}
         update = Update(arrays, descent.num_steps, descent.terms)
-        return replace(update, extra=extra, state={"control": following})
+        made_in = {"round": torch.tensor(now.round)}
+        state = {"control": following, "control-before": c_i, "control-made": made_in}
+        return replace(update, extra=extra, state=state)
