@@ -81,7 +81,7 @@ class Exchange:
                 for node, new in self.send_again(asked, away, waiting, deadline, what).items():
                     now_at[node] = new
             for node, (until, error) in list(away.items()):
-                if time.monotonic() > until:
+                if time.monotonic() > until and not waiting:  # as long as others take, it may too
                     replies[node] = error
                     del away[node]
             if waiting or away:

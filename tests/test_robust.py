@@ -1,0 +1,199 @@
+"""Robust aggregation: Flower's own, and what a bad client can do under each."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import final_model, history_of, random_arrays, same_bits, sent, summary_of
+from flwr.app import ArrayRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedMedian, FedTrimmedAvg, MultiKrum
+
+from client_app.methods import METHODS
+from protocol.config import resolve_config
+from protocol.messages import TrainReply
+from strategies.average import weighted_mean
+from strategies.robust import coordinate_wise, krum_selection
+
+shapes = {"conv": (2, 3, 1), "fc": (4,)}
+
+
+def rounds_of(**given):
+    return resolve_config({k.replace("_", "-"): v for k, v in given.items()}).rounds
+
+
+def replies_of(count, seed=0):
+    return [
+        TrainReply(f"c{i}", 1, random_arrays(shapes, seed + i), {}, {"num-examples": 3.0 + i})
+        for i in range(count)
+    ]
+
+
+def messages_of(replies):
+    """The replies as Flower's own strategies want them."""
+    asked = sent(
+        [Message(RecordDict(), dst_node_id=7, message_type=MessageType.TRAIN) for _ in replies]
+    )
+    return [
+        Message(
+            RecordDict(
+                {
+                    "arrays": ArrayRecord({n: a.clone() for n, a in reply.arrays.items()}),
+                    "metrics": MetricRecord(dict(reply.metrics)),
+                }
+            ),
+            reply_to=message,
+        )
+        for message, reply in zip(asked, replies, strict=True)
+    ]
+
+
+@pytest.mark.usefixtures("task_identity")
+@pytest.mark.parametrize("count", [1, 2, 5, 10])
+@pytest.mark.parametrize(
+    ("given", "strategy"),
+    [
+        ({"aggregation": "median"}, FedMedian()),
+        ({"aggregation": "trimmed-mean", "trim_fraction": 0.3}, FedTrimmedAvg(beta=0.3)),
+    ],
+    ids=["median", "trimmed-mean"],
+)
+def test_the_result_is_that_of_flowers_own_strategy(count, given, strategy):
+    replies = replies_of(count)
+    theirs, _ = strategy.aggregate_train(1, messages_of(replies))
+    ours = coordinate_wise(replies, rounds_of(**given))
+    for name, array in ours.items():
+        assert array.dtype == torch.float64
+        assert np.array_equal(array.numpy(), theirs[name].numpy())
+
+
+@pytest.mark.usefixtures("task_identity")
+@pytest.mark.parametrize("name", ["krum", "multi-krum"])
+def test_krums_choice_is_that_of_flowers_own_strategy(name):
+    replies = replies_of(7)
+    chosen = krum_selection(
+        [r.arrays for r in replies], rounds_of(aggregation=name, num_malicious=2, num_selected=3)
+    )
+    assert len(chosen) == (1 if name == "krum" else 3)
+    select = MultiKrum(num_malicious_nodes=2, num_nodes_to_select=len(chosen))
+    theirs, _ = select.aggregate_train(1, messages_of(replies))
+    kept = [replies[i] for i in chosen]
+    mean = weighted_mean(kept, [r.metrics["num-examples"] for r in kept])
+    for key, array in mean.items():
+        assert array.numpy() == pytest.approx(theirs[key].numpy(), rel=1e-12)
+
+
+def krum_scores(updates, f):
+    """Sum of the squared distances to the n - f - 2 nearest others, in loops."""
+    flat = [np.concatenate([a.numpy().ravel() for a in u.values()]) for u in updates]
+    scores = []
+    for i, x in enumerate(flat):
+        distances = sorted(float(((x - y) ** 2).sum()) for j, y in enumerate(flat) if j != i)
+        scores.append(sum(distances[: len(flat) - f - 2]))
+    return scores
+
+
+def test_krum_takes_the_update_nearest_to_its_neighbours_also_of_tiny_updates():
+    """In float32 the squares of distances this small would be lost beside those of the norms."""
+    base = {"w": torch.full((1000,), 3.0, dtype=torch.float64)}
+    updates = []
+    for i in range(7):
+        noise = random_arrays({"w": (1000,)}, i)["w"] * 1e-6 * (1 + i)
+        updates.append({"w": base["w"] + noise})
+    chosen = krum_selection(updates, rounds_of(aggregation="krum", num_malicious=2))
+    assert chosen == [int(np.argmin(krum_scores(updates, 2)))]
+
+
+def test_multi_krum_takes_all_but_the_malicious_by_default():
+    rounds = rounds_of(aggregation="multi-krum", num_malicious=2)
+    updates = [r.arrays for r in replies_of(7)]
+    chosen = krum_selection(updates, rounds)
+    assert chosen == sorted(np.argsort(krum_scores(updates, 2))[:5])
+
+
+def test_whole_numbers_are_rounded_and_keep_their_type():
+    counts = [
+        TrainReply("c", 1, {"steps": torch.tensor([n, -n])}, {}, {"num-examples": 1.0})
+        for n in (1, 2, 4, 9)
+    ]
+    found = coordinate_wise(counts, rounds_of(aggregation="median"))["steps"]
+    assert found.dtype == torch.int64
+    assert found.tolist() == [3, -3]
+
+
+# --- in a run -------------------------------------------------------------------------------------
+
+robust = {
+    "median": {"aggregation": "median"},
+    "trimmed-mean": {"aggregation": "trimmed-mean"},
+    "krum": {"aggregation": "krum"},
+    "multi-krum": {"aggregation": "multi-krum"},
+}
+
+
+liar = {"num-rounds": 4, "batch-size": 16, "partition": "iid"}
+
+
+@pytest.fixture
+def lying(monkeypatch):
+    """One client sends the opposite of its update, ten times."""
+    train = METHODS["fedavg"].train
+
+    def lie(method, now):
+        update = train(method, now)
+        if now.client == "client-0003":
+            for name, array in update.arrays.items():
+                update.arrays[name] = now.received[name] - 10 * (array - now.received[name])
+        return update
+
+    monkeypatch.setattr(METHODS["fedavg"], "train", lie)
+
+
+@pytest.mark.parametrize("keys", robust.values(), ids=robust)
+def test_a_client_that_lies_does_not_spoil_the_model(run, lying, keys):
+    folder = run(liar | keys, 5)
+    assert all(len(line["participants"]) == 5 for line in history_of(folder))
+    assert summary_of(folder)["results"]["global.accuracy"]["final"] > 0.4
+
+
+def test_the_mean_is_spoilt_by_such_a_client(run, lying):
+    try:
+        folder = run(liar, 5)
+    except RuntimeError:
+        return  # not even finite
+    assert summary_of(folder)["results"]["global.accuracy"]["final"] < 0.3
+
+
+@pytest.mark.parametrize(
+    ("method", "server"), [("fedcr", "fedavg"), ("fedrep", "fedavgm"), ("fedavg", "fedacg")]
+)
+def test_it_combines_with_methods_and_server_steps(run, method, server):
+    given = {"method": method, "server": server, "local-test-fraction": 0.2}
+    folder, mean = (
+        run(given | {"aggregation": name, "num-rounds": 1}) for name in ("median", "mean")
+    )
+    assert all(array.isfinite().all() for array in final_model(folder).values())
+    assert not same_bits(final_model(folder), final_model(mean))
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"method": "scaffold", "aggregation": "median"}, "aggregation = 'median': scaffold has a"),
+        (
+            {"method": "fedreco", "aggregation": "krum"},
+            "aggregation = 'krum': fedreco has a server",
+        ),
+        ({"aggregation": "krum"}, "num-malicious = 1: krum needs 2 * 1 + 3 = 5 clients a round"),
+        (
+            {"aggregation": "trimmed-mean"},
+            "trim-fraction = 0.2: of 4 clients a round it trims none",
+        ),
+        ({"aggregation": "mode"}, "aggregation = 'mode': it has to be one of mean, median"),
+        ({"norm-bound": "mean"}, "norm-bound = 'mean': it has to be one of off, fixed, median"),
+        ({"norm-bound-value": 0.0}, "norm-bound-value = 0.0: it has to be a finite number > 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(run, keys, line):
+    with pytest.raises(ValueError) as caught:
+        run({"local-test-fraction": 0.2} | keys)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,274 @@
+"""What can be seen of a run while it runs and after: logs, status, summary, roster, events."""
+
+import fcntl
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, history_of, resume, summary_of
+
+import server_app.report
+import server_app.status
+from client_app.methods import METHODS
+from server_app.inline import InlineGrid, run_inline
+from server_app.run_folder import RunFolder
+from server_app.status import newest_run, status_lines
+
+root = Path(__file__).parent.parent
+quick = {"local-epochs": 0, "num-rounds": 2}
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """client-0001 fails in round 2."""
+    train = METHODS["fedavg"].train
+
+    def train_or_fail(method, now):
+        if (now.client, now.round) == ("client-0001", 2):
+            raise OSError("no power")
+        return train(method, now)
+
+    monkeypatch.setattr(METHODS["fedavg"], "train", train_or_fail)
+
+
+# --- run.log --------------------------------------------------------------------------------------
+
+
+def test_run_log_has_run_round_and_client_in_every_line_that_is_about_them(run, failing):
+    folder = run(quick | {"num-rounds": 3})
+    lines = (folder / "run.log").read_text().splitlines()
+    form = rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ {folder.name} (INFO|WARNING|ERROR) .+"
+    assert all(re.fullmatch(form, line) for line in lines)
+    assert [line for line in lines if "left out client client-0001: OSError: no power" in line]
+    for number in (1, 2, 3):
+        assert any(f"round {number}/3: " in line for line in lines)
+    assert lines[-1].endswith(" INFO finished")
+
+
+def test_a_resumed_run_goes_on_in_the_same_log_and_others_do_not_write_there(run):
+    folder = run(quick)
+    before = (folder / "run.log").read_text()
+    resume(folder, num_rounds=3)
+    run(quick)
+    text = (folder / "run.log").read_text()
+    assert text.startswith(before)
+    assert text.count("finished") == 2
+    assert logging.getLogger("keel").level == logging.NOTSET
+
+
+# --- the history and the status while it runs -----------------------------------------------------
+
+
+def test_history_and_status_can_be_read_after_every_round_while_it_runs(run, monkeypatch):
+    seen, done = [], server_app.report.Reporter.round_done
+
+    def look(reporter, line):
+        done(reporter, line)
+        folder = reporter.folder.path
+        seen.append((len(history_of(folder)), summary_of(folder)["status"], status_lines(folder)))
+
+    monkeypatch.setattr(server_app.report.Reporter, "round_done", look)
+    folder = run(quick)
+    for number, (rounds, status, lines) in enumerate(seen, start=1):
+        assert (rounds, status) == (number, "running")
+        assert "status    running" in lines
+        assert any(line.startswith(f"round     {number} of 2") for line in lines)
+    assert "status    finished" in status_lines(folder)
+
+
+def test_the_status_says_what_happened_lately_and_changes_nothing(
+    run, failing, capsys, monkeypatch
+):
+    folder = run(quick | {"num-rounds": 3})
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+    monkeypatch.setattr(sys, "argv", ["status", str(folder)])
+    assert server_app.status.main() == 0
+    shown = capsys.readouterr().out.splitlines()
+    accuracies = [100 * line["global"]["accuracy"] for line in history_of(folder)]
+    points = ", ".join(f"{value:.2f} % ({n})" for n, value in enumerate(accuracies, start=1))
+    assert shown[0] == f"run       {folder}"
+    assert shown[1] == "what      fedavg, server fedavg, digits, cnn-fedreco"
+    assert f"accuracy  global model, test set: {points}" in shown
+    assert "left out  round 2: client-0001: OSError: no power" in shown
+    after = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+    assert after == before
+
+
+def test_the_newest_run_is_the_one_that_was_written_to_last(run):
+    one, other = run(quick), run(quick)
+    assert newest_run(one.parent) == other
+    os.utime(one / "history.jsonl", (time.time() + 60, time.time() + 60))
+    assert newest_run(one.parent) == one
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path, monkeypatch, capsys):
+    for argv in (["status", str(tmp_path)], ["status"]):
+        monkeypatch.setattr(sys, "argv", argv)
+        monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+        assert server_app.status.main() == 1
+        err = capsys.readouterr().err
+        assert err.startswith("error: ")
+        assert str(tmp_path) in err
+        assert err.count("\n") == 1
+
+
+def test_a_look_at_the_status_keeps_nobody_out(run):
+    folder = run(quick)
+    with (folder / ".lock").open() as held:  # as the status does, for a moment
+        fcntl.flock(held, fcntl.LOCK_SH)
+        timer = threading.Timer(0.05, fcntl.flock, (held, fcntl.LOCK_UN))
+        timer.start()
+        RunFolder(folder).close()
+        timer.join(timeout=10)
+
+
+# --- how it ends ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (KeyboardInterrupt(), "stopped"),
+        (SystemExit(1), "stopped"),
+        (MemoryError(), "failed: MemoryError:"),
+        (KeyError("no such\nthing"), r"failed: KeyError: 'no such\nthing'"),
+        (OSError(28, "No space left on device"), "failed: OSError: [Errno 28] No space left on"),
+    ],
+)
+def test_whatever_ends_a_run_is_in_its_summary(run, tmp_path, monkeypatch, error, status):
+    answer = InlineGrid.pull_messages
+
+    def fail_in_round_2(grid, ids):
+        rounds = {m.content.config_records["round"]["round"] for m in grid.waiting.values()}
+        if 2 in rounds:
+            raise error
+        return answer(grid, ids)
+
+    monkeypatch.setattr(InlineGrid, "pull_messages", fail_in_round_2)
+    with pytest.raises(type(error)):
+        run(quick)
+    [folder] = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert summary_of(folder)["status"].startswith(status)
+    assert len(history_of(folder)) == 1
+    assert (folder / "run.log").read_text().splitlines()[-1].endswith(summary_of(folder)["status"])
+
+
+def test_a_summary_is_there_even_if_the_model_cannot_be_written(run, tmp_path, monkeypatch):
+    def full(*what):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("server_app.federation.save_arrays", full)
+    with pytest.raises(OSError, match="No space"):
+        run(quick)
+    [folder] = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert summary_of(folder)["rounds"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_from_outside(tmp_path, number):
+    """SIGTERM leaves a final status; SIGKILL leaves what the status command makes sense of."""
+    words = [f"{k}={json.dumps(v)}" for k, v in (SMALL | quick | {"num-rounds": 10_000}).items()]
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "server_app.inline", "--num-clients", "2"),
+            *(*words, f"output-dir={json.dumps(str(tmp_path))}"),
+        ],
+        cwd=root,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 100
+        while not (histories := list(tmp_path.glob("*/history.jsonl"))) or not history_of(
+            histories[0].parent
+        ):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        [folder] = [path.parent for path in histories]
+        assert "status    running" in status_lines(folder)
+        process.send_signal(number)
+        process.wait(timeout=60)
+    finally:
+        process.kill()
+        process.wait(timeout=60)
+    rounds = len(history_of(folder))
+    if number == signal.SIGTERM:
+        assert process.returncode == 128 + signal.SIGTERM
+        assert summary_of(folder)["status"] == "stopped"
+        assert summary_of(folder)["rounds"] == rounds
+        assert "status    stopped" in status_lines(folder)
+    else:
+        assert f"status    killed: it goes on with resume={str(folder)!r}" in status_lines(folder)
+
+
+def test_a_process_that_ends_where_no_exception_reaches_the_run_still_says_so(tmp_path):
+    """As Flower's simulation, whose ServerApp is a thread: the exit handler is all there is."""
+    from server_app.federation import run_federation
+    from server_app.inline import simulated_nodes
+
+    handlers, seen = [], []
+
+    class Watched(InlineGrid):
+        def pull_messages(self, ids):
+            if handlers:
+                handlers[0]()
+                seen.append(summary_of(next(tmp_path.glob("*")))["status"])
+            return super().pull_messages(ids)
+
+    import client_app.app
+
+    grid = Watched(client_app.app.app, simulated_nodes(2))
+    folder = run_federation(grid, SMALL | quick | {"output-dir": str(tmp_path)}, handlers.append)
+    assert set(seen) == {"stopped"}
+    handlers[0]()  # after the end it changes nothing
+    assert summary_of(folder.path)["status"] == "finished"
+
+
+# --- TensorBoard ----------------------------------------------------------------------------------
+
+
+def test_without_tensorboard_there_is_one_line_that_says_what_to_install(run, monkeypatch):
+    monkeypatch.setattr(server_app.report, "find_spec", lambda name: None)
+    with pytest.raises(ValueError) as caught:
+        run(quick | {"tensorboard": True})
+    assert str(caught.value).startswith("tensorboard = true: the package tensorboard is not")
+    assert "keel[tensorboard]" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_events_are_the_historys_figures_also_after_a_resume(run):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = run(quick | {"tensorboard": True})
+    resume(folder, num_rounds=4)
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    points = [(e.step, e.value) for e in events.Scalars("accuracy/global.accuracy")]
+    expected = [(line["round"], line["global"]["accuracy"]) for line in history_of(folder)]
+    assert [n for n, _ in points] == [1, 2, 3, 4]
+    assert points == [(n, pytest.approx(value)) for n, value in expected]
+    assert {"seconds/training", "left_out", "bytes_up"} <= set(events.Tags()["scalars"])
+
+
+# --- roster.json ----------------------------------------------------------------------------------
+
+
+def test_the_roster_is_in_the_folder(tmp_path):
+    folder = run_inline(SMALL | quick | {"output-dir": str(tmp_path)}, 3)
+    rows = json.loads((folder / "roster.json").read_text())
+    assert [row["client"] for row in rows] == [f"client-000{i}" for i in range(3)]
+    assert sum(sum(row["label_counts"]) for row in rows) == 1438  # of digits' 1,797 images
+    for row in rows:
+        assert row["image_shape"] == [1, 32, 32]
+        assert row["model"] == "cnn-fedreco"
+        assert row["versions"].startswith("flwr 1.39")
+        assert row["keel"] == "0.1.0"
