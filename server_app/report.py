@@ -42,7 +42,7 @@ def check_tensorboard(rounds: RoundsConfig) -> None:
     if rounds.tensorboard and find_spec("tensorboard") is None:
         raise ValueError(
             "tensorboard = true: the package tensorboard is not installed: pip install "
-            "'keel[tensorboard]', or leave the key out"
+            "tensorboard (Keel's extra of that name), or leave the key out"
         )
 
 

@@ -1,0 +1,227 @@
+"""Who takes part: what is refused before round 1, what is warned of, and who comes back as whom."""
+
+import json
+import logging
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+from conftest import SMALL
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+
+import server_app.roster
+from client_app.setup import open_source
+from protocol.config import keel_version, resolve_config
+from protocol.messages import (
+    Instruction,
+    RosterEntry,
+    protocol_version,
+    read_roster,
+    roster_content,
+)
+from server_app.roster import Attendees, check_roster, roster_warnings
+
+versions = "flwr 1.39.0, torch 2.11.0"
+
+
+def entry(name, counts=(10,) * 10, **about):
+    made = RosterEntry(
+        name, list(counts), [1] * 10, [1, 32, 32], "cnn-fedreco", 64, versions, num_partitions=0
+    )
+    return replace(made, **about)
+
+
+def config_of(**given):
+    return resolve_config(SMALL | {k.replace("_", "-"): v for k, v in given.items()})
+
+
+def refused(entries, **given):
+    config = config_of(**given)
+    with pytest.raises(ValueError) as caught:
+        check_roster(config, entries, open_source(config))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_clients_that_fit_are_accepted():
+    config = config_of()
+    check_roster(config, [entry("a"), entry("b", (0, 1) * 5)], open_source(config))
+    assert roster_warnings(config, [entry("a"), entry("b")]) == []
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([entry("b"), entry("a"), entry("b")], "two clients are named 'b'"),
+        ([entry("a"), entry("b", (0,) * 10)], "client b has no training samples"),
+        (
+            [entry("a"), entry("b", image_shape=[3, 32, 32])],
+            "client b (cnn-fedreco): image shape [3, 32, 32], client a (cnn-fedreco) has",
+        ),
+        ([entry("a"), entry("b", (5,) * 9)], "client b (cnn-fedreco): number of classes 9, client"),
+        (
+            [entry("a", image_shape=[3, 32, 32]), entry("b", image_shape=[3, 32, 32])],
+            "client a: image shape [3, 32, 32], the run's source digits has [1, 32, 32]",
+        ),
+        ([entry("a", (5,) * 9)], "client a: number of classes 9, the run's source digits has 10"),
+        (
+            [entry("a"), entry("b", model="resnet20")],
+            "client b trains resnet20, the run cnn-fedreco",
+        ),
+        ([entry("a", (1,) * 9 + (0,))], "class 9 is held by no client"),
+    ],
+)
+def test_clients_that_do_not_fit_are_refused_by_name(entries, words):
+    assert refused(entries).startswith(words)
+
+
+def test_other_versions_are_a_warning_that_names_who_has_them():
+    odd = "flwr 1.39.2, torch 2.15.0"
+    entries = [entry("a"), entry("b"), entry("c", versions=odd), entry("d", keel="0.0.9")]
+    first, second = roster_warnings(config_of(), entries)
+    assert first.startswith(
+        f"versions of flwr and torch differ: c has {odd}; the others {versions}"
+    )
+    assert second.startswith(f"versions of keel differ: d has 0.0.9; the others {keel_version()}")
+
+
+# --- what a client says ---------------------------------------------------------------------------
+
+
+def message(said):
+    return SimpleNamespace(
+        content=RecordDict({"roster": ConfigRecord({"entry": json.dumps(said)})})
+    )
+
+
+@pytest.mark.parametrize("spoken", [protocol_version + 1, None])
+def test_another_protocol_is_refused_with_the_clients_name_and_both_versions(spoken):
+    said = asdict(entry("site-a", keel="0.0.9")) | {"protocol": spoken}
+    if spoken is None:
+        del said["protocol"]  # a client from before there was one
+    with pytest.raises(ValueError) as caught:
+        read_roster(message(said))
+    text = str(caught.value)
+    assert text.startswith(f"client site-a speaks version {spoken or 0} of the protocol")
+    assert f"the client's is 0.0.9, the server's {keel_version()}" in text
+
+
+@pytest.mark.parametrize("odd", ["missing", "unknown"])
+def test_an_odd_entry_is_refused_by_name(odd):
+    said = asdict(entry("site-a"))
+    if odd == "missing":
+        del said["label_counts"]
+    else:
+        said["surprise"] = 1
+    with pytest.raises(ValueError, match="client site-a: its roster entry is odd: "):
+        read_roster(message(said))
+
+
+# --- what a method asks of the clients ------------------------------------------------------------
+
+
+def test_fedlc_in_the_papers_form_refuses_clients_of_one_class():
+    entries = [entry("a"), entry("c", (0, 7) + (0,) * 8), entry("b", (7,) + (0,) * 9)]
+    given = {"method": "fedlc"}
+    text = refused(entries, **given, **{"fedlc.exclude-true": True})
+    assert text.startswith(
+        "fedlc.exclude-true = true: 2 clients hold one class only, the first is b"
+    )
+    config = config_of(**given)
+    check_roster(config, entries, open_source(config))
+
+
+def test_fedpac_says_which_clients_lack_classes():
+    entries = [entry("a"), entry("b", (0, 1) * 5), entry("c", (1,) * 9 + (0,))]
+    [line] = roster_warnings(config_of(method="fedpac"), entries)
+    assert line.startswith("fedpac: 2 of 3 clients lack classes: b (5), c (1). ")
+    assert roster_warnings(config_of(method="fedpac"), [entry("a")]) == []
+
+
+# --- SuperNodes that are restarted ----------------------------------------------------------------
+
+
+class Fleet:
+    """A grid of SuperNodes that answer the query with their entry, as long as they are there."""
+
+    def __init__(self, nodes):
+        self.nodes = dict(nodes)  # id: entry
+        self.asked: list[int] = []
+        self.open: dict[str, Message] = {}
+
+    def get_node_ids(self):
+        return list(self.nodes)
+
+    def push_messages(self, messages):
+        for each in messages:
+            each.metadata.__dict__["_message_id"] = f"m{len(self.asked)}"
+            self.asked.append(each.metadata.dst_node_id)
+            assert each.metadata.message_type == MessageType.QUERY
+            self.open[each.metadata.message_id] = each
+        return list(self.open)
+
+    def pull_messages(self, ids):
+        due = [self.open.pop(i) for i in list(ids) if i in self.open]
+        return [
+            Message(roster_content(self.nodes[m.metadata.dst_node_id]), reply_to=m) for m in due
+        ]
+
+
+@pytest.fixture
+def fleet(task_identity):
+    config = config_of()
+    grid = Fleet({1: entry("a"), 2: entry("b"), 3: entry("c")})
+    roster = dict(grid.nodes)
+    hello = Instruction(config, 0, 0, False, "")
+    return grid, roster, Attendees(grid, config, hello, open_source(config), roster)
+
+
+def test_nothing_is_asked_while_nobody_is_new(fleet):
+    grid, roster, attendees = fleet
+    assert attendees.refresh() == {1, 2, 3}
+    del grid.nodes[2]
+    assert attendees.refresh() == {1, 3}
+    assert attendees.returned([2]) == {}
+    assert roster.keys() == {1, 2, 3}
+    assert grid.asked == []
+
+
+def test_a_node_with_a_new_id_takes_its_clients_place(fleet):
+    grid, roster, attendees = fleet
+    grid.nodes[9] = grid.nodes.pop(2)
+    assert attendees.returned([1, 2]) == {1: 1, 2: 9}
+    assert {node: e.client for node, e in roster.items()} == {1: "a", 3: "c", 9: "b"}
+    attendees.refresh()
+    assert grid.asked == [9]
+
+
+def test_no_node_takes_the_place_of_a_client_that_is_connected(fleet):
+    """Else anybody could become any client by its name."""
+    grid, roster, attendees = fleet
+    grid.nodes[9] = entry("b")
+    attendees.refresh()
+    assert roster.keys() == {1, 2, 3}
+    del grid.nodes[2]  # the old one is gone: now it may
+    attendees.refresh()
+    assert roster.keys() == {1, 3, 9}
+    assert grid.asked == [9]
+
+
+def test_a_stranger_and_one_that_does_not_fit_are_named_once_and_left_out(fleet, caplog):
+    grid, roster, attendees = fleet
+    grid.nodes |= {8: entry("d"), 9: entry("b", (5,) * 9)}
+    del grid.nodes[2]
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        attendees.refresh()
+        attendees.refresh()
+    stranger, unfit = caplog.messages
+    assert stranger == "client d came after round 1 and does not take part"
+    assert unfit.startswith("node 9 is new and cannot be used: client b (cnn-fedreco): number of")
+    assert roster.keys() == {1, 2, 3}
+
+
+def test_simulated_nodes_are_not_listed_again(fleet, monkeypatch):
+    grid, _, attendees = fleet
+    monkeypatch.setattr(server_app.roster, "is_simulation", lambda grid: True)
+    grid.nodes.clear()
+    assert attendees.refresh() == {1, 2, 3}
