@@ -86,9 +86,9 @@ def diagnose(folder: Path, models: Sequence[str], names: str, samples: int, outp
             networks[name] = build_network(config, shape, num_classes, name).to(device)
         return networks[name]
 
-    comparison = Comparison(chosen, probe_of(config, source, device, samples), network)
-    global_arrays, _ = read_arrays(folder / "model.safetensors")
-    comparison.add_global(config.model.model, global_arrays)
+    w_g, _ = read_arrays(folder / "model.safetensors")
+    probe = probe_of(config, source, device, samples)
+    comparison = Comparison(chosen, probe, network, config.model.model, w_g)
     subjects = list(models) or clients_with_models(folder)
     for model in subjects:
         architecture, arrays = saved_model(folder, model)
@@ -99,7 +99,7 @@ def diagnose(folder: Path, models: Sequence[str], names: str, samples: int, outp
     about = {
         "run": str(folder),
         "models": subjects,
-        "probe": {"source": config.data.source, "samples": len(comparison.probe)},
+        "probe": {"source": config.data.source, "samples": len(probe)},
         "diagnostics": numbers,
     }
     output.mkdir(parents=True)

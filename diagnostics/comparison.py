@@ -72,13 +72,14 @@ def probe_of(config: RunConfig, source: Source, device: torch.device, count: int
 
 
 def covered_taps(model: StagedModel, arrays: Arrays) -> list[str]:
-    """The taps that these arrays suffice for: stages from the input on, then "logits"."""
+    """The taps that these arrays suffice for: stages from the input on, "features", "logits"."""
     taps: list[str] = []
     state = model.state_dict()
     for stage in model.stage_names:
         if any(k not in arrays for k in state if k.startswith(f"stages.{stage}.")):
             return taps
         taps.append(stage)
+    taps.append("features")
     if all(k in arrays for k in state if k.startswith("classifier.")):
         taps.append("logits")
     return taps
@@ -88,25 +89,23 @@ class Comparison:
     """Collects the measures `names` over the models added, by client.
 
     network: gives the instance of an architecture into which weights are loaded, in turn.
+    architecture_g, w_g: of the global model, or as much of it as there is.
     """
 
     def __init__(
-        self, names: tuple[str, ...], probe: Samples, network: Callable[[str], StagedModel]
+        self,
+        names: tuple[str, ...],
+        probe: Samples,
+        network: Callable[[str], StagedModel],
+        architecture_g: str,
+        w_g: Arrays,
     ) -> None:
         self.names, self.probe, self.network = names, probe, network
-        self.w_g: Arrays = {}
-        self.architecture_g = ""
-        self.views_g: dict[str, Tensor] = {}
+        self.architecture_g, self.w_g = architecture_g, w_g
         self.views: dict[str, dict[str, Tensor]] = {}
-        self.global_values: dict[str, float | None] = {}
         self.values: dict[str, dict[str, float | None]] = {name: {} for name in names}
         self.similarities: dict[str, dict[str, float]] = {}
-        self.taps: list[str] = []
-
-    def add_global(self, architecture: str, arrays: Arrays) -> None:
-        """The model that the others are compared with, or as much of it as there is."""
-        self.w_g, self.architecture_g = arrays, architecture
-        self.views_g, self.global_values = self.measured(architecture, arrays)
+        self.views_g, self.global_values = self.measured(architecture_g, w_g)
 
     def add(self, client: str, architecture: str, arrays: Arrays) -> None:
         """A client's model, or as much of it as there is."""
@@ -142,13 +141,14 @@ class Comparison:
         model.eval()
         views: dict[str, Tensor] = {}
         if wanted.intersection(SIMILARITIES):
-            self.taps += [tap for tap in taps if tap not in self.taps]
+            if architecture != self.architecture_g:  # its stages are others, by whatever name
+                taps = [tap for tap in taps if tap in ("features", "logits")]
             x, _ = next(self.probe.in_order(cka_samples))
             _, found = model.run(x, taps, to_logits=False)
             views = {tap: linear_view(a) for tap, a in zip(taps, found, strict=True)}
         values: dict[str, float | None] = {}
-        if model.stage_names[-1] in taps and wanted - set(SIMILARITIES):
-            read = ["features", *taps[-1:]] if taps[-1] == "logits" else ["features"]
+        if "features" in taps and wanted - set(SIMILARITIES):
+            read = taps[taps.index("features") :]
             batches = [
                 [t.cpu() for t in model.run(x, read, to_logits=False)[1]]
                 for x, _ in self.probe.in_order(batch_size)
@@ -171,15 +171,16 @@ class Comparison:
         left out.
         """
         numbers: Numbers = {}
+        tap_names = self.network(self.architecture_g).tap_names
         if "cka-global" in self.names:
             numbers["cka-global"] = {
                 tap: summary(self.similarities[tap])
-                for tap in self.taps
+                for tap in tap_names
                 if tap in self.similarities
             }
         if "cka-clients" in self.names:
             numbers["cka-clients"] = {}
-            for tap in self.taps:
+            for tap in tap_names:
                 having = {c: views[tap] for c, views in self.views.items() if tap in views}
                 pairs = [cka_of_views(a, b) for a, b in combinations(having.values(), 2)]
                 if pairs:

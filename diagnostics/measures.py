@@ -48,7 +48,9 @@ def class_deviations(phi: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     sums = phi.new_zeros(len(classes), phi.shape[1]).index_add_(0, index, phi)
     means = sums / counts[:, None]
     n = len(y)
-    return (phi - means[index]) / n**0.5, (means - phi.mean(0)) * (counts / n).sqrt()[:, None]
+    return (phi - means[index]) / n**0.5, (means - phi.mean(0)) * (counts.double() / n).sqrt()[
+        :, None
+    ]
 
 
 def within_class_trace(phi: Tensor, y: Tensor) -> float:

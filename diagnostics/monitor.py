@@ -62,8 +62,8 @@ class Monitor:
         folder: the run's. One model is in memory at a time, beside the replies.
         """
         fixed = self.initial_weights if self.method.has_global_model else {}
-        comparison = Comparison(self.names, self.probe, self.network)
-        comparison.add_global(self.config.model.model, fixed | w_g)
+        run, w_g = self.config.model.model, fixed | w_g
+        comparison = Comparison(self.names, self.probe, self.network, run, w_g)
         for reply in replies:
             architecture = self.architectures[reply.client]
             # of this round; {} where the client keeps its state elsewhere

@@ -135,8 +135,8 @@ def plot_panels(everything: Sequence[Numbers], draw: Any, title: str, path: Path
         draw(axes, name)
         axes.set_title(words[name], size=10)
         axes.grid(alpha=0.3)
-        if name == "deviation-bound":  # of some clients it is a million times that of others
-            axes.set_yscale("log")
+        if name == "deviation-bound" and axes.dataLim.ymax > 10 * axes.dataLim.ymin > 0:
+            axes.set_yscale("log")  # of some clients it is a million times that of others
         handles, labels = axes.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
     figure.legend(
