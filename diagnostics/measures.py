@@ -5,6 +5,7 @@ client_app/methods/fedcka.py; here is what takes two of its views.
 Papers: FedCKA = Son et al., Appl. Sci. 12(19) 9943; FedRCL = Seo et al., CVPR 2024.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -36,7 +37,7 @@ def mean_and_variance(values: Sequence[float]) -> tuple[float, float]:
 
 
 def class_deviations(phi: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """(within [N, d], between [C', d]), float64, C' the classes that occur in y [N].
+    """(within [N, d], between [C, d]), float64, of features phi [N, d] with labels y [N].
 
     Row i of `within` is (phi_i - mean of its class) / sqrt N, row k of `between` is
     sqrt(n_k / N) (mean of class k - mean of all): Sigma_W and Sigma_B are within' within and
@@ -44,13 +45,11 @@ def class_deviations(phi: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     weights n_k / N that make it so where classes are of unlike size.
     """
     phi = phi.double()
-    classes, index, counts = y.unique(return_inverse=True, return_counts=True)
-    sums = phi.new_zeros(len(classes), phi.shape[1]).index_add_(0, index, phi)
-    means = sums / counts[:, None]
-    n = len(y)
-    return (phi - means[index]) / n**0.5, (means - phi.mean(0)) * (counts.double() / n).sqrt()[
-        :, None
-    ]
+    n, counts = len(y), torch.bincount(y).double()
+    sums = phi.new_zeros(len(counts), phi.shape[1]).index_add_(0, y, phi)
+    means = sums / counts.clamp_min(1)[:, None]
+    weights = (counts / n).sqrt()[:, None]  # 0 of a class that does not occur
+    return (phi - means[y]) / n**0.5, (means - phi.mean(0)) * weights
 
 
 def within_class_trace(phi: Tensor, y: Tensor) -> float:
@@ -73,7 +72,7 @@ def effective_rank(phi: Tensor) -> float:
     total = variances.sum()
     if total <= nothing * phi.square().sum():
         return 0.0
-    return torch.special.entr(variances / total).sum().exp().item()
+    return math.exp(torch.special.entr(variances / total).sum().item())
 
 
 def variability_collapse_index(phi: Tensor, y: Tensor) -> float | None:
@@ -91,7 +90,7 @@ def variability_collapse_index(phi: Tensor, y: Tensor) -> float | None:
         return None
     kept = variances > smallest
     along = (between @ directions[:, kept]).square() / variances[kept]
-    return 1 - along.sum().item() / rank
+    return 1 - float(along.sum()) / rank
 
 
 def deviation_bounds(phi: Tensor, p: Tensor, y: Tensor) -> Tensor:
@@ -112,7 +111,8 @@ def deviation_bounds(phi: Tensor, p: Tensor, y: Tensor) -> Tensor:
     weighted = norms * counts * s  # Phi_j |O_j| S_j(x_i), [N, C]
     own = weighted.gather(1, y[:, None]).squeeze(1) * (1 - scores.diagonal()[y])
     of_others = weighted * scores.T[y] * (1 - members)  # column j: times P_r^(j), r = y_i
-    return own / of_others.sum(1)
+    bounds: Tensor = own / of_others.sum(1)
+    return bounds
 
 
 def weight_drift(w: Mapping[str, Tensor], w_g: Mapping[str, Tensor]) -> tuple[float, float]:

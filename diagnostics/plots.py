@@ -56,13 +56,13 @@ def plot_rounds(history: Sequence[Mapping[str, Any]], title: str, folder: Path) 
             each = [list(known(a["clients"]).values()) for _, a in of_clients]
             [line] = axes.plot(x, means, marker=marker, ms=3, label="clients: mean")
             lows, highs = [min(v) for v in each], [max(v) for v in each]
-            band = {"alpha": 0.2, "color": line.get_color(), "label": "clients: lowest to highest"}
-            axes.fill_between(x, lows, highs, **band)
+            band = "clients: lowest to highest"
+            axes.fill_between(x, lows, highs, alpha=0.2, color=line.get_color(), label=band)
         of_global = [(r, a["global"]) for r, a in points if a.get("global") is not None]
         if of_global:
-            x, values = zip(*of_global, strict=True)
+            values = [value for _, value in of_global]
             label = "global model, as the round began"
-            axes.plot(x, values, "k--", marker=marker, ms=3, label=label)
+            axes.plot([r for r, _ in of_global], values, "k--", marker=marker, ms=3, label=label)
         axes.set_xlabel("round")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -76,7 +76,7 @@ def plot_models(numbers: Numbers, title: str, folder: Path) -> None:
     def draw(axes: Axes, name: str) -> None:
         about = numbers[name]
         each = known(about.get("clients", {}))
-        axes.plot(range(len(each)), each.values(), "o", ms=4, label="each model")
+        axes.plot(range(len(each)), list(each.values()), "o", ms=4, label="each model")
         if about.get("mean") is not None:
             axes.axhline(about["mean"], lw=1, label="mean of them")
         if about.get("global") is not None:
