@@ -74,6 +74,8 @@ class Method:
     adapts_global: ClassVar[bool] = False
     # The server holds one whole model for all (FedReCo's holds only a shared extractor).
     has_global_model: ClassVar[bool] = True
+    # Clients send what they trained (FedReCo's send gradients, local's nothing).
+    sends_weights: ClassVar[bool] = True
     # What a client keeps between rounds, in words for the README's table.
     keeps: ClassVar[str] = "nothing"
     # What is regularised, in words for the README's table, and where it comes from.

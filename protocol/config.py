@@ -122,6 +122,8 @@ class RoundsConfig:
     evaluate_global: bool = option(true_or_false())
     evaluate_clients: str = option(one_of("auto", "none", "participants", "all"))
     last_rounds: int = option(at_least(1))
+    diagnostics: str = option(any_text())
+    diagnostics_every: int = option(at_least(1))
 
 
 @dataclass(frozen=True, eq=False)

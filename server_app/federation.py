@@ -18,6 +18,9 @@ from client_app.methods import METHODS, method_of
 from client_app.samples import Samples
 from client_app.setup import device_for, model_for, open_source, pixels_of
 from data.sources import Source
+from diagnostics.comparison import chosen_diagnostics
+from diagnostics.monitor import Monitor
+from diagnostics.plots import plot_rounds
 from models import StagedModel
 from protocol.config import RunConfig, all_group_keys, default_config, resolve_config
 from protocol.messages import (
@@ -82,12 +85,14 @@ class Run:
     exchange: Exchange
     reporter: Reporter
     start: Checkpoint
+    monitor: Monitor | None
 
 
 def check_config(config: RunConfig) -> None:
     """ValueError, one line, for options that make no sense together: before anything is trained."""
     method = method_of(config)
     check_privacy(config.privacy)
+    chosen_diagnostics(config.rounds.diagnostics)
     rounds = config.rounds
     if config.privacy.epsilon and rounds.method not in private_methods:
         raise ValueError(
@@ -195,6 +200,10 @@ def prepare(
         raise ValueError(
             f"min-replies = {config.rounds.min_replies}: {cohort} clients train in a round"
         )
+    monitor = None
+    if config.rounds.diagnostics:
+        entries = list(roster.values())
+        monitor = Monitor(config, method, source, model.to(device), initial, entries)
     start = Checkpoint(0, strategy.initial_arrays(config, model), {})
     if resumed:
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
@@ -218,7 +227,7 @@ def prepare(
     )
     return Run(
         *(config, given, folder, grid, strategy, method, model.to(device), initial, source, test),
-        *(roster, attendees, exchange, reporter, start),
+        *(roster, attendees, exchange, reporter, start, monitor),
     )
 
 
@@ -246,6 +255,8 @@ def run_rounds(run: Run) -> None:
             save_arrays(run.folder.path / "model.safetensors", final, about_model(run))
         finally:
             run.reporter.finish(status, privacy_spent(run))
+        if run.monitor:
+            plot_rounds(run.reporter.history, run.reporter.title(), run.folder.path / "diagnostics")
 
 
 def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
@@ -292,6 +303,12 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
 
     started = time.perf_counter()
     line = round_line(server_round, report, bytes_down) | {"resting": resting}
+    if run.monitor and run.monitor.is_due(server_round):
+        line["diagnostics"] = run.monitor.measure(
+            server_round, tensors(arrays), report.kept, run.folder.path
+        )
+        seconds["diagnostics"] = time.perf_counter() - started
+        started = time.perf_counter()
     if due and rounds.evaluate_global and run.method.has_global_model:
         line["global"] = score_line(global_score(run, following))
     if whom != "none":

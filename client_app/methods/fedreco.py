@@ -69,6 +69,7 @@ class FedReCo(Method):
 
     is_personal: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
+    sends_weights: ClassVar[bool] = False
     keeps: ClassVar[str] = "its whole model (u_i, v_i)"
     regularises: ClassVar[str] = "representation at the split, to u_0's"
     paper: ClassVar[str] = "FedReCo"

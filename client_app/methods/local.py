@@ -24,6 +24,7 @@ class LocalOnly(Method):
 
     is_personal: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
+    sends_weights: ClassVar[bool] = False
     keeps: ClassVar[str] = "its whole model"
     paper: ClassVar[str] = "the lower bound"
 

@@ -1,0 +1,1 @@
+"""What local and global models say of the same images: similarity, collapse, drift."""

@@ -1,0 +1,216 @@
+"""Every measure against its definition as printed, in loops and float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from client_app.methods.fedcka import linear_view
+from diagnostics.measures import (
+    between_class_trace,
+    cka_of_views,
+    deviation_bounds,
+    effective_rank,
+    mean_and_variance,
+    variability_collapse_index,
+    weight_drift,
+    within_class_trace,
+)
+
+
+def features(n, d, seed, low=-1.0):
+    """Features of mixed signs and unlike scales, [n, d], float64."""
+    generator = torch.Generator().manual_seed(seed)
+    phi = torch.rand(n, d, generator=generator, dtype=torch.float64) * (1 - low) + low
+    return phi * torch.linspace(0.3, 2, d, dtype=torch.float64) + 0.4
+
+
+def unequal_labels(n, num_classes, seed):
+    """Labels of classes of unlike size, each there at least twice, in no order."""
+    y = np.r_[np.arange(num_classes).repeat(2), np.zeros(n - 2 * num_classes, int)]
+    y[2 * num_classes :: 3] = 1
+    return torch.from_numpy(np.random.default_rng(seed).permutation(y))
+
+
+def covariances(phi, y):
+    """(Sigma_W, Sigma_B, Sigma_T) as sums of outer products over the samples."""
+    phi, y = phi.numpy(), y.numpy()
+    n, d = phi.shape
+    mean = sum(phi) / n
+    sigma_w, sigma_b, sigma_t = (np.zeros((d, d)) for _ in range(3))
+    for i in range(n):
+        own = [phi[j] for j in range(n) if y[j] == y[i]]
+        class_mean = sum(own) / len(own)
+        sigma_w += np.outer(phi[i] - class_mean, phi[i] - class_mean) / n
+        sigma_b += np.outer(class_mean - mean, class_mean - mean) / n
+        sigma_t += np.outer(phi[i] - mean, phi[i] - mean) / n
+    return sigma_w, sigma_b, sigma_t
+
+
+# --- CKA -------------------------------------------------------------------------------------
+
+
+def cka_as_printed(x, y):
+    """FedCKA eq. (3): every squared Frobenius norm as a sum over its entries."""
+    x, y = x - x.mean(0), y - y.mean(0)
+
+    def squared_norm(a, b):  # ||b' a||_F^2
+        columns = [(a[:, i], b[:, j]) for i in range(a.shape[1]) for j in range(b.shape[1])]
+        return sum(float(u @ v) ** 2 for u, v in columns)
+
+    return squared_norm(x, y) / math.sqrt(squared_norm(x, x) * squared_norm(y, y))
+
+
+@pytest.mark.parametrize(("p", "q"), [(3, 3), (20, 17), (3, 20), (20, 3), (2, 4)])
+def test_cka_of_views_is_equation_3_also_of_taps_of_unlike_width(p, q):
+    x, y = features(12, p, seed=1), features(12, q, seed=2)
+    found = cka_of_views(linear_view(x), linear_view(y))
+    assert found == pytest.approx(cka_as_printed(x, y), rel=1e-12)
+
+
+def test_variance_is_the_mean_squared_distance_from_the_mean():
+    values = [0.2, 0.9, 0.4]
+    mean = (0.2 + 0.9 + 0.4) / 3
+    variance = sum((v - mean) ** 2 for v in values) / 3
+    assert mean_and_variance(values) == pytest.approx((mean, variance), rel=1e-12)
+    assert mean_and_variance([0.7]) == (0.7, 0.0)
+
+
+# --- covariances -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "d", "num_classes"), [(40, 5, 3), (15, 30, 6)])
+def test_traces_are_those_of_the_covariances_summed_sample_by_sample(n, d, num_classes):
+    phi, y = features(n, d, seed=n), unequal_labels(n, num_classes, seed=d)
+    sigma_w, sigma_b, sigma_t = covariances(phi, y)
+    within, between = within_class_trace(phi, y), between_class_trace(phi, y)
+    assert within == pytest.approx(sigma_w.trace(), rel=1e-12)
+    assert between == pytest.approx(sigma_b.trace(), rel=1e-12)
+    assert within + between == pytest.approx(sigma_t.trace(), rel=1e-12)
+
+
+@pytest.mark.parametrize(("n", "d"), [(40, 5), (12, 30)])
+def test_effective_rank_is_definition_2_of_the_covariance(n, d):
+    phi = features(n, d, seed=3)
+    _, _, sigma_t = covariances(phi, torch.zeros(n, dtype=torch.int64))
+    singular = np.linalg.svd(sigma_t, compute_uv=False)
+    entropy = 0.0
+    for value in singular:
+        p = value / sum(singular)
+        if p > 1e-15:
+            entropy -= p * math.log(p)
+    assert effective_rank(phi) == pytest.approx(math.exp(entropy), rel=1e-9)
+
+
+def test_effective_rank_counts_the_directions_that_vary():
+    corners = torch.tensor([[s, t, 7.0] for s in (-1.0, 1.0) for t in (-1.0, 1.0)])
+    assert effective_rank(corners) == pytest.approx(2, rel=1e-12)
+    assert effective_rank(1e3 * corners) == pytest.approx(2, rel=1e-12)
+    assert effective_rank(corners * torch.tensor([1.0, 0.0, 1.0])) == pytest.approx(1, rel=1e-12)
+    assert effective_rank(torch.full((5, 3), 0.1)) == 0
+
+
+@pytest.mark.parametrize(("n", "d", "num_classes"), [(40, 5, 3), (60, 8, 12)])
+def test_vci_is_as_printed(n, d, num_classes):
+    phi, y = features(n, d, seed=n), unequal_labels(n, num_classes, seed=d)
+    _, sigma_b, sigma_t = covariances(phi, y)
+    rank = np.linalg.matrix_rank(sigma_b)
+    assert rank == min(d, num_classes - 1)
+    expected = 1 - np.trace(np.linalg.pinv(sigma_t) @ sigma_b) / rank
+    assert variability_collapse_index(phi, y) == pytest.approx(expected, rel=1e-9)
+    assert variability_collapse_index(phi.float(), y) == pytest.approx(expected, rel=1e-4)
+
+
+def test_vci_does_not_change_under_an_invertible_map_or_a_repeated_or_dead_feature():
+    phi, y = features(50, 4, seed=1), unequal_labels(50, 3, seed=2)
+    expected = variability_collapse_index(phi, y)
+    mixed = phi @ features(4, 4, seed=5) + 3
+    assert variability_collapse_index(mixed, y) == pytest.approx(expected, rel=1e-9)
+    wider = torch.cat([phi, phi[:, :1] - 2 * phi[:, 1:2], torch.zeros(50, 2).double()], 1)
+    assert variability_collapse_index(wider, y) == pytest.approx(expected, rel=1e-9)
+    assert variability_collapse_index(wider.float(), y) == pytest.approx(expected, rel=1e-4)
+
+
+def test_vci_is_0_where_classes_are_points_and_undefined_where_it_says_nothing():
+    y = unequal_labels(40, 3, seed=1)
+    points = features(3, 5, seed=2)[y]
+    assert variability_collapse_index(points, y) == pytest.approx(0, abs=1e-9)
+    assert variability_collapse_index(features(40, 40, seed=3), y) is None  # 0 for any features
+    assert variability_collapse_index(features(40, 5, seed=3), torch.zeros(40).long()) is None
+    assert variability_collapse_index(torch.full((40, 5), 0.1), y) is None
+
+
+# --- deviation bound -------------------------------------------------------------------------
+
+
+def cosine(a, b):
+    return float(a @ b) / (math.sqrt(float(a @ a)) * math.sqrt(float(b @ b)))
+
+
+def deviation_bound_as_printed(x, phi, p, y, num_classes):
+    """Eq. (4) for sample x, term by term."""
+    members = {j: [i for i in range(len(y)) if y[i] == j] for j in range(num_classes)}
+
+    def score(z, j):  # P_z^(j)
+        return sum(float(p[i, z]) for i in members[j]) / len(members[j])
+
+    def norm(j):  # Phi_j
+        return sum(math.sqrt(float(phi[i] @ phi[i])) for i in members[j]) / len(members[j])
+
+    def similarity(j):  # S_j(x)
+        return sum(cosine(phi[x], phi[i]) for i in members[j]) / len(members[j])
+
+    r = int(y[x])
+    above = (1 - score(r, r)) * norm(r) * len(members[r]) * similarity(r)
+    below = sum(
+        score(r, j) * norm(j) * len(members[j]) * similarity(j)
+        for j in range(num_classes)
+        if j != r and members[j]
+    )
+    return above / below
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_deviation_bound_is_equation_4_as_printed(absent):
+    y = unequal_labels(20, 4, seed=1)
+    num_classes = 6 if absent else 4  # two classes of which there are no samples
+    phi = features(20, 7, seed=2, low=0.0)
+    p = features(20, num_classes, seed=3).softmax(1)
+    found = deviation_bounds(phi, p, y)
+    for x in range(20):
+        expected = deviation_bound_as_printed(x, phi, p, y, num_classes)
+        assert found[x].item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_below_1_the_update_of_a_samples_own_class_turns_away_from_it():
+    """Eq. (7) and (8): exact where norms and predictions are the same within a class."""
+    y = unequal_labels(30, 3, seed=4)
+    phi = features(30, 5, seed=5, low=0.0)
+    phi = phi / phi.norm(dim=1, keepdim=True) * torch.tensor([0.5, 2.0, 1.0]).double()[y][:, None]
+    p = features(3, 3, seed=6).mul(3).softmax(1)[y]
+    psi_gradient = (p - torch.nn.functional.one_hot(y, 3)).T @ phi  # of the summed cross entropy
+    own_update = -(psi_gradient[y] * phi).sum(1)
+    bounds = deviation_bounds(phi, p, y)
+    assert 0 < (bounds < 1).sum() < 30
+    assert torch.equal(own_update < 0, bounds < 1)
+
+
+def test_deviation_bound_of_features_that_are_all_0_is_nan():
+    y = torch.tensor([0, 1, 0, 1])
+    assert deviation_bounds(torch.zeros(4, 3), torch.full((4, 2), 0.5), y).isnan().all()
+
+
+# --- drift -----------------------------------------------------------------------------------
+
+
+def test_drift_is_the_2_norm_over_all_entries():
+    generator = torch.Generator().manual_seed(1)
+    w = {"a": torch.randn(2, 3, generator=generator), "b": torch.randn(4, generator=generator)}
+    w_g = {k: torch.randn(v.shape, generator=generator) for k, v in w.items()}
+    w_g["not trained"] = torch.full((2,), 100.0)
+    pairs = [(u, v) for k in w for u, v in zip(w[k].flatten(), w_g[k].flatten(), strict=True)]
+    distance = math.sqrt(sum((float(u) - float(v)) ** 2 for u, v in pairs))
+    origin = math.sqrt(sum(float(v) ** 2 for _, v in pairs))
+    assert weight_drift(w, w_g) == pytest.approx((distance, distance / origin), rel=1e-12)
+    assert weight_drift(w, w)[0] == 0

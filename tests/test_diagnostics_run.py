@@ -1,0 +1,367 @@
+"""Diagnostics as part of a run, and as a command over saved models."""
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import NUM_CLIENTS, SMALL, final_model, history_of, resume, same_bits, without_times
+from safetensors.torch import load_file
+from test_diagnostics_measures import cka_as_printed, covariances
+
+import diagnostics.__main__
+import diagnostics.comparison
+import server_app.federation
+import server_app.inline
+from client_app.methods import method_of
+from client_app.setup import build_network, model_for, open_source
+from diagnostics.comparison import DIAGNOSTICS, chosen_diagnostics, probe_of
+from diagnostics.monitor import Monitor
+from models.cnn import _plain_cnn
+from models.registry import MODELS, Architecture
+from protocol.config import resolve_config
+from protocol.messages import RosterEntry
+from server_app.federation import check_config
+
+Run = Callable[..., Path]
+TAPS = ["conv1", "conv2", "fc1", "fc2", "features", "logits"]  # of cnn-fedreco
+PERSONAL = {"local-test-fraction": 0.2, "num-rounds": 1, "local-epochs": 1}
+guide = (Path(__file__).parent.parent / "docs" / "diagnostics.md").read_text()
+
+
+@pytest.fixture
+def run(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """conftest's small runs, without diagnostics' pictures either."""
+    monkeypatch.setattr(server_app.federation, "plot_rounds", lambda *what: None)
+    return run
+
+
+def checkpoint(folder: Path, number: int) -> dict[str, torch.Tensor]:
+    [path] = (folder / "checkpoints").glob(f"round-{number:05d}-*.safetensors")
+    return {k.removeprefix("model/"): v for k, v in load_file(path).items()}
+
+
+def state_of(folder: Path, client: str, number: int) -> dict[str, torch.Tensor]:
+    [path] = (folder / "clients" / client).glob(f"round-{number:05d}-*.safetensors")
+    return load_file(path)
+
+
+def taps_of(config, arrays, name="", taps=TAPS, count=256):
+    """Labels and the taps of a model on the first samples of the probe, [n, ...] in float64."""
+    source = open_source(config)
+    model = model_for(config, source, name).eval()
+    model.load_state_dict(model.state_dict() | arrays)
+    probe = probe_of(config, source, torch.device("cpu"), 2000)
+    x, y = next(probe.in_order(count))
+    with torch.no_grad():
+        _, found = model.run(x, taps, to_logits=False)
+    return y, {tap: a.flatten(1).double() for tap, a in zip(taps, found, strict=True)}
+
+
+def fast_cka(x, y):
+    """Eq. (3) again, for taps too wide for a loop over their entries."""
+    x, y = (t.numpy() - t.numpy().mean(0) for t in (x, y))
+    top = np.linalg.norm(y.T @ x) ** 2
+    return top / (np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y))
+
+
+# --- in a run --------------------------------------------------------------------------------
+
+
+def test_off_by_default_and_then_nothing_is_built(run, monkeypatch):
+    monkeypatch.setattr(Monitor, "__init__", lambda *what: pytest.fail("built"))
+    folder = run({"num-rounds": 1})
+    assert all("diagnostics" not in line for line in history_of(folder))
+    assert not (folder / "diagnostics").exists()
+
+
+def test_a_run_with_diagnostics_trains_the_same_model_and_measures_when_due(run):
+    plain = run({"num-rounds": 5})
+    keys = {"num-rounds": 5, "diagnostics": "drift, vci", "diagnostics-every": 2}
+    watched = run(keys)
+    assert same_bits(final_model(plain), final_model(watched))
+    history = history_of(watched)
+    assert [line["round"] for line in history if "diagnostics" in line] == [2, 4, 5]
+    measured = [line.pop("diagnostics") for line in history if "diagnostics" in line]
+    assert without_times(history) == without_times(history_of(plain))
+    for numbers in measured:
+        assert numbers.keys() == {"drift", "vci"}
+        assert numbers["vci"]["clients"].keys() == {f"client-{i:04d}" for i in range(NUM_CLIENTS)}
+
+
+def test_the_numbers_are_those_of_the_models_of_the_round(run):
+    """With one client its model of round 2 is the global one after it, and both are kept."""
+    overrides = {"diagnostics": "all", "num-rounds": 2}
+    folder = run(overrides, num_clients=1)
+    numbers = history_of(folder)[-1]["diagnostics"]
+    config = resolve_config(SMALL | overrides)
+    w_g, w = checkpoint(folder, 1), checkpoint(folder, 2)
+
+    _, before = taps_of(config, w_g)
+    _, after = taps_of(config, w)
+    assert list(numbers["cka-global"]) == TAPS
+    for tap in TAPS:
+        found = numbers["cka-global"][tap]["clients"]["client-0000"]
+        assert found == pytest.approx(fast_cka(before[tap], after[tap]), rel=1e-4)
+    printed = cka_as_printed(before["logits"], after["logits"])
+    assert numbers["cka-global"]["logits"]["mean"] == pytest.approx(printed, rel=1e-4)
+    assert numbers["cka-global"]["logits"]["variance"] == 0
+
+    for arrays, key in ((w_g, "global"), (w, "mean")):
+        y, taps = taps_of(config, arrays, count=2000)  # all 359 test images
+        sigma_w, sigma_b, sigma_t = covariances(taps["features"], y)
+        assert numbers["within-class-trace"][key] == pytest.approx(sigma_w.trace(), rel=1e-5)
+        assert numbers["between-class-trace"][key] == pytest.approx(sigma_b.trace(), rel=1e-5)
+        p = np.linalg.svd(sigma_t, compute_uv=False)
+        p = (p / p.sum())[p > 1e-12 * p.sum()]
+        assert numbers["effective-rank"][key] == pytest.approx(np.exp(-(p * np.log(p)).sum()), 1e-4)
+        vci = 1 - np.trace(np.linalg.pinv(sigma_t, rcond=1e-12) @ sigma_b) / 9
+        assert numbers["vci"][key] == pytest.approx(vci, rel=1e-4)
+
+    distance = sum((w[name] - w_g[name]).double().square().sum() for name in w).sqrt().item()
+    origin = sum(w_g[name].double().square().sum() for name in w).sqrt().item()
+    assert numbers["drift"]["mean"] == pytest.approx(distance, rel=1e-6)
+    assert numbers["relative-drift"]["mean"] == pytest.approx(distance / origin, rel=1e-6)
+    assert "cka-clients" not in numbers  # one has no other to be like
+
+
+def test_clients_are_compared_pair_by_pair_on_what_they_sent(run, monkeypatch):
+    sent = {}
+    measure = Monitor.measure
+
+    def spy(self, server_round, w_g, replies, folder):
+        sent.update({reply.client: reply.arrays for reply in replies})
+        return measure(self, server_round, w_g, replies, folder)
+
+    monkeypatch.setattr(Monitor, "measure", spy)
+    overrides = {"diagnostics": "cka-clients", "num-rounds": 1, "local-epochs": 2}
+    numbers = history_of(run(overrides, num_clients=3))[-1]["diagnostics"]["cka-clients"]
+    config = resolve_config(SMALL | overrides)
+    taps = [taps_of(config, arrays)[1] for arrays in sent.values()]
+    for tap in TAPS:
+        each = [fast_cka(taps[i][tap], taps[j][tap]) for i, j in ((0, 1), (0, 2), (1, 2))]
+        assert numbers[tap]["mean"] == pytest.approx(np.mean(each), rel=1e-4)
+        assert numbers[tap]["variance"] == pytest.approx(np.var(each), rel=1e-2, abs=1e-9)
+        assert numbers[tap]["pairs"] == 3
+
+    monkeypatch.setattr(diagnostics.comparison, "most_paired", 2)
+    numbers = history_of(run(overrides, num_clients=3))[-1]["diagnostics"]["cka-clients"]
+    assert numbers["logits"]["pairs"] == 1
+    found = numbers["logits"]["mean"]
+    assert found == pytest.approx(fast_cka(taps[0]["logits"], taps[1]["logits"]), rel=1e-4)
+
+
+def test_a_resumed_run_has_the_numbers_of_one_that_was_not_cut(run):
+    whole = run({"num-rounds": 3, "diagnostics": "all"})
+    cut = run({"num-rounds": 2, "diagnostics": "all", "diagnostics-every": 1})
+    resume(cut, num_rounds=3)
+    assert without_times(history_of(cut)) == without_times(history_of(whole))
+
+
+@pytest.mark.parametrize("method", ["fedreco", "local", "fedrep", "fedpac", "fedcr", "ditto"])
+def test_methods_without_a_whole_global_model_are_measured_as_far_as_there_is_one(run, method):
+    folder = run(PERSONAL | {"method": method, "diagnostics": "all"}, num_clients=2)
+    numbers = history_of(folder)[-1]["diagnostics"]
+    stages = list(numbers["cka-clients"])
+    assert stages[-2:] == ["features", "logits"]  # simulated clients' own heads are at hand
+    assert numbers["deviation-bound"]["clients"].keys() == {"client-0000", "client-0001"}
+    if method == "local":  # there is no global model at all
+        assert "cka-global" not in numbers
+        assert "drift" not in numbers
+        assert "global" not in numbers["vci"]
+    elif method == "ditto":  # there is a whole one
+        assert list(numbers["cka-global"]) == stages
+        assert "global" in numbers["deviation-bound"]
+    else:  # there is a body
+        assert list(numbers["cka-global"]) == stages[:-1]
+        assert "global" in numbers["effective-rank"]
+        assert "global" not in numbers["deviation-bound"]
+        assert numbers["drift"]["mean"] > 0
+
+
+def test_fedreco_is_measured_by_the_clients_own_models_not_by_their_gradients(run):
+    overrides = PERSONAL | {"method": "fedreco", "num-rounds": 2, "fedreco.eta-u": 0.05}
+    folder = run(overrides | {"diagnostics": "cka-global,drift"}, num_clients=2)
+    numbers = history_of(folder)[-1]["diagnostics"]
+    config = resolve_config(SMALL | overrides)
+    u_0 = checkpoint(folder, 1)
+    for client in ("client-0000", "client-0001"):
+        kept = state_of(folder, client, 2)
+        own = {k.removeprefix("model/"): v for k, v in kept.items()}
+        distance = sum((own[k] - u_0[k]).double().square().sum() for k in u_0).sqrt().item()
+        assert numbers["drift"]["clients"][client] == pytest.approx(distance, rel=1e-6)
+        _, ours = taps_of(config, own, taps=["features"])
+        _, theirs = taps_of(config, u_0, taps=["features"])
+        expected = fast_cka(ours["features"], theirs["features"])
+        found = numbers["cka-global"]["features"]["clients"][client]
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_clients_of_another_architecture_are_compared_at_features_and_logits(run, monkeypatch):
+    def build(input_shape):
+        return _plain_cnn(input_shape, kernel=3, conv_widths=(4,), fc_widths=(84,))
+
+    monkeypatch.setitem(MODELS, "small-cnn", Architecture(build))
+    models = {"method": "fedreco", "client-models": "cnn-fedreco, small-cnn"}
+    folder = run(PERSONAL | models | {"diagnostics": "all"}, num_clients=2)
+    numbers = history_of(folder)[-1]["diagnostics"]
+    assert list(numbers["cka-clients"]) == ["features", "logits"]
+    assert numbers["cka-global"]["fc1"]["clients"].keys() == {"client-0000"}
+    assert numbers["cka-global"]["features"]["clients"].keys() == {"client-0000", "client-0001"}
+    assert numbers["drift"]["clients"].keys() == {"client-0000"}
+    config = resolve_config(SMALL | PERSONAL | models)
+    taps = []
+    for client, name in (("client-0000", "cnn-fedreco"), ("client-0001", "small-cnn")):
+        kept = state_of(folder, client, 1)
+        own = {k.removeprefix("model/"): v for k, v in kept.items()}
+        taps.append(taps_of(config, own, name, taps=["logits"])[1]["logits"])
+    found = numbers["cka-clients"]["logits"]["mean"]
+    assert found == pytest.approx(cka_as_printed(*taps), rel=1e-4)
+
+
+def test_a_monitor_holds_one_models_weights_at_a_time(run, monkeypatch):
+    """What is kept of each client is small: the views of its taps, none of its weights."""
+    comparison = diagnostics.comparison.Comparison
+    config = resolve_config(SMALL)
+    source = open_source(config)
+    model = model_for(config, source)
+    probe = probe_of(config, source, torch.device("cpu"), 300)
+    arrays = {k: v.clone() for k, v in model.state_dict().items()}
+    compared = comparison(DIAGNOSTICS, probe, lambda name: model, config.model.model, arrays)
+    others = {k: v + 0.01 * torch.randn(v.shape) for k, v in arrays.items()}
+    compared.add("client-0000", config.model.model, others)
+    theirs = {a.data_ptr() for a in others.values()}
+    held = [t for views in compared.views.values() for t in views.values()]
+    assert held
+    assert all(t.data_ptr() not in theirs and t.numel() <= 256**2 for t in held)
+
+
+# --- bad input -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [{"diagnostics": "vcy"}, {"diagnostics-every": 0}])
+def test_what_makes_no_sense_is_refused_with_what_is_allowed(keys):
+    with pytest.raises(ValueError, match=r"diagnostics") as caught:
+        check_config(resolve_config(keys))
+    line = str(caught.value)
+    assert "\n" not in line
+    assert "vci" in line or ">= 1" in line
+
+
+def test_names_are_taken_with_blanks_and_in_one_order():
+    assert chosen_diagnostics(" vci ,cka-global,") == ("cka-global", "vci")
+    assert chosen_diagnostics("drift, all") == DIAGNOSTICS
+    assert chosen_diagnostics("") == ()
+
+
+def test_real_sites_that_send_no_weights_cannot_be_measured():
+    config = resolve_config(SMALL | {"method": "fedreco", "diagnostics": "all"})
+    source = open_source(config)
+    model = build_network(config, source.image_shape, source.num_classes)
+    site = RosterEntry("site-a", [1], [1], [1, 28, 28], config.model.model, 84, "", 0)
+    with pytest.raises(ValueError, match="only a simulation can be measured"):
+        Monitor(config, method_of(config), source, model, {}, [site])
+
+
+# --- the command -----------------------------------------------------------------------------
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> int:
+    monkeypatch.setattr("sys.argv", ["diagnostics", *map(str, words)])
+    return diagnostics.__main__.main()
+
+
+def test_the_command_measures_saved_personal_models(run, monkeypatch, capsys, tmp_path):
+    folder = run(PERSONAL | {"method": "fedreco", "num-rounds": 1}, num_clients=2)
+    output = tmp_path / "out"
+    assert command(monkeypatch, folder, "--output", output) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(output)
+    written = json.loads((output / "numbers.json").read_text())
+    assert written["models"] == ["client-0000", "client-0001"]
+    assert written["probe"] == {"source": "digits", "samples": 359}
+    config = resolve_config(SMALL | {"method": "fedreco"})
+    taps = []
+    for client in written["models"]:
+        kept = state_of(folder, client, 1)
+        own = {k.removeprefix("model/"): v for k, v in kept.items()}
+        taps.append(taps_of(config, own, taps=["logits"])[1]["logits"])
+    found = written["diagnostics"]["cka-clients"]["logits"]["mean"]
+    assert found == pytest.approx(cka_as_printed(*taps), rel=1e-4)
+    for picture in ("cka.png", "features.png"):
+        assert (output / picture).read_bytes().startswith(b"\x89PNG")
+    assert command(monkeypatch, folder, "--output", output) == 1
+    assert "exists: nothing is overwritten" in capsys.readouterr().err
+
+
+def test_the_command_compares_checkpoints_of_methods_that_keep_nothing(run, monkeypatch, tmp_path):
+    folder = run({"num-rounds": 2})
+    [first] = (folder / "checkpoints").glob("round-00001-*")
+    output = tmp_path / "out"
+    words = ["--only", "drift,cka-global", "--samples", "100", "--output", output]
+    assert command(monkeypatch, folder, first, *words) == 0
+    numbers = json.loads((output / "numbers.json").read_text())["diagnostics"]
+    w, w_g = checkpoint(folder, 1), final_model(folder)
+    distance = sum((w[name] - w_g[name]).double().square().sum() for name in w).sqrt().item()
+    assert numbers["drift"]["mean"] == pytest.approx(distance, rel=1e-6)
+    config = resolve_config(SMALL)
+    logits = [taps_of(config, a, taps=["logits"], count=100)[1]["logits"] for a in (w, w_g)]
+    found = numbers["cka-global"]["logits"]["mean"]
+    assert found == pytest.approx(cka_as_printed(*logits), rel=1e-4)
+
+
+def test_the_command_refuses_in_one_line_what_it_cannot_measure(run, monkeypatch, capsys, tmp_path):
+    folder = run({"num-rounds": 1})
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+    other = run({"num-rounds": 1, "model": "cnn-fedcka"}) / "model.safetensors"
+    output = folder / "diagnostics-models"
+    for words, expected in (
+        ([tmp_path], "not a finished run's folder"),
+        ([folder, "client-0007"], "neither a client"),
+        ([folder, damaged], "damaged"),
+        ([folder, other], "in the run's cnn-fedreco it is"),
+        ([folder, "--only", "drifd"], "did you mean drift?"),
+        ([folder, "--samples", "1"], "at least 2"),
+    ):
+        assert command(monkeypatch, *words) == 1, words
+        line = capsys.readouterr().err.strip()
+        assert expected in line
+        assert "\n" not in line
+    assert not output.exists()
+
+
+# --- the guide -------------------------------------------------------------------------------
+
+
+def test_the_guides_table_names_every_measure():
+    assert tuple(re.findall(r"^\| `([a-z-]+)` \|", guide, re.M)) == DIAGNOSTICS
+
+
+def test_the_guides_commands_run_as_they_stand(monkeypatch, tmp_path, capsys):
+    [example] = re.findall(r"<!-- a test runs this -->\n```\n(.*?)```", guide, re.S)
+    lines = example.replace("\\\n", " ").splitlines()
+    mains = {
+        "server_app.inline": server_app.inline.main,
+        "diagnostics": diagnostics.__main__.main,
+    }
+    folder = None
+    for line in lines:
+        if folder is None:
+            line += f" 'output-dir=\"{tmp_path}\"'"
+        program, dash_m, module, *words = shlex.split(line)
+        assert (program, dash_m) == ("python", "-m")
+        words = [str(folder) if word == "RUN_FOLDER" else word for word in words]
+        monkeypatch.setattr("sys.argv", [module, *words])
+        assert mains[module]() == 0, capsys.readouterr().err
+        [folder] = tmp_path.iterdir()
+    numbers = history_of(folder)[-1]["diagnostics"]
+    assert numbers.keys() == set(DIAGNOSTICS)
+    for name in ("diagnostics", "diagnostics-models"):
+        for picture in ("cka.png", "features.png"):
+            assert (folder / name / picture).read_bytes().startswith(b"\x89PNG")
+    written = json.loads((folder / "diagnostics-models" / "numbers.json").read_text())
+    assert written["models"] == [f"client-{i:04d}" for i in range(4)]
