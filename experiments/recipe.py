@@ -52,8 +52,10 @@ class _Loader(yaml.SafeLoader):
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> Lines:
     lines: dict[Any, int] = {}
     for key_node, _ in node.value:
+        if key_node.value == "<<":
+            continue
         key, line = loader.construct_object(key_node), key_node.start_mark.line + 1
-        if key in lines and key != "<<":
+        if key in lines:
             raise ValueError(f"line {line}: {key!r} is there twice, first in line {lines[key]}")
         lines[key] = line
     loader.flatten_mapping(node)
@@ -305,7 +307,9 @@ class _Parser:
             if number is not None and type(number) not in (int, float):
                 self.refuse(body.lines["paper"], f"paper = {number!r}: a number or null is needed")
         tune = body.get("tune", {})
-        for key, values in tune.items() if isinstance(tune, Lines) else [("tune", tune)]:
+        if not isinstance(tune, dict):
+            self.refuse(body.lines["tune"], f"tune = {tune!r}: a mapping of config keys is needed")
+        for key, values in tune.items():
             if key not in default_config() or not isinstance(values, list) or not values:
                 self.refuse(
                     body.lines["tune"], f"tune: {key}: a config key with the list of its values"
