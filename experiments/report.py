@@ -106,9 +106,7 @@ def section_of(job: Path, output: Path) -> Section:
 # --- claims -----------------------------------------------------------------------------------
 
 
-def verdict_of(
-    claim: Claim, recipe: Recipe, results: Mapping[tuple[str, str], Result]
-) -> Verdict:
+def verdict_of(claim: Claim, recipe: Recipe, results: Mapping[tuple[str, str], Result]) -> Verdict:
     """Paired over seeds: held or not where a 95 % t interval of the difference leaves out 0."""
     is_rows = any(row.name == claim.left for row in recipe.rows)
     left, right = (
