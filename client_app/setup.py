@@ -8,7 +8,7 @@ import torch
 
 from client_app.methods import method_of
 from client_app.samples import Pixels
-from data.partitions import partition_indices, split_local_test
+from data.partitions import partition_indices, split_local_test, stratified_share
 from data.sources import Source, load_source
 from models import StagedModel, build_model, input_recipe
 from protocol.config import RunConfig, keel_home
@@ -57,9 +57,15 @@ def client_indices(
 @lru_cache(maxsize=2)
 def _split_over_clients(config: RunConfig, num_clients: int) -> list[np.ndarray]:
     data = config.data
-    return partition_indices(
+    labels = np.asarray(open_source(config).train.labels)
+    share = np.arange(len(labels))
+    if data.data_fraction < 1:
+        share = stratified_share(
+            labels, data.data_fraction, seed_of(config.rounds.seed, "data-fraction")
+        )
+    parts = partition_indices(
         data.partition,
-        np.asarray(open_source(config).train.labels),
+        labels[share],
         num_clients,
         alpha=data.alpha,
         classes_per_client=data.classes_per_client,
@@ -67,6 +73,7 @@ def _split_over_clients(config: RunConfig, num_clients: int) -> list[np.ndarray]
         min_size=data.min_samples,
         seed=seed_of(config.rounds.seed, "partition"),
     )
+    return [share[part] for part in parts]
 
 
 def model_for(

@@ -226,6 +226,18 @@ def partition_indices(
     )
 
 
+def stratified_share(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Sorted indices into `labels` of a random `fraction` of each class, rounded, 1 at least."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"data-fraction = {fraction}: it has to be more than 0 and at most 1")
+    shuffled = _rng(seed).permutation(len(labels))
+    kept = []
+    for label in np.unique(labels):
+        members = shuffled[labels[shuffled] == label]
+        kept.append(members[: max(1, round(fraction * len(members)))])
+    return np.sort(np.concatenate(kept))
+
+
 def split_local_test(
     indices: np.ndarray, labels: np.ndarray, fraction: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:

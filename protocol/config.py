@@ -41,6 +41,7 @@ class DataConfig:
 
     source: str = option(any_text())
     data_dir: str = option(any_text())
+    data_fraction: float = option(between(0, 1, open_low=True))
     image_size: int = option(between(0, 64))
     channels: int = option(between(0, 3))
     normalise: str = option(one_of("source", "half"))

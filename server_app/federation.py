@@ -36,6 +36,7 @@ from protocol.messages import (
 )
 from protocol.options import OptionValue
 from protocol.privacy import check_privacy, composed_budget
+from server_app.bundle import begin_bundle, finish_bundle, note_round
 from server_app.exchange import Exchange
 from server_app.report import Reporter, check_tensorboard
 from server_app.roster import (
@@ -218,6 +219,7 @@ def prepare(
         # a resume with another number of simulated clients would split the data anew
         given = {**given, "num-clients": len(roster)}
     folder.save_config(resolve_config(given), given)
+    begin_bundle(folder.path, config, list(roster.values()))
     reporter = Reporter(folder, config, method, source, list(roster.values()))
     attendees = Attendees(grid, config, hello, source, roster)
     exchange = Exchange(
@@ -255,6 +257,7 @@ def run_rounds(run: Run) -> None:
             save_arrays(run.folder.path / "model.safetensors", final, about_model(run))
         finally:
             run.reporter.finish(status, privacy_spent(run))
+        finish_bundle(run.folder.path)
         if run.monitor:
             plot_rounds(run.reporter.history, run.reporter.title(), run.folder.path / "diagnostics")
 
@@ -329,9 +332,10 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
 
     line["seconds"] = {name: round(value, 4) for name, value in seconds.items()}
     run.folder.append_history(line)  # before the checkpoint: a resume drops what is ahead of it
-    run.folder.save_checkpoint(
+    checkpoint_digest = run.folder.save_checkpoint(
         Checkpoint(server_round, tensors(following), strategy.state()), config.model.model
     )
+    note_round(run.folder.path, server_round, checkpoint_digest)
     run.reporter.round_done(line)
     return following
 

@@ -6,6 +6,7 @@ history.jsonl       one line a round;  run.log: what was logged, with times
 checkpoints/        the newest two: model, server's state, round (safetensors)
 clients/            in simulation: what each client keeps
 model.safetensors   the final model;  summary.json, accuracy.png, labels.png
+bundle.json         versions, and digests of split, files and first rounds: see bundle.py
 """
 
 import fcntl
@@ -120,8 +121,8 @@ class RunFolder:
         write_atomically(self.history_path, text.encode())
         return lines
 
-    def save_checkpoint(self, checkpoint: Checkpoint, model: str) -> None:
-        """Write this round's checkpoint, then delete all but the newest two."""
+    def save_checkpoint(self, checkpoint: Checkpoint, model: str) -> str:
+        """Write this round's checkpoint, delete all but the newest two; returns its digest."""
         folder = self.path / "checkpoints"
         folder.mkdir(exist_ok=True)
         flat = {f"model/{k}": v for k, v in checkpoint.arrays.items()}
@@ -130,10 +131,12 @@ class RunFolder:
             {k: v.contiguous() for k, v in flat.items()},
             metadata=one_line({"round": checkpoint.round, "model": model}),
         )
-        name = f"round-{checkpoint.round:05d}-{digest(content)}.safetensors"
+        content_digest = digest(content)
+        name = f"round-{checkpoint.round:05d}-{content_digest}.safetensors"
         write_atomically(folder / name, content)
         for old in sorted(folder.glob("round-*.safetensors"))[:-kept_checkpoints]:
             old.unlink()
+        return content_digest
 
     def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:
         """The newest checkpoint that can be read and whose round has its line in the history.

@@ -1,0 +1,319 @@
+"""Starts the runs of a recipe, several at once, and follows them.
+
+A run is `python -m server_app.inline` in a process of its own: the same ServerApp and ClientApp as
+under `flwr run`, to the bit. What is finished is skipped, what was cut is resumed, what fails is
+named at the end; one runner at a time works on an output folder.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from client_app.method import LocalObjective
+from client_app.methods import method_of
+from client_app.setup import client_indices, model_for, open_source
+from experiments.measure import points_of
+from experiments.plan import Options, Run, due, history_in, make_run
+from experiments.recipe import Cell, Recipe
+from protocol.config import RunConfig, app_folder, resolve_config
+from protocol.files import write_atomically
+from protocol.options import OptionValue
+from server_app.federation import check_config
+from server_app.roster import evaluates_clients
+
+log = logging.getLogger("keel.experiments")
+poll_s = 0.2
+grace_s = 10.0  # for a run that is told to end
+shown_error = 300  # characters of a failed run's last line
+
+
+# --- before the first run ---------------------------------------------------------------------
+
+
+def check_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options, output: Path) -> None:
+    """ValueError naming the recipe's line for a run that could not start.
+
+    Checks every config, its data (read, and downloaded, once), its split and its network.
+    """
+    checked: set[str] = set()
+    for cell in cells:
+        for candidate in cell.candidates:
+            try:
+                keys = {**cell.keys, **candidate}
+                run = make_run(keys, options.seeds[0], options, output)
+                if run.name not in checked:
+                    checked.add(run.name)
+                    check_run(cell, resolve_config(run.keys), recipe.shows == "labels")
+            except (ValueError, OSError) as error:
+                raise ValueError(
+                    f"{recipe.path}, lines {cell.row.line} and {cell.column.line} "
+                    f"({cell.row.name}; {cell.column.name}): {error}"
+                ) from error
+
+
+def check_run(cell: Cell, config: RunConfig, is_split_alone: bool) -> None:
+    """ValueError or OSError, one line, where this config cannot be run."""
+    check_config(config)
+    source = open_source(config)
+    client_indices(config, 0, config.rounds.num_clients)
+    if is_split_alone:
+        return
+    method = method_of(config)
+    if isinstance(method, LocalObjective):
+        method.taps(model_for(config, source))
+    if not cell.take.is_time or cell.take.how == "seconds to":
+        whom = evaluates_clients(config, method)
+        has_curve = {
+            "global.accuracy": method.has_global_model and config.rounds.evaluate_global,
+            "local_global.mean": method.has_global_model and whom != "none",
+            "personal.mean": method.is_personal and whom != "none",
+        }
+        if not has_curve[cell.of]:
+            raise ValueError(f"of = {cell.of!r}: {config.rounds.method} does not record it here")
+
+
+@contextlib.contextmanager
+def locked(output: Path) -> Iterator[TextIO]:
+    """The output folder, made if need be, for this runner alone; ValueError if that cannot be.
+
+    The runs inherit the lock, so those of a runner that was killed keep it until they end.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        file = (output / ".lock").open("w")
+    except OSError as error:
+        raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(
+                f"--output {output} is in use by another runner, or by runs that one left behind"
+            ) from error
+        yield file
+
+
+def save_job(recipe: Recipe, options: Options, output: Path) -> None:
+    """Note what was run, for the report; seeds of an earlier call with the same options stay."""
+    slug = "".join(c if c.isalnum() else "-" for c in options.label)
+    path = output / "jobs" / f"{recipe.name}--{slug}.json"
+    path.parent.mkdir(exist_ok=True)
+    seeds = list(options.seeds)
+    if path.exists():
+        earlier = json.loads(path.read_text())["seeds"]
+        seeds = earlier + [seed for seed in seeds if seed not in earlier]
+    job = {
+        "recipe": str(recipe.path),
+        "text": recipe.text,
+        "scale": options.scale,
+        "changes": dict(options.changes),
+        "seeds": seeds,
+        "full_grid": options.full_grid,
+    }
+    write_atomically(path, json.dumps(job, indent=2).encode())
+
+
+# --- the runs ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Started:
+    """A run under way: its process, its bar, and the history that it is writing."""
+
+    run: Run
+    process: subprocess.Popen[bytes]
+    slot: int
+    task: TaskID
+    log_path: Path
+    history: Path | None = None
+    size: int = 0
+    rounds: int = 0
+
+    def new_rounds(self) -> int:
+        """Rounds that were finished since the last call."""
+        if self.history is None:
+            found = self.run.attempts()
+            self.history = found[-1] / "history.jsonl" if found else None
+        if self.history is None or not self.history.exists():
+            return 0
+        size = self.history.stat().st_size
+        if size == self.size:
+            return 0
+        self.size = size
+        done = self.history.read_bytes().count(b"\n")
+        new, self.rounds = done - self.rounds, done
+        return new
+
+
+def gpu_slots() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES may say of one GPU each; empty without one."""
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    count = torch.cuda.device_count()
+    return named[:count] if named else [str(i) for i in range(count)]
+
+
+def command_of(run: Run) -> list[str]:
+    """The command line that starts the run, or goes on with its newest attempt."""
+    keys: Mapping[str, OptionValue] = {**run.keys, "output-dir": str(run.folder)}
+    for folder in reversed(run.attempts()):
+        if any((folder / "checkpoints").glob("round-*.safetensors")):
+            keys = {"resume": str(folder)}
+            break
+    words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]  # JSON values are TOML
+    module = [sys.executable, "-m", "server_app.inline", "--num-clients", str(run.clients)]
+    return [*module, *words]
+
+
+def start(run: Run, slot: int, gpus: Sequence[str], lock: TextIO, task: TaskID) -> Started:
+    """Start the run's process, on one core and at most one GPU, out of reach of our Ctrl-C."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+    log_path = run.folder / "log.txt"
+    with log_path.open("ab") as output:
+        process = subprocess.Popen(
+            command_of(run),
+            cwd=app_folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=[lock.fileno()],
+        )
+    return Started(run, process, slot, task, log_path)
+
+
+def last_error(path: Path) -> str:
+    """The last line of a run's log that says something."""
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][-shown_error:] if lines else "it wrote nothing"
+
+
+def outcome(run: Run) -> str:
+    """A finished run in a few words."""
+    folder = run.finished()
+    assert folder is not None
+    history = history_in(folder)
+    seconds = sum(sum(line["seconds"].values()) for line in history)
+    for of in ("personal.mean", "local_global.mean", "global.accuracy"):
+        if points := points_of(history, of):
+            return f"{100 * points[-1][1]:.2f} % ({of}), {seconds:.0f} s"
+    return f"{seconds:.0f} s"
+
+
+def run_recipe(
+    recipe: Recipe,
+    cells: Sequence[Cell],
+    options: Options,
+    output: Path,
+    workers: int = 0,
+    console: Console | None = None,
+) -> dict[str, str]:
+    """Run all that is not finished yet; returns the runs that failed, each with the reason.
+
+    workers: runs at a time; 0: one a GPU, without one one a core.
+    KeyboardInterrupt ends the runs under way; the next call resumes them.
+    """
+    console = console or Console()
+    gpus = gpu_slots()
+    slots = list(range(workers or len(gpus) or len(os.sched_getaffinity(0))))
+    failed: dict[str, str] = {}
+    with locked(output) as lock, progress_bars(console) as progress:
+        check_recipe(recipe, cells, options, output)
+        save_job(recipe, options, output)
+        running: list[Started] = []
+        total = progress.add_task(f"{recipe.name}, {options.label}", total=None)
+        try:
+            skipped = {
+                run.name for run in due(recipe, cells, options, output, failed) if run.finished()
+            }
+            if skipped:
+                console.print(f"{len(skipped)} runs are finished already")
+            while True:
+                runs = list(due(recipe, cells, options, output, failed))
+                progress.update(total, total=sum(r.rounds for r in runs if r.name not in skipped))
+                started = {each.run.name for each in running}
+                waiting = [
+                    r for r in runs if r.name not in started | failed.keys() and not r.finished()
+                ]
+                free = [slot for slot in slots if slot not in {each.slot for each in running}]
+                for slot, run in zip(free, waiting, strict=False):
+                    task = progress.add_task(run.name, total=run.rounds)
+                    running.append(start(run, slot, gpus, lock, task))
+                if not running:
+                    break
+                for each in follow(running, progress, total):
+                    running.remove(each)
+                    progress.remove_task(each.task)
+                    if each.run.finished():
+                        console.print(f"{each.run.name}: {outcome(each.run)}")
+                    else:
+                        failed[each.run.name] = last_error(each.log_path)
+                        reason = escape(failed[each.run.name])
+                        console.print(f"[red]failed[/] {each.run.name}: {reason}")
+        finally:
+            end(running)
+    return failed
+
+
+def progress_bars(console: Console) -> Progress:
+    """A line a run and one for all, in rounds, with the time gone and the time left."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        speed_estimate_period=3600,
+    )
+
+
+def follow(running: Sequence[Started], progress: Progress, total: TaskID) -> list[Started]:
+    """Move the bars until a run ends; returns those that have."""
+    while True:
+        ended = [each for each in running if each.process.poll() is not None]
+        for each in running:
+            if new := each.new_rounds():
+                progress.advance(each.task, new)
+                progress.advance(total, new)
+        if ended:
+            return ended
+        time.sleep(poll_s)
+
+
+def end(running: Sequence[Started]) -> None:
+    """End these runs; each has the checkpoint of its last whole round."""
+    for each in running:
+        each.process.send_signal(signal.SIGTERM)
+    for each in running:
+        try:
+            each.process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            each.process.kill()
+            each.process.wait()

@@ -1,0 +1,56 @@
+"""How a recipe is shrunk to the time there is: one stated rule, the same for every run of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from protocol.config import resolve_config
+from protocol.options import OptionValue
+
+Keys = Mapping[str, OptionValue]
+
+smallest_rounds, smallest_epochs, smallest_batch = 5, 2, 16
+scaled_evaluations = 20
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Factors of the rounds, of the training data and of the local epochs; 1 is the paper's."""
+
+    name: str
+    rounds: float
+    data: float
+    epochs: float
+
+
+SCALES = {
+    scale.name: scale
+    for scale in (
+        Scale("paper", 1, 1, 1),
+        Scale("day", 1 / 2, 1, 1 / 2),
+        Scale("hour", 1 / 5, 1 / 4, 1 / 5),
+        Scale("minutes", 1 / 20, 1 / 20, 1 / 10),
+    )
+}
+
+
+def scaled(keys: Keys, scale: Scale) -> dict[str, OptionValue]:
+    """The keys that shrink a run of these keys; none at the paper's scale.
+
+    Rounds, data and epochs times their factor, but never below 5 rounds and 2 epochs (or the
+    paper's own, where that is less). The batch size goes with the data, down to 16, so that an
+    epoch keeps its number of steps, and so does `min-samples`. 20 evaluations are made.
+    """
+    if scale.name == "paper":
+        return {}
+    config = resolve_config(keys)
+    rounds, epochs = config.rounds.num_rounds, config.train.local_epochs
+    num_rounds = max(min(rounds, smallest_rounds), round(rounds * scale.rounds))
+    batch = config.train.batch_size
+    return {
+        "num-rounds": num_rounds,
+        "local-epochs": max(min(epochs, smallest_epochs), round(epochs * scale.epochs)),
+        "data-fraction": config.data.data_fraction * scale.data,
+        "batch-size": max(min(batch, smallest_batch), round(batch * scale.data)),
+        "min-samples": max(1, round(config.data.min_samples * scale.data)),
+        "evaluate-every": max(1, num_rounds // scaled_evaluations),
+    }

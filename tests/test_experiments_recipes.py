@@ -1,0 +1,311 @@
+"""Recipes: all there, all runnable, the papers' numbers as printed, and bad ones refused by line."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments.measure import measure, parse_take
+from experiments.plan import Options, chosen, make_run
+from experiments.recipe import Recipe, known_recipes, load_recipe, parse_recipe
+from experiments.runner import check_recipe
+from experiments.scale import SCALES, scaled
+from protocol.config import resolve_config
+from server_app.federation import check_config
+
+root = Path(__file__).parent.parent
+PAPER = Options("paper", {}, [0], full_grid=True)
+
+wanted = {
+    "FedIntR": ["Table I", "Table II", "Table III", "Table IV", "Table V", "Fig. 3", "Fig. 4"]
+    + ["Fig. 5"],
+    "FedCKA": ["Table 1", "Table 2", "Table 3", "Table 4", "Fig. 2", "Fig. 4", "Fig. 5", "Fig. 6"],
+    "FedReCo": ["Table 1", "Table 2", "Table 3", "Fig. 2", "Fig. 3 (a)", "Fig. 3 (b)"],
+    "FedRCL": [
+        *("Table 1", "Table 2", "Table 3", "Table 4", "Table 5"),
+        *("Table A", "Table B", "Table C", "Table D"),
+        *("Fig. 1", "Fig. 2", "Fig. 3", "Fig. 4", "Fig. A", "Fig. B", "Fig. C"),
+    ],
+}
+
+
+def test_there_is_a_recipe_for_every_table_and_figure():
+    there = [(r.paper, r.item) for r in map(load_recipe, known_recipes())]
+    for paper, items in wanted.items():
+        for item in items:
+            of_it = [i for p, i in there if p == paper and (i == item or i.startswith(item + " "))]
+            assert len(of_it) == 1, (paper, item, of_it)
+    assert len(there) == sum(map(len, wanted.values()))
+
+
+@pytest.mark.parametrize("name", known_recipes())
+def test_every_run_of_a_recipe_has_a_config_that_makes_sense(name, tmp_path):
+    recipe = load_recipe(name)
+    checked = set()
+    for cell in recipe.cells:
+        for candidate in cell.candidates:
+            for scale in ("paper", "hour"):
+                options = Options(scale, {}, [0], full_grid=True)
+                run = make_run({**cell.keys, **candidate}, 0, options, tmp_path)
+                if run.name not in checked:
+                    checked.add(run.name)
+                    check_config(resolve_config(run.keys))
+    assert checked
+
+
+# --- the papers' numbers ----------------------------------------------------------------------
+
+titles = {
+    "FedIntR": ["Federated Learning with Intermediate Representation Regularization"],
+    "FedCKA": ["Comparisons Where It Matters", "Compare Where It Matters"],  # journal, preprint
+    "FedReCo": ["CONSENSUS OPTIMIZATION AT REPRESENTATION"],
+    "FedRCL": ["Relaxed Contrastive Learning for Federated Learning"],
+}
+# columns of FedCKA's Table 2 that one version of the paper does not have
+absent = {"Comparisons Where It Matters": "alpha 0.5", "Compare Where It Matters": "alpha 1"}
+printed = {  # what a row is called in the text, where that differs
+    "FedCKA (mu 1)": "FedCKA ($\\mu = 1$)",
+    "FedCKA (mu 10)": "FedCKA ($\\mu = 10$)",
+    "FedProx (mu 0.01)": "FedProx ($\\mu = 0.01$)",
+    "MOON (mu 1)": "MOON $(\\mu = 1)$",
+    "MOON (mu 10)": "MOON ($\\mu = 10$)",
+    "FedIntR (mu 1)": "FedIntR ($\\mu = 1$)",
+    "FedIntR (mu 10)": "FedIntR ($\\mu = 10$)",
+    "FedAvg + FitNet": "+ FitNet",  # so alone in Table C
+    "alpha_i": "α_i",
+    "Average": "α_i",  # its own line is garbled; its numbers stand in the other row's
+}
+
+
+def papers_folder() -> Path:
+    """Where the papers' texts are; skips without them: they are not ours to ship."""
+    folder = Path(os.environ.get("KEEL_PAPERS") or root.parent / "shared" / "papers")
+    if not folder.is_dir():
+        pytest.skip(f"the papers' texts are not there: {folder} (KEEL_PAPERS says where)")
+    return folder
+
+
+def text_of(title: str) -> list[str]:
+    """The lines of the paper whose beginning has this title."""
+    texts = [path.read_text() for path in papers_folder().glob("*.txt")]
+    found = [text for text in texts if title.lower() in text[:1500].lower()]
+    assert len(found) == 1, title
+    return found[0].splitlines()
+
+
+def numbers_in(line: str) -> list[float]:
+    """The numbers of a table's line: tuned values in brackets, citations and formulas left out."""
+    line = re.sub(r"\$[^$]*\$|\([^)]*\)|\[[^\]]*\]", " ", line)
+    return [float(n) for n in re.findall(r"\d+\.\d\d|\d+\.\d|\d+", line)]
+
+
+def is_within(numbers: list[float], line: list[float]) -> bool:
+    """Whether all of them are in the line, in this order."""
+    rest = iter(line)
+    return all(number in rest for number in numbers)
+
+
+def blocks(recipe: Recipe, row: str, left_out: str) -> list[list[float]]:
+    """A row's numbers as the paper prints them: one line for each data set of FedRCL's Table 1."""
+    cells = [c for c in recipe.cells if c.row.name == row and c.column.name != left_out]
+    if (recipe.paper, recipe.item) == ("FedRCL", "Table 1"):
+        sets = list(dict.fromkeys(c.column.parts[0] for c in cells))
+        groups = [[c for c in cells if c.column.parts[0] == name] for name in sets]
+    else:
+        groups = [cells]
+    return [[c.paper for c in group if c.paper is not None] for group in groups]
+
+
+tables = [
+    (name, title)
+    for name in known_recipes()
+    if "table" in name and "fedreco" not in name
+    for title in titles[load_recipe(name).paper]
+]
+
+
+@pytest.mark.parametrize(("name", "title"), tables)
+def test_the_papers_numbers_are_those_printed_on_the_rows_line(name, title):
+    recipe, text = load_recipe(name), text_of(title)
+    left_out = absent.get(title, "") if name == "fedcka-table-2" else ""
+    for row in recipe.rows:
+        label = printed.get(row.name, row.name)
+        bare = row.name == "FedAvg"  # not "FedAvg + FitNet"
+        lines = [
+            numbers_in(line.replace(label, " ", 1))
+            for line in text
+            if label in line and not (bare and "+" in line)
+        ]
+        if recipe.item == "Table II":  # its rows are called by a number
+            lines = [numbers_in(line)[1:] for line in text if line.startswith(f"{label}\t")]
+        for numbers in blocks(recipe, row.name, left_out):
+            assert numbers, f"{row.name} has no number"
+            assert any(is_within(numbers, line) for line in lines), (row.name, numbers)
+
+
+def test_fedintrs_best_mu_are_those_printed_in_brackets():
+    text = text_of(titles["FedIntR"][0])
+    for name in ("fedintr-table-1", "fedintr-table-3"):
+        for row in load_recipe(name).rows:
+            if row.tuned:
+                lines = [re.findall(r"(\d+\.\d+) \((\d[\d.]*)\)", line) for line in text]
+                want = [(paper, best) for paper, best in zip(row.paper, row.tuned, strict=True)]
+                assert any([(float(a), float(b)) for a, b in line] == want for line in lines), row
+
+
+def test_fedrecos_numbers_are_those_printed_in_their_tables():
+    text = text_of(titles["FedReCo"][0])
+    lines = {line.split("\t")[0]: line for line in text if "\t" in line}
+    for name, keys in (("fedreco-table-1", "FC"), ("fedreco-table-3", ("FMNIST", "CIFAR10"))):
+        recipe = load_recipe(name)
+        for key, column in zip(keys, recipe.columns, strict=True):
+            ours = [c.paper for c in recipe.cells if c.column == column]
+            assert numbers_in(lines[key].partition("\t")[2]) == ours
+    times = next(re.findall(r"(\d+) MIN (\d+) S", line) for line in text if " MIN " in line)
+    ours = [cell.paper for cell in load_recipe("fedreco-table-2").cells]
+    assert [60 * int(m) + int(s) for m, s in times] == ours
+
+
+# --- bad recipes ------------------------------------------------------------------------------
+
+good = """\
+title: x
+seeds: 2
+config: {source: digits, num-clients: 4, model: cnn-fedreco}
+columns:
+  a: {alpha: 0.5}
+  b: {alpha: 5.0}
+rows:
+  one: {method: fedavg, paper: [1.5, null]}
+  two: {method: fedprox}
+claims:
+  - two above one in a
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("title: x", "titel: x", 1, "did you mean title?"),
+        ("seeds: 2", "seeds: 0", 2, "a number >= 1"),
+        ("seeds: 2", "seeds: [1, 1]", 2, "different seeds"),
+        ("num-clients: 4", "num-client: 4", 3, "did you mean num-clients?"),
+        ("num-clients: 4", "seed: 4", 3, "the runner's"),
+        ("alpha: 0.5", "alpha: [0.5, 1]", 5, "a list belongs under grid"),
+        ("  b: {", "  a: {", 6, "'a' is there twice, first in line 5"),
+        ("method: fedavg", "method: fedavg, alpha: 0.1", 8, "alpha is set by 'a' (line 5)"),
+        ("[1.5, null]", "[1.5]", 8, "1 numbers for 2 columns"),
+        ("[1.5, null]", "[1.5, high]", 8, "a number or null"),
+        ("two: {method: fedprox}", "two: {take: middle}", 9, "take = 'middle'"),
+        ("two: {method: fedprox}", "two: {of: accuracy}", 9, "of = 'accuracy'"),
+        ("two: {method: fedprox}", "two: {tune: {mu: [1]}}", 9, "a config key with the list"),
+        ("two: {method: fedprox}", "two: fedprox", 9, "a mapping of config keys"),
+        ("two above one in a", "two beats one in a", 11, "ROW above ROW in COLUMN"),
+        ("two above one in a", "two above three in a", 11, "'three' is none of the rows"),
+        ("  one:", "  one: [", 9, "not YAML"),
+    ],
+)
+def test_a_bad_recipe_is_refused_with_its_line(old, new, line, words):
+    parse_recipe(good, Path("r.yaml"))
+    with pytest.raises(ValueError) as refused:
+        parse_recipe(good.replace(old, new, 1), Path("r.yaml"))
+    assert str(refused.value).startswith(f"r.yaml, line {line}: ")
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("method: fedprox", "method: fedprox, fedprox.mu: -1", "fedprox.mu = -1"),
+        ("method: fedprox", "method: fedpox", "did you mean fedprox?"),
+        ("source: digits", "source: 'npz:/nowhere/x.npz'", "/nowhere/x.npz does not exist"),
+        ("num-clients: 4", "num-clients: 2000", "from 1 to 1438"),
+        ("num-clients: 4", "lr: 0.1", "num-clients = 0"),
+        ("method: fedprox", "method: fedcka, fedcka.num-layers: 9", "num-layers = 9"),
+        ("method: fedprox", "method: fedprox, of: personal.mean", "does not record it"),
+    ],
+)
+def test_runs_that_could_not_start_are_refused_before_the_first(old, new, words, tmp_path):
+    recipe = parse_recipe(good.replace(old, new, 1), Path("r.yaml"))
+    with pytest.raises(ValueError, match=r"r\.yaml, lines \d+ and \d+ \(") as refused:
+        check_recipe(recipe, recipe.cells, PAPER, tmp_path)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_name_under_only_is_a_row_a_column_or_a_part_of_one():
+    recipe = load_recipe("fedintr-table-3")
+    cells = chosen(recipe, ["FedIntR", "CIFAR-10", "beta 5", "beta 0.1"])
+    assert [(c.row.name, c.column.name) for c in cells] == [
+        ("FedIntR", "CIFAR-10, beta 5"),
+        ("FedIntR", "CIFAR-10, beta 0.1"),
+    ]
+    assert len(chosen(recipe, ["CIFAR-100, beta 5"])) == 5
+    with pytest.raises(ValueError, match="--only 'FedAvgg': fedintr-table-3 has"):
+        chosen(recipe, ["FedAvgg"])
+
+
+# --- scales and measures ----------------------------------------------------------------------
+
+
+def test_scales_shrink_by_their_stated_factors():
+    keys = {"preset": "fedintr-table1-fmnist"}  # 100 rounds, 10 epochs, batches of 512
+    assert scaled(keys, SCALES["paper"]) == {}
+    hour = scaled(keys, SCALES["hour"])
+    assert hour == {
+        "num-rounds": 20,
+        "local-epochs": 2,
+        "data-fraction": 0.25,
+        "batch-size": 128,
+        "min-samples": 2,
+        "evaluate-every": 1,
+    }
+    short = {"preset": "fedcka-table1-tiny-imagenet", "local-epochs": 1, "batch-size": 8}
+    minutes = scaled(short, SCALES["minutes"])  # 20 rounds: the floors hold
+    assert (minutes["num-rounds"], minutes["local-epochs"], minutes["batch-size"]) == (5, 1, 8)
+
+
+def test_runs_of_one_setting_have_one_folder_and_a_scaled_one_another(tmp_path):
+    table, figure = load_recipe("fedintr-table-1"), load_recipe("fedintr-figure-5")
+    a = make_run(table.cell("FedAvg", "CIFAR-10").keys, 0, PAPER, tmp_path)
+    b = make_run(figure.cell("FedAvg", "E = 10").keys, 0, PAPER, tmp_path)
+    assert a.folder == b.folder
+    hour = Options("hour", {}, [0], full_grid=True)
+    changed = Options("paper", {"lr": 0.5}, [0], full_grid=True)
+    keys = table.cell("FedAvg", "CIFAR-10").keys
+    others = [make_run(keys, 0, hour, tmp_path), make_run(keys, 1, PAPER, tmp_path)]
+    others += [make_run(keys, 0, changed, tmp_path)]
+    assert len({a.folder, *(other.folder for other in others)}) == 4
+    # another method's option is none of this run's business
+    same = make_run({**keys, "moon.mu": 0.3}, 0, PAPER, tmp_path)
+    assert same.folder == a.folder
+
+
+accuracies = [0.10, 0.40, 0.20, 0.80, 0.60]
+history = [
+    {"round": i, "client_seconds": 10.0 * i, "global": {"accuracy": value}}
+    for i, value in enumerate(accuracies, start=1)
+]
+
+
+@pytest.mark.parametrize(
+    ("take", "at", "shrunk", "expected"),
+    [
+        ("final", 5, 1.0, 60.0),
+        ("final", 3, 1.0, 20.0),
+        ("best", 5, 1.0, 80.0),
+        ("median 3", 5, 1.0, 60.0),
+        ("mean 2", 5, 1.0, 70.0),
+        ("mean 4", 5, 0.5, 70.0),  # a window of 4 of the paper's rounds is 2 of half as many
+        ("median 10", 5, 0.05, 60.0),  # never less than the last
+        ("ema 0.5", 3, 1.0, 22.5),  # ((0.5 * 10 + 0.5 * 40) + 20) / 2
+        ("seconds to 40", 5, 1.0, 30.0),
+        ("seconds to 90", 5, 1.0, None),
+        ("seconds a round", 5, 1.0, 30.0),
+        ("final", 6, 1.0, None),  # not there yet
+    ],
+)
+def test_measures_of_a_history(take, at, shrunk, expected):
+    found = measure(history, "global.accuracy", parse_take(take), at, shrunk)
+    assert found == (expected if expected is None else pytest.approx(expected))

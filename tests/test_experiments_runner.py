@@ -1,0 +1,426 @@
+"""The runner on digits: what it runs, skips, resumes and survives; the report and verify after it."""
+
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import final_model, history_of, same_bits
+
+from experiments import __main__ as command_line
+from experiments import runner
+from experiments.plan import Options, Result, due, run_of, winner
+from experiments.recipe import Claim, Recipe, load_recipe, parse_recipe
+from experiments.report import verdict_of, write_report
+from experiments.verify import checks
+from server_app.inline import run_inline
+
+root = Path(__file__).parent.parent
+sweep = root / "docs" / "sweep.yaml"
+ONCE = ("--seeds", "1", "--only", "unlike clients")
+wait_s = 120.0
+
+
+def main(*words: str) -> int:
+    """The command line, in this process; a run of the runner still has one of its own."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return command_line.main(words)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder after half of the documented example: two runs of three rounds."""
+    output = tmp_path_factory.mktemp("experiments")
+    assert main("run", str(sweep), "--output", str(output), *ONCE) == 0
+    return output
+
+
+def folders(output: Path) -> list[Path]:
+    """The folders of all attempts, by the name of their run."""
+    return [path.parent for path in sorted(output.glob("runs/*/*/config.json"))]
+
+
+def test_the_documented_sweep_gives_what_the_same_runs_give_by_hand(swept, tmp_path):
+    assert len(folders(swept)) == 2
+    for folder in folders(swept):
+        given = json.loads((folder / "config.json").read_text())["given"]
+        assert given["alpha"] == 0.5
+        by_hand = run_inline({**given, "output-dir": str(tmp_path)}, 4)
+        assert same_bits(final_model(folder), final_model(by_hand))
+
+
+def test_what_is_finished_is_not_run_again(swept, monkeypatch, capsys):
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(runner.subprocess, "Popen", refuse)
+    assert main("run", str(sweep), "--output", str(swept), *ONCE) == 0
+    assert "2 runs are finished already" in capsys.readouterr().out
+
+
+def test_a_failing_run_is_survived_and_named(swept, tmp_path, capsys):
+    text = sweep.read_text().replace("[0.01, 1.0]", "[0.01, 1.0e+30]")
+    recipe = tmp_path / "diverging.yaml"
+    recipe.write_text(text)
+    before = folders(swept)
+    assert main("run", str(recipe), "--output", str(swept), *ONCE) == 1
+    said = capsys.readouterr().out
+    assert "failed" in said
+    assert "values that are not finite" in said
+    assert "1 runs are finished already" in said  # the sweep's own, shared
+    new = set(folders(swept)) - set(before)
+    assert len(new) == 1
+    shutil.rmtree(new.pop().parent)
+    (job,) = swept.glob("jobs/diverging*")
+    job.unlink()
+
+
+def long_recipe(folder: Path) -> Path:
+    """A recipe of one run, long enough to be interrupted."""
+    path = folder / "long.yaml"
+    path.write_text(
+        "config: {source: digits, model: cnn-fedreco, num-clients: 4, num-rounds: 20, lr: 0.05}\n"
+        "rows:\n  FedAvg: {method: fedavg}\n"
+    )
+    return path
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until it holds; fails after `wait_s`."""
+    deadline = time.monotonic() + wait_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path) -> Iterator[Callable[[], tuple[int, str, int]]]:
+    """A runner in a process of its own; interrupted() stops it in the middle of its run."""
+    words = ["run", str(long_recipe(tmp_path)), "--output", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "experiments", *words],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+    def stop() -> tuple[int, str, int]:
+        def rounds() -> int:
+            return sum(len(history_of(f)) for f in folders(tmp_path / "out") if has_history(f))
+
+        wait_for(lambda: rounds() >= 2)
+        assert main(*words) == 1  # a second runner on the same folder
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=wait_s)
+        return process.returncode, said, rounds()
+
+    try:
+        yield stop
+    finally:
+        if process.poll() is None:
+            process.terminate()  # it ends its runs
+            process.wait(30)
+
+
+def has_history(folder: Path) -> bool:
+    return (folder / "history.jsonl").exists()
+
+
+def processes_with(word: str) -> list[int]:
+    """Ids of processes that have `word` in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if word.encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_an_interrupted_runner_goes_on_bit_for_bit(interrupted, tmp_path, capsys):
+    code, said, rounds = interrupted()
+    assert (code, "stopped" in said) == (130, True), said
+    assert "in use by another runner" in capsys.readouterr().err
+    assert 2 <= rounds < 20, "it was over before it was interrupted"
+    assert processes_with(str(tmp_path / "out")) == []
+    (cut,) = folders(tmp_path / "out")
+    assert not (cut / "summary.json").exists()
+    kept = (cut / "history.jsonl").read_text().splitlines()
+
+    recipe, output = long_recipe(tmp_path), tmp_path / "out"
+    assert main("run", str(recipe), "--output", str(output)) == 0
+    assert folders(output) == [cut]  # resumed, not begun anew
+    after = (cut / "history.jsonl").read_text().splitlines()
+    assert after[: len(kept) - 1] == kept[:-1]  # at most the round in flight was run again
+    assert [json.loads(line)["round"] for line in after] == list(range(1, 21))
+    given = json.loads((cut / "config.json").read_text())["given"]
+    whole = run_inline({**given, "output-dir": str(tmp_path / "whole")}, 4)
+    assert same_bits(final_model(cut), final_model(whole))
+
+
+def test_each_run_has_one_gpu_in_turn_and_one_thread(tmp_path, monkeypatch):
+    recipe = load_recipe(str(sweep))
+    run = next(due(recipe, recipe.cells, options(), tmp_path, ()))
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(runner.subprocess, "Popen", lambda command, **how: seen.append(how))
+    with (tmp_path / "lock").open("w") as lock:
+        for slot in range(3):
+            runner.start(run, slot, ["4", "7"], lock, runner.TaskID(0))
+    assert [how["env"]["CUDA_VISIBLE_DEVICES"] for how in seen] == ["4", "7", "4"]
+    assert {how["env"]["OMP_NUM_THREADS"] for how in seen} == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--output", "/dev/null/x"], "cannot be written"),
+        (["--seeds", "-1"], "--seeds -1"),
+        (["--set", "seed=3"], "--set seed"),
+        (["--set", "lr=high"], "did you mean"),
+        (["--only", "FedAvgg"], "--only 'FedAvgg'"),
+    ],
+)
+def test_bad_words_are_refused_in_one_line(words, said, tmp_path, capsys):
+    assert main("run", str(sweep), "--output", str(tmp_path), *words) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+# --- tuning -----------------------------------------------------------------------------------
+
+tuned = """\
+config: {source: digits, num-clients: 4, model: cnn-fedreco, method: fedprox}
+rows:
+  FedProx: {tune: {fedprox.mu: [0.1, 1, 10]}, tuned: 1}
+"""
+
+
+def options(**changed: Any) -> Options:
+    """One seed at the paper's scale, unless said otherwise."""
+    return Options(**{"scale": "paper", "changes": {}, "seeds": [0], "full_grid": True, **changed})
+
+
+def fake_runs(recipe: Recipe, output: Path, how: Options, results: dict[float, float]) -> None:
+    """Leave for seed 0 and each mu the folder of a finished run with that accuracy."""
+    for mu, accuracy in results.items():
+        run = run_of(recipe.cells[0], {"fedprox.mu": mu}, 0, how, output)
+        folder = run.folder / "attempt"
+        folder.mkdir(parents=True)
+        config = {"config": dict(runner.resolve_config(run.keys).flat)}
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "summary.json").write_text('{"status": "finished"}')
+        line = {"round": run.rounds, "global": {"accuracy": accuracy}, "client_seconds": 1.0}
+        (folder / "history.jsonl").write_text(json.dumps(line) + "\n")
+
+
+def test_the_best_of_the_first_seed_is_run_with_the_others(tmp_path):
+    recipe, how = parse_recipe(tuned, Path("t.yaml")), options(seeds=[0, 1])
+    first = list(due(recipe, recipe.cells, how, tmp_path, ()))
+    assert [(r.keys["fedprox.mu"], r.keys["seed"]) for r in first] == [(0.1, 0), (1, 0), (10, 0)]
+    fake_runs(recipe, tmp_path, how, {0.1: 0.5, 10: 0.7})
+    assert len(list(due(recipe, recipe.cells, how, tmp_path, ()))) == 3  # one is not there yet
+    given_up = {first[1].name}
+    then = list(due(recipe, recipe.cells, how, tmp_path, given_up))
+    assert (then[-1].keys["fedprox.mu"], then[-1].keys["seed"]) == (10, 1)
+    fake_runs(recipe, tmp_path, how, {1: 0.9})
+    assert winner(recipe.cells[0], how, tmp_path, ()) == {"fedprox.mu": 1}
+    # without the full grid, the paper's best alone
+    only = list(due(recipe, recipe.cells, options(full_grid=False), tmp_path, ()))
+    assert [r.keys["fedprox.mu"] for r in only] == [1]
+
+
+def test_results_of_other_defaults_are_refused(tmp_path):
+    recipe, how = parse_recipe(tuned, Path("t.yaml")), options()
+    fake_runs(recipe, tmp_path, how, {0.1: 0.5})
+    run = run_of(recipe.cells[0], {"fedprox.mu": 0.1}, 0, how, tmp_path)
+    path = run.folder / "attempt" / "config.json"
+    path.write_text(path.read_text().replace('"momentum": 0.9', '"momentum": 0.8'))
+    with pytest.raises(ValueError, match=r"momentum = 0\.8, by today's defaults it is 0\.9"):
+        run.finished()
+
+
+# --- the report -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "above", "word", "detail"),
+    [
+        ({0: 52.0, 1: 53.0, 2: 51.5}, {0: 50.0, 1: 51.0, 2: 50.0}, True, "held", "+1.83 ± 0.29"),
+        ({0: 50.0, 1: 51.0, 2: 50.0}, {0: 52.0, 1: 53.0, 2: 51.5}, True, "not held", "-1.83"),
+        ({0: 50.0, 1: 51.0, 2: 50.0}, {0: 52.0, 1: 53.0, 2: 51.5}, False, "held", "-1.83"),
+        ({0: 52.0, 1: 49.0, 2: 55.0}, {0: 50.0, 1: 51.0, 2: 50.0}, True, "not decided", "+1.67"),
+        ({0: 52.0}, {0: 50.0, 1: 51.0}, True, "not decided", "one seed"),
+        ({}, {0: 50.0}, True, "not run", ""),
+    ],
+)
+def test_a_claim_is_judged_over_paired_seeds(left, right, above, word, detail):
+    """3 seeds: t(0.975, 2) = 4.303; sd 0.289 reaches 0.72, sd 3.51 reaches 8.7."""
+    recipe = parse_recipe(
+        "rows:\n  A: {method: fedavg}\n  B: {method: fedprox}\nclaims: [A above B in result]\n",
+        Path("c.yaml"),
+    )
+    results = {
+        (name, "result"): Result(recipe.cell(name, "result"), {}, by_seed, len(by_seed))
+        for name, by_seed in (("A", left), ("B", right))
+    }
+    claim = Claim("", "A", "B", above, "result")
+    verdict = verdict_of(claim, recipe, results)
+    assert verdict.word == word
+    assert detail in verdict.detail
+
+
+class Cells(HTMLParser):
+    """The cells of a page's tables, row by row, and every address that the page refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.addresses += [v or "" for k, v in attributes if k in ("src", "href")]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data
+
+
+def test_the_report_holds_the_numbers_of_the_histories(swept):
+    page, text = write_report(swept)
+    cells = Cells()
+    cells.feed(page.read_text())
+    for folder in folders(swept):
+        mu = json.loads((folder / "config.json").read_text())["given"]["fedprox.mu"]
+        mean = statistics.fmean(100 * line["global"]["accuracy"] for line in history_of(folder)[1:])
+        (row,) = [row for row in cells.rows if row and row[0] == f"fedprox.mu = {mu}"]
+        assert row[1:] == ["–", f"{mean:.2f}", "–", "–", "–", "–"]
+        assert f"| fedprox.mu = {mu} | {mean:.2f} | – |" in text.read_text()
+    assert ["like clients above unlike clients in fedprox.mu = 1.0", "not run", ""] in cells.rows
+    pictures = [a for a in cells.addresses if a.startswith("data:image/")]
+    assert len(pictures) == 2  # the curves, and how the classes lie over the clients
+    assert all(a.startswith(("data:image/", "#")) for a in cells.addresses)  # it opens offline
+    for line in text.read_text().splitlines():
+        if line.startswith("!["):
+            assert (swept / line.rpartition("(")[2].rstrip(")")).is_file()
+
+
+def browser() -> str:
+    """A headless browser, if there is one; skips without."""
+    found = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+    )
+    if not found:
+        pytest.skip("no Chromium or Chrome on PATH: sorting is not tried in a browser")
+    return found
+
+
+def test_a_click_on_a_heading_sorts_in_a_real_browser(swept, tmp_path):
+    page, _ = write_report(swept)
+    click = """<script>
+      const heads = document.querySelectorAll("table.sortable thead tr:last-child button");
+      const read = () => [...document.querySelectorAll("table.sortable tbody tr")].map(
+        row => row.cells[2].textContent).join();
+      const seen = [];
+      heads[2].click(); seen.push(read()); heads[2].click(); seen.push(read());
+      document.title = seen.join(";");
+    </script>"""
+    copy = tmp_path / "page.html"
+    copy.write_text(page.read_text().replace("</html>", click + "</html>"))
+    dump = subprocess.run(
+        [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", copy.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    falling, rising = dump.partition("<title>")[2].partition("</title>")[0].split(";")
+    values = [float(value) for value in falling.split(",")]
+    assert len(values) == 2
+    assert values == sorted(values, reverse=True)
+    assert rising.split(",") == falling.split(",")[::-1]
+
+
+def test_labels_need_no_run(tmp_path):
+    recipe = tmp_path / "labels.yaml"
+    recipe.write_text(
+        "shows: labels\nconfig: {source: digits, num-clients: 4, method: fedavg}\n"
+        "columns:\n  even: {alpha: 100.0}\n  odd: {alpha: 0.1}\nrows:\n  digits: {}\n"
+    )
+    output = tmp_path / "out"
+    assert main("run", str(recipe), "--output", str(output)) == 0
+    page, text = write_report(output)
+    assert page.read_text().count("<img ") == 2
+    assert "digits, odd: samples of each class by client" in text.read_text()
+    assert not (output / "runs").exists()
+
+
+# --- verify -----------------------------------------------------------------------------------
+
+
+def wrong(folder: Path) -> list[str]:
+    """What verify finds wrong, replaying two rounds."""
+    return [check.found for check in checks(folder, 2) if not check.is_right]
+
+
+@pytest.fixture
+def copied(swept: Path, tmp_path: Path) -> Path:
+    """A copy of one finished run, to be tampered with."""
+    return Path(shutil.copytree(folders(swept)[0], tmp_path / "run"))
+
+
+def test_a_finished_run_verifies_to_the_bit(swept, capsys):
+    assert main("verify", str(folders(swept)[0])) == 0
+    said = capsys.readouterr().out
+    assert "split: " in said
+    assert said.count("the same to the bit") == 2
+    assert "1 runs, 0 things wrong" in said
+
+
+def test_files_that_are_not_the_runs_are_found(copied):
+    model = copied / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"\x01")
+    assert [found.partition(":")[0] for found in wrong(copied)] == ["model.safetensors"]
+
+
+def test_accuracies_that_the_replay_does_not_give_are_found(copied):
+    lines = history_of(copied)
+    lines[1]["global"]["accuracy"] += 0.05
+    (copied / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [found.partition(":")[0] for found in wrong(copied)] == ["history.jsonl", "round 2"]
+
+
+def test_another_split_and_other_weights_are_found(copied):
+    """A bundle that fits its files, but not the run: only the replay can tell."""
+    bundle = json.loads((copied / "bundle.json").read_text())
+    bundle["split"] = bundle["rounds"]["1"] = "0" * 16
+    (copied / "bundle.json").write_text(json.dumps(bundle))
+    assert [found.partition(":")[0] for found in wrong(copied)] == ["split", "round 1"]
+
+
+def test_a_run_that_did_not_end_is_not_verified(copied):
+    bundle = json.loads((copied / "bundle.json").read_text())
+    del bundle["files"]
+    (copied / "bundle.json").write_text(json.dumps(bundle))
+    assert wrong(copied) == ["the run has not ended: there is nothing to hold it to"]
+    assert main("verify", str(copied.parent / "nothing")) == 1
