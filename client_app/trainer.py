@@ -1,6 +1,8 @@
 """The one loop of local training: SGD on a local objective, frozen models read once a sample."""
 
+import functools
 import logging
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +13,7 @@ from client_app.look_ahead import look_ahead_term
 from client_app.method import Arrays, Batch, LocalObjective, Update
 from client_app.round import ClientRound
 from client_app.samples import Step, num_variants
+from client_app.sgd import SGD
 from models import StagedModel
 
 log = logging.getLogger("keel.client")
@@ -154,13 +157,10 @@ def descend(
     Modes (`train`, `requires_grad_`) are the caller's.
     """
     train = now.config.train
-    rate = lr * now.lr_factor
-    optimizer = torch.optim.SGD(
+    optimizer = SGD(
         parameters,
-        lr=rate,
         momentum=train.momentum if momentum is None else momentum,
         weight_decay=train.weight_decay if weight_decay is None else weight_decay,
-        fused=True,
     )
     sums = MeanTerms({})
     num_steps = 0
@@ -169,15 +169,14 @@ def descend(
         torch.manual_seed(now.seed("dropout", stream))
         for epoch, step in steps_of(now, stream, duration):
             rate = lr * now.lr_factor * train.lr_decay_epoch**epoch
-            optimizer.param_groups[0]["lr"] = rate
             terms = terms_of(step)
-            optimizer.zero_grad(set_to_none=True)
-            sum(terms.values(), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+            optimizer.zero_grad()
+            functools.reduce(operator.add, terms.values()).backward()  # type: ignore[no-untyped-call]
             if after_backward:
                 after_backward()
             if train.clip_norm:
                 torch.nn.utils.clip_grad_norm_(parameters, train.clip_norm)
-            optimizer.step()
+            optimizer.step(rate)
             if after_step:
                 after_step(rate)
             sums.add(terms, len(step.y))
