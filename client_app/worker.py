@@ -20,6 +20,9 @@ from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, Instruction
 
+# As this process found it: OMP_NUM_THREADS, which Ray sets to a client's share, or all cores.
+threads_given = torch.get_num_threads()
+
 NodeConfig = Mapping[str, bool | int | float | str]
 
 
@@ -87,6 +90,12 @@ def own_architecture(config: RunConfig, node_config: NodeConfig) -> str:
     return config.model.model
 
 
+def compile_passes(model: StagedModel) -> None:
+    """From now on the model's passes, to the logits or to taps, are compiled at first use."""
+    for name in ("forward", "run"):
+        setattr(model, name, torch.compile(getattr(model, name)))
+
+
 class Worker:
     """Builds each network once a process and lends it to one client after the other."""
 
@@ -104,6 +113,8 @@ class Worker:
             model = model_for(config, open_source(config), name)
             self._initial[name] = {k: v.clone() for k, v in model.state_dict().items()}
             self._networks[name, slot] = model.to(device)
+            if config.train.compile:
+                compile_passes(model)
         return self._networks[name, slot]
 
     def initial_weights(self, name: str) -> Arrays:
@@ -124,7 +135,7 @@ class Worker:
     ) -> ClientRound:
         """Everything that a method reads of this client in this round."""
         config = instruction.config
-        torch.set_num_threads(config.train.threads)
+        torch.set_num_threads(config.train.threads or threads_given)
         device = device_for(str(node_config.get("device", config.train.device)))
         pixels = pixels_of(config, open_source(config))
         train, test = (

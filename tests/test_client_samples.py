@@ -187,10 +187,8 @@ def test_samples_are_a_copy():
 
 def test_normalise_is_the_plain_expression_bit_for_bit():
     samples, _ = colour_samples()
-    scale, shift = (
-        torch.tensor(v).view(1, -1, 1, 1) for v in zip(*zip(COLOUR.std, COLOUR.mean, strict=True))
-    )
-    plain = samples.images.float() * (1 / (255 * scale)) - shift / scale
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (COLOUR.mean, COLOUR.std))
+    plain = samples.images.float() * (1 / (255 * std)) - mean / std
     for images in (samples.images, samples.images.contiguous()):
         x = COLOUR.normalise(images)
         assert torch.equal(x, plain)

@@ -1,4 +1,4 @@
-"""The fused step against torch.optim.SGD bit for bit, and against a start that loads no compiler."""
+"""The fused step against torch.optim.SGD bit for bit, and a start that loads no compiler."""
 
 import subprocess
 import sys
