@@ -31,10 +31,14 @@ curves = (
     ("personal", "mean", "personal models, clients' test parts"),
     ("personal", "worst_decile", "personal models, worst tenth of clients"),
 )
+with_clients = ("local_global", "personal")  # hold each client's accuracy in "clients"
 
 
 class Reporter:
-    """Follows one run; `history` holds the rounds' lines, those of before a resume included."""
+    """Follows one run; `history` holds the rounds' lines, those of before a resume included.
+
+    Without what they say of single clients: history.jsonl has that, memory would grow with it.
+    """
 
     def __init__(
         self,
@@ -57,14 +61,14 @@ class Reporter:
 
     def begin(self, history: list[dict[str, Any]]) -> None:
         """The rounds start now, after those in `history`."""
-        self.history = history
+        self.history = [without_clients(line) for line in history]
         self.rounds_before = len(history)
         self.started = time.monotonic()
         log.info("run folder: %s", self.folder.path)
 
     def round_done(self, line: dict[str, Any]) -> None:
         """One line in the log: round, accuracy, time gone, time left."""
-        self.history.append(line)
+        self.history.append(without_clients(line))
         gone = time.monotonic() - self.started
         done, total = line["round"], self.config.rounds.num_rounds
         left = gone / (len(self.history) - self.rounds_before) * (total - done)
@@ -124,6 +128,15 @@ class Reporter:
             "results": results,
             "privacy": privacy,
         }
+
+
+def without_clients(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of the history less each client's accuracy and the names of who took part."""
+    return {
+        key: {n: v for n, v in value.items() if n != "clients"} if key in with_clients else value
+        for key, value in line.items()
+        if key != "participants"
+    }
 
 
 def moving_average(values: Sequence[float], decay: float = 0.9) -> float:
