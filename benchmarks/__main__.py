@@ -1,4 +1,4 @@
-"""`make bench`: all of it; `python -m benchmarks steps engine scale`: parts. Into bench.json, .md."""
+"""`make bench`: all parts, into bench.json and bench.md; `python -m benchmarks steps`: one."""
 
 import argparse
 import json

@@ -73,7 +73,7 @@ def train(
     w_p.load_state_dict(previous or received)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-5)
     part = data.parts[client]
-    for index in part[torch.randperm(len(part))].split(batch_size):
+    for index in torch.split(part[torch.randperm(len(part))], batch_size):
         x, y = data.x[index], data.y[index]
         z = model.features(x)
         loss = F.cross_entropy(model.out(z), y)
@@ -122,7 +122,9 @@ def accuracy(model: nn.Module, data: Data) -> float:
     with torch.no_grad():
         hits = [
             int((model(x).argmax(1) == y).sum())
-            for x, y in zip(data.x_test.split(500), data.y_test.split(500), strict=True)
+            for x, y in zip(
+                torch.split(data.x_test, 500), torch.split(data.y_test, 500), strict=True
+            )
         ]
     return sum(hits) / len(data.y_test)
 

@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from client_app.methods import method_of
 from client_app.methods.fedintr import cosines, representation_losses, similarity_weights
 from client_app.round import ClientRound
 from client_app.setup import model_for, open_source
 from client_app.worker import Worker
+from models import StagedModel
 from protocol.config import RunConfig, resolve_config
 from protocol.messages import Instruction
 from protocol.options import OptionValue
@@ -36,7 +38,7 @@ def random_source(folder: Path, num: int) -> str:
     return f"npz:{path}"
 
 
-def weights(config: RunConfig, seed: int) -> dict[str, torch.Tensor]:
+def weights(config: RunConfig, seed: int) -> dict[str, Tensor]:
     """Of the run's network, drawn from a seed."""
     return model_for(config, open_source(config), seed=seed).state_dict()
 
@@ -80,18 +82,16 @@ def plain_fedintr(keys: Keys) -> Run:
         sgd = torch.optim.SGD(local.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-5)
         names = local.regularised_stages
 
-        def z_of(net: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-            logits, taps = net.run(x, names)  # type: ignore[operator]
-            heads = net.tap_heads
-            return logits, [
-                heads[n](tap.flatten(1))  # type: ignore[index]
-                for n, tap in zip(names, taps, strict=True)
-            ]
+        def z_of(net: StagedModel, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+            logits, taps = net.run(x, names)
+            assert logits is not None
+            named = zip(names, taps, strict=True)
+            return logits, [net.tap_heads[n](tap.flatten(1)) for n, tap in named]
 
         for epoch in range(config.train.local_epochs):
             generator = torch.Generator().manual_seed(epoch)
             order = torch.randperm(len(x_all), generator=generator)
-            for index in order.split(config.train.batch_size):
+            for index in torch.split(order, config.train.batch_size):
                 x, y = x_all[index], now.train_samples.labels[index]
                 logits, z = z_of(local, x)
                 with torch.no_grad():

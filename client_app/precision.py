@@ -15,7 +15,8 @@ def products(precision: str) -> Iterator[None]:
 
     torch's own default lets convolutions use TF32. Without a GPU nothing changes.
     """
-    places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]  # made when imported
+    places = (torch.backends.cuda.matmul, convolutions)
     before = [place.fp32_precision for place in places]
     for place in places:
         place.fp32_precision = "tf32" if precision == "tf32" else "ieee"
