@@ -9,7 +9,7 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION = 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: help env demo test test-slow lint clean
+.PHONY: help env demo test test-slow bench lint clean
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /: /'
 
@@ -33,6 +33,9 @@ test: lint  ## style, types and all tests but the slow ones
 
 test-slow: $(READY)  ## the tests that take minutes each
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m slow --timeout 1800
+
+bench: $(READY)  ## speed, as ratios against bare loops and FedAvg: bench.json, bench.md
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

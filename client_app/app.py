@@ -59,7 +59,7 @@ def roster(message: Message, context: Context) -> RecordDict:
     config = read_instruction(message).config
     node = context.node_config
     source = open_source(config)
-    train, test = own_splits(config, node)
+    train, test = own_splits(config, node, with_images=False)
     name = own_architecture(config, node)
     model = worker.network(config, name, "local", device_for("cpu"))
     entry = RosterEntry(

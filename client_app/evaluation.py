@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from client_app.precision import products
 from client_app.samples import Samples
 
 
@@ -19,6 +20,7 @@ class Score:
 
 
 @torch.no_grad()
+@products("fp32")
 def evaluate(model: nn.Module, samples: Samples) -> Score:
     """The score of the model in eval mode; its mode is restored. ValueError without samples."""
     if len(samples) == 0:

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.augment import draw_flips, flip, random_crop, random_rotation
+from data.augment import draw_flips, random_crop, random_rotation
 from protocol.config import DataConfig, TrainConfig
 
 evaluation_batch = 500
@@ -23,18 +23,19 @@ class Pixels:
 
     def normalise(self, images: Tensor) -> Tensor:
         """[B, C, H, W] of pixels 0..255, any dtype, as float32 in channels-last memory."""
-        scale, shift = _scale_and_shift(self, images.device)
-        x = images.to(torch.float32, copy=True).mul_(scale).sub_(shift)
-        return x.contiguous(memory_format=torch.channels_last)
+        batch, channels, height, width = images.shape
+        scale, shift = _scale_and_shift(self, width, images.device)
+        # whole rows of interleaved channels: three numbers at a time are too few for the processor
+        rows = images.permute(0, 2, 3, 1).reshape(batch, height, width * channels)
+        x = rows.to(torch.float32, copy=True).mul_(scale).sub_(shift)
+        return x.view(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
 @lru_cache(maxsize=8)
-def _scale_and_shift(pixels: Pixels, device: torch.device) -> tuple[Tensor, Tensor]:
-    """1 / (255 std) and mean / std, [1, C, 1, 1]: made once, as a copy to a device waits for it."""
-    std, mean = (
-        torch.tensor(v, device=device).view(1, -1, 1, 1) for v in (pixels.std, pixels.mean)
-    )
-    return 1 / (255 * std), mean / std
+def _scale_and_shift(pixels: Pixels, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """1 / (255 std) and mean / std of a row, [W * C]: made once, as a copy to a device waits."""
+    std, mean = (torch.tensor(v, device=device) for v in (pixels.std, pixels.mean))
+    return (1 / (255 * std)).repeat(width), (mean / std).repeat(width)
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,20 @@ class Samples:
     ) -> None:
         """images uint8 [N, C, H, W], labels int64 [N]; both are copied to the device."""
         # tensor() copies: out of the memory map, which all workers share, to the device
-        self.images = torch.tensor(np.asarray(images), device=device)
+        self.images = torch.tensor(np.asarray(images), device=device).contiguous(
+            memory_format=torch.channels_last
+        )
         self.labels = torch.tensor(np.asarray(labels), device=device)
         self.pixels = pixels
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @cached_property
+    def plain_and_mirrored(self) -> Tensor:
+        """uint8 [2 N, H, W, C]: the images, then their mirror images; a flip is an index then."""
+        images = self.images.permute(0, 2, 3, 1)
+        return torch.cat([images, images.flip(2)])
 
     def batches(
         self, batch_size: int, augmentation: DataConfig, generator: torch.Generator
@@ -73,22 +82,21 @@ class Samples:
 
         Every draw comes from `generator` on the CPU, so it is the same on every device.
         """
-        flips = augmentation.flip
-        device = self.labels.device
-        order = torch.randperm(len(self), generator=generator)
+        flips, num, device = augmentation.flip, len(self), self.labels.device
+        forms = self.plain_and_mirrored if flips else self.images.permute(0, 2, 3, 1)
+        order = torch.randperm(num, generator=generator)
         for index in torch.split(order, batch_size):
-            on_device = index.to(device, non_blocking=True)
-            images = self.images.index_select(0, on_device)
             variant = torch.zeros(len(index), dtype=torch.int64)
             if flips:
-                is_flipped = draw_flips(len(index), generator)
-                images, variant = flip(images, is_flipped), is_flipped.long()
+                variant = draw_flips(len(index), generator).long()
+            form = (index + num * variant).to(device, non_blocking=True)
+            images = forms.index_select(0, form).permute(0, 3, 1, 2)
             if augmentation.crop_padding:
                 images = random_crop(images, augmentation.crop_padding, generator, fill=0.0)
             if augmentation.rotation:
                 images = random_rotation(images.float(), augmentation.rotation, generator, fill=0.0)
-            x = self.pixels.normalise(images)
-            yield Step(x, self.labels.index_select(0, on_device), index, variant)
+            y = self.labels.index_select(0, form % num if flips else form)
+            yield Step(self.pixels.normalise(images), y, index, variant)
 
     def in_order(self, batch_size: int = evaluation_batch) -> Iterator[tuple[Tensor, Tensor]]:
         """All samples as they are, (x, y) batches in the order of storage."""

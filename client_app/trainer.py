@@ -1,6 +1,8 @@
 """The one loop of local training: SGD on a local objective, frozen models read once a sample."""
 
+import functools
 import logging
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,8 +11,10 @@ from torch import Tensor
 
 from client_app.look_ahead import look_ahead_term
 from client_app.method import Arrays, Batch, LocalObjective, Update
+from client_app.precision import forward_in, losses_in_float32, products
 from client_app.round import ClientRound
 from client_app.samples import Step, num_variants
+from client_app.sgd import SGD
 from models import StagedModel
 
 log = logging.getLogger("keel.client")
@@ -35,6 +39,7 @@ class FrozenTaps:
         self.num_models = int(objective.uses_global) + int(objective.uses_previous)
         self.budget_bytes = now.config.train.cache_mb * 2**20  # of all frozen models together
         self.client, self.is_first = now.client, is_first
+        self.precision = now.config.train.precision
         is_read_twice = now.config.train.local_epochs > 1
         self.is_cached = is_read_twice and self.variants > 0 and self.budget_bytes > 0
         self.known = torch.zeros(self.variants * self.num_samples, dtype=torch.bool)
@@ -43,8 +48,10 @@ class FrozenTaps:
     @torch.no_grad()
     def compute(self, x: Tensor) -> list[Tensor]:
         """Straight from the model, which runs no further than the last tap."""
-        _, taps = self.model.run(x, self.taps, to_logits=False)
-        return self.objective.represent(self.model, taps)
+        with forward_in(self.precision, x.device):
+            _, taps = self.model.run(x, self.taps, to_logits=False)
+        with losses_in_float32(self.precision, x.device):  # as of the local model
+            return self.objective.represent(self.model, taps)
 
     @torch.no_grad()
     def of(self, step: Step) -> list[Tensor]:
@@ -154,30 +161,28 @@ def descend(
     Modes (`train`, `requires_grad_`) are the caller's.
     """
     train = now.config.train
-    rate = lr * now.lr_factor
-    optimizer = torch.optim.SGD(
+    optimizer = SGD(
         parameters,
-        lr=rate,
         momentum=train.momentum if momentum is None else momentum,
         weight_decay=train.weight_decay if weight_decay is None else weight_decay,
-        fused=True,
     )
     sums = MeanTerms({})
     num_steps = 0
     total_lr = 0.0
-    with torch.random.fork_rng(devices=[now.device] if now.device.type == "cuda" else []):
+    cuda = [now.device] if now.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), products(train.precision):
         torch.manual_seed(now.seed("dropout", stream))
         for epoch, step in steps_of(now, stream, duration):
             rate = lr * now.lr_factor * train.lr_decay_epoch**epoch
-            optimizer.param_groups[0]["lr"] = rate
-            terms = terms_of(step)
-            optimizer.zero_grad(set_to_none=True)
-            sum(terms.values(), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+            with forward_in(train.precision, now.device):
+                terms = terms_of(step)
+            optimizer.zero_grad()
+            functools.reduce(operator.add, terms.values()).backward()  # type: ignore[no-untyped-call]
             if after_backward:
                 after_backward()
             if train.clip_norm:
                 torch.nn.utils.clip_grad_norm_(parameters, train.clip_norm)
-            optimizer.step()
+            optimizer.step(rate)
             if after_step:
                 after_step(rate)
             sums.add(terms, len(step.y))
@@ -232,13 +237,14 @@ def objective_terms(
             round=now,
             global_model=global_model,
         )
-        terms = {"supervised": objective.supervised(batch)}
-        penalty = objective.penalty(batch) if has_penalty else None
-        if penalty is not None:
-            terms["penalty"] = penalty
-        ahead = look_ahead_term(now, model)
-        if ahead is not None:
-            terms["look-ahead"] = ahead
+        with losses_in_float32(now.config.train.precision, now.device):
+            terms = {"supervised": objective.supervised(batch)}
+            penalty = objective.penalty(batch) if has_penalty else None
+            if penalty is not None:
+                terms["penalty"] = penalty
+            ahead = look_ahead_term(now, model)
+            if ahead is not None:
+                terms["look-ahead"] = ahead
         return terms
 
     return terms_of

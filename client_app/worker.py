@@ -4,6 +4,7 @@ Nothing here belongs to a client: a run gives the same result whichever process 
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,11 @@ from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, Instruction
 
+# As this process found it: OMP_NUM_THREADS, which Ray sets to a client's share, or all cores.
+threads_given = torch.get_num_threads()
+
+samples_kept_bytes = 256 * 2**20  # in each worker, of clients played before
+
 NodeConfig = Mapping[str, bool | int | float | str]
 
 
@@ -35,8 +41,10 @@ def client_name(node_config: NodeConfig) -> str:
     )
 
 
-def own_splits(config: RunConfig, node_config: NodeConfig) -> tuple[ImageSplit, ImageSplit]:
-    """(training, local test) images of this client.
+def own_splits(
+    config: RunConfig, node_config: NodeConfig, with_images: bool = True
+) -> tuple[ImageSplit, ImageSplit]:
+    """(training, local test) images of this client; none of them, but all labels, if not asked for.
 
     Its own where its node config names a `source`; else its partition of the run's source.
     """
@@ -56,7 +64,10 @@ def own_splits(config: RunConfig, node_config: NodeConfig) -> tuple[ImageSplit, 
     parts = client_indices(
         config, int(node_config["partition-id"]), int(node_config["num-partitions"])
     )
-    own, test = (ImageSplit(train.images[part], train.labels[part]) for part in parts)
+    own, test = (
+        ImageSplit(train.images[part if with_images else part[:0]], train.labels[part])
+        for part in parts
+    )
     return own, test
 
 
@@ -87,6 +98,12 @@ def own_architecture(config: RunConfig, node_config: NodeConfig) -> str:
     return config.model.model
 
 
+def compile_passes(model: StagedModel) -> None:
+    """From now on the model's passes, to the logits or to taps, are compiled at first use."""
+    for name in ("forward", "run"):
+        setattr(model, name, torch.compile(getattr(model, name)))
+
+
 class Worker:
     """Builds each network once a process and lends it to one client after the other."""
 
@@ -94,16 +111,45 @@ class Worker:
         self._key: tuple[object, ...] = ()
         self._networks: dict[tuple[str, str], StagedModel] = {}
         self._initial: dict[str, Arrays] = {}
+        self._samples: dict[frozenset[tuple[str, object]], tuple[Samples, Samples]] = {}
+
+    def _forget_other_runs(self, config: RunConfig, device: torch.device) -> None:
+        if (config, device) != self._key:
+            self._key = (config, device)
+            self._networks, self._initial, self._samples = {}, {}, {}
+
+    def samples(
+        self, config: RunConfig, node_config: NodeConfig, device: torch.device
+    ) -> tuple[Samples, Samples]:
+        """(training, local test) samples of this client, kept for its next round.
+
+        Of all clients, the last ones played are kept, within `samples_kept_bytes`.
+        """
+        self._forget_other_runs(config, device)
+        client = frozenset(node_config.items())
+        own = self._samples.pop(client, None)
+        if own is None:
+            pixels = pixels_of(config, open_source(config))
+            splits = own_splits(config, node_config)
+            train, test = (Samples(s.images, s.labels, pixels, device) for s in splits)
+            own = (train, test)
+        self._samples[client] = own  # the newest is the last
+        forms = 3 if config.data.flip else 1  # with flips: as they are, and plain and mirrored
+        sizes = {c: sum(forms * s.images.nbytes for s in kept) for c, kept in self._samples.items()}
+        for other in list(self._samples)[:-1]:
+            if sum(sizes.values()) > samples_kept_bytes:
+                del self._samples[other], sizes[other]
+        return own
 
     def network(self, config: RunConfig, name: str, slot: str, device: torch.device) -> StagedModel:
         """The network `name` of this run; one instance a slot ("local", "global", ...)."""
-        key = (config, device)  # another run: forget the networks of the one before
-        if key != self._key:
-            self._key, self._networks, self._initial = key, {}, {}
+        self._forget_other_runs(config, device)
         if (name, slot) not in self._networks:
             model = model_for(config, open_source(config), name)
             self._initial[name] = {k: v.clone() for k, v in model.state_dict().items()}
             self._networks[name, slot] = model.to(device)
+            if config.train.compile:
+                compile_passes(model)
         return self._networks[name, slot]
 
     def initial_weights(self, name: str) -> Arrays:
@@ -124,13 +170,9 @@ class Worker:
     ) -> ClientRound:
         """Everything that a method reads of this client in this round."""
         config = instruction.config
-        torch.set_num_threads(config.train.threads)
+        torch.set_num_threads(config.train.threads or threads_given)
         device = device_for(str(node_config.get("device", config.train.device)))
-        pixels = pixels_of(config, open_source(config))
-        train, test = (
-            Samples(np.asarray(s.images), np.asarray(s.labels), pixels, device)
-            for s in own_splits(config, node_config)
-        )
+        train, test = self.samples(config, node_config, device)
         return ClientRound(
             config=config,
             client=client_name(node_config),
@@ -163,6 +205,7 @@ def state_folder(instruction: Instruction, node_config: NodeConfig) -> StateFold
     return StateFolder(run_dir / "clients" / name)
 
 
+@lru_cache(maxsize=4)  # the roster asks once a client, of networks that are the same
 def representation_width(config: RunConfig, model: StagedModel) -> int:
     """How many entries the representation of one image has, at the method's split."""
     method = method_of(config)

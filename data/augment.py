@@ -1,7 +1,7 @@
 """Augmentation of a whole batch [B, C, H, W] at once, on the device that holds it.
 
 Every draw comes from a CPU generator, so that a seed means the same flips, shifts and angles on any
-device. Each augmentation is two functions: one that draws, and one that does what was drawn.
+device. Drawing is a function of its own; mirrored images need no other one: `Samples` keeps them.
 `fill` is the value of pixels from outside the image, one number or one per channel: for images
 that are normalised already, the normalised value of black rather than 0.
 """
@@ -15,32 +15,21 @@ from torch.nn import functional as F
 Fill = float | Tensor
 
 
-def flip(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` with the samples where `mask` [B] is true mirrored left to right."""
-    return torch.where(mask.to(x.device)[:, None, None, None], x.flip(-1), x)
-
-
 def draw_flips(batch_size: int, generator: torch.Generator) -> Tensor:
-    """A mask for `flip`: bool [B] on the CPU, true with probability 1/2."""
+    """Which samples to mirror left to right: bool [B] on the CPU, true with probability 1/2."""
     return torch.randint(2, (batch_size,), generator=generator).bool()
 
 
 def shift(x: Tensor, offsets: Tensor, fill: Fill = 0.0) -> Tensor:
     """Sample b moved by offsets[b] = (dy, dx) pixels, int64 [B, 2]; positive is down and right."""
     batch, channels, height, width = x.shape
-    dy, dx = offsets.to(x.device)[:, :, None].unbind(1)  # [B, 1] each
-    rows = torch.arange(height, device=x.device) - dy  # [B, H]: the row that comes here
-    columns = torch.arange(width, device=x.device) - dx  # [B, W]
-    moved = x[
-        torch.arange(batch, device=x.device)[:, None, None, None],
-        torch.arange(channels, device=x.device)[:, None, None],
-        rows.clamp(0, height - 1)[:, None, :, None],
-        columns.clamp(0, width - 1)[:, None, None, :],
-    ]
-    is_inside = ((rows >= 0) & (rows < height))[:, None, :, None] & (
-        (columns >= 0) & (columns < width)
-    )[:, None, None, :]
-    return torch.where(is_inside, moved, _per_channel(fill, x))
+    margin = int(offsets.abs().max()) if batch else 0
+    size = (batch, channels, height + 2 * margin, width + 2 * margin)
+    framed = _per_channel(fill, x).expand(size).contiguous()
+    framed[:, :, margin : margin + height, margin : margin + width] = x
+    windows = framed.unfold(2, height, 1).unfold(3, width, 1)  # [B, C, dy, dx, H, W], a view
+    dy, dx = (margin - offsets).to(x.device).unbind(1)
+    return windows[torch.arange(batch, device=x.device), :, dy, dx]
 
 
 def random_crop(x: Tensor, padding: int, generator: torch.Generator, fill: Fill = 0.0) -> Tensor:

@@ -13,6 +13,8 @@ import numpy as np
 
 # Drawing again is cheap; this many failures mean that a split as asked for is next to impossible.
 MAX_DRAWS = 10_000
+# ... or this many numbers drawn, about 20 seconds: 500 draws for 200 classes and 2,000 clients.
+MAX_NUMBERS = 200_000_000
 
 
 def iid_partition(labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
@@ -28,7 +30,8 @@ def dirichlet_partition(
     """Per class, shares over clients ~ Dir(alpha) (Yurochkin et al. 2019); client sizes vary.
 
     Small alpha, few classes a client. Shares are redrawn until every client has `min_size` samples;
-    ValueError if there are too few samples for that, or if `MAX_DRAWS` draws did not get there.
+    ValueError if there are too few samples for that, or if `MAX_DRAWS` draws, or `MAX_NUMBERS`
+    shares, did not get there.
     """
     _check(labels, num_clients)
     _check_alpha(alpha)
@@ -41,7 +44,8 @@ def dirichlet_partition(
         )
     rng = _rng(seed)
     classes, class_sizes = np.unique(labels, return_counts=True)
-    for _ in range(MAX_DRAWS):
+    max_draws = min(MAX_DRAWS, max(1, MAX_NUMBERS // (len(classes) * num_clients)))
+    for _ in range(max_draws):
         shares = rng.dirichlet(np.full(num_clients, alpha), size=len(classes))  # [K, N]
         ends = np.floor(np.cumsum(shares, axis=1) * class_sizes[:, None]).astype(np.int64)
         ends[:, -1] = class_sizes  # a sum of floats may fall short of 1
@@ -49,7 +53,7 @@ def dirichlet_partition(
         if counts.sum(axis=0).min() >= min_size:
             return _deal(labels, counts.T, rng)
     raise ValueError(
-        f"partition = 'dirichlet': in {MAX_DRAWS} draws with alpha = {alpha}, not once did each "
+        f"partition = 'dirichlet': in {max_draws} draws with alpha = {alpha}, not once did each "
         f"of {num_clients} clients get min-samples = {min_size} of {len(labels)} samples; raise "
         "alpha, or lower min-samples or the number of clients"
     )
@@ -117,10 +121,12 @@ def classes_partition(
         )
     rng = _rng(seed)
     holds = np.zeros((num_clients, len(classes)), dtype=bool)
+    holders = np.zeros(len(classes), dtype=np.int64)
     for client in range(num_clients):  # the least held classes, ties by chance
-        by_holders = np.lexsort((rng.random(len(classes)), holds.sum(axis=0)))
-        holds[client, by_holders[:classes_per_client]] = True
-    for label, size, num_holders in zip(classes, class_sizes, holds.sum(axis=0), strict=True):
+        chosen = np.lexsort((rng.random(len(classes)), holders))[:classes_per_client]
+        holds[client, chosen] = True
+        holders[chosen] += 1
+    for label, size, num_holders in zip(classes, class_sizes, holders, strict=True):
         if size < num_holders:
             raise ValueError(
                 f"classes-per-client = {classes_per_client} for {num_clients} clients: class "
@@ -139,16 +145,18 @@ def _levelled_counts(holds: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
     counts = np.zeros(holds.shape, dtype=np.int64)
     for k, size in enumerate(class_sizes):
         counts[holds[:, k], k] = _level(np.zeros(holds[:, k].sum(), dtype=np.int64), size)
+    totals = counts.sum(axis=1)  # [N], kept up to date
+    holders_of = [np.flatnonzero(holds[:, k]) for k in range(len(class_sizes))]
     is_level = False
     while not is_level:
         is_level = True
-        for k, size in enumerate(class_sizes):
-            holders = np.flatnonzero(holds[:, k])
-            totals = counts[holders].sum(axis=1)
-            others = totals - counts[holders, k]
+        for k, (size, holders) in enumerate(zip(class_sizes, holders_of, strict=True)):
+            before = totals[holders]
+            others = before - counts[holders, k]
             dealt = 1 + _level(others + 1, size - len(holders))
-            if ((others + dealt) ** 2).sum() < (totals**2).sum():
+            if ((others + dealt) ** 2).sum() < (before**2).sum():
                 counts[holders, k] = dealt
+                totals[holders] = others + dealt
                 is_level = False
     return counts
 

@@ -8,6 +8,7 @@ No method names a layer of a concrete model, and no model knows a method.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 
@@ -78,8 +79,7 @@ class StagedModel(nn.Module):
         """Logits [B, num_classes]."""
         for stage in self.stages.values():
             x = stage(x)
-        logits: Tensor = self.classifier(self.neck(x))
-        return logits
+        return _in_full(self.classifier(self.neck(x)))
 
     def run(
         self, x: Tensor, taps: Sequence[str] = (), *, to_logits: bool = True
@@ -97,7 +97,7 @@ class StagedModel(nn.Module):
             x = module(x)
             if depth in depths:
                 found[depth] = x
-        return x if to_logits else None, [found[d] for d in depths]
+        return _in_full(x) if to_logits else None, [_in_full(found[d]) for d in depths]
 
     def extract(self, x: Tensor, split: str) -> Tensor:
         """Output of stage `split`; of the neck, [B, feature_width], if it is the last stage."""
@@ -112,7 +112,7 @@ class StagedModel(nn.Module):
         """Logits from the tap `after`, as `run` returns it: a stage's output is not yet necked."""
         for module in self._chain()[self._depth(after) :]:
             h = module(h)
-        return h
+        return _in_full(h)
 
     def extractor_keys(self, split: str) -> list[str]:
         """The state_dict keys of the stages up to and including `split`."""
@@ -145,3 +145,8 @@ class StagedModel(nn.Module):
     def _split_tap(self, split: str) -> str:
         is_last = self._stage_index(split) == len(self.stages) - 1
         return "features" if is_last else split
+
+
+def _in_full(x: Tensor) -> Tensor:
+    """What an autocast pass computed in bfloat16, as float32, which losses are taken in."""
+    return x.float() if x.dtype is torch.bfloat16 else x

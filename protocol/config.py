@@ -79,7 +79,9 @@ class TrainConfig:
     weight_decay: float = option(at_least(0))
     clip_norm: float = option(at_least(0))
     device: str = option(any_text())
-    threads: int = option(at_least(1))
+    threads: int = option(at_least(0))
+    precision: str = option(one_of("fp32", "tf32", "bf16"))
+    compile: bool = option(true_or_false())
     cache_mb: int = option(at_least(0))
 
 

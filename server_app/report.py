@@ -35,6 +35,7 @@ curves = (
     ("personal", "mean", "personal models, clients' test parts"),
     ("personal", "worst_decile", "personal models, worst tenth of clients"),
 )
+with_clients = ("local_global", "personal")  # hold each client's accuracy in "clients"
 
 
 def check_tensorboard(rounds: RoundsConfig) -> None:
@@ -47,7 +48,10 @@ def check_tensorboard(rounds: RoundsConfig) -> None:
 
 
 class Reporter:
-    """Follows one run; `history` holds the rounds' lines, those of before a resume included."""
+    """Follows one run; `history` holds the rounds' lines, those of before a resume included.
+
+    Without what they say of single clients: history.jsonl has that, memory would grow with it.
+    """
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class Reporter:
 
     def begin(self, history: list[dict[str, Any]], privacy: dict[str, Any] | None) -> None:
         """The rounds start now, after those in `history`."""
-        self.history = history
+        self.history = [without_clients(line) for line in history]
         self.rounds_before = len(history)
         self.started = time.monotonic()
         log.info("run folder: %s", self.folder.path)
@@ -100,7 +104,7 @@ class Reporter:
 
     def round_done(self, line: dict[str, Any]) -> None:
         """One line in the log: round, accuracy, time gone, time left."""
-        self.history.append(line)
+        self.history.append(without_clients(line))
         if self.events:
             for name, value in scalars(line).items():
                 self.events.add_scalar(name, value, line["round"])
@@ -176,6 +180,15 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
     found |= {f"seconds/{name}": value for name, value in line["seconds"].items()}
     found |= {name: line[name] for name in ("bytes_down", "bytes_up", "refused")}
     return found | {"left_out": len(line["left_out"])}
+
+
+def without_clients(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of the history less each client's accuracy and the names of who took part."""
+    return {
+        key: {n: v for n, v in value.items() if n != "clients"} if key in with_clients else value
+        for key, value in line.items()
+        if key != "participants"
+    }
 
 
 def moving_average(values: Sequence[float], decay: float = 0.9) -> float:

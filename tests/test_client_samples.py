@@ -183,3 +183,13 @@ def test_samples_are_a_copy():
     ((x, y),) = samples.in_order()
     assert x.max() == 0
     assert y.max() == 0
+
+
+def test_normalise_is_the_plain_expression_bit_for_bit():
+    samples, _ = colour_samples()
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (COLOUR.mean, COLOUR.std))
+    plain = samples.images.float() * (1 / (255 * std)) - mean / std
+    for images in (samples.images, samples.images.contiguous()):
+        x = COLOUR.normalise(images)
+        assert torch.equal(x, plain)
+        assert x.is_contiguous(memory_format=torch.channels_last)

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from data.augment import draw_flips, flip, random_crop, random_rotation, rotate, shift
+from data.augment import draw_flips, random_crop, random_rotation, rotate, shift
 
 
 def images(batch, channels, height, width, seed=0):
@@ -35,12 +35,6 @@ def each_pixel(x, value):
                 for j in range(width):
                     out[b, c, i, j] = value(b, c, i, j)
     return out
-
-
-def test_flip_mirrors_the_samples_of_the_mask():
-    x, mask = images(4, 2, 3, 5), torch.tensor([True, False, False, True])
-    expected = each_pixel(x, lambda b, c, i, j: x[b, c, i, 4 - j if mask[b] else j])
-    assert torch.equal(flip(x, mask), expected)
 
 
 def test_about_half_of_the_samples_flip():

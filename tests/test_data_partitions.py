@@ -3,10 +3,12 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
+import data.partitions
 from data.partitions import (
     PARTITIONS,
     _cumulative_ratios,
     _level,
+    _levelled_counts,
     classes_partition,
     dirichlet_balanced_partition,
     dirichlet_partition,
@@ -314,3 +316,63 @@ def test_local_test_part_of_another_seed_is_another():
     first, second = (split_local_test(np.arange(100), labels, 0.2, seed)[1] for seed in (0, 1))
     assert not np.array_equal(first, second)
     assert np.bincount(labels[first]).tolist() == [5, 5, 5, 5]
+
+
+def levelled_counts_plainly(holds, class_sizes):
+    """As `_levelled_counts`, every client's size summed anew from all its classes."""
+    counts = np.zeros(holds.shape, dtype=np.int64)
+    for k, size in enumerate(class_sizes):
+        holders = np.flatnonzero(holds[:, k])
+        counts[holders, k] = _level(np.zeros(len(holders), dtype=np.int64), size)
+    is_level = False
+    while not is_level:
+        is_level = True
+        for k, size in enumerate(class_sizes):
+            holders = np.flatnonzero(holds[:, k])
+            totals = counts[holders].sum(axis=1)
+            others = totals - counts[holders, k]
+            dealt = 1 + _level(others + 1, size - len(holders))
+            if ((others + dealt) ** 2).sum() < (totals**2).sum():
+                counts[holders, k] = dealt
+                is_level = False
+    return counts
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_clients_of_classes_are_levelled_as_by_the_plain_sums(seed):
+    generator = np.random.default_rng(seed)
+    num_clients, num_classes = generator.integers(3, 60), generator.integers(2, 15)
+    holds = generator.random((num_clients, num_classes)) < 0.4
+    holds[generator.integers(num_clients, size=num_classes), np.arange(num_classes)] = True
+    sizes = holds.sum(axis=0) + generator.integers(0, 500, num_classes)
+    assert np.array_equal(_levelled_counts(holds, sizes), levelled_counts_plainly(holds, sizes))
+
+
+def test_the_least_held_classes_are_dealt_first():
+    """Holders counted anew for every client, with the same draws."""
+    labels, num_clients, each = np.arange(2000) % 20, 33, 3
+    parts = classes_partition(labels, num_clients, each, seed=4)
+    rng = np.random.Generator(np.random.PCG64(4))
+    holds = np.zeros((num_clients, 20), dtype=bool)
+    for client in range(num_clients):
+        order = np.lexsort((rng.random(20), holds.sum(axis=0)))
+        holds[client, order[:each]] = True
+    for part, held in zip(parts, holds, strict=True):
+        assert np.array_equal(np.unique(labels[part]), np.flatnonzero(held))
+
+
+@pytest.mark.timeout(60)
+def test_many_clients_and_classes_take_seconds():
+    labels = np.arange(100_000) % 200
+    for parts in (
+        classes_partition(labels, 2000, 10, seed=1),
+        dirichlet_partition(labels, 2000, 0.5, seed=1),
+    ):
+        assert len(parts) == 2000
+        assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(100_000))
+
+
+def test_a_hopeless_dirichlet_split_is_given_up_after_so_many_numbers(monkeypatch):
+    monkeypatch.setattr(data.partitions, "MAX_NUMBERS", 12_000)
+    with pytest.raises(ValueError, match=r"in 30 draws with alpha = 0\.01"):
+        dirichlet_partition(np.arange(800) % 4, 100, 0.01, seed=1, min_size=8)

@@ -156,7 +156,7 @@ def test_an_unknown_method_is_refused_with_its_neighbours():
         ("lr", -0.1), ("lr-decay", 0.0), ("batch-size", 0), ("partition", "sorted"),
         ("channels", 2), ("image-size", 27), ("image-size", 65), ("weighting", "equal"),
         ("norm", "layer"),
-        ("local-test-fraction", 1.0), ("round-timeout", 0.0), ("alpha", 0.0), ("threads", 0),
+        ("local-test-fraction", 1.0), ("round-timeout", 0.0), ("alpha", 0.0), ("threads", -1),
         ("flip", 1), ("seed", -1), ("cache-mb", True), ("evaluate-clients", "some"),
     ],
 )  # fmt: skip

@@ -60,7 +60,7 @@ class Extractor(nn.Module):
         for stage in self.stages.values():
             x = stage(x)
         out: Tensor = self.neck(x)
-        return out
+        return out.float()  # bfloat16 under `precision = "bf16"`
 
 
 @dataclass(frozen=True)

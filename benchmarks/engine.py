@@ -1,0 +1,249 @@
+"""Whole rounds under `flwr run`: W1 and W2 against the bare loops, and many clients.
+
+Every run has a SuperLink of its own, ended with everything that it started. Beside the wall time of
+a round stand the processor seconds of all processes together, which other work disturbs less.
+"""
+
+import itertools
+import os
+import secrets
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.options import OptionValue
+
+root = Path(__file__).resolve().parent.parent
+page_bytes, ticks = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
+Keys = dict[str, OptionValue]
+W1: Keys = {
+    "source": "fashion-mnist",
+    "model": "cnn-fedintr",
+    "image-size": 28,
+    "channels": 1,
+    "alpha": 0.5,
+    "method": "fedavg",
+}
+W2: Keys = {**W1, "method": "moon", "moon.mu": 1.0, "moon.tau": 0.5}
+
+
+@dataclass
+class Process:
+    """One process of ours, as /proc shows it."""
+
+    pid: int
+    command: str
+    cpu_s: float
+    memory_mb: float
+
+
+def processes(mark: str) -> list[Process]:
+    """The living processes that have this mark in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() not in (folder / "environ").read_bytes().split(b"\0"):
+                continue
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended, or belongs to another user
+            continue
+        if stat[0] not in "ZX":
+            cpu_s = sum(int(stat[n]) for n in (11, 12, 13, 14)) / ticks  # with ended children
+            found.append(
+                Process(int(folder.name), command, cpu_s, int(stat[21]) * page_bytes / 2**20)
+            )
+    return found
+
+
+def end(mark: str) -> None:
+    """End the processes with this mark."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes(mark):
+            try:
+                os.kill(process.pid, number)
+            except ProcessLookupError:
+                continue
+        deadline = time.monotonic() + 10
+        while processes(mark) and time.monotonic() < deadline:
+            time.sleep(0.2)
+
+
+@dataclass
+class RoundCost:
+    """Of one round: wall and processor seconds. Memory after it, in MB: server, largest worker."""
+
+    wall_s: float
+    cpu_s: float
+    server_mb: float = 0.0
+    worker_mb: float = 0.0
+
+
+@contextmanager
+def superlink_home(home: Path) -> Iterator[tuple[str, dict[str, str], Path]]:
+    """(mark, environment, folder of the app) for one `flwr run`; its processes are ended after."""
+    folder = Path(tempfile.mkdtemp(prefix="keel-b-"))  # short: Ray's sockets lie in it
+    mark = f"KEEL_BENCHMARK={secrets.token_hex(16)}"
+    sockets = [socket.socket() for _ in range(2)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    http, control = (each.getsockname()[1] for each in sockets)
+    for each in sockets:
+        each.close()
+    app = folder / "app"
+    shutil.copytree(root, app, ignore=shutil.ignore_patterns(".*", "*.egg-info", "__pycache__"))
+    shutil.copy(root / ".gitignore", app)
+    env = os.environ | {
+        mark.partition("=")[0]: mark.partition("=")[2],
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "FLWR_HOME": str(folder / "flwr"),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(http),
+        "FLWR_LOCAL_CONTROL_API_PORT": str(control),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "KEEL_HOME": str(home),
+        "RAY_TMPDIR": str(folder),
+    }
+    try:
+        yield mark, env, app
+    finally:
+        end(mark)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def keel_rounds(home: Path, keys: Keys, num_clients: int, timeout_s: float) -> list[RoundCost]:
+    """The cost of every round but the first, under `flwr run` with one core a client.
+
+    A round is the time between two lines of history.jsonl: all of it, checkpoint included.
+    RuntimeError with the end of the run's output if it fails or takes too long.
+    """
+    with superlink_home(home) as (mark, env, app):
+        out = Path(env["FLWR_HOME"]).parent / "runs"
+        given = {**keys, "output-dir": str(out)}
+        config = " ".join(
+            f'{k}="{v}"' if isinstance(v, str) else f"{k}={str(v).lower()}"
+            for k, v in given.items()
+        )
+        federation = f"num-supernodes={num_clients} client-resources-num-cpus=1"
+        log = app.parent / "log"
+        command = ["flwr", "run", ".", "--stream", "--run-config", config]
+        with log.open("w") as stream:
+            flwr = subprocess.Popen(
+                [*command, "--federation-config", federation],
+                cwd=app,
+                env=env,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+        seen: list[tuple[float, list[Process]]] = []
+        deadline = time.monotonic() + timeout_s
+        while len(seen) < keys["num-rounds"]:  # type: ignore[operator]  # an int
+            lines = [line for f in out.glob("*/history.jsonl") for line in f.open()]
+            if len(lines) > len(seen):
+                seen.append((time.perf_counter(), processes(mark)))
+            has_failed = flwr.poll() not in (None, 0)
+            if has_failed or time.monotonic() > deadline:
+                raise RuntimeError(f"the run did not finish:\n{log.read_text()[-2000:]}")
+            time.sleep(0.01)
+        flwr.wait(timeout=60)
+    costs = []
+    for (before, old), (after, new) in itertools.pairwise(seen):
+        cpu_s = sum(p.cpu_s for p in new) - sum(p.cpu_s for p in old)
+        workers = [p.memory_mb for p in new if p.command.startswith("ray::")]
+        server = [p.memory_mb for p in new if "flwr-simulation" in p.command]
+        costs.append(
+            RoundCost(after - before, cpu_s, max(server, default=0.0), max(workers, default=0.0))
+        )
+    return costs
+
+
+def bare_rounds(home: Path, method: str, num_processes: int, rounds: int) -> list[RoundCost]:
+    """The cost of every round but the first of benchmarks/bare.py."""
+    command = [sys.executable, "-m", "benchmarks.bare", method]
+    done = subprocess.run(
+        [*command, "--processes", str(num_processes), "--rounds", str(rounds)],
+        env=os.environ | {"KEEL_HOME": str(home)},
+        cwd=root,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=900,
+        check=True,
+    )
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return [RoundCost(float(wall), float(cpu)) for wall, cpu, _ in lines[1:]]
+
+
+def against_bare(home: Path, repetitions: int, rounds: int) -> list[dict[str, object]]:
+    """W1 and W2: medians over all rounds of all repetitions, the three forms taking turns."""
+    rows: list[dict[str, object]] = []
+    for name, keys in (("W1", W1), ("W2 (MOON)", W2)):
+        costs: dict[str, list[RoundCost]] = {"flwr run": [], "bare, 1": [], "bare, 2": []}
+        method = str(keys["method"])
+        for _ in range(repetitions):
+            costs["flwr run"] += keel_rounds(home, {**keys, "num-rounds": rounds}, 10, 900)
+            costs["bare, 1"] += bare_rounds(home, method, 1, rounds)
+            costs["bare, 2"] += bare_rounds(home, method, 2, rounds)
+        wall = {form: statistics.median(c.wall_s for c in each) for form, each in costs.items()}
+        cpu = {form: statistics.median(c.cpu_s for c in each) for form, each in costs.items()}
+        for form, bound in (("bare, 1", None), ("bare, 2", 0.8)):
+            rows.append(
+                {
+                    "what": f"{name}: flwr run with 2 workers / {form} process(es), s a round",
+                    "wall_seconds": [round(wall["flwr run"], 3), round(wall[form], 3)],
+                    "cpu_seconds": [round(cpu["flwr run"], 3), round(cpu[form], 3)],
+                    "cpu_ratio": round(cpu["flwr run"] / cpu[form], 3),
+                    "ratio": round(wall["flwr run"] / wall[form], 3),
+                    "to_reach": bound,
+                }
+            )
+            print(rows[-1], flush=True)
+        worker_mb = max(c.worker_mb for c in costs["flwr run"])
+        rows.append({"what": f"{name}: largest worker, resident MB", "ratio": round(worker_mb)})
+    return rows
+
+
+def scale(
+    home: Path, counts: tuple[int, ...], source_of: dict[int, str]
+) -> list[dict[str, object]]:
+    """10 of so many clients a round, 30 samples each: seconds a round, the server's memory."""
+    costs = {}
+    for count in counts:
+        keys: Keys = {
+            "source": source_of[count],
+            "model": "cnn-fedreco",
+            "partition": "iid",
+            "fraction-train": 10 / count,
+            "num-rounds": 8,
+        }
+        costs[count] = keel_rounds(home, keys, count, 900)
+    wall = {n: statistics.median(c.wall_s for c in each) for n, each in costs.items()}
+    rows: list[dict[str, object]] = []
+    base = 100 if 100 in counts else counts[0]
+    for count, each in costs.items():
+        rows.append(
+            {
+                "what": f"{count} clients, 10 sampled / {base} clients, s a round",
+                "wall_seconds": [round(wall[count], 3), round(wall[base], 3)],
+                "server_mb": round(each[-1].server_mb, 1),
+                "ratio": round(wall[count] / wall[base], 3),
+                "to_reach": 1.1 if count == 2000 else None,
+            }
+        )
+        print(rows[-1], flush=True)
+    most = max(counts)
+    grown_kb = 1024 * (costs[most][-1].server_mb - costs[base][-1].server_mb) / (most - base)
+    rows.append(
+        {"what": "server's memory, KB a client", "ratio": round(grown_kb, 1), "to_reach": 20}
+    )
+    return rows

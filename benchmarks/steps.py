@@ -1,0 +1,174 @@
+"""Local training alone, in one process on one core: each method against FedAvg, or its plain form.
+
+Processor seconds, because other work on the machine does not count there; the least of interleaved
+repetitions. One client, random images, a previous model that is not the global one.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from client_app.methods import method_of
+from client_app.methods.fedintr import cosines, representation_losses, similarity_weights
+from client_app.round import ClientRound
+from client_app.setup import model_for, open_source
+from client_app.worker import Worker
+from models import StagedModel
+from protocol.config import RunConfig, resolve_config
+from protocol.messages import Instruction
+from protocol.options import OptionValue
+
+Keys = dict[str, OptionValue]
+Run = Callable[[], object]
+
+
+def random_source(folder: Path, num: int) -> str:
+    """The `source` key of so many random 32 x 32 colour images in 10 classes."""
+    path = folder / f"random-{num}.npz"
+    if not path.exists():
+        rng = np.random.default_rng(0)
+        images = rng.integers(0, 256, (num, 32, 32, 3), dtype=np.uint8)
+        labels = np.arange(num) % 10
+        np.savez(path, x_train=images, y_train=labels, x_test=images[:50], y_test=labels[:50])
+    return f"npz:{path}"
+
+
+def weights(config: RunConfig, seed: int) -> dict[str, Tensor]:
+    """Of the run's network, drawn from a seed."""
+    return model_for(config, open_source(config), seed=seed).state_dict()
+
+
+def client_round(keys: Keys, worker: Worker) -> ClientRound:
+    """Round 2 of a client that holds the whole source."""
+    config = resolve_config({"partition": "iid", "device": "cpu", **keys})
+    w = weights(config, 1)
+    names = {n for n, _ in model_for(config, open_source(config)).named_parameters()}
+    sent = w
+    if config.rounds.method == "fedreco":
+        sent = {n: a for n, a in w.items() if not n.startswith("classifier")}
+    return worker.begin_round(
+        Instruction(config, 2, 1, False, ""),
+        {"partition-id": 0, "num-partitions": 1},
+        received=sent,
+        extra={f"c.{n}": torch.zeros_like(w[n]) for n in names},
+        state={"previous": weights(config, 2)},
+    )
+
+
+def local_training(keys: Keys) -> Run:
+    """Local training of one round, from the same weights each time."""
+    worker = Worker()
+    now = client_round(keys, worker)
+    return lambda: method_of(now.config).train(now)
+
+
+def plain_fedintr(keys: Keys) -> Run:
+    """FedIntR as its authors' code runs it: three whole forward passes in every step."""
+    config = resolve_config({"partition": "iid", "device": "cpu", **keys})
+    now = client_round(keys, Worker())
+    source = open_source(config)
+    x_all = torch.stack([x for b, _ in now.train_samples.in_order() for x in b]).contiguous()
+
+    def run() -> None:
+        nets = [model_for(config, source).to(memory_format=torch.contiguous_format) for _ in "lgp"]
+        for net, seed in zip(nets, (1, 1, 2), strict=True):
+            net.load_state_dict(weights(config, seed))
+        local, *frozen = nets
+        sgd = torch.optim.SGD(local.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-5)
+        names = local.regularised_stages
+
+        def z_of(net: StagedModel, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+            logits, taps = net.run(x, names)
+            assert logits is not None
+            named = zip(names, taps, strict=True)
+            return logits, [net.tap_heads[n](tap.flatten(1)) for n, tap in named]
+
+        for epoch in range(config.train.local_epochs):
+            generator = torch.Generator().manual_seed(epoch)
+            order = torch.randperm(len(x_all), generator=generator)
+            for index in torch.split(order, config.train.batch_size):
+                x, y = x_all[index], now.train_samples.labels[index]
+                logits, z = z_of(local, x)
+                with torch.no_grad():
+                    z_g, z_p = (z_of(net, x)[1] for net in frozen)
+                s_g, s_p = cosines(z, z_g).mean(1), cosines(z, z_p).mean(1)
+                losses = representation_losses(s_g, s_p, 0.5) * similarity_weights(s_g, 0.5)
+                sgd.zero_grad()
+                (F.cross_entropy(logits, y) + losses.sum()).backward()  # type: ignore[no-untyped-call]
+                sgd.step()
+
+    return run
+
+
+def least_cpu_seconds(runs: dict[str, Run], repetitions: int) -> dict[str, float]:
+    """By name, after one run of each that does not count; one after the other, again and again."""
+    for run in runs.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repetitions):
+        for name, run in runs.items():
+            started = time.process_time()
+            run()
+            seconds[name].append(time.process_time() - started)
+    return {name: min(values) for name, values in seconds.items()}
+
+
+def methods_of(
+    folder: Path, model: str, num: int, names: list[str], **more: OptionValue
+) -> dict[str, Run]:
+    """Local trainings of these methods by name, on the same data and network."""
+    keys: Keys = {"source": random_source(folder, num), "model": model, **more}
+    return {n: local_training({**keys, "method": n}) for n in names}
+
+
+def overheads(folder: Path, quick: bool) -> list[dict[str, object]]:
+    """Rows: what, seconds, ratio, the ratio to reach."""
+    torch.set_num_threads(1)
+    rows: list[dict[str, object]] = []
+
+    def add(what: str, runs: dict[str, Run], to_reach: dict[str, float], repetitions: int) -> None:
+        seconds = least_cpu_seconds(runs, repetitions)
+        base = next(iter(seconds))
+        for name, bound in to_reach.items():
+            ratio = seconds[name] / seconds[base]
+            rows.append(
+                {
+                    "what": f"{what}: {name} / {base}",
+                    "cpu_seconds": [round(seconds[name], 3), round(seconds[base], 3)],
+                    "ratio": round(ratio, 3),
+                    "to_reach": bound,
+                }
+            )
+            print(rows[-1], flush=True)
+
+    bounds = {"fedcka": 1.35, "moon": 1.15, "fedprox": 1.05, "scaffold": 1.05}
+    small = methods_of(
+        folder, "cnn-fedcka", 1280, ["fedavg", *bounds], **{"batch-size": 128, "local-epochs": 10}
+    )
+    add("cnn-fedcka, batch 128, 10 epochs", small, bounds, 3)
+    fedintr: Keys = {
+        "source": random_source(folder, 2048),
+        "model": "cnn-fedintr",
+        "batch-size": 512,
+        "local-epochs": 10,
+        "method": "fedintr",
+    }
+    forms = {"plain three-forward form": plain_fedintr(fedintr), "fedintr": local_training(fedintr)}
+    add("cnn-fedintr, batch 512, 10 epochs", forms, {"fedintr": 1 / 1.6}, 3)
+    personal = methods_of(folder, "cnn-fedintr", 2048, ["fedrep", "fedreco"], **{"batch-size": 512})
+    add("cnn-fedintr, batch 512, 1 + 1 epochs", personal, {"fedreco": 1.25}, 5)
+    if quick:
+        return rows
+    rcl = methods_of(folder, "resnet18", 128, ["fedavg", "fedrcl"], **{"local-epochs": 2})
+    add("resnet18, batch 64", rcl, {"fedrcl": 1.10}, 2)
+    bounds = {"fedcka": 1.12, "moon": 1.15, "fedprox": 1.05, "scaffold": 1.05}
+    large = methods_of(
+        folder, "resnet50", 64, ["fedavg", *bounds], **{"batch-size": 32, "local-epochs": 10}
+    )
+    add("resnet50, batch 32, 10 epochs", large, bounds, 1)
+    return rows

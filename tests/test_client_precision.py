@@ -1,0 +1,116 @@
+"""`precision`, `compile` and `threads`: off by default, and near the plain run when on."""
+
+import pytest
+import torch
+from client_fixtures import (
+    assert_close,
+    assert_same_bits,
+    differ,
+    initial,
+    keel_home_of_tests,  # noqa: F401 (used by being here)
+    make_config,
+    make_round,
+    train,
+)
+
+import client_app.worker
+from client_app.evaluation import evaluate
+from client_app.methods import method_of
+from client_app.trainer import FrozenTaps
+
+METHODS = ("fedavg", "moon", "fedintr", "fedcka", "fedrcl", "fedrep")
+
+
+def update(**keys):
+    config = make_config(local_epochs=2, **keys)
+    return train(config, number=2, state={"previous": initial(config, seed=5)})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bf16_is_near_fp32_and_is_not_it(method):
+    """bfloat16 keeps 8 bits, so 0.4 % of each number: the step taken must be alike, not equal."""
+    keys = {"method": method}
+    if method == "fedcka":
+        keys |= {"model": "cnn-fedcka"}
+    if method == "fedrcl":  # pairs enter and leave its sums at the threshold: none does here
+        keys |= {"fedrcl__threshold": 1.0, "fedrcl__tau": 0.5}
+    plain, half = update(**keys), update(**keys, precision="bf16")
+    start = initial(make_config(**keys))
+    names = [n for n in half.arrays if n in plain.arrays]
+    moved, moved_half = (
+        torch.cat([(u.arrays[n] - start[n]).flatten() for n in names]) for u in (plain, half)
+    )
+    assert all(a.dtype == torch.float32 for a in half.arrays.values())
+    assert differ({n: plain.arrays[n] for n in names}, half.arrays)
+    assert (moved - moved_half).norm() < 0.1 * moved.norm()
+    assert half.terms == {k: pytest.approx(v, rel=0.02) for k, v in plain.terms.items()}
+
+
+def test_bf16_of_fedreco():
+    keys = {"method": "fedreco", "fedreco__eta_u": 0.05, "fedreco__eta_v": 0.05}
+    config, half = make_config(**keys), make_config(**keys, precision="bf16")
+    one, other = (method_of(c).train(make_round(c, received=_extractor(c))) for c in (config, half))
+    assert differ(one.arrays, other.arrays)
+    for name, g in one.arrays.items():
+        assert (g - other.arrays[name]).norm() <= 0.1 * g.norm() + 1e-3, name
+
+
+def _extractor(config):
+    return {n: a for n, a in initial(config, seed=3).items() if not n.startswith("classifier")}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_what_is_cached_is_what_the_local_network_would_say(precision):
+    """Equal weights: local and frozen representations of a batch are the same numbers."""
+    config = make_config(method="fedintr", local_epochs=2, precision=precision)
+    now, objective = make_round(config), method_of(config)
+    now.model.load_state_dict(now.received)
+    now.model.eval()
+    frozen = FrozenTaps(objective, now.frozen("global", now.received), now)
+    step = next(now.batches("batches"))
+    first, again = frozen.of(step), frozen.of(step)
+    with client_app.trainer.forward_in(precision, now.device):
+        _, taps = now.model.run(step.x, objective.taps(now.model))
+    for z, z_first, z_again in zip(objective.represent(now.model, taps), first, again, strict=True):
+        assert z.dtype == torch.float32
+        assert torch.equal(z_first, z_again)
+        assert torch.equal(z, z_first)
+
+
+def test_evaluation_is_fp32_whatever_training_was():
+    half, plain = make_round(make_config(precision="bf16")), make_round(make_config())
+    scores = []
+    for now in (half, plain):
+        now.model.load_state_dict(now.received)
+        scores.append(evaluate(now.model, now.train_samples))
+    assert scores[0] == scores[1]
+
+
+def test_on_a_cpu_tf32_is_fp32_and_the_settings_are_put_back():
+    before = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    assert_same_bits(update(precision="tf32").arrays, update().arrays)
+    after = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    assert after == before
+
+
+def test_threads_are_the_workers_share_or_as_asked(monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setattr(client_app.worker, "threads_given", 3)
+        make_round(make_config(threads=0))
+        assert torch.get_num_threads() == 3
+        make_round(make_config(threads=2))
+        assert torch.get_num_threads() == 2
+        make_round(make_config())
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("method", ["fedavg", "fedintr"])
+def test_compiled_passes_give_the_same_update(method):
+    plain, compiled = update(method=method), update(method=method, compile=True)
+    assert_close(compiled.arrays, plain.arrays, rtol=0, atol=1e-5)
+    assert compiled.terms == {k: pytest.approx(v, rel=1e-4) for k, v in plain.terms.items()}

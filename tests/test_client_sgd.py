@@ -1,0 +1,68 @@
+"""The fused step against torch.optim.SGD bit for bit, and a start that loads no compiler."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from client_app.sgd import SGD
+
+
+def parameters():
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(8, 3, 3, 3), (17,), (5, 7), ()]
+    return [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("fused", [True, False])
+def test_ten_steps_are_torchs_own(momentum, weight_decay, fused):
+    ours, theirs = parameters(), parameters()
+    sgd = SGD(ours, momentum, weight_decay)
+    plain = torch.optim.SGD(
+        theirs, lr=0.1, momentum=momentum, weight_decay=weight_decay, fused=fused
+    )
+    generator = torch.Generator().manual_seed(4)
+    for step in range(10):
+        rate = 0.1 * 0.5**step
+        plain.param_groups[0]["lr"] = rate
+        sgd.zero_grad()
+        for n, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+            gradient = torch.randn(p.shape, generator=generator)
+            # the second one gets its gradients late, where torch's can do that
+            has = fused or n != 1 or step > 2
+            p.grad, q.grad = (gradient.clone(), gradient.clone()) if has else (None, None)
+        sgd.step(rate)
+        plain.step()
+        for p, q in zip(ours, theirs, strict=True):
+            if fused:
+                assert torch.equal(p, q)
+            else:  # multiplies and adds in one go
+                torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+def test_what_has_no_gradient_stays_and_nothing_at_all_is_no_error():
+    first = parameters()[0]
+    sgd = SGD([first], momentum=0.9, weight_decay=0.5)
+    before = first.detach().clone()
+    sgd.step(1.0)
+    assert torch.equal(first, before)
+    first.grad = torch.ones_like(first)
+    sgd.zero_grad()
+    assert first.grad is None
+
+
+def test_a_training_process_does_not_load_torchs_compiler():
+    """It takes 1 to 2 seconds, in deployment at every message."""
+    code = (
+        "import sys, torch; from client_app.sgd import SGD; import client_app.trainer\n"
+        "p = torch.ones(3, requires_grad=True); sgd = SGD([p], 0.9, 0.1); p.sum().backward()\n"
+        "torch.nn.utils.clip_grad_norm_([p], 1.0); sgd.step(0.1)\n"
+        "print([m for m in sys.modules if m.startswith('torch._dynamo')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,64 @@
+"""What a worker keeps warm: samples within a limit, of this run alone, and never other values."""
+
+import numpy as np
+import torch
+from client_fixtures import (
+    assert_same_bits,
+    keel_home_of_tests,  # noqa: F401 (used by being here)
+    make_config,
+    make_round,
+    train,
+)
+
+import client_app.worker
+from client_app.setup import open_source
+from client_app.worker import Worker, own_splits
+
+
+def test_a_clients_samples_are_kept_for_its_next_round():
+    config, worker = make_config(flip=True), Worker()
+    first = make_round(config, worker=worker).train_samples
+    other = make_round(config, worker=worker, partition=1).train_samples
+    again = make_round(config, number=2, worker=worker).train_samples
+    assert again is first
+    assert other is not first
+    assert_same_bits(train(config, worker=worker, number=3).arrays, train(config, number=3).arrays)
+
+
+def test_another_run_has_other_samples():
+    config, worker = make_config(), Worker()
+    first = make_round(config, worker=worker).train_samples
+    assert make_round(make_config(seed=1), worker=worker).train_samples is not first
+    assert make_round(config, worker=worker).train_samples is not first  # it was let go
+
+
+def test_the_clients_played_last_are_kept_within_the_limit(monkeypatch):
+    size = 12 * 28 * 28  # 60 samples over 5 clients
+    monkeypatch.setattr(client_app.worker, "samples_kept_bytes", 2 * size)
+    config, worker = make_config(), Worker()
+
+    def samples_of(partition):
+        return make_round(config, worker=worker, partition=partition, of=5).train_samples
+
+    kept = {p: samples_of(p) for p in (0, 1)}
+    assert samples_of(0) is kept[0]
+    samples_of(2)  # in place of 1, which was played least lately
+    assert samples_of(0) is kept[0]
+    assert samples_of(1) is not kept[1]
+    monkeypatch.setattr(client_app.worker, "samples_kept_bytes", 0)
+    assert len(samples_of(3)) == 12  # the one that is played now always is
+
+
+def test_labels_can_be_had_without_images():
+    config = make_config(local_test_fraction=0.2)
+    node = {"partition-id": 1, "num-partitions": 3}
+    for whole, bare in zip(
+        own_splits(config, node), own_splits(config, node, with_images=False), strict=True
+    ):
+        assert np.array_equal(whole.labels, bare.labels)
+        assert len(bare.images) == 0
+        assert bare.images.shape[1:] == whole.images.shape[1:] == open_source(config).image_shape
+    assert torch.equal(
+        torch.from_numpy(np.asarray(own_splits(config, node)[0].labels)),
+        make_round(config, partition=1, of=3).train_samples.labels,
+    )
