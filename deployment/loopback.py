@@ -1,0 +1,279 @@
+"""A whole deployment on this machine, without containers: every process is a real one.
+
+    python -m deployment.loopback --clients 3 'method="fedintr"' num-rounds=5
+
+SuperLink, ServerApp executor, and for each client a SuperNode, an executor and a resident worker,
+over TLS on loopback, with registered keys; all supervised. For tests, measurements and to try.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from client_app.hand_over import worker_says, worker_variable
+from deployment.credentials import make_credentials
+from deployment.supervise import Kept, supervise
+from protocol.config import app_folder
+from protocol.options import OptionValue
+
+start_limit_s = 100.0
+command_limit_s = 100.0
+connection = "deployment"  # name of the SuperLink in the CLI's config
+quick_polls = {
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # Flower's own: 1 s
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+finished = "finished"
+
+
+def free_ports(count: int) -> Sequence[int]:
+    """Ports that nobody listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def toml(value: OptionValue) -> str:
+    """The value as it stands in --run-config."""
+    return f'"{value}"' if isinstance(value, str) else str(value).lower()
+
+
+def as_words(values: Mapping[str, OptionValue]) -> str:
+    """Keys and values as Flower's command lines take them."""
+    return " ".join(f"{key}={toml(value)}" for key, value in values.items())
+
+
+class Loopback:
+    """The processes of a deployment in `folder`, each a `Kept`; see `running`."""
+
+    def __init__(self, folder: Path, clients: Sequence[str], host: str = "127.0.0.1") -> None:
+        """clients: their names; host: the address that SuperNodes call the SuperLink by."""
+        self.folder, self.clients, self.host = folder, list(clients), host
+        self.credentials = folder / "credentials"
+        make_credentials(self.credentials, [host], self.clients)
+        self.fleet_port, self.http_port, *ports = free_ports(2 + len(clients))
+        self.runtime_ports = dict(zip(self.clients, ports, strict=True))
+        self.kept: dict[str, Kept] = {}
+        self.logs: list[int] = []
+        self.stop = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    # --- processes ---------------------------------------------------------------------------
+    def keep(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start a command under this name; its output goes to a file of the same name."""
+        log = os.open(self.log_file(name), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        self.logs.append(log)
+        self.kept[name] = Kept(command, env, log, cwd=str(app_folder))
+
+    def log_file(self, name: str) -> Path:
+        """What a process printed."""
+        return self.folder / f"{name}.log"
+
+    def environment(self, owner: str) -> dict[str, str]:
+        """Environment of the processes of `server` or of a client: homes of its own."""
+        return {
+            **os.environ,
+            **quick_polls,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "FLWR_HOME": str(self.folder / owner / "flwr"),
+            "KEEL_HOME": str(self.folder / owner / "keel"),
+            "COLUMNS": "200",
+        }
+
+    def start_server(self) -> None:
+        """SuperLink and ServerApp executor."""
+        home, own = self.folder / "server", self.credentials / "server"
+        home.mkdir(parents=True, exist_ok=True)
+        env = self.environment("server")
+        self.keep(
+            "superlink",
+            [
+                *("flower-superlink", "--isolation", "process"),
+                *("--host", "127.0.0.1", "--port", str(self.http_port)),
+                *("--fleet-api-address", f"{self.host}:{self.fleet_port}"),
+                *("--ssl-ca-certfile", str(own / "ca.pem")),
+                *("--ssl-certfile", str(own / "server.pem")),
+                *("--ssl-keyfile", str(own / "server.key")),
+                *("--enable-supernode-auth", "--database", str(home / "superlink.db")),
+                *("--superexec-auth-secret-file", str(own / "executor.secret")),
+            ],
+            env,
+        )
+        self.keep(
+            "serverapp-executor",
+            [
+                *("flower-superexec", "--root-certificates", str(own / "ca.pem")),
+                *("--runtime-api-address", f"127.0.0.1:{self.http_port}"),
+                *("--superexec-auth-secret-file", str(own / "executor.secret")),
+            ],
+            env,
+        )
+        flwr_home = Path(env["FLWR_HOME"])
+        flwr_home.mkdir(parents=True, exist_ok=True)
+        (flwr_home / "config.toml").write_text(
+            f'[superlink]\ndefault = "{connection}"\n\n[superlink.{connection}]\n'
+            f'address = "127.0.0.1:{self.http_port}"\n'
+            f'root-certificates = "{own / "ca.pem"}"\n'
+        )
+        wait_for_port("127.0.0.1", self.http_port)
+        wait_for_port(self.host, self.fleet_port)
+
+    def start_client(self, name: str, node_config: Mapping[str, OptionValue]) -> None:
+        """SuperNode, ClientApp executor and resident worker of one client."""
+        own = self.credentials / name
+        port = self.runtime_ports[name]
+        env = self.environment(name) | {worker_variable: str(self.worker_socket(name))}
+        (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self.keep(f"worker-{name}", [sys.executable, "-m", "client_app.serve"], env)
+        self.keep(f"supernode-{name}", self.supernode_command(name, node_config), env)
+        self.keep(
+            f"executor-{name}",
+            [
+                *("flower-superexec", "--insecure"),  # loopback; the secret authenticates it
+                *("--runtime-api-address", f"127.0.0.1:{port}"),
+                *("--superexec-auth-secret-file", str(own / "executor.secret")),
+            ],
+            env,
+        )
+
+    def supernode_command(self, name: str, node_config: Mapping[str, OptionValue]) -> list[str]:
+        """What starts the SuperNode of a client."""
+        own = self.credentials / name
+        return [
+            *(sys.executable, "-m", "deployment.supernode", "--isolation", "process"),
+            *("--superlink", f"{self.host}:{self.fleet_port}"),
+            *("--root-certificates", str(own / "ca.pem")),
+            *("--auth-supernode-private-key", str(own / "client.key")),
+            *("--host", "127.0.0.1", "--port", str(self.runtime_ports[name])),
+            *("--superexec-auth-secret-file", str(own / "executor.secret")),
+            *("--node-config", as_words({"name": name, **node_config})),
+        ]
+
+    def worker_socket(self, name: str) -> Path:
+        """The socket of a client's worker."""
+        return self.folder / name / "worker.sock"
+
+    def look_after(self) -> None:
+        """Restart what dies, from now on."""
+        arguments = (list(self.kept.values()), self.stop)
+        self.thread = threading.Thread(target=supervise, args=arguments)
+        self.thread.start()
+
+    def pid(self, name: str) -> int:
+        """The process id of a kept process."""
+        return self.kept[name].process.pid
+
+    def close(self) -> None:
+        """End every process."""
+        self.stop.set()
+        if self.thread:
+            self.thread.join()
+        for kept in reversed(self.kept.values()):
+            kept.end()
+        for log in self.logs:
+            os.close(log)
+
+    # --- the federation ----------------------------------------------------------------------
+    def flwr(self, *words: str) -> str:
+        """What Flower's command line prints; RuntimeError if it fails."""
+        done = subprocess.run(
+            ["flwr", *words],
+            env=self.environment("server"),
+            cwd=app_folder,
+            capture_output=True,
+            text=True,
+            timeout=command_limit_s,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"flwr {' '.join(words)}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def flwr_json(self, *words: str) -> dict[str, Any]:
+        """The same with --format json, read; RuntimeError where it says so."""
+        printed = self.flwr(*words, "--format", "json")
+        said: dict[str, Any] = json.loads(printed[printed.index("{") :])
+        if said.get("success") is False:
+            raise RuntimeError(f"flwr {' '.join(words)}: {said}")
+        return said
+
+    def register(self, name: str) -> None:
+        """Register a client's public key."""
+        key = str(self.credentials / name / "client.pub")
+        self.flwr_json("supernode", "register", key, connection, "--name", name)
+
+    def submit(self, overrides: Mapping[str, OptionValue]) -> int:
+        """Start a run; its id."""
+        run_config = as_words(overrides)
+        said = self.flwr_json("run", str(app_folder), connection, "--run-config", run_config)
+        return int(said["run-id"])
+
+    def status(self, run_id: int) -> str:
+        """Flower's status of a run, such as running or finished:completed."""
+        said = self.flwr_json("list", connection, "--run-id", str(run_id))
+        return str(said["runs"][0]["status"])
+
+    def wait(self, run_id: int, limit_s: float) -> str:
+        """The status of a run once it has finished; TimeoutError if it does not."""
+        deadline = time.monotonic() + limit_s
+        while not (status := self.status(run_id)).startswith(finished):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"run {run_id} is {status} after {limit_s:g} s")
+            time.sleep(1)
+        return status
+
+
+@contextlib.contextmanager
+def running(
+    folder: Path, node_configs: Mapping[str, Mapping[str, OptionValue]]
+) -> Iterator[Loopback]:
+    """A deployment with these clients (name to node config), ended on the way out."""
+    local = Loopback(folder, list(node_configs))
+    try:
+        local.start_server()
+        for name, node_config in node_configs.items():
+            local.register(name)
+            local.start_client(name, node_config)
+        local.look_after()
+        for name in node_configs:
+            worker_says(str(local.worker_socket(name)), start_limit_s)
+        yield local
+    finally:
+        local.close()
+
+
+def wait_for_port(host: str, port: int) -> None:
+    """Return once somebody listens there; TimeoutError after `start_limit_s`."""
+    deadline = time.monotonic() + start_limit_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=1).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nobody listens on {host}:{port}") from None
+            time.sleep(0.1)
+
+
+def partitions(count: int) -> dict[str, dict[str, OptionValue]]:
+    """Clients that are partitions of the run's source, named as in simulation."""
+    return {
+        f"client-{i:04d}": {"partition-id": i, "num-partitions": count} for i in range(count)
+    }
