@@ -6,15 +6,12 @@ SuperLink, ServerApp executor, and for each client a SuperNode, an executor and 
 over TLS on loopback, with registered keys; all supervised. For tests, measurements and to try.
 """
 
-import argparse
 import contextlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -274,6 +271,4 @@ def wait_for_port(host: str, port: int) -> None:
 
 def partitions(count: int) -> dict[str, dict[str, OptionValue]]:
     """Clients that are partitions of the run's source, named as in simulation."""
-    return {
-        f"client-{i:04d}": {"partition-id": i, "num-partitions": count} for i in range(count)
-    }
+    return {f"client-{i:04d}": {"partition-id": i, "num-partitions": count} for i in range(count)}

@@ -2,7 +2,7 @@
 
     python -m deployment.supervise -- python -m client_app.serve -- flower-superexec ...
 
-Each command follows a `--`. The pause is 0.5 s, twice as long each time up to 30 s, and 0.5 s again
+Each command follows a `--`. The pause is 1 s, twice as long each time up to 10 s, and 1 s again
 after a minute of life. SIGTERM or SIGINT ends all; what does not end in 10 s is killed. If the
 supervisor itself is killed, its processes are ended by the kernel (Linux).
 """
@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 log = logging.getLogger("keel.supervise")
-shortest_pause_s, longest_pause_s = 0.5, 30.0
+shortest_pause_s, longest_pause_s = 1.0, 10.0
 healthy_s = 60.0  # who lived so long begins with the shortest pause again
 end_limit_s = 10.0
 look_every_s = 0.1
@@ -70,8 +70,8 @@ class Kept:
             how = f"signal {-ended}" if ended < 0 else f"exit status {ended}"
             log.warning("%s ended (%s): again in %g s", self.name, how, self.pause_s)
             self.pause_s = min(2 * self.pause_s, longest_pause_s)
-            self._kill_group()  # children of a killed process would hold its ports
         elif now >= self.due:
+            self._kill_group()  # its children had the pause to end by themselves
             self.start()
 
     @property
