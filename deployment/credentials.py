@@ -4,6 +4,7 @@
 
     credentials/ca/          ca.key  ca.pem         stays where it was made
     credentials/server/      ca.pem  server.pem  server.key  executor.secret    for the server
+                             clients/site-a.pub  clients/site-b.pub             to register
     credentials/site-a/      ca.pem  client.key  client.pub  executor.secret    for that client
 
 Private files are for their owner alone (0600). Nothing is ever overwritten: what is there is kept,
@@ -196,6 +197,10 @@ def make_credentials(
     for name in clients:
         keys = functools.partial(make_client_keys, folder / name, name)
         make(folder / name / "client.key", keys)
+    for name in clients:
+        public = server / "clients" / f"{name}.pub"
+        if not public.exists():
+            write_new(public, (folder / name / "client.pub").read_bytes(), private=False)
     for machine in machines:
         if not (machine / "ca.pem").exists():
             write_new(machine / "ca.pem", (ca / "ca.pem").read_bytes(), private=False)

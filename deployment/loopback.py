@@ -6,34 +6,26 @@ SuperLink, ServerApp executor, and for each client a SuperNode, an executor and 
 over TLS on loopback, with registered keys; all supervised. For tests, measurements and to try.
 """
 
+import argparse
 import contextlib
-import json
 import os
 import socket
-import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from client_app.hand_over import worker_says, worker_variable
 from deployment.credentials import make_credentials
+from deployment.superlink import SuperLinkClient, as_words, environment
 from deployment.supervise import Kept, supervise
-from protocol.config import app_folder
+from protocol.config import app_folder, keel_home
 from protocol.options import OptionValue
+from server_app.inline import parse_overrides
 
 start_limit_s = 100.0
-command_limit_s = 100.0
-connection = "deployment"  # name of the SuperLink in the CLI's config
-quick_polls = {
-    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # Flower's own: 1 s
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-}
-finished = "finished"
 
 
 def free_ports(count: int) -> Sequence[int]:
@@ -47,16 +39,6 @@ def free_ports(count: int) -> Sequence[int]:
     return ports
 
 
-def toml(value: OptionValue) -> str:
-    """The value as it stands in --run-config."""
-    return f'"{value}"' if isinstance(value, str) else str(value).lower()
-
-
-def as_words(values: Mapping[str, OptionValue]) -> str:
-    """Keys and values as Flower's command lines take them."""
-    return " ".join(f"{key}={toml(value)}" for key, value in values.items())
-
-
 class Loopback:
     """The processes of a deployment in `folder`, each a `Kept`; see `running`."""
 
@@ -67,6 +49,9 @@ class Loopback:
         make_credentials(self.credentials, [host], self.clients)
         self.fleet_port, self.http_port, *ports = free_ports(2 + len(clients))
         self.runtime_ports = dict(zip(self.clients, ports, strict=True))
+        self.superlink = SuperLinkClient(
+            folder / "flwr", f"127.0.0.1:{self.http_port}", self.credentials / "server" / "ca.pem"
+        )
         self.kept: dict[str, Kept] = {}
         self.logs: list[int] = []
         self.stop = threading.Event()
@@ -85,14 +70,8 @@ class Loopback:
 
     def environment(self, owner: str) -> dict[str, str]:
         """Environment of the processes of `server` or of a client: homes of its own."""
-        return {
-            **os.environ,
-            **quick_polls,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "FLWR_HOME": str(self.folder / owner / "flwr"),
-            "KEEL_HOME": str(self.folder / owner / "keel"),
-            "COLUMNS": "200",
-        }
+        home = self.folder / owner
+        return environment(home / "flwr") | {"KEEL_HOME": str(home / "keel")}
 
     def start_server(self) -> None:
         """SuperLink and ServerApp executor."""
@@ -121,13 +100,6 @@ class Loopback:
                 *("--superexec-auth-secret-file", str(own / "executor.secret")),
             ],
             env,
-        )
-        flwr_home = Path(env["FLWR_HOME"])
-        flwr_home.mkdir(parents=True, exist_ok=True)
-        (flwr_home / "config.toml").write_text(
-            f'[superlink]\ndefault = "{connection}"\n\n[superlink.{connection}]\n'
-            f'address = "127.0.0.1:{self.http_port}"\n'
-            f'root-certificates = "{own / "ca.pem"}"\n'
         )
         wait_for_port("127.0.0.1", self.http_port)
         wait_for_port(self.host, self.fleet_port)
@@ -187,55 +159,6 @@ class Loopback:
         for log in self.logs:
             os.close(log)
 
-    # --- the federation ----------------------------------------------------------------------
-    def flwr(self, *words: str) -> str:
-        """What Flower's command line prints; RuntimeError if it fails."""
-        done = subprocess.run(
-            ["flwr", *words],
-            env=self.environment("server"),
-            cwd=app_folder,
-            capture_output=True,
-            text=True,
-            timeout=command_limit_s,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"flwr {' '.join(words)}: {done.stdout}{done.stderr}")
-        return done.stdout
-
-    def flwr_json(self, *words: str) -> dict[str, Any]:
-        """The same with --format json, read; RuntimeError where it says so."""
-        printed = self.flwr(*words, "--format", "json")
-        said: dict[str, Any] = json.loads(printed[printed.index("{") :])
-        if said.get("success") is False:
-            raise RuntimeError(f"flwr {' '.join(words)}: {said}")
-        return said
-
-    def register(self, name: str) -> None:
-        """Register a client's public key."""
-        key = str(self.credentials / name / "client.pub")
-        self.flwr_json("supernode", "register", key, connection, "--name", name)
-
-    def submit(self, overrides: Mapping[str, OptionValue]) -> int:
-        """Start a run; its id."""
-        run_config = as_words(overrides)
-        said = self.flwr_json("run", str(app_folder), connection, "--run-config", run_config)
-        return int(said["run-id"])
-
-    def status(self, run_id: int) -> str:
-        """Flower's status of a run, such as running or finished:completed."""
-        said = self.flwr_json("list", connection, "--run-id", str(run_id))
-        return str(said["runs"][0]["status"])
-
-    def wait(self, run_id: int, limit_s: float) -> str:
-        """The status of a run once it has finished; TimeoutError if it does not."""
-        deadline = time.monotonic() + limit_s
-        while not (status := self.status(run_id)).startswith(finished):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"run {run_id} is {status} after {limit_s:g} s")
-            time.sleep(1)
-        return status
-
 
 @contextlib.contextmanager
 def running(
@@ -246,7 +169,7 @@ def running(
     try:
         local.start_server()
         for name, node_config in node_configs.items():
-            local.register(name)
+            local.superlink.register(local.credentials / name / "client.pub", name)
             local.start_client(name, node_config)
         local.look_after()
         for name in node_configs:
@@ -272,3 +195,33 @@ def wait_for_port(host: str, port: int) -> None:
 def partitions(count: int) -> dict[str, dict[str, OptionValue]]:
     """Clients that are partitions of the run's source, named as in simulation."""
     return {f"client-{i:04d}": {"partition-id": i, "num-partitions": count} for i in range(count)}
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m deployment.loopback", description=__doc__)
+    parser.add_argument("--clients", type=int, default=3)
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="for the whole run")
+    parser.add_argument("--folder", type=Path, help="keep logs and state here")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = arguments.folder
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            overrides = {"output-dir": str(keel_home() / "runs")}
+            overrides |= parse_overrides(arguments.overrides)
+            with running(folder, partitions(arguments.clients)) as local:
+                run_id = local.superlink.submit(overrides)
+                status = local.superlink.wait(run_id, arguments.limit_s)
+                print(local.superlink.flwr("log", str(run_id), "deployment", "--show"))
+        except (ValueError, OSError, RuntimeError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    return 0 if status == "finished:completed" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

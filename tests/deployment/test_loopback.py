@@ -12,8 +12,9 @@ import pytest
 from conftest import SMALL, final_model, history_of, same_bits, summary_of
 
 from deployment.credentials import make_credentials
-from deployment.loopback import Loopback, as_words, connection, free_ports, partitions, running
+from deployment.loopback import Loopback, free_ports, partitions, running
 from deployment.processes import descendants
+from deployment.superlink import as_words, connection
 from protocol.config import app_folder
 from server_app.inline import run_inline
 
@@ -49,7 +50,7 @@ def runs(local: Loopback) -> list[Path]:
 def new_run(local: Loopback, overrides) -> tuple[int, Path]:
     """The id and the folder of a run just submitted, once its folder is there."""
     before = set(runs(local))
-    run_id = local.submit(overrides)
+    run_id = local.superlink.submit(overrides)
     deadline = time.monotonic() + limit_s
     while not (new := set(runs(local)) - before):
         assert time.monotonic() < deadline, local.log_file("serverapp-executor").read_text()
@@ -97,7 +98,7 @@ def server_app_pid(local: Loopback) -> int:
 
 def test_the_model_is_the_inline_engine_s_to_the_bit_and_so_is_what_clients_keep(deployed, inline):
     run_id, run = new_run(deployed, KEYS)
-    assert deployed.wait(run_id, limit_s) == "finished:completed"
+    assert deployed.superlink.wait(run_id, limit_s) == "finished:completed"
     assert summary_of(run)["status"] == "finished"
     assert same_bits(final_model(run), final_model(inline))
     assert kept_by_clients(deployed, run) == kept_inline(inline)
@@ -112,13 +113,13 @@ def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bit
     os.kill(deployed.pid("superlink"), signal.SIGKILL)
     wait_for_round(run, 3)
     os.kill(server_app_pid(deployed), signal.SIGKILL)
-    resumed = deployed.submit({"resume": str(run)})
-    assert deployed.wait(resumed, limit_s) == "finished:completed"
+    resumed = deployed.superlink.submit({"resume": str(run)})
+    assert deployed.superlink.wait(resumed, limit_s) == "finished:completed"
     assert summary_of(run)["status"] == "finished"
     assert [line["round"] for line in history_of(run)] == [1, 2, 3, 4]
     assert same_bits(final_model(run), final_model(inline))
     assert kept_by_clients(deployed, run) == kept_inline(inline)
-    listed = {row["run-id"] for row in deployed.flwr_json("list", connection)["runs"]}
+    listed = {row["run-id"] for row in deployed.superlink.flwr_json("list", connection)["runs"]}
     assert {str(run_id), str(resumed)} <= listed  # the restarted SuperLink knows its runs
     assert deployed.kept["superlink"].starts == deployed.kept["worker-client-0000"].starts == 2
 
@@ -137,7 +138,7 @@ def test_a_supernode_and_an_executor_killed_are_left_out_named_and_come_back(dep
         without = [row["round"] for row in rows if "client-0000" not in row["participants"]]
         left_out = max(without, default=0)
         back = left_out and max(row["round"] for row in rows) > left_out + 1
-    deployed.flwr("stop", str(run_id), connection)
+    deployed.superlink.stop(run_id)
     kept = kept_by_clients(deployed, run)
     assert kept.keys() == {"client-0000", "client-0001"}
     for name in kept:  # trained on from what it kept: its own versions, none damaged
@@ -166,7 +167,7 @@ def refused(deployed, words: list[str]) -> subprocess.CompletedProcess:
 
 
 def known_nodes(deployed) -> int:
-    return len(deployed.flwr_json("supernode", "list", connection)["nodes"])
+    return len(deployed.superlink.nodes())
 
 
 def test_unknown_key_wrong_ca_and_plain_text_are_refused(deployed, tmp_path):
