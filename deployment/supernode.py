@@ -1,22 +1,26 @@
 """`flower-supernode`, with the same options, quicker to ask and always answering.
 
-Two things of Flower 1.39 that no option changes:
+Three things of Flower 1.39 that no option changes:
 - It waits 3 seconds between two questions when there was nothing, and 0.5 seconds between two looks
   for the reply. Both waits go through one module's name `time`, which stands here for a clock that
   never sleeps longer than $KEEL_POLL_S (0.25 seconds).
 - A ClientApp that is ended before its reply (its executor was stopped or killed) leaves the
   SuperNode waiting for that reply for good. Here the message is answered with an error.
+- A ServerApp that is killed as it sends leaves a message without its arrays, for which the SuperNode
+  waits 3 minutes and does nothing else. Here it gives up after half a minute.
 """
 
+import functools
 import os
 import sys
 import time
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import flwr.supernode.nodestate.nodestate_factory as factory
 import flwr.supernode.start_client_internal as client_loop
 from flwr.common.constant import SubStatus
 from flwr.supercore.constant import TaskType
+from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supernode.cli.flower_supernode import flower_supernode
 from flwr.supernode.nodestate.in_memory_nodestate import (
     CLIENT_APP_CRASHED_ERROR,
@@ -24,6 +28,7 @@ from flwr.supernode.nodestate.in_memory_nodestate import (
 )
 
 poll_s = float(os.environ.get("KEEL_POLL_S") or 0.25)
+arrays_limit_s = 30.0
 
 
 def sleep_at_most(seconds: float) -> None:
@@ -44,12 +49,19 @@ class AnsweringNodeState(InMemoryNodeState):
         return finished
 
 
+def replace(module: ModuleType, name: str, by: object, expected: object) -> None:
+    """Let `name` in a module of Flower's stand for `by`; ends the process if it is not there."""
+    if vars(module).get(name) is not expected:
+        sys.exit(f"error: {module.__name__}.{name} is not as in Flower 1.39: install that version")
+    setattr(module, name, by)
+
+
 def main() -> None:
     """As `flower-supernode`."""
-    if vars(client_loop).get("time") is not time or not hasattr(factory, "InMemoryNodeState"):
-        sys.exit("error: this Flower is not 1.39: use flower-supernode itself")
-    setattr(client_loop, "time", SimpleNamespace(sleep=sleep_at_most))  # noqa: B010
-    setattr(factory, "InMemoryNodeState", AnsweringNodeState)  # noqa: B010
+    replace(client_loop, "time", SimpleNamespace(sleep=sleep_at_most), time)
+    pull = functools.partial(pull_objects, max_time=arrays_limit_s)
+    replace(client_loop, "pull_objects", pull, pull_objects)
+    replace(factory, "InMemoryNodeState", AnsweringNodeState, InMemoryNodeState)
     flower_supernode()
 
 

@@ -24,7 +24,7 @@ KEYS = SMALL | {
     "method": "fedreco",
     "fedreco.eta-0": 0.5,
     "local-test-fraction": 0.2,
-    "num-rounds": 4,
+    "num-rounds": 3,
     "round-timeout": 110.0,
     "device": "cpu",
 }
@@ -109,14 +109,13 @@ def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bit
     run_id, run = new_run(deployed, KEYS)
     wait_for_round(run, 1)
     os.kill(deployed.pid("worker-client-0000"), signal.SIGKILL)
-    wait_for_round(run, 2)
     os.kill(deployed.pid("superlink"), signal.SIGKILL)
-    wait_for_round(run, 3)
+    wait_for_round(run, 2)
     os.kill(server_app_pid(deployed), signal.SIGKILL)
     resumed = deployed.superlink.submit({"resume": str(run)})
     assert deployed.superlink.wait(resumed, limit_s) == "finished:completed"
     assert summary_of(run)["status"] == "finished"
-    assert [line["round"] for line in history_of(run)] == [1, 2, 3, 4]
+    assert [line["round"] for line in history_of(run)] == [1, 2, 3]
     assert same_bits(final_model(run), final_model(inline))
     assert kept_by_clients(deployed, run) == kept_inline(inline)
     listed = {row["run-id"] for row in deployed.superlink.flwr_json("list", connection)["runs"]}
@@ -128,7 +127,6 @@ def test_a_supernode_and_an_executor_killed_are_left_out_named_and_come_back(dep
     run_id, run = new_run(deployed, KEYS | {"num-rounds": 60, "evaluate-every": 60})
     wait_for_round(run, 1)
     os.kill(deployed.pid("executor-client-0001"), signal.SIGKILL)
-    wait_for_round(run, 3)
     os.kill(deployed.pid("supernode-client-0000"), signal.SIGKILL)
     left_out, back, deadline = 0, 0, time.monotonic() + 200
     while not back:  # the SuperLink takes it for connected for a minute
