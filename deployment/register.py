@@ -7,8 +7,10 @@ import argparse
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+from deployment.reach import handshake
 from deployment.superlink import SuperLinkClient
 
 
@@ -25,17 +27,32 @@ def register_all(keys: Path, superlink: SuperLinkClient) -> list[str]:
     return lines
 
 
+def wait_for_server(address: str, ca: Path, limit_s: float) -> None:
+    """Return once it answers over TLS; the OSError of the last try after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            handshake(address, ca)
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m deployment.register", description=__doc__)
     parser.add_argument("--credentials", type=Path, default=Path("credentials/server"))
     parser.add_argument("--superlink", default="localhost:8000", help="its HTTP API")
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds for it to start")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         client = SuperLinkClient(Path(home), arguments.superlink, arguments.credentials / "ca.pem")
         try:
+            wait_for_server(arguments.superlink, arguments.credentials / "ca.pem", arguments.wait)
             lines = register_all(arguments.credentials / "clients", client)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
+        except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
     print("\n".join(lines) or f"no keys in {arguments.credentials / 'clients'}")

@@ -6,8 +6,8 @@ Three things of Flower 1.39 that no option changes:
   never sleeps longer than $KEEL_POLL_S (0.25 seconds).
 - A ClientApp that is ended before its reply (its executor was stopped or killed) leaves the
   SuperNode waiting for that reply for good. Here the message is answered with an error.
-- A ServerApp that is killed as it sends leaves a message without its arrays, for which the SuperNode
-  waits 3 minutes and does nothing else. Here it gives up after half a minute.
+- A ServerApp that is killed as it sends leaves a message without its arrays, for which the
+  SuperNode waits 3 minutes and does nothing else. Here it gives up after half a minute.
 """
 
 import functools
