@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -42,15 +43,29 @@ def free_ports(count: int) -> Sequence[int]:
 class Loopback:
     """The processes of a deployment in `folder`, each a `Kept`; see `running`."""
 
-    def __init__(self, folder: Path, clients: Sequence[str], host: str = "127.0.0.1") -> None:
-        """clients: their names; host: the address that SuperNodes call the SuperLink by."""
+    def __init__(
+        self,
+        folder: Path,
+        clients: Sequence[str],
+        host: str = "127.0.0.1",
+        inside: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """clients: their names; host: the address that SuperNodes call the SuperLink by.
+
+        inside: what comes before each command of `server` or of a client, such as the words that
+        run it in a network namespace.
+        """
+        self.inside = inside or {}
         self.folder, self.clients, self.host = folder, list(clients), host
         self.credentials = folder / "credentials"
         make_credentials(self.credentials, [host], self.clients)
         self.fleet_port, self.http_port, *ports = free_ports(2 + len(clients))
         self.runtime_ports = dict(zip(self.clients, ports, strict=True))
         self.superlink = SuperLinkClient(
-            folder / "flwr", f"127.0.0.1:{self.http_port}", self.credentials / "server" / "ca.pem"
+            folder / "flwr",
+            f"127.0.0.1:{self.http_port}",
+            self.credentials / "server" / "ca.pem",
+            self.inside.get("server", ()),
         )
         self.kept: dict[str, Kept] = {}
         self.logs: list[int] = []
@@ -58,11 +73,12 @@ class Loopback:
         self.thread: threading.Thread | None = None
 
     # --- processes ---------------------------------------------------------------------------
-    def keep(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def keep(self, name: str, owner: str, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Start a command under this name; its output goes to a file of the same name."""
         log = os.open(self.log_file(name), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         self.logs.append(log)
-        self.kept[name] = Kept(command, env, log, cwd=str(app_folder))
+        whole = [*self.inside.get(owner, ()), *command]
+        self.kept[name] = Kept(whole, env, log, cwd=str(app_folder))
 
     def log_file(self, name: str) -> Path:
         """What a process printed."""
@@ -80,6 +96,7 @@ class Loopback:
         env = self.environment("server")
         self.keep(
             "superlink",
+            "server",
             [
                 *("flower-superlink", "--isolation", "process"),
                 *("--host", "127.0.0.1", "--port", str(self.http_port)),
@@ -94,6 +111,7 @@ class Loopback:
         )
         self.keep(
             "serverapp-executor",
+            "server",
             [
                 *("flower-superexec", "--root-certificates", str(own / "ca.pem")),
                 *("--runtime-api-address", f"127.0.0.1:{self.http_port}"),
@@ -101,8 +119,19 @@ class Loopback:
             ],
             env,
         )
-        wait_for_port("127.0.0.1", self.http_port)
-        wait_for_port(self.host, self.fleet_port)
+        for address in (f"127.0.0.1:{self.http_port}", f"{self.host}:{self.fleet_port}"):
+            self.wait_for_server(address)
+
+    def wait_for_server(self, address: str) -> None:
+        """Return once the SuperLink answers there over TLS; TimeoutError after `start_limit_s`."""
+        command = [*self.inside.get("server", ()), sys.executable, "-m", "deployment.reach"]
+        command += [address, str(self.credentials / "server" / "ca.pem")]
+        deadline = time.monotonic() + start_limit_s
+        while subprocess.run(command, cwd=app_folder, capture_output=True, check=False).returncode:
+            if time.monotonic() > deadline:
+                printed = self.log_file("superlink").read_text()[-2000:]
+                raise TimeoutError(f"no SuperLink answers at {address}: {printed}")
+            time.sleep(0.2)
 
     def start_client(self, name: str, node_config: Mapping[str, OptionValue]) -> None:
         """SuperNode, ClientApp executor and resident worker of one client."""
@@ -110,10 +139,11 @@ class Loopback:
         port = self.runtime_ports[name]
         env = self.environment(name) | {worker_variable: str(self.worker_socket(name))}
         (self.folder / name).mkdir(parents=True, exist_ok=True)
-        self.keep(f"worker-{name}", [sys.executable, "-m", "client_app.serve"], env)
-        self.keep(f"supernode-{name}", self.supernode_command(name, node_config), env)
+        self.keep(f"worker-{name}", name, [sys.executable, "-m", "client_app.serve"], env)
+        self.keep(f"supernode-{name}", name, self.supernode_command(name, node_config), env)
         self.keep(
             f"executor-{name}",
+            name,
             [
                 *("flower-superexec", "--insecure"),  # loopback; the secret authenticates it
                 *("--runtime-api-address", f"127.0.0.1:{port}"),
@@ -162,10 +192,13 @@ class Loopback:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, node_configs: Mapping[str, Mapping[str, OptionValue]]
+    folder: Path,
+    node_configs: Mapping[str, Mapping[str, OptionValue]],
+    host: str = "127.0.0.1",
+    inside: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[Loopback]:
     """A deployment with these clients (name to node config), ended on the way out."""
-    local = Loopback(folder, list(node_configs))
+    local = Loopback(folder, list(node_configs), host, inside)
     try:
         local.start_server()
         for name, node_config in node_configs.items():
@@ -177,19 +210,6 @@ def running(
         yield local
     finally:
         local.close()
-
-
-def wait_for_port(host: str, port: int) -> None:
-    """Return once somebody listens there; TimeoutError after `start_limit_s`."""
-    deadline = time.monotonic() + start_limit_s
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=1).close()
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"nobody listens on {host}:{port}") from None
-            time.sleep(0.1)
 
 
 def partitions(count: int) -> dict[str, dict[str, OptionValue]]:

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,12 @@ def as_words(values: Mapping[str, OptionValue]) -> str:
 class SuperLinkClient:
     """Speaks to the SuperLink at `address` (its HTTP API) through `flwr`."""
 
-    def __init__(self, flwr_home: Path, address: str, ca: Path) -> None:
-        """Writes config.toml into flwr_home, which is this client's own."""
-        self.flwr_home = flwr_home
+    def __init__(self, flwr_home: Path, address: str, ca: Path, inside: Sequence[str] = ()) -> None:
+        """Writes config.toml into flwr_home, which is this client's own.
+
+        inside: what comes before each command, such as words that enter a network namespace.
+        """
+        self.flwr_home, self.inside = flwr_home, list(inside)
         flwr_home.mkdir(parents=True, exist_ok=True)
         (flwr_home / "config.toml").write_text(
             f'[superlink]\ndefault = "{connection}"\n\n[superlink.{connection}]\n'
@@ -42,7 +45,7 @@ class SuperLinkClient:
     def flwr(self, *words: str) -> str:
         """What `flwr` prints; RuntimeError, with what it said, if it fails."""
         done = subprocess.run(
-            ["flwr", *words],
+            [*self.inside, "flwr", *words],
             env=environment(self.flwr_home),
             cwd=app_folder,
             capture_output=True,
@@ -88,7 +91,7 @@ class SuperLinkClient:
         while not (status := str(self.listed(run_id)["status"])).startswith(finished):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"run {run_id} is {status} after {limit_s:g} s")
-            time.sleep(1)
+            time.sleep(2)  # each look is a process of a second
         return status
 
     def stop(self, run_id: int) -> None:
