@@ -31,47 +31,45 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def network():
-    """Namespace names by machine, and the cable (on our side) of each; gone afterwards."""
+    """Namespace names by machine and of the switch, and each machine's cable there; then gone."""
     if os.getuid() != 0 or not shutil.which("ip"):
         pytest.skip("network namespaces need root and iproute2")
     mark = f"kl{os.getpid() % 10000}"
-    bridge, machines = f"{mark}br", ["server", *partitions(2)]
+    switch, machines = f"{mark}-s", ["server", *partitions(2)]
     spaces = {machine: f"{mark}-{i}" for i, machine in enumerate(machines)}
     cables = {machine: f"{mark}v{i}" for i, machine in enumerate(machines)}
     try:
         try:
-            ip("link", "add", bridge, "type", "bridge")
-            ip("link", "set", bridge, "up")
+            ip("netns", "add", switch)  # with no firewall of this machine's
+            ip("-n", switch, "link", "add", "br0", "type", "bridge")
+            ip("-n", switch, "link", "set", "br0", "up")
             for i, machine in enumerate(machines):
                 space, cable = spaces[machine], cables[machine]
                 ip("netns", "add", space)
-                ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
-                ip("link", "set", cable, "master", bridge, "up")
+                ends = ("type", "veth", "peer", "name", "eth0", "netns", space)
+                ip("-n", switch, "link", "add", cable, *ends)
+                ip("-n", switch, "link", "set", cable, "master", "br0", "up")
                 ip("-n", space, "addr", "add", f"10.213.77.{i + 1}/24", "dev", "eth0")
                 ip("-n", space, "link", "set", "eth0", "up")
                 ip("-n", space, "link", "set", "lo", "up")
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this machine makes no namespaces: {error.stderr.decode()}")
-        yield spaces, cables
+        yield spaces, switch, cables
     finally:
-        for machine in machines:
+        for space in (*spaces.values(), switch):
             with contextlib.suppress(subprocess.CalledProcessError):
-                ip("netns", "del", spaces[machine])
-            with contextlib.suppress(subprocess.CalledProcessError):
-                ip("link", "del", cables[machine])
-        with contextlib.suppress(subprocess.CalledProcessError):
-            ip("link", "del", bridge)
+                ip("netns", "del", space)
 
 
 def test_a_cable_pulled_for_20_seconds_costs_time_and_nothing_else(network, tmp_path):
-    spaces, cables = network
+    spaces, switch, cables = network
     inside = {machine: ["ip", "netns", "exec", space] for machine, space in spaces.items()}
     with running(tmp_path / "d", partitions(2), "10.213.77.1", inside) as local:
         run_id, run = new_run(local, KEYS)
         wait_for_round(run, 2)
-        ip("link", "set", cables["client-0001"], "down")
+        ip("-n", switch, "link", "set", cables["client-0001"], "down")
         time.sleep(pulled_s)
-        ip("link", "set", cables["client-0001"], "up")
+        ip("-n", switch, "link", "set", cables["client-0001"], "up")
         assert local.superlink.wait(run_id, limit_s) == "finished:completed"
         inline = run_inline(KEYS | {"output-dir": str(tmp_path / "inline")}, 2)
         assert summary_of(run)["status"] == "finished"
