@@ -12,9 +12,8 @@ Three things of Flower 1.39 that no option changes:
 
 import functools
 import os
-import sys
 import time
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import flwr.supernode.nodestate.nodestate_factory as factory
 import flwr.supernode.start_client_internal as client_loop
@@ -26,6 +25,8 @@ from flwr.supernode.nodestate.in_memory_nodestate import (
     CLIENT_APP_CRASHED_ERROR,
     InMemoryNodeState,
 )
+
+from deployment.flower import replace
 
 poll_s = float(os.environ.get("KEEL_POLL_S") or 0.25)
 arrays_limit_s = 30.0
@@ -47,13 +48,6 @@ class AnsweringNodeState(InMemoryNodeState):
                 if task.type == TaskType.CLIENT_APP:
                     self._store_error_replies({task.run_id}, CLIENT_APP_CRASHED_ERROR)
         return finished
-
-
-def replace(module: ModuleType, name: str, by: object, expected: object) -> None:
-    """Let `name` in a module of Flower's stand for `by`; ends the process if it is not there."""
-    if vars(module).get(name) is not expected:
-        sys.exit(f"error: {module.__name__}.{name} is not as in Flower 1.39: install that version")
-    setattr(module, name, by)
 
 
 def main() -> None:

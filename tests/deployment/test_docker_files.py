@@ -67,7 +67,9 @@ def test_every_option_is_one_that_its_command_has(name):
         options = {re.split("[= ]", w)[0] for w in words[start:] if w.startswith("--")}
         asked.setdefault(tuple(words[:start]), set()).update(options)
     for command, options in asked.items():
-        program = "flower-supernode" if command[0] == "python" else command[0]
+        stands_for = {"deployment.supernode": "flower-supernode"}
+        stands_for["deployment.executor"] = "flower-superexec"
+        program = stands_for[command[2]] if command[0] == "python" else command[0]
         said = subprocess.run(
             [f"{sys.prefix}/bin/{program}", "--help"], capture_output=True, text=True, timeout=100
         ).stdout
