@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import lru_cache
 
 import pytest
 import yaml
@@ -56,6 +57,13 @@ def test_the_http_api_is_published_on_this_machine_alone_unless_asked():
         assert [p for p in ports if p.endswith(":8000")] == ["${KEEL_CONTROL:-127.0.0.1:8000}:8000"]
 
 
+@lru_cache
+def options_of(program):
+    command = [f"{sys.prefix}/bin/{program}", "--help"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    return set(re.findall(r"--[a-z-]+", said))
+
+
 @pytest.mark.parametrize("name", files)
 def test_every_option_is_one_that_its_command_has(name):
     asked: dict[tuple[str, ...], set[str]] = {}
@@ -70,10 +78,7 @@ def test_every_option_is_one_that_its_command_has(name):
         stands_for = {"deployment.supernode": "flower-supernode"}
         stands_for["deployment.executor"] = "flower-superexec"
         program = stands_for[command[2]] if command[0] == "python" else command[0]
-        said = subprocess.run(
-            [f"{sys.prefix}/bin/{program}", "--help"], capture_output=True, text=True, timeout=100
-        ).stdout
-        assert options <= set(re.findall(r"--[a-z-]+", said)), program
+        assert options <= options_of(program), program
 
 
 def test_the_image_holds_every_package_of_the_project():
