@@ -1,4 +1,5 @@
 # Two commands for a newcomer: `make demo` and `make test`. Both make their own environment first.
+# Several machines: docs/deployment.md.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -9,7 +10,8 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION = 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: help env demo test test-slow bench lint clean
+.PHONY: help env demo test test-slow test-deployment bench lint clean \
+  credentials register image deploy-server deploy-client deploy-local end-local doctor
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /: /'
 
@@ -29,10 +31,13 @@ demo: $(READY)  ## FedIntR on scikit-learn's digits with 10 simulated clients, t
 	  --federation-config 'num-supernodes=10 client-resources-num-cpus=1'
 
 test: lint  ## style, types and all tests but the slow ones
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m 'not slow'
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m 'not slow and not deployment'
 
 test-slow: $(READY)  ## the tests that take minutes each
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m slow --timeout 1800
+
+test-deployment: $(READY)  ## network namespaces and containers; as root, installs Debian packages
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m deployment --timeout 3600 -rs
 
 bench: $(READY)  ## speed, as ratios against bare loops and FedAvg: bench.json, bench.md
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks
@@ -41,6 +46,54 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# --- deployment ------------------------------------------------------------------------------
+# `docker compose` where there is the plugin, else docker-compose 1.27 or newer
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+CREDENTIALS ?= credentials
+export KEEL_IMAGE ?= keel
+# Containers run as whoever owns the secrets; as root, the secrets are given to the image's user.
+export KEEL_UID ?= $(shell [ $$(id -u) = 0 ] && echo 10001 || id -u)
+give_secrets = [ $$(id -u) != 0 ] || chown -R $(KEEL_UID)
+
+credentials: $(READY)  ## NAMES="fl.example.org 10.0.0.1" CLIENTS="site-a site-b": CA, certificate, keys
+	$(BIN)/python -m deployment.credentials --folder '$(CREDENTIALS)' --names $(NAMES) --clients $(CLIENTS)
+
+image:  ## the container image, from BASE (python:3.12-slim), with PIP_OPTIONS
+	docker build -f docker/Dockerfile -t $(KEEL_IMAGE) \
+	  $(if $(BASE),--build-arg BASE='$(BASE)') $(if $(PIP_OPTIONS),--build-arg PIP_OPTIONS='$(PIP_OPTIONS)') .
+
+deploy-server: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/server
+deploy-server:  ## SuperLink and ServerApp executor on this machine; variables: docker/compose.server.yml
+	$(give_secrets) '$(KEEL_CREDENTIALS)'
+	$(COMPOSE) -p keel-server -f docker/compose.server.yml up -d
+
+register: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/server
+register:  ## the keys of the server's credentials folder with the SuperLink on this machine
+	$(COMPOSE) -p keel-server -f docker/compose.server.yml exec -T superlink \
+	  python -m deployment.register --credentials /credentials --superlink localhost:8000
+
+deploy-client: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/$(KEEL_CLIENT)
+deploy-client:  ## one client on this machine; variables: docker/compose.client.yml
+	$(give_secrets) '$(KEEL_CREDENTIALS)'
+	$(COMPOSE) -p 'keel-$(KEEL_CLIENT)' -f docker/compose.client.yml \
+	  $(if $(findstring cuda,$(KEEL_DEVICE)),-f docker/compose.gpu.yml) up -d
+
+LOCAL = $(COMPOSE) -p keel-local -f docker/compose.local.yml
+deploy-local: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/local
+deploy-local: $(READY)  ## a server and three clients on this machine, to try
+	$(BIN)/python -m deployment.credentials --folder '$(KEEL_CREDENTIALS)' --names superlink \
+	  --clients client-0000 client-0001 client-0002
+	$(give_secrets) '$(KEEL_CREDENTIALS)'
+	$(LOCAL) up -d superlink serverapp
+	$(BIN)/python -m deployment.register --credentials '$(KEEL_CREDENTIALS)/server' --wait 120
+	$(LOCAL) up -d
+
+end-local:  ## end what deploy-local started; its volumes stay
+	$(LOCAL) down
+
+doctor: $(READY)  ## ARGS="client --credentials credentials/site-a --fleet fl.example.org:9092": what is wrong
+	$(BIN)/python -m deployment.doctor $(ARGS)
 
 clean:  ## remove the environment and caches; runs under ~/.keel stay
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -59,6 +59,8 @@ class StateFolder:
         }
         content = save(flat)
         self.folder.mkdir(parents=True, exist_ok=True)
+        for part in self.folder.glob(".*.part"):  # of a process that was killed as it wrote
+            part.unlink()
         older = [path for r, path in self._versions() if r >= round_]
         path = self.folder / f"round-{round_:05d}-{digest(content)}.safetensors"
         write_atomically(path, content)

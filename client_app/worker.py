@@ -3,6 +3,7 @@
 Nothing here belongs to a client: a run gives the same result whichever process plays whom.
 """
 
+import os
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from client_app.hand_over import worker_variable
 from client_app.methods import method_of
 from client_app.methods.fedreco import FedReCo
 from client_app.round import ClientRound
@@ -18,7 +20,7 @@ from client_app.setup import client_indices, device_for, model_for, open_source,
 from client_app.state import StateFolder
 from data.sources import ImageSplit, Source
 from models import StagedModel
-from protocol.config import RunConfig
+from protocol.config import RunConfig, keel_home
 from protocol.messages import Arrays, Instruction
 
 # As this process found it: OMP_NUM_THREADS, which Ray sets to a client's share, or all cores.
@@ -193,15 +195,23 @@ def _on(device: torch.device, arrays: Arrays) -> Arrays:
     return {name: array.to(device) for name, array in arrays.items()}
 
 
-def state_folder(instruction: Instruction, node_config: NodeConfig) -> StateFolder:
-    """Where this client keeps its state of this run: its own volume, or the run's folder.
+def clients_folder() -> Path:
+    """What deployed clients keep, one folder a run: a volume of their own, if they have one."""
+    return keel_home() / "clients"
 
-    In its own volume it goes by the name of the run's folder, which a resumed run keeps; Flower's
-    run id is another one then.
+
+def state_folder(instruction: Instruction, node_config: NodeConfig) -> StateFolder:
+    """Where this client keeps its state of this run.
+
+    In deployment under `state-dir` of its node config or in $KEEL_HOME/clients, by the name of the
+    run's folder, which a resumed run keeps (Flower's run id is another one then); in simulation in
+    the run's folder, which is on this machine.
     """
     name, run_dir = client_name(node_config), Path(instruction.run_dir)
     if "state-dir" in node_config:
         return StateFolder(Path(str(node_config["state-dir"])) / run_dir.name / name)
+    if os.environ.get(worker_variable) or not run_dir.is_dir():
+        return StateFolder(clients_folder() / run_dir.name / name)
     return StateFolder(run_dir / "clients" / name)
 
 

@@ -1,0 +1,158 @@
+"""What a client makes of query, train and evaluate; an error becomes one line, naming its cause.
+
+Runs in the process of the ClientApp in simulation, in the resident worker (`client_app.serve`)
+where there is one.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+import flwr
+import numpy as np
+import torch
+from flwr.app import Context, Error, Message, MessageType, RecordDict
+
+from client_app.evaluation import evaluate
+from client_app.hand_over import client_failed
+from client_app.method import Method
+from client_app.methods import method_of
+from client_app.round import ClientRound
+from client_app.setup import device_for, open_source
+from client_app.worker import (
+    Worker,
+    client_name,
+    own_architecture,
+    own_splits,
+    representation_width,
+    state_folder,
+)
+from protocol.messages import (
+    Arrays,
+    RosterEntry,
+    TrainReply,
+    all_finite,
+    read_instruction,
+    reply_content,
+    roster_content,
+    tensors,
+)
+
+log = logging.getLogger("keel.client")
+worker = Worker()  # one a process: what is costly to build and belongs to no client
+
+
+def answer(message: Message, context: Context) -> RecordDict | Error:
+    """The content of the reply to a message, or an error of one line."""
+    try:
+        return handlers[message.metadata.message_type](message, context)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        is_mistake = isinstance(error, ValueError | FileNotFoundError)  # a line says it all
+        log.error("client %s: %s", context.node_config, reason, exc_info=not is_mistake)
+        return Error(client_failed, reason)
+
+
+def roster(message: Message, context: Context) -> RecordDict:
+    """What this client says of itself before round 1."""
+    config = read_instruction(message).config
+    node = context.node_config
+    source = open_source(config)
+    train, test = own_splits(config, node, with_images=False)
+    name = own_architecture(config, node)
+    model = worker.network(config, name, "local", device_for("cpu"))
+    entry = RosterEntry(
+        client=client_name(node),
+        label_counts=np.bincount(train.labels, minlength=source.num_classes).tolist(),
+        test_label_counts=np.bincount(test.labels, minlength=source.num_classes).tolist(),
+        image_shape=list(train.images.shape[1:]),
+        model=name,
+        representation_width=representation_width(config, model),
+        versions=f"flwr {flwr.__version__}, torch {torch.__version__}",
+        num_partitions=0 if "source" in node else int(node["num-partitions"]),
+    )
+    return roster_content(entry)
+
+
+def begin(message: Message, context: Context, before_round: int) -> tuple[ClientRound, Method]:
+    """The round as its method reads it, with this client's state of a round < before_round."""
+    instruction = read_instruction(message)
+    records = message.content.array_records
+    folder = state_folder(instruction, context.node_config)
+    now = worker.begin_round(
+        instruction,
+        context.node_config,
+        received=tensors(records["arrays"]),
+        extra=tensors(records.get("extra")),
+        state=folder.load(before_round),
+    )
+    return now, method_of(instruction.config)
+
+
+def train_one_round(message: Message, context: Context) -> RecordDict:
+    """Train, keep what is kept, and answer with the update and its figures."""
+    started, cpu_started = time.perf_counter(), time.process_time()
+    instruction = read_instruction(message)
+    now, method = begin(message, context, before_round=instruction.round)
+    update = method.train(now)
+    metrics = {f"loss.{name}": value for name, value in update.terms.items()}
+    metrics |= {
+        "num-examples": len(now.train_samples),
+        "num-steps": update.num_steps,
+        "seconds": time.perf_counter() - started,
+        "cpu-seconds": time.process_time() - cpu_started,
+    }
+    refuse_unless_finite(instruction.round, {"update": update.arrays, "extra": update.extra})
+    refuse_unless_finite(instruction.round, update.state)
+    if update.state:
+        folder = state_folder(instruction, context.node_config)
+        folder.save(instruction.round, update.state)
+        folder.prune(instruction.checkpoint_round)
+    if instruction.evaluate:
+        metrics |= personal_metrics(method, now, update.state)
+    return reply_content(
+        TrainReply(now.client, instruction.round, update.arrays, update.extra, metrics)
+    )
+
+
+def refuse_unless_finite(round_: int, groups: dict[str, Arrays]) -> None:
+    """ValueError if training diverged: a client must not keep what it could never recover from."""
+    for name, arrays in groups.items():
+        if not all_finite(arrays):
+            raise ValueError(
+                f"round {round_}: local training left values that are not finite in {name!r}; what "
+                "was kept before stays. A smaller lr, or clip-norm, may help"
+            )
+
+
+def evaluate_models(message: Message, context: Context) -> RecordDict:
+    """Accuracy and loss on the local test part: of the global model, of the personal one."""
+    instruction = read_instruction(message)
+    now, method = begin(message, context, before_round=instruction.round + 1)
+    metrics: dict[str, float] = {"num-examples": len(now.train_samples)}
+    if method.has_global_model:
+        score = evaluate(
+            now.frozen("global", now.initial_weights() | now.received), now.test_samples
+        )
+        metrics |= {"global-accuracy": score.accuracy, "global-loss": score.loss}
+    metrics |= personal_metrics(method, now, now.state)
+    return reply_content(TrainReply(now.client, instruction.round, {}, {}, metrics))
+
+
+def personal_metrics(
+    method: Method, now: ClientRound, state: dict[str, Arrays]
+) -> dict[str, float]:
+    """The personal model's figures, with the size of the local test part."""
+    metrics: dict[str, float] = {"num-test": len(now.test_samples)}
+    model = method.personal_model(now, state)
+    if model is not None:
+        score = evaluate(model, now.test_samples)
+        metrics |= {"personal-accuracy": score.accuracy, "personal-loss": score.loss}
+    return metrics
+
+
+handlers: dict[str, Callable[[Message, Context], RecordDict]] = {
+    MessageType.QUERY: roster,
+    MessageType.TRAIN: train_one_round,
+    MessageType.EVALUATE: evaluate_models,
+}

@@ -1,0 +1,370 @@
+"""Looks at a server's or a client's machine and says in words what is wrong.
+
+    python -m deployment.doctor server --credentials credentials/server \\
+        --fleet fl.example.org:9092 --superlink localhost:8000
+    python -m deployment.doctor client --credentials credentials/site-a \\
+        --fleet fl.example.org:9092 --source folder:/data --classes cat,dog --device cuda
+
+One line a check; exit status 1 if one found a problem. Changes nothing.
+"""
+
+import argparse
+import datetime
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import grpc
+import numpy as np
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
+from flwr.proto.fleet_pb2 import ActivateNodeRequest
+from flwr.proto.fleet_pb2_grpc import FleetStub
+from flwr.supercore.grpc import create_channel
+from flwr.supercore.interceptors import RuntimeVersionClientInterceptor
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from packaging.requirements import Requirement
+
+from client_app.hand_over import code_digest, default_socket, worker_says
+from deployment.reach import handshake, split_address
+from deployment.superlink import SuperLinkClient
+from protocol.config import app_folder, keel_home, resolve_config
+
+disk_needed = 2 * 2**30  # bytes: a few models' checkpoints and decoded data
+certificate_warning = datetime.timedelta(days=30)
+limit_s = 10.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found, in words."""
+
+    is_problem: bool
+    text: str
+
+
+def fine(text: str) -> Finding:
+    """Nothing is wrong."""
+    return Finding(False, text)
+
+
+def problem(text: str) -> Finding:
+    """Something is wrong; the text says what, and the way out."""
+    return Finding(True, text)
+
+
+def check_versions() -> Iterator[Finding]:
+    """Python and every package that pyproject.toml asks for."""
+    project = tomllib.loads((app_folder / "pyproject.toml").read_text())["project"]
+    wrong = []
+    for line in project["dependencies"]:
+        wanted = Requirement(line)
+        try:
+            found = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{wanted.name} is not installed, {wanted.specifier} is needed")
+            continue
+        if not wanted.specifier.contains(found, prereleases=True):
+            wrong.append(f"{wanted.name} is {found}, {wanted.specifier} is needed")
+    yield from map(problem, wrong)
+    if not wrong:
+        named = ", ".join(f"{name} {metadata.version(name)}" for name in ("flwr", "torch"))
+        yield fine(f"versions: {named}; Keel's client code is {code_digest()}")
+
+
+def check_disk(folder: Path) -> Iterator[Finding]:
+    """Room where state, runs and decoded data go, and whether it can be written to."""
+    there = folder
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    amount = f"{free / 2**30:.1f} GiB free at {folder}"
+    if free < disk_needed:
+        yield problem(f"disk: {amount}; {disk_needed / 2**30:.0f} GiB are needed: make room")
+    elif not os.access(there, os.W_OK):
+        yield problem(f"disk: {there} cannot be written to by user id {os.getuid()}")
+    else:
+        yield fine(f"disk: {amount}")
+
+
+def check_private_files(folder: Path, names: list[str]) -> Iterator[Finding]:
+    """The files are there, readable, and private ones are for their owner alone."""
+    for name in names:
+        path = folder / name
+        if not path.exists():
+            yield problem(f"{path} is missing: copy it from where `make credentials` ran")
+        elif not os.access(path, os.R_OK):
+            yield problem(f"{path} cannot be read by user id {os.getuid()}: chown it")
+        elif name.endswith((".key", ".secret")) and path.stat().st_mode & 0o077:
+            yield problem(f"{path} can be read by others: chmod 600 {path}")
+
+
+def check_certificate(path: Path, now: datetime.datetime) -> Iterator[Finding]:
+    """Dates of a certificate; a date in the future may also be a clock that is behind."""
+    if not path.exists():
+        return
+    found = x509.load_pem_x509_certificate(path.read_bytes())
+    first, last = found.not_valid_before_utc, found.not_valid_after_utc
+    if now < first:
+        yield problem(
+            f"{path} is valid from {first:%Y-%m-%d %H:%M}, this machine's clock says "
+            f"{now:%Y-%m-%d %H:%M} UTC: set the clock"
+        )
+    elif now > last:
+        yield problem(f"{path} was valid until {last:%Y-%m-%d}: make a new one")
+    elif last - now < certificate_warning:
+        yield problem(f"{path} is valid only until {last:%Y-%m-%d}: make a new one soon")
+    else:
+        yield fine(f"{path} is valid until {last:%Y-%m-%d}")
+
+
+def check_clock() -> Iterator[Finding]:
+    """Whether the system says that its clock is synchronised; nothing where it does not say."""
+    if not shutil.which("timedatectl"):
+        return
+    command = ["timedatectl", "show", "--property", "NTPSynchronized", "--value"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    if said.stdout.strip() == "no":
+        yield problem(
+            "clock: not synchronised; the SuperLink refuses SuperNodes whose clock is 5 minutes off"
+        )
+
+
+def check_port(address: str, ca: Path) -> Iterator[Finding]:
+    """Somebody listens there, with a certificate of our CA for the name that we call it by."""
+    host, port = split_address(address)
+    try:
+        socket.create_connection((host, port), timeout=limit_s).close()
+    except socket.gaierror:
+        yield problem(f"{host}: no such name; check the name or the DNS of this machine")
+        return
+    except TimeoutError:
+        yield problem(f"{address}: no answer; a firewall on the way may drop port {port}")
+        return
+    except OSError as error:
+        yield problem(f"{address}: {error.strerror}: is the SuperLink running, the port published?")
+        return
+    if not ca.exists():
+        return
+    try:
+        handshake(address, ca)
+    except ssl.SSLCertVerificationError as error:
+        why = error.verify_message
+        if error.verify_code == 62 or "mismatch" in why.lower():  # X509_V_ERR_HOSTNAME_MISMATCH
+            yield problem(f"{address}: its certificate is for other names: {why}")
+        elif error.verify_code == 10:  # X509_V_ERR_CERT_HAS_EXPIRED
+            yield problem(f"{address}: its certificate has expired")
+        elif error.verify_code == 9:  # X509_V_ERR_CERT_NOT_YET_VALID
+            yield problem(f"{address}: its certificate is not yet valid: set this machine's clock")
+        else:
+            yield problem(f"{address}: its certificate is not of the CA in {ca}: {why}")
+    except OSError as error:
+        yield problem(f"{address}: no TLS there ({error}): is another service on this port?")
+    else:
+        yield fine(f"{address} answers, with a certificate of our CA for this name")
+
+
+def check_key(address: str, ca: Path, key: Path) -> Iterator[Finding]:
+    """The SuperLink knows this client's key. Asked so that nothing changes there: by an activation
+    with a heartbeat that it has to refuse, after it has looked for the key."""
+    try:
+        private = load_ssh_private_key(key.read_bytes(), None)
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        yield problem(f"{key} is no OpenSSH private key: {error}")
+        return
+    if not isinstance(private, ec.EllipticCurvePrivateKey):
+        yield problem(f"{key} is not an elliptic-curve key: `make credentials` makes one")
+        return
+    channel = create_channel(
+        server_address=address,
+        insecure=False,
+        root_certificates=ca.read_bytes(),
+        interceptors=[
+            RuntimeVersionClientInterceptor(component_name="SuperNode"),
+            NodeAuthClientInterceptor(private, private.public_key()),
+        ],
+    )
+    request = ActivateNodeRequest(
+        public_key=public_key_to_bytes(private.public_key()), heartbeat_interval=0
+    )
+    try:
+        FleetStub(channel).ActivateNode(request, timeout=limit_s)
+        said = "activated"
+    except grpc.RpcError as error:
+        said = str(error.details())
+    finally:
+        channel.close()
+    if "heartbeat" in said.lower():
+        yield fine(f"the SuperLink knows the key of {key}")
+    elif "Invalid timestamp" in said:
+        yield problem("the SuperLink's clock and this machine's differ by minutes: set the clocks")
+    elif "No SuperNode found" in said:
+        yield problem(
+            f"the SuperLink does not know the key of {key}: register {key.with_suffix('.pub')} "
+            "there (`make register` on the server's machine)"
+        )
+    else:
+        yield problem(f"the SuperLink refuses the key of {key}: {said[:300]}")
+
+
+def check_device(name: str) -> Iterator[Finding]:
+    """torch can use the device."""
+    import torch
+
+    from client_app.setup import device_for
+
+    try:
+        device = device_for(name)
+    except ValueError as error:
+        driver = shutil.which("nvidia-smi") is not None
+        built = torch.version.cuda or "no CUDA"
+        hint = (
+            f"this machine has NVIDIA's driver, torch is built for {built}"
+            if driver
+            else "no NVIDIA driver is visible here; a container needs compose.gpu.yml"
+        )
+        yield problem(f"{error}; {hint}")
+        return
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+        free, total = torch.cuda.mem_get_info(device)
+        name = torch.cuda.get_device_name(device)
+        yield fine(f"device: {device}, {name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free")
+    else:
+        yield fine(f"device: {device}")
+
+
+def check_data(source: str, classes: list[str], run_config: dict[str, str]) -> Iterator[Finding]:
+    """The data can be read, and its classes are ones that the run knows."""
+    from client_app.setup import open_source
+
+    try:
+        found = open_source(resolve_config(run_config), source)
+    except (ValueError, OSError) as error:
+        yield problem(f"data: {error}")
+        return
+    strange = [name for name in found.class_names if classes and name not in classes]
+    if strange:
+        yield problem(
+            f"data: {source} has the class {strange[0]!r}, the run's are {', '.join(classes)}"
+        )
+    counts = np.bincount(np.asarray(found.train.labels), minlength=found.num_classes)
+    held = ", ".join(f"{n} {c}" for n, c in zip(found.class_names, counts, strict=True) if c)
+    if not strange:
+        shape = " x ".join(map(str, found.image_shape))
+        yield fine(f"data: {counts.sum()} training images of {shape}: {held}")
+
+
+def check_worker(path: Path | None) -> Iterator[Finding]:
+    """The resident worker answers, with this machine's code."""
+    if path is None:
+        return
+    try:
+        said = worker_says(str(path), within_s=limit_s)
+    except (TimeoutError, ConnectionError) as error:
+        yield problem(f"worker: {error}: see the executor's log")
+        return
+    if said["code"] != code_digest():
+        yield problem(f"worker: runs code {said['code']}, here is {code_digest()}: restart it")
+    else:
+        yield fine(f"worker: process id {said['pid']}, {said['versions']}")
+
+
+def check_registered(credentials: Path, superlink: str) -> Iterator[Finding]:
+    """Every client's public key that is here is registered; who is connected."""
+    with tempfile.TemporaryDirectory() as home:
+        client = SuperLinkClient(Path(home), superlink, credentials / "ca.pem")
+        try:
+            nodes = {str(n.get("name", "")): str(n.get("status", "")) for n in client.nodes()}
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            yield problem(f"{superlink}: {' '.join(str(error).split())[:300]}")
+            return
+    for path in sorted((credentials / "clients").glob("*.pub")):
+        if path.stem not in nodes:
+            yield problem(f"client {path.stem} is not registered: `make register`")
+    for name, status in sorted(nodes.items()):
+        if status == "online":
+            yield fine(f"client {name} is connected")
+        else:
+            yield problem(f"client {name} is {status}: look at its machine with `make doctor`")
+
+
+def server_checks(arguments: argparse.Namespace, now: datetime.datetime) -> Iterator[Finding]:
+    """Everything about a server's machine."""
+    folder: Path = arguments.credentials
+    yield from check_versions()
+    yield from check_disk(keel_home())
+    names = ["ca.pem", "server.pem", "server.key", "executor.secret"]
+    yield from check_private_files(folder, names)
+    yield from check_certificate(folder / "ca.pem", now)
+    yield from check_certificate(folder / "server.pem", now)
+    yield from check_clock()
+    yield from check_port(arguments.fleet, folder / "ca.pem")
+    if arguments.superlink:
+        yield from check_registered(folder, arguments.superlink)
+
+
+def client_checks(arguments: argparse.Namespace, now: datetime.datetime) -> Iterator[Finding]:
+    """Everything about a client's machine."""
+    folder: Path = arguments.credentials
+    yield from check_versions()
+    yield from check_disk(keel_home())
+    yield from check_private_files(folder, ["ca.pem", "client.key", "executor.secret"])
+    yield from check_certificate(folder / "ca.pem", now)
+    yield from check_clock()
+    reached = list(check_port(arguments.fleet, folder / "ca.pem"))
+    yield from reached
+    if not any(f.is_problem for f in reached) and (folder / "client.key").exists():
+        yield from check_key(arguments.fleet, folder / "ca.pem", folder / "client.key")
+    yield from check_device(arguments.device)
+    if arguments.source:
+        classes = [name for name in arguments.classes.split(",") if name]
+        model = {"model": arguments.model} if arguments.model else {}
+        yield from check_data(arguments.source, classes, model)
+    yield from check_worker(arguments.worker)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deployment.doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("machine", choices=["server", "client"])
+    parser.add_argument("--credentials", type=Path, required=True, help="this machine's folder")
+    parser.add_argument("--fleet", required=True, help="HOST:PORT that clients connect to")
+    parser.add_argument("--superlink", default="", help="server: HOST:PORT of its HTTP API")
+    parser.add_argument("--source", default="", help="client: folder:PATH or npz:PATH")
+    parser.add_argument("--classes", default="", help="client: the run's classes, with commas")
+    parser.add_argument("--model", default="", help="client: the run's model, for the image size")
+    parser.add_argument("--device", default="auto", help="client: cpu, cuda, cuda:1, ...")
+    parser.add_argument("--worker", type=Path, default=default_socket(), help="client: its socket")
+    arguments = parser.parse_args()
+    checks = server_checks if arguments.machine == "server" else client_checks
+    problems = 0
+    try:
+        for finding in checks(arguments, datetime.datetime.now(datetime.UTC)):
+            print(("PROBLEM  " if finding.is_problem else "ok       ") + finding.text, flush=True)
+            problems += finding.is_problem
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{problems} problems" if problems else "nothing is wrong")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""Real containers: compose.local.yml trains digits to the end, one client killed on the way.
+
+Engine, compose and debootstrap come from Debian's packages (installed if they are missing), the
+base image is made here. Everything lives under one folder and a Docker daemon of its own, and is
+gone afterwards. KEEL_TEST_BASE and KEEL_TEST_WHEELS name an unpacked Debian and a folder of wheels
+made before, which saves the downloads.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deployment.credentials import make_credentials
+from deployment.loopback import free_ports
+from deployment.register import register_all, wait_for_server
+from deployment.superlink import SuperLinkClient
+from protocol.config import app_folder
+
+pytestmark = [pytest.mark.deployment, pytest.mark.timeout(3600)]
+packages = {
+    "dockerd": "docker.io",
+    "docker-compose": "docker-compose",
+    "debootstrap": "debootstrap",
+}
+debian = ["--variant=minbase", "--include=python3,python3-venv,ca-certificates", "bookworm"]
+torch_cpu = os.environ.get("KEEL_TEST_TORCH", "torch")  # such as torch==2.13.0+cpu
+clients = [f"client-000{i}" for i in range(3)]
+run_limit_s = 900
+
+
+def sh(*words, limit_s=600, **options):
+    """Run a command; what it printed. Fails with what it printed."""
+    options = {"check": False, "text": True, "stdout": subprocess.PIPE} | options
+    done = subprocess.run(words, stderr=subprocess.STDOUT, timeout=limit_s, **options)
+    assert done.returncode == 0, f"{' '.join(map(str, words))}:\n{done.stdout[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tools():
+    if os.getuid() != 0:
+        pytest.skip("a Docker daemon of its own needs root")
+    missing = [package for command, package in packages.items() if not shutil.which(command)]
+    if missing:
+        if not shutil.which("apt-get"):
+            pytest.skip(f"{', '.join(missing)} are missing, and there is no apt-get")
+        env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        for words in (["update", "-qq"], ["install", "-qq", "--no-install-recommends", *missing]):
+            done = subprocess.run(["apt-get", "-y", *words], env=env, timeout=900, check=False)
+            if done.returncode:
+                pytest.skip(f"apt-get could not install {', '.join(missing)}")
+
+
+@pytest.fixture(scope="module")
+def work(tools):
+    with tempfile.TemporaryDirectory(prefix="keel-docker-") as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def docker(work):
+    """The environment in which `docker` speaks to a daemon of the test's own."""
+    address = f"unix://{work / 'docker.sock'}"
+    env = os.environ | {
+        "DOCKER_HOST": address,
+        "DOCKER_BUILDKIT": "0",
+        "COMPOSE_HTTP_TIMEOUT": "300",
+    }
+    with (work / "dockerd.log").open("w") as log:
+        daemon = subprocess.Popen(
+            [
+                *("dockerd", "--host", address, "--data-root", str(work / "data")),
+                *("--exec-root", str(work / "exec"), "--pidfile", str(work / "dockerd.pid")),
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline = time.monotonic() + 100
+        while subprocess.run(
+            ["docker", "info"], env=env, capture_output=True, timeout=60, check=False
+        ).returncode:
+            if daemon.poll() is not None or time.monotonic() > deadline:
+                pytest.skip(f"no Docker daemon starts: {(work / 'dockerd.log').read_text()[-600:]}")
+            time.sleep(1)
+        yield env
+    finally:
+        daemon.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            daemon.wait(60)
+        daemon.kill()
+        daemon.wait()
+
+
+@pytest.fixture(scope="module")
+def image(work, docker):
+    """The image, built as `make image` does, from a base made here."""
+    base = Path(os.environ.get("KEEL_TEST_BASE", work / "base"))
+    if not base.exists():
+        sh("debootstrap", *debian, str(base), limit_s=1800)
+    tar = subprocess.Popen(["tar", "-C", str(base), "-c", "."], stdout=subprocess.PIPE)
+    sh("docker", "import", "-", "keel-base", stdin=tar.stdout, env=docker)
+    assert tar.wait(60) == 0
+    context = work / "context"
+    shutil.copytree(
+        app_folder,
+        context,
+        ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "wheels", ".*_cache"),
+    )
+    wheels = os.environ.get("KEEL_TEST_WHEELS")
+    if wheels:
+        shutil.copytree(wheels, context / "docker" / "wheels")
+    else:  # the build itself needs no network then
+        command = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:"]
+        command += ["--python-version", "3.11", "-d", str(context / "docker" / "wheels")]
+        sh(*command, torch_cpu, "-r", str(context / "docker/requirements.txt"), limit_s=1800)
+    sh(
+        *("make", "image", "BASE=keel-base", f"PIP_OPTIONS=--no-index {torch_cpu}"),
+        cwd=context,
+        env=docker,
+        limit_s=1800,
+    )
+    return "keel"
+
+
+@pytest.fixture(scope="module")
+def local(work, docker, image):
+    """compose.local.yml, up, with registered clients: what `make deploy-local` does."""
+    [control] = free_ports(1)
+    credentials = work / "credentials"
+    make_credentials(credentials, ["superlink"], clients)
+    sh("chown", "-R", "10001", str(credentials))
+    env = docker | {
+        "KEEL_CREDENTIALS": str(credentials),
+        "KEEL_CONTROL": f"127.0.0.1:{control}",
+        "KEEL_IMAGE": image,
+        "KEEL_UID": "10001",
+    }
+    compose = Compose(env)
+    superlink = SuperLinkClient(
+        work / "flwr", f"127.0.0.1:{control}", credentials / "server/ca.pem"
+    )
+    try:
+        compose("up", "-d", "superlink", "serverapp")
+        wait_for_server(f"127.0.0.1:{control}", credentials / "server" / "ca.pem", 120)
+        lines = register_all(credentials / "server" / "clients", superlink)
+        assert [line.split()[0] for line in lines] == ["registered"] * 3
+        compose("up", "-d")
+        yield compose, superlink
+    finally:
+        print(compose("logs", "--no-color", "--tail", "30"))
+        compose("down", "--volumes", "--timeout", "20")
+
+
+class Compose:
+    """docker-compose on compose.local.yml."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def __call__(self, *words):
+        files = ["-p", "keel-test", "-f", str(app_folder / "docker/compose.local.yml")]
+        return sh("docker-compose", *files, *words, env=self.env)
+
+    def within(self, service, code):
+        """What Python code prints in a service's container."""
+        return self("exec", "-T", service, "python", "-c", code)
+
+
+history = (
+    "from pathlib import Path; print(*(p.read_text() for p in "
+    "Path('/state/keel/runs').glob('*/history.jsonl')), sep='')"
+)
+
+
+def test_compose_files_are_what_compose_takes(docker, work):
+    given = docker | {
+        "KEEL_SERVER": "a:1",
+        "KEEL_CLIENT": "site-a",
+        "KEEL_DATA": str(work),
+        "KEEL_DEVICE": "cuda",
+    }
+    for files in (["server"], ["client"], ["client", "gpu"], ["local"]):
+        words = [w for f in files for w in ("-f", str(app_folder / f"docker/compose.{f}.yml"))]
+        resolved = yaml.safe_load(sh("docker-compose", *words, "config", env=given))
+        assert resolved["services"]
+        if files[0] == "client":
+            command = resolved["services"]["supernode"]["command"]
+            assert 'name="site-a" source="folder:/data" device="cuda"' in command[-1]
+
+
+def test_digits_are_trained_to_the_end_and_a_killed_client_comes_back(local):
+    compose, superlink = local
+    run_id = superlink.submit(
+        {
+            "method": "fedreco",
+            "fedreco.eta-0": 0.5,
+            "model": "cnn-fedreco",
+            "alpha": 5.0,
+            "lr": 0.05,
+            "local-test-fraction": 0.2,
+            "num-clients": 3,
+            "num-rounds": 12,
+            "round-timeout": 120.0,
+            "device": "cpu",
+        }
+    )
+
+    def lines():
+        return [json.loads(line) for line in compose.within("serverapp", history).splitlines()]
+
+    deadline = time.monotonic() + run_limit_s
+    while len(lines()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(2)
+    compose("kill", "-s", "SIGKILL", "executor-1")
+    compose("up", "-d", "executor-1")  # compose does not restart what it was told to kill
+    assert superlink.wait(run_id, run_limit_s) == "finished:completed"
+    rows = lines()
+    assert [row["round"] for row in rows] == list(range(1, 13))
+    assert "client-0001" in rows[-1]["participants"]
+    kept = compose.within(
+        "executor-1",
+        "from pathlib import Path; print(*Path('/state/keel/clients').rglob('*/client-0001/*'))",
+    )
+    assert "round-00012-" in kept
+    assert "damaged" not in kept
+    accuracies = [row["personal"]["mean"] for row in rows if "personal" in row]
+    assert accuracies[-1] > 0.5
+
+
+def test_the_code_of_a_run_reaches_no_network_but_its_supernode(local):
+    compose, _ = local
+    code = (
+        "import socket\n"
+        "socket.create_connection(('supernode-0', 9094), 5).close(); print('supernode')\n"
+        "for there in (('superlink', 9092), ('1.1.1.1', 53)):\n"
+        "    try: socket.create_connection(there, 3); print('reached', there)\n"
+        "    except OSError: pass\n"
+    )
+    assert compose.within("executor-0", code).split() == ["supernode"]
+
+
+def test_containers_run_as_nobody_in_particular_and_hold_no_secret(local, docker, image):
+    compose, _ = local
+    assert compose.within("executor-0", "import os; print(os.getuid())").strip() == "10001"
+    found = sh("docker", "run", "--rm", image, "find", "/app", "-name", "*.key", env=docker)
+    assert found.strip() == ""
+
+
+def test_the_image_s_size_is_said(docker, image, capsys):
+    size = int(sh("docker", "image", "inspect", "--format", "{{.Size}}", image, env=docker))
+    with capsys.disabled():
+        print(f"\nimage: {size / 2**20:.0f} MiB")
+    assert size < 12 * 2**30

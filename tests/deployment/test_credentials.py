@@ -1,0 +1,159 @@
+"""Credentials: what OpenSSL and Flower take them for, and that nothing is ever overwritten."""
+
+import datetime
+import hashlib
+import os
+import socket
+import ssl
+import subprocess
+import threading
+
+import pytest
+from cryptography import x509
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+from deployment.credentials import certificate_names, make_credentials
+from deployment.reach import handshake
+from deployment.superlink import app_folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    make_credentials(folder, ["fl.example.org", "10.1.2.3"], ["site-a", "site-b"])
+    return folder
+
+
+def digests(folder):
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_each_machine_gets_what_it_needs_and_no_other_s_private_key(made):
+    assert digests(made / "server").keys() == {
+        *("ca.pem", "server.pem", "server.key", "executor.secret"),
+        *("clients/site-a.pub", "clients/site-b.pub"),
+    }
+    for name in ("site-a", "site-b"):
+        assert digests(made / name).keys() == {
+            *("ca.pem", "client.key", "client.pub", "executor.secret"),
+        }
+    secrets = [path.read_bytes() for path in made.rglob("executor.secret")]
+    assert len(set(secrets)) == 3
+
+
+def test_private_files_are_for_their_owner_alone(made):
+    for path in made.rglob("*"):
+        if path.suffix in (".key", ".secret"):
+            assert path.stat().st_mode & 0o777 == 0o600, path
+
+
+def test_openssl_verifies_the_server_for_the_names_given_and_for_no_other(made):
+    def verify(*options):
+        command = ["openssl", "verify", "-x509_strict", "-purpose", "sslserver", *options]
+        command += ["-CAfile", str(made / "ca/ca.pem"), str(made / "server/server.pem")]
+        return subprocess.run(command, capture_output=True, check=False, timeout=30).returncode
+
+    assert verify() == 0
+    assert verify("-verify_hostname", "fl.example.org") == 0
+    assert verify("-verify_ip", "10.1.2.3") == 0
+    assert verify("-verify_hostname", "evil.example.org") != 0
+    assert verify("-verify_ip", "10.1.2.4") != 0
+
+
+def test_the_server_certificate_signs_nothing(made):
+    found = x509.load_pem_x509_certificate((made / "server/server.pem").read_bytes())
+    assert not found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    lasts = found.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    assert datetime.timedelta(days=824) < lasts < datetime.timedelta(days=826)
+
+
+def test_ssh_keygen_reads_the_client_keys_and_the_halves_belong_together(made):
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+    from flwr.cli.supernode.register import try_load_public_key
+
+    private = load_ssh_private_key((made / "site-a/client.key").read_bytes(), None)
+    assert private.curve.name == "secp384r1"
+    registered = try_load_public_key(made / "server/clients/site-a.pub")
+    assert public_key_to_bytes(private.public_key()) == registered
+
+
+def test_a_client_is_added_later_and_nothing_else_changes(made):
+    before = digests(made)
+    lines = make_credentials(made, [], ["site-a", "site-c"])
+    after = digests(made)
+    assert {name: after[name] for name in before} == before
+    assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"site-c", "server"}
+    assert f"kept  {made / 'site-a' / 'client.key'}" in lines
+    assert f"made  {made / 'site-c' / 'client.key'}" in lines
+
+
+@pytest.mark.parametrize(
+    ("names", "clients", "said"),
+    [
+        ([], ["a"], "needs the names"),
+        (["not a name"], ["a"], "neither a DNS name nor an IP address"),
+        (["ok.org"], ["../up"], "is no client's name"),
+        (["ok.org"], ["ca"], "is no client's name"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_made_for_them(tmp_path, names, clients, said):
+    with pytest.raises(ValueError, match=said):
+        make_credentials(tmp_path, names, clients)
+    assert not (tmp_path / "server").exists()
+
+
+def test_other_names_for_a_server_that_has_a_certificate_are_refused(made):
+    with pytest.raises(ValueError, match=r"server\.pem is not for new\.example\.org"):
+        make_credentials(made, ["new.example.org"], [])
+    assert "fl.example.org" in certificate_names(made / "server/server.pem")
+
+
+def test_the_private_files_and_the_caches_are_ignored_by_git():
+    for name in ("credentials/site-a/client.key", "docker/wheels/x.whl"):
+        ignored = subprocess.run(["git", "check-ignore", "-q", name], cwd=app_folder, check=False)
+        if not (app_folder / ".git").exists():
+            pytest.skip("not a git checkout")
+        assert ignored.returncode == 0, name
+
+
+def tls_server(folder, connections):
+    """The port of a TLS server with the certificate in `folder` that takes so many connections."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server.pem", folder / "server.key")
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(30)
+
+    def serve():
+        with listener:
+            for _ in range(connections):
+                plain, _ = listener.accept()
+                try:
+                    context.wrap_socket(plain, server_side=True).close()
+                except OSError:
+                    plain.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return listener.getsockname()[1], thread
+
+
+def test_a_handshake_takes_our_ca_and_refuses_another(made, tmp_path):
+    make_credentials(tmp_path, ["fl.example.org"], [])
+    port, thread = tls_server(made / "server", 2)
+    assert handshake(f"127.0.0.1:{port}", made / "ca/ca.pem")["subject"]
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(f"127.0.0.1:{port}", tmp_path / "ca/ca.pem")
+    thread.join(30)
+
+
+def test_the_umask_does_not_open_private_files(tmp_path):
+    before = os.umask(0)
+    try:
+        make_credentials(tmp_path, ["a.org"], ["x"])
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x/client.key").stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,153 @@
+"""The doctor: each thing that can be wrong is said in words; a machine in order is left alone."""
+
+import datetime
+import os
+import socket
+
+import numpy as np
+import pytest
+from test_credentials import tls_server
+
+import deployment.doctor
+from deployment.credentials import make_credentials
+from deployment.doctor import (
+    check_certificate,
+    check_data,
+    check_device,
+    check_disk,
+    check_port,
+    check_private_files,
+    check_versions,
+    check_worker,
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    make_credentials(folder, ["fl.example.org"], ["site-a"])
+    return folder
+
+
+def said(checks):
+    """(whether it is a problem, the text) of the one thing that was found."""
+    [finding] = list(checks)
+    return finding.is_problem, finding.text
+
+
+def test_versions_in_order_and_one_that_differs(monkeypatch):
+    is_problem, text = said(check_versions())
+    assert not is_problem
+    assert "flwr 1.39" in text
+    real = deployment.doctor.metadata.version
+    monkeypatch.setattr(
+        deployment.doctor.metadata, "version", lambda n: "1.41.0" if n == "flwr" else real(n)
+    )
+    is_problem, text = said(check_versions())
+    assert is_problem
+    assert "flwr is 1.41.0" in text
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    assert not said(check_disk(tmp_path / "not" / "yet"))[0]
+    monkeypatch.setattr(deployment.doctor, "disk_needed", 2**60)
+    is_problem, text = said(check_disk(tmp_path))
+    assert is_problem
+    assert "make room" in text
+
+
+def test_files_that_are_missing_or_open_to_others(made, tmp_path):
+    assert list(check_private_files(made / "site-a", ["ca.pem", "client.key"])) == []
+    assert "is missing" in said(check_private_files(tmp_path, ["client.key"]))[1]
+    key = tmp_path / "client.key"
+    key.touch(0o644)
+    assert "chmod 600" in said(check_private_files(tmp_path, ["client.key"]))[1]
+
+
+@pytest.mark.parametrize(
+    ("days", "is_problem", "words"),
+    [
+        (0, False, "is valid until"),
+        (-2, True, "set the clock"),
+        (810, True, "make a new one soon"),
+        (900, True, "was valid until"),
+    ],
+)
+def test_dates_of_a_certificate(made, days, is_problem, words):
+    now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    found, text = said(check_certificate(made / "server/server.pem", now))
+    assert found == is_problem
+    assert words in text
+
+
+def test_a_port_in_order_and_a_certificate_of_another_ca(made, tmp_path):
+    make_credentials(tmp_path, ["other.org"], [])
+    port, _ = tls_server(made / "server", 4)
+    address = f"127.0.0.1:{port}"
+    assert not said(check_port(address, made / "ca/ca.pem"))[0]
+    is_problem, text = said(check_port(address, tmp_path / "ca/ca.pem"))
+    assert is_problem
+    assert "is not of the CA" in text
+
+
+def test_a_certificate_for_other_names(made, monkeypatch):
+    port, _ = tls_server(made / "server", 2)
+    real = socket.create_connection
+    monkeypatch.setattr(  # a name that leads there, and that the certificate does not have
+        socket, "create_connection", lambda address, **k: real(("127.0.0.1", address[1]), **k)
+    )
+    is_problem, text = said(check_port(f"wrong.example.org:{port}", made / "ca/ca.pem"))
+    assert is_problem
+    assert "is for other names" in text
+
+
+def test_nobody_listens_no_such_name_and_no_tls(made):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = f"127.0.0.1:{free.getsockname()[1]}"
+    assert "Connection refused" in said(check_port(closed, made / "ca/ca.pem"))[1]
+    nowhere = said(check_port("nowhere.invalid:9092", made / "ca/ca.pem"))[1]
+    assert "no such name" in nowhere
+
+
+def test_a_device_that_is_not_there():
+    assert said(check_device("cpu")) == (False, "device: cpu")
+    is_problem, text = said(check_device("cuda:63"))
+    assert is_problem
+    assert "cuda:63" in text
+
+
+def test_data_in_order_missing_and_with_a_wrong_class(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path / "home"))
+    rng = np.random.default_rng(0)
+    np.savez(
+        tmp_path / "own.npz",
+        x_train=rng.integers(0, 255, (30, 28, 28), dtype=np.uint8),
+        y_train=np.arange(30) % 3,
+        x_test=rng.integers(0, 255, (6, 28, 28), dtype=np.uint8),
+        y_test=np.arange(6) % 3,
+    )
+    own = f"npz:{tmp_path / 'own.npz'}"
+    is_problem, text = said(check_data(own, ["0", "1", "2"], {}))
+    assert not is_problem
+    assert "30 training images" in text
+    is_problem, text = said(check_data(own, ["0", "1"], {}))
+    assert is_problem
+    assert "has the class '2'" in text
+    is_problem, text = said(check_data(f"folder:{tmp_path / 'nothing'}", [], {}))
+    assert is_problem
+    assert str(tmp_path / "nothing") in text
+
+
+def test_a_worker_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(deployment.doctor, "limit_s", 0.3)
+    is_problem, text = said(check_worker(tmp_path / "nobody.sock"))
+    assert is_problem
+    assert "no worker answers" in text
+    assert list(check_worker(None)) == []
+
+
+def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
+    (tmp_path / "client.key").touch(0o600)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may read everything
+    assert "chown" in said(check_private_files(tmp_path, ["client.key"]))[1]

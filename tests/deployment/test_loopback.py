@@ -1,0 +1,205 @@
+"""A real deployment on loopback: TLS, keys, processes that are killed, and the same bits."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, final_model, history_of, same_bits, summary_of
+
+from deployment.credentials import make_credentials
+from deployment.loopback import Loopback, free_ports, partitions, running
+from deployment.processes import descendants
+from deployment.superlink import as_words, connection
+from protocol.config import app_folder
+from server_app.inline import run_inline
+
+num_clients = 2
+limit_s = 120
+KEYS = SMALL | {
+    "method": "fedreco",
+    "fedreco.eta-0": 0.5,
+    "local-test-fraction": 0.2,
+    "num-rounds": 3,
+    "round-timeout": 110.0,
+    "device": "cpu",
+}
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("deployed"), partitions(num_clients)) as local:
+        yield local
+
+
+@pytest.fixture(scope="module")
+def inline(tmp_path_factory):
+    return run_inline(KEYS | {"output-dir": str(tmp_path_factory.mktemp("inline"))}, num_clients)
+
+
+def runs(local: Loopback) -> list[Path]:
+    return sorted((local.folder / "server" / "keel" / "runs").glob("*"))
+
+
+def new_run(local: Loopback, overrides) -> tuple[int, Path]:
+    """The id and the folder of a run just submitted, once its folder is there."""
+    before = set(runs(local))
+    run_id = local.superlink.submit(overrides)
+    deadline = time.monotonic() + limit_s
+    while not (new := set(runs(local)) - before):
+        assert time.monotonic() < deadline, local.log_file("serverapp-executor").read_text()
+        time.sleep(0.1)
+    return run_id, new.pop()
+
+
+def kept_by_clients(local: Loopback, run: Path) -> dict[str, set[str]]:
+    """Names of the newest state files; a name holds the round and the content's digest."""
+    return {
+        name: {max(path.name for path in folder.glob("round-*"))}
+        for name in local.clients
+        if (folder := local.folder / name / "keel" / "clients" / run.name / name).exists()
+    }
+
+
+def kept_inline(run: Path) -> dict[str, set[str]]:
+    return {
+        folder.name: {max(path.name for path in folder.glob("round-*"))}
+        for folder in (run / "clients").iterdir()
+    }
+
+
+def wait_for_round(run: Path, number: int) -> None:
+    """Return once this round is in the history."""
+    deadline = time.monotonic() + limit_s
+    while len(lines_of(run)) < number:
+        assert time.monotonic() < deadline, f"round {number} did not come"
+        time.sleep(0.05)
+
+
+def lines_of(run: Path) -> list[str]:
+    path = run / "history.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def server_app_pid(local: Loopback) -> int:
+    [pid] = [
+        pid
+        for pid, command in descendants(local.pid("serverapp-executor")).items()
+        if "flwr-serverapp" in command
+    ]
+    return pid
+
+
+def test_the_model_is_the_inline_engine_s_to_the_bit_and_so_is_what_clients_keep(deployed, inline):
+    run_id, run = new_run(deployed, KEYS)
+    assert deployed.superlink.wait(run_id, limit_s) == "finished:completed"
+    assert summary_of(run)["status"] == "finished"
+    assert same_bits(final_model(run), final_model(inline))
+    assert kept_by_clients(deployed, run) == kept_inline(inline)
+    assert all(line["left_out"] == {} for line in history_of(run))
+
+
+def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bits(deployed, inline):
+    run_id, run = new_run(deployed, KEYS)
+    wait_for_round(run, 1)
+    os.kill(deployed.pid("worker-client-0000"), signal.SIGKILL)
+    os.kill(deployed.pid("superlink"), signal.SIGKILL)
+    wait_for_round(run, 2)
+    os.kill(server_app_pid(deployed), signal.SIGKILL)
+    resumed = deployed.superlink.submit({"resume": str(run)})
+    assert deployed.superlink.wait(resumed, limit_s) == "finished:completed"
+    assert summary_of(run)["status"] == "finished"
+    assert [line["round"] for line in history_of(run)] == [1, 2, 3]
+    assert same_bits(final_model(run), final_model(inline))
+    assert kept_by_clients(deployed, run) == kept_inline(inline)
+    listed = {row["run-id"] for row in deployed.superlink.flwr_json("list", connection)["runs"]}
+    assert {str(run_id), str(resumed)} <= listed  # the restarted SuperLink knows its runs
+    assert deployed.kept["superlink"].starts == deployed.kept["worker-client-0000"].starts == 2
+
+
+def test_a_supernode_and_an_executor_killed_are_left_out_named_and_come_back(deployed):
+    run_id, run = new_run(deployed, KEYS | {"num-rounds": 60, "evaluate-every": 60})
+    wait_for_round(run, 1)
+    os.kill(deployed.pid("executor-client-0001"), signal.SIGKILL)
+    os.kill(deployed.pid("supernode-client-0000"), signal.SIGKILL)
+    left_out, back, deadline = 0, 0, time.monotonic() + 200
+    while not back:  # the SuperLink takes it for connected for a minute
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+        rows = [json.loads(line) for line in lines_of(run)]
+        without = [row["round"] for row in rows if "client-0000" not in row["participants"]]
+        left_out = max(without, default=0)
+        back = left_out and max(row["round"] for row in rows) > left_out + 1
+    deployed.superlink.stop(run_id)
+    kept = kept_by_clients(deployed, run)
+    assert kept.keys() == {"client-0000", "client-0001"}
+    for name in kept:  # trained on from what it kept: its own versions, none damaged
+        folder = deployed.folder / name / "keel" / "clients" / run.name / name
+        assert not list(folder.glob("*.damaged"))
+        assert max(int(path.name.split("-")[1]) for path in folder.glob("round-*")) > left_out
+
+
+def refused(deployed, words: list[str]) -> subprocess.CompletedProcess:
+    """A SuperNode started with these words, which has to give up."""
+    [port] = free_ports(1)
+    return subprocess.run(
+        [
+            *("flower-supernode", "--isolation", "process", "--host", "127.0.0.1"),
+            *("--port", str(port), "--max-retries", "1", "--max-wait-time", "10"),
+            *("--superlink", f"127.0.0.1:{deployed.fleet_port}", *words),
+        ],
+        env=deployed.environment("stranger"),
+        cwd=app_folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+
+
+def known_nodes(deployed) -> int:
+    return len(deployed.superlink.nodes())
+
+
+def test_unknown_key_wrong_ca_and_plain_text_are_refused(deployed, tmp_path):
+    make_credentials(tmp_path, ["127.0.0.1"], ["stranger"])
+    before = known_nodes(deployed)
+    ours, theirs = deployed.credentials / "server" / "ca.pem", tmp_path / "stranger"
+    key = ["--auth-supernode-private-key", str(theirs / "client.key")]
+    config = ["--node-config", as_words({"name": "stranger"})]
+    unknown = refused(deployed, ["--root-certificates", str(ours), *key, *config])
+    assert unknown.returncode != 0
+    assert re.search("(?i)public key|not registered|unauth", unknown.stdout), unknown.stdout
+    no_key = refused(deployed, ["--root-certificates", str(ours), *config])
+    assert no_key.returncode != 0
+    wrong_ca = refused(deployed, ["--root-certificates", str(theirs / "ca.pem"), *key, *config])
+    assert wrong_ca.returncode != 0
+    assert re.search("(?i)certificate|ssl|handshake", wrong_ca.stdout), wrong_ca.stdout
+    plain = refused(deployed, ["--insecure", *config])
+    assert plain.returncode != 0
+    for each in (unknown, no_key, wrong_ca, plain):
+        assert "SuperNode ID" not in each.stdout
+    assert known_nodes(deployed) == before
+
+
+def test_an_executor_without_the_secret_gets_no_work(deployed):
+    strange = subprocess.run(
+        [
+            *("flower-superexec", "--insecure", "--runtime-api-address"),
+            f"127.0.0.1:{deployed.runtime_ports['client-0000']}",
+        ],
+        env=deployed.environment("stranger"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    assert strange.returncode != 0

@@ -1,0 +1,78 @@
+"""A server and two clients in three network namespaces, and a cable pulled for 20 seconds."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+
+import pytest
+from conftest import SMALL, final_model, history_of, same_bits, summary_of
+from test_loopback import kept_by_clients, kept_inline, new_run, wait_for_round
+
+from deployment.loopback import partitions, running
+from server_app.inline import run_inline
+
+pytestmark = [pytest.mark.deployment, pytest.mark.timeout(900)]
+limit_s, pulled_s = 600, 20
+KEYS = SMALL | {
+    "method": "fedreco",
+    "fedreco.eta-0": 0.5,
+    "local-test-fraction": 0.2,
+    "num-rounds": 6,
+    "round-timeout": 300.0,
+    "device": "cpu",
+}
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, timeout=30, capture_output=True)
+
+
+@pytest.fixture
+def network():
+    """Namespace names by machine and of the switch, and each machine's cable there; then gone."""
+    if os.getuid() != 0 or not shutil.which("ip"):
+        pytest.skip("network namespaces need root and iproute2")
+    mark = f"kl{os.getpid() % 10000}"
+    switch, machines = f"{mark}-s", ["server", *partitions(2)]
+    spaces = {machine: f"{mark}-{i}" for i, machine in enumerate(machines)}
+    cables = {machine: f"{mark}v{i}" for i, machine in enumerate(machines)}
+    try:
+        try:
+            ip("netns", "add", switch)  # with no firewall of this machine's
+            ip("-n", switch, "link", "add", "br0", "type", "bridge")
+            ip("-n", switch, "link", "set", "br0", "up")
+            for i, machine in enumerate(machines):
+                space, cable = spaces[machine], cables[machine]
+                ip("netns", "add", space)
+                ends = ("type", "veth", "peer", "name", "eth0", "netns", space)
+                ip("-n", switch, "link", "add", cable, *ends)
+                ip("-n", switch, "link", "set", cable, "master", "br0", "up")
+                ip("-n", space, "addr", "add", f"10.213.77.{i + 1}/24", "dev", "eth0")
+                ip("-n", space, "link", "set", "eth0", "up")
+                ip("-n", space, "link", "set", "lo", "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this machine makes no namespaces: {error.stderr.decode()}")
+        yield spaces, switch, cables
+    finally:
+        for space in (*spaces.values(), switch):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "del", space)
+
+
+def test_a_cable_pulled_for_20_seconds_costs_time_and_nothing_else(network, tmp_path):
+    spaces, switch, cables = network
+    inside = {machine: ["ip", "netns", "exec", space] for machine, space in spaces.items()}
+    with running(tmp_path / "d", partitions(2), "10.213.77.1", inside) as local:
+        run_id, run = new_run(local, KEYS)
+        wait_for_round(run, 2)
+        ip("-n", switch, "link", "set", cables["client-0001"], "down")
+        time.sleep(pulled_s)
+        ip("-n", switch, "link", "set", cables["client-0001"], "up")
+        assert local.superlink.wait(run_id, limit_s) == "finished:completed"
+        inline = run_inline(KEYS | {"output-dir": str(tmp_path / "inline")}, 2)
+        assert summary_of(run)["status"] == "finished"
+        assert [line["left_out"] for line in history_of(run)] == [{}] * 6
+        assert same_bits(final_model(run), final_model(inline))
+        assert kept_by_clients(local, run) == kept_inline(inline)
