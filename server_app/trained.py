@@ -1,4 +1,4 @@
-"""A finished model, for use: `load_model(folder)` needs neither the data nor Flower.
+"""A finished model, for use: `load_model(folder)` needs neither the data nor a running Flower.
 
 model = load_model("~/.keel/runs/20260101-120000-fedintr-digits")
 names = model.predict(images)          # uint8 [N, H, W], [N, H, W, C] or [N, C, H, W]

@@ -31,6 +31,11 @@ class FedReCoServer(Average):
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
         self.options = config.table("fedreco", FedReCoServerOptions)
+        if config.rounds.weighting == "examples":
+            raise ValueError(
+                "weighting = 'examples': fedreco's step, eq. (8), is the plain mean of the clients' "
+                "gradients; weighting has to be auto or uniform"
+            )
         split = self.options.split
         if split and split not in model.stage_names:
             raise ValueError(

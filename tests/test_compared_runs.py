@@ -336,6 +336,8 @@ def test_a_client_without_some_classes_takes_part_in_fedpac():
             ["fedbabu.part = 'tail'", "full, head, body"],
         ),
         ({"method": "scaffold", "scaffold.momentum-form": "plain"}, ["scaffold.momentum-form"]),
+        ({"fedntd.convex": True, "fedntd.beta": 1.0}, ["fedntd.beta = 1.0", "below 1"]),
+        ({"method": "fedreco", "weighting": "examples"}, ["weighting = 'examples'", "uniform"]),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
 )

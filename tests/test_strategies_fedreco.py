@@ -64,7 +64,7 @@ def after_a_round(
     return tensors(following)
 
 
-@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+@pytest.mark.parametrize("weighting", ["auto", "uniform"])
 def test_u_0_steps_down_the_plain_mean_of_the_gradients_eq_8(weighting):
     model = network()
     server = server_of(model, weighting=weighting, fedreco__eta_0=0.3)

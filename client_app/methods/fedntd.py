@@ -49,6 +49,14 @@ class FedNTD(LocalObjective):
     tau: float = option(more_than(0))
     convex: bool = option(true_or_false())
 
+    def __post_init__(self) -> None:
+        """Refuse a convex form that is none: nothing, or less, would be left of cross entropy."""
+        if self.convex and self.beta >= 1:
+            raise ValueError(
+                f"fedntd.beta = {self.beta!r} with fedntd.convex = true: cross entropy is weighted "
+                "by 1 - beta, so it has to be below 1; FedRCL's tables have 0.3"
+            )
+
     def taps(self, model: StagedModel) -> list[str]:
         """The logits."""
         return ["logits"]

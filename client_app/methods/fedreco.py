@@ -6,8 +6,9 @@ Kept between rounds: this client's whole model (u_i, v_i); losing it loses the p
 Symbols: u_i extractor and v_i head of this client, u_0 the shared extractor, h the representation.
 
 Only u_0's shape travels, so u_i may be any architecture whose representation is as wide.
-Departs from the paper in nothing; its rates and batch size are in an appendix that is not public.
-Momentum and weight decay of the run's config apply to the steps on u_i and v_i (0 in its preset).
+Momentum and weight decay of the run's config apply to the steps on u_i and v_i; with both 0 they
+are eqs. (6) and (7). Its preset has momentum 0.9: the paper's rates and batch size are in an
+appendix that is not public, and plain steps at the rates tried were too slow.
 """
 
 from collections.abc import Mapping
