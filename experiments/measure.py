@@ -1,5 +1,6 @@
 """How a run's history becomes the one number that a paper reports."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def measure(history: History, of: str, take: Take, at: int, shrunk: float) -> fl
         first = next((r for r, value in points if 100 * value >= take.number), None)
         if first is None:
             return None
-        return sum(line["client_seconds"] for line in history if line["round"] <= first)
+        return math.fsum(line["client_seconds"] for line in history if line["round"] <= first)
     if not points or history[-1]["round"] < at:
         return None
     values = [100 * value for _, value in points]

@@ -143,7 +143,7 @@ def finished_runs(section: Section, cell: Cell, output: Path) -> Iterator[Run]:
 
 
 def run_pictures(section: Section, figures: Path, output: Path) -> Iterator[Picture]:
-    """For each column the curves of its rows, and how one split of it lies over the clients."""
+    """For each column the curves of its rows, one split, and the runs' diagnostics."""
     drawn: set[tuple[str, ...]] = set()
     for number, column in enumerate(section.recipe.columns):
         cells = [cell for cell in section.recipe.cells if cell.column is column]
@@ -156,11 +156,18 @@ def run_pictures(section: Section, figures: Path, output: Path) -> Iterator[Pict
         path = figures.with_name(f"{figures.name}-{number}.svg")
         plot_curves(curves, column.name, path)
         yield Picture(f"{column.name}: accuracy over rounds, {section.options.label}", path)
-        first = next(run for each in runs.values() for run in each)
-        if (folder := first.finished()) and (labels := folder / "labels.png").exists():
-            copy = figures.with_name(f"{figures.name}-{number}-labels.png")
-            copy.write_bytes(labels.read_bytes())
-            yield Picture(f"{column.name}: samples of each class by client", copy)
+        for number_in_column, cell in enumerate(c for c in cells if runs[c.row.name]):
+            run, name = runs[cell.row.name][0], f"{cell.row.name}, {column.name}"
+            folder = run.finished()
+            assert folder is not None
+            own = sorted(folder.glob("diagnostics/*.png"))  # where they were asked for
+            if number_in_column == 0:
+                own = [*folder.glob("labels.png"), *own]  # the rows share their split
+            for path in own:
+                copy = figures.with_name(f"{figures.name}-{run.name}-{path.name}")
+                copy.write_bytes(path.read_bytes())
+                words = "samples of each class by client" if path.stem == "labels" else path.stem
+                yield Picture(f"{name}: {words}", copy)
 
 
 def curve_of(cell: Cell, runs: Sequence[Run]) -> list[tuple[int, float, float]]:

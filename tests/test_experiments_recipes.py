@@ -1,4 +1,4 @@
-"""Recipes: all there, all runnable, the papers' numbers as printed, and bad ones refused by line."""
+"""Recipes: all there, all runnable, the papers' numbers as printed; bad ones refused by line."""
 
 import os
 import re
@@ -18,8 +18,10 @@ root = Path(__file__).parent.parent
 PAPER = Options("paper", {}, [0], full_grid=True)
 
 wanted = {
-    "FedIntR": ["Table I", "Table II", "Table III", "Table IV", "Table V", "Fig. 3", "Fig. 4"]
-    + ["Fig. 5"],
+    "FedIntR": [
+        *("Table I", "Table II", "Table III", "Table IV", "Table V"),
+        *("Fig. 3", "Fig. 4", "Fig. 5"),
+    ],
     "FedCKA": ["Table 1", "Table 2", "Table 3", "Table 4", "Fig. 2", "Fig. 4", "Fig. 5", "Fig. 6"],
     "FedReCo": ["Table 1", "Table 2", "Table 3", "Fig. 2", "Fig. 3 (a)", "Fig. 3 (b)"],
     "FedRCL": [

@@ -1,4 +1,4 @@
-"""The runner on digits: what it runs, skips, resumes and survives; the report and verify after it."""
+"""The runner on digits: what it runs, skips, resumes, survives; the report and verify after it."""
 
 import json
 import os
@@ -300,6 +300,10 @@ class Cells(HTMLParser):
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "table":
+            self.rows.append([])  # what follows belongs to no cell
 
     def handle_data(self, data: str) -> None:
         if self.rows and self.rows[-1]:
