@@ -73,7 +73,12 @@ class Exchange:
                 if node_ is None or node_ in replies:
                     continue  # the answer to the message that was sent a second time
                 if reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE:
-                    gone(node_, failure(asked[node_], reply.error.reason, reply.error.code))
+                    gone(
+                        node_,
+                        failure(
+                            asked[node_], reply.error.reason or "it went away", reply.error.code
+                        ),
+                    )
                 else:
                     replies[node_] = reply
             if away and time.monotonic() - looked >= look_s:

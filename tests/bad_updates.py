@@ -155,11 +155,11 @@ def run_with(kind: str, rounds: Iterable[int], overrides: dict[str, OptionValue]
 def main() -> int:
     """Print the table."""
     logging.getLogger("keel").setLevel(logging.ERROR)
-    rounds, bad = 20, (5, 10, 15)
+    rounds, bad = 10, (3, 6, 9)
     with tempfile.TemporaryDirectory() as base:
         keys: dict[str, OptionValue] = {
             **{"source": "digits", "model": "cnn-fedreco", "alpha": 5.0, "lr": 0.05},
-            **{"num-rounds": rounds, "local-epochs": 2, "output-dir": base},
+            **{"num-rounds": rounds, "batch-size": 32, "output-dir": base},
         }
         rows = [
             "| bad update | reason in the log and in `history.jsonl` | refused | run | accuracy |"
