@@ -84,14 +84,13 @@ class Scaffold(LocalObjective):
         corrections = [c[name] - c_i[name] for name in parameters]
 
         def correct_gradients() -> None:  # line 9: g - c_i + c
-            for parameter, correction in zip(parameters.values(), corrections, strict=True):
-                if parameter.grad is not None:
-                    parameter.grad.add_(correction)
+            pairs = zip(parameters.values(), corrections, strict=True)
+            moved = [(p.grad, correction) for p, correction in pairs if p.grad is not None]
+            torch._foreach_add_([g for g, _ in moved], [correction for _, correction in moved])
 
         @torch.no_grad()
         def correct_parameters(rate: float) -> None:
-            for parameter, correction in zip(parameters.values(), corrections, strict=True):
-                parameter.sub_(correction, alpha=rate)
+            torch._foreach_sub_(list(parameters.values()), corrections, alpha=rate)
 
         corrected = self.momentum_form == "corrected"
         descent = descend(
