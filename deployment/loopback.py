@@ -234,7 +234,7 @@ def main() -> int:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-")))
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            overrides = {"output-dir": str(keel_home() / "runs")}
+            overrides: dict[str, OptionValue] = {"output-dir": str(keel_home() / "runs")}
             overrides |= parse_overrides(arguments.overrides)
             with running(folder, partitions(arguments.clients)) as local:
                 run_id = local.superlink.submit(overrides)

@@ -7,12 +7,11 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import server_app.report
+from deployment.loopback import free_ports
+from deployment.superlink import toml
 from protocol.messages import TrainReply, reply_content
 from protocol.options import OptionValue
 from server_app.inline import run_inline
@@ -224,22 +225,6 @@ class SuperLink:
                 time.sleep(0.2)
         shutil.rmtree(self.ray, ignore_errors=True)
         return self.processes()
-
-
-def toml(value: OptionValue) -> str:
-    """The value as it stands in --run-config."""
-    return f'"{value}"' if isinstance(value, str) else str(value).lower()
-
-
-def free_ports(count: int) -> Sequence[int]:
-    """Ports that nobody listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 @pytest.fixture(scope="session")
