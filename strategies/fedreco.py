@@ -33,7 +33,7 @@ class FedReCoServer(Average):
         self.options = config.table("fedreco", FedReCoServerOptions)
         if config.rounds.weighting == "examples":
             raise ValueError(
-                "weighting = 'examples': fedreco's step, eq. (8), is the plain mean of the clients' "
+                "weighting = 'examples': fedreco's step, eq. (8), is the mean of the clients' "
                 "gradients; weighting has to be auto or uniform"
             )
         split = self.options.split
