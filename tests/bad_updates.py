@@ -162,7 +162,7 @@ def main() -> int:
             **{"num-rounds": rounds, "batch-size": 32, "output-dir": base},
         }
         rows = [
-            "| bad update | reason in the log and in `history.jsonl` | refused | run | accuracy |"
+            "| bad update | reason in the log and in `history.jsonl` | left out | run | accuracy |"
         ]
         rows.append("| --- | --- | --- | --- | --- |")
         undisturbed = run_with("no reply", (), keys)
