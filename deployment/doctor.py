@@ -32,6 +32,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
 from flwr.proto.fleet_pb2 import ActivateNodeRequest
 from flwr.proto.fleet_pb2_grpc import FleetStub
+from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.grpc import create_channel
 from flwr.supercore.interceptors import RuntimeVersionClientInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
@@ -201,16 +202,18 @@ def check_key(address: str, ca: Path, key: Path) -> Iterator[Finding]:
     )
     try:
         FleetStub(channel).ActivateNode(request, timeout=limit_s)
-        said = "activated"
+        said, code = "activated", 0
     except grpc.RpcError as error:
         said = str(error.details())
+        flower_error = FlowerError.from_json(said)
+        code = flower_error.code if flower_error else 0
     finally:
         channel.close()
-    if "heartbeat" in said.lower():
+    if code == ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL:
         yield fine(f"the SuperLink knows the key of {key}")
     elif "Invalid timestamp" in said:
         yield problem("the SuperLink's clock and this machine's differ by minutes: set the clocks")
-    elif "No SuperNode found" in said:
+    elif code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
         yield problem(
             f"the SuperLink does not know the key of {key}: register {key.with_suffix('.pub')} "
             "there (`make register` on the server's machine)"
