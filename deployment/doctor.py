@@ -286,22 +286,22 @@ def check_worker(path: Path | None) -> Iterator[Finding]:
 
 
 def check_registered(credentials: Path, superlink: str) -> Iterator[Finding]:
-    """Every client's public key that is here is registered; who is connected."""
+    """As many SuperNodes are registered as there are keys here, and each is connected."""
     with tempfile.TemporaryDirectory() as home:
         client = SuperLinkClient(Path(home), superlink, credentials / "ca.pem")
         try:
-            nodes = {str(n.get("name", "")): str(n.get("status", "")) for n in client.nodes()}
+            nodes = {str(node["node-id"]): str(node["status"]) for node in client.nodes()}
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             yield problem(f"{superlink}: {' '.join(str(error).split())[:300]}")
             return
-    for path in sorted((credentials / "clients").glob("*.pub")):
-        if path.stem not in nodes:
-            yield problem(f"client {path.stem} is not registered: `make register`")
-    for name, status in sorted(nodes.items()):
-        if status == "online":
-            yield fine(f"client {name} is connected")
-        else:
-            yield problem(f"client {name} is {status}: look at its machine with `make doctor`")
+    keys = len(list((credentials / "clients").glob("*.pub")))
+    if len(nodes) < keys:
+        yield problem(f"{keys} clients have keys here, {len(nodes)} are registered: make register")
+    for node, status in sorted(nodes.items()):
+        if status != "online":
+            yield problem(f"SuperNode {node} is {status}: look at its machine with `make doctor`")
+    if "online" in nodes.values():
+        yield fine(f"{list(nodes.values()).count('online')} SuperNodes are connected")
 
 
 def server_checks(arguments: argparse.Namespace, now: datetime.datetime) -> Iterator[Finding]:

@@ -45,7 +45,7 @@ common: dict[str, OptionValue] = {
     "round-timeout": 100.0,
     "device": "cpu",
 }
-run_starts_s, between_resumes_s = 100.0, 5.0
+run_starts_s, between_resumes_s = 300.0, 5.0
 
 
 @dataclass
@@ -134,7 +134,7 @@ def one_run(
     local.superlink.submit(common | methods[method] | {"num-rounds": rounds})
     while not (new := set(runs.glob("*")) - before):
         if time.monotonic() - started > run_starts_s:
-            return outcome
+            raise TimeoutError(f"{method}: the run has not begun after {run_starts_s:g} s")
         time.sleep(0.2)
     folder = new.pop()
     next_kill = time.monotonic() + draw.uniform(*pause_s)
@@ -155,7 +155,7 @@ def one_run(
             with contextlib.suppress(RuntimeError):  # the SuperLink may be just away
                 local.superlink.submit({"resume": str(folder)})
                 outcome.resumes += 1
-            resume_at = time.monotonic() + run_starts_s / 4
+            resume_at = time.monotonic() + 60
         elif alive:
             resume_at = 0.0
         if now >= next_kill and sum(outcome.kills.values()) < kills_left:

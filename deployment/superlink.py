@@ -70,7 +70,7 @@ class SuperLinkClient:
         self.flwr_json("supernode", "register", str(public_key), connection, "--name", name)
 
     def nodes(self) -> list[dict[str, Any]]:
-        """The registered SuperNodes: name, node-id, status, ..."""
+        """The registered SuperNodes: node-id, status, ..."""
         found: list[dict[str, Any]] = self.flwr_json("supernode", "list", connection)["nodes"]
         return found
 

@@ -15,6 +15,7 @@ from deployment.credentials import make_credentials
 from deployment.doctor import check_key, check_port, check_registered, check_worker
 from deployment.loopback import Loopback, free_ports, partitions, running
 from deployment.processes import descendants
+from deployment.register import register_all
 from deployment.superlink import as_words, connection
 from protocol.config import app_folder
 from server_app.inline import run_inline
@@ -234,7 +235,9 @@ def test_the_doctor_finds_this_server_in_order_and_a_key_that_is_not_registered(
     registered = list(
         check_registered(deployed.credentials / "server", f"127.0.0.1:{deployed.http_port}")
     )
-    assert [f"client client-000{i} is connected" for i in range(2)] == [f.text for f in registered]
+    assert [(f.is_problem, f.text) for f in registered] == [(False, "2 SuperNodes are connected")]
+    keys = deployed.credentials / "server" / "clients"
+    assert register_all(keys, deployed.superlink) == [f"known       {n}" for n in deployed.clients]
     [worker] = check_worker(deployed.worker_socket("client-0000"))
     assert not worker.is_problem, worker.text
     assert {node["node-id"]: node["status"] for node in deployed.superlink.nodes()} == before
