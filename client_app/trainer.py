@@ -89,7 +89,13 @@ class FrozenTaps:
             self.is_cached = False
             return False
         self.kept = [
-            torch.empty((rows, *t.shape[1:]), dtype=t.dtype, device=t.device) for t in fresh
+            torch.empty(
+                (rows, *t.shape[1:]),
+                dtype=t.dtype,
+                device=t.device,
+                memory_format=torch.channels_last if t.dim() == 4 else torch.contiguous_format,
+            )
+            for t in fresh
         ]
         return True
 
