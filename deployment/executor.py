@@ -22,6 +22,7 @@ from flwr.supercore.tls import validate_and_resolve_root_certificates
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 
 from deployment.flower import replace
+from deployment.supervise import end_with_parent
 
 
 class ForkingExecutor(SubprocessExecutor):
@@ -57,6 +58,12 @@ def run_in_child(spec: ExecutionSpec) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.platform == "linux":
+        # Flower's own watch signals from a thread, and does not wake a main thread that waits for
+        # a SuperNode that is gone too
+        end_with_parent()
+        if os.getppid() != spec.parent_pid:
+            return 1
     exit_handler.registered_exit_handlers.clear()  # they close what is the parent's
     random.seed()
     try:

@@ -53,7 +53,7 @@ class Kept:
             stdout=self.output,
             stderr=None if self.output is None else subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent if sys.platform == "linux" else None,
         )
         self.starts += 1
         self.started, self.due = time.monotonic(), 0.0
@@ -93,7 +93,8 @@ class Kept:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Have the kernel send this process SIGTERM when its parent's thread ends (Linux)."""
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 

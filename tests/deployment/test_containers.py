@@ -2,8 +2,8 @@
 
 Engine, compose and debootstrap come from Debian's packages (installed if they are missing), the
 base image is made here. Everything lives under one folder and a Docker daemon of its own, and is
-gone afterwards. KEEL_TEST_BASE and KEEL_TEST_WHEELS name an unpacked Debian and a folder of wheels
-made before, which saves the downloads.
+gone afterwards, but for the empty chains that Docker adds to the firewall. KEEL_TEST_BASE and
+KEEL_TEST_WHEELS name an unpacked Debian and a folder of wheels made before, which saves downloads.
 """
 
 import contextlib
@@ -81,6 +81,7 @@ def docker(work):
             [
                 *("dockerd", "--host", address, "--data-root", str(work / "data")),
                 *("--exec-root", str(work / "exec"), "--pidfile", str(work / "dockerd.pid")),
+                *("--bridge", "none"),  # compose makes its own networks, and takes them away
             ],
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -217,7 +218,9 @@ def test_digits_are_trained_to_the_end_and_a_killed_client_comes_back(local):
     )
 
     def lines():
-        return [json.loads(line) for line in compose.within("serverapp", history).splitlines()]
+        return [
+            json.loads(line) for line in compose.within("serverapp", history).split("\n") if line
+        ]
 
     deadline = time.monotonic() + run_limit_s
     while len(lines()) < 2:
