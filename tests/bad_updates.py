@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from flwr.app import Message, MessageType
+from flwr.app import Error, Message, MessageType
 
 import client_app.app
+from client_app.hand_over import client_failed
 from protocol.messages import Arrays, TrainReply, read_reply, reply_content, tensors
 from protocol.options import OptionValue
 from server_app.federation import run_federation
@@ -86,11 +86,6 @@ KINDS = {
 }
 
 
-def no_power(message: Message, context: object) -> Any:
-    """The client fails."""
-    raise OSError("no power")
-
-
 class FaultyGrid(InlineGrid):
     """An inline grid in which one client's replies to `rounds` are spoilt in one way."""
 
@@ -111,7 +106,7 @@ class FaultyGrid(InlineGrid):
             self.before = super().answer(message)
             return self.before
         if self.kind == "no reply":
-            return client_app.app.answered(no_power, message, self.contexts[BAD_NODE])
+            return Message(Error(client_failed, "OSError: no power"), reply_to=message)
         if self.kind == "replay":
             assert self.before is not None
             return Message(self.before.content, reply_to=message)

@@ -54,6 +54,7 @@ def test_run_log_has_run_round_and_client_in_every_line_that_is_about_them(run, 
 
 
 def test_a_resumed_run_goes_on_in_the_same_log_and_others_do_not_write_there(run):
+    level = logging.getLogger("keel").level
     folder = run(quick)
     before = (folder / "run.log").read_text()
     resume(folder, num_rounds=3)
@@ -61,7 +62,7 @@ def test_a_resumed_run_goes_on_in_the_same_log_and_others_do_not_write_there(run
     text = (folder / "run.log").read_text()
     assert text.startswith(before)
     assert text.count("finished") == 2
-    assert logging.getLogger("keel").level == logging.NOTSET
+    assert logging.getLogger("keel").level == level
 
 
 # --- the history and the status while it runs -----------------------------------------------------
