@@ -62,7 +62,7 @@ def counted_control_variate(now: ClientRound) -> Arrays:
 class Scaffold(LocalObjective):
     """Control variates."""
 
-    keeps: ClassVar[str] = "its control variate c_i"  # twice: a reply may be lost
+    keeps: ClassVar[str] = "its control variate c_i, and the one before"  # a reply may be lost
     regularises: ClassVar[str] = "every gradient, by control variates"
     paper: ClassVar[str] = "Karimireddy et al. 2020"
 
