@@ -21,13 +21,13 @@ from protocol.config import app_folder
 from server_app.inline import run_inline
 
 num_clients = 2
-limit_s = 120
+limit_s = 300
 KEYS = SMALL | {
     "method": "fedreco",
     "fedreco.eta-0": 0.5,
     "local-test-fraction": 0.2,
     "num-rounds": 3,
-    "round-timeout": 110.0,
+    "round-timeout": 250.0,
     "device": "cpu",
 }
 
@@ -118,6 +118,7 @@ def test_the_model_is_the_inline_engine_s_to_the_bit_and_so_is_what_clients_keep
     assert all(line["left_out"] == {} for line in history_of(run))
 
 
+@pytest.mark.deployment  # minutes, most of them waits of Flower's
 def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bits(deployed, inline):
     run_id, run = new_run(deployed, KEYS)
     wait_for_round(run, 1)
@@ -136,6 +137,7 @@ def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bit
     assert deployed.kept["superlink"].starts == deployed.kept["worker-client-0000"].starts == 2
 
 
+@pytest.mark.deployment  # minutes, most of them waits of Flower's
 def test_a_supernode_and_an_executor_killed_come_back_and_rounds_without_them_say_so(deployed):
     run_id, run = new_run(deployed, KEYS | {"num-rounds": 60, "evaluate-every": 60})
     wait_for_round(run, 1)
@@ -143,7 +145,7 @@ def test_a_supernode_and_an_executor_killed_come_back_and_rounds_without_them_sa
     starts = {name: deployed.kept[name].starts for name in (executor, supernode)}
     os.kill(deployed.pid(executor), signal.SIGKILL)
     os.kill(deployed.pid(supernode), signal.SIGKILL)
-    disturbed, back, deadline = len(lines_of(run)) + 1, False, time.monotonic() + 200
+    disturbed, back, deadline = len(lines_of(run)) + 1, False, time.monotonic() + limit_s
     while not back:  # the SuperLink takes the killed SuperNode for connected for a minute
         assert time.monotonic() < deadline
         time.sleep(0.5)
