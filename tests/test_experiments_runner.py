@@ -116,6 +116,8 @@ def interrupted(tmp_path: Path) -> Iterator[Callable[[], tuple[int, str, int]]]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # a shell that started us in the background has it ignored, which is inherited
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
     def stop() -> tuple[int, str, int]:
