@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from client_app.frozen import FrozenOutputs
 from client_app.method import Arrays
 from client_app.round import ClientRound
 from client_app.samples import Step
@@ -49,16 +50,27 @@ def train_part(
     chosen: nn.Module = {"head": model.classifier, "body": model.stages, "full": model}[part]
     model.eval().requires_grad_(False)
     chosen.train().requires_grad_(True)
+    duration = Duration(epochs, "epochs")
+    features = FrozenOutputs(  # under a head that is trained alone
+        now,
+        lambda x: model.run(x, ["features"], to_logits=False)[1],
+        is_read_again=duration.reads_again(now),
+    )
 
     def terms(step: Step) -> dict[str, Tensor]:
-        return {"supervised": F.cross_entropy(model(step.x), step.y)}
+        if part == "head":
+            (h,) = features.of(step)
+            logits = model.resume(h, after="features")
+        else:
+            logits = model(step.x)
+        return {"supervised": F.cross_entropy(logits, step.y)}
 
     return descend(
         now,
         list(chosen.parameters()),
         terms,
         lr=lr,
-        duration=Duration(epochs, "epochs"),
+        duration=duration,
         stream=stream,
         momentum=momentum,
         weight_decay=None if momentum is None else 0.0,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from protocol.config import RunConfig
 from protocol.seeds import seed_of
 
 if TYPE_CHECKING:
+    from client_app.frozen import FrozenOutputs
     from client_app.worker import Worker
 
 Arrays = dict[str, Tensor]
@@ -27,6 +29,7 @@ class ClientRound:
     state: what this client kept, by group name, on the CPU; {} at its first participation.
     model: this client's network on `device`, its weights not yet set.
     is_simulated: its data is a partition; its noise may come from the run's seed.
+    caches: those alive, which share the run's `cache-mb`.
     """
 
     config: RunConfig
@@ -41,6 +44,7 @@ class ClientRound:
     model: StagedModel
     is_simulated: bool
     worker: "Worker" = field(repr=False)
+    caches: "WeakSet[FrozenOutputs]" = field(default_factory=WeakSet, repr=False)
 
     @property
     def lr_factor(self) -> float:

@@ -1,7 +1,6 @@
 """The one loop of local training: SGD on a local objective, frozen models read once a sample."""
 
 import functools
-import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,95 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from client_app.frozen import FrozenOutputs
 from client_app.look_ahead import look_ahead_term
 from client_app.method import Arrays, Batch, LocalObjective, Update
 from client_app.precision import forward_in, losses_in_float32, products
 from client_app.round import ClientRound
-from client_app.samples import Step, num_variants
+from client_app.samples import Step, batch_size_for
 from client_app.sgd import SGD
 from models import StagedModel
-
-log = logging.getLogger("keel.client")
-
-
-class FrozenTaps:
-    """What a frozen model says of a client's samples, computed once a sample and variant.
-
-    Within a round its weights do not change, so neither does this: after the first epoch it is a
-    look-up. Beyond the memory budget, or where augmentation has too many variants, it is computed
-    again for every batch, with the same result.
-    """
-
-    def __init__(
-        self, objective: LocalObjective, model: StagedModel, now: ClientRound, is_first: bool = True
-    ) -> None:
-        """is_first: of the frozen models of this client's round; it speaks for all of them."""
-        self.objective, self.model = objective, model
-        self.taps = objective.taps(model)
-        self.num_samples = len(now.train_samples)
-        self.variants = num_variants(now.config.data)
-        self.num_models = int(objective.uses_global) + int(objective.uses_previous)
-        self.budget_bytes = now.config.train.cache_mb * 2**20  # of all frozen models together
-        self.client, self.is_first = now.client, is_first
-        self.precision = now.config.train.precision
-        is_read_twice = now.config.train.local_epochs > 1
-        self.is_cached = is_read_twice and self.variants > 0 and self.budget_bytes > 0
-        self.known = torch.zeros(self.variants * self.num_samples, dtype=torch.bool)
-        self.kept: list[Tensor] = []
-
-    @torch.no_grad()
-    def compute(self, x: Tensor) -> list[Tensor]:
-        """Straight from the model, which runs no further than the last tap."""
-        with forward_in(self.precision, x.device):
-            _, taps = self.model.run(x, self.taps, to_logits=False)
-        with losses_in_float32(self.precision, x.device):  # as of the local model
-            return self.objective.represent(self.model, taps)
-
-    @torch.no_grad()
-    def of(self, step: Step) -> list[Tensor]:
-        """For one batch, in the order of the objective's taps, [B, ...] each."""
-        if not self.is_cached:
-            return self.compute(step.x)
-        rows = step.variant * self.num_samples + step.index  # on the CPU: no wait for the device
-        missing = ~self.known[rows]
-        device = step.x.device
-        if missing.any():
-            all_missing = bool(missing.all())
-            fresh = self.compute(step.x if all_missing else step.x[missing.to(device)])
-            if not self.kept and not self._make_room(fresh):
-                return fresh  # the first batch is all missing
-            new_rows = rows[missing].to(device)
-            for kept, values in zip(self.kept, fresh, strict=True):
-                kept.index_copy_(0, new_rows, values)
-            self.known[rows[missing]] = True
-            if all_missing:
-                return fresh
-        on_device = rows.to(device)
-        return [kept.index_select(0, on_device) for kept in self.kept]
-
-    def _make_room(self, fresh: list[Tensor]) -> bool:
-        rows = self.variants * self.num_samples
-        own_bytes = sum(rows * t[0].numel() * t.element_size() for t in fresh)
-        size_bytes = self.num_models * own_bytes
-        if size_bytes > self.budget_bytes:
-            if self.is_first:
-                log.info(
-                    "%s: what the frozen models say of its samples would take %.1f MB, more than "
-                    "cache-mb = %d: it is computed again in every epoch",
-                    *(self.client, size_bytes / 2**20, self.budget_bytes >> 20),
-                )
-            self.is_cached = False
-            return False
-        self.kept = [
-            torch.empty(
-                (rows, *t.shape[1:]),
-                dtype=t.dtype,
-                device=t.device,
-                memory_format=torch.channels_last if t.dim() == 4 else torch.contiguous_format,
-            )
-            for t in fresh
-        ]
-        return True
 
 
 @dataclass
@@ -125,6 +43,14 @@ class Duration:
 
     count: int
     unit: str  # epochs or steps
+
+    def reads_again(self, now: ClientRound) -> bool:
+        """Whether any sample comes up more than once."""
+        if self.unit == "epochs":
+            return self.count > 1
+        return self.count * batch_size_for(len(now.train_samples), now.config.train) > len(
+            now.train_samples
+        )
 
 
 def parse_duration(key: str, text: str) -> Duration:
@@ -210,6 +136,21 @@ def steps_of(now: ClientRound, stream: str, duration: Duration) -> Iterator[tupl
         epoch += 1
 
 
+def representations(
+    objective: LocalObjective, model: StagedModel, now: ClientRound
+) -> Callable[[Tensor], list[Tensor]]:
+    """What the objective compares of a batch x, in a frozen model, run no further than that."""
+    taps, precision = objective.taps(model), now.config.train.precision
+
+    def compute(x: Tensor) -> list[Tensor]:
+        with forward_in(precision, x.device):
+            _, found = model.run(x, taps, to_logits=False)
+        with losses_in_float32(precision, x.device):  # as of the local model
+            return objective.represent(model, found)
+
+    return compute
+
+
 def objective_terms(
     objective: LocalObjective, now: ClientRound, model: StagedModel
 ) -> Callable[[Step], dict[str, Tensor]]:
@@ -219,15 +160,22 @@ def objective_terms(
     """
     previous = now.state.get("previous") or objective.first_previous(now)
     has_penalty = not (objective.uses_previous and previous is None)
-    global_taps = previous_taps = None
+    used = {}
+    if has_penalty and objective.uses_global:
+        used["global"] = now.received
+    if has_penalty and objective.uses_previous and previous is not None:
+        used["previous"] = previous
+    frozen = {
+        slot: FrozenOutputs(
+            now,
+            representations(objective, now.frozen(slot, arrays), now),
+            is_read_again=now.config.train.local_epochs > 1,
+        )
+        for slot, arrays in used.items()
+    }
     global_model = None
     if has_penalty and objective.uses_global_model:
         global_model = now.frozen("global", now.received)
-    if has_penalty and objective.uses_global:
-        global_taps = FrozenTaps(objective, now.frozen("global", now.received), now)
-    if has_penalty and objective.uses_previous and previous is not None:
-        frozen = now.frozen("previous", previous)
-        previous_taps = FrozenTaps(objective, frozen, now, is_first=global_taps is None)
     names = objective.taps(model) if has_penalty else []
 
     def terms_of(step: Step) -> dict[str, Tensor]:
@@ -238,8 +186,8 @@ def objective_terms(
             y=step.y,
             logits=logits,
             taps=taps,
-            taps_g=global_taps.of(step) if global_taps else [],
-            taps_p=previous_taps.of(step) if previous_taps else [],
+            taps_g=frozen["global"].of(step) if "global" in frozen else [],
+            taps_p=frozen["previous"].of(step) if "previous" in frozen else [],
             round=now,
             global_model=global_model,
         )

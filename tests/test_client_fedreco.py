@@ -187,6 +187,22 @@ def test_every_epoch_and_both_phases_see_every_sample_once_in_orders_of_their_ow
     assert len(set(orders)) == 4
 
 
+@pytest.mark.parametrize(("cache_mb", "rows"), [(64, 60), (0, 90)])
+def test_what_an_extractor_says_is_computed_once_a_sample(cache_mb, rows, monkeypatch):
+    """30 samples: u_i in the head's two epochs, u_0 in the extractor's one, u_i for the release."""
+    passes, forward = [], Extractor.forward
+
+    def counted(self, x):
+        if not torch.is_grad_enabled():
+            passes.append(len(x))
+        return forward(self, x)
+
+    monkeypatch.setattr(Extractor, "forward", counted)
+    epochs = {"fedreco__k_v": "2 epochs", "fedreco__k_u": "1 epoch"}
+    run_round(reco(**epochs, cache_mb=cache_mb))
+    assert sum(passes) == rows + 8  # the release: one batch
+
+
 def test_steps_go_on_beyond_one_epoch(batches_seen):
     update = run_round(reco(fedreco__k_v="6 steps", fedreco__k_u="20 steps"))
     assert update.num_steps == 26

@@ -15,8 +15,9 @@ from client_fixtures import (
 
 import client_app.worker
 from client_app.evaluation import evaluate
+from client_app.frozen import FrozenOutputs
 from client_app.methods import method_of
-from client_app.trainer import FrozenTaps
+from client_app.trainer import representations
 
 METHODS = ("fedavg", "moon", "fedintr", "fedcka", "fedrcl", "fedrep")
 
@@ -66,7 +67,8 @@ def test_what_is_cached_is_what_the_local_network_would_say(precision):
     now, objective = make_round(config), method_of(config)
     now.model.load_state_dict(now.received)
     now.model.eval()
-    frozen = FrozenTaps(objective, now.frozen("global", now.received), now)
+    compute = representations(objective, now.frozen("global", now.received), now)
+    frozen = FrozenOutputs(now, compute, is_read_again=True)
     step = next(now.batches("batches"))
     first, again = frozen.of(step), frozen.of(step)
     with client_app.trainer.forward_in(precision, now.device):

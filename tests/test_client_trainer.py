@@ -19,6 +19,7 @@ from client_fixtures import (
     train,
 )
 
+from client_app.frozen import FrozenOutputs
 from client_app.methods import method_of
 from client_app.setup import build_network
 from client_app.worker import Worker
@@ -180,6 +181,19 @@ def count_frozen_rows(monkeypatch):
     return rows
 
 
+def count_frozen_body_rows(monkeypatch):
+    """A list that gets the batch size of every run of a network up to its features."""
+    rows, run = [], StagedModel.run
+
+    def counted(self, x, taps=(), *, to_logits=True):
+        if not to_logits:
+            rows.append(len(x))
+        return run(self, x, taps, to_logits=to_logits)
+
+    monkeypatch.setattr(StagedModel, "run", counted)
+    return rows
+
+
 def distinct_forms(now):
     """How many (sample, flipped or not) local training meets."""
     met = set()
@@ -216,27 +230,54 @@ def test_augmentation_with_too_many_forms_is_not_cached(keys, monkeypatch):
     assert sum(rows) == 2 * 2 * 30
 
 
-def test_over_its_budget_the_cache_gives_way_and_says_so_once(monkeypatch, caplog):
-    """60 samples x (16 x 12 x 12 + 32 x 4 x 4) floats = 0.65 MB a frozen model, 1.3 MB for both."""
+@pytest.mark.parametrize(("cache_mb", "cached"), [(0, 0), (1, 1), (2, 2)])
+def test_what_finds_no_room_is_computed_again_and_says_so_once(
+    cache_mb, cached, monkeypatch, caplog
+):
+    """60 samples x (16 x 12 x 12 + 32 x 4 x 4) floats = 0.64 MB a frozen model; there are two."""
     keys = {"method": "fedcka", "model": "cnn-fedcka", "local_epochs": 2}
-    config = make_config(**keys, cache_mb=1)
+    config = make_config(**keys, cache_mb=cache_mb)
     state = {"previous": initial(config, seed=5)}
     rows = count_frozen_rows(monkeypatch)
     with caplog.at_level(logging.INFO, logger="keel.client"):
         update = train(config, state=state, of=1)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "client-0000" in line
-    assert "1.3 MB" in line
-    assert "cache-mb = 1:" in line
-    assert sum(rows) == 2 * 2 * 60
+    assert sum(rows) == cached * 60 + (2 - cached) * 2 * 60
+    said = [record.getMessage() for record in caplog.records]
+    if cached == 1:
+        (line,) = said
+        assert "client-0000: " in line
+        assert "takes 0.6 MB" in line
+        assert "cache-mb = 1 there are 0.4 left" in line
+    else:
+        assert not said
     other = train(make_config(**keys, cache_mb=0), state=state, of=1)
     assert_same_bits(update.arrays, other.arrays)
-    caplog.clear()
+
+
+def test_a_cache_that_is_done_with_leaves_its_room_to_the_next():
+    config = make_config(model="cnn-fedcka", cache_mb=1, local_epochs=2)
+    now = make_round(config, of=1)
+    network = now.frozen("global", now.received)
+    for _ in range(2):  # 0.54 MB each
+        cache = FrozenOutputs(now, lambda x: network.run(x, ["conv1"])[1], is_read_again=True)
+        cache.of(next(now.batches("batches")))
+        assert cache.is_cached
+    second = FrozenOutputs(now, lambda x: network.run(x, ["conv1"])[1], is_read_again=True)
+    second.of(next(now.batches("batches")))
+    assert not second.is_cached  # the one before is still there
+
+
+def test_a_head_trained_alone_reads_each_sample_of_the_body_once(monkeypatch):
+    """FedRep's head, 3 epochs: the same weights as without a cache; 30 rows through the body."""
+    keys = {"method": "fedrep", "fedrep__head_epochs": 3, "fedrep__body_epochs": 1}
+    rows = count_frozen_body_rows(monkeypatch)
+    update = train(make_config(**keys))
+    assert sum(rows) == 30
     rows.clear()
-    with caplog.at_level(logging.INFO, logger="keel.client"):
-        train(make_config(**keys, cache_mb=2), state=state, of=1)  # that is enough for both
-    assert sum(rows) == 2 * 60
-    assert not caplog.records
+    other = train(make_config(**keys, cache_mb=0))
+    assert sum(rows) == 3 * 30
+    assert_close(update.arrays, other.arrays, rtol=0, atol=1e-6)
+    assert_close(update.state["head"], other.state["head"], rtol=0, atol=1e-6)
 
 
 def test_frozen_models_run_no_further_than_the_last_tap():

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from client_app.frozen import FrozenOutputs
 from client_app.method import Arrays, Method, Update
 from client_app.privacy import privatise
 from client_app.round import ClientRound
@@ -62,6 +63,10 @@ class Extractor(nn.Module):
             x = stage(x)
         out: Tensor = self.neck(x)
         return out.float()  # bfloat16 under `precision = "bf16"`
+
+    def representation(self, x: Tensor) -> list[Tensor]:
+        """The same, as `FrozenOutputs` wants it."""
+        return [self(x)]
 
 
 @dataclass(frozen=True)
@@ -121,23 +126,25 @@ class FedReCo(Method):
         in_u = {id(p) for p in u}
         v = [p for p in model.parameters() if id(p) not in in_u]
 
+        k_v = parse_duration("fedreco.k-v", self.k_v)
+        k_u = parse_duration("fedreco.k-u", self.k_u)
+        h_of_u_i, h_of_u_0 = (
+            FrozenOutputs(now, u.representation, is_read_again=k.reads_again(now))
+            for u, k in ((u_i, k_v), (u_0, k_u))
+        )
+
         def head_terms(step: Step) -> dict[str, Tensor]:  # f_i in v_i, eq. (6)
-            with torch.no_grad():
-                h = u_i(step.x)
+            (h,) = h_of_u_i.of(step)
             return {"supervised": F.cross_entropy(model.predict(h, split), step.y)}
 
         def extractor_terms(step: Step) -> dict[str, Tensor]:  # f_i + lambda/2 H_i in u_i, eq. (7)
-            h = u_i(step.x)
-            with torch.no_grad():
-                h_0 = u_0(step.x)
+            h, (h_0,) = u_i(step.x), h_of_u_0.of(step)
             f_i = F.cross_entropy(model.predict(h, split), step.y)
             return {
                 "supervised": f_i,
                 "penalty": self.lambda_ / 2 * representation_distance(h, h_0),
             }
 
-        k_v = parse_duration("fedreco.k-v", self.k_v)
-        k_u = parse_duration("fedreco.k-u", self.k_u)
         u_i.eval()
         head = descend(now, v, head_terms, lr=self.eta_v, duration=k_v, stream="head")
         model.eval()  # v_i is fixed: its norms' statistics too
