@@ -51,12 +51,14 @@ def client_round(keys: Keys, worker: Worker) -> ClientRound:
     sent = w
     if config.rounds.method == "fedreco":
         sent = {n: a for n, a in w.items() if not n.startswith("classifier")}
+    zeros, one = {n: torch.zeros_like(w[n]) for n in names}, torch.tensor(1)
+    control = {"control": zeros, "control-before": zeros, "control-made": {"round": one}}
     return worker.begin_round(
         Instruction(config, 2, 1, False, ""),
         {"partition-id": 0, "num-partitions": 1},
         received=sent,
-        extra={f"c.{n}": torch.zeros_like(w[n]) for n in names},
-        state={"previous": weights(config, 2)},
+        extra={f"c.{n}": array for n, array in zeros.items()} | {"counted-round": one},
+        state={"previous": weights(config, 2)} | control,
     )
 
 

@@ -4,6 +4,25 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+
+class SquaredDistance(torch.autograd.Function):
+    """||w - w_g||^2 in a few kernels for all arrays together, and 2 (w - w_g) in one."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, w_g: list[Tensor], *w: Tensor) -> Tensor:
+        """A scalar."""
+        drift = torch._foreach_sub(w, w_g)
+        ctx.save_for_backward(*drift)
+        return torch.stack(torch._foreach_norm(drift)).square().sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """None for w_g; the gradient for each of w."""
+        drift = list(ctx.saved_tensors)  # type: ignore[attr-defined]  # what forward saved
+        return None, *torch._foreach_mul(drift, 2 * grad)
 
 
 def squared_distance(w: list[Tensor], w_g: list[Tensor]) -> Tensor:
@@ -11,9 +30,8 @@ def squared_distance(w: list[Tensor], w_g: list[Tensor]) -> Tensor:
 
     Gradient 2 (w - w_g) for `w`, and 0, not NaN, where they are equal; none for `w_g`.
     """
-    drift = torch._foreach_sub(w, [array.detach() for array in w_g])  # a few kernels for them all
-    norms: tuple[Tensor, ...] = torch._foreach_norm(drift)
-    return torch.stack(norms).square().sum()
+    distance: Tensor = SquaredDistance.apply([array.detach() for array in w_g], *w)
+    return distance
 
 
 def drift_from(model: nn.Module, arrays: Mapping[str, Tensor]) -> Tensor:

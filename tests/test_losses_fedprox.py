@@ -121,3 +121,8 @@ def test_the_global_arrays_get_no_gradient():
     squared_distance(w, w_g).backward()
     assert all(array.grad is None for array in w_g)
     assert all(array.grad is not None for array in w)
+
+
+def test_the_gradient_of_the_distance_is_that_of_its_value():
+    w, w_g = [a.requires_grad_() for a in random_arrays(1)], random_arrays(2)
+    assert torch.autograd.gradcheck(lambda *a: 3 * squared_distance(list(a), w_g), w)

@@ -21,45 +21,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from client_app.gram import centred_gram
 from client_app.method import Batch, LocalObjective
 from models import StagedModel
 from protocol.options import at_least, one_of, option
 
 
-def centred(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A tap [B, ...], each feature minus its mean over the batch, [B, P]; and whether it varies.
-
-    B = 1 and dead units do not: what is left of them, if anything, is rounding.
-    """
-    # features in the order of memory, which CKA does not mind: no copy of channels-last taps
-    x = x.movedim(1, -1).flatten(1)
-    mean = x.mean(0)
-    x = x - mean
-    rounding = 4 * torch.finfo(x.dtype).eps * math.sqrt(len(x)) * mean.norm()
-    return x, x.norm() > rounding
+def features_of(tap: Tensor) -> Tensor:
+    """A tap [B, ...] as [B, P]: features in the order of memory, which CKA does not mind."""
+    return torch.flatten(tap.movedim(1, -1), 1)  # so no copy of channels-last taps
 
 
-def ratio(part: Tensor, whole: Tensor) -> Tensor:
-    """part / whole, but 0, with gradient 0, where `whole` is 0."""
-    return torch.where(whole > 0, part / torch.where(whole > 0, whole, 1.0), 0.0)
+def rounding(mean: Tensor, batch_size: int) -> Tensor:
+    """What is left of the length of equal rows once their mean [P] is taken off, a scalar."""
+    return 4 * torch.finfo(mean.dtype).eps * math.sqrt(batch_size) * mean.norm()
+
+
+def inverse(length: Tensor, power: float = 1.0) -> Tensor:
+    """1 / length^power, but 0, with gradient 0, where the length is 0 (scalar)."""
+    return torch.where(length > 0, torch.where(length > 0, length, 1.0) ** -power, 0.0)
 
 
 def alignment(x: Tensor, y: Tensor) -> Tensor:
     """Cosine of the angle between two tensors of one shape, taken as vectors (scalar).
 
-    Of two centred Gram matrices it is CKA, eq. (3). With all zeros it is 0, with gradient 0.
+    With all zeros it is 0, with gradient 0.
     """
-    return ratio((x * y).sum(), x.norm() * y.norm())
+    return (x * y).sum() * inverse(x.norm()) * inverse(y.norm())
 
 
-def linear_view(x: Tensor) -> Tensor:
-    """What linear CKA compares of a tap [B, ...]: with X its centred features, X X', [B, B].
+def linear_view(tap: Tensor) -> Tensor:
+    """What linear CKA compares of a tap [B, ...]: with X its centred features, X X' / ||X X'||_F.
 
-    Of a narrow tap X itself, [B, P], which then is cheaper. All zeros if the tap does not vary.
+    [B, B]; of a narrow tap X / sqrt(||X'X||_F), [B, P], which then is cheaper. All zeros if the
+    tap does not vary (B = 1, dead units): what is left of it is rounding.
     """
-    x, varies = centred(x)
-    view = x if 2 * x.shape[1] < x.shape[0] else x @ x.T
-    return torch.where(varies, view, 0.0)
+    x = features_of(tap)
+    batch_size, width = x.shape
+    if 2 * width < batch_size:
+        mean = x.mean(0)
+        view = x - mean
+        varies = view.norm() > rounding(mean.detach(), batch_size)
+        scale = inverse((view.T @ view).norm(), 0.5)
+    else:
+        view, mean = centred_gram(x)
+        varies = view.trace().sqrt() > rounding(mean, batch_size)
+        scale = inverse(view.norm())
+    return view * torch.where(varies, scale, 0.0)
 
 
 def linear_alignment(x: Tensor, y: Tensor) -> Tensor:
@@ -68,17 +76,17 @@ def linear_alignment(x: Tensor, y: Tensor) -> Tensor:
     x and y: `linear_view` of the same tap and batch in two models.
     """
     if x.shape[0] == x.shape[1]:
-        return alignment(x, y)  # ||Y'X||_F^2 = <XX', YY'>, and ||X'X||_F = ||XX'||_F
-    return ratio((y.T @ x).square().sum(), (x.T @ x).norm() * (y.T @ y).norm())
+        return (x * y).sum()  # ||Y'X||_F^2 = <XX', YY'>, and ||X'X||_F = ||XX'||_F
+    return (y.T @ x).square().sum()
 
 
-def kernel_view(x: Tensor) -> Tensor:
+def kernel_view(tap: Tensor) -> Tensor:
     """The centred RBF Gram matrix of a tap [B, ...], [B, B]; kernel CKA is the alignment of two."""
-    x, varies = centred(x)
-    dots = x @ x.T
+    dots, mean = centred_gram(features_of(tap))
+    varies = dots.trace().sqrt() > rounding(mean, len(dots))
     norms = dots.diagonal()
     distances = (norms[:, None] + norms - 2 * dots).clamp_min(0)  # squared, [B, B]
-    rows, columns = torch.triu_indices(len(x), len(x), offset=1, device=x.device)
+    rows, columns = torch.triu_indices(len(dots), len(dots), offset=1, device=dots.device)
     if len(rows) == 0:
         return torch.zeros_like(dots)
     # half of the pairs in one place leave no median distance: a small one then tells them apart
