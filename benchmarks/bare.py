@@ -49,17 +49,17 @@ class PlainCNN(nn.Module):
 class Data:
     """Fashion-MNIST as normalised float tensors, and who has what."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         source = load_source("fashion-mnist", keel_home() / "data", keel_home() / "cache", 28, 1)
         labels = np.asarray(source.train.labels)
         self.parts = [torch.from_numpy(p) for p in dirichlet_partition(labels, num_clients, 0.5, 0)]
         mean, std = source.mean[0], source.std[0]
         self.x, self.x_test = (
-            (torch.from_numpy(np.array(s.images)).float() / 255 - mean) / std
+            ((torch.from_numpy(np.array(s.images)).float() / 255 - mean) / std).to(device)
             for s in (source.train, source.test)
         )
         self.y, self.y_test = (
-            torch.from_numpy(np.array(s.labels)) for s in (source.train, source.test)
+            torch.from_numpy(np.array(s.labels)).to(device) for s in (source.train, source.test)
         )
 
 
@@ -67,13 +67,14 @@ def train(
     data: Data, client: int, received: Weights, previous: Weights | None, is_moon: bool
 ) -> Weights:
     """One epoch of one client from the received weights."""
-    model, w_g, w_p = PlainCNN(), PlainCNN(), PlainCNN()
+    model, w_g, w_p = (PlainCNN().to(data.x.device) for _ in range(3))
     model.load_state_dict(received)
     w_g.load_state_dict(received)
     w_p.load_state_dict(previous or received)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-5)
     part = data.parts[client]
-    for index in torch.split(part[torch.randperm(len(part))], batch_size):
+    order = part[torch.randperm(len(part))].to(data.x.device)
+    for index in torch.split(order, batch_size):
         x, y = data.x[index], data.y[index]
         z = model.features(x)
         loss = F.cross_entropy(model.out(z), y)
@@ -81,7 +82,7 @@ def train(
             with torch.no_grad():
                 z_g, z_p = w_g.features(x), w_p.features(x)
             sims = [F.cosine_similarity(z, other, dim=1) for other in (z_g, z_p)]
-            target = torch.zeros(len(y), dtype=torch.int64)
+            target = torch.zeros_like(y)
             loss = loss + mu * F.cross_entropy(torch.stack(sims, dim=1) / tau, target)
         sgd.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -135,11 +136,12 @@ def main() -> None:
     parser.add_argument("method", choices=["fedavg", "moon"])
     parser.add_argument("--processes", type=int, choices=[1, 2], default=1)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="of one process; two are for the CPU")
     arguments = parser.parse_args()
     is_moon = arguments.method == "moon"
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    data, model = Data(), PlainCNN()
+    data, model = Data(arguments.device), PlainCNN().to(arguments.device)
     half = num_clients // arguments.processes
     player = Player(data, list(range(half)), is_moon)
     pipe: Connection | None = None

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.report import Row
 from protocol.options import OptionValue
 
 root = Path(__file__).resolve().parent.parent
@@ -168,9 +169,11 @@ def keel_rounds(home: Path, keys: Keys, num_clients: int, timeout_s: float) -> l
     return costs
 
 
-def bare_rounds(home: Path, method: str, num_processes: int, rounds: int) -> list[RoundCost]:
+def bare_rounds(
+    home: Path, method: str, num_processes: int, rounds: int, device: str = "cpu"
+) -> list[RoundCost]:
     """The cost of every round but the first of benchmarks/bare.py."""
-    command = [sys.executable, "-m", "benchmarks.bare", method]
+    command = [sys.executable, "-m", "benchmarks.bare", method, "--device", device]
     done = subprocess.run(
         [*command, "--processes", str(num_processes), "--rounds", str(rounds)],
         env=os.environ | {"KEEL_HOME": str(home)},
@@ -184,9 +187,13 @@ def bare_rounds(home: Path, method: str, num_processes: int, rounds: int) -> lis
     return [RoundCost(float(wall), float(cpu)) for wall, cpu, _ in lines[1:]]
 
 
-def against_bare(home: Path, repetitions: int, rounds: int) -> list[dict[str, object]]:
+def median_wall(costs: list[RoundCost]) -> float:
+    """Seconds a round."""
+    return statistics.median(c.wall_s for c in costs)
+
+
+def against_bare(home: Path, repetitions: int, rounds: int) -> Iterator[Row]:
     """W1 and W2: medians over all rounds of all repetitions, the three forms taking turns."""
-    rows: list[dict[str, object]] = []
     for name, keys in (("W1", W1), ("W2 (MOON)", W2)):
         costs: dict[str, list[RoundCost]] = {"flwr run": [], "bare, 1": [], "bare, 2": []}
         method = str(keys["method"])
@@ -194,56 +201,41 @@ def against_bare(home: Path, repetitions: int, rounds: int) -> list[dict[str, ob
             costs["flwr run"] += keel_rounds(home, {**keys, "num-rounds": rounds}, 10, 900)
             costs["bare, 1"] += bare_rounds(home, method, 1, rounds)
             costs["bare, 2"] += bare_rounds(home, method, 2, rounds)
-        wall = {form: statistics.median(c.wall_s for c in each) for form, each in costs.items()}
+        wall = {form: median_wall(each) for form, each in costs.items()}
         cpu = {form: statistics.median(c.cpu_s for c in each) for form, each in costs.items()}
         for form, bound in (("bare, 1", None), ("bare, 2", 0.8)):
-            rows.append(
-                {
-                    "what": f"{name}: flwr run with 2 workers / {form} process(es), s a round",
-                    "wall_seconds": [round(wall["flwr run"], 3), round(wall[form], 3)],
-                    "cpu_seconds": [round(cpu["flwr run"], 3), round(cpu[form], 3)],
-                    "cpu_ratio": round(cpu["flwr run"] / cpu[form], 3),
-                    "ratio": round(wall["flwr run"] / wall[form], 3),
-                    "to_reach": bound,
-                }
-            )
-            print(rows[-1], flush=True)
+            yield {
+                "what": f"{name}: flwr run with 2 workers / {form} process(es), s a round",
+                "ratio": round(wall["flwr run"] / wall[form], 3),
+                "to_reach": bound,
+                "wall_seconds": [round(wall["flwr run"], 3), round(wall[form], 3)],
+                "cpu_seconds": [round(cpu["flwr run"], 3), round(cpu[form], 3)],
+            }
         worker_mb = max(c.worker_mb for c in costs["flwr run"])
-        rows.append({"what": f"{name}: largest worker, resident MB", "ratio": round(worker_mb)})
-    return rows
+        yield {"what": f"{name}: largest worker, resident MB", "ratio": round(worker_mb)}
 
 
-def scale(
-    home: Path, counts: tuple[int, ...], source_of: dict[int, str]
-) -> list[dict[str, object]]:
+def scale(home: Path, sources: dict[int, str]) -> Iterator[Row]:
     """10 of so many clients a round, 30 samples each: seconds a round, the server's memory."""
     costs = {}
-    for count in counts:
+    for count, source in sources.items():
         keys: Keys = {
-            "source": source_of[count],
+            "source": source,
             "model": "cnn-fedreco",
             "partition": "iid",
             "fraction-train": 10 / count,
             "num-rounds": 8,
         }
         costs[count] = keel_rounds(home, keys, count, 900)
-    wall = {n: statistics.median(c.wall_s for c in each) for n, each in costs.items()}
-    rows: list[dict[str, object]] = []
-    base = 100 if 100 in counts else counts[0]
+    base, most = 100, max(sources)
     for count, each in costs.items():
-        rows.append(
-            {
-                "what": f"{count} clients, 10 sampled / {base} clients, s a round",
-                "wall_seconds": [round(wall[count], 3), round(wall[base], 3)],
-                "server_mb": round(each[-1].server_mb, 1),
-                "ratio": round(wall[count] / wall[base], 3),
-                "to_reach": 1.1 if count == 2000 else None,
-            }
-        )
-        print(rows[-1], flush=True)
-    most = max(counts)
+        wall = [median_wall(each), median_wall(costs[base])]
+        yield {
+            "what": f"{count} clients, 10 sampled / {base} clients, s a round",
+            "ratio": round(wall[0] / wall[1], 3),
+            "to_reach": 1.1 if count == most else None,
+            "wall_seconds": [round(s, 3) for s in wall],
+            "server_mb": round(each[-1].server_mb, 1),
+        }
     grown_kb = 1024 * (costs[most][-1].server_mb - costs[base][-1].server_mb) / (most - base)
-    rows.append(
-        {"what": "server's memory, KB a client", "ratio": round(grown_kb, 1), "to_reach": 20}
-    )
-    return rows
+    yield {"what": "server's memory, KB a client", "ratio": round(grown_kb, 1), "to_reach": 20}

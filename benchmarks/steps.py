@@ -5,7 +5,7 @@ repetitions. One client, random images, a previous model that is not the global 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.report import Row
 from client_app.methods import method_of
 from client_app.methods.fedintr import cosines, representation_losses, similarity_weights
 from client_app.round import ClientRound
 from client_app.setup import model_for, open_source
 from client_app.worker import Worker
 from models import StagedModel
-from protocol.config import RunConfig, resolve_config
+from protocol.config import RunConfig, keel_home, resolve_config
 from protocol.messages import Instruction
 from protocol.options import OptionValue
 
@@ -128,31 +129,56 @@ def methods_of(
     return {n: local_training({**keys, "method": n}) for n in names}
 
 
-def overheads(folder: Path, quick: bool) -> list[dict[str, object]]:
-    """Rows: what, seconds, ratio, the ratio to reach."""
-    torch.set_num_threads(1)
-    rows: list[dict[str, object]] = []
+def frozen_passes(model: str, batch_size: int, device: str) -> tuple[Run, Run]:
+    """Features of a batch in two frozen networks: one after the other, and as one vmapped pass."""
+    keys: Keys = {"source": random_source(keel_home(), 256), "model": model}
+    config = resolve_config(keys)
+    nets = [model_for(config, open_source(config), seed=seed).to(device) for seed in (1, 2)]
+    for net in nets:
+        net.eval().requires_grad_(False)
+    x = torch.randn(batch_size, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
+    stacked, buffers = torch.func.stack_module_state(nets)
 
-    def add(what: str, runs: dict[str, Run], to_reach: dict[str, float], repetitions: int) -> None:
+    def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
+        out: Tensor = torch.func.functional_call(nets[0], (parameters, buffers), (x,))
+        return out
+
+    batched = torch.func.vmap(one)
+
+    @torch.no_grad()
+    def one_by_one() -> None:
+        for net in nets:
+            net(x)
+
+    @torch.no_grad()
+    def together() -> None:
+        batched(stacked, buffers)
+
+    return one_by_one, together
+
+
+def overheads(folder: Path, quick: bool) -> Iterator[Row]:
+    """Rows: what, seconds, ratio, the ratio to reach (none: 0)."""
+    torch.set_num_threads(1)
+
+    def rows(
+        what: str, runs: dict[str, Run], to_reach: dict[str, float], repetitions: int
+    ) -> Iterator[Row]:
         seconds = least_cpu_seconds(runs, repetitions)
         base = next(iter(seconds))
         for name, bound in to_reach.items():
-            ratio = seconds[name] / seconds[base]
-            rows.append(
-                {
-                    "what": f"{what}: {name} / {base}",
-                    "cpu_seconds": [round(seconds[name], 3), round(seconds[base], 3)],
-                    "ratio": round(ratio, 3),
-                    "to_reach": bound,
-                }
-            )
-            print(rows[-1], flush=True)
+            yield {
+                "what": f"{what}: {name} / {base}",
+                "ratio": round(seconds[name] / seconds[base], 3),
+                "to_reach": round(bound, 3) or None,
+                "cpu_seconds": [round(seconds[name], 4), round(seconds[base], 4)],
+            }
 
     bounds = {"fedcka": 1.35, "moon": 1.15, "fedprox": 1.05, "scaffold": 1.05}
     small = methods_of(
         folder, "cnn-fedcka", 1280, ["fedavg", *bounds], **{"batch-size": 128, "local-epochs": 10}
     )
-    add("cnn-fedcka, batch 128, 10 epochs", small, bounds, 3)
+    yield from rows("cnn-fedcka, batch 128, 10 epochs", small, bounds, 4)
     fedintr: Keys = {
         "source": random_source(folder, 2048),
         "model": "cnn-fedintr",
@@ -161,16 +187,28 @@ def overheads(folder: Path, quick: bool) -> list[dict[str, object]]:
         "method": "fedintr",
     }
     forms = {"plain three-forward form": plain_fedintr(fedintr), "fedintr": local_training(fedintr)}
-    add("cnn-fedintr, batch 512, 10 epochs", forms, {"fedintr": 1 / 1.6}, 3)
-    personal = methods_of(folder, "cnn-fedintr", 2048, ["fedrep", "fedreco"], **{"batch-size": 512})
-    add("cnn-fedintr, batch 512, 1 + 1 epochs", personal, {"fedreco": 1.25}, 5)
+    yield from rows("cnn-fedintr, batch 512, 10 epochs", forms, {"fedintr": 1 / 1.6}, 2)
+    for epochs, num, bound in ((1, 5120, 0.0), (10, 2048, 1.25)):
+        keys: Keys = {
+            "batch-size": 512,
+            "fedreco.k-v": f"{epochs} epochs",
+            "fedreco.k-u": f"{epochs} epochs",
+            "fedrep.head-epochs": epochs,
+            "fedrep.body-epochs": epochs,
+        }
+        personal = methods_of(folder, "cnn-fedintr", num, ["fedrep", "fedreco"], **keys)
+        what = f"cnn-fedintr, batch 512, {epochs} + {epochs} epochs"
+        yield from rows(what, personal, {"fedreco": bound}, 4 if epochs == 1 else 2)
+    for model, batch in (("cnn-fedintr", 512), ("cnn-fedcka", 128), ("resnet18", 64)):
+        forms = dict(zip(("apart", "batched"), frozen_passes(model, batch, "cpu"), strict=True))
+        what = f"{model}, batch {batch}, both frozen models"
+        yield from rows(what, forms, {"batched": 0.0}, 5)
     if quick:
-        return rows
+        return
     rcl = methods_of(folder, "resnet18", 128, ["fedavg", "fedrcl"], **{"local-epochs": 2})
-    add("resnet18, batch 64", rcl, {"fedrcl": 1.10}, 2)
+    yield from rows("resnet18, batch 64, 2 epochs", rcl, {"fedrcl": 1.10}, 2)
     bounds = {"fedcka": 1.12, "moon": 1.15, "fedprox": 1.05, "scaffold": 1.05}
     large = methods_of(
         folder, "resnet50", 64, ["fedavg", *bounds], **{"batch-size": 32, "local-epochs": 10}
     )
-    add("resnet50, batch 32, 10 epochs", large, bounds, 1)
-    return rows
+    yield from rows("resnet50, batch 32, 10 epochs", large, bounds, 1)

@@ -29,12 +29,13 @@ from protocol.options import at_least, one_of, option
 
 def features_of(tap: Tensor) -> Tensor:
     """A tap [B, ...] as [B, P]: features in the order of memory, which CKA does not mind."""
-    return torch.flatten(tap.movedim(1, -1), 1)  # so no copy of channels-last taps
+    return torch.movedim(tap, 1, -1).flatten(1)  # so no copy of channels-last taps
 
 
 def rounding(mean: Tensor, batch_size: int) -> Tensor:
     """What is left of the length of equal rows once their mean [P] is taken off, a scalar."""
-    return 4 * torch.finfo(mean.dtype).eps * math.sqrt(batch_size) * mean.norm()
+    length: Tensor = mean.norm()
+    return 4 * torch.finfo(mean.dtype).eps * math.sqrt(batch_size) * length
 
 
 def inverse(length: Tensor, power: float = 1.0) -> Tensor:
