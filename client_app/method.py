@@ -83,9 +83,9 @@ class Method:
     paper: ClassVar[str] = ""
 
     @classmethod
-    def extra_forwards(cls) -> int:
-        """Forward passes of frozen models for each step of local training, before any caching."""
-        return 0
+    def extra_forwards(cls) -> str:
+        """Forward passes beside the local model's for each step of its training, before caching."""
+        return "0"
 
     def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
         """What to warn of before round 1, one line; "" if nothing.
@@ -125,9 +125,9 @@ class LocalObjective(Method):
     uses_previous: ClassVar[bool] = False  # `Batch.taps_p` is wanted; the local model is kept
 
     @classmethod
-    def extra_forwards(cls) -> int:
+    def extra_forwards(cls) -> str:
         """One for each frozen model that is used."""
-        return int(cls.uses_global) + int(cls.uses_previous)
+        return str(int(cls.uses_global) + int(cls.uses_previous))
 
     def taps(self, model: StagedModel) -> list[str]:
         """Names of the taps that are read; none by default."""

@@ -41,11 +41,13 @@ def train_part(
     lr: float,
     stream: str,
     momentum: float | None = None,
+    decays: bool = True,
 ) -> Descent:
     """Epochs of cross entropy on one part of the model: head, body or full; the rest is frozen.
 
     A frozen body is in eval mode, so that BatchNorm's statistics stay too. momentum: the run's if
-    None; then without weight decay, as the fine-tuning that asks for its own.
+    None; another one comes without weight decay, as the fine-tuning that asks for it. decays: as
+    the run's rate does.
     """
     chosen: nn.Module = {"head": model.classifier, "body": model.stages, "full": model}[part]
     model.eval().requires_grad_(False)
@@ -74,6 +76,7 @@ def train_part(
         stream=stream,
         momentum=momentum,
         weight_decay=None if momentum is None else 0.0,
+        decays=decays,
     )
 
 
@@ -84,6 +87,8 @@ def fine_tune(
     epochs: int,
     lr: float,
     momentum: float | None = None,
+    decays: bool = True,
 ) -> None:
     """Tune a part of the model in place on this client's training samples; see `train_part`."""
-    train_part(now, model, part, epochs, lr, stream="fine-tuning", momentum=momentum)
+    stream = "fine-tuning"
+    train_part(now, model, part, epochs, lr, stream=stream, momentum=momentum, decays=decays)

@@ -81,12 +81,14 @@ def descend(
     stream: str = "batches",
     momentum: float | None = None,
     weight_decay: float | None = None,
+    decays: bool = True,
     after_backward: Callable[[], None] | None = None,
     after_step: Callable[[float], None] | None = None,
 ) -> Descent:
     """SGD on `parameters` down the sum of the terms; the one loop of all local training.
 
-    terms_of: the loss terms of one batch, scalars by name. lr: before this round's decay.
+    terms_of: the loss terms of one batch, scalars by name. lr: before the run's decays, unless
+    `decays` is False: the rate is then a method's own, and stays.
     momentum, weight_decay: the run's if None.
     stream: names the random stream of batch order, augmentation and dropout. after_backward may
     change the gradients (before they are clipped), after_step (given the rate) the parameters.
@@ -105,7 +107,7 @@ def descend(
     with torch.random.fork_rng(devices=cuda), products(train.precision):
         torch.manual_seed(now.seed("dropout", stream))
         for epoch, step in steps_of(now, stream, duration):
-            rate = lr * now.lr_factor * train.lr_decay_epoch**epoch
+            rate = lr * now.lr_factor * train.lr_decay_epoch**epoch if decays else lr
             with forward_in(train.precision, now.device):
                 terms = terms_of(step)
             optimizer.zero_grad()

@@ -192,13 +192,20 @@ def presets() -> dict[str, FlatConfig]:
     return loaded
 
 
+most_shown = 60  # names in a line
+
+
 def refuse_unknown(what: str, name: str, allowed: list[str]) -> None:
     """ValueError with the nearest names if `name` is not allowed; `what` is the key holding it."""
     if name in allowed:
         return
     near = difflib.get_close_matches(name, allowed, n=1)
     hint = f"; did you mean {near[0]}?" if near else "."
-    raise ValueError(f"{what} = {name!r} is unknown{hint} Allowed: {', '.join(sorted(allowed))}")
+    table = [key for key in allowed if key.startswith(name.partition(".")[0] + ".")]
+    shown = table if len(allowed) > most_shown and table else allowed
+    if near and len(shown) > most_shown:
+        raise ValueError(f"{what} = {name!r} is unknown{hint}")
+    raise ValueError(f"{what} = {name!r} is unknown{hint} Allowed: {', '.join(sorted(shown))}")
 
 
 def resolve_config(overrides: Mapping[str, OptionValue]) -> RunConfig:

@@ -133,6 +133,23 @@ def check_config(config: RunConfig) -> None:
     assert tables <= METHODS.keys() | SERVER_STEPS.keys()
 
 
+def idle_keys(config: RunConfig, given: Mapping[str, OptionValue]) -> list[str]:
+    """What to warn of, a line each: keys given that do nothing in this run, models never judged."""
+    rounds, method = config.rounds, method_of(config)
+    tables = (METHODS.keys() | SERVER_STEPS.keys()) - {rounds.method, rounds.server}
+    lines = [
+        f"{key} is given and does nothing: method is {rounds.method}, server {rounds.server}"
+        for key in sorted(given)
+        if key.partition(".")[0] in tables and "." in key
+    ]
+    on_clients = evaluates_clients(config, method) != "none"
+    if method.is_personal and not on_clients:
+        lines.append("evaluate-clients = 'none': the clients' personal models are never evaluated")
+    elif not on_clients and not rounds.evaluate_global:
+        lines.append("evaluate-global = false: nothing is evaluated in this run")
+    return lines
+
+
 def run_federation(
     grid: Grid,
     overrides: Mapping[str, OptionValue],
@@ -212,7 +229,7 @@ def prepare(
     folder = resumed or new_run_folder(config)
     folder.start_log()
     strategy.summary()
-    for warning in roster_warnings(config, list(roster.values())):
+    for warning in [*roster_warnings(config, list(roster.values())), *idle_keys(config, given)]:
         log.warning("%s", warning)
     save_roster(folder.path / "roster.json", list(roster.values()))
     if any(entry.num_partitions for entry in roster.values()):

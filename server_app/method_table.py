@@ -41,10 +41,9 @@ def method_table() -> str:
     """Markdown: one row a method, in the order of the registry."""
     rows = [columns, ("---",) * len(columns)]
     for name, cls in METHODS.items():
-        forwards = str(cls.extra_forwards())
-        rows.append(
-            (f"`{name}`", cls.paper, cls.regularises, cls.keeps, f"{traffic(name):.2f}", forwards)
-        )
+        mark = f"`{name}`" + (" (personal)" if cls.is_personal else "")
+        cells = (cls.paper, cls.regularises, cls.keeps, f"{traffic(name):.2f}")
+        rows.append((mark, *cells, cls.extra_forwards()))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

@@ -32,6 +32,7 @@ log = logging.getLogger("keel.server")
 curves = (
     ("global", "accuracy", "global model, test set"),
     ("local_global", "mean", "global model, clients' test parts"),
+    ("local_global", "worst_decile", "global model, worst tenth of clients"),
     ("personal", "mean", "personal models, clients' test parts"),
     ("personal", "worst_decile", "personal models, worst tenth of clients"),
 )
@@ -116,7 +117,8 @@ class Reporter:
         found = ["loss not finite" if loss is None else f"loss {loss:.4f}"]
         for key, name, words in curves:
             if key in line and name != "worst_decile":
-                found.append(f"{words.partition(',')[0]} {100 * line[key][name]:.2f} %")
+                model, _, where = words.partition(", ")
+                found.append(f"{model} {100 * line[key][name]:.2f} % ({where})")
         if line["left_out"]:
             found.append(f"{len(line['left_out'])} left out")
         log.info(

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor
 
 from client_app.methods import METHODS, method_of
@@ -19,7 +20,10 @@ from client_app.setup import build_network
 from client_app.state import StateFolder
 from models import StagedModel
 from protocol.config import config_from_json, default_config
+from protocol.messages import Arrays
 from server_app.run_folder import read_arrays
+
+OWN_STATE = "state/own/"  # in a checkpoint: what the method's strategy keeps
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,16 @@ def load_model(folder: str | Path, client: str = "") -> TrainedModel:
     mean, std = (tuple(map(float, about[key].split(","))) for key in ("mean", "std"))
     name = config.model.model
     if client:
+        method = method_of(config)
+        if method.depends_on_num_rounds() and method.is_personal:
+            raise ValueError(
+                f"client = {client!r}: the run's last round tuned heads to judge them "
+                f"({config.rounds.method}.final-head-epochs), and they are not kept"
+            )
         state = StateFolder(path / "clients" / client).load(before_round=2**31)
         own = state.get("model") or state.get("personal")
         if own is None and "head" in state:
-            own = arrays | state["head"]
+            own = arrays | state["head"] | head_from_server(path, client)
         if own is None:
             raise ValueError(
                 f"client = {client!r}: {path / 'clients'} holds no personal model of it; "
@@ -91,3 +101,14 @@ def load_model(folder: str | Path, client: str = "") -> TrainedModel:
     network = build_network(config, (shape[0], shape[1], shape[2]), len(class_names), name)
     network.load_state_dict(arrays)
     return TrainedModel(network.eval(), Pixels(mean, std), class_names)
+
+
+def head_from_server(folder: Path, client: str) -> Arrays:
+    """The head that the server made for this client (FedPAC's mix), by name in the whole model."""
+    checkpoints = sorted((folder / "checkpoints").glob("round-*.safetensors"))
+    if not checkpoints:
+        raise ValueError(f"{folder / 'checkpoints'} is empty: it may have held {client}'s head")
+    with safe_open(checkpoints[-1], framework="pt") as file:
+        prefix = f"{OWN_STATE}{client}/head."
+        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+        return {name.removeprefix(prefix): file.get_tensor(name) for name in names}

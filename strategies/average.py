@@ -89,6 +89,7 @@ class Average(Strategy):
         self.current: Arrays = {}
         self.sent: Arrays = {}
         self.asked: set[str] = set()
+        self.participants: set[str] = set()  # clients asked to train in the round under way
         rounds = config.rounds
         self.attendance = Attendance(rounds.rest_after, rounds.rest_rounds)
 
@@ -219,7 +220,9 @@ class Average(Strategy):
         self.sent = self.server_step.broadcast(self.current)
         if self.sent is not self.current:
             arrays = array_record(self.sent)
-        return self.messages(MessageType.TRAIN, self.sample(server_round), arrays, config)
+        nodes = self.sample(server_round)
+        self.participants = {self.roster[node].client for node in nodes}
+        return self.messages(MessageType.TRAIN, nodes, arrays, config)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -227,7 +230,7 @@ class Average(Strategy):
         """An evaluate message for every client, or for the participants where the run says so."""
         nodes = sorted(self.roster, key=lambda node: self.roster[node].client)
         if self.config.rounds.evaluate_clients == "participants":
-            nodes = self.sample(server_round)
+            nodes = [node for node in nodes if self.roster[node].client in self.participants]
         return self.messages(MessageType.EVALUATE, nodes, arrays, config)
 
     def messages(

@@ -108,10 +108,18 @@ class FedAdamOptions:
     """Keys `fedadam.*`."""
 
     lr: float = option(more_than(0))
-    beta1: float = option(between(0, 1))
+    beta1: float = option(between(0, 1, open_high=True))
     beta2: float = option(between(0, 1))
     tau: float = option(more_than(0))
     form: str = option(one_of("paper", "flower"))
+
+    def __post_init__(self) -> None:
+        """Refuse a second moment that never moves from Flower's 0: its correction is 0 then."""
+        if self.form == "flower" and self.beta2 == 1:
+            raise ValueError(
+                "fedadam.beta2 = 1.0 with fedadam.form = 'flower': the rate would be 0; it has to "
+                "be below 1, or the form paper"
+            )
 
 
 class FedAdamStep:

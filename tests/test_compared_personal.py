@@ -60,6 +60,37 @@ def batches_of(config, stream, epochs, **about):
     return [step for epoch in range(epochs) for step in now.batches(stream, epoch)]
 
 
+# --- rates of a method's own ----------------------------------------------------------------------
+
+DECAYS = {"lr_decay": 0.5, "lr_decay_epoch": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "decays"),
+    [
+        ("fedbabu", {"fedbabu__lr": 0.03, "fedbabu__epochs": 2}, False),
+        ("fedavg-ft", {"fedavg-ft__lr": 0.03, "fedavg-ft__epochs": 2}, False),
+        ("fedavg-ft", {"fedavg-ft__lr": 0.0, "fedavg-ft__epochs": 2}, True),  # the run's own
+    ],
+)
+def test_tuning_at_a_rate_of_its_own_is_the_same_in_every_round(method, options, decays):
+    tuned = []
+    for keys in ({}, DECAYS):
+        config = make_config(method=method, seed=3, **options, **keys)
+        now = make_round(config, number=4, received=initial(config, seed=5))
+        tuned.append(method_of(config).personal_model(now, {}).state_dict())
+    assert bool(differ(*tuned)) == decays
+
+
+def test_fedpacs_head_rate_is_the_same_in_every_round():
+    heads = []
+    for keys in ({}, DECAYS):
+        config = make_config(method="fedpac", fedpac__body_epochs=0, **keys)
+        received = body_part(initial(config, seed=5))
+        heads.append(train(config, number=4, received=received).state["head"])
+    assert_same_bits(*heads)
+
+
 # --- FedAvg-FT ------------------------------------------------------------------------------------
 
 

@@ -15,9 +15,12 @@ from client_app.methods import METHODS, method_of
 from client_app.samples import Samples
 from client_app.setup import model_for, open_source, pixels_of
 from client_app.state import StateFolder
+from client_app.worker import Worker
 from protocol.config import resolve_config
+from server_app.federation import idle_keys
 from server_app.inline import run_inline
 from server_app.run_folder import RunFolder
+from server_app.trained import load_model
 
 BASE = {
     "source": "digits",
@@ -232,6 +235,43 @@ def test_fedbabus_heads_never_change():
     assert model_after(path).keys() == start.keys() - head
 
 
+PERSONAL = {
+    "ditto": {},
+    "fedrep": {},
+    "fedpac": {},
+    "local": {},
+    "fedreco": {},
+    "fedbabu, private heads": {"fedbabu__fedper_like": True, "fedbabu__epochs": 0},
+}
+
+
+@pytest.mark.parametrize("case", PERSONAL)
+def test_a_clients_model_as_loaded_is_the_one_that_was_judged(case):
+    method = case.split(",")[0]
+    path = run(method, num_rounds=3, **PERSONAL[case])
+    config = resolve_config(BASE | {"method": method})
+    judged = history(path)[-1]["personal"]["clients"]
+    assert len(set(judged.values())) > 1
+    for partition, client in enumerate(CLIENTS):
+        node = {"partition-id": partition, "num-partitions": 3}
+        _, test = Worker().samples(config, node, torch.device("cpu"))
+        network = load_model(path, client=client).network
+        assert evaluate(network, test).accuracy == judged[client]
+
+
+def test_heads_tuned_for_the_last_evaluation_are_not_handed_out_as_if_they_were_kept():
+    path = run("fedrep", **{"fedrep.final-head-epochs": 1})
+    with pytest.raises(ValueError, match=r"client = .client-0000.: .*fedrep\.final-head-epochs"):
+        load_model(path, client="client-0000")
+
+
+def test_private_heads_leave_no_global_model():
+    path = run("fedbabu", num_rounds=3, **PERSONAL["fedbabu, private heads"])
+    assert all("global" not in line for line in history(path))
+    with pytest.raises(ValueError, match="fedbabu has no global model"):
+        load_model(path)
+
+
 class Killed(RuntimeError):
     pass
 
@@ -242,6 +282,7 @@ STATEFUL = {
     "ditto": {},
     "fedrep": {"fedrep.final-head-epochs": 1},
     "fedpac": {},
+    "fedbabu with private heads": {"fedbabu.fedper-like": True},
     "fedcr": {"fedcr.final-head-epochs": 1},
     "local": {},
     "fedavg under fedacg": {"server": "fedacg", "fedacg.beta": 0.001},
@@ -273,7 +314,8 @@ def test_a_run_killed_in_its_third_round_ends_as_if_it_had_not_been(case, home, 
         for one, two in zip(checkpoint(path, number), checkpoint(whole, number), strict=True):
             assert_same_bits(one, two)
     _, state = checkpoint(path, 4)
-    assert (len(state) > 0) == (case not in ("ditto", "fedrep", "local"))
+    is_kept_by_server = case.split()[0] not in ("ditto", "fedrep", "fedbabu", "local")
+    assert (len(state) > 0) == (is_kept_by_server or "under" in case)
     # a version's name holds the digest of what it holds
     kept = [sorted(p.name for p in (f / "clients").rglob("*.safetensors")) for f in (path, whole)]
     assert kept[0] == kept[1]
@@ -331,6 +373,11 @@ def test_a_client_without_some_classes_takes_part_in_fedpac():
         ({"method": "fedcr", "fedcr.samples": 0}, ["fedcr.samples = 0"]),
         ({"server": "fedacg", "fedacg.lambda": 1.0}, ["fedacg.lambda = 1.0"]),
         ({"server": "fedadam", "fedadam.form": "adam"}, ["fedadam.form = 'adam'", "paper, flower"]),
+        ({"server": "fedadam", "fedadam.beta1": 1.0}, ["fedadam.beta1 = 1.0"]),
+        (
+            {"server": "fedadam", "fedadam.form": "flower", "fedadam.beta2": 1.0},
+            ["fedadam.beta2 = 1.0", "flower"],
+        ),
         (
             {"method": "fedbabu", "fedbabu.part": "tail"},
             ["fedbabu.part = 'tail'", "full, head, body"],
@@ -349,3 +396,20 @@ def test_options_that_make_no_sense_are_one_line_before_anything_is_trained(give
     assert "\n" not in text
     assert all(word in text for word in words)
     assert before == (set((home / "runs").iterdir()) if (home / "runs").exists() else set())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"method": "fedmlb", "fedlc.tau": 3.0}, ["fedlc.tau is given and does nothing: method"]),
+        ({"fedavgm.beta": 0.9}, ["fedavgm.beta is given and does nothing: method is fedavg"]),
+        ({"server": "fedavgm", "fedavgm.beta": 0.9, "lr": 0.1}, []),
+        ({"method": "ditto", "evaluate-clients": "none"}, ["personal models are never evaluated"]),
+        ({"evaluate-global": False}, ["nothing is evaluated"]),
+        ({"evaluate-global": False, "evaluate-clients": "all"}, []),
+    ],
+)
+def test_what_does_nothing_or_is_never_judged_is_warned_of(given, said):
+    lines = idle_keys(resolve_config(BASE | given), given)
+    assert len(lines) == len(said)
+    assert all(words in line for words, line in zip(said, lines, strict=True))

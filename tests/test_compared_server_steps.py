@@ -9,13 +9,18 @@ from client_fixtures import (
     SHAPE,
     assert_close,
     assert_same_bits,
+    differ,
     initial,
     make_config,
+    make_round,
     train,
 )
 
+from client_app.method import LocalObjective
+from client_app.methods import METHODS, method_of
 from client_app.setup import build_network
 from protocol.messages import TrainReply
+from server_app.federation import check_config
 from strategies import STRATEGIES
 from strategies.average import Average, weighted_mean
 from strategies.server_steps import server_step
@@ -270,6 +275,34 @@ def test_fedacgs_client_pulls_towards_what_it_was_sent(method):
         prox = train(make_config(method="fedprox", fedprox__mu=1.0, **keys), received=w)
         assert_close(pulled.arrays, prox.arrays, rtol=0, atol=1e-7)
         assert pulled.terms["look-ahead"] == pytest.approx(prox.terms["penalty"], rel=1e-4)
+
+
+# --- any local objective --------------------------------------------------------------------------
+
+OBJECTIVES = [n for n in METHODS if issubclass(METHODS[n], LocalObjective) and n != "scaffold"]
+
+
+@pytest.mark.parametrize("server", ["fedavgm", "fedadam", "fedacg"])
+@pytest.mark.parametrize("method", OBJECTIVES)
+def test_every_local_objective_trains_under_every_server_step(method, server):
+    """SCAFFOLD, which has a server step of its own, is refused: see test_compared_runs."""
+    config = make_config(method=method, server=server, batch_size=32)
+    check_config(config)
+    now = make_round(config)
+    update = method_of(config).train(now)
+    assert ("look-ahead" in update.terms) == (server == "fedacg")
+    step = server_step(config)
+    w = step.step(now.received, update.arrays, set(dict(now.model.named_parameters())))
+    assert all(array.isfinite().all() for array in w.values())
+    assert differ(w, now.received)
+
+
+@pytest.mark.parametrize("method", ["fedscl", "fedcl"])
+def test_without_others_in_the_batch_nothing_is_pushed_apart(method):
+    """FedSCL and FedCL with batches of one sample: FedAvg, to the bit."""
+    ours, plain = (train(make_config(method=m, batch_size=1)) for m in (method, "fedavg"))
+    assert ours.terms["penalty"] == 0
+    assert_same_bits(ours.arrays, plain.arrays)
 
 
 # --- all of them ----------------------------------------------------------------------------------

@@ -100,6 +100,11 @@ def test_every_method_runs_for_two_rounds_and_leaves_its_folder(finished, name):
     keys, _ = runs[name]
     given = json.loads((folder / "config.json").read_text())["given"]
     assert keys.items() <= given.items()
+    first, second = (set(line["participants"]) for line in history)
+    assert first != second  # one joins only in round 2
+    if not METHODS[name].keeps.startswith("nothing") if name in METHODS else False:
+        joined = {path.name for path in (folder / "clients").iterdir()}
+        assert first | second <= joined
     for line in history:
         assert len(line["participants"]) == 2
         assert line["left_out"] == {}

@@ -195,6 +195,7 @@ DEGENERATE = {
     "all units dead, few of them": torch.zeros(9, 2),
     "the same for every sample": torch.full((7, 40), 0.1),  # 7 * 0.1 / 7 is not 0.1 in binary
     "the same for every sample, few units": torch.full((7, 3), 0.1),
+    "the same for every sample, nearly dead": random_tap(1, 100, seed=1).mul(1e-5).repeat(64, 1),
 }
 
 
@@ -215,6 +216,16 @@ def test_a_tap_that_does_not_vary_is_like_nothing_and_gets_no_gradient(name, dty
         loss.backward()
         assert (a.grad == 0).all()  # NaN would not be equal
     assert loss.item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("entry", [1e-3, 1e-10, 1e-12, 1e-20])
+@pytest.mark.parametrize("name", CKA_NAMES)
+def test_a_tap_that_is_dead_but_for_one_entry_gets_a_finite_gradient(name, entry):
+    a = torch.zeros(16, 100)
+    a[3, 7] = entry
+    g, p = (random_tap(*a.shape, seed=s).float() for s in (2, 3))
+    fedcka_penalty([a.requires_grad_()], [g], [p], SIMILARITIES[name]).backward()
+    assert a.grad.isfinite().all()
 
 
 def test_cosine_of_dead_units_is_zero_with_no_gradient():

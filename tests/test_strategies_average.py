@@ -262,9 +262,11 @@ def test_evaluation_asks_everybody_or_the_participants():
         strategy = average_of(6, fraction_train=0.34, evaluate_clients=whom)
         record = instruction_record(Instruction(strategy.config, 2, 0, True, "/run"))
         arrays = array_record(network().state_dict())
+        trained = list(strategy.configure_train(2, arrays, record, grid=None))
         messages = list(strategy.configure_evaluate(2, arrays, record, grid=None))
         nodes = [m.metadata.dst_node_id for m in messages]
         assert len(nodes) == count
+        assert {m.metadata.dst_node_id for m in trained} <= set(nodes)
         assert all(m.metadata.message_type == MessageType.EVALUATE for m in messages)
         assert whom == "all" or nodes == strategy.sample(2)
 

@@ -38,6 +38,11 @@ class Ditto(LocalObjective):
     lambda_: float = option(at_least(0), key="lambda")
     personal_epochs: int = option(at_least(0))
 
+    @classmethod
+    def extra_forwards(cls) -> str:
+        """The personal model's, as many steps again."""
+        return "1, with backward"
+
     def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
         """v_i as kept; at first the run's initial weights."""
         now.model.load_state_dict(state.get("personal") or now.initial_weights())

@@ -39,5 +39,6 @@ class FedAvgFT(LocalObjective):
     def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
         """The received model, tuned on this client's training samples."""
         now.model.load_state_dict(now.received)
-        fine_tune(now, now.model, self.part, self.epochs, self.lr or now.config.train.lr)
+        lr = self.lr or now.config.train.lr
+        fine_tune(now, now.model, self.part, self.epochs, lr, decays=not self.lr)
         return now.model

@@ -34,10 +34,15 @@ class FedBABU(Method):
     lr: float = option(more_than(0))
     fedper_like: bool = option(true_or_false())
 
+    @property
+    def has_global_model(self) -> bool:  # type: ignore[override]  # elsewhere a constant
+        """Body and common head; with private heads there is none."""
+        return not self.fedper_like
+
     def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
         """The same, tuned on this client's training samples."""
         model = under_own_head(now, state)
-        fine_tune(now, model, self.part, self.epochs, self.lr, momentum=0.9)
+        fine_tune(now, model, self.part, self.epochs, self.lr, momentum=0.9, decays=False)
         return model
 
     def train(self, now: ClientRound) -> Update:

@@ -39,8 +39,12 @@ def rounding(mean: Tensor, batch_size: int) -> Tensor:
 
 
 def inverse(length: Tensor, power: float = 1.0) -> Tensor:
-    """1 / length^power, but 0, with gradient 0, where the length is 0 (scalar)."""
-    return torch.where(length > 0, torch.where(length > 0, length, 1.0) ** -power, 0.0)
+    """1 / length^power, but 0, with gradient 0, where there is no length to speak of (scalar).
+
+    That is below the square root of the smallest number, which the gradient's 1 / length^2 needs.
+    """
+    counts = length > math.sqrt(torch.finfo(length.dtype).tiny)
+    return torch.where(counts, torch.where(counts, length, 1.0) ** -power, 0.0)
 
 
 def alignment(x: Tensor, y: Tensor) -> Tensor:
@@ -63,12 +67,12 @@ def linear_view(tap: Tensor) -> Tensor:
         mean = x.mean(0)
         view = x - mean
         varies = view.norm() > rounding(mean.detach(), batch_size)
-        scale = inverse((view.T @ view).norm(), 0.5)
+        length, power = (view.T @ view).norm(), 0.5
     else:
         view, mean = centred_gram(x)
         varies = view.trace().sqrt() > rounding(mean, batch_size)
-        scale = inverse(view.norm())
-    return view * torch.where(varies, scale, 0.0)
+        length, power = view.norm(), 1.0
+    return view * inverse(torch.where(varies, length, 0.0), power)
 
 
 def linear_alignment(x: Tensor, y: Tensor) -> Tensor:

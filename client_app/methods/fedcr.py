@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from client_app.frozen import FrozenOutputs
 from client_app.method import Arrays, Method, ModelParts, Update
-from client_app.parts import body_of, fine_tune, head_of, under_own_head
+from client_app.parts import body_of, head_of, under_own_head
 from client_app.round import ClientRound
 from client_app.samples import Step, batch_size_for
 from client_app.trainer import Duration, descend
@@ -114,6 +115,11 @@ class FedCR(Method):
     reverse: bool = option(true_or_false())
     final_head_epochs: int = option(at_least(0))
 
+    @classmethod
+    def extra_forwards(cls) -> str:
+        """Of the head alone: a draw of the features each."""
+        return "`fedcr.samples` of the head"
+
     def model_parts(self) -> ModelParts:
         """A last layer that gives mean and deviation."""
         return ModelParts(projection="gaussian")
@@ -126,8 +132,27 @@ class FedCR(Method):
         """The same with sampled features; its head tuned after the last round if asked for."""
         model = under_own_head(now, state)
         if now.round == now.config.rounds.num_rounds and self.final_head_epochs:
-            fine_tune(now, model, "head", self.final_head_epochs, now.config.train.lr)
+            self.tune_head(now, model)
         return Sampled(model, self.samples, now.seed("evaluation"))
+
+    def tune_head(self, now: ClientRound, model: StagedModel) -> None:
+        """The head alone on sampled features, as it is judged; the body stays."""
+        duration = Duration(self.final_head_epochs, "epochs")
+        last_stage = model.stage_names[-1]
+        model.eval().requires_grad_(False)
+        head = model.classifier.train().requires_grad_(True)
+        posteriors = FrozenOutputs(
+            now,
+            lambda x: model.run(x, [last_stage], to_logits=False)[1],
+            is_read_again=duration.reads_again(now),
+        )
+
+        def terms(step: Step) -> dict[str, Tensor]:
+            mu, s = gaussian(*posteriors.of(step))
+            return {"supervised": sampled_cross_entropy(head, mu, s, step.y, self.samples)}
+
+        lr = now.config.train.lr
+        descend(now, list(head.parameters()), terms, lr=lr, duration=duration, stream="fine-tuning")
 
     def train(self, now: ClientRound) -> Update:
         """Body and head together; the class products are gathered in the last epoch."""

@@ -52,9 +52,9 @@ class FedMLB(LocalObjective):
     detach_target: bool = option(true_or_false())
 
     @classmethod
-    def extra_forwards(cls) -> int:
-        """M partial ones of the global network; counted as one."""
-        return 1
+    def extra_forwards(cls) -> str:
+        """M partial ones of the global network."""
+        return "M partial ones, with backward"
 
     def taps(self, model: StagedModel) -> list[str]:
         """Every stage: M cut points."""

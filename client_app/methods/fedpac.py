@@ -60,6 +60,11 @@ class FedPAC(Method):
     head_lr: float = option(more_than(0))
     body_epochs: int = option(at_least(0))
 
+    @classmethod
+    def extra_forwards(cls) -> str:
+        """Features and their squares before, features after."""
+        return "3 a round over all samples"
+
     def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
         """Clients that lack classes: their rows of h are zero, their targets the others' alone."""
         lacking = {c: sum(n == 0 for n in counts) for c, counts in sorted(label_counts.items())}
@@ -89,7 +94,7 @@ class FedPAC(Method):
         if "prototypes" in now.extra:
             t = targets(now.extra["prototypes"], now.extra["is-known"], own_means)
 
-        head = train_part(now, model, "head", 1, self.head_lr, stream="head")
+        head = train_part(now, model, "head", 1, self.head_lr, stream="head", decays=False)
         model.eval().requires_grad_(False)
         model.stages.train().requires_grad_(True)
 

@@ -51,6 +51,11 @@ class FedProc(LocalObjective):
     regularises: ClassVar[str] = "projected features, to the global class prototypes"
     paper: ClassVar[str] = "Mu et al. 2023"
 
+    @classmethod
+    def extra_forwards(cls) -> str:
+        """The class means, of the trained model."""
+        return "1 a round over all samples"
+
     def depends_on_num_rounds(self) -> bool:
         """Its schedule a_t does."""
         return True

@@ -94,9 +94,9 @@ class FedReCo(Method):
         parse_duration("fedreco.k-v", self.k_v)
 
     @classmethod
-    def extra_forwards(cls) -> int:
+    def extra_forwards(cls) -> str:
         """u_0's, beside u_i's."""
-        return 1
+        return "1"
 
     def split_of(self, model: StagedModel) -> str:
         """The last stage of the extractor: the split asked for, or all but the classifier."""
