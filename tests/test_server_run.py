@@ -28,8 +28,7 @@ from conftest import (
 from flwr.app import Message, MessageType
 
 import server_app.inline
-from client_app.method import Update
-from client_app.method import LocalObjective
+from client_app.method import LocalObjective, Update
 from client_app.methods import METHODS, method_of
 from client_app.setup import model_for, open_source, pixels_of
 from protocol.config import resolve_config
