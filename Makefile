@@ -74,10 +74,11 @@ deploy-server:  ## SuperLink and ServerApp executor on this machine; variables: 
 register: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/server
 register:  ## the keys of the server's credentials folder with the SuperLink on this machine
 	$(COMPOSE) -p keel-server -f docker/compose.server.yml exec -T superlink \
-	  python -m deployment.register --credentials /credentials --superlink localhost:8000
+	  python -m deployment.register --credentials /credentials --superlink localhost:8000 --wait 120
 
 deploy-client: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/$(KEEL_CLIENT)
 deploy-client:  ## one client on this machine; variables: docker/compose.client.yml
+	@[ '$(KEEL_CLIENT)' ] || { echo "KEEL_CLIENT is not set: the client's name, as in its credentials"; exit 1; }
 	$(give_secrets) '$(KEEL_CREDENTIALS)'
 	$(COMPOSE) -p 'keel-$(KEEL_CLIENT)' -f docker/compose.client.yml \
 	  $(if $(findstring cuda,$(KEEL_DEVICE)),-f docker/compose.gpu.yml) up -d

@@ -24,7 +24,7 @@ from benchmarks.report import Row
 from protocol.options import OptionValue
 
 root = Path(__file__).resolve().parent.parent
-page_bytes, ticks = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
+ticks = os.sysconf("SC_CLK_TCK")
 Keys = dict[str, OptionValue]
 W1: Keys = {
     "source": "fashion-mnist",
@@ -56,13 +56,14 @@ def processes(mark: str) -> list[Process]:
                 continue
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            status = (folder / "status").read_text()
         except OSError:  # it has ended, or belongs to another user
             continue
         if stat[0] not in "ZX":
             cpu_s = sum(int(stat[n]) for n in (11, 12, 13, 14)) / ticks  # with ended children
-            found.append(
-                Process(int(folder.name), command, cpu_s, int(stat[21]) * page_bytes / 2**20)
-            )
+            # its own memory: mapped files are everybody's
+            [own_kb] = [line.split()[1] for line in status.splitlines() if "RssAnon" in line]
+            found.append(Process(int(folder.name), command, cpu_s, int(own_kb) / 1024))
     return found
 
 
@@ -212,7 +213,7 @@ def against_bare(home: Path, repetitions: int, rounds: int) -> Iterator[Row]:
                 "cpu_seconds": [round(cpu["flwr run"], 3), round(cpu[form], 3)],
             }
         worker_mb = max(c.worker_mb for c in costs["flwr run"])
-        yield {"what": f"{name}: largest worker, resident MB", "ratio": round(worker_mb)}
+        yield {"what": f"{name}: largest worker, own memory in MB", "ratio": round(worker_mb)}
 
 
 def scale(home: Path, sources: dict[int, str]) -> Iterator[Row]:

@@ -35,6 +35,7 @@ worker_variable = "KEEL_WORKER"  # holds the socket's path
 client_failed = 1  # the error code of a reply; Flower's own start at 0 for unknown
 worker_start_s = 120.0  # a restarted worker has to be back by then
 longest_wait_s = 30 * 86400.0
+longest_frame = 2**40  # bytes
 run_by_worker = ("client_app", "data", "models", "protocol")  # packages
 Frames = list[bytes]
 
@@ -125,6 +126,8 @@ def send_frames(peer: socket.socket, frames: Frames) -> None:
 def receive_frame(peer: socket.socket) -> bytes:
     """The next frame; ConnectionError if the peer goes away before its end."""
     (length,) = struct.unpack(">Q", _receive(peer, 8))
+    if length > longest_frame:
+        raise ValueError(f"a frame of {length} bytes: the longest has {longest_frame}")
     return _receive(peer, length)
 
 

@@ -49,7 +49,10 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         is_mistake = isinstance(error, ValueError | FileNotFoundError)  # a line says it all
-        log.error("client %s: %s", context.node_config, reason, exc_info=not is_mistake)
+        client = context.node_config.get("name") or context.node_config.get("partition-id", "?")
+        log.error("client %s: %s", client, reason, exc_info=not is_mistake)
+        if message.metadata.message_type == MessageType.QUERY:  # the server has no name for it yet
+            reason = f"client {client}: {reason}"
         return Error(client_failed, reason)
 
 
@@ -70,6 +73,8 @@ def roster(message: Message, context: Context) -> RecordDict:
         representation_width=representation_width(config, model),
         versions=f"flwr {flwr.__version__}, torch {torch.__version__}",
         num_partitions=0 if "source" in node else int(node["num-partitions"]),
+        class_names=list(source.class_names),
+        pixels=[round(float(v), 4) for v in (*source.mean, *source.std)],
     )
     return roster_content(entry)
 

@@ -53,6 +53,7 @@ class WorkerProcess:
     def __init__(self, path: Path) -> None:
         self.code = code_digest()
         self.busy = False
+        self.is_broken = False
         self.requests: queue.Queue[Request] = queue.Queue()
         self.listener = listen(path)
 
@@ -73,6 +74,9 @@ class WorkerProcess:
                     send_frames(peer, reply)
                 except OSError:
                     log.warning("a reply is dropped: the process that asked has ended")
+            if self.is_broken:
+                log.error("this process's GPU context is lost: it ends, to be started again")
+                return
 
     def answer_to(self, request: Frames) -> Frames:
         """The reply to one message."""
@@ -91,6 +95,7 @@ class WorkerProcess:
         finally:
             faulthandler.cancel_dump_traceback_later()
         if isinstance(content, Error):
+            self.is_broken = "CUDA error" in str(content.reason)  # for the rest of a process's life
             return error_frames(str(content.reason), content.code)
         return [b"{}", recorddict_to_proto(content).SerializeToString()]
 
@@ -106,7 +111,7 @@ class WorkerProcess:
                 else:
                     frames = [header, receive_frame(peer), receive_frame(peer)]
                     self.requests.put((peer, frames))
-            except (OSError, ValueError, KeyError) as error:
+            except Exception as error:  # whatever was sent: this thread has to go on
                 log.warning("a request is dropped: %s: %s", type(error).__name__, error)
                 peer.close()
 

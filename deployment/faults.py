@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import Any
 
 from client_app.state import StateFolder
@@ -81,8 +82,8 @@ def kill(local: Loopback, kind: str, client: str) -> bool:
 def history(folder: Path) -> list[dict[str, Any]]:
     """The lines of history.jsonl that are there."""
     path = folder / "history.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""  # a kill may cut a line
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def status(folder: Path) -> str:
@@ -118,6 +119,18 @@ def accuracy(folder: Path) -> float:
     raise ValueError(f"{folder}: nothing was evaluated")
 
 
+def submit_until(local: Loopback, keys: dict[str, OptionValue], deadline: float) -> None:
+    """Submit a run, again while the SuperLink is away (killed in the run before, just now)."""
+    while True:
+        try:
+            local.superlink.submit(keys)
+            return
+        except (RuntimeError, TimeoutExpired):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+
+
 def one_run(
     local: Loopback,
     method: str,
@@ -131,7 +144,7 @@ def one_run(
     outcome, started = Outcome(method), time.monotonic()
     runs = local.folder / "server" / "keel" / "runs"
     before = set(runs.glob("*"))
-    local.superlink.submit(common | methods[method] | {"num-rounds": rounds})
+    submit_until(local, common | methods[method] | {"num-rounds": rounds}, started + run_starts_s)
     while not (new := set(runs.glob("*")) - before):
         if time.monotonic() - started > run_starts_s:
             raise TimeoutError(f"{method}: the run has not begun after {run_starts_s:g} s")
@@ -152,7 +165,7 @@ def one_run(
         if not alive and not resume_at:
             resume_at = now + between_resumes_s
         elif not alive and now >= resume_at:
-            with contextlib.suppress(RuntimeError):  # the SuperLink may be just away
+            with contextlib.suppress(RuntimeError, TimeoutExpired):  # the SuperLink may be away
                 local.superlink.submit({"resume": str(folder)})
                 outcome.resumes += 1
             resume_at = time.monotonic() + 60
@@ -225,6 +238,7 @@ def main() -> int:
                     one_run(local, method, arguments.rounds, draw, left, pause, limit_s)
                 )
                 left -= sum(outcomes[-1].kills.values())
+                print(f"  {outcomes[-1]}", flush=True)
     print(table(outcomes, undisturbed))
     return 0 if all(o.finished and not o.lost for o in outcomes) else 1
 

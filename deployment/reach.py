@@ -9,6 +9,8 @@ import ssl
 import sys
 from pathlib import Path
 
+from client_app.hand_over import worker_says
+
 limit_s = 5.0
 
 
@@ -39,9 +41,7 @@ def main() -> int:
     try:
         match sys.argv[1:]:
             case [path]:
-                with socket.socket(socket.AF_UNIX) as peer:
-                    peer.settimeout(limit_s)
-                    peer.connect(path)
+                worker_says(path, limit_s)
             case [address, ca]:
                 handshake(address, Path(ca))
             case _:

@@ -5,7 +5,8 @@ Three things of Flower 1.39 that no option changes:
   for the reply. Both waits go through one module's name `time`, which stands here for a clock that
   never sleeps longer than $KEEL_POLL_S (0.25 seconds).
 - A ClientApp that is ended before its reply (its executor was stopped or killed) leaves the
-  SuperNode waiting for that reply for good. Here the message is answered with an error.
+  SuperNode waiting for that reply for good; one that had not yet fetched its message does so even
+  once Flower has noticed. Here the message is answered with an error.
 - A ServerApp that is killed as it sends leaves a message without its arrays, for which the
   SuperNode waits 3 minutes and does nothing else. Here it gives up after half a minute.
 """
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 
 import flwr.supernode.nodestate.nodestate_factory as factory
 import flwr.supernode.start_client_internal as client_loop
+from flwr.app import Error
 from flwr.common.constant import SubStatus
 from flwr.supercore.constant import TaskType
 from flwr.supercore.inflatable.inflatable_utils import pull_objects
@@ -48,6 +50,15 @@ class AnsweringNodeState(InMemoryNodeState):
                 if task.type == TaskType.CLIENT_APP:
                     self._store_error_replies({task.run_id}, CLIENT_APP_CRASHED_ERROR)
         return finished
+
+    def _store_error_replies(self, run_ids: set[int], error: Error) -> None:
+        """As Flower's, also for messages that the task had not fetched when it ended."""
+        with self.lock_msg_store:
+            for entry in self.msg_store.values():
+                about = entry.message.metadata
+                if about.run_id in run_ids and not about.reply_to_message_id:
+                    entry.is_retrieved = True
+        super()._store_error_replies(run_ids, error)
 
 
 def main() -> None:

@@ -11,10 +11,18 @@ def digest(content: bytes) -> str:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that a kill leaves the old file or the new one, never a part."""
+    """Write `content` to `path` so that a kill leaves the old file or the new one, never a part.
+
+    A power cut after it, too: the folder's entry is on the disk when this returns.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with part.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -20,7 +20,7 @@ from torch import Tensor
 from protocol.config import RunConfig, config_from_json, keel_version
 
 Arrays = dict[str, Tensor]
-protocol_version = 1  # of the layout below: another one cannot be talked to
+protocol_version = 2  # of the layout below: another one cannot be talked to
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class RosterEntry:
     """What a client says of itself before round 1. Counts are samples per class.
 
     num_partitions: how many clients the simulation has; 0 for a real site. versions: of flwr and
-    torch; keel and protocol: of what runs on the client.
+    torch; keel and protocol: of what runs on the client. class_names, pixels: of the run's source
+    as it is on the client's machine: labels are numbered by these names, images normalised by this
+    mean and deviation per channel.
     """
 
     client: str
@@ -55,6 +57,8 @@ class RosterEntry:
     representation_width: int
     versions: str
     num_partitions: int
+    class_names: list[str] = field(default_factory=list)
+    pixels: list[float] = field(default_factory=list)
     keel: str = field(default_factory=keel_version)
     protocol: int = protocol_version
 

@@ -223,7 +223,7 @@ def prepare(
         entries = list(roster.values())
         monitor = Monitor(config, method, source, model.to(device), initial, entries)
     start = Checkpoint(0, strategy.initial_arrays(config, model), {})
-    if resumed:
+    if resumed and resumed.has_rounds():  # one that ended in round 1 begins again
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
         strategy.load(start.state)
     folder = resumed or new_run_folder(config)
@@ -313,7 +313,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
     following, _ = strategy.aggregate_train(server_round, replies)
     report = strategy.report
     assert following is not None
-    if not all_finite(tensors(following)):
+    if not all_finite(tensors(following)) or not all_finite(strategy.state()):
         raise DivergedError(
             f"round {server_round}: the server's step left values that are not finite; the model "
             "of the round before is kept. A smaller learning rate may help "

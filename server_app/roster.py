@@ -140,6 +140,12 @@ def roster_warnings(config: RunConfig, entries: list[RosterEntry]) -> list[str]:
                 f"versions of {what} differ: {shortened(odd)}; the others {usual}. Their results "
                 "may differ in the last bits"
             )
+    means = {tuple(e.pixels) for e in entries if e.pixels}
+    if len(means) > 1:
+        warnings.append(
+            f"clients normalise by {len(means)} different means and deviations, each by those of "
+            "its own copy of the run's source"
+        )
     note = method_of(config).check_roster({e.client: e.label_counts for e in entries})
     return warnings + ([note] if note else [])
 
@@ -250,6 +256,13 @@ def check_roster(config: RunConfig, entries: list[RosterEntry], source: Source) 
                     f"client {entry.client} ({entry.model}): {what} {mine}, client {first.client} "
                     f"({first.model}) has {others}: they have to agree"
                 )
+    for entry in entries:  # labels are numbered by them
+        if entry.class_names and entry.class_names != list(source.class_names):
+            raise ValueError(
+                f"client {entry.client}: the run's source has the classes "
+                f"{shortened(entry.class_names)} there, and {shortened([*source.class_names])} on "
+                "the server: all have to see the same classes (an empty folder for one it lacks)"
+            )
     for what, found, wanted in (
         ("image shape", first.image_shape, list(source.image_shape)),
         ("number of classes", len(first.label_counts), source.num_classes),

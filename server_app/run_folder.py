@@ -138,6 +138,10 @@ class RunFolder:
             old.unlink()
         return content_digest
 
+    def has_rounds(self) -> bool:
+        """Whether any round was finished, or left a checkpoint."""
+        return bool(self.read_history() or any((self.path / "checkpoints").glob("round-*")))
+
     def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:
         """The newest checkpoint that can be read and whose round has its line in the history.
 

@@ -129,12 +129,12 @@ class Average(Strategy):
         return weighted_mean(replies, weights)
 
     def update_of(self, reply: TrainReply) -> Arrays:
-        """How far the client moved the trainable arrays that it was sent."""
+        """How far the client moved the arrays that it was sent, weights and statistics alike."""
         sent = self.sent or self.current
         return {
             name: array - sent[name]
             for name, array in reply.arrays.items()
-            if name in self.trainable
+            if name in sent and array.is_floating_point()
         }
 
     def check_cohort(self, cohort: int) -> None:
@@ -311,8 +311,8 @@ class Average(Strategy):
             try:
                 report.bytes_up += payload_bytes(message)
                 reply = replace(read_reply(message), client=client)
-            except (ValueError, KeyError, TypeError) as error:
-                refused[client] = f"unreadable: {error}"
+            except Exception as error:  # a client's bytes may raise anything
+                refused[client] = " ".join(f"unreadable: {type(error).__name__}: {error}".split())
                 continue
             if client in kept:
                 log.warning("round %d: client %s: its second reply", server_round, client)

@@ -41,6 +41,9 @@ def why_refused(reply: TrainReply, want: Wanted) -> str:
     if count != declared:
         shown = "missing" if count is None else f"{count:g}"
         return f"num-examples is {shown}, the roster says {declared}"
+    for name, value in sorted(reply.metrics.items()):
+        if name.endswith("-accuracy") and not 0 <= value <= 1:
+            return f"{name} is {value:g}, not from 0 to 1"
     return ""
 
 
@@ -60,6 +63,8 @@ def mismatch(arrays: Arrays, expected: Arrays) -> str:
             return f"array {name!r} is {got.dtype}, the global model's is {want.dtype}"
         if got.is_floating_point() and not got.isfinite().all():
             return f"array {name!r} holds {int((~got.isfinite()).sum())} values that are not finite"
+        if name.endswith("running_var") and (got < 0).any():
+            return f"array {name!r} holds negative variances"
     return ""
 
 
@@ -77,7 +82,7 @@ def beyond_bound(norms: Mapping[str, float], rounds: RoundsConfig) -> dict[str, 
         return {}
     bound, words = rounds.norm_bound_value, "norm-bound-value"
     if rounds.norm_bound == "median":
-        median = statistics.median(norms.values())
+        median = statistics.median_low(norms.values())  # of two: a mean would follow the longer
         words = f"{bound:g} times the round's median of {median:.4g}"
         bound *= median
     return {

@@ -167,12 +167,16 @@ def test_a_fixed_bound_is_the_norm_itself_and_inclusive():
     assert found == {"c": "its update's norm is 2.5, more than 2 (norm-bound-value)"}
 
 
+def test_of_two_updates_the_median_bound_refuses_the_one_out_of_line():
+    bound = rounds_config(norm_bound="median", norm_bound_value=5.0)
+    assert list(beyond_bound({"a": 1.0, "b": 1e3}, bound)) == ["b"]
+    assert beyond_bound({"a": 1.0, "b": 4.0}, bound) == {}
+
+
 def test_a_median_bound_is_relative_to_the_round():
     bound = rounds_config(norm_bound="median", norm_bound_value=3.0)
     found = beyond_bound({"a": 1.0, "b": 2.0, "c": 3.0, "d": 7.6}, bound)
-    assert found == {
-        "d": "its update's norm is 7.6, more than 7.5 (3 times the round's median of 2.5)"
-    }
+    assert found == {"d": "its update's norm is 7.6, more than 6 (3 times the round's median of 2)"}
     assert beyond_bound({"a": 0.0, "b": 0.0}, bound) == {}
     assert beyond_bound({}, bound) == {}
 

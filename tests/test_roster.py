@@ -43,6 +43,23 @@ def refused(entries, **given):
     return str(caught.value)
 
 
+def test_a_client_that_sees_other_classes_is_refused_by_name():
+    config = config_of()
+    names = list(open_source(config).class_names)
+    check_roster(config, [entry("a", class_names=names), entry("b")], open_source(config))
+    swapped = [names[1], names[0], *names[2:]]
+    text = refused([entry("a", class_names=names), entry("b", class_names=swapped)])
+    assert "client b" in text
+    assert "classes" in text
+
+
+def test_clients_that_normalise_otherwise_are_warned_of():
+    config = config_of()
+    entries = [entry("a", pixels=[0.5, 0.2]), entry("b", pixels=[0.4, 0.2])]
+    (line,) = roster_warnings(config, entries)
+    assert "2 different means" in line
+
+
 def test_clients_that_fit_are_accepted():
     config = config_of()
     check_roster(config, [entry("a"), entry("b", (0, 1) * 5)], open_source(config))

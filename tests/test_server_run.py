@@ -305,6 +305,18 @@ def test_two_rounds_and_two_more_are_the_same_as_four(run, keys):
     assert summary_of(parts)["status"] == "finished"
 
 
+def test_a_run_that_ended_in_its_first_round_begins_again(run, crash, tmp_path):
+    keys = half_of_them | {"method": "moon", "server": "fedadam", "num-rounds": 2}
+    whole = run(keys)
+    crash(1, after=1)
+    with pytest.raises(KeyboardInterrupt):
+        run_inline(SMALL | keys | {"output-dir": str(tmp_path / "out")}, NUM_CLIENTS)
+    (parts,) = (tmp_path / "out").iterdir()
+    assert not history_of(parts)
+    assert resume(parts) == parts
+    assert same_bits(all_models(parts), all_models(whole))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["fedavg", "fedacg"])
 @pytest.mark.parametrize("method", METHODS)

@@ -1,5 +1,6 @@
 """The weighted average: its equation in loops, whom it samples, and which replies it leaves out."""
 
+import io
 import logging
 import math
 import random
@@ -78,14 +79,15 @@ def ask(strategy: Average, arrays: dict[str, Tensor], server_round: int = 1) -> 
 
 
 def moved(arrays: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """What a client might send back: other floats, other whole numbers."""
+    """What a client might send back: other floats, other whole numbers, variances above 0."""
     generator = torch.Generator().manual_seed(seed)
-    return {
+    other = {
         name: array + torch.randn(array.shape, generator=generator)
         if array.is_floating_point()
         else array + seed
         for name, array in arrays.items()
     }
+    return other | {"1.running_var": other["1.running_var"].abs()}
 
 
 # --- the average -----------------------------------------------------------------------------
@@ -313,6 +315,14 @@ bad_replies = {
     "nan examples": (lambda r: with_examples(r, math.nan), "num-examples is nan"),
     "endless examples": (lambda r: with_examples(r, math.inf), "num-examples is inf"),
     "no count": (lambda r: replace(r, metrics={"seconds": 1.0}), "num-examples is missing"),
+    "variance": (
+        lambda r: with_array(r, "1.running_var", -r.arrays["1.running_var"]),
+        "'1.running_var' holds negative variances",
+    ),
+    "accuracy": (
+        lambda r: replace(r, metrics=r.metrics | {"personal-accuracy": math.nan}),
+        "personal-accuracy is nan, not from 0 to 1",
+    ),
 }
 
 
@@ -332,6 +342,18 @@ def words_for_numbers(message: Message, reply: TrainReply) -> Message:
     return Message(content, reply_to=message)
 
 
+def bytes_for_numbers(data: bytes):
+    """A reply whose first array holds these bytes, which claim to be numpy's."""
+
+    def spoil(message: Message, reply: TrainReply) -> Message:
+        content = reply_content(reply)
+        arrays = content.array_records["arrays"]
+        arrays["0.bias"] = Array(dtype="float32", shape=(2,), stype="numpy.ndarray", data=data)
+        return Message(content, reply_to=message)
+
+    return spoil
+
+
 def rounds_for_round(message: Message, reply: TrainReply) -> Message:
     content = reply_content(reply)
     content["reply"] = ConfigRecord({"client": "client-2", "round": [1, 2]})
@@ -344,6 +366,14 @@ def counts_for_count(message: Message, reply: TrainReply) -> Message:
     return Message(content, reply_to=message)
 
 
+def huge_header() -> bytes:
+    """numpy's header of 10^14 floats, and none of them."""
+    file = io.BytesIO()
+    about = {"descr": "<f4", "fortran_order": False, "shape": (10**14,)}
+    np.lib.format.write_array_header_1_0(file, about)
+    return file.getvalue()
+
+
 bad_messages = {
     "error": (lambda m, r: Message(Error(1, "ValueError: no disk"), reply_to=m), "no disk"),
     "error without words": (lambda m, r: Message(Error(7), reply_to=m), "error 7"),
@@ -351,6 +381,9 @@ bad_messages = {
     "no arrays": (content_without("arrays"), "no record 'arrays'"),
     "no metrics": (content_without("metrics"), "no record 'metrics'"),
     "words": (words_for_numbers, "unreadable"),
+    "no bytes": (bytes_for_numbers(b""), "unreadable"),
+    "zip": (bytes_for_numbers(b"PK\x03\x04xx"), "unreadable"),
+    "too large": (bytes_for_numbers(huge_header()), "unreadable"),
     "list for round": (rounds_for_round, "unreadable"),
     "list for count": (counts_for_count, "unreadable"),
 }
@@ -378,6 +411,19 @@ def spoilt_answers(
             make, words = bad_messages[kind]
             messages.append(make(message, reply))
     return messages, words
+
+
+def test_statistics_far_off_are_beyond_the_norm_bound():
+    current = network().state_dict()
+    strategy = average_of(norm_bound="fixed", norm_bound_value=1e3)
+    answers = all_answers(strategy, current)
+    far = {"1.running_mean": torch.full_like(current["1.running_mean"], 1e30)}
+    messages = [
+        answer(m, replace(r, arrays=r.arrays | far) if r.client == "client-2" else r)
+        for m, r in answers
+    ]
+    strategy.aggregate_train(1, messages)
+    assert "norm" in strategy.report.left_out["client-2"]
 
 
 @pytest.mark.parametrize("kind", [*bad_replies, *bad_messages])
