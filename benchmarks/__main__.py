@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench"))
     parser.add_argument("--quick", action="store_true", help="no residual networks")
     parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     chosen = arguments.parts or list(parts)
     if strange := set(chosen) - set(parts):

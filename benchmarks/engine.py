@@ -225,7 +225,7 @@ def scale(home: Path, sources: dict[int, str]) -> Iterator[Row]:
             "model": "cnn-fedreco",
             "partition": "iid",
             "fraction-train": 10 / count,
-            "num-rounds": 8,
+            "num-rounds": 6,
         }
         costs[count] = keel_rounds(home, keys, count, 900)
     base, most = 100, max(sources)

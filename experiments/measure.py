@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from server_app.report import moving_average
-
 History = Sequence[Mapping[str, Any]]
 
 # what an accuracy is of: key in history.jsonl, key within it
@@ -58,7 +56,8 @@ def measure(history: History, of: str, take: Take, at: int, shrunk: float) -> fl
     """The reported number, in percent or seconds; None where the history does not hold it.
 
     at: the last round that counts. shrunk: the run's rounds over the paper's; the window of a
-    median or mean shrinks with it, so that it stays the same part of the run.
+    median or mean, and the memory of an average that moves, shrink with it, so that they stay the
+    same part of the run.
     Seconds are the clients' own, summed: as if one device trained one client after the other.
     """
     history = [line for line in history if line["round"] <= at]
@@ -86,5 +85,24 @@ def measure(history: History, of: str, take: Take, at: int, shrunk: float) -> fl
         case "mean":
             return statistics.fmean(window)
         case "ema":
-            return moving_average(values, take.number)
+            return moving_average(points, take.number, shrunk)[-1][1]
     raise AssertionError(take)
+
+
+def moving_average(
+    points: Sequence[tuple[int, float]], decay: float, shrunk: float
+) -> list[tuple[int, float]]:
+    """(round, exponential moving average in percent), from the first of the points (0..1) on.
+
+    decay: of one of the paper's rounds; between two evaluations there are as many as the run's
+    rounds between them over `shrunk`.
+    """
+    averages: list[tuple[int, float]] = []
+    for number, value in points:
+        now = 100 * value
+        if averages:
+            before, average = averages[-1]
+            kept = decay ** ((number - before) / shrunk)
+            now = kept * average + (1 - kept) * now
+        averages.append((number, now))
+    return averages

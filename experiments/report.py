@@ -181,7 +181,8 @@ def curve_of(cell: Cell, runs: Sequence[Run]) -> list[tuple[int, float, float]]:
     curve = []
     for number in rounds:
         values = [100 * points[number] for points in found]
-        curve.append((number, statistics.fmean(values), statistics.pstdev(values)))
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        curve.append((number, statistics.fmean(values), spread))
     return curve
 
 

@@ -58,6 +58,10 @@ def checks(folder: Path, rounds: int) -> Iterator[Check]:
     if "files" not in bundle:
         yield Check(False, "the run has not ended: there is nothing to hold it to")
         return
+    status = json.loads((folder / "summary.json").read_text())["status"]
+    if status != "finished":
+        yield Check(False, f"the run did not finish: {status}")
+        return
     yield from file_checks(folder, bundle)
     differing = [
         f"{name} {then}, here {versions().get(name)}"
@@ -123,6 +127,8 @@ def round_check(
     noted = bundle["rounds"].get(number)
     if noted is not None and again["rounds"].get(number) == noted and ours == theirs:
         return Check(True, f"round {number}: the same to the bit ({noted})")
+    if not ours.keys() & theirs.keys():
+        return Check(False, f"round {number}: other bits, and no accuracy to compare them by")
     apart = max((abs(ours[k] - theirs[k]) for k in ours.keys() & theirs.keys()), default=0.0)
     is_close = ours.keys() == theirs.keys() and apart <= close_enough
     on_gpu = again["versions"]["gpu"] != "none"  # sums there are in no fixed order

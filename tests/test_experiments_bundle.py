@@ -8,6 +8,7 @@ import pytest
 
 from client_app.setup import client_indices, open_source
 from data.partitions import partition_indices, stratified_share
+from experiments.verify import checks, round_check
 from protocol.config import resolve_config
 from protocol.seeds import seed_of
 from server_app.bundle import read_bundle
@@ -95,3 +96,24 @@ def test_a_split_that_differs_in_which_samples_alone_has_another_digest(run):
         digests.append(read_bundle(folder)["split"])
     assert counts[0] == counts[1]
     assert digests[0] != digests[1]
+
+
+# --- verify ---------------------------------------------------------------------------------------
+
+
+def test_a_run_that_did_not_finish_is_not_called_right(run):
+    folder = run({"num-rounds": 1})
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"status": "failed: no more disk"}))
+    (check,) = checks(folder, rounds=1)
+    assert not check.is_right
+    assert check.found == "the run did not finish: failed: no more disk"
+
+
+def test_other_bits_without_an_accuracy_to_compare_are_not_called_right():
+    line = {"round": 1}
+    bundle, again = ({"rounds": {"1": bits}, "versions": {"gpu": "some"}} for bits in "ab")
+    assert round_check(line, line, bundle, bundle, same_place=True).is_right
+    check = round_check(line, line, bundle, again, same_place=False)
+    assert not check.is_right
+    assert "no accuracy to compare" in check.found

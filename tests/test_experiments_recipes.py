@@ -302,6 +302,7 @@ history = [
         ("mean 4", 5, 0.5, 70.0),  # a window of 4 of the paper's rounds is 2 of half as many
         ("median 10", 5, 0.05, 60.0),  # never less than the last
         ("ema 0.5", 3, 1.0, 22.5),  # ((0.5 * 10 + 0.5 * 40) + 20) / 2
+        ("ema 0.25", 3, 0.5, 21.1328125),  # two of the paper's rounds each: 0.0625 is kept
         ("seconds to 40", 5, 1.0, 30.0),
         ("seconds to 90", 5, 1.0, None),
         ("seconds a round", 5, 1.0, 30.0),
