@@ -49,7 +49,10 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         is_mistake = isinstance(error, ValueError | FileNotFoundError)  # a line says it all
-        client = context.node_config.get("name") or context.node_config.get("partition-id", "?")
+        try:
+            client = client_name(context.node_config)
+        except ValueError:
+            client = "without a name"
         log.error("client %s: %s", client, reason, exc_info=not is_mistake)
         if message.metadata.message_type == MessageType.QUERY:  # the server has no name for it yet
             reason = f"client {client}: {reason}"

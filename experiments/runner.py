@@ -58,6 +58,7 @@ def check_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options, output
 
     Checks every config, its data (read, and downloaded, once), its split and its network.
     """
+    refuse_overriding(cells, options.changes)
     checked: set[str] = set()
     for cell in cells:
         for candidate in cell.candidates:
@@ -72,6 +73,20 @@ def check_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options, output
                     f"{recipe.path}, lines {cell.row.line} and {cell.column.line} "
                     f"({cell.row.name}; {cell.column.name}): {error}"
                 ) from error
+
+
+def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue]) -> None:
+    """ValueError where a --set would make cells alike that the table shows as different."""
+    if not changes:
+        return
+    configs = [resolve_config(cell.keys).flat for cell in cells]
+    for key in sorted(changes):
+        is_tuned = any(key in candidate for cell in cells for candidate in cell.candidates)
+        if is_tuned or len({str(flat.get(key)) for flat in configs}) > 1:
+            raise ValueError(
+                f"--set {key}: rows, columns or tuned values of this recipe differ in it; --only "
+                "chooses among them"
+            )
 
 
 def check_run(cell: Cell, config: RunConfig, is_split_alone: bool) -> None:

@@ -38,19 +38,22 @@ def scaled(keys: Keys, scale: Scale) -> dict[str, OptionValue]:
 
     Rounds, data and epochs times their factor, but never below 5 rounds and 2 epochs (or the
     paper's own, where that is less). The batch size goes with the data, down to 16, so that an
-    epoch keeps its number of steps, and so does `min-samples`. 20 evaluations are made.
+    epoch keeps its number of steps, and so does `min-samples`; where `batches-per-epoch` rules
+    instead, that goes with the data, down to 1, and batches keep their size: of 1 to 3 samples,
+    losses that compare samples would say nothing. 20 evaluations are made.
     """
     if scale.name == "paper":
         return {}
     config = resolve_config(keys)
     rounds, epochs = config.rounds.num_rounds, config.train.local_epochs
     num_rounds = max(min(rounds, smallest_rounds), round(rounds * scale.rounds))
-    batch = config.train.batch_size
+    batch, batches = config.train.batch_size, config.train.batches_per_epoch
     return {
         "num-rounds": num_rounds,
         "local-epochs": max(min(epochs, smallest_epochs), round(epochs * scale.epochs)),
         "data-fraction": config.data.data_fraction * scale.data,
         "batch-size": max(min(batch, smallest_batch), round(batch * scale.data)),
+        "batches-per-epoch": max(1, round(batches * scale.data)) if batches else 0,
         "min-samples": max(1, round(config.data.min_samples * scale.data)),
         "evaluate-every": max(1, num_rounds // scaled_evaluations),
     }

@@ -9,7 +9,7 @@ import pytest
 from experiments.measure import measure, parse_take
 from experiments.plan import Options, chosen, make_run
 from experiments.recipe import Recipe, known_recipes, load_recipe, parse_recipe
-from experiments.runner import check_recipe
+from experiments.runner import check_recipe, refuse_overriding
 from experiments.scale import SCALES, scaled
 from protocol.config import resolve_config
 from server_app.federation import check_config
@@ -260,12 +260,37 @@ def test_scales_shrink_by_their_stated_factors():
         "local-epochs": 2,
         "data-fraction": 0.25,
         "batch-size": 128,
+        "batches-per-epoch": 0,
         "min-samples": 2,
         "evaluate-every": 1,
     }
     short = {"preset": "fedcka-table1-tiny-imagenet", "local-epochs": 1, "batch-size": 8}
     minutes = scaled(short, SCALES["minutes"])  # 20 rounds: the floors hold
     assert (minutes["num-rounds"], minutes["local-epochs"], minutes["batch-size"]) == (5, 1, 8)
+
+
+def test_where_the_number_of_batches_rules_it_shrinks_and_their_size_does_not():
+    keys = {"preset": "fedrcl-table1-cifar10"}  # 10 batches an epoch
+    assert [scaled(keys, SCALES[s])["batches-per-epoch"] for s in ("hour", "minutes")] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "is_refused"),
+    [
+        ("fedintr-table-3", "alpha", True),  # the columns
+        ("fedintr-table-3", "method", True),  # the rows
+        ("fedintr-table-3", "fedintr.mu", True),  # tuned
+        ("fedintr-table-1", "source", True),  # by way of the columns' presets
+        ("fedintr-table-3", "lr", False),
+    ],
+)
+def test_what_cells_differ_in_cannot_be_set_for_all_of_them(recipe, key, is_refused):
+    cells = load_recipe(recipe).cells
+    if is_refused:
+        with pytest.raises(ValueError, match=f"--set {key}: rows, columns or tuned"):
+            refuse_overriding(cells, {key: 1})
+    else:
+        refuse_overriding(cells, {key: 1})
 
 
 def test_runs_of_one_setting_have_one_folder_and_a_scaled_one_another(tmp_path):
