@@ -9,8 +9,6 @@ import ssl
 import sys
 from pathlib import Path
 
-from client_app.hand_over import worker_says
-
 limit_s = 5.0
 
 
@@ -41,6 +39,9 @@ def main() -> int:
     try:
         match sys.argv[1:]:
             case [path]:
+                # here: it imports Flower, which the other check can do without
+                from client_app.hand_over import worker_says
+
                 worker_says(path, limit_s)
             case [address, ca]:
                 handshake(address, Path(ca))

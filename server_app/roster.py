@@ -261,7 +261,7 @@ def check_roster(config: RunConfig, entries: list[RosterEntry], source: Source) 
             raise ValueError(
                 f"client {entry.client}: the run's source has the classes "
                 f"{shortened(entry.class_names)} there, and {shortened([*source.class_names])} on "
-                "the server: all have to see the same classes (an empty folder for one it lacks)"
+                "the server: all have to see the same classes"
             )
     for what, found, wanted in (
         ("image shape", first.image_shape, list(source.image_shape)),
