@@ -17,7 +17,7 @@ from benchmarks.report import Row
 from client_app.methods import method_of
 from client_app.methods.fedintr import cosines, representation_losses, similarity_weights
 from client_app.round import ClientRound
-from client_app.setup import model_for, open_source
+from client_app.setup import facts_of, model_for, open_source
 from client_app.worker import Worker
 from models import StagedModel
 from protocol.config import RunConfig, keel_home, resolve_config
@@ -55,11 +55,12 @@ def client_round(keys: Keys, worker: Worker) -> ClientRound:
     zeros, one = {n: torch.zeros_like(w[n]) for n in names}, torch.tensor(1)
     control = {"control": zeros, "control-before": zeros, "control-made": {"round": one}}
     return worker.begin_round(
-        Instruction(config, 2, 1, False, ""),
+        Instruction(config, facts_of(config, open_source(config)), 2, 1, False, ""),
         {"partition-id": 0, "num-partitions": 1},
         received=sent,
-        extra={f"c.{n}": array for n, array in zeros.items()} | {"counted-round": one},
+        extra={f"c.{n}": array for n, array in zeros.items()},
         state={"previous": weights(config, 2)} | control,
+        counted_round=1,
     )
 
 

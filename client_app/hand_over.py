@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.common.serde import (
     context_to_proto,
     message_to_proto,
@@ -34,6 +34,7 @@ log = logging.getLogger("keel.client")
 worker_variable = "KEEL_WORKER"  # holds the socket's path
 client_failed = 1  # the error code of a reply; Flower's own start at 0 for unknown
 worker_start_s = 120.0  # a restarted worker has to be back by then
+ended_s = 1.0  # a killed process may hold its socket for a moment
 longest_wait_s = 30 * 86400.0
 longest_frame = 2**40  # bytes
 run_by_worker = ("client_app", "data", "models", "protocol")  # packages
@@ -59,6 +60,7 @@ def hand_over(path: str, message: Message, context: Context) -> RecordDict | Err
         except ConnectionError as error:
             reason = f"the worker at {path} died on this message twice ({error or 'no answer'})"
             log.warning("the worker at %s died on a message", path)
+            time.sleep(remaining_s(min(deadline, time.monotonic() + ended_s)))
     log.error("client %s: %s", context.node_config, reason)
     return Error(client_failed, reason)
 
@@ -71,20 +73,23 @@ def read_answer(header: dict[str, Any], rest: Frames) -> RecordDict | Error:
 
 
 def answer_limit_s(message: Message) -> float:
-    """For how long anybody waits for the reply to this message: the run's `round-timeout`."""
+    """For how long anybody waits for the reply: the run's `round-timeout`, or `start-timeout`.
+
+    Before round 1 a client may have to decode all its data.
+    """
     record = message.content.config_records.get("round")
     if record is None:  # the handlers refuse it, soon
         return 60.0
-    limit_s = float(json.loads(str(record["config"]))["round-timeout"])
+    key = "start-timeout" if message.metadata.message_type == MessageType.QUERY else "round-timeout"
+    limit_s = float(json.loads(str(record["config"]))[key])
     return min(limit_s, longest_wait_s)
 
 
 def ask(path: str, request: Frames, deadline: float) -> Frames:
     """The worker's reply. TimeoutError if it is not there or not done in time, ConnectionError if
     it goes away."""
-    with connected(path, deadline) as peer:
+    with handed(path, request, deadline) as peer:
         try:
-            send_frames(peer, request)
             peer.settimeout(remaining_s(deadline))
             reply = [receive_frame(peer)]
             if not json.loads(reply[0]):
@@ -94,15 +99,22 @@ def ask(path: str, request: Frames, deadline: float) -> Frames:
     return reply
 
 
-def connected(path: str, deadline: float) -> socket.socket:
-    """A connection to the worker, waited for while it starts; TimeoutError if it does not come."""
+def handed(path: str, request: Frames, deadline: float) -> socket.socket:
+    """A connection to the worker with the request sent, waited for while the worker starts.
+
+    TimeoutError if it does not come.
+    """
     give_up = min(deadline, time.monotonic() + worker_start_s)
     while True:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         peer.settimeout(remaining_s(deadline))
         try:
             peer.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
+            send_frames(peer, request)
+        except TimeoutError:
+            peer.close()
+            raise TimeoutError(f"the worker at {path} gave no answer in time") from None
+        except (FileNotFoundError, ConnectionError, BlockingIOError) as error:  # or it just ended
             peer.close()
             if time.monotonic() > give_up:
                 raise TimeoutError(f"no worker answers at {path}: {error.strerror}") from None

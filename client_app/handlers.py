@@ -18,7 +18,7 @@ from client_app.hand_over import client_failed
 from client_app.method import Method
 from client_app.methods import method_of
 from client_app.round import ClientRound
-from client_app.setup import device_for, open_source
+from client_app.setup import device_for
 from client_app.worker import (
     Worker,
     client_name,
@@ -32,6 +32,7 @@ from protocol.messages import (
     RosterEntry,
     TrainReply,
     all_finite,
+    counted_round_of,
     read_instruction,
     reply_content,
     roster_content,
@@ -61,30 +62,28 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
 
 def roster(message: Message, context: Context) -> RecordDict:
     """What this client says of itself before round 1."""
-    config = read_instruction(message).config
-    node = context.node_config
-    source = open_source(config)
-    train, test = own_splits(config, node, with_images=False)
+    instruction, node = read_instruction(message), context.node_config
+    config, data = instruction.config, instruction.data
+    train, test = own_splits(config, data, node, with_images=False)
     name = own_architecture(config, node)
-    model = worker.network(config, name, "local", device_for("cpu"))
+    model = worker.network(config, data, name, "local", device_for("cpu"))
     entry = RosterEntry(
         client=client_name(node),
-        label_counts=np.bincount(train.labels, minlength=source.num_classes).tolist(),
-        test_label_counts=np.bincount(test.labels, minlength=source.num_classes).tolist(),
+        label_counts=np.bincount(train.labels, minlength=data.num_classes).tolist(),
+        test_label_counts=np.bincount(test.labels, minlength=data.num_classes).tolist(),
         image_shape=list(train.images.shape[1:]),
         model=name,
         representation_width=representation_width(config, model),
         versions=f"flwr {flwr.__version__}, torch {torch.__version__}",
         num_partitions=0 if "source" in node else int(node["num-partitions"]),
-        class_names=list(source.class_names),
-        pixels=[round(float(v), 4) for v in (*source.mean, *source.std)],
     )
     return roster_content(entry)
 
 
 def begin(message: Message, context: Context, before_round: int) -> tuple[ClientRound, Method]:
     """The round as its method reads it, with this client's state of a round < before_round."""
-    instruction = read_instruction(message)
+    instruction, counted_round = read_instruction(message), counted_round_of(message)
+    method = method_of(instruction.config)
     records = message.content.array_records
     folder = state_folder(instruction, context.node_config)
     now = worker.begin_round(
@@ -92,9 +91,10 @@ def begin(message: Message, context: Context, before_round: int) -> tuple[Client
         context.node_config,
         received=tensors(records["arrays"]),
         extra=tensors(records.get("extra")),
-        state=folder.load(before_round),
+        state=folder.load(before_round, counted_round if method.keeps_state else 0),
+        counted_round=counted_round,
     )
-    return now, method_of(instruction.config)
+    return now, method
 
 
 def train_one_round(message: Message, context: Context) -> RecordDict:

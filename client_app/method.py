@@ -95,6 +95,11 @@ class Method:
         """
         return ""
 
+    @property
+    def keeps_state(self) -> bool:
+        """A client that has trained keeps something: without it, it cannot go on as it was."""
+        return not self.keeps.startswith("nothing")
+
     def depends_on_num_rounds(self) -> bool:
         """A run resumed with another number of rounds would not be the same run."""
         return False

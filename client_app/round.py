@@ -12,6 +12,7 @@ from torch import Tensor
 from client_app.samples import Samples, Step, batch_size_for
 from models import StagedModel
 from protocol.config import RunConfig
+from protocol.messages import DataFacts
 from protocol.seeds import seed_of
 
 if TYPE_CHECKING:
@@ -25,14 +26,17 @@ Arrays = dict[str, Tensor]
 class ClientRound:
     """Client `client` in round `round` (from 1).
 
+    data: what labels and pixels of the run mean.
     received: the arrays that the server sent, on `device`; extra: what it sent beside them.
     state: what this client kept, by group name, on the CPU; {} at its first participation.
+    counted_round: the last round whose reply of this client the server used; 0: none.
     model: this client's network on `device`, its weights not yet set.
     is_simulated: its data is a partition; its noise may come from the run's seed.
     caches: those alive, which share the run's `cache-mb`.
     """
 
     config: RunConfig
+    data: DataFacts
     client: str
     round: int
     device: torch.device
@@ -41,6 +45,7 @@ class ClientRound:
     received: Arrays
     extra: Arrays
     state: dict[str, Arrays]
+    counted_round: int
     model: StagedModel
     is_simulated: bool
     worker: "Worker" = field(repr=False)
@@ -75,6 +80,6 @@ class ClientRound:
 
         One instance a name lives in the worker: a second call with a name overwrites the first.
         """
-        model = self.worker.network(self.config, self.model.name, name, self.device)
+        model = self.worker.network(self.config, self.data, self.model.name, name, self.device)
         model.load_state_dict(arrays)
         return model.eval().requires_grad_(False)

@@ -12,6 +12,7 @@ from data.partitions import partition_indices, split_local_test, stratified_shar
 from data.sources import Source, load_source
 from models import StagedModel, build_model, input_recipe
 from protocol.config import RunConfig, keel_home
+from protocol.messages import DataFacts
 from protocol.seeds import seed_of
 
 
@@ -32,12 +33,18 @@ def _open_source(spec: str, data_dir: Path, cache_dir: Path, size: int, channels
     return load_source(spec, data_dir, cache_dir, size, channels)
 
 
+def facts_of(config: RunConfig, source: Source) -> DataFacts:
+    """What the run's clients are told of its source: its shape, classes and normalisation."""
+    mean, std = source.mean, source.std
+    if config.data.normalise == "half":
+        mean = std = (0.5,) * len(source.mean)
+    return DataFacts(source.image_shape, source.class_names, mean, std)
+
+
 def pixels_of(config: RunConfig, source: Source) -> Pixels:
     """How the run normalises this source."""
-    if config.data.normalise == "half":
-        half = (0.5,) * len(source.mean)
-        return Pixels(half, half)
-    return Pixels(source.mean, source.std)
+    facts = facts_of(config, source)
+    return Pixels(facts.mean, facts.std)
 
 
 def client_indices(

@@ -19,6 +19,7 @@ log = logging.getLogger("keel.client")
 Arrays = dict[str, torch.Tensor]
 Groups = dict[str, Arrays]
 version_name = re.compile(r"round-(\d+)-([0-9a-f]{16})\.(safetensors|damaged)")
+begin_anew = "begin-anew"  # the name of a file by which an operator gives up what was lost
 separator = "/"  # between group and array name; no parameter name has one
 
 
@@ -28,11 +29,13 @@ class StateFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def load(self, before_round: int) -> Groups:
+    def load(self, before_round: int, counted_round: int = 0) -> Groups:
         """The newest version of a round < `before_round`; {} if this client kept nothing yet.
 
+        counted_round: the last round that the server knows this client to have trained; 0: none.
         A damaged version is set aside as `*.damaged` and the next older one taken, with a warning.
-        ValueError if a damaged one is all there is: a fresh model must not replace it in silence.
+        ValueError if a damaged one is all there is, or nothing although the client has trained: a
+        fresh model must not replace what is lost in silence. A file `begin-anew` allows it, once.
         """
         for round_, path in reversed(self._versions()):
             if round_ >= before_round:
@@ -43,11 +46,19 @@ class StateFolder:
             path.rename(path.with_suffix(".damaged"))
             log.warning("%s is damaged (its digest differs) and was set aside as *.damaged", path)
         damaged = [path for r, path in self._versions("damaged") if r < before_round]
+        lost = ""
         if damaged:
+            lost = f"{damaged[-1]} is damaged and there is no older version of this client's state"
+        elif counted_round:
+            lost = f"this client trained in round {counted_round}, and {self.folder} keeps nothing"
+        marker = self.folder / begin_anew
+        if lost and not marker.exists():
             raise ValueError(
-                f"{damaged[-1]} is damaged and there is no older version of this client's state: "
-                "restore it from a backup, or delete it to let the client begin anew"
+                f"{lost}: restore it from a backup, or create the file {marker} to let the client "
+                "begin anew"
             )
+        if lost:
+            log.warning("%s: it begins anew, as %s says", lost, marker)
         return {}
 
     def save(self, round_: int, groups: Groups) -> None:
@@ -67,6 +78,7 @@ class StateFolder:
         for stale in older:
             if stale != path:
                 stale.unlink()
+        (self.folder / begin_anew).unlink(missing_ok=True)
 
     def prune(self, checkpoint_round: int) -> None:
         """Delete what no resume can ask for: all before the newest version <= checkpoint_round."""

@@ -15,13 +15,13 @@ from client_app.hand_over import worker_variable
 from client_app.methods import method_of
 from client_app.methods.fedreco import FedReCo
 from client_app.round import ClientRound
-from client_app.samples import Samples
-from client_app.setup import client_indices, device_for, model_for, open_source, pixels_of
+from client_app.samples import Pixels, Samples
+from client_app.setup import build_network, client_indices, device_for, open_source
 from client_app.state import StateFolder
 from data.sources import ImageSplit, Source
 from models import StagedModel
 from protocol.config import RunConfig, keel_home
-from protocol.messages import Arrays, Instruction
+from protocol.messages import Arrays, DataFacts, Instruction
 
 # As this process found it: OMP_NUM_THREADS, which Ray sets to a client's share, or all cores.
 threads_given = torch.get_num_threads()
@@ -44,15 +44,16 @@ def client_name(node_config: NodeConfig) -> str:
 
 
 def own_splits(
-    config: RunConfig, node_config: NodeConfig, with_images: bool = True
+    config: RunConfig, data: DataFacts, node_config: NodeConfig, with_images: bool = True
 ) -> tuple[ImageSplit, ImageSplit]:
     """(training, local test) images of this client; none of them, but all labels, if not asked for.
 
-    Its own where its node config names a `source`; else its partition of the run's source.
+    Its own where its node config names a `source`; else its partition of the run's source. Labels
+    are the run's (`data`). ValueError naming what does not fit with it.
     """
     if "source" in node_config:
         source = open_source(config, str(node_config["source"]))
-        labels = labels_in_run(client_name(node_config), source, open_source(config))
+        labels = labels_in_run(client_name(node_config), source, data)
         train, test = (
             ImageSplit(split.images, labels[split.labels]) for split in (source.train, source.test)
         )
@@ -62,7 +63,17 @@ def own_splits(
             f"{client_name(node_config)}: its node config names no data: give it "
             'source="folder:PATH" or source="npz:PATH"'
         )
-    train = open_source(config).train
+    source = open_source(config)
+    for what, mine, runs in (
+        ("the image shape", source.image_shape, data.image_shape),
+        ("the classes", source.class_names, data.class_names),
+    ):
+        if mine != runs:  # another copy of it, on another machine
+            raise ValueError(
+                f"{client_name(node_config)}: the run's source {source.name} has {what} {mine} "
+                f"here, and {runs} on the server: both have to be the same"
+            )
+    train = source.train
     parts = client_indices(
         config, int(node_config["partition-id"]), int(node_config["num-partitions"])
     )
@@ -73,19 +84,18 @@ def own_splits(
     return own, test
 
 
-def labels_in_run(client: str, own: Source, run: Source) -> np.ndarray:
+def labels_in_run(client: str, own: Source, run: DataFacts) -> np.ndarray:
     """The label in the run of each class of a client's own data, found by the class's name.
 
     Where the names are the labels themselves (as of an npz file), those count.
-    ValueError naming a class that the run's source does not have.
+    ValueError naming a class that the run does not have.
     """
     numbers = tuple(str(n) for n in range(own.num_classes))
     names = numbers[: run.num_classes] if own.class_names == numbers else run.class_names
     strange = [name for name in own.class_names if name not in names]
     if strange:
         raise ValueError(
-            f"{client}: its own data has the class {strange[0]!r}, the run's source {run.name} has "
-            f"{', '.join(names)}"
+            f"{client}: its own data has the class {strange[0]!r}, the run has {', '.join(names)}"
         )
     return np.array([names.index(name) for name in own.class_names])
 
@@ -115,24 +125,24 @@ class Worker:
         self._initial: dict[str, Arrays] = {}
         self._samples: dict[frozenset[tuple[str, object]], tuple[Samples, Samples]] = {}
 
-    def _forget_other_runs(self, config: RunConfig, device: torch.device) -> None:
-        if (config, device) != self._key:
-            self._key = (config, device)
+    def _forget_other_runs(self, config: RunConfig, data: DataFacts, device: torch.device) -> None:
+        if (config, data, device) != self._key:
+            self._key = (config, data, device)
             self._networks, self._initial, self._samples = {}, {}, {}
 
     def samples(
-        self, config: RunConfig, node_config: NodeConfig, device: torch.device
+        self, config: RunConfig, data: DataFacts, node_config: NodeConfig, device: torch.device
     ) -> tuple[Samples, Samples]:
         """(training, local test) samples of this client, kept for its next round.
 
         Of all clients, the last ones played are kept, within `samples_kept_bytes`.
         """
-        self._forget_other_runs(config, device)
+        self._forget_other_runs(config, data, device)
         client = frozenset(node_config.items())
         own = self._samples.pop(client, None)
         if own is None:
-            pixels = pixels_of(config, open_source(config))
-            splits = own_splits(config, node_config)
+            pixels = Pixels(data.mean, data.std)
+            splits = own_splits(config, data, node_config)
             train, test = (Samples(s.images, s.labels, pixels, device) for s in splits)
             own = (train, test)
         self._samples[client] = own  # the newest is the last
@@ -143,11 +153,13 @@ class Worker:
                 del self._samples[other], sizes[other]
         return own
 
-    def network(self, config: RunConfig, name: str, slot: str, device: torch.device) -> StagedModel:
+    def network(
+        self, config: RunConfig, data: DataFacts, name: str, slot: str, device: torch.device
+    ) -> StagedModel:
         """The network `name` of this run; one instance a slot ("local", "global", ...)."""
-        self._forget_other_runs(config, device)
+        self._forget_other_runs(config, data, device)
         if (name, slot) not in self._networks:
-            model = model_for(config, open_source(config), name)
+            model = build_network(config, data.image_shape, data.num_classes, name)
             self._initial[name] = {k: v.clone() for k, v in model.state_dict().items()}
             self._networks[name, slot] = model.to(device)
             if config.train.compile:
@@ -158,9 +170,9 @@ class Worker:
         """The weights that the run's seed gives the network `name`, once it was built."""
         return self._initial[name]
 
-    def random_weights(self, config: RunConfig, name: str, seed: int) -> Arrays:
+    def random_weights(self, config: RunConfig, data: DataFacts, name: str, seed: int) -> Arrays:
         """Weights for the network `name` that no other seed gives."""
-        return model_for(config, open_source(config), name, seed).state_dict()
+        return build_network(config, data.image_shape, data.num_classes, name, seed).state_dict()
 
     def begin_round(
         self,
@@ -169,14 +181,16 @@ class Worker:
         received: Arrays,
         extra: Arrays,
         state: dict[str, Arrays],
+        counted_round: int = 0,
     ) -> ClientRound:
         """Everything that a method reads of this client in this round."""
-        config = instruction.config
+        config, data = instruction.config, instruction.data
         torch.set_num_threads(config.train.threads or threads_given)
         device = device_for(str(node_config.get("device", config.train.device)))
-        train, test = self.samples(config, node_config, device)
+        train, test = self.samples(config, data, node_config, device)
         return ClientRound(
             config=config,
+            data=data,
             client=client_name(node_config),
             round=instruction.round,
             device=device,
@@ -185,7 +199,10 @@ class Worker:
             received=_on(device, received),
             extra=_on(device, extra),
             state=state,
-            model=self.network(config, own_architecture(config, node_config), "local", device),
+            counted_round=counted_round,
+            model=self.network(
+                config, data, own_architecture(config, node_config), "local", device
+            ),
             is_simulated="source" not in node_config,
             worker=self,
         )

@@ -1,17 +1,19 @@
 """The layout of every message between server and clients.
 
 server -> client   query     round: see `Instruction`
-                   train     round; arrays; extra
-                   evaluate  round; arrays; extra
+                   train     round; client: counted-round; arrays; extra
+                   evaluate  round; client: counted-round; arrays; extra
 client -> server   query     roster: see `RosterEntry`
                    train     reply: client, round; arrays; extra; metrics
                    evaluate  reply: client, round; metrics
 
+`counted-round` is the last round whose reply of this client the server used, 0: none.
 `extra` holds what a method sends beside the model (control variates, prototypes) and may be empty.
 """
 
 import json
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -20,7 +22,26 @@ from torch import Tensor
 from protocol.config import RunConfig, config_from_json, keel_version
 
 Arrays = dict[str, Tensor]
-protocol_version = 2  # of the layout below: another one cannot be talked to
+protocol_version = 3  # of the layout below: another one cannot be talked to
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What a client has to know of the run's source, which it need not have.
+
+    image_shape: (C, H, W). class_names: a label is a place in them. mean, std: of each channel, by
+    which every client normalises.
+    """
+
+    image_shape: tuple[int, int, int]
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def num_classes(self) -> int:
+        """Labels go from 0 to this, exclusive."""
+        return len(self.class_names)
 
 
 @dataclass(frozen=True)
@@ -33,6 +54,7 @@ class Instruction:
     """
 
     config: RunConfig
+    data: DataFacts
     round: int
     checkpoint_round: int
     evaluate: bool
@@ -44,9 +66,7 @@ class RosterEntry:
     """What a client says of itself before round 1. Counts are samples per class.
 
     num_partitions: how many clients the simulation has; 0 for a real site. versions: of flwr and
-    torch; keel and protocol: of what runs on the client. class_names, pixels: of the run's source
-    as it is on the client's machine: labels are numbered by these names, images normalised by this
-    mean and deviation per channel.
+    torch; keel and protocol: of what runs on the client.
     """
 
     client: str
@@ -57,8 +77,6 @@ class RosterEntry:
     representation_width: int
     versions: str
     num_partitions: int
-    class_names: list[str] = field(default_factory=list)
-    pixels: list[float] = field(default_factory=list)
     keel: str = field(default_factory=keel_version)
     protocol: int = protocol_version
 
@@ -84,6 +102,7 @@ def instruction_record(instruction: Instruction) -> ConfigRecord:
     return ConfigRecord(
         {
             "config": instruction.config.to_json(),
+            "data": json.dumps(asdict(instruction.data)),
             "round": instruction.round,
             "checkpoint-round": instruction.checkpoint_round,
             "evaluate": instruction.evaluate,
@@ -99,6 +118,7 @@ def read_instruction(message: Message) -> Instruction:
         raise ValueError("a message without the record 'round': not sent by Keel's ServerApp")
     return Instruction(
         config=config_from_json(str(record["config"])),
+        data=data_from_json(str(record["data"])),
         round=int(record["round"]),  # type: ignore[arg-type]  # a scalar in every Keel message
         checkpoint_round=int(record["checkpoint-round"]),  # type: ignore[arg-type]
         evaluate=bool(record["evaluate"]),
@@ -106,9 +126,24 @@ def read_instruction(message: Message) -> Instruction:
     )
 
 
-def request(instruction: ConfigRecord, arrays: ArrayRecord, extra: ArrayRecord) -> RecordDict:
+@lru_cache(maxsize=4)  # it is the same in every message of a run
+def data_from_json(text: str) -> DataFacts:
+    """What `instruction_record` made of the run's data."""
+    shape, *others = (tuple(json.loads(text)[f.name]) for f in fields(DataFacts))
+    return DataFacts(shape, *others)
+
+
+def request(
+    instruction: ConfigRecord, arrays: ArrayRecord, extra: ArrayRecord, counted_round: int
+) -> RecordDict:
     """The content of a train or evaluate message; `instruction` is `instruction_record`'s."""
-    return RecordDict({"round": instruction, "arrays": arrays, "extra": extra})
+    own = ConfigRecord({"counted-round": counted_round})
+    return RecordDict({"round": instruction, "client": own, "arrays": arrays, "extra": extra})
+
+
+def counted_round_of(message: Message) -> int:
+    """The last round whose reply of this client the server used; 0: none."""
+    return int(message.content.config_records["client"]["counted-round"])  # type: ignore[arg-type]
 
 
 def array_record(arrays: Arrays) -> ArrayRecord:

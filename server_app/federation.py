@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
 from client_app.evaluation import Score, evaluate
@@ -16,7 +16,7 @@ from client_app.look_ahead import FedACGClient
 from client_app.method import LocalObjective, Method
 from client_app.methods import METHODS, method_of
 from client_app.samples import Samples
-from client_app.setup import device_for, model_for, open_source, pixels_of
+from client_app.setup import device_for, facts_of, model_for, open_source, pixels_of
 from data.sources import Source
 from diagnostics.comparison import chosen_diagnostics
 from diagnostics.monitor import Monitor
@@ -41,9 +41,11 @@ from server_app.exchange import Exchange
 from server_app.report import Reporter, check_tensorboard
 from server_app.roster import (
     Attendees,
+    absent,
     evaluates_clients,
     gather_roster,
     is_simulation,
+    read_saved_roster,
     roster_warnings,
     save_roster,
 )
@@ -60,6 +62,7 @@ from strategies.average import RoundReport, TooFewRepliesError
 from strategies.server_steps import SERVER_STEPS
 
 log = logging.getLogger("keel.server")
+roster_file = "roster.json"  # in the run's folder: who takes part
 private_methods = ("fedavg", "fedavg-ft", "fedreco")
 
 
@@ -87,6 +90,13 @@ class Run:
     reporter: Reporter
     start: Checkpoint
     monitor: Monitor | None
+
+    def instruction(self, server_round: int, checkpoint_round: int, evaluate: bool) -> ConfigRecord:
+        """What every client is told in this round."""
+        data, folder = facts_of(self.config, self.source), str(self.folder.path)
+        return instruction_record(
+            Instruction(self.config, data, server_round, checkpoint_round, evaluate, folder)
+        )
 
 
 def check_config(config: RunConfig) -> None:
@@ -209,8 +219,14 @@ def prepare(
         pixels_of(config, source),
         device,
     )
-    hello = Instruction(config, 0, 0, False, "")
-    roster = gather_roster(grid, config, hello, source)
+    hello = Instruction(config, facts_of(config, source), 0, 0, False, "")
+    if resumed and not is_simulation(grid):
+        roster = absent(read_saved_roster(resumed.path / roster_file))
+    else:
+        roster = gather_roster(grid, config, hello, source)
+    attendees = Attendees(grid, config, hello, source, roster)
+    if resumed:
+        attendees.gather()
     strategy.roster = roster
     cohort = len(strategy.sample(1))
     strategy.check_cohort(cohort)
@@ -231,14 +247,13 @@ def prepare(
     strategy.summary()
     for warning in [*roster_warnings(config, list(roster.values())), *idle_keys(config, given)]:
         log.warning("%s", warning)
-    save_roster(folder.path / "roster.json", list(roster.values()))
+    save_roster(folder.path / roster_file, list(roster.values()))
     if any(entry.num_partitions for entry in roster.values()):
         # a resume with another number of simulated clients would split the data anew
         given = {**given, "num-clients": len(roster)}
     folder.save_config(resolve_config(given), given)
     begin_bundle(folder.path, config, list(roster.values()))
     reporter = Reporter(folder, config, method, source, list(roster.values()))
-    attendees = Attendees(grid, config, hello, source, roster)
     exchange = Exchange(
         grid,
         lambda node: roster[node].client if node in roster else f"on node {node}",
@@ -297,9 +312,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
     started = time.perf_counter()
     run.attendees.refresh()
     oldest = max(0, server_round - kept_checkpoints)  # what a resume may have to start from
-    ask = instruction_record(
-        Instruction(config, server_round, oldest, on_train, str(run.folder.path))
-    )
+    ask = run.instruction(server_round, oldest, on_train)
     messages = list(strategy.configure_train(server_round, arrays, ask, run.grid))
     bytes_down = sum(payload_bytes(m) for m in messages)
     if config.privacy.epsilon:
@@ -368,9 +381,7 @@ def evaluate_on_clients(
     run: Run, server_round: int, arrays: ArrayRecord, nodes: list[int]
 ) -> RoundReport:
     """What became of an evaluate message to each of these clients."""
-    ask = instruction_record(
-        Instruction(run.config, server_round, server_round - 1, True, str(run.folder.path))
-    )
+    ask = run.instruction(server_round, server_round - 1, True)
     everyones = run.strategy.configure_evaluate(server_round, arrays, ask, run.grid)
     messages = [m for m in everyones if m.metadata.dst_node_id in set(nodes)]
     what = f"the evaluation of round {server_round}"

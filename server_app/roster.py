@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
@@ -24,6 +24,15 @@ from server_app.exchange import Exchange, no_answer
 log = logging.getLogger("keel.server")
 settle_s = 1.0
 ask_s = 30.0  # how long a SuperNode that is new during the run may take to say who it is
+return_s = (
+    90.0  # how long a resume waits for its clients: Flower takes a killed SuperNode back after 60
+)
+# a ClientApp that was killed as it answered may be asked again
+died = (
+    ErrorCode.CLIENT_APP_CRASHED,
+    ErrorCode.MESSAGE_UNAVAILABLE,
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+)
 
 
 def gather_roster(
@@ -39,7 +48,15 @@ def gather_roster(
     entries: dict[int, RosterEntry] = {}
     while True:
         new = [node for node in nodes if node not in entries]
-        entries |= ask(grid, new, instruction_record(instruction), deadline)
+        answers = ask(grid, new, instruction_record(instruction), deadline)
+        for node, reason in answers.refused.items():
+            raise ValueError(f"a client cannot take part (node {node}): {reason}")
+        if answers.silent:
+            raise TimeoutError(
+                f"{len(answers.silent)} SuperNodes did not answer in time: {answers.silent[:5]}. "
+                "start-timeout says how long they may take"
+            )
+        entries |= answers.entries
         partitions = max((entry.num_partitions for entry in entries.values()), default=1)
         needed = max(1, partitions, config.rounds.num_clients)
         if len(entries) >= needed:
@@ -48,6 +65,11 @@ def gather_roster(
         nodes = wait_for_nodes(grid, needed, deadline)
     check_roster(config, list(entries.values()), source)
     return entries
+
+
+def absent(entries: list[RosterEntry]) -> dict[int, RosterEntry]:
+    """A roster of which nobody is connected: under numbers that Flower gives to no SuperNode."""
+    return dict(enumerate(entries, start=2))  # 1 is the SuperLink's, the others are random
 
 
 class Attendees:
@@ -71,6 +93,29 @@ class Attendees:
             int, RosterEntry | None
         ] = {}  # nodes that are no client's; None: unusable
 
+    def gather(self) -> None:
+        """Wait for the clients of a resumed run, which are `absent`: 90 seconds for all of them.
+
+        Then those that are there go on; another may come back in any later round. TimeoutError if
+        they are fewer than `min-replies`.
+        """
+        rounds = self.config.rounds
+        deadline = time.monotonic() + min(return_s, rounds.start_timeout)
+        while True:
+            online = self.refresh(rounds.start_timeout)
+            missing = sorted(e.client for node, e in self.roster.items() if node not in online)
+            if not missing or time.monotonic() > deadline:
+                break
+            time.sleep(settle_s)
+        there = len(self.roster) - len(missing)
+        if there < rounds.min_replies:
+            raise TimeoutError(
+                f"min-replies = {rounds.min_replies}: {there} clients of this run are connected; "
+                f"missing: {shortened(missing)}"
+            )
+        if missing:
+            log.warning("the run goes on without %s until they are back", shortened(missing))
+
     def returned(self, nodes: list[int]) -> dict[int, int]:
         """The nodes by which the clients of `nodes` are connected now, of those that are."""
         names = {node: self.roster[node].client for node in nodes if node in self.roster}
@@ -78,15 +123,19 @@ class Attendees:
         now_at = {entry.client: node for node, entry in self.roster.items()}
         return {node: now_at[c] for node, c in names.items() if now_at[c] in online}
 
-    def refresh(self) -> set[int]:
-        """The ids that are connected now; each new one is put in its client's place."""
+    def refresh(self, within_s: float = ask_s) -> set[int]:
+        """The ids that are connected now; each new one is put in its client's place.
+
+        within_s: how long the new ones may take to say who they are.
+        """
         if is_simulation(self.grid):
             return set(self.roster)
         online = set(self.grid.get_node_ids())
-        for node in sorted(online - self.roster.keys() - self.others.keys()):
-            self.others[node] = self.entry_of(node)
+        self.others = {node: entry for node, entry in self.others.items() if node in online}
+        if new := sorted(online - self.roster.keys() - self.others.keys()):
+            self.others |= self.entries_of(new, within_s)
         for node, entry in [*self.others.items()]:
-            if entry is None or node not in online:
+            if entry is None:
                 continue
             old = next((n for n, e in self.roster.items() if e.client == entry.client), None)
             if old is None:
@@ -96,14 +145,13 @@ class Attendees:
                 self.replace(old, node, entry)
         return online
 
-    def entry_of(self, node: int) -> RosterEntry | None:
-        """What a new node says of itself; None, with a line in the log, if nothing useful."""
-        try:
-            deadline = time.monotonic() + ask_s
-            return ask(self.grid, [node], self.instruction, deadline).get(node)
-        except (ValueError, TimeoutError) as error:
-            log.warning("node %d is new and cannot be used: %s", node, error)
-            return None
+    def entries_of(self, nodes: list[int], within_s: float) -> dict[int, RosterEntry | None]:
+        """What new nodes say of themselves; None, with a line in the log, if nothing useful."""
+        answers = ask(self.grid, nodes, self.instruction, time.monotonic() + within_s)
+        silent = dict.fromkeys(answers.silent, f"no answer within {within_s:g} seconds")
+        for node, reason in (answers.refused | silent).items():
+            log.warning("node %d is new and cannot be used: %s", node, reason)
+        return {**dict.fromkeys([*answers.refused, *silent]), **answers.entries}
 
     def replace(self, old: int, new: int, entry: RosterEntry) -> None:
         """Let the client of node `old` go on as node `new`, if it still fits."""
@@ -115,9 +163,19 @@ class Attendees:
             log.warning("node %d is new and cannot be used: %s", new, error)
             self.others[new] = None
             return
+        if entry.label_counts != self.roster[old].label_counts:
+            log.warning("client %s: its training samples are not those of before", entry.client)
         del self.roster[old]
         self.roster[new] = entry
         log.info("client %s is back as node %d", entry.client, new)
+
+
+def read_saved_roster(path: Path) -> list[RosterEntry]:
+    """What `save_roster` wrote; ValueError, naming the file, if it is not readable."""
+    try:
+        return [RosterEntry(**row) for row in json.loads(path.read_text())]
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: not the roster of a run of this version: {error}") from error
 
 
 def save_roster(path: Path, entries: list[RosterEntry]) -> None:
@@ -140,12 +198,6 @@ def roster_warnings(config: RunConfig, entries: list[RosterEntry]) -> list[str]:
                 f"versions of {what} differ: {shortened(odd)}; the others {usual}. Their results "
                 "may differ in the last bits"
             )
-    means = {tuple(e.pixels) for e in entries if e.pixels}
-    if len(means) > 1:
-        warnings.append(
-            f"clients normalise by {len(means)} different means and deviations, each by those of "
-            "its own copy of the run's source"
-        )
     note = method_of(config).check_roster({e.client: e.label_counts for e in entries})
     return warnings + ([note] if note else [])
 
@@ -183,13 +235,28 @@ def is_simulation(grid: Grid) -> bool:
     return type(grid).__name__ in ("InMemoryGrid", "InlineGrid")
 
 
-def ask(
-    grid: Grid, nodes: list[int], instruction: ConfigRecord, deadline: float
-) -> dict[int, RosterEntry]:
-    """The roster entries of these nodes, less those that are not connected any more.
+@dataclass
+class Answers:
+    """What became of a query, by node; a node that is not connected any more is in none."""
 
-    ValueError with the first one's reason where a client cannot take part.
-    """
+    entries: dict[int, RosterEntry] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    silent: list[int] = field(default_factory=list)
+
+
+def ask(grid: Grid, nodes: list[int], instruction: ConfigRecord, deadline: float) -> Answers:
+    """What these nodes say of themselves; one whose ClientApp dies on it is asked again."""
+    answers = Answers()
+    for _ in range(3):
+        nodes = ask_once(grid, nodes, instruction, deadline, answers) if nodes else []
+    answers.refused |= dict.fromkeys(nodes, "its ClientApp died on the query three times")
+    return answers
+
+
+def ask_once(
+    grid: Grid, nodes: list[int], instruction: ConfigRecord, deadline: float, answers: Answers
+) -> list[int]:
+    """Note in `answers` what each of these nodes says; those whose ClientApp died on it."""
     messages = [
         Message(
             content=RecordDict({"round": instruction}),
@@ -199,23 +266,23 @@ def ask(
         for node in nodes
     ]
     seconds = max(0.0, deadline - time.monotonic())
-    entries: dict[int, RosterEntry] = {}
-    silent: list[int] = []
+    again: list[int] = []
     for node, reply in zip(nodes, Exchange(grid).ask(messages, seconds, "the roster"), strict=True):
         if reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE:
             log.warning("node %d was there and is not connected any more", node)
         elif reply.has_error() and reply.error.code == no_answer:
-            silent.append(node)
+            answers.silent.append(node)
+        elif reply.has_error() and reply.error.code in died:
+            log.warning("node %d is asked again: %s", node, reply.error.reason)
+            again.append(node)
         elif reply.has_error():
-            raise ValueError(f"a client cannot take part (node {node}): {reply.error.reason}")
+            answers.refused[node] = str(reply.error.reason)
         else:
-            entries[node] = read_roster(reply)
-    if silent:
-        raise TimeoutError(
-            f"{len(silent)} SuperNodes did not answer in time: {silent[:5]}. start-timeout says "
-            "how long they may take"
-        )
-    return entries
+            try:
+                answers.entries[node] = read_roster(reply)
+            except Exception as error:  # a client's bytes may raise anything
+                answers.refused[node] = str(error)
+    return again
 
 
 def evaluates_clients(config: RunConfig, method: Method) -> str:
@@ -256,13 +323,6 @@ def check_roster(config: RunConfig, entries: list[RosterEntry], source: Source) 
                     f"client {entry.client} ({entry.model}): {what} {mine}, client {first.client} "
                     f"({first.model}) has {others}: they have to agree"
                 )
-    for entry in entries:  # labels are numbered by them
-        if entry.class_names and entry.class_names != list(source.class_names):
-            raise ValueError(
-                f"client {entry.client}: the run's source has the classes "
-                f"{shortened(entry.class_names)} there, and {shortened([*source.class_names])} on "
-                "the server: all have to see the same classes"
-            )
     for what, found, wanted in (
         ("image shape", first.image_shape, list(source.image_shape)),
         ("number of classes", len(first.label_counts), source.num_classes),

@@ -5,6 +5,7 @@ survive a bad client: clients are sampled by name from the run's seed, replies a
 order of the clients' names, and what the firewall refuses is left out.
 """
 
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -90,6 +91,7 @@ class Average(Strategy):
         self.sent: Arrays = {}
         self.asked: set[str] = set()
         self.participants: set[str] = set()  # clients asked to train in the round under way
+        self.counted: dict[str, int] = {}  # each client's last round whose reply was used
         rounds = config.rounds
         self.attendance = Attendance(rounds.rest_after, rounds.rest_rounds)
 
@@ -172,7 +174,9 @@ class Average(Strategy):
         """What the server's checkpoint has to hold beside the model."""
         step = {f"step/{name}": array for name, array in self.server_step.state().items()}
         own = {f"own/{name}": array for name, array in self.own_state().items()}
-        return step | own | {f"attendance/{c}": a for c, a in self.attendance.state().items()}
+        attendance = {f"attendance/{c}": a for c, a in self.attendance.state().items()}
+        counted = json.dumps(self.counted).encode()  # one array, however many clients there are
+        return step | own | attendance | {"counted": torch.tensor([*counted], dtype=torch.uint8)}
 
     def load(self, state: Arrays) -> None:
         """Go on from a checkpoint's state."""
@@ -183,6 +187,7 @@ class Average(Strategy):
         self.server_step.load(step)
         self.load_own(own)
         self.attendance.load(attendance)
+        self.counted = json.loads(bytes(state["counted"].tolist())) if "counted" in state else {}
 
     # --- Flower's Strategy ---------------------------------------------------------------------
 
@@ -241,15 +246,15 @@ class Average(Strategy):
         A message that is older than the round may last is nobody's any more.
         """
         extra = array_record(self.extra())
-        common = request(config, arrays, extra)
         messages = []
         self.asked = set()
         for node in nodes:
             client = self.roster[node].client
             self.asked.add(client)
-            own, content = self.own_extra(client), common
+            own, sent = self.own_extra(client), extra
             if own:
-                content = request(config, arrays, ArrayRecord({**extra, **array_record(own)}))
+                sent = ArrayRecord({**extra, **array_record(own)})
+            content = request(config, arrays, sent, self.counted.get(client, 0))
             ttl = self.config.rounds.round_timeout
             messages.append(Message(content, dst_node_id=node, message_type=kind, ttl=ttl))
         return messages
@@ -278,6 +283,7 @@ class Average(Strategy):
                 f"round {server_round}: {len(kept)} good replies, min-replies = {need}. {reasons}"
             )
         following = self.next_arrays(self.current, kept)
+        self.counted |= {reply.client: reply.round for reply in kept}
         return array_record(following), mean_metrics(kept)
 
     def aggregate_evaluate(

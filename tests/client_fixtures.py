@@ -14,7 +14,7 @@ from flwr.app import Message
 
 import client_app.app
 from client_app.methods import method_of
-from client_app.setup import build_network
+from client_app.setup import build_network, facts_of, open_source
 from client_app.worker import Worker
 from protocol.config import resolve_config
 from protocol.messages import Instruction, array_record, instruction_record, request
@@ -70,6 +70,11 @@ def make_config(**keys):
     return resolve_config(base | given)
 
 
+def facts(config):
+    """What the clients are told of the run's source."""
+    return facts_of(config, open_source(config))
+
+
 def initial(config, seed=None):
     """The weights that the run starts from; with a seed, others of the same shapes."""
     return build_network(config, SHAPE, NUM_CLASSES, seed=seed).state_dict()
@@ -77,7 +82,7 @@ def initial(config, seed=None):
 
 def make_round(config, number=1, received=None, state=None, partition=0, of=2, worker=None):
     """Client `partition`'s round `number`, with 60 / `of` training samples."""
-    instruction = Instruction(config, number, number - 1, False, "")
+    instruction = Instruction(config, facts(config), number, number - 1, False, "")
     return (worker or Worker()).begin_round(
         instruction,
         {"partition-id": partition, "num-partitions": of},
@@ -119,13 +124,15 @@ class Client:
     def __init__(self, config, run_dir, node_config=None):
         node = {"partition-id": 0, "num-partitions": 2} if node_config is None else node_config
         self.grid = InlineGrid(client_app.app.app, [node])
-        self.config, self.run_dir = config, run_dir
+        self.config, self.run_dir, self.facts = config, run_dir, facts(config)
 
-    def ask(self, kind, number=0, arrays=None, evaluate=False, checkpoint=0):
+    def ask(self, kind, number=0, arrays=None, evaluate=False, checkpoint=0, counted=0):
         """The reply to a message of this kind (query, train, evaluate)."""
-        instruction = Instruction(self.config, number, checkpoint, evaluate, str(self.run_dir))
+        instruction = Instruction(
+            self.config, self.facts, number, checkpoint, evaluate, str(self.run_dir)
+        )
         content = request(
-            instruction_record(instruction), array_record(arrays or {}), array_record({})
+            instruction_record(instruction), array_record(arrays or {}), array_record({}), counted
         )
         return self.send(content, kind)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 import server_app.report
 from deployment.loopback import free_ports
 from deployment.superlink import toml
-from protocol.messages import TrainReply, reply_content
+from protocol.messages import DataFacts, TrainReply, reply_content
 from protocol.options import OptionValue
 from server_app.inline import run_inline
 from server_app.run_folder import read_arrays
@@ -42,6 +42,9 @@ SMALL: dict[str, OptionValue] = {
     "num-rounds": 2,
 }
 NUM_CLIENTS = 4
+FACTS = DataFacts(
+    (1, 32, 32), tuple("0123456789"), (0.5,), (0.25,)
+)  # where only a record is needed
 
 
 @pytest.fixture(scope="session", autouse=True)

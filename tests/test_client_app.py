@@ -1,6 +1,8 @@
 """The ClientApp through Flower's messages: what it answers, what it keeps, how it says no."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from client_fixtures import (
     Client,
     assert_same_bits,
     differ,
+    facts,
     initial,
     keel_home_of_tests,  # noqa: F401 (used by being here)
     make_config,
@@ -23,12 +26,12 @@ from flwr.app import ConfigRecord, RecordDict
 from PIL import Image
 
 from client_app.methods import method_of
-from client_app.setup import build_network, client_indices, open_source
+from client_app.setup import build_network, client_indices, open_source, pixels_of
 from client_app.state import StateFolder
 from client_app.worker import Worker, own_architecture
 from models.cnn import _plain_cnn
 from models.registry import MODELS, Architecture
-from protocol.messages import read_reply, read_roster
+from protocol.messages import Instruction, read_reply, read_roster
 from server_app.inline import run_inline
 
 
@@ -259,9 +262,32 @@ def test_a_site_that_lacks_a_class_means_the_same_by_the_others(tmp_path):
     own = write_folder(tmp_path / "own", {0, 2}, names, seed=4)
     config = make_config(source=f"folder:{shared}")
     node = {"name": "site-a", "source": f"folder:{own}"}
-    entry = read_roster(Client(config, tmp_path, node).ask("query"))
+    client = Client(config, tmp_path, node)
+    shutil.rmtree(shared)  # the run's source is on the server's machine alone
+    entry = read_roster(client.ask("query"))
     assert entry.label_counts == [12, 0, 12]
     assert entry.test_label_counts == [6, 0, 6]
+
+
+def test_a_site_trains_under_the_runs_labels_and_normalisation(tmp_path):
+    """Whatever the run's source is called on its own machine, and whatever it holds itself."""
+    shared = write_folder(tmp_path / "shared", {0, 1, 2}, ["anna", "bert", "carl"], seed=3)
+    own = write_folder(tmp_path / "own", {1, 2}, ["anna", "bert", "carl"], seed=4)
+    config = make_config(source=f"folder:{shared}", model="cnn-fedreco")
+    node = {"name": "site-a", "source": f"folder:{own}"}
+    instruction = Instruction(config, facts(config), 1, 0, False, "")
+    now = Worker().begin_round(instruction, node, initial(config), {}, {})
+    assert now.label_counts.tolist() == [0, 12, 12]
+    assert now.train_samples.pixels == pixels_of(config, open_source(config))
+    assert now.train_samples.pixels != pixels_of(config, open_source(config, f"folder:{own}"))
+
+
+def test_a_partition_of_another_copy_of_the_source_is_refused(tmp_path):
+    shared = write_folder(tmp_path / "shared", {0, 1, 2}, ["anna", "bert", "carl"], seed=3)
+    client = Client(make_config(source=f"folder:{shared}"), tmp_path)
+    client.facts = replace(facts(client.config), class_names=("anna", "carl", "bert"))
+    reason = error_of(client.ask("query"))
+    assert "the classes ('anna', 'bert', 'carl') here, and ('anna', 'carl', 'bert') on" in reason
 
 
 def test_a_site_with_a_class_that_the_run_lacks_is_refused(tmp_path):
@@ -401,6 +427,29 @@ def test_a_damaged_state_is_an_error_and_not_a_fresh_start(tmp_path):
     assert "is damaged" in error_of(client.ask("evaluate", 2, u_0))
 
 
+def test_a_client_whose_state_is_gone_says_so_and_begins_anew_only_if_told(tmp_path):
+    config = make_config(method="moon")
+    client, weights = Client(config, tmp_path), initial(config)
+    client.ask("train", 1, weights)
+    kept = tmp_path / "clients" / "client-0000"
+    shutil.rmtree(kept)
+    reason = error_of(client.ask("train", 2, weights, counted=1))
+    assert f"this client trained in round 1, and {kept} keeps nothing: restore it" in reason
+    assert f"or create the file {kept / 'begin-anew'}" in reason
+    assert "keeps nothing" in error_of(client.ask("evaluate", 2, weights, counted=1))
+    kept.mkdir()
+    (kept / "begin-anew").touch()
+    assert not client.ask("train", 2, weights, counted=1).has_error()
+    assert not (kept / "begin-anew").exists()  # it was for once
+    assert not client.ask("train", 3, weights, counted=2).has_error()
+
+
+def test_methods_that_keep_nothing_miss_nothing(tmp_path):
+    config = make_config()
+    client = Client(config, tmp_path)
+    assert not client.ask("train", 2, initial(config), counted=1).has_error()
+
+
 def test_an_error_leaves_the_process_able_to_answer_the_next(tmp_path):
     config = make_config()
     client = Client(config, tmp_path)
@@ -414,9 +463,10 @@ def test_an_error_leaves_the_process_able_to_answer_the_next(tmp_path):
 def test_a_worker_forgets_the_networks_of_the_run_before():
     worker, cpu = Worker(), torch.device("cpu")
     one, two = make_config(seed=1), make_config(seed=2)
-    first = worker.network(one, "cnn-fedreco", "local", cpu)
-    assert worker.network(one, "cnn-fedreco", "local", cpu) is first
-    assert worker.network(one, "cnn-fedreco", "global", cpu) is not first
-    second = worker.network(two, "cnn-fedreco", "local", cpu)
+    data = facts(one)
+    first = worker.network(one, data, "cnn-fedreco", "local", cpu)
+    assert worker.network(one, data, "cnn-fedreco", "local", cpu) is first
+    assert worker.network(one, data, "cnn-fedreco", "global", cpu) is not first
+    second = worker.network(two, data, "cnn-fedreco", "local", cpu)
     assert_same_bits(second.state_dict(), initial(two))
     assert differ(second.state_dict(), initial(one))

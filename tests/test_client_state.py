@@ -138,12 +138,28 @@ def test_a_damaged_version_is_set_aside_with_a_warning_and_the_older_one_used(
 @DAMAGE
 def test_with_no_version_left_it_does_not_begin_anew_in_silence(state, damage):
     state.save(5, groups(5))
-    path = damage_version(state, 5, damage)
+    damage_version(state, 5, damage)
     for _ in range(2):  # nor the second time, when the file is aside already
-        with pytest.raises(ValueError, match=r"round-00005.*\.damaged is damaged.*restore.*delete"):
+        with pytest.raises(ValueError, match=r"round-00005.*\.damaged is damaged.*restore.*begin"):
             state.load(before_round=6)
-    path.with_suffix(".damaged").unlink()
+    (state.folder / "begin-anew").touch()
     assert state.load(before_round=6) == {}
+
+
+def test_what_a_client_lost_is_missed_and_given_up_only_once(state, caplog):
+    with pytest.raises(ValueError, match=r"trained in round 4, and .* keeps nothing: restore"):
+        state.load(before_round=6, counted_round=4)
+    assert state.load(before_round=6, counted_round=0) == {}
+    state.folder.mkdir(parents=True)
+    (state.folder / "begin-anew").touch()
+    assert state.load(before_round=6, counted_round=4) == {}
+    assert "begins anew" in caplog.text
+    state.save(6, groups(6))
+    assert_is(state.load(before_round=7, counted_round=6), 6)
+    (path,) = state.folder.iterdir()  # the file is gone
+    path.unlink()
+    with pytest.raises(ValueError, match="keeps nothing"):
+        state.load(before_round=8, counted_round=6)
 
 
 def test_damage_to_a_later_round_does_not_keep_an_earlier_one_from_being_trained(state):

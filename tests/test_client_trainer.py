@@ -287,7 +287,7 @@ def test_frozen_models_run_no_further_than_the_last_tap():
     now = make_round(config, state={"previous": initial(config, seed=5)}, worker=worker)
     ran = []
     for slot in ("global", "previous"):
-        network = worker.network(config, "cnn-fedcka", slot, now.device)
+        network = worker.network(config, now.data, "cnn-fedcka", slot, now.device)
         for name, stage in network.stages.items():
             stage.body.register_forward_hook(lambda *_, name=name: ran.append(name))
     method_of(config).train(now)

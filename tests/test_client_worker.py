@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from client_fixtures import (
     assert_same_bits,
+    facts,
     keel_home_of_tests,  # noqa: F401 (used by being here)
     make_config,
     make_round,
@@ -53,12 +54,14 @@ def test_labels_can_be_had_without_images():
     config = make_config(local_test_fraction=0.2)
     node = {"partition-id": 1, "num-partitions": 3}
     for whole, bare in zip(
-        own_splits(config, node), own_splits(config, node, with_images=False), strict=True
+        own_splits(config, facts(config), node),
+        own_splits(config, facts(config), node, with_images=False),
+        strict=True,
     ):
         assert np.array_equal(whole.labels, bare.labels)
         assert len(bare.images) == 0
         assert bare.images.shape[1:] == whole.images.shape[1:] == open_source(config).image_shape
     assert torch.equal(
-        torch.from_numpy(np.asarray(own_splits(config, node)[0].labels)),
+        torch.from_numpy(np.asarray(own_splits(config, facts(config), node)[0].labels)),
         make_round(config, partition=1, of=3).train_samples.labels,
     )

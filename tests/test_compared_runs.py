@@ -13,7 +13,7 @@ import server_app.report
 from client_app.evaluation import evaluate
 from client_app.methods import METHODS, method_of
 from client_app.samples import Samples
-from client_app.setup import model_for, open_source, pixels_of
+from client_app.setup import facts_of, model_for, open_source, pixels_of
 from client_app.state import StateFolder
 from client_app.worker import Worker
 from protocol.config import resolve_config
@@ -254,7 +254,9 @@ def test_a_clients_model_as_loaded_is_the_one_that_was_judged(case):
     assert len(set(judged.values())) > 1
     for partition, client in enumerate(CLIENTS):
         node = {"partition-id": partition, "num-partitions": 3}
-        _, test = Worker().samples(config, node, torch.device("cpu"))
+        _, test = Worker().samples(
+            config, facts_of(config, open_source(config)), node, torch.device("cpu")
+        )
         network = load_model(path, client=client).network
         assert evaluate(network, test).accuracy == judged[client]
 

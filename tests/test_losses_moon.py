@@ -135,15 +135,16 @@ def test_what_is_compared_is_the_classifiers_input(projection):
 def test_only_officially_and_after_round_1_a_first_participation_has_a_negative(
     first_use, server_round, has_negative
 ):
-    def random_weights(config, name, seed):
-        return {"drawn for": (config, name, seed)}
+    def random_weights(config, data, name, seed):
+        return {"drawn for": (config, data, name, seed)}
 
     now = SimpleNamespace(
         round=server_round,
         config="config",
+        data="data",
         model=SimpleNamespace(name="net"),
         seed=lambda *names: ("this client's", *names),
         worker=SimpleNamespace(random_weights=random_weights),
     )
-    drawn = {"drawn for": ("config", "net", ("this client's", "first-use"))}
+    drawn = {"drawn for": ("config", "data", "net", ("this client's", "first-use"))}
     assert moon(first_use=first_use).first_previous(now) == (drawn if has_negative else None)

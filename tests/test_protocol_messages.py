@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import FACTS
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -11,6 +12,7 @@ from protocol.messages import (
     RosterEntry,
     TrainReply,
     array_record,
+    counted_round_of,
     instruction_record,
     payload_bytes,
     read_instruction,
@@ -75,12 +77,14 @@ def test_received_arrays_are_the_receivers_own():
 @pytest.mark.parametrize("evaluate", [True, False])
 def test_an_instruction_comes_out_as_it_went_in(evaluate):
     config = resolve_config({"lr": 0.125, "fedintr.mu": 4.0})
-    sent = Instruction(config, 12, 11, evaluate, "/runs/20260101 ü")
+    sent = Instruction(config, FACTS, 12, 11, evaluate, "/runs/20260101 ü")
     content = request(
-        instruction_record(sent), array_record(arrays()), array_record({"c": torch.ones(2)})
+        instruction_record(sent), array_record(arrays()), array_record({"c": torch.ones(2)}), 7
     )
+    assert counted_round_of(message(content)) == 7
     received = read_instruction(message(content))
     assert received.config.flat == config.flat
+    assert received.data == FACTS
     assert (received.round, received.checkpoint_round) == (12, 11)
     assert received.evaluate is evaluate
     assert received.run_dir == "/runs/20260101 ü"

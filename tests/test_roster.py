@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import SMALL
-from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
+from flwr.common.constant import ErrorCode
 
 import server_app.roster
-from client_app.setup import open_source
+from client_app.setup import facts_of, open_source
 from protocol.config import keel_version, resolve_config
 from protocol.messages import (
     Instruction,
@@ -19,7 +20,15 @@ from protocol.messages import (
     read_roster,
     roster_content,
 )
-from server_app.roster import Attendees, check_roster, roster_warnings
+from server_app.roster import (
+    Attendees,
+    absent,
+    check_roster,
+    gather_roster,
+    read_saved_roster,
+    roster_warnings,
+    save_roster,
+)
 
 versions = "flwr 1.39.0, torch 2.11.0"
 
@@ -41,23 +50,6 @@ def refused(entries, **given):
         check_roster(config, entries, open_source(config))
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def test_a_client_that_sees_other_classes_is_refused_by_name():
-    config = config_of()
-    names = list(open_source(config).class_names)
-    check_roster(config, [entry("a", class_names=names), entry("b")], open_source(config))
-    swapped = [names[1], names[0], *names[2:]]
-    text = refused([entry("a", class_names=names), entry("b", class_names=swapped)])
-    assert "client b" in text
-    assert "classes" in text
-
-
-def test_clients_that_normalise_otherwise_are_warned_of():
-    config = config_of()
-    entries = [entry("a", pixels=[0.5, 0.2]), entry("b", pixels=[0.4, 0.2])]
-    (line,) = roster_warnings(config, entries)
-    assert "2 different means" in line
 
 
 def test_clients_that_fit_are_accepted():
@@ -165,6 +157,7 @@ class Fleet:
         self.nodes = dict(nodes)  # id: entry
         self.asked: list[int] = []
         self.open: dict[str, Message] = {}
+        self.dying: dict[int, int] = {}  # node: how many of its ClientApps die on the query yet
 
     def get_node_ids(self):
         return list(self.nodes)
@@ -178,10 +171,16 @@ class Fleet:
         return list(self.open)
 
     def pull_messages(self, ids):
-        due = [self.open.pop(i) for i in list(ids) if i in self.open]
-        return [
-            Message(roster_content(self.nodes[m.metadata.dst_node_id]), reply_to=m) for m in due
-        ]
+        return [self.reply(self.open.pop(i)) for i in list(ids) if i in self.open]
+
+    def reply(self, message):
+        node = message.metadata.dst_node_id
+        if self.dying.get(node, 0):
+            self.dying[node] -= 1
+            return Message(Error(ErrorCode.CLIENT_APP_CRASHED, "killed"), reply_to=message)
+        if self.nodes[node] is None:
+            return Message(Error(1, "no data"), reply_to=message)
+        return Message(roster_content(self.nodes[node]), reply_to=message)
 
 
 @pytest.fixture
@@ -189,7 +188,7 @@ def fleet(task_identity):
     config = config_of()
     grid = Fleet({1: entry("a"), 2: entry("b"), 3: entry("c")})
     roster = dict(grid.nodes)
-    hello = Instruction(config, 0, 0, False, "")
+    hello = Instruction(config, facts_of(config, open_source(config)), 0, 0, False, "")
     return grid, roster, Attendees(grid, config, hello, open_source(config), roster)
 
 
@@ -235,6 +234,88 @@ def test_a_stranger_and_one_that_does_not_fit_are_named_once_and_left_out(fleet,
     assert stranger == "client d came after round 1 and does not take part"
     assert unfit.startswith("node 9 is new and cannot be used: client b (cnn-fedreco): number of")
     assert roster.keys() == {1, 2, 3}
+
+
+def resumed(grid, monkeypatch, **given):
+    """The attendees of a resumed run of a, b and c."""
+    config = config_of(**given)
+    monkeypatch.setattr(server_app.roster, "return_s", 0.2)
+    monkeypatch.setattr(server_app.roster, "settle_s", 0.01)
+    source = open_source(config)
+    hello = Instruction(config, facts_of(config, source), 0, 0, False, "")
+    return Attendees(grid, config, hello, source, absent([entry("a"), entry("b"), entry("c")]))
+
+
+def test_a_resumed_run_goes_on_without_a_client_and_takes_it_back(
+    task_identity, monkeypatch, caplog
+):
+    grid = Fleet({11: entry("a"), 13: entry("c"), 14: entry("d")})
+    attendees = resumed(grid, monkeypatch)
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        attendees.gather()
+    assert "the run goes on without b until they are back" in caplog.messages
+    assert "client d came after round 1 and does not take part" in caplog.messages
+    by_name = {e.client: node for node, e in attendees.roster.items()}
+    assert by_name.keys() == {"a", "b", "c"}
+    assert (by_name["a"], by_name["c"]) == (11, 13)
+    assert attendees.returned([by_name["b"]]) == {}
+    grid.nodes[12] = entry("b")
+    assert attendees.returned([by_name["b"]]) == {by_name["b"]: 12}
+
+
+def test_a_resumed_run_needs_as_many_clients_as_a_round(task_identity, monkeypatch):
+    grid = Fleet({11: entry("a"), 12: None})
+    with pytest.raises(TimeoutError) as caught:
+        resumed(grid, monkeypatch, min_replies=2).gather()
+    assert str(caught.value) == (
+        "min-replies = 2: 1 clients of this run are connected; missing: b, c"
+    )
+
+
+def test_other_samples_after_a_resume_are_warned_of(task_identity, monkeypatch, caplog):
+    grid = Fleet({11: entry("a"), 12: entry("b", (9,) * 10), 13: entry("c")})
+    attendees = resumed(grid, monkeypatch)
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        attendees.gather()
+    assert caplog.messages == ["client b: its training samples are not those of before"]
+    assert attendees.roster[12].num_examples == 90
+
+
+def test_a_node_that_went_away_unusable_is_asked_again_when_it_is_back(fleet):
+    grid, roster, attendees = fleet
+    del grid.nodes[2]
+    grid.nodes[9] = None  # its data is not there
+    attendees.refresh()
+    attendees.refresh()
+    assert grid.asked == [9]
+    del grid.nodes[9]
+    attendees.refresh()
+    grid.nodes[9] = entry("b")
+    attendees.refresh()
+    assert roster[9].client == "b"
+
+
+@pytest.mark.parametrize(("deaths", "is_usable"), [(2, True), (3, False)])
+def test_a_client_app_that_dies_on_the_query_is_asked_three_times(task_identity, deaths, is_usable):
+    grid = Fleet({1: entry("a"), 2: entry("b")})
+    grid.dying[2] = deaths
+    config = config_of(num_clients=2)
+    source = open_source(config)
+    hello = Instruction(config, facts_of(config, source), 0, 0, False, "")
+    if is_usable:
+        assert gather_roster(grid, config, hello, source).keys() == {1, 2}
+    else:
+        with pytest.raises(ValueError, match=r"node 2\): its ClientApp died on the query three"):
+            gather_roster(grid, config, hello, source)
+
+
+def test_a_saved_roster_comes_back_and_a_damaged_one_is_named(tmp_path):
+    path, entries = tmp_path / "roster.json", [entry("a"), entry("b")]
+    save_roster(path, entries)
+    assert read_saved_roster(path) == entries
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(ValueError, match=r"roster\.json: not the roster of a run"):
+        read_saved_roster(path)
 
 
 def test_simulated_nodes_are_not_listed_again(fleet, monkeypatch):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import answer, random_arrays, same_bits, sent
+from conftest import FACTS, answer, random_arrays, same_bits, sent
 from flwr.app import (
     Array,
     ArrayRecord,
@@ -71,7 +71,7 @@ def average_of(num_clients: int = 5, counts: list[int] | None = None, **keys: ob
 
 
 def ask(strategy: Average, arrays: dict[str, Tensor], server_round: int = 1) -> list[Message]:
-    instruction = Instruction(strategy.config, server_round, 0, False, "/run")
+    instruction = Instruction(strategy.config, FACTS, server_round, 0, False, "/run")
     record = instruction_record(instruction)
     return sent(
         list(strategy.configure_train(server_round, array_record(arrays), record, grid=None))
@@ -262,7 +262,7 @@ def test_a_message_for_every_sampled_client_says_what_to_do_with_which_model():
 def test_evaluation_asks_everybody_or_the_participants():
     for whom, count in (("all", 6), ("participants", 2)):
         strategy = average_of(6, fraction_train=0.34, evaluate_clients=whom)
-        record = instruction_record(Instruction(strategy.config, 2, 0, True, "/run"))
+        record = instruction_record(Instruction(strategy.config, FACTS, 2, 0, True, "/run"))
         arrays = array_record(network().state_dict())
         trained = list(strategy.configure_train(2, arrays, record, grid=None))
         messages = list(strategy.configure_evaluate(2, arrays, record, grid=None))
@@ -480,7 +480,7 @@ def test_the_report_counts_the_bytes_of_all_that_arrived():
 
 def test_evaluation_leaves_out_bad_replies_too():
     strategy = average_of(num_clients=3, counts=[1, 3, 5], evaluate_clients="all")
-    record = instruction_record(Instruction(strategy.config, 1, 0, True, "/run"))
+    record = instruction_record(Instruction(strategy.config, FACTS, 1, 0, True, "/run"))
     arrays = array_record(network().state_dict())
     messages = sent(list(strategy.configure_evaluate(1, arrays, record, grid=None)))
     scores = (0.2, 0.8)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import answer, same_bits, sent
+from conftest import FACTS, answer, same_bits, sent
 from torch import Tensor
 
 from models import StagedModel, build_model
@@ -49,7 +49,7 @@ def gradients(expected: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 def after_a_round(
     server: FedReCoServer, u_0: dict[str, Tensor], updates: list[dict[str, Tensor]], counts: list
 ) -> dict[str, Tensor]:
-    instruction = Instruction(server.config, 1, 0, False, "/run")
+    instruction = Instruction(server.config, FACTS, 1, 0, False, "/run")
     record = instruction_record(instruction)
     server.roster = {  # who says before round 1 what it trains on
         node: replace(server.roster[node], label_counts=[int(n)])

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import answer, random_arrays, same_bits, sent
+from conftest import FACTS, answer, random_arrays, same_bits, sent
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvgM
 from torch import Tensor, nn
@@ -232,7 +232,7 @@ def test_buffers_take_the_average_as_it_is_whatever_the_step(server):
         theirs = {
             name: torch.full_like(array, 10 * server_round) for name, array in current.items()
         }
-        instruction = record_of(Instruction(strategy.config, server_round, 0, False, "/run"))
+        instruction = record_of(Instruction(strategy.config, FACTS, server_round, 0, False, "/run"))
         [ask] = sent(
             list(strategy.configure_train(server_round, array_record(current), instruction, None))
         )

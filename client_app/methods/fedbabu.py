@@ -39,6 +39,11 @@ class FedBABU(Method):
         """Body and common head; with private heads there is none."""
         return not self.fedper_like
 
+    @property
+    def keeps_state(self) -> bool:
+        """Only private heads are kept."""
+        return self.fedper_like
+
     def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
         """The same, tuned on this client's training samples."""
         model = under_own_head(now, state)

@@ -162,7 +162,7 @@ class FedReCo(Method):
     def shared_extractor(self, now: ClientRound) -> Extractor:
         """u_0 as received, in eval mode and without gradient."""
         config = now.config
-        shared = now.worker.network(config, config.model.model, "global", now.device)
+        shared = now.worker.network(config, now.data, config.model.model, "global", now.device)
         u_0 = Extractor(shared, self.split_of(shared))
         u_0.load_state_dict(now.received)
         return u_0.eval().requires_grad_(False)

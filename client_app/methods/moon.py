@@ -58,7 +58,9 @@ class MOON(LocalObjective):
         """As the authors' code, from round 2: weights that nobody ever trained."""
         if self.first_use == "received" or now.round == 1:
             return None
-        return now.worker.random_weights(now.config, now.model.name, now.seed("first-use"))
+        return now.worker.random_weights(
+            now.config, now.data, now.model.name, now.seed("first-use")
+        )
 
     def taps(self, model: StagedModel) -> list[str]:
         """What enters the classifier."""

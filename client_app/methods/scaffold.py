@@ -45,10 +45,9 @@ def counted_control_variate(now: ClientRound) -> Arrays:
 
     State: "control" of the round "control-made", and "control-before", what it was made from.
     """
-    counted = int(now.extra["counted-round"])
     if not now.state:
         return {}
-    if int(now.state["control-made"]["round"]) == counted:
+    if int(now.state["control-made"]["round"]) == now.counted_round:
         return now.state["control"]
     log.warning(
         "client %s, round %d: its reply of round %d was not counted; it goes back to its control "
