@@ -21,8 +21,8 @@ from client_fixtures import (  # noqa: F401  # the fixture is used by name
 )
 
 import client_app.hand_over
-from client_app.hand_over import worker_says, worker_variable
-from client_app.serve import forget_old_runs, listen
+from client_app.hand_over import receive_frame, send_frames, worker_says, worker_variable
+from client_app.serve import error_frames, forget_old_runs, listen
 from deployment.supervise import Kept, supervise
 from protocol.messages import read_reply
 
@@ -148,17 +148,42 @@ def test_a_worker_that_dies_on_a_message_twice_is_an_error_of_one_line(tmp_path,
     path = tmp_path / "worker.sock"
     with listen(path) as listener:
 
-        def hang_up():
+        def take_and_die():
             for _ in range(2):
-                listener.accept()[0].close()
+                with listener.accept()[0] as peer:
+                    for _ in range(3):
+                        receive_frame(peer)
 
-        thread = threading.Thread(target=hang_up)
+        thread = threading.Thread(target=take_and_die)
         thread.start()
         monkeypatch.setenv(worker_variable, str(path))
         reply = Client(config_with(), tmp_path).ask("query")
         thread.join(10)
     assert "died on this message twice" in reply.error.reason
     assert "\n" not in reply.error.reason
+
+
+def test_a_worker_that_is_just_going_did_not_die_on_the_message(tmp_path, monkeypatch):
+    """A killed process may still hold its socket: who hangs up unread has to be tried again."""
+    path = tmp_path / "worker.sock"
+    said = []
+    with listen(path) as listener:
+
+        def going_then_there():
+            for _ in range(3):
+                listener.accept()[0].close()
+            with listener.accept()[0] as peer:
+                said.append([receive_frame(peer) for _ in range(3)])
+                send_frames(peer, error_frames("read"))
+
+        thread = threading.Thread(target=going_then_there)
+        thread.start()
+        monkeypatch.setenv(worker_variable, str(path))
+        request = [b"header", b"x" * 2**20, b"context"]  # more than a socket's buffer holds
+        reply = client_app.hand_over.ask(str(path), request, time.monotonic() + 30)
+        thread.join(10)
+    assert said == [request]
+    assert b"read" in reply[0]
 
 
 def test_no_worker_is_an_error_of_one_line_after_its_limit(tmp_path, monkeypatch):
