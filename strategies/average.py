@@ -253,7 +253,7 @@ class Average(Strategy):
             self.asked.add(client)
             own, sent = self.own_extra(client), extra
             if own:
-                sent = ArrayRecord({**extra, **array_record(own)})
+                sent = ArrayRecord({**extra, **array_record(own, "own")})
             content = request(config, arrays, sent, self.counted.get(client, 0))
             ttl = self.config.rounds.round_timeout
             messages.append(Message(content, dst_node_id=node, message_type=kind, ttl=ttl))
