@@ -7,6 +7,7 @@ named at the end; one runner at a time works on an output folder.
 
 import contextlib
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -36,7 +37,7 @@ from client_app.method import LocalObjective
 from client_app.methods import method_of
 from client_app.setup import client_indices, model_for, open_source
 from experiments.measure import points_of
-from experiments.plan import Options, Run, due, history_in, make_run
+from experiments.plan import Options, Run, due, history_in, make_run, read_json
 from experiments.recipe import Cell, Recipe
 from protocol.config import RunConfig, app_folder, resolve_config
 from protocol.files import write_atomically
@@ -131,24 +132,28 @@ def locked(output: Path) -> Iterator[TextIO]:
         yield file
 
 
-def save_job(recipe: Recipe, options: Options, output: Path) -> None:
-    """Note what was run, for the report; seeds of an earlier call with the same options stay."""
-    slug = "".join(c if c.isalnum() else "-" for c in options.label)
-    path = output / "jobs" / f"{recipe.name}--{slug}.json"
-    path.parent.mkdir(exist_ok=True)
-    seeds = list(options.seeds)
-    if path.exists():
-        earlier = json.loads(path.read_text())["seeds"]
-        seeds = earlier + [seed for seed in seeds if seed not in earlier]
-    job = {
-        "recipe": str(recipe.path),
-        "text": recipe.text,
+def save_job(recipe: Recipe, options: Options, output: Path) -> list[int]:
+    """Note what was run, for the report; returns its seeds, those of earlier calls first.
+
+    A call with the same file and options is of the same job: the seed it was tuned on stays.
+    """
+    same: dict[str, object] = {
+        "recipe": str(recipe.path.absolute()),
         "scale": options.scale,
         "changes": dict(options.changes),
-        "seeds": seeds,
         "full_grid": options.full_grid,
     }
+    folder = output / "jobs"
+    folder.mkdir(exist_ok=True)
+    slug = "".join(c if c.isalnum() else "-" for c in f"{recipe.name}--{options.label}")
+    names = itertools.chain([slug], (f"{slug}-{number}" for number in itertools.count(2)))
+    free = next(path for name in names if not (path := folder / f"{name}.json").exists())
+    jobs = sorted(folder.glob("*.json"))
+    path = next((path for path in jobs if same.items() <= read_json(path).items()), free)
+    seeds = list(dict.fromkeys([*read_json(path).get("seeds", []), *options.seeds]))
+    job = {**same, "text": recipe.text, "seeds": seeds}
     write_atomically(path, json.dumps(job, indent=2).encode())
+    return seeds
 
 
 # --- the runs ---------------------------------------------------------------------------------
@@ -163,6 +168,7 @@ class Started:
     slot: int
     task: TaskID
     log_path: Path
+    log_start: int  # where this attempt's part of the log begins, in bytes
     history: Path | None = None
     size: int = 0
     rounds: int = 0
@@ -191,10 +197,11 @@ def gpu_slots() -> list[str]:
 
 
 def command_of(run: Run) -> list[str]:
-    """The command line that starts the run, or goes on with its newest attempt."""
+    """The command line that starts the run, or goes on with its newest attempt at it."""
     keys: Mapping[str, OptionValue] = {**run.keys, "output-dir": str(run.folder)}
     for folder in reversed(run.attempts()):
-        if any((folder / "checkpoints").glob("round-*.safetensors")):
+        has_rounds = any((folder / "checkpoints").glob("round-*.safetensors"))
+        if has_rounds and not run.other_defaults(folder):
             keys = {"resume": str(folder)}
             break
     words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]  # JSON values are TOML
@@ -210,6 +217,7 @@ def start(run: Run, slot: int, gpus: Sequence[str], lock: TextIO, task: TaskID) 
         env["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
     log_path = run.folder / "log.txt"
     with log_path.open("ab") as output:
+        log_start = output.tell()
         process = subprocess.Popen(
             command_of(run),
             cwd=app_folder,
@@ -220,12 +228,17 @@ def start(run: Run, slot: int, gpus: Sequence[str], lock: TextIO, task: TaskID) 
             start_new_session=True,
             pass_fds=[lock.fileno()],
         )
-    return Started(run, process, slot, task, log_path)
+    return Started(run, process, slot, task, log_path, log_start)
 
 
-def last_error(path: Path) -> str:
-    """The last line of a run's log that says something."""
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+def why_failed(started: Started) -> str:
+    """The signal that ended a run, or the last line of its log that says something."""
+    code = started.process.returncode
+    if code < 0:
+        reason = ", as by a lack of memory" if code == -signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{reason}"
+    log_text = started.log_path.read_bytes()[started.log_start :].decode(errors="replace")
+    lines = [line for line in log_text.splitlines() if line.strip()]
     return lines[-1][-shown_error:] if lines else "it wrote nothing"
 
 
@@ -260,7 +273,7 @@ def run_recipe(
     failed: dict[str, str] = {}
     with locked(output) as lock, progress_bars(console) as progress:
         check_recipe(recipe, cells, options, output)
-        save_job(recipe, options, output)
+        options = replace(options, tuned_on=save_job(recipe, options, output)[0])
         running: list[Started] = []
         total = progress.add_task(f"{recipe.name}, {options.label}", total=None)
         try:
@@ -271,6 +284,11 @@ def run_recipe(
                 console.print(f"{len(skipped)} runs are finished already")
             while True:
                 runs = list(due(recipe, cells, options, output, failed))
+                if odd := {
+                    r.name: r.outdated() for r in runs if r.name not in failed and r.outdated()
+                }:
+                    failed |= {n: f"{why}: choose another --output" for n, why in odd.items()}
+                    continue
                 progress.update(total, total=sum(r.rounds for r in runs if r.name not in skipped))
                 started = {each.run.name for each in running}
                 waiting = [
@@ -288,7 +306,7 @@ def run_recipe(
                     if each.run.finished():
                         console.print(f"{each.run.name}: {outcome(each.run)}")
                     else:
-                        failed[each.run.name] = last_error(each.log_path)
+                        failed[each.run.name] = why_failed(each)
                         reason = escape(failed[each.run.name])
                         console.print(f"[red]failed[/] {each.run.name}: {reason}")
         finally:
