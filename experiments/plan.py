@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.measure import History, measure
 from experiments.recipe import Cell, Recipe
-from experiments.scale import SCALES, Keys, scaled
+from experiments.scale import SCALES, Keys, round_read, scaled
 from protocol.config import default_config, resolve_config
 from protocol.options import OptionValue
 
@@ -122,12 +122,14 @@ def machines_of(folder: Path) -> list[str]:
     return bundle.get("machines") or [f"cuda: {kinds['gpu']}" if on_gpu else f"cpu: {kinds['cpu']}"]
 
 
-def make_run(keys: Keys, seed: int, options: Options, output: Path) -> Run:
+def make_run(
+    keys: Keys, seed: int, options: Options, output: Path, read_at: Sequence[int] = ()
+) -> Run:
     """The run of these recipe keys. Runs that agree in all that matters have one folder.
 
     Ones of another scale do not agree. ValueError if the config makes no sense.
     """
-    full = {**keys, **scaled(keys, SCALES[options.scale]), **options.changes, "seed": seed}
+    full = {**keys, **scaled(keys, SCALES[options.scale], read_at), **options.changes, "seed": seed}
     config = resolve_config(full)
     if not config.rounds.num_clients:
         raise ValueError("num-clients = 0: a recipe has to say how many clients there are")
@@ -156,7 +158,12 @@ def candidates_of(cell: Cell, options: Options) -> Sequence[Keys]:
 
 def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, output: Path) -> Run:
     """The run of one cell, one value of what is tuned, one seed."""
-    return make_run({**cell.keys, **candidate}, seed, options, output)
+    return make_run({**cell.keys, **candidate}, seed, options, output, cell.read_at)
+
+
+def last_read(cell: Cell, run: Run) -> int:
+    """The last round that counts for the cell's number."""
+    return round_read(cell.at, run.paper_rounds, run.rounds) if cell.at else run.rounds
 
 
 def number_of(cell: Cell, run: Run) -> float | None:
@@ -165,9 +172,9 @@ def number_of(cell: Cell, run: Run) -> float | None:
     if folder is None:
         return None
     shrunk = run.rounds / run.paper_rounds
-    at = max(1, round(cell.at * shrunk)) if cell.at else run.rounds
     on_cpu = all(name.startswith("cpu:") for name in machines_of(folder))
     clock = "client_cpu_seconds" if on_cpu else "client_seconds"  # other runs share the cores
+    at = last_read(cell, run)
     return measure(history_in(folder), cell.of, cell.take, at, shrunk, clock)
 
 

@@ -29,7 +29,6 @@ from experiments.plan import (
     Run,
     history_in,
     machines_of,
-    make_run,
     read_json,
     result_of,
     run_of,
@@ -309,7 +308,7 @@ def plot_curves(
 def split_pictures(section: Section, figures: Path, output: Path) -> Iterator[Picture]:
     """How the classes lie over the clients, one picture a cell, from the split itself."""
     for number, cell in enumerate(section.recipe.cells):
-        run = make_run(cell.keys, section.options.seeds[0], section.options, output)
+        run = run_of(cell, {}, section.options.seeds[0], section.options, output)
         config = resolve_config(run.keys)
         source = open_source(config)
         counts = [

@@ -37,7 +37,7 @@ from client_app.method import LocalObjective
 from client_app.methods import method_of
 from client_app.setup import client_indices, model_for, open_source
 from experiments.measure import points_of
-from experiments.plan import Options, Run, due, history_in, make_run, read_json
+from experiments.plan import Options, Run, due, history_in, last_read, read_json, run_of
 from experiments.recipe import Cell, Recipe
 from protocol.config import RunConfig, app_folder, resolve_config
 from protocol.files import write_atomically
@@ -60,18 +60,31 @@ def check_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options, output
     Checks every config, its data (read, and downloaded, once), its split and its network.
     """
     refuse_overriding(cells, options.changes)
-    checked: set[str] = set()
+    checked: set[object] = set()
+
+    def is_new(what: object) -> bool:
+        was = what in checked
+        checked.add(what)
+        return not was
+
     for cell in cells:
         for candidate in cell.candidates:
             try:
-                keys = {**cell.keys, **candidate}
-                run = make_run(keys, options.seeds[0], options, output)
-                if run.name not in checked:
-                    checked.add(run.name)
-                    check_run(cell, resolve_config(run.keys), recipe.shows == "labels")
+                runs = [run_of(cell, candidate, seed, options, output) for seed in options.seeds]
+                configs = [resolve_config(run.keys) for run in runs]
+                if is_new(runs[0].name):
+                    check_config(configs[0])
+                for config in configs:  # a seed's split may not come out where another's does
+                    clients = config.rounds.num_clients
+                    if is_new((config.data, clients, config.rounds.seed)):
+                        client_indices(config, 0, clients)
+                if recipe.shows != "labels":
+                    check_reading(cell, runs[0], configs[0])
+                    if is_new((runs[0].name, "network")):
+                        check_network(configs[0])
             except (ValueError, OSError) as error:
                 raise ValueError(
-                    f"{recipe.path}, lines {cell.row.line} and {cell.column.line} "
+                    f"{recipe.path}, {recipe.place(cell, str(error))} "
                     f"({cell.row.name}; {cell.column.name}): {error}"
                 ) from error
 
@@ -90,25 +103,34 @@ def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue])
             )
 
 
-def check_run(cell: Cell, config: RunConfig, is_split_alone: bool) -> None:
-    """ValueError or OSError, one line, where this config cannot be run."""
-    check_config(config)
-    source = open_source(config)
-    client_indices(config, 0, config.rounds.num_clients)
-    if is_split_alone:
-        return
+def check_network(config: RunConfig) -> None:
+    """ValueError where the method reads of the network what it does not have."""
     method = method_of(config)
     if isinstance(method, LocalObjective):
-        method.taps(model_for(config, source))
-    if not cell.take.is_time or cell.take.how == "seconds to":
-        whom = evaluates_clients(config, method)
-        has_curve = {
-            "global.accuracy": method.has_global_model and config.rounds.evaluate_global,
-            "local_global.mean": method.has_global_model and whom != "none",
-            "personal.mean": method.is_personal and whom != "none",
-        }
-        if not has_curve[cell.of]:
-            raise ValueError(f"of = {cell.of!r}: {config.rounds.method} does not record it here")
+        method.taps(model_for(config, open_source(config)))
+
+
+def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
+    """ValueError, one line, where the cell's number could not be read from this run."""
+    if cell.at > run.paper_rounds:
+        raise ValueError(f"at = {cell.at}: there are {run.paper_rounds} rounds")
+    if cell.take.how == "seconds a round":
+        return
+    last, every = last_read(cell, run), config.rounds.evaluate_every
+    if last % every and last < run.rounds:
+        raise ValueError(
+            f"at = {cell.at}: here that is round {last} of {run.rounds}, which "
+            f"evaluate-every = {every} leaves out"
+        )
+    method = method_of(config)
+    whom = evaluates_clients(config, method)
+    has_curve = {
+        "global.accuracy": method.has_global_model and config.rounds.evaluate_global,
+        "local_global.mean": method.has_global_model and whom != "none",
+        "personal.mean": method.is_personal and whom != "none",
+    }
+    if not has_curve[cell.of]:
+        raise ValueError(f"of = {cell.of!r}: {config.rounds.method} does not record it here")
 
 
 @contextlib.contextmanager
@@ -126,10 +148,22 @@ def locked(output: Path) -> Iterator[TextIO]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            pids = ", ".join(map(str, holders(output / ".lock"))) or "unknown"
             raise ValueError(
-                f"--output {output} is in use by another runner, or by runs that one left behind"
+                f"--output {output} is in use by another runner, or by runs that one left behind: "
+                f"process {pids}"
             ) from error
         yield file
+
+
+def holders(path: Path) -> list[int]:
+    """Ids of the other processes that have this file open, as far as we may look."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if link.readlink() == path.resolve():
+                found.add(int(link.parts[2]))
+    return sorted(found - {os.getpid()})
 
 
 def save_job(recipe: Recipe, options: Options, output: Path) -> list[int]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 
 import numpy as np
@@ -142,6 +143,8 @@ def test_a_bundle_names_keel_and_every_machine_that_worked_on_the_run(run, monke
 
 
 def test_the_commit_is_keels_own_or_none(tmp_path, monkeypatch):
+    if not shutil.which("git"):
+        pytest.skip("no git on PATH")
     monkeypatch.setattr(server_app.bundle, "app_folder", tmp_path)
     commit.cache_clear()
     assert commit() == ""

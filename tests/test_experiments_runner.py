@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -15,12 +16,13 @@ from typing import Any
 
 import pytest
 from conftest import final_model, history_of, same_bits
+from matplotlib.figure import Figure
 
 from experiments import __main__ as command_line
-from experiments import runner
+from experiments import report, runner
 from experiments.plan import Options, Result, Run, due, run_of, winner
 from experiments.recipe import Claim, Recipe, load_recipe, parse_recipe
-from experiments.report import verdict_of, write_report
+from experiments.report import curve_of, verdict_of, write_report
 from experiments.verify import checks
 from server_app.inline import run_inline
 
@@ -129,6 +131,7 @@ def interrupted(tmp_path: Path) -> Iterator[Callable[[], tuple[int, str, int]]]:
         for pid in runs:
             os.kill(pid, signal.SIGSTOP)  # or it would be over before the interrupt
         assert main(*words) == 1  # a second runner on the same folder
+        assert set(runner.holders(tmp_path / "out" / ".lock")) == {process.pid, *runs}
         process.send_signal(signal.SIGINT)
         for pid in runs:
             os.kill(pid, signal.SIGCONT)
@@ -162,7 +165,8 @@ def processes_with(word: str) -> list[int]:
 def test_an_interrupted_runner_goes_on_bit_for_bit(interrupted, tmp_path, capsys):
     code, said, rounds = interrupted()
     assert (code, "stopped" in said) == (130, True), said
-    assert "in use by another runner" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert re.search(r"in use by another runner, .*: process \d+, \d+$", refused.strip())
     assert 2 <= rounds < 20, "it was over before it was interrupted"
     assert processes_with(str(tmp_path / "out")) == []
     (cut,) = folders(tmp_path / "out")
@@ -462,6 +466,44 @@ def test_a_table_says_what_is_missing_in_a_cell(tmp_path):
     assert "scale paper, full grid; " in page
     # seed 0 chose mu: its +20 says nothing of FedProx
     assert "| not decided | +10.00, one seed; seed 0 left out, it chose the tuned value |" in page
+
+
+def test_a_curve_is_the_moving_average_where_its_number_is(tmp_path):
+    text = two_rows.replace("FedAvg: {", "FedAvg: {take: ema 0.5, ")
+    recipe, how = parse_recipe(text, Path("t.yaml")), options()
+    curves = {}
+    for cell in recipe.cells:
+        run = run_of(cell, {}, 0, how, tmp_path)
+        lines = [{"round": i, "global": {"accuracy": a}} for i, a in ((1, 0.2), (2, 0.6))]
+        path = fake_run(run, 0.0) / "history.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        curves[cell.row.name] = curve_of(cell, [run])
+    assert curves == {"FedAvg": [(1, 20, 0), (2, 40, 0)], "FedProx": [(1, 20, 0), (2, 60, 0)]}
+
+
+def test_measures_of_features_are_compared_over_rows_on_one_axis(tmp_path, monkeypatch):
+    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options(seeds=[0, 1])
+    (tmp_path / "jobs").mkdir()
+    runner.save_job(recipe, how, tmp_path)
+    for i, cell in enumerate(recipe.cells):
+        for seed in how.seeds:
+            path = fake_run(run_of(cell, {}, seed, how, tmp_path), 0.5) / "history.jsonl"
+            measured = {"vci": {"mean": i + seed, "global": None, "clients": {}}}
+            line = json.loads(path.read_text()) | {"diagnostics": measured}
+            path.write_text(json.dumps(line) + "\n")
+    drawn = []
+
+    def panels(everything, draw, title, path):
+        axes = Figure().subplots()
+        draw(axes, "vci")
+        drawn.extend((line.get_label(), line.get_xydata().tolist()) for line in axes.lines)
+        path.touch()
+
+    monkeypatch.setattr(report, "plot_panels", panels)
+    text = write_report(tmp_path)[1].read_text()
+    shown = [(label, points) for label, points in drawn if points]
+    assert shown == [("FedAvg", [[2, 0.5]]), ("FedProx", [[2, 1.5]])]  # the mean over seeds
+    assert "result: mean over clients (lines) and global model (dashes), scale paper](" in text
 
 
 def test_a_report_says_which_of_the_tuned_values_were_tried(tmp_path):
