@@ -248,6 +248,14 @@ def test_runs_that_could_not_start_are_refused_before_the_first(old, new, where,
     assert "\n" not in str(refused.value)
 
 
+def test_a_key_of_a_product_is_refused_with_its_own_line(tmp_path):
+    product = "  - {a: {alpha: 0.5}, b: {alpha: -5.0}}\n  - {c: {lr: 0.1}}\n"
+    text = good.replace("  a: {alpha: 0.5}\n  b: {alpha: 5.0}\n", product).partition("claims")[0]
+    recipe = parse_recipe(text, Path("r.yaml"))
+    with pytest.raises(ValueError, match=r"r\.yaml, line 5 \(one; b, c\): alpha = -5"):
+        check_recipe(recipe, recipe.cells, PAPER, tmp_path)
+
+
 def test_every_seeds_split_is_tried_before_the_first_run(tmp_path, monkeypatch):
     recipe = parse_recipe(good, Path("r.yaml"))
     tried = []
@@ -339,6 +347,13 @@ def test_what_the_notes_say_of_shards_at_minutes_is_so(tmp_path):
 def test_recipes_with_claims_have_the_seeds_to_judge_them():
     for recipe in map(load_recipe, known_recipes()):
         assert not recipe.claims or len(recipe.seeds) >= 3, recipe.name
+
+
+def test_no_more_rounds_are_evaluated_than_have_to_be():
+    keys = {"num-rounds": 1150, "num-clients": 4}  # 230 rounds: each 11th, and the last anyway
+    read_at = {(): 11, (1150,): 11, (500,): 10, (500, 1150): 10, (30, 500): 2}
+    for read, every in read_at.items():
+        assert scaled(keys, SCALES["hour"], read)["evaluate-every"] == every
 
 
 def test_diagnostics_stay_as_many_in_a_shrunk_run():

@@ -185,6 +185,27 @@ def test_an_interrupted_runner_goes_on_bit_for_bit(interrupted, tmp_path, capsys
     assert same_bits(final_model(cut), final_model(whole))
 
 
+def test_runs_that_a_killed_runner_left_behind_keep_the_folder_until_they_end(
+    tmp_path, monkeypatch
+):
+    recipe = load_recipe(str(sweep))
+    run = next(due(recipe, recipe.cells, options(), tmp_path, ()))
+    monkeypatch.setattr(runner, "command_of", lambda run: ["sleep", "600"])
+    with runner.locked(tmp_path) as lock:
+        left = runner.start(run, 0, [], lock, runner.TaskID(0)).process
+    try:  # the runner's own hold is gone
+        with (
+            pytest.raises(ValueError, match=f"left behind: process {left.pid}$"),
+            runner.locked(tmp_path),
+        ):
+            pass
+    finally:
+        left.kill()
+        left.wait()
+    with runner.locked(tmp_path):
+        assert runner.holders(tmp_path / ".lock") == []
+
+
 def test_each_run_has_one_gpu_in_turn_and_one_thread(tmp_path, monkeypatch):
     recipe = load_recipe(str(sweep))
     run = next(due(recipe, recipe.cells, options(), tmp_path, ()))
@@ -331,6 +352,16 @@ def test_recipes_of_one_name_are_two_jobs_and_one_job_keeps_its_tuning_seed(tmp_
     assert [r.keys["seed"] for r in due(a, a.cells, how, out, ())] == [5, 5, 5]
     plain = parse_recipe(two_rows, Path("t.yaml"))
     assert [r.keys["seed"] for r in due(plain, plain.cells, how, out, ())] == [0, 0]
+
+
+def test_seeds_asked_for_later_are_run_with_what_the_first_seed_chose(tmp_path, monkeypatch):
+    recipe, how = parse_recipe(tuned, Path("t.yaml")), options(seeds=[5])
+    fake_runs(recipe, tmp_path, how, {0.1: 0.5, 1: 0.9, 10: 0.7})
+    (tmp_path / "jobs").mkdir()
+    runner.save_job(recipe, how, tmp_path)
+    fake_run(run_of(recipe.cells[0], {"fedprox.mu": 1}, 0, how, tmp_path), 0.4)
+    monkeypatch.setattr(runner, "start", lambda *_: pytest.fail("started"))
+    assert runner.run_recipe(recipe, recipe.cells, options(seeds=[0]), tmp_path) == {}
 
 
 def test_a_killed_run_is_called_so_and_an_earlier_attempts_words_are_not_its_reason(tmp_path):
