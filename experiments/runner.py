@@ -203,22 +203,20 @@ class Started:
     task: TaskID
     log_path: Path
     log_start: int  # where this attempt's part of the log begins, in bytes
-    history: Path | None = None
-    size: int = 0
+    seen: tuple[Path, int] | None = None  # the history of the newest attempt, and its size
     rounds: int = 0
 
     def new_rounds(self) -> int:
-        """Rounds that were finished since the last call."""
-        if self.history is None:
-            found = self.run.attempts()
-            self.history = found[-1] / "history.jsonl" if found else None
-        if self.history is None or not self.history.exists():
+        """Rounds finished since the last call; fewer than 0 when an attempt begins anew."""
+        attempts = self.run.attempts()
+        if not attempts:
             return 0
-        size = self.history.stat().st_size
-        if size == self.size:
+        history = attempts[-1] / "history.jsonl"
+        size = history.stat().st_size if history.exists() else 0
+        if self.seen == (history, size):
             return 0
-        self.size = size
-        done = self.history.read_bytes().count(b"\n")
+        self.seen = history, size
+        done = history.read_bytes().count(b"\n") if size else 0
         new, self.rounds = done - self.rounds, done
         return new
 

@@ -338,6 +338,21 @@ def test_a_cut_run_of_other_defaults_is_begun_anew(tmp_path):
     assert f'output-dir="{run.folder}"' in runner.command_of(run)
 
 
+def test_progress_is_of_the_attempt_that_began_anew(tmp_path):
+    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
+    run = next(due(recipe, recipe.cells, how, tmp_path, ()))
+    started = runner.Started(run, None, 0, None, tmp_path, 0)
+    assert started.new_rounds() == 0
+    fake_run(run, 0.5, "1-old")
+    assert [started.new_rounds(), started.new_rounds()] == [1, 0]
+    history = fake_run(run, 0.5, "2-new") / "history.jsonl"
+    line = history.read_text()
+    history.unlink()
+    assert started.new_rounds() == -1
+    history.write_text(2 * line)
+    assert started.new_rounds() == 2
+
+
 def test_recipes_of_one_name_are_two_jobs_and_one_job_keeps_its_tuning_seed(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
