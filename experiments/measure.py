@@ -52,25 +52,28 @@ def points_of(history: History, of: str) -> list[tuple[int, float]]:
     return [(number, value) for number, value in found if value is not None]
 
 
-def measure(history: History, of: str, take: Take, at: int, shrunk: float) -> float | None:
+def measure(
+    history: History, of: str, take: Take, at: int, shrunk: float, clock: str = "client_seconds"
+) -> float | None:
     """The reported number, in percent or seconds; None where the history does not hold it.
 
     at: the last round that counts. shrunk: the run's rounds over the paper's; the window of a
     median or mean, and the memory of an average that moves, shrink with it, so that they stay the
     same part of the run.
-    Seconds are the clients' own, summed: as if one device trained one client after the other.
+    Seconds are the clients' own by `clock`, summed: as if one device trained one client after the
+    other; infinite where the run never came to the accuracy asked for.
     """
     history = [line for line in history if line["round"] <= at]
     if not history:
         return None
     if take.how == "seconds a round":
-        return statistics.fmean(line["client_seconds"] for line in history)
+        return statistics.fmean(line[clock] for line in history)
     points = points_of(history, of)
     if take.how == "seconds to":
         first = next((r for r, value in points if 100 * value >= take.number), None)
         if first is None:
-            return None
-        return math.fsum(line["client_seconds"] for line in history if line["round"] <= first)
+            return math.inf
+        return math.fsum(line[clock] for line in history if line["round"] <= first)
     if not points or history[-1]["round"] < at:
         return None
     values = [100 * value for _, value in points]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from experiments.measure import History, measure
 from experiments.recipe import Cell, Recipe
-from experiments.scale import SCALES, Keys, scaled
+from experiments.scale import SCALES, Keys, round_read, scaled
 from protocol.config import default_config, resolve_config
 from protocol.options import OptionValue
 
@@ -25,13 +26,18 @@ class Options:
     changes: Mapping[str, OptionValue]
     seeds: Sequence[int]
     full_grid: bool
+    tuned_on: int | None = None
+
+    @property
+    def tuning_seed(self) -> int:
+        """The seed that chooses among the values under tune; the first, unless said otherwise."""
+        return self.seeds[0] if self.tuned_on is None else self.tuned_on
 
     @property
     def label(self) -> str:
         """What every number of it is labelled with."""
         changed = [f"{key}={value}" for key, value in sorted(self.changes.items())]
-        grid = ["full grid" if self.full_grid else "the paper's best mu alone"]
-        return ", ".join([f"scale {self.scale}", *changed, *grid])
+        return ", ".join([f"scale {self.scale}", *changed])
 
 
 @dataclass(frozen=True)
@@ -55,26 +61,38 @@ class Run:
         return sorted(path.parent for path in self.folder.glob("*/config.json"))
 
     def finished(self) -> Path | None:
-        """The folder of the attempt that ran to its end.
+        """The folder of the attempt that ran to its end, with today's defaults."""
+        ended = reversed(self.ended())
+        return next((folder for folder in ended if not self.other_defaults(folder)), None)
 
-        ValueError if that was with other defaults than today's.
-        """
-        for folder in reversed(self.attempts()):
-            if read_json(folder / "summary.json").get("status") == "finished":
-                then = relevant(read_json(folder / "config.json")["config"])
-                for key in sorted(then.keys() | self.expected.keys()):
-                    if then.get(key, default_config().get(key)) != self.expected.get(key):
-                        raise ValueError(
-                            f"{folder} was run with {key} = {then.get(key)!r}, by today's defaults "
-                            f"it is {self.expected.get(key)!r}: choose another --output"
-                        )
-                return folder
-        return None
+    def ended(self) -> list[Path]:
+        """The attempts that ran to their end."""
+        return [
+            f for f in self.attempts() if read_json(f / "summary.json").get("status") == "finished"
+        ]
+
+    def other_defaults(self, folder: Path) -> str:
+        """A key that this attempt had another value of, by the defaults of its day; mostly none."""
+        then = relevant(read_json(folder / "config.json")["config"])
+        for key in sorted(then.keys() | self.expected.keys()):
+            if then.get(key, default_config().get(key)) != self.expected.get(key):
+                return f"{key} = {then.get(key)!r}, today {self.expected.get(key)!r}"
+        return ""
+
+    def outdated(self) -> str:
+        """Why what has ended does not count, where nothing that counts has; else empty."""
+        ended = [] if self.finished() else self.ended()
+        return self.other_defaults(ended[-1]) if ended else ""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if the file is not there."""
-    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    """A JSON object; empty if the file is not there. ValueError naming a damaged one."""
+    try:
+        content = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object")
     return content
 
 
@@ -95,12 +113,23 @@ def relevant(flat: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
     }
 
 
-def make_run(keys: Keys, seed: int, options: Options, output: Path) -> Run:
+def machines_of(folder: Path) -> list[str]:
+    """What a run trained on, `cpu: NAME` or `cuda: NAME`; several where it was resumed."""
+    bundle = read_json(folder / "bundle.json")
+    kinds = bundle.get("versions", {"cpu": "not noted", "gpu": "none"})
+    on_gpu = kinds["gpu"] != "none"
+    # bundles of before there was `machines` say what the machine had
+    return bundle.get("machines") or [f"cuda: {kinds['gpu']}" if on_gpu else f"cpu: {kinds['cpu']}"]
+
+
+def make_run(
+    keys: Keys, seed: int, options: Options, output: Path, read_at: Sequence[int] = ()
+) -> Run:
     """The run of these recipe keys. Runs that agree in all that matters have one folder.
 
     Ones of another scale do not agree. ValueError if the config makes no sense.
     """
-    full = {**keys, **scaled(keys, SCALES[options.scale]), **options.changes, "seed": seed}
+    full = {**keys, **scaled(keys, SCALES[options.scale], read_at), **options.changes, "seed": seed}
     config = resolve_config(full)
     if not config.rounds.num_clients:
         raise ValueError("num-clients = 0: a recipe has to say how many clients there are")
@@ -129,7 +158,12 @@ def candidates_of(cell: Cell, options: Options) -> Sequence[Keys]:
 
 def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, output: Path) -> Run:
     """The run of one cell, one value of what is tuned, one seed."""
-    return make_run({**cell.keys, **candidate}, seed, options, output)
+    return make_run({**cell.keys, **candidate}, seed, options, output, cell.read_at)
+
+
+def last_read(cell: Cell, run: Run) -> int:
+    """The last round that counts for the cell's number."""
+    return round_read(cell.at, run.paper_rounds, run.rounds) if cell.at else run.rounds
 
 
 def number_of(cell: Cell, run: Run) -> float | None:
@@ -138,8 +172,10 @@ def number_of(cell: Cell, run: Run) -> float | None:
     if folder is None:
         return None
     shrunk = run.rounds / run.paper_rounds
-    at = max(1, round(cell.at * shrunk)) if cell.at else run.rounds
-    return measure(history_in(folder), cell.of, cell.take, at, shrunk)
+    on_cpu = all(name.startswith("cpu:") for name in machines_of(folder))
+    clock = "client_cpu_seconds" if on_cpu else "client_seconds"  # other runs share the cores
+    at = last_read(cell, run)
+    return measure(history_in(folder), cell.of, cell.take, at, shrunk, clock)
 
 
 def winner(
@@ -154,7 +190,7 @@ def winner(
         return candidates[0]
     found: list[tuple[float, Keys]] = []
     for candidate in candidates:
-        run = run_of(cell, candidate, options.seeds[0], options, output)
+        run = run_of(cell, candidate, options.tuning_seed, options, output)
         if run.finished():
             number = number_of(cell, run)
             sign = -1 if cell.take.is_time else 1
@@ -174,10 +210,12 @@ def due(
     if recipe.shows == "labels":
         return
     seen: set[str] = set()
-    for seed in options.seeds:
+    for seed in dict.fromkeys([options.tuning_seed, *options.seeds]):
         for cell in cells:
-            if seed == options.seeds[0]:
+            if seed == options.tuning_seed:
                 tried = candidates_of(cell, options)
+                if len(tried) == 1 and seed not in options.seeds:
+                    continue  # there is nothing to choose
             else:
                 best = winner(cell, options, output, given_up)
                 tried = [] if best is None else [best]
@@ -190,36 +228,62 @@ def due(
 
 @dataclass(frozen=True)
 class Result:
-    """A cell's outcome: one number a seed that has one, and the candidate that it is of."""
+    """A cell's outcome: one number a finished seed, and the candidate that they are of.
+
+    A time that was never reached is infinite. seeds: how many were asked for. folders: of those
+    numbers. tuned_on: the seed that chose the candidate, where there are several, and `tried` of
+    these have been run with it. outdated: what a run had another default of.
+    """
 
     cell: Cell
     candidate: Keys | None
     by_seed: Mapping[int, float]
-    finished: int
+    seeds: int
+    folders: Sequence[Path] = ()
+    tuned_on: int | None = None
+    tried: int = 1
+    candidates: int = 1
+    outdated: str = ""
+
+    @property
+    def reached(self) -> list[float]:
+        """The numbers that are finite."""
+        return [number for number in self.by_seed.values() if math.isfinite(number)]
 
     @property
     def mean(self) -> float | None:
-        """Over seeds."""
-        return statistics.fmean(self.by_seed.values()) if self.by_seed else None
+        """Over the seeds that reached it."""
+        return statistics.fmean(self.reached) if self.reached else None
 
     @property
     def deviation(self) -> float | None:
-        """Standard deviation over seeds; None of fewer than two."""
-        return statistics.stdev(self.by_seed.values()) if len(self.by_seed) > 1 else None
+        """Standard deviation over them; None of fewer than two."""
+        return statistics.stdev(self.reached) if len(self.reached) > 1 else None
+
+    @property
+    def machines(self) -> list[str]:
+        """All that its runs trained on."""
+        return sorted({name for folder in self.folders for name in machines_of(folder)})
 
 
 def result_of(cell: Cell, options: Options, output: Path) -> Result:
     """What the finished runs say of this cell."""
+    candidates = candidates_of(cell, options)
+    first = [run_of(cell, each, options.tuning_seed, options, output) for each in candidates]
     best = winner(cell, options, output)
-    by_seed, finished = {}, 0
-    for seed in options.seeds if best is not None else ():
-        assert best is not None
-        run = run_of(cell, best, seed, options, output)
-        finished += run.finished() is not None
-        number = number_of(cell, run)
-        if number is not None:
-            by_seed[seed] = number
-    return Result(cell, best, by_seed, finished)
+    wanted = [] if best is None else [run_of(cell, best, s, options, output) for s in options.seeds]
+    numbers = {run.keys["seed"]: number_of(cell, run) for run in wanted}
+    return Result(
+        cell=cell,
+        candidate=best,
+        by_seed={int(seed): number for seed, number in numbers.items() if number is not None},
+        seeds=len(options.seeds),
+        folders=[folder for run in wanted if (folder := run.finished())],
+        tuned_on=options.tuning_seed if len(candidates) > 1 else None,
+        tried=sum(run.finished() is not None for run in first),
+        candidates=len(candidates),
+        outdated=next(filter(None, (run.outdated() for run in [*first, *wanted])), ""),
+    )
 
 
 def chosen(recipe: Recipe, only: Sequence[str]) -> list[Cell]:

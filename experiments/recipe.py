@@ -69,7 +69,10 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 @dataclass(frozen=True)
 class Entry:
-    """A row or a column: the names of its parts, its line, its config keys, what it reports."""
+    """A row or a column: the names of its parts, its line, its config keys, what it reports.
+
+    line: 0 of one that is not in the file. lines: of each of its keys.
+    """
 
     parts: tuple[str, ...]
     line: int
@@ -77,6 +80,7 @@ class Entry:
     of: str = ""
     take: Take | None = None
     at: int = 0
+    lines: Mapping[str, int] = field(default_factory=dict)
     tune: Mapping[str, Sequence[OptionValue]] = field(default_factory=dict)
     tuned: Sequence[OptionValue | None] = ()
     paper: Sequence[float | None] = ()
@@ -100,7 +104,11 @@ class Claim:
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of the table: what is run for it, and how it is read."""
+    """One number of the table: what is run for it, and how it is read.
+
+    read_at: the rounds that any cell of the recipe is read at, the last left out; runs evaluate
+    them all, so that cells can share runs.
+    """
 
     row: Entry
     column: Entry
@@ -110,15 +118,17 @@ class Cell:
     of: str
     take: Take
     at: int
+    read_at: Sequence[int]
     paper: float | None
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A whole, checked recipe; `text` is the file's."""
+    """A whole, checked recipe; `text` is the file's, `lines` are of its keys, `config`'s too."""
 
     path: Path
     text: str
+    lines: Mapping[str, int]
     title: str
     paper: str
     item: str
@@ -138,6 +148,15 @@ class Recipe:
     def cell(self, row: str, column: str) -> Cell:
         """The cell of this row and column."""
         return next(c for c in self.cells if c.row.name == row and c.column.name == column)
+
+    def place(self, cell: Cell, message: str) -> str:
+        """The line of the key that a message `KEY = ...` is about; else the row's and column's."""
+        key = message.partition(" = ")[0]
+        for lines in (cell.row.lines, cell.column.lines, self.lines):
+            if key in lines:
+                return f"line {lines[key]}"
+        found = [str(entry.line) for entry in (cell.row, cell.column) if entry.line]
+        return f"lines {' and '.join(found)}" if len(found) > 1 else f"line {found[0]}"
 
 
 def known_recipes() -> dict[str, Path]:
@@ -188,8 +207,9 @@ class _Parser:
         shown = self.text_of("shows", "table")
         if shown not in shows:
             self.refuse(top.lines["shows"], f"shows = {shown!r}: it is one of {', '.join(shows)}")
-        base = self.keys_of(self.mapping("config"), ())
-        columns = self.entries("columns") or [Entry(("result",), 1, {})]
+        config = self.mapping("config")
+        base = self.keys_of(config, ())
+        columns = self.entries("columns") or [Entry(("result",), 0, {})]
         rows = self.product([*self.axes("rows"), *self.grid()])
         if not rows:
             self.refuse(1, "there is nothing to run: rows or grid is needed")
@@ -203,6 +223,7 @@ class _Parser:
             same = [e for e in (rows if what == "row" else columns) if e.name == entry.name]
             if len(same) > 1:
                 self.refuse(same[1].line, f"two {what}s are called {entry.name!r}")
+        self.read_at = sorted({self.round_of(top), *(e.at for e in [*rows, *columns])} - {0})
         cells = [
             self.cell(base, row, column, c, len(columns))
             for row in rows
@@ -211,6 +232,7 @@ class _Parser:
         return Recipe(
             path=self.path,
             text=self.text,
+            lines={**top.lines, **config.lines},
             title=self.text_of("title", self.path.stem),
             paper=self.text_of("paper", ""),
             item=self.text_of("item", ""),
@@ -324,6 +346,7 @@ class _Parser:
             of=self.curve(body),
             take=self.take(body),
             at=self.round_of(body),
+            lines={**body.lines, **(tune.lines if isinstance(tune, Lines) else {})},
             tune=tune,
             tuned=tuned if isinstance(tuned, list) else [tuned],
             paper=numbers,
@@ -362,7 +385,8 @@ class _Parser:
             for value in values:
                 one = Lines({key: value})
                 one.lines = {key: line}
-                axis.append(Entry((f"{key} = {value}",), line, self.keys_of(one, ())))
+                keys = self.keys_of(one, ())
+                axis.append(Entry((f"{key} = {value}",), line, keys, lines=one.lines))
             axes.append(axis)
         return axes
 
@@ -388,6 +412,7 @@ class _Parser:
             of=b.of or a.of,
             take=b.take or a.take,
             at=b.at or a.at,
+            lines={**a.lines, **b.lines},
             tune={**a.tune, **b.tune},
             tuned=a.tuned or b.tuned,
             paper=a.paper or b.paper,
@@ -426,6 +451,7 @@ class _Parser:
             of=row.of or column.of or self.curve(self.top) or "global.accuracy",
             take=take,
             at=row.at or column.at or self.round_of(self.top),
+            read_at=self.read_at,
             paper=row.paper[c] if row.paper else None,
         )
 

@@ -5,26 +5,38 @@ what became of the claims, and pictures.
 import base64
 import html
 import io
-import json
 import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import t as student
 
 from client_app.setup import client_indices, open_source
 from data.plots import plot_label_distribution
-from experiments.measure import points_of
-from experiments.plan import Options, Result, Run, history_in, make_run, result_of, run_of
+from diagnostics.plots import plot_panels
+from experiments.measure import moving_average, points_of
+from experiments.plan import (
+    Options,
+    Result,
+    Run,
+    history_in,
+    machines_of,
+    read_json,
+    result_of,
+    run_of,
+)
 from experiments.recipe import Cell, Claim, Recipe, parse_recipe
 from protocol.config import resolve_config
 from protocol.files import write_atomically
+from server_app.report import clock
 
 confidence = 0.95
 
@@ -62,6 +74,21 @@ class Section:
         recipe = self.recipe
         return ": ".join(filter(None, [f"{recipe.paper} {recipe.item}".strip(), recipe.title]))
 
+    @property
+    def label(self) -> str:
+        """Scale, changes, and which of the values under tune were tried."""
+        tuned = [cell for cell in self.recipe.cells if len(cell.candidates) > 1]
+        alone = [c for c in tuned if c.paper_candidate and not self.options.full_grid]
+        grid = "the paper's best of what is tuned" if alone else "full grid" if tuned else ""
+        if alone and len(alone) < len(tuned):
+            grid += ", all values where it names none"
+        return ", ".join(filter(None, [self.options.label, grid]))
+
+    @property
+    def is_scaled(self) -> bool:
+        """Not the paper's setting."""
+        return self.options.scale != "paper" or bool(self.options.changes)
+
     def result(self, cell: Cell) -> Result:
         """What came out for this cell."""
         return self.results[cell.row.name, cell.column.name]
@@ -85,9 +112,12 @@ def write_report(output: Path) -> list[Path]:
 
 def section_of(job: Path, output: Path) -> Section:
     """Read a job, and what its runs have left."""
-    about = json.loads(job.read_text())
-    recipe = parse_recipe(about["text"], Path(about["recipe"]))
-    options = Options(about["scale"], about["changes"], about["seeds"], about["full_grid"])
+    about = read_json(job)
+    try:
+        recipe = parse_recipe(about["text"], Path(about["recipe"]))
+        options = Options(about["scale"], about["changes"], about["seeds"], about["full_grid"])
+    except KeyError as error:
+        raise ValueError(f"{job} is damaged: it says no {error}") from error
     results = {}
     if recipe.shows != "labels":
         for cell in recipe.cells:
@@ -107,7 +137,11 @@ def section_of(job: Path, output: Path) -> Section:
 
 
 def verdict_of(claim: Claim, recipe: Recipe, results: Mapping[tuple[str, str], Result]) -> Verdict:
-    """Paired over seeds: held or not where a 95 % t interval of the difference leaves out 0."""
+    """Paired over seeds: held or not where a 95 % t interval of the difference leaves out 0.
+
+    The seed that chose a side's candidate among several is left out: there it is the best of many.
+    A time that is never reached is longer than any other; times of several machines are not judged.
+    """
     is_rows = any(row.name == claim.left for row in recipe.rows)
     left, right = (
         results.get((name, claim.where) if is_rows else (claim.where, name))
@@ -115,18 +149,36 @@ def verdict_of(claim: Claim, recipe: Recipe, results: Mapping[tuple[str, str], R
     )
     if left is None or right is None:
         return Verdict(claim, "not run", "")
-    seeds = sorted(left.by_seed.keys() & right.by_seed.keys())
+    seeds = left.by_seed.keys() & right.by_seed.keys()
     if not seeds:
         return Verdict(claim, "not run", "")
+    if left.cell.take.is_time and len(machines := {*left.machines, *right.machines}) > 1:
+        return Verdict(claim, "not decided", f"different machines: {', '.join(sorted(machines))}")
+    tuned_on = seeds & {left.tuned_on, right.tuned_on}
+    pairs = [(left.by_seed[seed], right.by_seed[seed]) for seed in seeds - tuned_on]
+    said = f"{len(pairs)} seeds" if len(pairs) > 1 else "one seed" if pairs else "no other seed"
+    said += "".join(f"; seed {seed} left out, it chose the tuned value" for seed in tuned_on)
     sign = 1 if claim.above else -1
-    leads = [sign * (left.by_seed[seed] - right.by_seed[seed]) for seed in seeds]
-    mean = statistics.fmean(leads)
-    if len(leads) == 1:
-        return Verdict(claim, "not decided", f"{sign * mean:+.2f}, one seed")
-    deviation = statistics.stdev(leads)
+    leads = [sign * (a - b) if a != b else 0.0 for a, b in pairs]  # both may be infinite
+    if not all(math.isfinite(number) for pair in pairs for number in pair):
+        ours, theirs = (sum(map(math.isfinite, side)) for side in zip(*pairs, strict=True))
+        detail = f"{claim.left} gets there with {ours}, {claim.right} with {theirs} of "
+    else:
+        spread = f" ± {statistics.stdev(leads):.2f}" if len(leads) > 1 else ""
+        detail = f"{sign * statistics.fmean(leads):+.2f}{spread}, " if leads else ""
+    return Verdict(claim, word_of(leads), detail + said)
+
+
+def word_of(leads: Sequence[float]) -> str:
+    """Whether a lead is there, by one number a seed; infinite ones count where all are alike."""
+    if len(leads) < 2:
+        return "not decided"
+    if any(map(math.isinf, leads)):
+        low, high = min(leads), max(leads)
+        return "held" if low == math.inf else "not held" if high == -math.inf else "not decided"
+    mean, deviation = statistics.fmean(leads), statistics.stdev(leads)
     reach = student.ppf((1 + confidence) / 2, len(leads) - 1) * deviation / math.sqrt(len(leads))
-    word = "held" if mean > reach else "not held" if mean < -reach else "not decided"
-    return Verdict(claim, word, f"{sign * mean:+.2f} ± {deviation:.2f}, {len(leads)} seeds")
+    return "held" if mean > reach else "not held" if mean < -reach else "not decided"
 
 
 # --- pictures ---------------------------------------------------------------------------------
@@ -155,7 +207,13 @@ def run_pictures(section: Section, figures: Path, output: Path) -> Iterator[Pict
         curves = {c.row.name: curve_of(c, runs[c.row.name]) for c in cells if runs[c.row.name]}
         path = figures.with_name(f"{figures.name}-{number}.svg")
         plot_curves(curves, column.name, path)
-        yield Picture(f"{column.name}: accuracy over rounds, {section.options.label}", path)
+        averages = {f", moving average {c.take.number:g}" for c in cells if c.take.how == "ema"}
+        words = "".join(sorted(averages))
+        yield Picture(f"{column.name}: accuracy over rounds{words}, {section.label}", path)
+        path = figures.with_name(f"{figures.name}-{number}-measures.png")
+        if plot_measures(runs, column.name, path):
+            words = "mean over clients (lines) and global model (dashes)"
+            yield Picture(f"{column.name}: {words}, {section.label}", path)
         for number_in_column, cell in enumerate(c for c in cells if runs[c.row.name]):
             run, name = runs[cell.row.name][0], f"{cell.row.name}, {column.name}"
             folder = run.finished()
@@ -171,19 +229,56 @@ def run_pictures(section: Section, figures: Path, output: Path) -> Iterator[Pict
 
 
 def curve_of(cell: Cell, runs: Sequence[Run]) -> list[tuple[int, float, float]]:
-    """(round, mean, standard deviation) in percent over the runs, where all were evaluated."""
+    """(round, mean, standard deviation) in percent over the runs, where all were evaluated.
+
+    Of the moving average, where that is what the cell's number is read from.
+    """
     found = []
     for run in runs:
         folder = run.finished()
         assert folder is not None
-        found.append(dict(points_of(history_in(folder), cell.of)))
+        points = points_of(history_in(folder), cell.of)
+        if cell.take.how == "ema":
+            shrunk = run.rounds / run.paper_rounds
+            found.append(dict(moving_average(points, cell.take.number, shrunk)))
+        else:
+            found.append({number: 100 * value for number, value in points})
     rounds = sorted(set.intersection(*(set(points) for points in found)))
     curve = []
     for number in rounds:
-        values = [100 * points[number] for points in found]
+        values = [points[number] for points in found]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         curve.append((number, statistics.fmean(values), spread))
     return curve
+
+
+def plot_measures(runs: Mapping[str, Sequence[Run]], title: str, path: Path) -> bool:
+    """Each measure of features over rounds, its rows on one axis; False if none was measured."""
+    measured: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    for name, each in runs.items():
+        folders = [folder for run in each if (folder := run.finished())]
+        lines = [line for folder in folders for line in history_in(folder)]
+        measured[name] = [(x["round"], x["diagnostics"]) for x in lines if "diagnostics" in x]
+    everything = [numbers for points in measured.values() for _, numbers in points]
+
+    def draw(axes: Axes, measure: str) -> None:
+        for i, (name, points) in enumerate(measured.items()):
+            for kind, style in (("mean", "-"), ("global", "--")):
+                by_round: dict[int, list[float]] = {}
+                for number, numbers in points:  # a seed after the other
+                    value = numbers.get(measure, {}).get(kind)
+                    if value is not None:
+                        by_round.setdefault(number, []).append(value)
+                means = [statistics.fmean(by_round[number]) for number in sorted(by_round)]
+                label = name if kind == "mean" else f"_{name}"  # of lines alone
+                axes.plot(
+                    sorted(by_round), means, style, color=f"C{i}", marker="o", ms=3, label=label
+                )
+        axes.set_xlabel("round")
+
+    path.unlink(missing_ok=True)
+    plot_panels(everything, draw, title, path)
+    return path.exists()
 
 
 def plot_curves(
@@ -213,7 +308,7 @@ def plot_curves(
 def split_pictures(section: Section, figures: Path, output: Path) -> Iterator[Picture]:
     """How the classes lie over the clients, one picture a cell, from the split itself."""
     for number, cell in enumerate(section.recipe.cells):
-        run = make_run(cell.keys, section.options.seeds[0], section.options, output)
+        run = run_of(cell, {}, section.options.seeds[0], section.options, output)
         config = resolve_config(run.keys)
         source = open_source(config)
         counts = [
@@ -237,12 +332,24 @@ def shown(value: float | None, sign: str = "") -> str:
 
 
 def ours(result: Result) -> str:
-    """Mean, standard deviation over seeds, and the value that was best of those tuned."""
-    if result.mean is None:
-        return "not reached" if result.finished else "–"
-    spread = "" if result.deviation is None else f" ± {result.deviation:.2f}"
-    tuned = ", ".join(f"{value:g}" for value in (result.candidate or {}).values())
-    return f"{result.mean:.2f}{spread}" + (f" ({tuned})" if tuned else "")
+    """Mean, standard deviation over seeds, the best of the tuned values, and what is missing."""
+    number = "–"
+    if result.mean is not None:
+        spread = "" if result.deviation is None else f" ± {result.deviation:.2f}"
+        tuned = ", ".join(str(value) for value in (result.candidate or {}).values())
+        number = f"{result.mean:.2f}{spread}" + (f" ({tuned})" if tuned else "")
+    elif result.by_seed:
+        number = "not reached"
+    missing = []
+    if 0 < len(result.reached) < len(result.by_seed):
+        missing.append(f"reached by {len(result.reached)} of {len(result.by_seed)} seeds")
+    if 0 < len(result.by_seed) < result.seeds:
+        missing.append(f"{len(result.by_seed)} of {result.seeds} seeds")
+    if 0 < result.tried < result.candidates:
+        missing.append(f"{result.tried} of {result.candidates} values tried")
+    if result.outdated:
+        missing.append(f"a run has other defaults: {result.outdated}")
+    return "; ".join([number, *missing])
 
 
 def difference(result: Result) -> float | None:
@@ -255,15 +362,33 @@ def summary_of(section: Section) -> str:
     """What the numbers are, in one line."""
     takes = sorted({(c.take.how, c.take.number, c.of) for c in section.recipe.cells})
     said = "; ".join(f"{how}{f' {n:g}' if n else ''} of {of}" for how, n, of in takes)
-    is_scaled = section.options.scale != "paper" or section.options.changes
-    warning = "Scaled down: not the paper's setting. " if is_scaled else ""
-    return f"{warning}{section.options.label}; seeds {list(section.options.seeds)}; {said}"
+    warning = "Scaled down: not the paper's setting. " if section.is_scaled else ""
+    about = f"{warning}{section.label}; seeds {list(section.options.seeds)}; {said}."
+    return " ".join([about, *machines_said(section)])
+
+
+def machines_said(section: Section) -> Iterator[str]:
+    """How many of the runs behind the numbers each machine did, and how long their rounds took."""
+    results = section.results.values()
+    wall: dict[str, list[float]] = {}
+    for folder in {folder for result in results for folder in result.folders}:
+        wall.setdefault(", then ".join(machines_of(folder)), []).append(wall_seconds(folder))
+    for name, each in sorted(wall.items()):
+        times = f"{clock(sum(each))} of rounds, the longest {clock(max(each))}"
+        yield f"{len(each)} runs on {name}: {times}."
+    if len({name for r in results if r.cell.take.is_time for name in r.machines}) > 1:
+        yield "The seconds are of different machines: do not compare them."
+
+
+def wall_seconds(folder: Path) -> float:
+    """What all rounds of a run took, by the clock on the wall."""
+    return math.fsum(s for line in history_in(folder) for s in line["seconds"].values())
 
 
 def html_page(sections: Sequence[Section]) -> str:
     """The whole page, with its style, its script and its pictures in it."""
     contents = "".join(
-        f'<li><a href="#s{i}">{html.escape(s.title)}</a> ({html.escape(s.options.label)})</li>'
+        f'<li><a href="#s{i}">{html.escape(s.title)}</a> ({html.escape(s.label)})</li>'
         for i, s in enumerate(sections)
     )
     body = "".join(html_section(section, f"s{i}") for i, section in enumerate(sections))
@@ -279,7 +404,7 @@ def html_page(sections: Sequence[Section]) -> str:
 
 def html_section(section: Section, anchor: str) -> str:
     """One recipe: what it is, its table, its claims, its pictures."""
-    scaled = " class=scaled" if section.options.label != "scale paper, full grid" else ""
+    scaled = " class=scaled" if section.is_scaled else ""
     parts = [
         f"<section id={anchor}><h2>{html.escape(section.title)}</h2>",
         f"<p{scaled}>{html.escape(summary_of(section))}</p>",
@@ -293,7 +418,8 @@ def html_section(section: Section, anchor: str) -> str:
         for v in section.verdicts:
             kind = v.word.replace(" ", "-")
             parts.append(
-                f"<tr><td>{html.escape(v.claim.text)}<td class={kind}>{v.word}<td>{v.detail}</tr>"
+                f"<tr><td>{html.escape(v.claim.text)}<td class={kind}>{v.word}"
+                f"<td>{html.escape(v.detail)}</tr>"
             )
         parts.append("</table>")
     for picture in section.pictures:
@@ -324,7 +450,7 @@ def html_table(section: Section) -> str:
                 (result.mean, ours(result)),
                 (apart, shown(apart, "+")),
             ):
-                cells.append(f"<td data-v='{'' if value is None else value}'>{text}")
+                cells.append(f"<td data-v='{'' if value is None else value}'>{html.escape(text)}")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return (
         f"<div class=wide><table class=sortable><thead><tr><th>{heads}</tr><tr>{sorts}</tr></thead>"

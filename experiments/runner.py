@@ -7,6 +7,7 @@ named at the end; one runner at a time works on an output folder.
 
 import contextlib
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -36,7 +37,7 @@ from client_app.method import LocalObjective
 from client_app.methods import method_of
 from client_app.setup import client_indices, model_for, open_source
 from experiments.measure import points_of
-from experiments.plan import Options, Run, due, history_in, make_run
+from experiments.plan import Options, Run, due, history_in, last_read, read_json, run_of
 from experiments.recipe import Cell, Recipe
 from protocol.config import RunConfig, app_folder, resolve_config
 from protocol.files import write_atomically
@@ -59,18 +60,31 @@ def check_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options, output
     Checks every config, its data (read, and downloaded, once), its split and its network.
     """
     refuse_overriding(cells, options.changes)
-    checked: set[str] = set()
+    checked: set[object] = set()
+
+    def is_new(what: object) -> bool:
+        was = what in checked
+        checked.add(what)
+        return not was
+
     for cell in cells:
         for candidate in cell.candidates:
             try:
-                keys = {**cell.keys, **candidate}
-                run = make_run(keys, options.seeds[0], options, output)
-                if run.name not in checked:
-                    checked.add(run.name)
-                    check_run(cell, resolve_config(run.keys), recipe.shows == "labels")
+                runs = [run_of(cell, candidate, seed, options, output) for seed in options.seeds]
+                configs = [resolve_config(run.keys) for run in runs]
+                if is_new(runs[0].name):
+                    check_config(configs[0])
+                for config in configs:  # a seed's split may not come out where another's does
+                    clients = config.rounds.num_clients
+                    if is_new((config.data, clients, config.rounds.seed)):
+                        client_indices(config, 0, clients)
+                if recipe.shows != "labels":
+                    check_reading(cell, runs[0], configs[0])
+                    if is_new((runs[0].name, "network")):
+                        check_network(configs[0])
             except (ValueError, OSError) as error:
                 raise ValueError(
-                    f"{recipe.path}, lines {cell.row.line} and {cell.column.line} "
+                    f"{recipe.path}, {recipe.place(cell, str(error))} "
                     f"({cell.row.name}; {cell.column.name}): {error}"
                 ) from error
 
@@ -89,25 +103,34 @@ def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue])
             )
 
 
-def check_run(cell: Cell, config: RunConfig, is_split_alone: bool) -> None:
-    """ValueError or OSError, one line, where this config cannot be run."""
-    check_config(config)
-    source = open_source(config)
-    client_indices(config, 0, config.rounds.num_clients)
-    if is_split_alone:
-        return
+def check_network(config: RunConfig) -> None:
+    """ValueError where the method reads of the network what it does not have."""
     method = method_of(config)
     if isinstance(method, LocalObjective):
-        method.taps(model_for(config, source))
-    if not cell.take.is_time or cell.take.how == "seconds to":
-        whom = evaluates_clients(config, method)
-        has_curve = {
-            "global.accuracy": method.has_global_model and config.rounds.evaluate_global,
-            "local_global.mean": method.has_global_model and whom != "none",
-            "personal.mean": method.is_personal and whom != "none",
-        }
-        if not has_curve[cell.of]:
-            raise ValueError(f"of = {cell.of!r}: {config.rounds.method} does not record it here")
+        method.taps(model_for(config, open_source(config)))
+
+
+def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
+    """ValueError, one line, where the cell's number could not be read from this run."""
+    if cell.at > run.paper_rounds:
+        raise ValueError(f"at = {cell.at}: there are {run.paper_rounds} rounds")
+    if cell.take.how == "seconds a round":
+        return
+    last, every = last_read(cell, run), config.rounds.evaluate_every
+    if last % every and last < run.rounds:
+        raise ValueError(
+            f"at = {cell.at}: here that is round {last} of {run.rounds}, which "
+            f"evaluate-every = {every} leaves out"
+        )
+    method = method_of(config)
+    whom = evaluates_clients(config, method)
+    has_curve = {
+        "global.accuracy": method.has_global_model and config.rounds.evaluate_global,
+        "local_global.mean": method.has_global_model and whom != "none",
+        "personal.mean": method.is_personal and whom != "none",
+    }
+    if not has_curve[cell.of]:
+        raise ValueError(f"of = {cell.of!r}: {config.rounds.method} does not record it here")
 
 
 @contextlib.contextmanager
@@ -125,30 +148,46 @@ def locked(output: Path) -> Iterator[TextIO]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            pids = ", ".join(map(str, holders(output / ".lock"))) or "unknown"
             raise ValueError(
-                f"--output {output} is in use by another runner, or by runs that one left behind"
+                f"--output {output} is in use by another runner, or by runs that one left behind: "
+                f"process {pids}"
             ) from error
         yield file
 
 
-def save_job(recipe: Recipe, options: Options, output: Path) -> None:
-    """Note what was run, for the report; seeds of an earlier call with the same options stay."""
-    slug = "".join(c if c.isalnum() else "-" for c in options.label)
-    path = output / "jobs" / f"{recipe.name}--{slug}.json"
-    path.parent.mkdir(exist_ok=True)
-    seeds = list(options.seeds)
-    if path.exists():
-        earlier = json.loads(path.read_text())["seeds"]
-        seeds = earlier + [seed for seed in seeds if seed not in earlier]
-    job = {
-        "recipe": str(recipe.path),
-        "text": recipe.text,
+def holders(path: Path) -> list[int]:
+    """Ids of the other processes that have this file open, as far as we may look."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if link.readlink() == path.resolve():
+                found.add(int(link.parts[2]))
+    return sorted(found - {os.getpid()})
+
+
+def save_job(recipe: Recipe, options: Options, output: Path) -> list[int]:
+    """Note what was run, for the report; returns its seeds, those of earlier calls first.
+
+    A call with the same file and options is of the same job: the seed it was tuned on stays.
+    """
+    same: dict[str, object] = {
+        "recipe": str(recipe.path.absolute()),
         "scale": options.scale,
         "changes": dict(options.changes),
-        "seeds": seeds,
         "full_grid": options.full_grid,
     }
+    folder = output / "jobs"
+    folder.mkdir(exist_ok=True)
+    slug = "".join(c if c.isalnum() else "-" for c in f"{recipe.name}--{options.label}")
+    names = itertools.chain([slug], (f"{slug}-{number}" for number in itertools.count(2)))
+    free = next(path for name in names if not (path := folder / f"{name}.json").exists())
+    jobs = sorted(folder.glob("*.json"))
+    path = next((path for path in jobs if same.items() <= read_json(path).items()), free)
+    seeds = list(dict.fromkeys([*read_json(path).get("seeds", []), *options.seeds]))
+    job = {**same, "text": recipe.text, "seeds": seeds}
     write_atomically(path, json.dumps(job, indent=2).encode())
+    return seeds
 
 
 # --- the runs ---------------------------------------------------------------------------------
@@ -163,22 +202,21 @@ class Started:
     slot: int
     task: TaskID
     log_path: Path
-    history: Path | None = None
-    size: int = 0
+    log_start: int  # where this attempt's part of the log begins, in bytes
+    seen: tuple[Path, int] | None = None  # the history of the newest attempt, and its size
     rounds: int = 0
 
     def new_rounds(self) -> int:
-        """Rounds that were finished since the last call."""
-        if self.history is None:
-            found = self.run.attempts()
-            self.history = found[-1] / "history.jsonl" if found else None
-        if self.history is None or not self.history.exists():
+        """Rounds finished since the last call; fewer than 0 when an attempt begins anew."""
+        attempts = self.run.attempts()
+        if not attempts:
             return 0
-        size = self.history.stat().st_size
-        if size == self.size:
+        history = attempts[-1] / "history.jsonl"
+        size = history.stat().st_size if history.exists() else 0
+        if self.seen == (history, size):
             return 0
-        self.size = size
-        done = self.history.read_bytes().count(b"\n")
+        self.seen = history, size
+        done = history.read_bytes().count(b"\n") if size else 0
         new, self.rounds = done - self.rounds, done
         return new
 
@@ -191,10 +229,11 @@ def gpu_slots() -> list[str]:
 
 
 def command_of(run: Run) -> list[str]:
-    """The command line that starts the run, or goes on with its newest attempt."""
+    """The command line that starts the run, or goes on with its newest attempt at it."""
     keys: Mapping[str, OptionValue] = {**run.keys, "output-dir": str(run.folder)}
     for folder in reversed(run.attempts()):
-        if any((folder / "checkpoints").glob("round-*.safetensors")):
+        has_rounds = any((folder / "checkpoints").glob("round-*.safetensors"))
+        if has_rounds and not run.other_defaults(folder):
             keys = {"resume": str(folder)}
             break
     words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]  # JSON values are TOML
@@ -210,6 +249,7 @@ def start(run: Run, slot: int, gpus: Sequence[str], lock: TextIO, task: TaskID) 
         env["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
     log_path = run.folder / "log.txt"
     with log_path.open("ab") as output:
+        log_start = output.tell()
         process = subprocess.Popen(
             command_of(run),
             cwd=app_folder,
@@ -220,12 +260,17 @@ def start(run: Run, slot: int, gpus: Sequence[str], lock: TextIO, task: TaskID) 
             start_new_session=True,
             pass_fds=[lock.fileno()],
         )
-    return Started(run, process, slot, task, log_path)
+    return Started(run, process, slot, task, log_path, log_start)
 
 
-def last_error(path: Path) -> str:
-    """The last line of a run's log that says something."""
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+def why_failed(started: Started) -> str:
+    """The signal that ended a run, or the last line of its log that says something."""
+    code = started.process.returncode
+    if code < 0:
+        reason = ", as by a lack of memory" if code == -signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{reason}"
+    log_text = started.log_path.read_bytes()[started.log_start :].decode(errors="replace")
+    lines = [line for line in log_text.splitlines() if line.strip()]
     return lines[-1][-shown_error:] if lines else "it wrote nothing"
 
 
@@ -260,7 +305,7 @@ def run_recipe(
     failed: dict[str, str] = {}
     with locked(output) as lock, progress_bars(console) as progress:
         check_recipe(recipe, cells, options, output)
-        save_job(recipe, options, output)
+        options = replace(options, tuned_on=save_job(recipe, options, output)[0])
         running: list[Started] = []
         total = progress.add_task(f"{recipe.name}, {options.label}", total=None)
         try:
@@ -271,6 +316,11 @@ def run_recipe(
                 console.print(f"{len(skipped)} runs are finished already")
             while True:
                 runs = list(due(recipe, cells, options, output, failed))
+                if odd := {
+                    r.name: r.outdated() for r in runs if r.name not in failed and r.outdated()
+                }:
+                    failed |= {n: f"{why}: choose another --output" for n, why in odd.items()}
+                    continue
                 progress.update(total, total=sum(r.rounds for r in runs if r.name not in skipped))
                 started = {each.run.name for each in running}
                 waiting = [
@@ -288,7 +338,7 @@ def run_recipe(
                     if each.run.finished():
                         console.print(f"{each.run.name}: {outcome(each.run)}")
                     else:
-                        failed[each.run.name] = last_error(each.log_path)
+                        failed[each.run.name] = why_failed(each)
                         reason = escape(failed[each.run.name])
                         console.print(f"[red]failed[/] {each.run.name}: {reason}")
         finally:

@@ -1,6 +1,7 @@
 """How a recipe is shrunk to the time there is: one stated rule, the same for every run of it."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from protocol.config import resolve_config
@@ -33,27 +34,42 @@ SCALES = {
 }
 
 
-def scaled(keys: Keys, scale: Scale) -> dict[str, OptionValue]:
+def scaled(keys: Keys, scale: Scale, read_at: Sequence[int] = ()) -> dict[str, OptionValue]:
     """The keys that shrink a run of these keys; none at the paper's scale.
+
+    read_at: rounds of the paper's that have to be evaluated.
 
     Rounds, data and epochs times their factor, but never below 5 rounds and 2 epochs (or the
     paper's own, where that is less). The batch size goes with the data, down to 16, so that an
     epoch keeps its number of steps, and so does `min-samples`; where `batches-per-epoch` rules
     instead, that goes with the data, down to 1, and batches keep their size: of 1 to 3 samples,
-    losses that compare samples would say nothing. 20 evaluations are made.
+    losses that compare samples would say nothing. 20 evaluations are made, or so many more that
+    `read_at`, which shrinks with the rounds, is among them. Diagnostics shrink their distance too.
     """
     if scale.name == "paper":
         return {}
     config = resolve_config(keys)
     rounds, epochs = config.rounds.num_rounds, config.train.local_epochs
     num_rounds = max(min(rounds, smallest_rounds), round(rounds * scale.rounds))
+    read = [round_read(at, rounds, num_rounds) for at in read_at if at < rounds]
+    common = math.gcd(*read)  # 0, which all numbers divide, where there is none
+    rarest = max(1, num_rounds // scaled_evaluations)
+    watched: dict[str, OptionValue] = {}
+    if config.rounds.diagnostics:
+        every = round(config.rounds.diagnostics_every * num_rounds / rounds)
+        watched["diagnostics-every"] = max(1, every)
     batch, batches = config.train.batch_size, config.train.batches_per_epoch
-    return {
+    return watched | {
         "num-rounds": num_rounds,
         "local-epochs": max(min(epochs, smallest_epochs), round(epochs * scale.epochs)),
         "data-fraction": config.data.data_fraction * scale.data,
         "batch-size": max(min(batch, smallest_batch), round(batch * scale.data)),
         "batches-per-epoch": max(1, round(batches * scale.data)) if batches else 0,
         "min-samples": max(1, round(config.data.min_samples * scale.data)),
-        "evaluate-every": max(1, num_rounds // scaled_evaluations),
+        "evaluate-every": next(n for n in range(rarest, 0, -1) if common % n == 0),
     }
+
+
+def round_read(at: int, paper_rounds: int, rounds: int) -> int:
+    """The round of a shrunk run that stands for the paper's round `at`."""
+    return max(1, round(at * rounds / paper_rounds))

@@ -2,16 +2,21 @@
 
 import hashlib
 import json
+import re
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
 
+import server_app.bundle
 from client_app.setup import client_indices, open_source
 from data.partitions import partition_indices, stratified_share
+from experiments.plan import machines_of
 from experiments.verify import checks, round_check
-from protocol.config import resolve_config
+from protocol.config import keel_version, resolve_config
 from protocol.seeds import seed_of
-from server_app.bundle import read_bundle
+from server_app.bundle import begin_bundle, commit, read_bundle
 
 keys = {"source": "digits", "model": "cnn-fedreco", "num-clients": 4}
 
@@ -117,3 +122,42 @@ def test_other_bits_without_an_accuracy_to_compare_are_not_called_right():
     check = round_check(line, line, bundle, again, same_place=False)
     assert not check.is_right
     assert "no accuracy to compare" in check.found
+
+
+# --- where it was run ---------------------------------------------------------------------------
+
+
+def test_a_bundle_names_keel_and_every_machine_that_worked_on_the_run(run, monkeypatch):
+    folder = run({"num-rounds": 1})
+    bundle = read_bundle(folder)
+    assert bundle["versions"]["keel"].startswith(keel_version())
+    assert machines_of(folder) == bundle["machines"]
+    (here,) = bundle["machines"]
+    assert here.startswith("cpu: ")
+    # resumed elsewhere: round 1 keeps the versions that its digest is of
+    monkeypatch.setattr(server_app.bundle, "machine", lambda device: "cuda: another")
+    monkeypatch.setattr(server_app.bundle, "versions", lambda: {"torch": "another"})
+    begin_bundle(folder, resolve_config(keys), [])
+    assert machines_of(folder) == [here, "cuda: another"]
+    assert read_bundle(folder)["versions"] == bundle["versions"]
+
+
+def test_the_commit_is_keels_own_or_none(tmp_path, monkeypatch):
+    if not shutil.which("git"):
+        pytest.skip("no git on PATH")
+    monkeypatch.setattr(server_app.bundle, "app_folder", tmp_path)
+    commit.cache_clear()
+    assert commit() == ""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    commit.cache_clear()
+    assert re.fullmatch("[0-9a-f]{12}", commit())
+    commit.cache_clear()
+
+
+def test_a_bundle_of_before_says_its_kind_of_processor(tmp_path):
+    for gpu, expected in (("none", "cpu: x86_64 AVX2"), ("some GPU", "cuda: some GPU")):
+        versions = {"cpu": "x86_64 AVX2", "gpu": gpu}
+        (tmp_path / "bundle.json").write_text(json.dumps({"versions": versions}))
+        assert machines_of(tmp_path) == [expected]

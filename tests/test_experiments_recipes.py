@@ -1,15 +1,21 @@
 """Recipes: all there, all runnable, the papers' numbers as printed; bad ones refused by line."""
 
+import math
 import os
 import re
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from data.partitions import partition_indices, stratified_share
+from experiments import runner
 from experiments.measure import measure, parse_take
-from experiments.plan import Options, chosen, make_run
+from experiments.plan import Options, chosen, last_read, make_run, run_of
 from experiments.recipe import Recipe, known_recipes, load_recipe, parse_recipe
-from experiments.runner import check_recipe, refuse_overriding
+from experiments.runner import check_reading, check_recipe, refuse_overriding
 from experiments.scale import SCALES, scaled
 from protocol.config import resolve_config
 from server_app.federation import check_config
@@ -217,23 +223,55 @@ def test_a_bad_recipe_is_refused_with_its_line(old, new, line, words):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "where", "words"),
     [
-        ("method: fedprox", "method: fedprox, fedprox.mu: -1", "fedprox.mu = -1"),
-        ("method: fedprox", "method: fedpox", "did you mean fedprox?"),
-        ("source: digits", "source: 'npz:/nowhere/x.npz'", "/nowhere/x.npz does not exist"),
-        ("num-clients: 4", "num-clients: 2000", "from 1 to 1438"),
-        ("num-clients: 4", "lr: 0.1", "num-clients = 0"),
-        ("method: fedprox", "method: fedcka, fedcka.num-layers: 9", "num-layers = 9"),
-        ("method: fedprox", "method: fedprox, of: personal.mean", "does not record it"),
+        ("method: fedprox", "method: fedprox, fedprox.mu: -1", "line 9", "fedprox.mu = -1"),
+        ("method: fedprox", "method: fedpox", "line 9", "did you mean fedprox?"),
+        ("source: digits", "source: 'npz:/nowhere/x.npz'", "line 3", "x.npz does not exist"),
+        ("alpha: 0.5", "alpha: -1", "line 5", "alpha = -1"),
+        ("num-clients: 4", "num-clients: 2000", "line 3", "from 1 to 1438"),
+        ("num-clients: 4", "lr: 0.1", "lines 8 and 5", "num-clients = 0"),
+        ("two: {", "two: {tune: {fedprox.mu: [1, -2]}, ", "line 9", "fedprox.mu = -2"),
+        ("method: fedprox", "method: fedcka, fedcka.num-layers: 9", "line 9", "num-layers = 9"),
+        ("method: fedprox", "method: fedprox, of: personal.mean", "line 9", "does not record it"),
+        ("alpha: 5.0", "alpha: 5.0, at: 6", "line 6", "at = 6: there are 5 rounds"),
+        ("title: x", "at: 3", "line 1", "round 3 of 5, which evaluate-every = 2 leaves out"),
     ],
 )
-def test_runs_that_could_not_start_are_refused_before_the_first(old, new, words, tmp_path):
+def test_runs_that_could_not_start_are_refused_before_the_first(old, new, where, words, tmp_path):
     recipe = parse_recipe(good.replace(old, new, 1), Path("r.yaml"))
-    with pytest.raises(ValueError, match=r"r\.yaml, lines \d+ and \d+ \(") as refused:
-        check_recipe(recipe, recipe.cells, PAPER, tmp_path)
+    every = {"evaluate-every": 2} if "at: 3" in new else {}
+    with pytest.raises(ValueError) as refused:
+        check_recipe(recipe, recipe.cells, replace(PAPER, changes=every), tmp_path)
+    assert str(refused.value).startswith(f"r.yaml, {where} (")
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_key_of_a_product_is_refused_with_its_own_line(tmp_path):
+    product = "  - {a: {alpha: 0.5}, b: {alpha: -5.0}}\n  - {c: {lr: 0.1}}\n"
+    text = good.replace("  a: {alpha: 0.5}\n  b: {alpha: 5.0}\n", product).partition("claims")[0]
+    recipe = parse_recipe(text, Path("r.yaml"))
+    with pytest.raises(ValueError, match=r"r\.yaml, line 5 \(one; b, c\): alpha = -5"):
+        check_recipe(recipe, recipe.cells, PAPER, tmp_path)
+
+
+def test_every_seeds_split_is_tried_before_the_first_run(tmp_path, monkeypatch):
+    recipe = parse_recipe(good, Path("r.yaml"))
+    tried = []
+
+    def split(config, partition, num_clients):
+        tried.append((config.data.alpha, config.rounds.seed))
+        if config.rounds.seed == 2:
+            raise ValueError("a client has too few samples")
+
+    monkeypatch.setattr(runner, "client_indices", split)
+    with pytest.raises(ValueError, match="too few samples"):
+        check_recipe(recipe, recipe.cells, replace(PAPER, seeds=[0, 1, 2]), tmp_path)
+    assert tried == [(0.5, 0), (0.5, 1), (0.5, 2)]
+    tried.clear()
+    check_recipe(recipe, recipe.cells, replace(PAPER, seeds=[0, 1]), tmp_path)
+    assert tried == [(0.5, 0), (0.5, 1), (5.0, 0), (5.0, 1)]  # rows share their splits
 
 
 def test_a_name_under_only_is_a_row_a_column_or_a_part_of_one():
@@ -272,6 +310,56 @@ def test_scales_shrink_by_their_stated_factors():
 def test_where_the_number_of_batches_rules_it_shrinks_and_their_size_does_not():
     keys = {"preset": "fedrcl-table1-cifar10"}  # 10 batches an epoch
     assert [scaled(keys, SCALES[s])["batches-per-epoch"] for s in ("hour", "minutes")] == [2, 1]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_round_that_a_cell_is_read_at_is_evaluated(scale, tmp_path):
+    options = Options(scale, {}, [0], full_grid=False)
+    for name in ("fedintr-table-4", "fedrcl-table-1", "fedrcl-table-2"):
+        for cell in load_recipe(name).cells:
+            run = run_of(cell, {}, 0, options, tmp_path)
+            check_reading(cell, run, resolve_config(run.keys))
+            expected = cell.at * run.rounds / run.paper_rounds
+            assert abs(last_read(cell, run) - expected) <= 0.5, cell.column.name
+
+
+def test_what_the_notes_say_of_shards_at_minutes_is_so(tmp_path):
+    recipe = load_recipe("fedrcl-table-a")
+    options = Options("minutes", {}, [0], full_grid=True)
+    labels = np.repeat(np.arange(100), 500)  # CIFAR-100's
+    for gamma, fits in ((20, True), (50, False)):
+        keys = recipe.cell("FedRCL", f"CIFAR-100, gamma {gamma}, 1000R").keys
+        config = resolve_config(make_run(keys, 0, options, tmp_path).keys)
+        share = labels[stratified_share(labels, config.data.data_fraction, 0)]
+        with nullcontext() if fits else pytest.raises(ValueError, match="shards-per-client"):
+            partition_indices(
+                config.data.partition,
+                share,
+                config.rounds.num_clients,
+                alpha=config.data.alpha,
+                classes_per_client=config.data.classes_per_client,
+                shards_per_client=config.data.shards_per_client,
+                min_size=config.data.min_samples,
+                seed=0,
+            )
+
+
+def test_recipes_with_claims_have_the_seeds_to_judge_them():
+    for recipe in map(load_recipe, known_recipes()):
+        assert not recipe.claims or len(recipe.seeds) >= 3, recipe.name
+
+
+def test_no_more_rounds_are_evaluated_than_have_to_be():
+    keys = {"num-rounds": 1150, "num-clients": 4}  # 230 rounds: each 11th, and the last anyway
+    read_at = {(): 11, (1150,): 11, (500,): 10, (500, 1150): 10, (30, 500): 2}
+    for read, every in read_at.items():
+        assert scaled(keys, SCALES["hour"], read)["evaluate-every"] == every
+
+
+def test_diagnostics_stay_as_many_in_a_shrunk_run():
+    keys = {"num-rounds": 1000, "num-clients": 4, "diagnostics": "vci", "diagnostics-every": 50}
+    assert scaled(keys, SCALES["hour"])["diagnostics-every"] == 10
+    assert "diagnostics-every" not in scaled({**keys, "diagnostics": ""}, SCALES["hour"])
 
 
 @pytest.mark.parametrize(
@@ -329,7 +417,7 @@ history = [
         ("ema 0.5", 3, 1.0, 22.5),  # ((0.5 * 10 + 0.5 * 40) + 20) / 2
         ("ema 0.25", 3, 0.5, 21.1328125),  # two of the paper's rounds each: 0.0625 is kept
         ("seconds to 40", 5, 1.0, 30.0),
-        ("seconds to 90", 5, 1.0, None),
+        ("seconds to 90", 5, 1.0, math.inf),
         ("seconds a round", 5, 1.0, 30.0),
         ("final", 6, 1.0, None),  # not there yet
     ],
@@ -337,3 +425,15 @@ history = [
 def test_measures_of_a_history(take, at, shrunk, expected):
     found = measure(history, "global.accuracy", parse_take(take), at, shrunk)
     assert found == (expected if expected is None else pytest.approx(expected))
+
+
+def test_a_moving_average_is_the_same_of_a_shrunk_run_and_of_rarer_evaluations():
+    """An accuracy that rises evenly from 0 to 100: the average lags by 9 of the paper's rounds."""
+    found = []
+    for rounds, every in ((1000, 1), (1000, 10), (200, 10), (50, 25)):
+        evaluated = range(every, rounds + 1, every)
+        curve = [{"round": r, "global": {"accuracy": r / rounds}} for r in evaluated]
+        shrunk = rounds / 1000
+        found.append(measure(curve, "global.accuracy", parse_take("ema 0.9"), rounds, shrunk))
+    assert found[0] == pytest.approx(99.1)
+    assert found[1:] == pytest.approx([100] * 3, abs=0.6)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -15,12 +16,13 @@ from typing import Any
 
 import pytest
 from conftest import final_model, history_of, same_bits
+from matplotlib.figure import Figure
 
 from experiments import __main__ as command_line
-from experiments import runner
-from experiments.plan import Options, Result, due, run_of, winner
+from experiments import report, runner
+from experiments.plan import Options, Result, Run, due, run_of, winner
 from experiments.recipe import Claim, Recipe, load_recipe, parse_recipe
-from experiments.report import verdict_of, write_report
+from experiments.report import curve_of, verdict_of, write_report
 from experiments.verify import checks
 from server_app.inline import run_inline
 
@@ -129,6 +131,7 @@ def interrupted(tmp_path: Path) -> Iterator[Callable[[], tuple[int, str, int]]]:
         for pid in runs:
             os.kill(pid, signal.SIGSTOP)  # or it would be over before the interrupt
         assert main(*words) == 1  # a second runner on the same folder
+        assert set(runner.holders(tmp_path / "out" / ".lock")) == {process.pid, *runs}
         process.send_signal(signal.SIGINT)
         for pid in runs:
             os.kill(pid, signal.SIGCONT)
@@ -162,7 +165,8 @@ def processes_with(word: str) -> list[int]:
 def test_an_interrupted_runner_goes_on_bit_for_bit(interrupted, tmp_path, capsys):
     code, said, rounds = interrupted()
     assert (code, "stopped" in said) == (130, True), said
-    assert "in use by another runner" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert re.search(r"in use by another runner, .*: process \d+, \d+$", refused.strip())
     assert 2 <= rounds < 20, "it was over before it was interrupted"
     assert processes_with(str(tmp_path / "out")) == []
     (cut,) = folders(tmp_path / "out")
@@ -179,6 +183,27 @@ def test_an_interrupted_runner_goes_on_bit_for_bit(interrupted, tmp_path, capsys
     given = json.loads((cut / "config.json").read_text())["given"]
     whole = run_inline({**given, "output-dir": str(tmp_path / "whole")}, 4)
     assert same_bits(final_model(cut), final_model(whole))
+
+
+def test_runs_that_a_killed_runner_left_behind_keep_the_folder_until_they_end(
+    tmp_path, monkeypatch
+):
+    recipe = load_recipe(str(sweep))
+    run = next(due(recipe, recipe.cells, options(), tmp_path, ()))
+    monkeypatch.setattr(runner, "command_of", lambda run: ["sleep", "600"])
+    with runner.locked(tmp_path) as lock:
+        left = runner.start(run, 0, [], lock, runner.TaskID(0)).process
+    try:  # the runner's own hold is gone
+        with (
+            pytest.raises(ValueError, match=f"left behind: process {left.pid}$"),
+            runner.locked(tmp_path),
+        ):
+            pass
+    finally:
+        left.kill()
+        left.wait()
+    with runner.locked(tmp_path):
+        assert runner.holders(tmp_path / ".lock") == []
 
 
 def test_each_run_has_one_gpu_in_turn_and_one_thread(tmp_path, monkeypatch):
@@ -225,17 +250,24 @@ def options(**changed: Any) -> Options:
     return Options(**{"scale": "paper", "changes": {}, "seeds": [0], "full_grid": True, **changed})
 
 
+def fake_run(run: Run, accuracy: float, name: str = "attempt", cpu_seconds: float = 1.0) -> Path:
+    """Leave the folder of a finished run that had this accuracy after its last round."""
+    folder = run.folder / name
+    folder.mkdir(parents=True)
+    config = {"config": dict(runner.resolve_config(run.keys).flat)}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "summary.json").write_text('{"status": "finished"}')
+    times = {"client_seconds": 60.0, "client_cpu_seconds": cpu_seconds, "seconds": {"all": 90.0}}
+    line = {"round": run.rounds, "global": {"accuracy": accuracy}, **times}
+    (folder / "history.jsonl").write_text(json.dumps(line) + "\n")
+    return folder
+
+
 def fake_runs(recipe: Recipe, output: Path, how: Options, results: dict[float, float]) -> None:
-    """Leave for seed 0 and each mu the folder of a finished run with that accuracy."""
+    """Such a run of the first seed for each mu."""
     for mu, accuracy in results.items():
-        run = run_of(recipe.cells[0], {"fedprox.mu": mu}, 0, how, output)
-        folder = run.folder / "attempt"
-        folder.mkdir(parents=True)
-        config = {"config": dict(runner.resolve_config(run.keys).flat)}
-        (folder / "config.json").write_text(json.dumps(config))
-        (folder / "summary.json").write_text('{"status": "finished"}')
-        line = {"round": run.rounds, "global": {"accuracy": accuracy}, "client_seconds": 1.0}
-        (folder / "history.jsonl").write_text(json.dumps(line) + "\n")
+        run = run_of(recipe.cells[0], {"fedprox.mu": mu}, how.seeds[0], how, output)
+        fake_run(run, accuracy)
 
 
 def test_the_best_of_the_first_seed_is_run_with_the_others(tmp_path):
@@ -254,14 +286,128 @@ def test_the_best_of_the_first_seed_is_run_with_the_others(tmp_path):
     assert [r.keys["fedprox.mu"] for r in only] == [1]
 
 
-def test_results_of_other_defaults_are_refused(tmp_path):
-    recipe, how = parse_recipe(tuned, Path("t.yaml")), options()
-    fake_runs(recipe, tmp_path, how, {0.1: 0.5})
-    run = run_of(recipe.cells[0], {"fedprox.mu": 0.1}, 0, how, tmp_path)
-    path = run.folder / "attempt" / "config.json"
+def make_odd(folder: Path) -> None:
+    """As if momentum had had another default when this was run."""
+    path = folder / "config.json"
     path.write_text(path.read_text().replace('"momentum": 0.9', '"momentum": 0.8'))
-    with pytest.raises(ValueError, match=r"momentum = 0\.8, by today's defaults it is 0\.9"):
-        run.finished()
+
+
+two_rows = """\
+config: {source: digits, num-clients: 4, model: cnn-fedreco, num-rounds: 2}
+rows:
+  FedAvg: {method: fedavg}
+  FedProx: {method: fedprox}
+"""
+
+
+def test_a_run_of_other_defaults_fails_alone_and_the_report_says_so(tmp_path, monkeypatch):
+    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
+    odd, other = due(recipe, recipe.cells, how, tmp_path, ())
+    make_odd(fake_run(odd, 0.5))
+    fake_run(other, 0.25)
+    assert odd.finished() is None
+    said = "momentum = 0.8, today 0.9"
+    monkeypatch.setattr(runner, "start", lambda *_: pytest.fail("started"))
+    failed = runner.run_recipe(recipe, recipe.cells, how, tmp_path)
+    assert failed == {odd.name: f"{said}: choose another --output"}
+    _, text = write_report(tmp_path)
+    assert f"| FedAvg | –; a run has other defaults: {said} |" in text.read_text()
+    assert "| FedProx | 25.00 |" in text.read_text()
+
+
+def test_what_was_tuned_goes_on_without_a_value_of_other_defaults(tmp_path, monkeypatch):
+    recipe, how = parse_recipe(tuned, Path("t.yaml")), options(seeds=[0, 1])
+    fake_runs(recipe, tmp_path, how, {0.1: 0.5, 1: 0.9, 10: 0.7})
+    best, *_ = [r for r in due(recipe, recipe.cells, how, tmp_path, ()) if r.keys["seed"] == 1]
+    assert best.keys["fedprox.mu"] == 1
+    make_odd(run_of(recipe.cells[0], {"fedprox.mu": 1}, 0, how, tmp_path).folder / "attempt")
+    fake_run(run_of(recipe.cells[0], {"fedprox.mu": 10}, 1, how, tmp_path), 0.8)
+    monkeypatch.setattr(runner, "start", lambda *_: pytest.fail("started"))
+    assert len(runner.run_recipe(recipe, recipe.cells, how, tmp_path)) == 1
+
+
+def test_a_cut_run_of_other_defaults_is_begun_anew(tmp_path):
+    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
+    run = next(due(recipe, recipe.cells, how, tmp_path, ()))
+    cut = fake_run(run, 0.5)
+    (cut / "summary.json").unlink()
+    (cut / "checkpoints").mkdir()
+    (cut / "checkpoints" / "round-00001-x.safetensors").touch()
+    assert f'resume="{cut}"' in runner.command_of(run)
+    make_odd(cut)
+    assert f'output-dir="{run.folder}"' in runner.command_of(run)
+
+
+def test_progress_is_of_the_attempt_that_began_anew(tmp_path):
+    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
+    run = next(due(recipe, recipe.cells, how, tmp_path, ()))
+    started = runner.Started(run, None, 0, None, tmp_path, 0)
+    assert started.new_rounds() == 0
+    fake_run(run, 0.5, "1-old")
+    assert [started.new_rounds(), started.new_rounds()] == [1, 0]
+    history = fake_run(run, 0.5, "2-new") / "history.jsonl"
+    line = history.read_text()
+    history.unlink()
+    assert started.new_rounds() == -1
+    history.write_text(2 * line)
+    assert started.new_rounds() == 2
+
+
+def test_recipes_of_one_name_are_two_jobs_and_one_job_keeps_its_tuning_seed(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    a, b = (parse_recipe(tuned, tmp_path / folder / "t.yaml") for folder in "ab")
+    assert runner.save_job(a, options(seeds=[5, 6]), out) == [5, 6]
+    assert runner.save_job(b, options(seeds=[3]), out) == [3]
+    assert runner.save_job(a, options(seeds=[0, 1], full_grid=False), out) == [0, 1]
+    assert runner.save_job(a, options(seeds=[0, 1]), out) == [5, 6, 0, 1]
+    assert len(list(out.glob("jobs/*.json"))) == 3
+    # what is tuned is tuned on 5, what is not needs no run of it
+    how = options(seeds=[0], tuned_on=5)
+    assert [r.keys["seed"] for r in due(a, a.cells, how, out, ())] == [5, 5, 5]
+    plain = parse_recipe(two_rows, Path("t.yaml"))
+    assert [r.keys["seed"] for r in due(plain, plain.cells, how, out, ())] == [0, 0]
+
+
+def test_seeds_asked_for_later_are_run_with_what_the_first_seed_chose(tmp_path, monkeypatch):
+    recipe, how = parse_recipe(tuned, Path("t.yaml")), options(seeds=[5])
+    fake_runs(recipe, tmp_path, how, {0.1: 0.5, 1: 0.9, 10: 0.7})
+    (tmp_path / "jobs").mkdir()
+    runner.save_job(recipe, how, tmp_path)
+    fake_run(run_of(recipe.cells[0], {"fedprox.mu": 1}, 0, how, tmp_path), 0.4)
+    monkeypatch.setattr(runner, "start", lambda *_: pytest.fail("started"))
+    assert runner.run_recipe(recipe, recipe.cells, options(seeds=[0]), tmp_path) == {}
+
+
+def test_a_killed_run_is_called_so_and_an_earlier_attempts_words_are_not_its_reason(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text("an earlier attempt\n")
+    begin = log.stat().st_size
+
+    def said(script: str) -> str:
+        with log.open("ab") as output:
+            process = subprocess.Popen(["sh", "-c", script], stdout=output)
+        process.wait()
+        return runner.why_failed(runner.Started(None, process, 0, None, log, begin))
+
+    assert said("exit 1") == "it wrote nothing"
+    assert said("kill -KILL $$") == "killed by SIGKILL, as by a lack of memory"
+    assert said("kill -TERM $$") == "killed by SIGTERM"
+    assert said("echo no data; exit 1") == "no data"
+
+
+def test_a_damaged_job_is_named(tmp_path):
+    (tmp_path / "jobs").mkdir()
+    job = tmp_path / "jobs" / "x.json"
+    for text, said in (
+        ("{", "is damaged: "),
+        ("[]", "no JSON object"),
+        ("{}", "it says no 'text'"),
+    ):
+        job.write_text(text)
+        with pytest.raises(ValueError, match=said) as refused:
+            write_report(tmp_path)
+        assert str(job) in str(refused.value)
 
 
 # --- the report -------------------------------------------------------------------------------
@@ -292,6 +438,127 @@ def test_a_claim_is_judged_over_paired_seeds(left, right, above, word, detail):
     verdict = verdict_of(claim, recipe, results)
     assert verdict.word == word
     assert detail in verdict.detail
+
+
+times = """\
+config: {source: digits, num-clients: 4, model: cnn-fedreco, num-rounds: 2}
+take: seconds to 50
+rows:
+  A: {method: fedavg}
+  B: {method: fedprox}
+claims: [A below B in result]
+"""
+
+
+def timed(output: Path, accuracies: dict[str, list[float]]) -> tuple[Recipe, Options]:
+    """The recipe of times, with a finished run for each of these accuracies; its options."""
+    recipe = parse_recipe(times, Path("t.yaml"))
+    how = options(seeds=list(range(max(map(len, accuracies.values())))))
+    (output / "jobs").mkdir(parents=True)
+    runner.save_job(recipe, how, output)
+    for name, values in accuracies.items():
+        for seed, accuracy in enumerate(values):
+            run = run_of(recipe.cell(name, "result"), {}, seed, how, output)
+            fake_run(run, accuracy, cpu_seconds=10.0 + seed)
+    return recipe, how
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "cell", "word"),
+    [
+        ([0.6, 0.6], [0.1, 0.1], "not reached", "held"),
+        ([0.1, 0.1], [0.6, 0.6], "10.50 ± 0.71", "not held"),
+        ([0.6, 0.6], [0.6, 0.1], "10.00; reached by 1 of 2 seeds", "not decided"),
+        ([0.1, 0.1], [0.1, 0.1], "not reached", "not decided"),
+        ([0.6], [0.1], "not reached", "not decided"),  # one seed
+    ],
+)
+def test_a_time_that_is_never_reached_is_longer_than_any(a, b, cell, word, tmp_path):
+    """The seconds are the clients' of the CPU, 10 and 11, not the 60 of the wall."""
+    timed(tmp_path, {"A": a, "B": b})
+    text = write_report(tmp_path)[1].read_text()
+    assert f"| B | {cell} |" in text
+    assert f"| A below B in result | {word} | A gets there with" in text
+
+
+def test_times_of_different_machines_are_not_compared(tmp_path):
+    recipe, how = timed(tmp_path, {"A": [0.6, 0.6], "B": [0.6, 0.6]})
+    for seed in how.seeds:
+        (attempt,) = run_of(recipe.cell("B", "result"), {}, seed, how, tmp_path).attempts()
+        (attempt / "bundle.json").write_text('{"machines": ["cuda: some GPU"]}')
+    text = write_report(tmp_path)[1].read_text()
+    assert "| B | 60.00 ± 0.00 |" in text  # there, the clock on the wall
+    assert "not decided | different machines: cpu: not noted, cuda: some GPU |" in text
+    assert "The seconds are of different machines: do not compare them." in text
+    assert "2 runs on cuda: some GPU: 3 min 0 s of rounds, the longest 1 min 30 s." in text
+
+
+def test_a_table_says_what_is_missing_in_a_cell(tmp_path):
+    text = tuned.replace("rows:", "rows:\n  FedAvg: {method: fedavg}") + (
+        "claims: [FedProx above FedAvg in result]\n"
+    )
+    recipe, how = parse_recipe(text, Path("t.yaml")), options(seeds=[0, 1, 2])
+    average, tried = recipe.cells
+    (tmp_path / "jobs").mkdir()
+    runner.save_job(recipe, how, tmp_path)
+    for mu, accuracy in ((0.1, 0.5), (10, 0.7)):
+        fake_run(run_of(tried, {"fedprox.mu": mu}, 0, how, tmp_path), accuracy)
+    fake_run(run_of(tried, {"fedprox.mu": 10}, 1, how, tmp_path), 0.6)
+    for seed in (0, 1):
+        fake_run(run_of(average, {}, seed, how, tmp_path), 0.5)
+    page = write_report(tmp_path)[1].read_text()
+    assert "| FedProx | 65.00 ± 7.07 (10); 2 of 3 seeds; 2 of 3 values tried |" in page
+    assert "| FedAvg | 50.00 ± 0.00; 2 of 3 seeds |" in page
+    assert "scale paper, full grid; " in page
+    # seed 0 chose mu: its +20 says nothing of FedProx
+    assert "| not decided | +10.00, one seed; seed 0 left out, it chose the tuned value |" in page
+
+
+def test_a_curve_is_the_moving_average_where_its_number_is(tmp_path):
+    text = two_rows.replace("FedAvg: {", "FedAvg: {take: ema 0.5, ")
+    recipe, how = parse_recipe(text, Path("t.yaml")), options()
+    curves = {}
+    for cell in recipe.cells:
+        run = run_of(cell, {}, 0, how, tmp_path)
+        lines = [{"round": i, "global": {"accuracy": a}} for i, a in ((1, 0.2), (2, 0.6))]
+        path = fake_run(run, 0.0) / "history.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        curves[cell.row.name] = curve_of(cell, [run])
+    assert curves == {"FedAvg": [(1, 20, 0), (2, 40, 0)], "FedProx": [(1, 20, 0), (2, 60, 0)]}
+
+
+def test_measures_of_features_are_compared_over_rows_on_one_axis(tmp_path, monkeypatch):
+    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options(seeds=[0, 1])
+    (tmp_path / "jobs").mkdir()
+    runner.save_job(recipe, how, tmp_path)
+    for i, cell in enumerate(recipe.cells):
+        for seed in how.seeds:
+            path = fake_run(run_of(cell, {}, seed, how, tmp_path), 0.5) / "history.jsonl"
+            measured = {"vci": {"mean": i + seed, "global": None, "clients": {}}}
+            line = json.loads(path.read_text()) | {"diagnostics": measured}
+            path.write_text(json.dumps(line) + "\n")
+    drawn = []
+
+    def panels(everything, draw, title, path):
+        axes = Figure().subplots()
+        draw(axes, "vci")
+        drawn.extend((line.get_label(), line.get_xydata().tolist()) for line in axes.lines)
+        path.touch()
+
+    monkeypatch.setattr(report, "plot_panels", panels)
+    text = write_report(tmp_path)[1].read_text()
+    shown = [(label, points) for label, points in drawn if points]
+    assert shown == [("FedAvg", [[2, 0.5]]), ("FedProx", [[2, 1.5]])]  # the mean over seeds
+    assert "result: mean over clients (lines) and global model (dashes), scale paper](" in text
+
+
+def test_a_report_says_which_of_the_tuned_values_were_tried(tmp_path):
+    for text, grid in ((tuned, ", the paper's best of what is tuned"), (two_rows, "")):
+        output = tmp_path / str(len(grid))
+        output.mkdir()
+        how = options(full_grid=False)
+        runner.save_job(parse_recipe(text, Path("t.yaml")), how, output)
+        assert f"\nscale paper{grid}; seeds [0]; " in write_report(output)[1].read_text()
 
 
 class Cells(HTMLParser):
