@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from server_app.exchange import Exchange, no_answer
 log = logging.getLogger("keel.server")
 settle_s = 1.0
 ask_s = 30.0  # how long a SuperNode that is new during the run may take to say who it is
+at_once = 64  # how many simulated clients are asked for the roster at a time
 
 
 def gather_roster(
@@ -190,18 +191,9 @@ def ask(
 
     ValueError with the first one's reason where a client cannot take part.
     """
-    messages = [
-        Message(
-            content=RecordDict({"round": instruction}),
-            dst_node_id=node,
-            message_type=MessageType.QUERY,
-        )
-        for node in nodes
-    ]
-    seconds = max(0.0, deadline - time.monotonic())
     entries: dict[int, RosterEntry] = {}
     silent: list[int] = []
-    for node, reply in zip(nodes, Exchange(grid).ask(messages, seconds, "the roster"), strict=True):
+    for node, reply in query(grid, nodes, instruction, deadline):
         if reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE:
             log.warning("node %d was there and is not connected any more", node)
         elif reply.has_error() and reply.error.code == no_answer:
@@ -216,6 +208,26 @@ def ask(
             "how long they may take"
         )
     return entries
+
+
+def query(
+    grid: Grid, nodes: list[int], instruction: ConfigRecord, deadline: float
+) -> Iterator[tuple[int, Message]]:
+    """Each of these nodes, in their order, with its answer to the query.
+
+    Simulated ones are asked `at_once` at a time: Flower's in-memory state goes through all that
+    waits, for every node, and thousands of messages alive together leave holes in the memory.
+    """
+    exchange, size = Exchange(grid), at_once if is_simulation(grid) else max(1, len(nodes))
+    content = RecordDict({"round": instruction})  # shared, and nobody changes it
+    for start in range(0, len(nodes), size):
+        some = nodes[start : start + size]
+        messages = [
+            Message(content=content, dst_node_id=node, message_type=MessageType.QUERY)
+            for node in some
+        ]
+        seconds = max(0.0, deadline - time.monotonic())
+        yield from zip(some, exchange.ask(messages, seconds, "the roster"), strict=True)
 
 
 def evaluates_clients(config: RunConfig, method: Method) -> str:
