@@ -215,8 +215,8 @@ def query(
 ) -> Iterator[tuple[int, Message]]:
     """Each of these nodes, in their order, with its answer to the query.
 
-    Simulated ones are asked `at_once` at a time: Flower's in-memory state goes through all that
-    waits, for every node, and thousands of messages alive together leave holes in the memory.
+    Simulated ones are asked `at_once` at a time: thousands of messages alive together leave holes
+    in the memory of the server's process. Real ones all at once: none waits for another.
     """
     exchange, size = Exchange(grid), at_once if is_simulation(grid) else max(1, len(nodes))
     content = RecordDict({"round": instruction})  # shared, and nobody changes it
