@@ -33,7 +33,14 @@ def plot_label_distribution(
     )
     axes = figure.subplots()
     shade = PowerNorm(0.5, vmin=0, vmax=max(counts.max(), 1))  # few samples differ from none
-    heat = axes.imshow(counts.T, cmap="Blues", norm=shade, aspect="auto", interpolation="nearest")
+    heat = axes.imshow(
+        counts.T.astype(np.float32),
+        cmap="Blues",
+        norm=shade,
+        aspect="auto",
+        interpolation="nearest",
+        interpolation_stage="data",  # not colours: those of 2,000 clients took 80 MB
+    )
     axes.set_xlabel("client")
     if num_classes <= MAX_NAMED_CLASSES:
         axes.set_yticks(range(num_classes), class_names)

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,15 +24,14 @@ from server_app.exchange import Exchange, no_answer
 log = logging.getLogger("keel.server")
 settle_s = 1.0
 ask_s = 30.0  # how long a SuperNode that is new during the run may take to say who it is
-return_s = (
-    90.0  # how long a resume waits for its clients: Flower takes a killed SuperNode back after 60
-)
+return_s = 90.0  # how long a resume waits for its clients; Flower takes a killed one back after 60
 # a ClientApp that was killed as it answered may be asked again
 died = (
     ErrorCode.CLIENT_APP_CRASHED,
     ErrorCode.MESSAGE_UNAVAILABLE,
     ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
 )
+at_once = 64  # how many simulated clients are asked for the roster at a time
 
 
 def gather_roster(
@@ -257,17 +256,8 @@ def ask_once(
     grid: Grid, nodes: list[int], instruction: ConfigRecord, deadline: float, answers: Answers
 ) -> list[int]:
     """Note in `answers` what each of these nodes says; those whose ClientApp died on it."""
-    messages = [
-        Message(
-            content=RecordDict({"round": instruction}),
-            dst_node_id=node,
-            message_type=MessageType.QUERY,
-        )
-        for node in nodes
-    ]
-    seconds = max(0.0, deadline - time.monotonic())
     again: list[int] = []
-    for node, reply in zip(nodes, Exchange(grid).ask(messages, seconds, "the roster"), strict=True):
+    for node, reply in query(grid, nodes, instruction, deadline):
         if reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE:
             log.warning("node %d was there and is not connected any more", node)
         elif reply.has_error() and reply.error.code == no_answer:
@@ -283,6 +273,26 @@ def ask_once(
             except Exception as error:  # a client's bytes may raise anything
                 answers.refused[node] = str(error)
     return again
+
+
+def query(
+    grid: Grid, nodes: list[int], instruction: ConfigRecord, deadline: float
+) -> Iterator[tuple[int, Message]]:
+    """Each of these nodes, in their order, with its answer to the query.
+
+    Simulated ones are asked `at_once` at a time: thousands of messages alive together leave holes
+    in the memory of the server's process. Real ones all at once: none waits for another.
+    """
+    exchange, size = Exchange(grid), at_once if is_simulation(grid) else max(1, len(nodes))
+    content = RecordDict({"round": instruction})  # shared, and nobody changes it
+    for start in range(0, len(nodes), size):
+        some = nodes[start : start + size]
+        messages = [
+            Message(content=content, dst_node_id=node, message_type=MessageType.QUERY)
+            for node in some
+        ]
+        seconds = max(0.0, deadline - time.monotonic())
+        yield from zip(some, exchange.ask(messages, seconds, "the roster"), strict=True)
 
 
 def evaluates_clients(config: RunConfig, method: Method) -> str:

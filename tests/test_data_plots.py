@@ -1,5 +1,8 @@
+import tracemalloc
+
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from PIL import Image
 
 from data.plots import plot_label_distribution
@@ -30,3 +33,33 @@ def test_clients_run_along_x_and_more_samples_are_darker(tmp_path):
 def test_rows_that_do_not_fit_the_classes_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"\(2, 3\): .* each of the 2 classes"):
         plot_label_distribution([[1, 2, 3], [4, 5, 6]], ["a", "b"], tmp_path / "labels.png")
+
+
+def test_more_clients_than_pixels_take_the_same_memory_and_give_the_same_picture(
+    tmp_path, monkeypatch
+):
+    """Left to itself, matplotlib would resample 2,000 columns as four floats a pixel."""
+    names = [f"class {k}" for k in range(10)]
+    rng = np.random.default_rng(0)
+
+    def drawn(num_clients):
+        counts = np.minimum(rng.geometric(0.05, (num_clients, 10)), 60)
+        tracemalloc.start()
+        try:
+            plot_label_distribution(counts.tolist(), names, tmp_path / "labels.png")
+            return counts, tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    _, peak = drawn(100)
+    counts, peak_of_many = drawn(2000)
+    assert peak_of_many < 1.2 * peak
+    imshow = Axes.imshow
+
+    def in_colours(axes, counts, **options):
+        return imshow(axes, counts.astype(int), **options | {"interpolation_stage": "rgba"})
+
+    monkeypatch.setattr(Axes, "imshow", in_colours)
+    plot_label_distribution(counts.tolist(), names, tmp_path / "plain.png")
+    with Image.open(tmp_path / "labels.png") as ours, Image.open(tmp_path / "plain.png") as plain:
+        assert np.array_equal(np.asarray(ours), np.asarray(plain))

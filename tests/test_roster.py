@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from protocol.messages import (
 from server_app.roster import (
     Attendees,
     absent,
+    ask,
     check_roster,
     gather_roster,
     read_saved_roster,
@@ -323,3 +325,25 @@ def test_simulated_nodes_are_not_listed_again(fleet, monkeypatch):
     monkeypatch.setattr(server_app.roster, "is_simulation", lambda grid: True)
     grid.nodes.clear()
     assert attendees.refresh() == {1, 2, 3}
+
+
+@pytest.mark.parametrize(("simulated", "most"), [(True, 2), (False, 5)])
+def test_simulated_clients_are_asked_a_few_at_a_time(task_identity, monkeypatch, simulated, most):
+    """As many messages live at once as keep workers busy, and every client is asked, once."""
+    monkeypatch.setattr(server_app.roster, "is_simulation", lambda grid: simulated)
+    monkeypatch.setattr(server_app.roster, "at_once", 2)
+    grid = Fleet({node: entry(f"client-{node}") for node in (5, 3, 9, 4, 7)})
+    pushed: list[int] = []
+    push = grid.push_messages
+
+    def counted(messages):
+        pushed.append(len(messages))
+        return push(messages)
+
+    monkeypatch.setattr(grid, "push_messages", counted)
+    instruction = ConfigRecord({"config": ""})
+    entries = ask(grid, [5, 3, 9, 4, 7], instruction, time.monotonic() + 10).entries
+    assert {node: e.client for node, e in entries.items()} == {n: f"client-{n}" for n in grid.nodes}
+    assert list(entries) == grid.asked == [5, 3, 9, 4, 7]
+    assert max(pushed) == most
+    assert sum(pushed) == 5
