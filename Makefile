@@ -96,7 +96,7 @@ deploy-local: $(READY)  ## a server and three clients on this machine, to try
 end-local:  ## end what deploy-local started; its volumes stay
 	$(LOCAL) down
 
-doctor: $(READY)  ## ARGS="client --credentials credentials/site-a --fleet fl.example.org:9092": what is wrong
+doctor: $(READY)  ## ARGS="client --credentials credentials/site-a --fleet fl.example.org:9092": what is wrong, here and in the containers
 	$(BIN)/python -m deployment.doctor $(ARGS)
 
 clean:  ## remove the environment and caches; runs under ~/.keel stay

@@ -43,12 +43,21 @@ def test_executors_reach_nothing_but_their_control(name):
             assert all(files[name]["networks"][n] == {"internal": True} for n in about["networks"])
 
 
-def test_a_client_s_key_stays_out_of_the_container_that_runs_the_code():
-    mounts = files["client"]["services"]["executor"]["volumes"]
-    assert [m for m in mounts if "credentials" in m] == [
-        "${KEEL_CREDENTIALS:-../credentials/client}/executor.secret:/credentials/executor.secret:ro"
-    ]
-    assert any(m.endswith(":/data:ro") for m in mounts)
+@pytest.mark.parametrize("name", files)
+def test_private_keys_stay_out_of_the_containers_that_run_the_code(name):
+    allowed = {"serverapp": {"ca.pem", "executor.secret"}, "executor": {"executor.secret"}}
+    for service, about in files[name]["services"].items():
+        kind = service.rstrip("-0123456789")
+        if kind in allowed:
+            mounts = [m for m in about["volumes"] if "credentials" in m.lower()]
+            inside = [re.fullmatch(r"(.+)/([\w.]+):/credentials/\2:ro", m) for m in mounts]
+            assert {found and found[2] for found in inside} == allowed[kind], service
+
+
+def test_data_is_mounted_read_only():
+    for name, service in (("client", "executor"), ("server", "serverapp")):
+        mounts = files[name]["services"][service]["volumes"]
+        assert [m.endswith(":ro") for m in mounts if ":/data" in m] == [True]
 
 
 def test_the_http_api_is_published_on_this_machine_alone_unless_asked():
