@@ -51,7 +51,7 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/mypy
 
 # --- deployment ------------------------------------------------------------------------------
-# `docker compose` where there is the plugin, else docker-compose 1.27 or newer
+# `docker compose` where there is the plugin, else docker-compose 1.28 or newer
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 CREDENTIALS ?= credentials
 export KEEL_IMAGE ?= keel
@@ -78,9 +78,10 @@ register:  ## the keys of the server's credentials folder with the SuperLink on 
 
 deploy-client: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/$(KEEL_CLIENT)
 deploy-client:  ## one client on this machine; variables: docker/compose.client.yml
-	@[ '$(KEEL_CLIENT)' ] || { echo "KEEL_CLIENT is not set: the client's name, as in its credentials"; exit 1; }
+	@$(foreach name,KEEL_CLIENT KEEL_SERVER KEEL_DATA,[ '$($(name))' ] || \
+	  { echo '$(name) is not set: what it is for stands at the top of docker/compose.client.yml'; exit 1; };)
 	$(give_secrets) '$(KEEL_CREDENTIALS)'
-	$(COMPOSE) -p 'keel-$(KEEL_CLIENT)' -f docker/compose.client.yml \
+	$(COMPOSE) -p "keel-$$(echo '$(KEEL_CLIENT)' | tr A-Z. a-z-)" -f docker/compose.client.yml \
 	  $(if $(findstring cuda,$(KEEL_DEVICE)),-f docker/compose.gpu.yml) up -d
 
 LOCAL = $(COMPOSE) -p keel-local -f docker/compose.local.yml
