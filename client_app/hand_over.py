@@ -59,8 +59,17 @@ def hand_over(path: str, message: Message, context: Context) -> RecordDict | Err
         except ConnectionError as error:
             reason = f"the worker at {path} died on this message twice ({error or 'no answer'})"
             log.warning("the worker at %s died on a message", path)
-    log.error("client %s: %s", context.node_config, reason)
+    node = context.node_config
+    client = node.get("name", f"of partition {node.get('partition-id')}")
+    log.error("%s: client %s: %s", run_and_round(message), client, reason)
     return Error(client_failed, reason)
+
+
+def run_and_round(message: Message) -> str:
+    """What a message belongs to, for the log."""
+    record = message.content.config_records.get("round", {})
+    run = str(record.get("run-dir", ""))
+    return f"run {Path(run).name}, round {record.get('round')}" if run else "before round 1"
 
 
 def read_answer(header: dict[str, Any], rest: Frames) -> RecordDict | Error:

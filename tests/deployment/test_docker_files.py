@@ -19,7 +19,8 @@ files = {name: yaml.safe_load((docker / f"compose.{name}.yml").read_text())
 
 def test_the_image_s_requirements_are_the_project_s_less_the_simulation():
     project = tomllib.loads((app_folder / "pyproject.toml").read_text())["project"]
-    wanted = {(r.name, str(r.specifier)) for r in map(Requirement, project["dependencies"])}
+    lines = [*project["dependencies"], *project["optional-dependencies"]["tensorboard"]]
+    wanted = {(r.name, str(r.specifier)) for r in map(Requirement, lines)}
     lines = (docker / "requirements.txt").read_text().splitlines()
     listed = [Requirement(line) for line in lines if not line.startswith("#")]
     assert {(r.name, str(r.specifier)) for r in listed} == wanted
