@@ -49,8 +49,10 @@ def hand_over(path: str, message: Message, context: Context) -> RecordDict | Err
         message_to_proto(message).SerializeToString(),
         context_to_proto(context).SerializeToString(),
     ]
-    for _ in range(2):
+    for attempt in range(2):
         try:
+            if attempt:
+                wait_until_ready(path, deadline)
             header, *rest = ask(path, request, deadline)
             return read_answer(json.loads(header), rest)
         except TimeoutError as error:
@@ -118,6 +120,22 @@ def connected(path: str, deadline: float) -> socket.socket:
             time.sleep(0.1)
         else:
             return peer
+
+
+def wait_until_ready(path: str, deadline: float) -> None:
+    """Return once a worker answers; TimeoutError if none does.
+
+    One that was just killed may take a connection still: a message to it would be a second death.
+    """
+    give_up = min(deadline, time.monotonic() + worker_start_s)
+    while True:
+        try:
+            worker_says(path, remaining_s(give_up))
+            return
+        except ConnectionError:
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"no worker answers at {path}") from None
+            time.sleep(0.1)
 
 
 def remaining_s(deadline: float) -> float:

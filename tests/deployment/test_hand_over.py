@@ -1,6 +1,7 @@
 """The hand-over to the resident worker: same bits, no torch on this side, and never silence."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ from client_fixtures import (  # noqa: F401  # the fixture is used by name
 )
 
 import client_app.hand_over
-from client_app.hand_over import worker_says, worker_variable
+from client_app.hand_over import receive_frame, send_frames, worker_says, worker_variable
 from client_app.serve import forget_old_runs, listen, warm_device
 from deployment.supervise import Kept, supervise
 from protocol.messages import read_reply
@@ -157,11 +158,18 @@ def test_a_worker_that_dies_on_a_message_twice_is_an_error_of_one_line(
     path = tmp_path / "worker.sock"
     with listen(path) as listener:
 
-        def hang_up():
-            for _ in range(2):
-                listener.accept()[0].close()
+        def die_on_messages():
+            listener.accept()[0].close()
+            listener.accept()[
+                0
+            ].close()  # the one that has just died, not yet gone: no second death
+            for _ in range(2):  # the next one is ready, and dies too
+                peer, _ = listener.accept()
+                with peer:
+                    if json.loads(receive_frame(peer))["kind"] == "ready?":
+                        send_frames(peer, [b'{"pid": 1}'])
 
-        thread = threading.Thread(target=hang_up)
+        thread = threading.Thread(target=die_on_messages)
         thread.start()
         monkeypatch.setenv(worker_variable, str(path))
         reply = Client(config_with(), tmp_path).ask("train", 1)
