@@ -373,7 +373,7 @@ def check_containers(
         if status.startswith("Restarting"):
             yield problem(f"{name}: ends as soon as it is started: docker logs --tail 20 {name}")
         elif service.startswith(services[kind][1]):
-            yield from within(name, [kind, "--inside", *inside])
+            yield from check_container(name, [kind, "--inside", *inside])
 
 
 def keel_containers(kind: str) -> dict[str, tuple[str, str]]:
@@ -393,8 +393,8 @@ def keel_containers(kind: str) -> dict[str, tuple[str, str]]:
 
 
 @in_words
-def within(container: str, options: list[str]) -> Iterator[Finding]:
-    """The findings of the doctor in this container."""
+def check_container(container: str, options: list[str]) -> Iterator[Finding]:
+    """What the doctor says in this container."""
     command = ["docker", "exec", container, "python", "-m", "deployment.doctor", *options]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=inside_limit_s, check=False
@@ -406,9 +406,9 @@ def within(container: str, options: list[str]) -> Iterator[Finding]:
         if line.startswith(mark)
     ]
     yield from found
-    if not found:
-        reason = (done.stderr.strip() or "nothing was said").splitlines()[-1]
-        yield problem(f"{container}: the doctor does not run there: {reason}")
+    if not found or done.returncode not in (0, 1):
+        reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        yield problem(f"{container}: the doctor did not get to its end there: {reason}")
 
 
 def server_checks(arguments: argparse.Namespace, now: datetime.datetime) -> Iterator[Finding]:

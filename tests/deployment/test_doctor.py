@@ -255,4 +255,4 @@ def test_where_none_runs_it_looks_at_the_machine_and_where_it_may_not_look_it_sa
     lines = at_a_client(
         "[ $1 = ps ] && printf 'k-ex\\tkeel-a\\texecutor\\tUp\\n' || { echo gone >&2; exit 1; }"
     )
-    assert lines[-2] == "PROBLEM  k-ex: the doctor does not run there: gone"
+    assert lines[-2] == "PROBLEM  k-ex: the doctor did not get to its end there: gone"
