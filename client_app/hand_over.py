@@ -69,9 +69,11 @@ def hand_over(path: str, message: Message, context: Context) -> RecordDict | Err
 
 def run_and_round(message: Message) -> str:
     """What a message belongs to, for the log."""
-    record = message.content.config_records.get("round", {})
-    run = str(record.get("run-dir", ""))
-    return f"run {Path(run).name}, round {record.get('round')}" if run else "before round 1"
+    record = message.content.config_records.get("round")
+    run = str(record["run-dir"]) if record else ""
+    return (
+        f"run {Path(run).name}, round {record['round']!r}" if record and run else "before round 1"
+    )
 
 
 def read_answer(header: dict[str, Any], rest: Frames) -> RecordDict | Error:

@@ -239,10 +239,11 @@ def test_digits_are_trained_to_the_end_and_a_killed_client_comes_back(local):
     run_id = superlink.submit(
         {
             "method": "fedreco",
-            "fedreco.eta-0": 0.5,
+            **{f"fedreco.{name}": 0.05 for name in ("eta-0", "eta-u", "eta-v")},
+            **{f"fedreco.{name}": "3 epochs" for name in ("k-u", "k-v")},
+            "batch-size": 32,
             "model": "cnn-fedreco",
             "alpha": 5.0,
-            "lr": 0.05,
             "local-test-fraction": 0.2,
             "num-clients": 3,
             "num-rounds": 12,
