@@ -116,6 +116,8 @@ def docker(work, asked):
                 *("dockerd", "--host", address, "--data-root", str(work / "data")),
                 *("--exec-root", str(work / "exec"), "--pidfile", str(work / "dockerd.pid")),
                 *("--bridge", "none"),  # compose makes its own networks, and takes them away
+                # where no other daemon's firewall rules, left on the machine, masquerade packets
+                *("--default-address-pool", "base=10.213.0.0/16,size=24"),
             ],
             stdout=log,
             stderr=subprocess.STDOUT,
