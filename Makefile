@@ -51,7 +51,7 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/mypy
 
 # --- deployment ------------------------------------------------------------------------------
-# `docker compose` where there is the plugin, else docker-compose 1.27 or newer
+# `docker compose` where there is the plugin, else docker-compose 1.28 or newer
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 CREDENTIALS ?= credentials
 export KEEL_IMAGE ?= keel
@@ -78,9 +78,10 @@ register:  ## the keys of the server's credentials folder with the SuperLink on 
 
 deploy-client: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/$(KEEL_CLIENT)
 deploy-client:  ## one client on this machine; variables: docker/compose.client.yml
-	@[ '$(KEEL_CLIENT)' ] || { echo "KEEL_CLIENT is not set: the client's name, as in its credentials"; exit 1; }
+	@$(foreach name,KEEL_CLIENT KEEL_SERVER KEEL_DATA,[ '$($(name))' ] || \
+	  { echo '$(name) is not set: what it is for stands at the top of docker/compose.client.yml'; exit 1; };)
 	$(give_secrets) '$(KEEL_CREDENTIALS)'
-	$(COMPOSE) -p 'keel-$(KEEL_CLIENT)' -f docker/compose.client.yml \
+	$(COMPOSE) -p "keel-$$(echo '$(KEEL_CLIENT)' | tr A-Z. a-z-)" -f docker/compose.client.yml \
 	  $(if $(findstring cuda,$(KEEL_DEVICE)),-f docker/compose.gpu.yml) up -d
 
 LOCAL = $(COMPOSE) -p keel-local -f docker/compose.local.yml
@@ -96,7 +97,7 @@ deploy-local: $(READY)  ## a server and three clients on this machine, to try
 end-local:  ## end what deploy-local started; its volumes stay
 	$(LOCAL) down
 
-doctor: $(READY)  ## ARGS="client --credentials credentials/site-a --fleet fl.example.org:9092": what is wrong
+doctor: $(READY)  ## ARGS="client --credentials credentials/site-a --fleet fl.example.org:9092": what is wrong, here and in the containers
 	$(BIN)/python -m deployment.doctor $(ARGS)
 
 clean:  ## remove the environment and caches; runs under ~/.keel stay

@@ -34,7 +34,6 @@ log = logging.getLogger("keel.client")
 worker_variable = "KEEL_WORKER"  # holds the socket's path
 client_failed = 1  # the error code of a reply; Flower's own start at 0 for unknown
 worker_start_s = 120.0  # a restarted worker has to be back by then
-ended_s = 1.0  # a killed process may hold its socket for a moment
 longest_wait_s = 30 * 86400.0
 longest_frame = 2**40  # bytes
 run_by_worker = ("client_app", "data", "models", "protocol")  # packages
@@ -50,8 +49,10 @@ def hand_over(path: str, message: Message, context: Context) -> RecordDict | Err
         message_to_proto(message).SerializeToString(),
         context_to_proto(context).SerializeToString(),
     ]
-    for _ in range(2):
+    for attempt in range(2):
         try:
+            if attempt:
+                wait_until_ready(path, deadline)
             header, *rest = ask(path, request, deadline)
             return read_answer(json.loads(header), rest)
         except TimeoutError as error:
@@ -60,9 +61,19 @@ def hand_over(path: str, message: Message, context: Context) -> RecordDict | Err
         except ConnectionError as error:
             reason = f"the worker at {path} died on this message twice ({error or 'no answer'})"
             log.warning("the worker at %s died on a message", path)
-            time.sleep(remaining_s(min(deadline, time.monotonic() + ended_s)))
-    log.error("client %s: %s", context.node_config, reason)
+    node = context.node_config
+    client = node.get("name", f"of partition {node.get('partition-id')}")
+    log.error("%s: client %s: %s", run_and_round(message), client, reason)
     return Error(client_failed, reason)
+
+
+def run_and_round(message: Message) -> str:
+    """What a message belongs to, for the log."""
+    record = message.content.config_records.get("round")
+    run = str(record["run-dir"]) if record else ""
+    return (
+        f"run {Path(run).name}, round {record['round']!r}" if record and run else "before round 1"
+    )
 
 
 def read_answer(header: dict[str, Any], rest: Frames) -> RecordDict | Error:
@@ -88,8 +99,9 @@ def answer_limit_s(message: Message) -> float:
 def ask(path: str, request: Frames, deadline: float) -> Frames:
     """The worker's reply. TimeoutError if it is not there or not done in time, ConnectionError if
     it goes away."""
-    with handed(path, request, deadline) as peer:
+    with connected(path, deadline) as peer:
         try:
+            send_frames(peer, request)
             peer.settimeout(remaining_s(deadline))
             reply = [receive_frame(peer)]
             if not json.loads(reply[0]):
@@ -99,28 +111,37 @@ def ask(path: str, request: Frames, deadline: float) -> Frames:
     return reply
 
 
-def handed(path: str, request: Frames, deadline: float) -> socket.socket:
-    """A connection to the worker with the request sent, waited for while the worker starts.
-
-    TimeoutError if it does not come.
-    """
+def connected(path: str, deadline: float) -> socket.socket:
+    """A connection to the worker, waited for while it starts; TimeoutError if it does not come."""
     give_up = min(deadline, time.monotonic() + worker_start_s)
     while True:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         peer.settimeout(remaining_s(deadline))
         try:
             peer.connect(path)
-            send_frames(peer, request)
-        except TimeoutError:
-            peer.close()
-            raise TimeoutError(f"the worker at {path} gave no answer in time") from None
-        except (FileNotFoundError, ConnectionError, BlockingIOError) as error:  # or it just ended
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
             peer.close()
             if time.monotonic() > give_up:
                 raise TimeoutError(f"no worker answers at {path}: {error.strerror}") from None
             time.sleep(0.1)
         else:
             return peer
+
+
+def wait_until_ready(path: str, deadline: float) -> None:
+    """Return once a worker answers; TimeoutError if none does.
+
+    One that was just killed may take a connection still: a message to it would be a second death.
+    """
+    give_up = min(deadline, time.monotonic() + worker_start_s)
+    while True:
+        try:
+            worker_says(path, remaining_s(give_up))
+            return
+        except ConnectionError:
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"no worker answers at {path}") from None
+            time.sleep(0.1)
 
 
 def remaining_s(deadline: float) -> float:

@@ -14,7 +14,7 @@ import torch
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 
 from client_app.evaluation import evaluate
-from client_app.hand_over import client_failed
+from client_app.hand_over import client_failed, run_and_round
 from client_app.method import Method
 from client_app.methods import method_of
 from client_app.round import ClientRound
@@ -54,7 +54,8 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
             client = client_name(context.node_config)
         except ValueError:
             client = "without a name"
-        log.error("client %s: %s", client, reason, exc_info=not is_mistake)
+        what = run_and_round(message)
+        log.error("%s: client %s: %s", what, client, reason, exc_info=not is_mistake)
         if message.metadata.message_type == MessageType.QUERY:  # the server has no name for it yet
             reason = f"client {client}: {reason}"
         return Error(client_failed, reason)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import flwr
 import torch
-from flwr.app import Error
+from flwr.app import Error, MessageType
 from flwr.common.serde import context_from_proto, message_from_proto, recorddict_to_proto
 from flwr.proto.message_pb2 import Context as ProtoContext
 from flwr.proto.message_pb2 import Message as ProtoMessage
@@ -34,12 +34,14 @@ from client_app.hand_over import (
     code_digest,
     default_socket,
     receive_frame,
+    run_and_round,
     send_frames,
     worker_says,
     worker_variable,
 )
 from client_app.handlers import answer
-from client_app.worker import clients_folder
+from client_app.setup import device_for
+from client_app.worker import client_name, clients_folder
 
 log = logging.getLogger("keel.client")
 longest_path = 100  # bytes of a Unix socket's path that every system takes
@@ -87,16 +89,22 @@ class WorkerProcess:
                 f"{header['code']}: install the same version on the server and on every client"
             )
         faulthandler.dump_traceback_later(header["limit_s"], exit=True)
+        message = message_from_proto(ProtoMessage.FromString(request[1]))
+        context = context_from_proto(ProtoContext.FromString(request[2]))
         try:
-            content = answer(
-                message_from_proto(ProtoMessage.FromString(request[1])),
-                context_from_proto(ProtoContext.FromString(request[2])),
-            )
+            content = answer(message, context)
         finally:
             faulthandler.cancel_dump_traceback_later()
         if isinstance(content, Error):
             self.is_broken = "CUDA error" in str(content.reason)  # for the rest of a process's life
             return error_frames(str(content.reason), content.code)
+        if message.metadata.message_type == MessageType.TRAIN:
+            figures = content.metric_records["metrics"]
+            log.info(
+                "%s: client %s: trained on %d samples, %d steps, in %.1f s",
+                *(run_and_round(message), client_name(context.node_config)),
+                *(figures[name] for name in ("num-examples", "num-steps", "seconds")),
+            )
         return [b"{}", recorddict_to_proto(content).SerializeToString()]
 
     def _take_requests(self) -> None:
@@ -171,6 +179,20 @@ def forget_old_runs(days: float) -> None:
             shutil.rmtree(run)
 
 
+def warm_device() -> str:
+    """The device of $KEEL_DEVICE (auto), with its CUDA context made; or what it lacks, in words.
+
+    Not an error yet: a client's node config may name another.
+    """
+    try:
+        device = device_for(os.environ.get("KEEL_DEVICE") or "auto")
+    except ValueError as error:
+        return f"not there: {error}"
+    if device.type == "cuda":
+        torch.zeros(1, device=device)  # seconds on some machines
+    return str(device)
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m client_app.serve", description=__doc__)
@@ -190,13 +212,15 @@ def main() -> int:
     os.environ[worker_variable] = str(arguments.socket)  # what is kept goes to $KEEL_HOME
     try:
         forget_old_runs(arguments.keep_days)
-        if torch.cuda.is_available():
-            torch.zeros(1, device="cuda")  # makes the context, seconds on some machines
+        device = warm_device()
         process = WorkerProcess(arguments.socket)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    log.info("ready at %s, process id %d, code %s", arguments.socket, os.getpid(), process.code)
+    log.info(
+        "ready at %s, process id %d, code %s, device %s",
+        *(arguments.socket, os.getpid(), process.code, device),
+    )
     process.serve()
     return 0
 

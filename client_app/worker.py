@@ -4,6 +4,7 @@ Nothing here belongs to a client: a run gives the same result whichever process 
 """
 
 import os
+import shutil
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -111,7 +112,16 @@ def own_architecture(config: RunConfig, node_config: NodeConfig) -> str:
 
 
 def compile_passes(model: StagedModel) -> None:
-    """From now on the model's passes, to the logits or to taps, are compiled at first use."""
+    """From now on the model's passes, to the logits or to taps, are compiled at first use.
+
+    ValueError where there is no compiler at all, so that it is said before round 1.
+    """
+    compilers = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "gcc", "clang++", "clang"]
+    if not any(shutil.which(name) for name in compilers if name):
+        raise ValueError(
+            "compile = true: torch needs a C++ compiler (a C compiler on GPUs) and there is none "
+            "here: install g++, or leave the key out"
+        )
     for name in ("forward", "run"):
         setattr(model, name, torch.compile(getattr(model, name)))
 

@@ -8,7 +8,8 @@
     credentials/site-a/      ca.pem  client.key  client.pub  executor.secret    for that client
 
 Private files are for their owner alone (0600). Nothing is ever overwritten: what is there is kept,
-so that clients can be added later; a server certificate for other names is refused.
+so that clients can be added later. Refused are a server certificate for other names, a client
+whose public key on the server is another one, and a private file whose public half is missing.
 """
 
 import argparse
@@ -153,12 +154,21 @@ def make_client_keys(folder: Path, name: str) -> None:
     write_new(folder / "client.pub", public + f" {name}\n".encode(), private=False)
 
 
+def refuse_half(private: Path, public: Path) -> None:
+    """ValueError where there is a private file without its public half, which is written last."""
+    if private.exists() and not public.exists():
+        raise ValueError(
+            f"{private} is there without {public.name}: an earlier call was ended half way, or "
+            f"{public.name} was moved. Put it back, or move {private.name} away to have both made"
+        )
+
+
 def make_credentials(
     folder: Path, names: Sequence[str], clients: Sequence[str], days: int = 825
 ) -> list[str]:
     """Make what is missing in `folder`; the lines that say what was made and what was kept.
 
-    ValueError for a name that makes no sense, or a server certificate that is for other names.
+    ValueError, before anything is made, for what the module's docstring says is refused.
     """
     for name in clients:
         if name in reserved or not plain_name.fullmatch(name):
@@ -179,6 +189,17 @@ def make_credentials(
         lines.append(f"made  {target}")
 
     ca, server = folder / "ca", folder / "server"
+    refuse_half(ca / "ca.key", ca / "ca.pem")
+    refuse_half(server / "server.key", server / "server.pem")
+    for name in clients:
+        own, known = folder / name / "client.pub", server / "clients" / f"{name}.pub"
+        refuse_half(folder / name / "client.key", own)
+        if known.exists() and not (own.exists() and own.read_bytes() == known.read_bytes()):
+            raise ValueError(
+                f"{known} is the public key of {name}, {own} is "
+                f"{'another one' if own.exists() else 'not there'}: put that client's folder back, "
+                f"or, for a new key, move {known} away and unregister the old one"
+            )
     make(ca / "ca.pem", functools.partial(make_ca, ca, 2 * days))
     if (server / "server.pem").exists():
         missing = set(names) - set(certificate_names(server / "server.pem"))
@@ -196,7 +217,7 @@ def make_credentials(
     machines = [server, *(folder / name for name in clients)]
     for name in clients:
         keys = functools.partial(make_client_keys, folder / name, name)
-        make(folder / name / "client.key", keys)
+        make(folder / name / "client.pub", keys)
     for name in clients:
         public = server / "clients" / f"{name}.pub"
         if not public.exists():

@@ -4,8 +4,12 @@
         --fleet fl.example.org:9092 --superlink localhost:8000
     python -m deployment.doctor client --credentials credentials/site-a \\
         --fleet fl.example.org:9092 --source folder:/data --classes cat,dog --device cuda
+    python -m deployment.doctor client --inside
 
-One line a check; exit status 1 if one found a problem. Changes nothing.
+Files, clock, keys and ports are looked at on this machine. Disk, versions, device, data and worker
+are looked at where the code runs: in Keel's containers where some run here, else on this machine;
+`--inside` does only that second half, where it is called. One line a finding; exit status 1 if one
+is a problem. Changes nothing, but data is decoded into Keel's cache, as a run would do.
 """
 
 import argparse
@@ -18,10 +22,12 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from importlib import metadata
 from pathlib import Path
+from typing import ParamSpec
 
 import grpc
 import numpy as np
@@ -46,6 +52,10 @@ from protocol.config import app_folder, keel_home, resolve_config
 disk_needed = 2 * 2**30  # bytes: a few models' checkpoints and decoded data
 certificate_warning = datetime.timedelta(days=30)
 limit_s = 10.0
+inside_limit_s = 1800.0  # in a container: the data may be decoded for the first time
+services = {"client": ("supernode", "executor"), "server": ("superlink", "serverapp")}
+marks = {False: "ok       ", True: "PROBLEM  "}
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -66,8 +76,25 @@ def problem(text: str) -> Finding:
     return Finding(True, text)
 
 
-def check_versions() -> Iterator[Finding]:
-    """Python and every package that pyproject.toml asks for."""
+def in_words(check: Callable[P, Iterator[Finding]]) -> Callable[P, Iterator[Finding]]:
+    """The check, which says in one line what kept it from looking, where something did."""
+    what = check.__name__.removeprefix("check_").replace("_", " ")
+
+    @wraps(check)
+    def careful(*args: P.args, **kwargs: P.kwargs) -> Iterator[Finding]:
+        try:
+            yield from check(*args, **kwargs)
+        except subprocess.TimeoutExpired as error:
+            yield problem(f"{what}: {error.cmd[0]} gave no answer within {error.timeout:g} seconds")
+        except (OSError, ValueError, RuntimeError) as error:
+            yield problem(f"{what}: {' '.join(str(error).split())[:300]}")
+
+    return careful
+
+
+@in_words
+def check_versions(code: str = "") -> Iterator[Finding]:
+    """Python and every package that pyproject.toml asks for; and that Keel's code is `code`."""
     project = tomllib.loads((app_folder / "pyproject.toml").read_text())["project"]
     wrong = []
     for line in project["dependencies"]:
@@ -80,11 +107,17 @@ def check_versions() -> Iterator[Finding]:
         if not wanted.specifier.contains(found, prereleases=True):
             wrong.append(f"{wanted.name} is {found}, {wanted.specifier} is needed")
     yield from map(problem, wrong)
-    if not wrong:
+    if code and code != code_digest():
+        yield problem(
+            f"versions: Keel's client code is {code_digest()} here, {code} in the checkout that "
+            "the doctor was called from: take the same version, then `make image` and deploy again"
+        )
+    elif not wrong:
         named = ", ".join(f"{name} {metadata.version(name)}" for name in ("flwr", "torch"))
         yield fine(f"versions: {named}; Keel's client code is {code_digest()}")
 
 
+@in_words
 def check_disk(folder: Path) -> Iterator[Finding]:
     """Room where state, runs and decoded data go, and whether it can be written to."""
     there = folder
@@ -100,6 +133,7 @@ def check_disk(folder: Path) -> Iterator[Finding]:
         yield fine(f"disk: {amount}")
 
 
+@in_words
 def check_private_files(folder: Path, names: list[str]) -> Iterator[Finding]:
     """The files are there, readable, and private ones are for their owner alone."""
     for name in names:
@@ -107,14 +141,19 @@ def check_private_files(folder: Path, names: list[str]) -> Iterator[Finding]:
         if not path.exists():
             yield problem(f"{path} is missing: copy it from where `make credentials` ran")
         elif not os.access(path, os.R_OK):
-            yield problem(f"{path} cannot be read by user id {os.getuid()}: chown it")
+            yield problem(
+                f"{path} belongs to user id {path.stat().st_uid} and cannot be read by "
+                f"{os.getuid()}: run the doctor as root. It has to belong to the user id that the "
+                "deployment runs as (KEEL_UID; 10001 where root deployed)"
+            )
         elif name.endswith((".key", ".secret")) and path.stat().st_mode & 0o077:
             yield problem(f"{path} can be read by others: chmod 600 {path}")
 
 
+@in_words
 def check_certificate(path: Path, now: datetime.datetime) -> Iterator[Finding]:
     """Dates of a certificate; a date in the future may also be a clock that is behind."""
-    if not path.exists():
+    if not os.access(path, os.R_OK):  # said by check_private_files
         return
     found = x509.load_pem_x509_certificate(path.read_bytes())
     first, last = found.not_valid_before_utc, found.not_valid_after_utc
@@ -131,6 +170,7 @@ def check_certificate(path: Path, now: datetime.datetime) -> Iterator[Finding]:
         yield fine(f"{path} is valid until {last:%Y-%m-%d}")
 
 
+@in_words
 def check_clock() -> Iterator[Finding]:
     """Whether the system says that its clock is synchronised; nothing where it does not say."""
     if not shutil.which("timedatectl"):
@@ -143,6 +183,7 @@ def check_clock() -> Iterator[Finding]:
         )
 
 
+@in_words
 def check_port(address: str, ca: Path) -> Iterator[Finding]:
     """Somebody listens there, with a certificate of our CA for the name that we call it by."""
     host, port = split_address(address)
@@ -157,7 +198,12 @@ def check_port(address: str, ca: Path) -> Iterator[Finding]:
     except OSError as error:
         yield problem(f"{address}: {error.strerror}: is the SuperLink running, the port published?")
         return
-    if not ca.exists():
+    if not os.access(ca, os.R_OK):  # said by check_private_files
+        return
+    try:
+        ssl.create_default_context(cafile=str(ca))
+    except OSError as error:
+        yield problem(f"{ca} is no CA certificate: {error}")
         return
     try:
         handshake(address, ca)
@@ -177,6 +223,7 @@ def check_port(address: str, ca: Path) -> Iterator[Finding]:
         yield fine(f"{address} answers, with a certificate of our CA for this name")
 
 
+@in_words
 def check_key(address: str, ca: Path, key: Path) -> Iterator[Finding]:
     """The SuperLink knows this client's key. Asked so that nothing changes there: by an activation
     with a heartbeat that it has to refuse, after it has looked for the key."""
@@ -222,6 +269,7 @@ def check_key(address: str, ca: Path, key: Path) -> Iterator[Finding]:
         yield problem(f"the SuperLink refuses the key of {key}: {said[:300]}")
 
 
+@in_words
 def check_device(name: str) -> Iterator[Finding]:
     """torch can use the device."""
     import torch
@@ -245,10 +293,13 @@ def check_device(name: str) -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(device)
         name = torch.cuda.get_device_name(device)
         yield fine(f"device: {device}, {name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free")
+    elif name == "auto":
+        yield fine(f"device: {device}; auto finds no GPU: if there is one, deploy with cuda")
     else:
         yield fine(f"device: {device}")
 
 
+@in_words
 def check_data(source: str, classes: list[str], run_config: dict[str, str]) -> Iterator[Finding]:
     """The data can be read, and its classes are ones that the run knows."""
     from client_app.setup import open_source
@@ -270,6 +321,7 @@ def check_data(source: str, classes: list[str], run_config: dict[str, str]) -> I
         yield fine(f"data: {counts.sum()} training images of {shape}: {held}")
 
 
+@in_words
 def check_worker(path: Path | None) -> Iterator[Finding]:
     """The resident worker answers, with this machine's code."""
     if path is None:
@@ -285,6 +337,7 @@ def check_worker(path: Path | None) -> Iterator[Finding]:
         yield fine(f"worker: process id {said['pid']}, {said['versions']}")
 
 
+@in_words
 def check_registered(credentials: Path, superlink: str) -> Iterator[Finding]:
     """As many SuperNodes are registered as there are keys here, and each is connected."""
     with tempfile.TemporaryDirectory() as home:
@@ -304,11 +357,63 @@ def check_registered(credentials: Path, superlink: str) -> Iterator[Finding]:
         yield fine(f"{list(nodes.values()).count('online')} SuperNodes are connected")
 
 
+@in_words
+def check_containers(
+    kind: str, inside: list[str], here: Callable[[], Iterator[Finding]]
+) -> Iterator[Finding]:
+    """What the doctor says within Keel's containers of this kind of machine.
+
+    inside: more of its options there. here: the same checks on this machine, where none runs.
+    """
+    containers = keel_containers(kind) if shutil.which("docker") else {}
+    if not containers:
+        yield fine(f"containers: none of a {kind} runs here; this machine is looked at instead")
+        yield from here()
+    for name, (service, status) in containers.items():
+        if status.startswith("Restarting"):
+            yield problem(f"{name}: ends as soon as it is started: docker logs --tail 20 {name}")
+        elif service.startswith(services[kind][1]):
+            yield from check_container(name, [kind, "--inside", *inside])
+
+
+def keel_containers(kind: str) -> dict[str, tuple[str, str]]:
+    """Name to (compose service, status) of the containers that the Makefile's targets started."""
+    label = '{{.Label "com.docker.compose.%s"}}'
+    columns = ["{{.Names}}", label % "project", label % "service", "{{.Status}}"]
+    command = ["docker", "ps", "--format", "\t".join(columns)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{done.stderr.strip()}: run the doctor as somebody who may use Docker")
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    return {
+        name: (service, status)
+        for name, project, service, status in sorted(rows)
+        if project.startswith("keel-") and service.startswith(services[kind])
+    }
+
+
+@in_words
+def check_container(container: str, options: list[str]) -> Iterator[Finding]:
+    """What the doctor says in this container."""
+    command = ["docker", "exec", container, "python", "-m", "deployment.doctor", *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=inside_limit_s, check=False
+    )
+    found = [
+        Finding(is_problem, f"{container}: {line.removeprefix(mark)}")
+        for line in done.stdout.splitlines()
+        for is_problem, mark in marks.items()
+        if line.startswith(mark)
+    ]
+    yield from found
+    if not found or done.returncode not in (0, 1):
+        reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        yield problem(f"{container}: the doctor did not get to its end there: {reason}")
+
+
 def server_checks(arguments: argparse.Namespace, now: datetime.datetime) -> Iterator[Finding]:
-    """Everything about a server's machine."""
+    """Files, clock and ports of a server's machine."""
     folder: Path = arguments.credentials
-    yield from check_versions()
-    yield from check_disk(keel_home())
     names = ["ca.pem", "server.pem", "server.key", "executor.secret"]
     yield from check_private_files(folder, names)
     yield from check_certificate(folder / "ca.pem", now)
@@ -320,23 +425,42 @@ def server_checks(arguments: argparse.Namespace, now: datetime.datetime) -> Iter
 
 
 def client_checks(arguments: argparse.Namespace, now: datetime.datetime) -> Iterator[Finding]:
-    """Everything about a client's machine."""
+    """Files, clock, port and key of a client's machine."""
     folder: Path = arguments.credentials
-    yield from check_versions()
-    yield from check_disk(keel_home())
     yield from check_private_files(folder, ["ca.pem", "client.key", "executor.secret"])
     yield from check_certificate(folder / "ca.pem", now)
     yield from check_clock()
     reached = list(check_port(arguments.fleet, folder / "ca.pem"))
     yield from reached
-    if not any(f.is_problem for f in reached) and (folder / "client.key").exists():
+    if any(not f.is_problem for f in reached) and os.access(folder / "client.key", os.R_OK):
         yield from check_key(arguments.fleet, folder / "ca.pem", folder / "client.key")
-    yield from check_device(arguments.device)
-    if arguments.source:
-        classes = [name for name in arguments.classes.split(",") if name]
-        model = {"model": arguments.model} if arguments.model else {}
-        yield from check_data(arguments.source, classes, model)
-    yield from check_worker(arguments.worker)
+
+
+def checks_inside(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """What the code of a run finds: versions, room, device, data, worker."""
+    yield from check_versions(arguments.code)
+    yield from check_disk(keel_home())
+    if arguments.machine == "client":
+        yield from check_device(arguments.device)
+        if arguments.source:
+            classes = [name for name in arguments.classes.split(",") if name]
+            model = {"model": arguments.model} if arguments.model else {}
+            yield from check_data(arguments.source, classes, model)
+        yield from check_worker(arguments.worker)
+
+
+def all_checks(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Of the files and ports of this machine, and of where the code runs."""
+    if arguments.inside:
+        yield from checks_inside(arguments)
+        return
+    files = server_checks if arguments.machine == "server" else client_checks
+    yield from files(arguments, datetime.datetime.now(datetime.UTC))
+    options = ["--code", code_digest()]
+    for name in ("classes", "model"):
+        if value := getattr(arguments, name):
+            options += [f"--{name}", value]
+    yield from check_containers(arguments.machine, options, lambda: checks_inside(arguments))
 
 
 def main() -> int:
@@ -347,24 +471,25 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("machine", choices=["server", "client"])
-    parser.add_argument("--credentials", type=Path, required=True, help="this machine's folder")
-    parser.add_argument("--fleet", required=True, help="HOST:PORT that clients connect to")
+    parser.add_argument("--inside", action="store_true", help="only what the code of a run finds")
+    parser.add_argument("--credentials", type=Path, help="this machine's folder")
+    parser.add_argument("--fleet", default="", help="HOST:PORT that clients connect to")
     parser.add_argument("--superlink", default="", help="server: HOST:PORT of its HTTP API")
-    parser.add_argument("--source", default="", help="client: folder:PATH or npz:PATH")
+    source = os.environ.get("KEEL_SOURCE", "")
+    parser.add_argument("--source", default=source, help="client: folder:PATH or npz:PATH")
     parser.add_argument("--classes", default="", help="client: the run's classes, with commas")
     parser.add_argument("--model", default="", help="client: the run's model, for the image size")
-    parser.add_argument("--device", default="auto", help="client: cpu, cuda, cuda:1, ...")
+    device = os.environ.get("KEEL_DEVICE") or "auto"
+    parser.add_argument("--device", default=device, help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--worker", type=Path, default=default_socket(), help="client: its socket")
+    parser.add_argument("--code", default="", help="digest that Keel's client code has to have")
     arguments = parser.parse_args()
-    checks = server_checks if arguments.machine == "server" else client_checks
+    if not arguments.inside and not (arguments.credentials and arguments.fleet):
+        parser.error("--credentials and --fleet are needed, or --inside")
     problems = 0
-    try:
-        for finding in checks(arguments, datetime.datetime.now(datetime.UTC)):
-            print(("PROBLEM  " if finding.is_problem else "ok       ") + finding.text, flush=True)
-            problems += finding.is_problem
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for finding in all_checks(arguments):
+        print(marks[finding.is_problem] + finding.text, flush=True)
+        problems += finding.is_problem
     print(f"{problems} problems" if problems else "nothing is wrong")
     return 1 if problems else 0
 

@@ -240,7 +240,7 @@ def main() -> int:
                 run_id = local.superlink.submit(overrides)
                 status = local.superlink.wait(run_id, arguments.limit_s)
                 print(local.superlink.flwr("log", str(run_id), "deployment", "--show"))
-        except (ValueError, OSError, RuntimeError) as error:
+        except (ValueError, OSError, RuntimeError, subprocess.TimeoutExpired) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
     return 0 if status == "finished:completed" else 1

@@ -13,6 +13,7 @@ from protocol.config import app_folder
 from protocol.options import OptionValue
 
 command_limit_s = 100.0
+look_every_s = 2.0  # each look is a process of a second
 connection = "deployment"  # name of the SuperLink in the config of Flower's command line
 finished = "finished"  # how the status of a run that has ended begins
 
@@ -86,13 +87,21 @@ class SuperLinkClient:
         return row
 
     def wait(self, run_id: int, limit_s: float) -> str:
-        """The status of a run once it has ended; TimeoutError if it does not."""
+        """The status of a run once it has ended; TimeoutError if it does not.
+
+        A SuperLink that does not answer, as one that is being restarted, is asked again.
+        """
         deadline = time.monotonic() + limit_s
-        while not (status := str(self.listed(run_id)["status"])).startswith(finished):
+        while True:
+            try:
+                status = str(self.listed(run_id)["status"])
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                status = f"not known ({' '.join(str(error).split())[:300]})"
+            if status.startswith(finished):
+                return status
             if time.monotonic() > deadline:
                 raise TimeoutError(f"run {run_id} is {status} after {limit_s:g} s")
-            time.sleep(2)  # each look is a process of a second
-        return status
+            time.sleep(look_every_s)
 
     def stop(self, run_id: int) -> None:
         """End a run."""

@@ -37,6 +37,7 @@ class Exchange:
     name: Callable[[int], str] = "on node {}".format
     returned: Returned | None = None
     late: dict[str, tuple[str, int]] = field(default_factory=dict)  # id: words, asks since then
+    came_late: list[str] = field(default_factory=list)  # words, see `take_late`
 
     def ask(
         self, messages: Iterable[Message], timeout_s: float, what: str, key: str = "round-timeout"
@@ -143,6 +144,12 @@ class Exchange:
             words, _ = self.late.pop(reply.metadata.reply_to_message_id, ("", 0))
             if words and not (reply.has_error() and reply.error.code in never_delivered):
                 log.warning("%s came too late and is not used", words)
+                self.came_late.append(words)
+
+    def take_late(self) -> list[str]:
+        """The replies that came too late since this was asked last: whose, and to what."""
+        words, self.came_late = self.came_late, []
+        return words
 
 
 def failure(message: Message, reason: str, code: int = no_answer) -> Message:

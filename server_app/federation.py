@@ -335,7 +335,8 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
     seconds["aggregation"] = time.perf_counter() - started
 
     started = time.perf_counter()
-    line = round_line(server_round, report, bytes_down) | {"resting": resting}
+    line = round_line(server_round, report, bytes_down)
+    line |= {"resting": resting, "late": run.exchange.take_late()}
     if run.monitor and run.monitor.is_due(server_round):
         line["diagnostics"] = run.monitor.measure(
             server_round, tensors(arrays), report.kept, run.folder.path

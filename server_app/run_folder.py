@@ -94,21 +94,30 @@ class RunFolder:
 
     def append_history(self, line: Mapping[str, Any]) -> None:
         """Add one round's line."""
-        with self.history_path.open("a") as file:
-            file.write(json.dumps(only_finite(line), allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.history_path, json.dumps(only_finite(line), allow_nan=False))
 
     def append_releases(self, server_round: int, clients: list[str]) -> None:
-        """Note who was asked for a private release; never truncated, whatever is resumed."""
-        with (self.path / "releases.jsonl").open("a") as file:
-            file.write(json.dumps({"round": server_round, "clients": clients}) + "\n")
+        """Note who will be asked for a private release; never truncated, whatever is resumed."""
+        line = json.dumps({"round": server_round, "clients": clients})
+        append_line(self.path / "releases.jsonl", line)
 
     def read_releases(self) -> list[list[str]]:
-        """Who was asked, each time that somebody was."""
+        """Who was asked, each time that somebody was.
+
+        A line that cannot be read, as a full disk or a power cut may leave one, counts as one that
+        names every client of the file: what was spent is never under-counted.
+        """
         path = self.path / "releases.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line)["clients"] for line in lines]
+        asked: list[list[str]] = []
+        damaged = 0
+        for line in path.read_bytes().splitlines() if path.exists() else []:
+            try:
+                asked.append([str(client) for client in json.loads(line)["clients"]])
+            except (ValueError, TypeError, KeyError):
+                damaged += 1
+        if damaged:
+            log.warning("%s: %d lines are damaged: each counts for every client", path, damaged)
+        return asked + damaged * [sorted({client for clients in asked for client in clients})]
 
     def read_history(self) -> list[dict[str, Any]]:
         """All rounds' lines so far; see the function of the same name."""
@@ -122,7 +131,11 @@ class RunFolder:
         return lines
 
     def save_checkpoint(self, checkpoint: Checkpoint, model: str) -> str:
-        """Write this round's checkpoint, delete all but the newest two; returns its digest."""
+        """Write this round's checkpoint, delete all but it and those of the round before.
+
+        So one that was passed over, being damaged or ahead of the history, goes when its round is
+        done again, and the one that the round began from stays. Returns the digest.
+        """
         folder = self.path / "checkpoints"
         folder.mkdir(exist_ok=True)
         flat = {f"model/{k}": v for k, v in checkpoint.arrays.items()}
@@ -134,8 +147,10 @@ class RunFolder:
         content_digest = digest(content)
         name = f"round-{checkpoint.round:05d}-{content_digest}.safetensors"
         write_atomically(folder / name, content)
-        for old in sorted(folder.glob("round-*.safetensors"))[:-kept_checkpoints]:
-            old.unlink()
+        oldest = checkpoint.round - kept_checkpoints + 1
+        for other in folder.glob("round-*.safetensors"):
+            if other.name != name and not oldest <= round_of(other) < checkpoint.round:
+                other.unlink()
         return content_digest
 
     def has_rounds(self) -> bool:
@@ -150,13 +165,30 @@ class RunFolder:
         """
         last = max((line["round"] for line in self.read_history()), default=0)
         found = sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True)
-        paths = [path for path in found if int(path.name.split("-")[1]) <= last]
+        paths = [path for path in found if round_of(path) <= last]
         for path in paths:
             if digest(path.read_bytes()) in path.name:
                 return read_checkpoint(path, expected, model)
             log.warning("%s is damaged or cut short (its digest differs): passed over", path)
         state = f"{len(paths)} there, all damaged" if paths else "there is none"
         raise ValueError(f"resume = {str(self.path)!r}: no readable checkpoint in it ({state})")
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line, on the disk when this returns; one before that was cut short is ended first."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = "\n" + line
+        file.write(line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def round_of(checkpoint: Path) -> int:
+    """The round in the name of a checkpoint."""
+    return int(checkpoint.name.split("-")[1])
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:

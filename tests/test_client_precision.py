@@ -3,6 +3,7 @@
 import pytest
 import torch
 from client_fixtures import (
+    Client,
     assert_close,
     assert_same_bits,
     differ,
@@ -107,6 +108,14 @@ def test_threads_are_the_workers_share_or_as_asked(monkeypatch):
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_compile_without_a_compiler_is_refused_before_round_1(tmp_path, monkeypatch):
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reply = Client(make_config(compile=True), tmp_path).ask("query")
+    assert reply.error.reason.startswith("client client-0000: ValueError: compile = true: torch")
 
 
 @pytest.mark.slow

@@ -111,6 +111,8 @@ def test_a_late_reply_is_named_and_not_used(caplog):
         replies = exchange.ask(to(5), 5, "round 2")
     assert said(replies) == [(5, 5)]
     assert caplog.messages == ["client b's reply to round 1 came too late and is not used"]
+    assert exchange.take_late() == ["client b's reply to round 1"]
+    assert exchange.take_late() == []
     assert exchange.late == {}
     caplog.clear()
     exchange.ask(to(5), 5, "round 3")

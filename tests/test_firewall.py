@@ -62,6 +62,8 @@ def test_a_bad_update_is_left_out_and_named_and_the_run_is_as_without_it(
     assert summary_of(folder)["refused"] == (0 if is_late else 1)
     too_late = f"client {BAD_CLIENT}'s reply to round {bad_round} came too late and is not used"
     assert more == ([too_late] if is_late else [])
+    late = [row["late"] for row in history_of(folder) if row["late"]]
+    assert late == ([[f"client {BAD_CLIENT}'s reply to round {bad_round}"]] if is_late else [])
     assert accuracy_of(without_it) > 0.5  # it has learnt something that could be lost
     assert accuracy_of(folder) == accuracy_of(without_it)
     assert same_bits(final_model(folder), final_model(without_it))

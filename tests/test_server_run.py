@@ -35,7 +35,7 @@ from protocol.config import resolve_config
 from protocol.seeds import seed_of
 from server_app.federation import DivergedError
 from server_app.inline import InlineGrid, run_inline
-from server_app.run_folder import RunFolder, read_arrays
+from server_app.run_folder import Checkpoint, RunFolder, read_arrays
 from strategies import STRATEGIES
 from strategies.average import TooFewRepliesError
 
@@ -447,6 +447,39 @@ def test_a_checkpoint_ahead_of_the_history_is_passed_over(run):
     resume(broken, num_rounds=4)
     assert without_times(history_of(broken)) == without_times(history_of(whole))
     assert same_bits(final_model(broken), final_model(whole))
+
+
+def test_a_damaged_checkpoint_goes_when_its_round_is_done_again_and_the_good_one_stays(tmp_path):
+    folder = RunFolder(tmp_path)
+
+    def save(number: int, value: float) -> None:
+        folder.save_checkpoint(Checkpoint(number, {"w": torch.full((2,), value)}, {}), "toy")
+
+    save(1, 1.0)
+    save(2, 2.0)
+    checkpoint_of(tmp_path, "round-00002").write_bytes(b"cut")
+    save(2, 3.0)  # from round 1, with other bits
+    assert checkpoints_of(tmp_path) == ["round-00001", "round-00002"]
+    newest, _ = read_arrays(checkpoint_of(tmp_path, "round-00002"))
+    assert newest["model/w"].tolist() == [3.0, 3.0]
+    save(3, 4.0)
+    assert checkpoints_of(tmp_path) == ["round-00002", "round-00003"]
+    save(2, 5.0)  # the history's last lines were lost
+    assert checkpoints_of(tmp_path) == ["round-00002"]
+    folder.close()
+
+
+def test_a_damaged_line_of_the_releases_counts_for_every_client(tmp_path, caplog):
+    folder = RunFolder(tmp_path)
+    folder.append_releases(1, ["a", "b"])
+    folder.append_releases(2, ["a"])
+    path = tmp_path / "releases.jsonl"
+    path.write_bytes(path.read_bytes()[:-7])  # the disk was full
+    assert folder.read_releases() == [["a", "b"], ["a", "b"]]
+    folder.append_releases(2, ["c"])  # begins a line of its own
+    assert folder.read_releases() == [["a", "b"], ["c"], ["a", "b", "c"]]
+    assert caplog.messages[-1] == f"{path}: 1 lines are damaged: each counts for every client"
+    folder.close()
 
 
 def test_a_history_whose_last_line_is_cut_short_loses_that_round_alone(run):

@@ -7,13 +7,16 @@ KEEL_TEST_WHEELS name an unpacked Debian and a folder of wheels made before, whi
 """
 
 import contextlib
+import ipaddress
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -36,6 +39,7 @@ debian = ["--variant=minbase", "--include=python3,python3-venv,ca-certificates",
 torch_cpu = os.environ.get("KEEL_TEST_TORCH", "torch")  # such as torch==2.13.0+cpu
 clients = [f"client-000{i}" for i in range(3)]
 run_limit_s = 900
+resolver_address = "127.0.53.53"  # of this machine's loopback, as systemd's resolver is
 
 
 def sh(*words, limit_s=600, **options):
@@ -68,8 +72,37 @@ def work(tools):
 
 
 @pytest.fixture(scope="module")
-def docker(work):
-    """The environment in which `docker` speaks to a daemon of the test's own."""
+def asked(tools):
+    """What a resolver on this machine was asked: the questions, as they are in the packets."""
+    questions = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as resolver:
+        resolver.bind((resolver_address, 53))
+        resolver.settimeout(0.5)
+        stop = threading.Event()
+
+        def answer():
+            while not stop.is_set():
+                with contextlib.suppress(TimeoutError):
+                    query, peer = resolver.recvfrom(512)
+                    questions.append(query[12:])
+                    head = query[:2] + b"\x81\x83" + query[4:6] + bytes(6)  # no such name
+                    resolver.sendto(head + query[12:], peer)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield questions
+        stop.set()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def docker(work, asked):
+    """The environment in which `docker` speaks to a daemon of the test's own.
+
+    The daemon takes names to the resolver `asked`: nothing here needs another.
+    """
+    (work / "resolv.conf").write_text(f"nameserver {resolver_address}\n")
+    with_resolver = 'mount --bind "$0" /etc/resolv.conf && exec "$@"'
     address = f"unix://{work / 'docker.sock'}"
     env = os.environ | {
         "DOCKER_HOST": address,
@@ -79,9 +112,12 @@ def docker(work):
     with (work / "dockerd.log").open("w") as log:
         daemon = subprocess.Popen(
             [
+                *("unshare", "--mount", "sh", "-c", with_resolver, str(work / "resolv.conf")),
                 *("dockerd", "--host", address, "--data-root", str(work / "data")),
                 *("--exec-root", str(work / "exec"), "--pidfile", str(work / "dockerd.pid")),
                 *("--bridge", "none"),  # compose makes its own networks, and takes them away
+                # where no other daemon's firewall rules, left on the machine, masquerade packets
+                *("--default-address-pool", "base=10.213.0.0/16,size=24"),
             ],
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -205,10 +241,11 @@ def test_digits_are_trained_to_the_end_and_a_killed_client_comes_back(local):
     run_id = superlink.submit(
         {
             "method": "fedreco",
-            "fedreco.eta-0": 0.5,
+            **{f"fedreco.{name}": 0.05 for name in ("eta-0", "eta-u", "eta-v")},
+            **{f"fedreco.{name}": "3 epochs" for name in ("k-u", "k-v")},
+            "batch-size": 32,
             "model": "cnn-fedreco",
             "alpha": 5.0,
-            "lr": 0.05,
             "local-test-fraction": 0.2,
             "num-clients": 3,
             "num-rounds": 12,
@@ -252,6 +289,55 @@ def test_the_code_of_a_run_reaches_no_network_but_its_supernode(local):
         "    except OSError: pass\n"
     )
     assert compose.within("executor-0", code).split() == ["supernode"]
+
+
+def test_names_that_the_code_of_a_run_looks_up_are_asked_of_nobody(local, asked):
+    """A name can carry data out: older engines ask the machine's resolver for an inner network."""
+    compose, _ = local
+    code = (
+        "import socket\n"
+        "try: socket.getaddrinfo('data-of-{}.example', 80); print('found')\n"
+        "except OSError: print('unknown')\n"
+    )
+    for service in ("supernode-0", "executor-0", "serverapp"):
+        assert compose.within(service, code.format(service)).strip() == "unknown"
+    questions = b" ".join(asked)
+    assert b"data-of-supernode-0" in questions  # who may reach the outside: the check sees it
+    assert b"data-of-executor-0" not in questions
+    assert b"data-of-serverapp" not in questions
+
+
+def test_the_code_of_a_run_reaches_no_service_of_its_machine(local, docker):
+    """Everything that listens on all addresses is there at the gateway of an ordinary bridge."""
+    compose, _ = local
+    reached = {}
+    with socket.create_server(("0.0.0.0", 0)) as service_of_this_machine:
+        port = service_of_this_machine.getsockname()[1]
+        for service, network in (
+            ("supernode-0", "fleet"),
+            ("executor-0", "client-0"),
+            ("serverapp", "server"),
+        ):
+            words = [
+                "docker",
+                "network",
+                "inspect",
+                "--format",
+                "{{(index .IPAM.Config 0).Subnet}}",
+            ]
+            subnet = sh(*words, f"keel-test_{network}", env=docker).strip()
+            gateway = next(ipaddress.ip_network(subnet).hosts())
+            code = (
+                "import socket\n"
+                f"try: socket.create_connection(('{gateway}', {port}), 3); print('reached')\n"
+                "except OSError: print('not reached')\n"
+            )
+            reached[service] = compose.within(service, code).strip()
+    assert reached == {
+        "supernode-0": "reached",  # the check sees what there is to see
+        "executor-0": "not reached",
+        "serverapp": "not reached",
+    }
 
 
 def test_containers_run_as_nobody_in_particular_and_hold_no_secret(local, docker, image):

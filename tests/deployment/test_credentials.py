@@ -12,6 +12,7 @@ import pytest
 from cryptography import x509
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
+import deployment.credentials
 from deployment.credentials import certificate_names, make_credentials
 from deployment.reach import handshake
 from deployment.superlink import app_folder
@@ -87,8 +88,8 @@ def test_a_client_is_added_later_and_nothing_else_changes(made):
     after = digests(made)
     assert {name: after[name] for name in before} == before
     assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"site-c", "server"}
-    assert f"kept  {made / 'site-a' / 'client.key'}" in lines
-    assert f"made  {made / 'site-c' / 'client.key'}" in lines
+    assert f"kept  {made / 'site-a' / 'client.pub'}" in lines
+    assert f"made  {made / 'site-c' / 'client.pub'}" in lines
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,50 @@ def test_other_names_for_a_server_that_has_a_certificate_are_refused(made):
     with pytest.raises(ValueError, match=r"server\.pem is not for new\.example\.org"):
         make_credentials(made, ["new.example.org"], [])
     assert "fl.example.org" in certificate_names(made / "server/server.pem")
+
+
+def test_a_client_whose_folder_is_gone_gets_no_key_that_nobody_registers(tmp_path):
+    make_credentials(tmp_path, ["a.org"], ["site-a"])
+    known = tmp_path / "server/clients/site-a.pub"
+    (tmp_path / "site-a").rename(tmp_path / "carried-away")
+    before = digests(tmp_path)
+    with pytest.raises(ValueError, match=f"^{known} is the public key of site-a, .* is not there"):
+        make_credentials(tmp_path, [], ["site-a", "site-b"])
+    assert digests(tmp_path) == before
+    known.rename(tmp_path / "old.pub")
+    make_credentials(tmp_path, [], ["site-a"])
+    (tmp_path / "old.pub").rename(known)
+    with pytest.raises(ValueError, match="is another one: put that client's folder back"):
+        make_credentials(tmp_path, [], ["site-a"])
+
+
+@pytest.mark.parametrize(
+    ("private", "public"),
+    [
+        ("ca/ca.key", "ca.pem"),
+        ("server/server.key", "server.pem"),
+        ("site-a/client.key", "client.pub"),
+    ],
+)
+def test_what_was_ended_half_way_says_what_to_move(tmp_path, monkeypatch, private, public):
+    write_new = deployment.credentials.write_new
+
+    def killed(path, content, **options):
+        if path.name == public:
+            raise KeyboardInterrupt
+        write_new(path, content, **options)
+
+    monkeypatch.setattr(deployment.credentials, "write_new", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make_credentials(tmp_path, ["a.org"], ["site-a"])
+    monkeypatch.undo()
+    before = digests(tmp_path)
+    with pytest.raises(ValueError, match=f"^{tmp_path / private} is there without {public}"):
+        make_credentials(tmp_path, ["a.org"], ["site-a"])
+    assert digests(tmp_path) == before
+    (tmp_path / private).unlink()
+    make_credentials(tmp_path, ["a.org"], ["site-a"])
+    assert (tmp_path / private).with_name(public).exists()
 
 
 def test_the_private_files_and_the_caches_are_ignored_by_git():

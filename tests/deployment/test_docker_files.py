@@ -19,7 +19,8 @@ files = {name: yaml.safe_load((docker / f"compose.{name}.yml").read_text())
 
 def test_the_image_s_requirements_are_the_project_s_less_the_simulation():
     project = tomllib.loads((app_folder / "pyproject.toml").read_text())["project"]
-    wanted = {(r.name, str(r.specifier)) for r in map(Requirement, project["dependencies"])}
+    lines = [*project["dependencies"], *project["optional-dependencies"]["tensorboard"]]
+    wanted = {(r.name, str(r.specifier)) for r in map(Requirement, lines)}
     lines = (docker / "requirements.txt").read_text().splitlines()
     listed = [Requirement(line) for line in lines if not line.startswith("#")]
     assert {(r.name, str(r.specifier)) for r in listed} == wanted
@@ -37,18 +38,34 @@ def test_services_run_unprivileged_restart_and_are_on_networks_that_exist(name):
 
 @pytest.mark.parametrize("name", files)
 def test_executors_reach_nothing_but_their_control(name):
-    """The code of a run comes from elsewhere: it sees data or runs, not the network."""
+    """The code of a run comes from elsewhere: it sees data or runs, not the network.
+
+    Nor this machine: its bridge has no address here, and nobody is asked for other names.
+    """
+    option = "com.docker.network.bridge."
+    closed = {option + "gateway_mode_ipv4": "isolated", option + "inhibit_ipv4": "true"}
     for service, about in files[name]["services"].items():
         if service.startswith(("serverapp", "executor")):
-            assert all(files[name]["networks"][n] == {"internal": True} for n in about["networks"])
+            for network in about["networks"]:
+                assert files[name]["networks"][network] == {"internal": True, "driver_opts": closed}
+            assert about["dns"] == ["192.0.2.1"]
 
 
-def test_a_client_s_key_stays_out_of_the_container_that_runs_the_code():
-    mounts = files["client"]["services"]["executor"]["volumes"]
-    assert [m for m in mounts if "credentials" in m] == [
-        "${KEEL_CREDENTIALS:-../credentials/client}/executor.secret:/credentials/executor.secret:ro"
-    ]
-    assert any(m.endswith(":/data:ro") for m in mounts)
+@pytest.mark.parametrize("name", files)
+def test_private_keys_stay_out_of_the_containers_that_run_the_code(name):
+    allowed = {"serverapp": {"ca.pem", "executor.secret"}, "executor": {"executor.secret"}}
+    for service, about in files[name]["services"].items():
+        kind = service.rstrip("-0123456789")
+        if kind in allowed:
+            mounts = [m for m in about["volumes"] if "credentials" in m.lower()]
+            inside = [re.fullmatch(r"(.+)/([\w.]+):/credentials/\2:ro", m) for m in mounts]
+            assert {found and found[2] for found in inside} == allowed[kind], service
+
+
+def test_data_is_mounted_read_only():
+    for name, service in (("client", "executor"), ("server", "serverapp")):
+        mounts = files[name]["services"][service]["volumes"]
+        assert [m.endswith(":ro") for m in mounts if ":/data" in m] == [True]
 
 
 def test_the_http_api_is_published_on_this_machine_alone_unless_asked():

@@ -3,6 +3,7 @@
 import datetime
 import os
 import socket
+import sys
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ import deployment.doctor
 from deployment.credentials import make_credentials
 from deployment.doctor import (
     check_certificate,
+    check_clock,
     check_data,
     check_device,
     check_disk,
+    check_key,
     check_port,
     check_private_files,
     check_versions,
@@ -150,4 +153,106 @@ def test_a_worker_that_is_not_there(tmp_path, monkeypatch):
 def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
     (tmp_path / "client.key").touch(0o600)
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may read everything
-    assert "chown" in said(check_private_files(tmp_path, ["client.key"]))[1]
+    assert "run the doctor as root" in said(check_private_files(tmp_path, ["client.key"]))[1]
+
+
+def test_what_keeps_a_check_from_looking_is_one_line(made, tmp_path, monkeypatch):
+    is_problem, text = said(
+        check_key("localhost:1", tmp_path / "ca.pem", made / "site-a/client.key")
+    )
+    assert is_problem
+    assert text == f"key: [Errno 2] No such file or directory: '{tmp_path / 'ca.pem'}'"
+    (tmp_path / "ca.pem").write_text("no certificate")
+    assert said(check_certificate(tmp_path / "ca.pem", datetime.datetime.now(datetime.UTC)))[0]
+    program(tmp_path / "timedatectl", "sleep 60")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(deployment.doctor, "limit_s", 0.2)
+    assert said(check_clock()) == (True, "clock: timedatectl gave no answer within 0.2 seconds")
+
+
+def test_a_ca_that_cannot_be_used_is_not_taken_for_another_service(made, tmp_path, monkeypatch):
+    port, _ = tls_server(made / "server", 2)
+    (tmp_path / "ca.pem").write_text("no certificate")
+    _, text = said(check_port(f"127.0.0.1:{port}", tmp_path / "ca.pem"))
+    assert text.startswith(f"{tmp_path / 'ca.pem'} is no CA certificate")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert list(check_port(f"127.0.0.1:{port}", made / "ca/ca.pem")) == []
+
+
+def program(path, script):
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def doctor(monkeypatch, capsys, *words):
+    """(exit status, lines) of the doctor's command line."""
+    monkeypatch.setattr(sys, "argv", ["doctor", *words])
+    status = deployment.doctor.main()
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_inside_looks_at_what_the_code_of_a_run_finds_and_at_nothing_else(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    monkeypatch.setenv("KEEL_DEVICE", "cpu")
+    monkeypatch.setenv("KEEL_SOURCE", f"folder:{tmp_path / 'nothing'}")
+    monkeypatch.delenv("KEEL_WORKER", raising=False)
+    status, lines = doctor(monkeypatch, capsys, "client", "--inside")
+    assert [line.split(":")[0] for line in lines] == [
+        *("ok       versions", "ok       disk", "ok       device", "PROBLEM  data", "1 problems"),
+    ]
+    assert status == 1
+    status, lines = doctor(monkeypatch, capsys, "server", "--inside", "--code", "f" * 16)
+    assert lines[0].startswith("PROBLEM  versions: Keel's client code is")
+    assert "f" * 16 in lines[0]
+    with pytest.raises(SystemExit):
+        doctor(monkeypatch, capsys, "server", "--credentials", str(tmp_path))
+
+
+@pytest.fixture
+def at_a_client(made, tmp_path, monkeypatch, capsys):
+    """The doctor on a client's machine, beside a `docker` that is this shell script."""
+
+    def look(script):
+        program(tmp_path / "docker", script)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+        words = ["--credentials", str(made / "site-a"), "--fleet", "127.0.0.1:1"]
+        _, lines = doctor(monkeypatch, capsys, "client", *words, "--device", "cpu")
+        return lines
+
+    return look
+
+
+def test_where_containers_run_it_looks_inside_them(at_a_client):
+    lines = at_a_client(
+        'if [ "$1" = ps ]; then\n'
+        "  printf 'web\\tshop\\texecutor\\tUp 2 hours\\n'\n"
+        "  printf 'k-sn\\tkeel-site-a\\tsupernode\\tRestarting (1) 5 seconds ago\\n'\n"
+        "  printf 'k-ex\\tkeel-site-a\\texecutor\\tUp 2 hours (unhealthy)\\n'\n"
+        "  printf 'k-sa\\tkeel-server\\tserverapp\\tUp 2 hours\\n'\n"
+        "else\n"
+        '  echo "PROBLEM  disk: asked with $*"; echo "ok       device: cuda:0"; exit 1\n'
+        "fi"
+    )
+    code = deployment.doctor.code_digest()
+    asked = f"exec k-ex python -m deployment.doctor client --inside --code {code}"
+    assert lines[-4:] == [
+        f"PROBLEM  k-ex: disk: asked with {asked}",
+        "ok       k-ex: device: cuda:0",
+        "PROBLEM  k-sn: ends as soon as it is started: docker logs --tail 20 k-sn",
+        "3 problems",  # and the port
+    ]
+    assert not any("device: cpu" in line for line in lines)
+
+
+def test_where_none_runs_it_looks_at_the_machine_and_where_it_may_not_look_it_says_so(at_a_client):
+    lines = at_a_client("exit 0")
+    assert "ok       device: cpu" in lines
+    lines = at_a_client("echo 'permission denied: docker.sock' >&2; exit 1")
+    assert "PROBLEM  containers: permission denied: docker.sock: run the doctor as" in lines[-2]
+    lines = at_a_client(
+        "[ $1 = ps ] && printf 'k-ex\\tkeel-a\\texecutor\\tUp\\n' || { echo gone >&2; exit 1; }"
+    )
+    assert lines[-2] == "PROBLEM  k-ex: the doctor did not get to its end there: gone"

@@ -1,7 +1,9 @@
 """The hand-over to the resident worker: same bits, no torch on this side, and never silence."""
 
 import contextlib
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,7 +24,7 @@ from client_fixtures import (  # noqa: F401  # the fixture is used by name
 
 import client_app.hand_over
 from client_app.hand_over import receive_frame, send_frames, worker_says, worker_variable
-from client_app.serve import error_frames, forget_old_runs, listen
+from client_app.serve import forget_old_runs, listen, warm_device
 from deployment.supervise import Kept, supervise
 from protocol.messages import read_reply
 
@@ -97,6 +99,10 @@ def test_the_worker_answers_as_the_handlers_in_process_to_the_bit(
     kept = handed_over.home / "clients" / "run-a" / "client-0000"
     assert len(list(kept.glob("round-*.safetensors"))) == 2
     assert list(tmp_path.iterdir()) == []  # the server's folder is not this machine's
+    line = (
+        r"run run-a, round 2: client client-0000: trained on \d+ samples, \d+ steps, in [\d.]+ s\n"
+    )
+    assert re.search(line, handed_over.printed())
     monkeypatch.delenv(worker_variable)
     (tmp_path / "run-b").mkdir()
     here = two_rounds(config, tmp_path / "run-b")
@@ -112,6 +118,8 @@ def test_an_error_of_the_handlers_comes_back_as_their_line(handed_over, tmp_path
     reply = Client(config, tmp_path).ask("train", 1, initial(config_with()))
     assert reply.error.code == client_app.hand_over.client_failed
     assert reply.error.reason.startswith("ValueError: device = 'cuda:63'")
+    line = f"run {tmp_path.name}, round 1: client client-0000: {reply.error.reason}\n"
+    assert line in handed_over.printed()
 
 
 def test_other_code_than_the_run_s_is_refused(handed_over, tmp_path, monkeypatch):
@@ -144,46 +152,32 @@ def test_a_worker_killed_in_its_work_is_asked_again_and_gives_the_same_bits(hand
     assert handed_over.pid != killed
 
 
-def test_a_worker_that_dies_on_a_message_twice_is_an_error_of_one_line(tmp_path, monkeypatch):
+def test_a_worker_that_dies_on_a_message_twice_is_an_error_of_one_line(
+    tmp_path, monkeypatch, caplog
+):
     path = tmp_path / "worker.sock"
     with listen(path) as listener:
 
-        def take_and_die():
-            for _ in range(2):
-                with listener.accept()[0] as peer:
-                    for _ in range(3):
-                        receive_frame(peer)
+        def die_on_messages():
+            listener.accept()[0].close()
+            listener.accept()[
+                0
+            ].close()  # the one that has just died, not yet gone: no second death
+            for _ in range(2):  # the next one is ready, and dies too
+                peer, _ = listener.accept()
+                with peer:
+                    if json.loads(receive_frame(peer))["kind"] == "ready?":
+                        send_frames(peer, [b'{"pid": 1}'])
 
-        thread = threading.Thread(target=take_and_die)
+        thread = threading.Thread(target=die_on_messages)
         thread.start()
         monkeypatch.setenv(worker_variable, str(path))
-        reply = Client(config_with(), tmp_path).ask("query")
+        reply = Client(config_with(), tmp_path).ask("train", 1)
         thread.join(10)
+    said = caplog.messages[-1]
+    assert said == f"run {tmp_path.name}, round 1: client of partition 0: {reply.error.reason}"
     assert "died on this message twice" in reply.error.reason
     assert "\n" not in reply.error.reason
-
-
-def test_a_worker_that_is_just_going_did_not_die_on_the_message(tmp_path, monkeypatch):
-    """A killed process may still hold its socket: who hangs up unread has to be tried again."""
-    path = tmp_path / "worker.sock"
-    said = []
-    with listen(path) as listener:
-
-        def going_then_there():
-            for _ in range(3):
-                listener.accept()[0].close()
-            with listener.accept()[0] as peer:
-                said.append([receive_frame(peer) for _ in range(3)])
-                send_frames(peer, error_frames("read"))
-
-        thread = threading.Thread(target=going_then_there)
-        thread.start()
-        monkeypatch.setenv(worker_variable, str(path))
-        request = [b"header", b"x" * 2**20, b"context"]  # more than a socket's buffer holds
-        reply = client_app.hand_over.ask(str(path), request, time.monotonic() + 30)
-        thread.join(10)
-    assert said == [request]
-    assert b"read" in reply[0]
 
 
 def test_no_worker_is_an_error_of_one_line_after_its_limit(tmp_path, monkeypatch):
@@ -262,6 +256,14 @@ def test_runs_untouched_for_long_are_forgotten_if_asked(tmp_path, monkeypatch):
     assert len(list((tmp_path / "clients").iterdir())) == 2
     forget_old_runs(30)
     assert [path.name for path in (tmp_path / "clients").iterdir()] == ["recent"]
+
+
+def test_the_worker_says_which_device_it_has_and_starts_without_it_too(resident, monkeypatch):
+    assert re.search(r"ready at .*, device (cpu|cuda)", resident.printed())
+    monkeypatch.setenv("KEEL_DEVICE", "cpu")
+    assert warm_device() == "cpu"
+    monkeypatch.setenv("KEEL_DEVICE", "cuda:63")
+    assert warm_device().startswith("not there: device = 'cuda:63'")
 
 
 def test_the_worker_s_torch_is_this_torch(resident):

@@ -1,0 +1,58 @@
+"""The Makefile's deployment targets, beside commands that only say how they were called."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from protocol.config import app_folder
+
+pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="there is no make here")
+client = {"KEEL_CLIENT": "Site.A", "KEEL_SERVER": "fl.example.org:9092", "KEEL_DATA": "/srv/images"}
+
+
+@pytest.fixture
+def make(tmp_path):
+    """(exit status, lines) of a target, as root sees it."""
+    for name, script in {
+        "id": "echo 0",
+        "chown": 'echo chown "$@"',
+        "compose": 'echo "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def call(target, *variables, **values):
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("KEEL_", "MAKE"))}
+        env |= {"PATH": f"{tmp_path}{os.pathsep}{env['PATH']}"} | values
+        done = subprocess.run(
+            ["make", "--silent", target, "COMPOSE=compose", "CREDENTIALS=here", *variables],
+            env=env, cwd=app_folder, text=True, timeout=60, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        return done.returncode, done.stdout.splitlines()
+
+    return call
+
+
+@pytest.mark.parametrize("name", client)
+def test_deploy_client_says_what_is_not_set_before_it_gives_any_file_away(make, name):
+    status, lines = make("deploy-client", **{k: v for k, v in client.items() if k != name})
+    assert status
+    [line] = lines
+    assert line.startswith(f"{name} is not set")
+
+
+def test_deploy_client_gives_away_its_own_secrets_alone(make):
+    status, lines = make("deploy-client", **client, KEEL_DEVICE="cuda:1")
+    assert status == 0
+    assert lines == [
+        f"chown -R 10001 {app_folder}/here/Site.A",
+        "-p keel-site-a -f docker/compose.client.yml -f docker/compose.gpu.yml up -d",
+    ]
+
+
+def test_make_doctor_hands_on_what_it_is_given(make):
+    _, lines = make("doctor", "READY=", "BIN=echo called with", "ARGS=client --fleet a:1")
+    assert lines == ["called with/python -m deployment.doctor client --fleet a:1"]

@@ -1,0 +1,52 @@
+"""What speaks to the SuperLink goes on when one look at it fails."""
+
+import subprocess
+import sys
+
+import pytest
+
+import deployment.loopback
+import deployment.superlink
+from deployment.superlink import SuperLinkClient
+
+
+@pytest.fixture
+def client(tmp_path, monkeypatch):
+    monkeypatch.setattr(deployment.superlink, "look_every_s", 0.01)
+    return SuperLinkClient(tmp_path, "localhost:1", tmp_path / "ca.pem")
+
+
+def test_a_look_that_fails_is_made_again(client, monkeypatch):
+    hangs = subprocess.TimeoutExpired("flwr", 100)
+    refused = RuntimeError("Connection refused")
+    looks = iter([{"status": "running"}, refused, hangs, {"status": "finished:completed"}])
+
+    def listed(run_id):
+        look = next(looks)
+        if isinstance(look, Exception):
+            raise look
+        return look
+
+    monkeypatch.setattr(client, "listed", listed)
+    assert client.wait(7, 60) == "finished:completed"
+
+
+def test_a_superlink_that_never_answers_is_given_up_at_the_deadline(client, monkeypatch):
+    def listed(run_id):
+        raise RuntimeError("Connection\nrefused")
+
+    monkeypatch.setattr(client, "listed", listed)
+    with pytest.raises(
+        TimeoutError, match=r"run 7 is not known \(Connection refused\) after 0.1 s"
+    ):
+        client.wait(7, 0.1)
+
+
+def test_a_command_that_hangs_ends_the_loopback_with_one_line(tmp_path, monkeypatch, capsys):
+    def running(*_):
+        raise subprocess.TimeoutExpired(["flwr", "run"], 100)
+
+    monkeypatch.setattr(deployment.loopback, "running", running)
+    monkeypatch.setattr(sys, "argv", ["loopback", "--folder", str(tmp_path)])
+    assert deployment.loopback.main() == 1
+    assert capsys.readouterr().err.startswith("error: Command '['flwr', 'run']' timed out")
