@@ -33,7 +33,12 @@ from server_app.inline import run_inline
 
 kinds = ("serverapp", "superlink", "supernode", "executor", "worker")
 methods: dict[str, dict[str, OptionValue]] = {
-    "fedreco": {"method": "fedreco", "fedreco.eta-0": 0.5},
+    "fedreco": {
+        "method": "fedreco",
+        "fedreco.eta-0": 0.05,
+        "fedreco.eta-u": 0.05,
+        "fedreco.eta-v": 0.05,
+    },
     "fedintr": {"method": "fedintr", "evaluate-clients": "none"},
 }
 common: dict[str, OptionValue] = {
@@ -41,7 +46,8 @@ common: dict[str, OptionValue] = {
     "model": "cnn-fedreco",
     "alpha": 5.0,
     "lr": 0.05,
-    "local-epochs": 2,
+    "local-epochs": 3,
+    "batch-size": 32,
     "local-test-fraction": 0.2,
     "round-timeout": 100.0,
     "device": "cpu",
