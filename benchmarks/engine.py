@@ -230,7 +230,7 @@ def allowed_mb(keys: Keys) -> float:
     source = open_source(config)
     model = sum(array.nbytes for array in model_for(config, source).state_dict().values())
     cache_mb = 0 if config.rounds.method == "fedavg" else config.train.cache_mb
-    return (source.train.images.nbytes + 4 * model) / 2**20 + cache_mb
+    return float((source.train.images.nbytes + 4 * model) / 2**20 + cache_mb)
 
 
 def scale(home: Path, sources: dict[int, str]) -> Iterator[Row]:
