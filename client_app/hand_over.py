@@ -71,9 +71,7 @@ def run_and_round(message: Message) -> str:
     """What a message belongs to, for the log."""
     record = message.content.config_records.get("round")
     run = str(record["run-dir"]) if record else ""
-    return (
-        f"run {Path(run).name}, round {record['round']!r}" if record and run else "before round 1"
-    )
+    return f"run {Path(run).name}, round {record['round']!r}" if record and run else "the roster"
 
 
 def read_answer(header: dict[str, Any], rest: Frames) -> RecordDict | Error:

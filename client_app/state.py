@@ -8,6 +8,7 @@ older round can be trained again, and gives the same result again.
 
 import logging
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -35,13 +36,20 @@ class StateFolder:
         counted_round: the last round that the server knows this client to have trained; 0: none.
         A damaged version is set aside as `*.damaged` and the next older one taken, with a warning.
         ValueError if a damaged one is all there is, or nothing although the client has trained: a
-        fresh model must not replace what is lost in silence. A file `begin-anew` allows it, once.
+        fresh model must not replace what is lost in silence. A file `begin-anew` allows it; it is
+        renamed by the round that begins, which may be trained again.
         """
         for round_, path in reversed(self._versions()):
             if round_ >= before_round:
                 continue
             content = path.read_bytes()
             if digest(content) in path.name:
+                if round_ < counted_round:
+                    log.warning(
+                        "%s is older than round %d, which the server counted: what this client "
+                        "kept since is lost",
+                        *(path, counted_round),
+                    )
                 return _grouped(load(content))
             path.rename(path.with_suffix(".damaged"))
             log.warning("%s is damaged (its digest differs) and was set aside as *.damaged", path)
@@ -51,13 +59,15 @@ class StateFolder:
             lost = f"{damaged[-1]} is damaged and there is no older version of this client's state"
         elif counted_round:
             lost = f"this client trained in round {counted_round}, and {self.folder} keeps nothing"
-        marker = self.folder / begin_anew
-        if lost and not marker.exists():
-            raise ValueError(
-                f"{lost}: restore it from a backup, or create the file {marker} to let the client "
-                "begin anew"
-            )
         if lost:
+            marker = self.folder / begin_anew
+            begun = [int(p.name[-5:]) for p in self.folder.glob("begun-anew-?????")]
+            if not marker.exists() and before_round > max(begun, default=0):
+                self.folder.mkdir(parents=True, exist_ok=True)  # whose owner may write there
+                raise ValueError(
+                    f"{lost}: restore it from a backup, or create the file {marker} on this "
+                    "client's machine to let it begin anew"
+                )
             log.warning("%s: it begins anew, as %s says", lost, marker)
         return {}
 
@@ -78,7 +88,8 @@ class StateFolder:
         for stale in older:
             if stale != path:
                 stale.unlink()
-        (self.folder / begin_anew).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            (self.folder / begin_anew).rename(self.folder / f"begun-anew-{round_:05d}")
 
     def prune(self, checkpoint_round: int) -> None:
         """Delete what no resume can ask for: all before the newest version <= checkpoint_round."""

@@ -14,6 +14,7 @@ client -> server   query     roster: see `RosterEntry`
 import json
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
+from typing import Any, get_type_hints
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -24,6 +25,7 @@ from protocol.config import RunConfig, config_from_json, keel_version
 
 Arrays = dict[str, Tensor]
 packed = "keel.safetensors"  # how Flower's `Array.stype` calls what `array_record` makes
+longest_header = 2**22  # bytes: of names, shapes and places of some ten thousand tensors
 protocol_version = 3  # of the layout below: another one cannot be talked to
 
 
@@ -118,6 +120,10 @@ def read_instruction(message: Message) -> Instruction:
     record = message.content.config_records.get("round")
     if record is None:
         raise ValueError("a message without the record 'round': not sent by Keel's ServerApp")
+    if "data" not in record:
+        raise ValueError(
+            f"the server speaks another protocol, this Keel version {protocol_version}"
+        )
     return Instruction(
         config=config_from_json(str(record["config"])),
         data=data_from_json(str(record["data"])),
@@ -162,16 +168,20 @@ def array_record(arrays: Arrays, name: str = "arrays") -> ArrayRecord:
 
 
 def tensors(record: ArrayRecord | None) -> Arrays:
-    """The tensors in a record, of their own memory, in their order; {} for none."""
+    """The tensors in a record, of their own memory, in their order; {} for none.
+
+    A client's bytes may raise anything here, not only ValueError.
+    """
     found: Arrays = {}
     for name, array in (record or {}).items():
-        if array.stype == packed:
-            values = load(array.data)
-            length = int.from_bytes(array.data[:8], "little")
-            about = json.loads(array.data[8 : 8 + length])["__metadata__"]
-            found |= {key: torch.from_numpy(values[key]) for key in json.loads(about["names"])}
-        else:  # a copy: what numpy() gives is read-only memory of the message
-            found[name] = torch.from_numpy(array.numpy().copy())
+        length = int.from_bytes(array.data[:8], "little")
+        if array.stype != packed or length > longest_header:
+            raise ValueError(f"{name!r} holds no arrays packed by Keel")
+        names = json.loads(json.loads(array.data[8 : 8 + length])["__metadata__"]["names"])
+        values = load(array.data)
+        if set(names) != values.keys() or values.keys() & found.keys():
+            raise ValueError(f"{name!r} holds other arrays than it names")
+        found |= {key: torch.from_numpy(values[key]) for key in names}
     return found
 
 
@@ -225,10 +235,37 @@ def read_roster(message: Message) -> RosterEntry:
             f"{protocol_version}: install the same Keel on both (the client's is "
             f"{said.get('keel', 'unknown')}, the server's {keel_version()})"
         )
+    return roster_entry(said)
+
+
+def is_of(kind: object, value: object) -> bool:
+    """A text, a count, or a list of counts, as `kind` says."""
+    if kind is str:
+        return isinstance(value, str)
+    counts = value if isinstance(value, list) else [value]
+    are_counts = all(type(n) is int and n >= 0 for n in counts)
+    return are_counts and isinstance(value, list) == (kind is not int)
+
+
+def roster_entry(said: dict[str, Any]) -> RosterEntry:
+    """The entry in decoded JSON; ValueError, naming the client, unless it holds what it should."""
     odd = sorted(said.keys() ^ {f.name for f in fields(RosterEntry)})
+    for name, kind in get_type_hints(RosterEntry).items():
+        value = said.get(name)
+        if not is_of(kind, value):
+            odd.append(name)
+    if not odd and len(said["label_counts"]) != len(said["test_label_counts"]):
+        odd.append("test_label_counts")
     if odd:
-        raise ValueError(f"client {said.get('client')}: its roster entry is odd: {odd[0]!r}")
+        client = in_one_line(said.get("client"), 60)
+        raise ValueError(f"client {client}: its roster entry is odd: {odd[0]!r}")
     return RosterEntry(**said)
+
+
+def in_one_line(said: object, most: int = 300) -> str:
+    """What a client says, fit for a log: one line of `most` characters, all of them printable."""
+    line = "".join(c if c.isprintable() else " " for c in " ".join(str(said).split()))
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def payload_bytes(message: Message) -> int:

@@ -41,7 +41,6 @@ from server_app.exchange import Exchange
 from server_app.report import Reporter, check_tensorboard
 from server_app.roster import (
     Attendees,
-    absent,
     evaluates_clients,
     gather_roster,
     is_simulation,
@@ -221,7 +220,7 @@ def prepare(
     )
     hello = Instruction(config, facts_of(config, source), 0, 0, False, "")
     if resumed and not is_simulation(grid):
-        roster = absent(read_saved_roster(resumed.path / roster_file))
+        roster = read_saved_roster(resumed.path / roster_file)
     else:
         roster = gather_roster(grid, config, hello, source)
     attendees = Attendees(grid, config, hello, source, roster)
@@ -247,7 +246,7 @@ def prepare(
     strategy.summary()
     for warning in [*roster_warnings(config, list(roster.values())), *idle_keys(config, given)]:
         log.warning("%s", warning)
-    save_roster(folder.path / roster_file, list(roster.values()))
+    save_roster(folder.path / roster_file, roster)
     if any(entry.num_partitions for entry in roster.values()):
         # a resume with another number of simulated clients would split the data anew
         given = {**given, "num-clients": len(roster)}
@@ -310,7 +309,10 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
     seconds: dict[str, float] = {}
 
     started = time.perf_counter()
-    run.attendees.refresh()
+    strategy.away = run.attendees.absent(run.attendees.refresh())
+    if run.attendees.has_changed:
+        save_roster(run.folder.path / roster_file, run.roster)
+        run.attendees.has_changed = False
     oldest = max(0, server_round - kept_checkpoints)  # what a resume may have to start from
     ask = run.instruction(server_round, oldest, on_train)
     messages = list(strategy.configure_train(server_round, arrays, ask, run.grid))
@@ -336,7 +338,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
 
     started = time.perf_counter()
     line = round_line(server_round, report, bytes_down)
-    line |= {"resting": resting, "late": run.exchange.take_late()}
+    line["resting"] = resting
     if run.monitor and run.monitor.is_due(server_round):
         line["diagnostics"] = run.monitor.measure(
             server_round, tensors(arrays), report.kept, run.folder.path
@@ -351,16 +353,21 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         if whom == "all":
             wanted = {entry.client for entry in run.roster.values()}
         wanted -= {reply.client for reply in on_clients}
-        rest = [node for node, entry in run.roster.items() if entry.client in wanted]
+        rest = [
+            node for node, entry in run.roster.items() if entry.client in wanted - strategy.away
+        ]
         if rest:
             evaluation = evaluate_on_clients(run, server_round, following, rest)
             on_clients += evaluation.kept
-            line["evaluation_left_out"] = evaluation.left_out
+            away = dict.fromkeys(sorted(wanted & strategy.away), "not connected")
+            line["evaluation_left_out"] = evaluation.left_out | away
             line["evaluation_bytes_down"] = evaluation.bytes_down
             line["evaluation_bytes_up"] = evaluation.bytes_up
         line |= clients_lines(on_clients)
     seconds["evaluation"] = time.perf_counter() - started
 
+    run.exchange.drain()
+    line["late"] = run.exchange.take_late()
     line["seconds"] = {name: round(value, 4) for name, value in seconds.items()}
     run.folder.append_history(line)  # before the checkpoint: a resume drops what is ahead of it
     checkpoint_digest = run.folder.save_checkpoint(

@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,13 +19,21 @@ from client_app.methods import method_of
 from data.sources import Source
 from protocol.config import RunConfig
 from protocol.files import write_atomically
-from protocol.messages import Instruction, RosterEntry, instruction_record, read_roster
+from protocol.messages import (
+    Instruction,
+    RosterEntry,
+    in_one_line,
+    instruction_record,
+    read_roster,
+    roster_entry,
+)
 from server_app.exchange import Exchange, no_answer
 
 log = logging.getLogger("keel.server")
 settle_s = 1.0
 ask_s = 30.0  # how long a SuperNode that is new during the run may take to say who it is
 return_s = 90.0  # how long a resume waits for its clients; Flower takes a killed one back after 60
+ask_again_s = 60.0  # after which a node that could not be used is asked again
 # a ClientApp that was killed as it answered may be asked again
 died = (
     ErrorCode.CLIENT_APP_CRASHED,
@@ -66,11 +75,6 @@ def gather_roster(
     return entries
 
 
-def absent(entries: list[RosterEntry]) -> dict[int, RosterEntry]:
-    """A roster of which nobody is connected: under numbers that Flower gives to no SuperNode."""
-    return dict(enumerate(entries, start=2))  # 1 is the SuperLink's, the others are random
-
-
 class Attendees:
     """The roster of a run under way, kept up with SuperNodes that were restarted.
 
@@ -88,12 +92,13 @@ class Attendees:
     ) -> None:
         self.grid, self.config, self.source, self.roster = grid, config, source, roster
         self.instruction = instruction_record(instruction)
-        self.others: dict[
-            int, RosterEntry | None
-        ] = {}  # nodes that are no client's; None: unusable
+        self.others: dict[int, RosterEntry] = {}  # nodes whose client has another one still
+        self.useless: dict[int, float] = {}  # nodes that no client is, until they are asked again
+        self.missing: set[str] = set()  # clients that were not connected at the last look
+        self.has_changed = False  # since `roster.json` was written
 
     def gather(self) -> None:
-        """Wait for the clients of a resumed run, which are `absent`: 90 seconds for all of them.
+        """Wait for the clients of a resumed run, 90 seconds for all of them.
 
         Then those that are there go on; another may come back in any later round. TimeoutError if
         they are fewer than `min-replies`.
@@ -101,19 +106,31 @@ class Attendees:
         rounds = self.config.rounds
         deadline = time.monotonic() + min(return_s, rounds.start_timeout)
         while True:
-            online = self.refresh(rounds.start_timeout)
-            missing = sorted(e.client for node, e in self.roster.items() if node not in online)
-            if not missing or time.monotonic() > deadline:
+            left_s = deadline - time.monotonic()
+            self.absent(self.refresh(max(settle_s, left_s)))
+            if not self.missing or left_s <= 0:
                 break
             time.sleep(settle_s)
-        there = len(self.roster) - len(missing)
+        there = len(self.roster) - len(self.missing)
         if there < rounds.min_replies:
             raise TimeoutError(
                 f"min-replies = {rounds.min_replies}: {there} clients of this run are connected; "
-                f"missing: {shortened(missing)}"
+                f"missing: {shortened(sorted(self.missing))}"
             )
-        if missing:
-            log.warning("the run goes on without %s until they are back", shortened(missing))
+        if self.missing:
+            words = shortened(sorted(self.missing))
+            log.warning("the run goes on without %s until they are back", words)
+
+    def absent(self, online: set[int]) -> set[str]:
+        """Clients that are not among `online`, nor were at the look before: not to be waited for.
+
+        One that has just gone may be back in a moment; a message to it is sent again then.
+        """
+        before = self.missing
+        self.missing = {entry.client for node, entry in self.roster.items() if node not in online}
+        for client in sorted(before - self.missing):
+            log.info("client %s is connected again", client)
+        return self.missing & before
 
     def returned(self, nodes: list[int]) -> dict[int, int]:
         """The nodes by which the clients of `nodes` are connected now, of those that are."""
@@ -130,38 +147,46 @@ class Attendees:
         if is_simulation(self.grid):
             return set(self.roster)
         online = set(self.grid.get_node_ids())
+        now = time.monotonic()
         self.others = {node: entry for node, entry in self.others.items() if node in online}
-        if new := sorted(online - self.roster.keys() - self.others.keys()):
+        known = self.roster.keys() | self.others.keys()
+        known |= {node for node, until in self.useless.items() if until > now and node in online}
+        if new := sorted(online - known):
             self.others |= self.entries_of(new, within_s)
         for node, entry in [*self.others.items()]:
-            if entry is None:
-                continue
             old = next((n for n, e in self.roster.items() if e.client == entry.client), None)
             if old is None:
+                del self.others[node]
+                self.useless[node] = math.inf
                 log.warning("client %s came after round 1 and does not take part", entry.client)
-                self.others[node] = None
             elif old not in online:
+                del self.others[node]
                 self.replace(old, node, entry)
         return online
 
-    def entries_of(self, nodes: list[int], within_s: float) -> dict[int, RosterEntry | None]:
-        """What new nodes say of themselves; None, with a line in the log, if nothing useful."""
+    def entries_of(self, nodes: list[int], within_s: float) -> dict[int, RosterEntry]:
+        """What new nodes say of themselves, of those that say something useful.
+
+        One that refuses, or is not done in time, is asked again later: it may lack its data now.
+        """
         answers = ask(self.grid, nodes, self.instruction, time.monotonic() + within_s)
         silent = dict.fromkeys(answers.silent, f"no answer within {within_s:g} seconds")
         for node, reason in (answers.refused | silent).items():
             log.warning("node %d is new and cannot be used: %s", node, reason)
-        return {**dict.fromkeys([*answers.refused, *silent]), **answers.entries}
+            wait_s = ask_again_s if node in answers.refused else 10 * ask_again_s
+            self.useless[node] = time.monotonic() + wait_s
+        return answers.entries
 
     def replace(self, old: int, new: int, entry: RosterEntry) -> None:
         """Let the client of node `old` go on as node `new`, if it still fits."""
         entries = {n: e for n, e in self.roster.items() if n != old} | {new: entry}
-        self.others.pop(new)
         try:
             check_roster(self.config, list(entries.values()), self.source)
         except ValueError as error:
             log.warning("node %d is new and cannot be used: %s", new, error)
-            self.others[new] = None
+            self.useless[new] = time.monotonic() + ask_again_s
             return
+        self.has_changed = True
         if entry.label_counts != self.roster[old].label_counts:
             log.warning("client %s: its training samples are not those of before", entry.client)
         del self.roster[old]
@@ -169,17 +194,19 @@ class Attendees:
         log.info("client %s is back as node %d", entry.client, new)
 
 
-def read_saved_roster(path: Path) -> list[RosterEntry]:
+def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
     """What `save_roster` wrote; ValueError, naming the file, if it is not readable."""
     try:
-        return [RosterEntry(**row) for row in json.loads(path.read_text())]
-    except (OSError, ValueError, TypeError) as error:
+        rows = json.loads(path.read_text())
+        return {int(row.pop("node")): roster_entry(row) for row in rows}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: not the roster of a run of this version: {error}") from error
 
 
-def save_roster(path: Path, entries: list[RosterEntry]) -> None:
-    """Write who takes part, in the order of names."""
-    rows = [asdict(entry) for entry in sorted(entries, key=lambda e: e.client)]
+def save_roster(path: Path, roster: Mapping[int, RosterEntry]) -> None:
+    """Write who takes part and by which node, in the order of names."""
+    ordered = sorted(roster.items(), key=lambda pair: pair[1].client)
+    rows = [{"node": node, **asdict(entry)} for node, entry in ordered]
     write_atomically(path, (json.dumps(rows, indent=1) + "\n").encode())
 
 
@@ -266,12 +293,12 @@ def ask_once(
             log.warning("node %d is asked again: %s", node, reply.error.reason)
             again.append(node)
         elif reply.has_error():
-            answers.refused[node] = str(reply.error.reason)
+            answers.refused[node] = in_one_line(reply.error.reason)
         else:
             try:
                 answers.entries[node] = read_roster(reply)
             except Exception as error:  # a client's bytes may raise anything
-                answers.refused[node] = str(error)
+                answers.refused[node] = in_one_line(error)
     return again
 
 

@@ -24,6 +24,7 @@ from protocol.messages import (
     RosterEntry,
     TrainReply,
     array_record,
+    in_one_line,
     payload_bytes,
     read_reply,
     request,
@@ -91,6 +92,7 @@ class Average(Strategy):
         self.sent: Arrays = {}
         self.asked: set[str] = set()
         self.participants: set[str] = set()  # clients asked to train in the round under way
+        self.away: set[str] = set()  # clients that are not connected: not asked until they are
         self.counted: dict[str, int] = {}  # each client's last round whose reply was used
         rounds = config.rounds
         self.attendance = Attendance(rounds.rest_after, rounds.rest_rounds)
@@ -213,9 +215,13 @@ class Average(Strategy):
         return [by_name[names[i]] for i in chosen]
 
     def resting(self, server_round: int) -> set[str]:
-        """Clients that are not asked in this round, because they failed too often."""
-        names = {entry.client for entry in self.roster.values()}
-        return self.attendance.resting(server_round, names, self.config.rounds.min_replies)
+        """Clients that are not asked in this round: away, or at rest as they failed too often.
+
+        None of either kind where fewer than `min-replies` would be left.
+        """
+        names, least = {e.client for e in self.roster.values()}, self.config.rounds.min_replies
+        away = self.away if len(names - self.away) >= max(1, least) else set()
+        return away | self.attendance.resting(server_round, names - away, least)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -312,13 +318,14 @@ class Average(Strategy):
             node = message.metadata.src_node_id
             client = self.roster[node].client if node in self.roster else f"node {node}"
             if message.has_error():
-                report.left_out[client] = message.error.reason or f"error {message.error.code}"
+                reason = message.error.reason or f"error {message.error.code}"
+                report.left_out[client] = in_one_line(reason)
                 continue
             try:
                 report.bytes_up += payload_bytes(message)
                 reply = replace(read_reply(message), client=client)
             except Exception as error:  # a client's bytes may raise anything
-                refused[client] = " ".join(f"unreadable: {type(error).__name__}: {error}".split())
+                refused[client] = in_one_line(f"unreadable: {type(error).__name__}: {error}")
                 continue
             if client in kept:
                 log.warning("round %d: client %s: its second reply", server_round, client)

@@ -5,6 +5,7 @@ Source: Karimireddy et al., ICML 2020, arXiv 1910.06378, Algorithm 1, lines 16 a
 with N all clients, not the sampled. The mean of the models follows `weighting` (by examples, as
 public code; uniform in the paper), that of c is uniform. Then c stays the mean of all c_i, also
 where a reply is lost: the client is told which of its rounds was counted last, as all clients are.
+Only a client that lost its c_i and began anew leaves its last share in c.
 """
 
 from dataclasses import dataclass
@@ -58,4 +59,6 @@ class ScaffoldServer(Average):
 
     def load_own(self, state: Arrays) -> None:
         """Go on with this c."""
+        if strange := state.keys() ^ self.c.keys():
+            raise ValueError(f"the checkpoint is not of this version: {sorted(strange)[0]!r} in c")
         self.c = state

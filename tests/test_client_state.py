@@ -146,17 +146,25 @@ def test_with_no_version_left_it_does_not_begin_anew_in_silence(state, damage):
     assert state.load(before_round=6) == {}
 
 
+def test_an_older_version_than_the_server_counted_is_warned_of(state, caplog):
+    state.save(2, groups(2))
+    assert_is(state.load(before_round=8, counted_round=2), 2)
+    assert not caplog.records
+    assert_is(state.load(before_round=8, counted_round=7), 2)
+    assert "is older than round 7, which the server counted" in caplog.text
+
+
 def test_what_a_client_lost_is_missed_and_given_up_only_once(state, caplog):
     with pytest.raises(ValueError, match=r"trained in round 4, and .* keeps nothing: restore"):
         state.load(before_round=6, counted_round=4)
     assert state.load(before_round=6, counted_round=0) == {}
-    state.folder.mkdir(parents=True)
     (state.folder / "begin-anew").touch()
     assert state.load(before_round=6, counted_round=4) == {}
     assert "begins anew" in caplog.text
     state.save(6, groups(6))
     assert_is(state.load(before_round=7, counted_round=6), 6)
-    (path,) = state.folder.iterdir()  # the file is gone
+    assert state.load(before_round=6, counted_round=4) == {}  # the same round, trained again
+    (path,) = state.folder.glob("*.safetensors")  # the file is gone
     path.unlink()
     with pytest.raises(ValueError, match="keeps nothing"):
         state.load(before_round=8, counted_round=6)

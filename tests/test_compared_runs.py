@@ -17,6 +17,7 @@ from client_app.setup import facts_of, model_for, open_source, pixels_of
 from client_app.state import StateFolder
 from client_app.worker import Worker
 from protocol.config import resolve_config
+from protocol.messages import tensors
 from server_app.federation import idle_keys
 from server_app.inline import run_inline
 from server_app.run_folder import RunFolder
@@ -171,8 +172,7 @@ def test_fedacg_with_another_loss_sends_wh_and_judges_w(monkeypatch):
         if self.metadata.message_type in ("train", "evaluate") and self.has_content():
             arrays = self.content.array_records.get("arrays")
             if self.content.config_records.get("round") is not None:
-                arrays = {k: torch.from_numpy(a.numpy().copy()) for k, a in arrays.items()}
-                sent.append((self.metadata.message_type, arrays))
+                sent.append((self.metadata.message_type, tensors(arrays)))
 
     monkeypatch.setattr(Message, "__init__", recorded)
     path = run("fedrcl", server="fedacg", fedacg__beta=0.001, evaluate_clients="all", num_rounds=3)
@@ -208,8 +208,7 @@ def test_scaffolds_c_is_the_mean_of_all_c_i_after_every_round(monkeypatch):
 
     def checked(self, point, model):
         save(self, point, model)
-        own = {k.removeprefix("own/"): v for k, v in point.state.items()}
-        c = {k: v for k, v in own.items() if not k.startswith("counted/")}
+        c = {k[4:]: v for k, v in point.state.items() if k.startswith("own/")}
         folders = [StateFolder(self.path / "clients" / name) for name in CLIENTS]
         kept = [folder.load(point.round + 1).get("control", {}) for folder in folders]
         for name, array in c.items():
@@ -317,6 +316,9 @@ def test_a_run_killed_in_its_third_round_ends_as_if_it_had_not_been(case, home, 
             assert_same_bits(one, two)
     _, state = checkpoint(path, 4)
     is_kept_by_server = case.split()[0] not in ("ditto", "fedrep", "fedbabu", "local")
+    counted = json.loads(bytes(state.pop("counted").tolist()))
+    assert set(counted.values()) <= {1, 2, 3, 4}
+    assert 4 in counted.values()
     assert (len(state) > 0) == (is_kept_by_server or "under" in case)
     # a version's name holds the digest of what it holds
     kept = [sorted(p.name for p in (f / "clients").rglob("*.safetensors")) for f in (path, whole)]

@@ -23,7 +23,6 @@ from protocol.messages import (
 )
 from server_app.roster import (
     Attendees,
-    absent,
     ask,
     check_roster,
     gather_roster,
@@ -117,6 +116,29 @@ def test_another_protocol_is_refused_with_the_clients_name_and_both_versions(spo
     assert f"the client's is 0.0.9, the server's {keel_version()}" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("label_counts", "abc"),
+        ("label_counts", None),
+        ("label_counts", [1.5] * 10),
+        ("label_counts", [-1] * 10),
+        ("label_counts", [10] * 9),
+        ("test_label_counts", None),
+        ("client", ["a"]),
+        ("image_shape", 32),
+        ("num_partitions", "2"),
+        ("num_partitions", [2]),
+        ("representation_width", True),
+        ("model", 5),
+    ],
+)
+def test_an_entry_of_odd_values_is_refused_by_name(name, value):
+    said = asdict(entry("site-a")) | {name: value}
+    with pytest.raises(ValueError, match="its roster entry is odd: '"):
+        read_roster(message(said))
+
+
 @pytest.mark.parametrize("odd", ["missing", "unknown"])
 def test_an_odd_entry_is_refused_by_name(odd):
     said = asdict(entry("site-a"))
@@ -180,7 +202,7 @@ class Fleet:
         if self.dying.get(node, 0):
             self.dying[node] -= 1
             return Message(Error(ErrorCode.CLIENT_APP_CRASHED, "killed"), reply_to=message)
-        if self.nodes[node] is None:
+        if self.nodes[node] is None:  # it has no data
             return Message(Error(1, "no data"), reply_to=message)
         return Message(roster_content(self.nodes[node]), reply_to=message)
 
@@ -227,7 +249,7 @@ def test_no_node_takes_the_place_of_a_client_that_is_connected(fleet):
 
 def test_a_stranger_and_one_that_does_not_fit_are_named_once_and_left_out(fleet, caplog):
     grid, roster, attendees = fleet
-    grid.nodes |= {8: entry("d"), 9: entry("b", (5,) * 9)}
+    grid.nodes |= {8: entry("d"), 9: entry("b", (5,) * 9, test_label_counts=[1] * 9)}
     del grid.nodes[2]
     with caplog.at_level(logging.WARNING, logger="keel.server"):
         attendees.refresh()
@@ -245,28 +267,54 @@ def resumed(grid, monkeypatch, **given):
     monkeypatch.setattr(server_app.roster, "settle_s", 0.01)
     source = open_source(config)
     hello = Instruction(config, facts_of(config, source), 0, 0, False, "")
-    return Attendees(grid, config, hello, source, absent([entry("a"), entry("b"), entry("c")]))
+    saved = {21: entry("a"), 22: entry("b"), 23: entry("c")}
+    return Attendees(grid, config, hello, source, saved)
 
 
 def test_a_resumed_run_goes_on_without_a_client_and_takes_it_back(
     task_identity, monkeypatch, caplog
 ):
-    grid = Fleet({11: entry("a"), 13: entry("c"), 14: entry("d")})
+    grid = Fleet({21: entry("a"), 13: entry("c"), 14: entry("d")})
     attendees = resumed(grid, monkeypatch)
     with caplog.at_level(logging.WARNING, logger="keel.server"):
         attendees.gather()
     assert "the run goes on without b until they are back" in caplog.messages
     assert "client d came after round 1 and does not take part" in caplog.messages
     by_name = {e.client: node for node, e in attendees.roster.items()}
-    assert by_name.keys() == {"a", "b", "c"}
-    assert (by_name["a"], by_name["c"]) == (11, 13)
-    assert attendees.returned([by_name["b"]]) == {}
+    assert by_name == {"a": 21, "b": 22, "c": 13}
+    assert 21 not in grid.asked  # with keys a SuperNode keeps its id: who it is, is known
+    assert attendees.absent(attendees.refresh()) == {"b"}
     grid.nodes[12] = entry("b")
-    assert attendees.returned([by_name["b"]]) == {by_name["b"]: 12}
+    assert attendees.absent(attendees.refresh()) == set()
+    assert attendees.returned([12]) == {12: 12}
+
+
+def test_a_name_goes_to_the_node_that_had_it(task_identity, monkeypatch):
+    grid = Fleet({11: entry("b"), 21: entry("a"), 22: entry("b"), 23: entry("c")})
+    attendees = resumed(grid, monkeypatch)
+    attendees.gather()
+    assert {e.client: node for node, e in attendees.roster.items()}["b"] == 22
+
+
+def test_one_that_has_just_gone_is_waited_for_once(fleet):
+    grid, _, attendees = fleet
+    del grid.nodes[2]
+    assert attendees.absent(attendees.refresh()) == set()
+    assert attendees.absent(attendees.refresh()) == {"b"}
+
+
+def test_waiting_for_all_takes_no_longer_than_it_says(task_identity, monkeypatch):
+    grid = Fleet({21: entry("a"), 12: entry("b"), 23: entry("c")})
+    grid.pull_messages = lambda ids: []  # b says nothing
+    attendees = resumed(grid, monkeypatch, start_timeout=30.0)
+    started = time.monotonic()
+    attendees.gather()
+    assert time.monotonic() - started < 10
+    assert attendees.missing == {"b"}
 
 
 def test_a_resumed_run_needs_as_many_clients_as_a_round(task_identity, monkeypatch):
-    grid = Fleet({11: entry("a"), 12: None})
+    grid = Fleet({21: entry("a"), 12: None})
     with pytest.raises(TimeoutError) as caught:
         resumed(grid, monkeypatch, min_replies=2).gather()
     assert str(caught.value) == (
@@ -283,18 +331,20 @@ def test_other_samples_after_a_resume_are_warned_of(task_identity, monkeypatch, 
     assert attendees.roster[12].num_examples == 90
 
 
-def test_a_node_that_went_away_unusable_is_asked_again_when_it_is_back(fleet):
+def test_a_node_that_could_not_be_used_is_asked_again_later(fleet, monkeypatch):
     grid, roster, attendees = fleet
     del grid.nodes[2]
     grid.nodes[9] = None  # its data is not there
     attendees.refresh()
     attendees.refresh()
     assert grid.asked == [9]
-    del grid.nodes[9]
+    grid.nodes[9] = entry("b")  # its data is mounted
     attendees.refresh()
-    grid.nodes[9] = entry("b")
+    assert grid.asked == [9]
+    monkeypatch.setitem(attendees.useless, 9, 0.0)  # a minute later
     attendees.refresh()
     assert roster[9].client == "b"
+    assert attendees.has_changed
 
 
 @pytest.mark.parametrize(("deaths", "is_usable"), [(2, True), (3, False)])
@@ -312,7 +362,7 @@ def test_a_client_app_that_dies_on_the_query_is_asked_three_times(task_identity,
 
 
 def test_a_saved_roster_comes_back_and_a_damaged_one_is_named(tmp_path):
-    path, entries = tmp_path / "roster.json", [entry("a"), entry("b")]
+    path, entries = tmp_path / "roster.json", {7: entry("a"), 5: entry("b")}
     save_roster(path, entries)
     assert read_saved_roster(path) == entries
     path.write_text(path.read_text()[:-9])

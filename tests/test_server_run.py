@@ -5,10 +5,12 @@ import json
 import logging
 import os
 import re
+import shutil
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from conftest import (
 from flwr.app import Message, MessageType
 
 import server_app.inline
+import server_app.roster
 from client_app.method import LocalObjective, Update
 from client_app.methods import METHODS, method_of
 from client_app.setup import model_for, open_source, pixels_of
@@ -361,6 +364,51 @@ def crash(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(InlineGrid, "answer", answer_or_die)
 
     return crash_in
+
+
+def test_a_client_that_lost_what_it_kept_is_named_and_left_out_until_it_may_begin_anew(run):
+    folder = run({"method": "moon"})
+    lost = folder / "clients" / "client-0002"
+    shutil.rmtree(lost)
+    resume(folder, num_rounds=3)
+    last = history_of(folder)[-1]
+    assert "client-0002" not in last["participants"]
+    assert (
+        f"this client trained in round 2, and {lost} keeps nothing"
+        in (last["left_out"]["client-0002"])
+    )
+    (lost / "begin-anew").touch()
+    resume(folder, num_rounds=4)
+    assert "client-0002" in history_of(folder)[-1]["participants"]
+
+
+class Deployed(InlineGrid):
+    """As a deployment's: who is connected may change."""
+
+    gone: ClassVar[set[int]] = set()
+
+    def get_node_ids(self) -> list[int]:
+        return [node for node in super().get_node_ids() if node not in self.gone]
+
+
+def test_a_deployment_is_resumed_while_a_client_is_away(run, monkeypatch):
+    monkeypatch.setattr(server_app.roster, "return_s", 0.1)
+    monkeypatch.setattr(server_app.inline, "InlineGrid", Deployed)
+    monkeypatch.setattr(Deployed, "gone", set())
+    keys = {"method": "moon", "evaluate-clients": "all", "num-clients": NUM_CLIENTS}
+    folder = run(keys | {"local-test-fraction": 0.2})
+    rows = json.loads((folder / "roster.json").read_text())
+    away = next(row["node"] for row in rows if row["client"] == "client-0001")
+    monkeypatch.setattr(Deployed, "gone", {away})
+    resume(folder, num_rounds=3)
+    last = history_of(folder)[-1]
+    assert last["resting"] == ["client-0001"]
+    assert last["left_out"] == {}
+    assert last["evaluation_left_out"] == {"client-0001": "not connected"}
+    assert last["late"] == []
+    monkeypatch.setattr(Deployed, "gone", set())
+    resume(folder, num_rounds=4)
+    assert "client-0001" in history_of(folder)[-1]["participants"]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "moon", "fedreco"])

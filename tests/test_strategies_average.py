@@ -1,9 +1,10 @@
 """The weighted average: its equation in loops, whom it samples, and which replies it leaves out."""
 
-import io
+import json
 import logging
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
+from safetensors.numpy import save
 from torch import Tensor, nn
 
 from protocol.config import resolve_config
@@ -28,7 +30,9 @@ from protocol.messages import (
     RosterEntry,
     TrainReply,
     array_record,
+    counted_round_of,
     instruction_record,
+    packed,
     read_instruction,
     reply_content,
     tensors,
@@ -337,18 +341,17 @@ def content_without(record: str):
 
 def words_for_numbers(message: Message, reply: TrainReply) -> Message:
     content = reply_content(reply)
-    words = ArrayRecord({"0.bias": Array(np.array(["nonsense", "words"]))})
-    content["arrays"] = words
+    content["arrays"] = ArrayRecord({"0.bias": Array(np.array(["nonsense", "words"]))})
     return Message(content, reply_to=message)
 
 
 def bytes_for_numbers(data: bytes):
-    """A reply whose first array holds these bytes, which claim to be numpy's."""
+    """A reply whose arrays are these bytes."""
 
     def spoil(message: Message, reply: TrainReply) -> Message:
         content = reply_content(reply)
-        arrays = content.array_records["arrays"]
-        arrays["0.bias"] = Array(dtype="float32", shape=(2,), stype="numpy.ndarray", data=data)
+        array = Array(dtype="uint8", shape=(len(data),), stype=packed, data=data)
+        content["arrays"] = ArrayRecord({"arrays": array})
         return Message(content, reply_to=message)
 
     return spoil
@@ -366,12 +369,28 @@ def counts_for_count(message: Message, reply: TrainReply) -> Message:
     return Message(content, reply_to=message)
 
 
+def packed_bytes(names: Sequence[str] = ("0.bias",)) -> bytes:
+    """One array, and the names of these."""
+    return save({"0.bias": np.zeros(2, "f4")}, {"names": json.dumps([*names])})
+
+
 def huge_header() -> bytes:
-    """numpy's header of 10^14 floats, and none of them."""
-    file = io.BytesIO()
-    about = {"descr": "<f4", "fortran_order": False, "shape": (10**14,)}
-    np.lib.format.write_array_header_1_0(file, about)
-    return file.getvalue()
+    """The header of 10^14 floats, and none of them."""
+    about = {"dtype": "F32", "shape": [10**14], "data_offsets": [0, 4 * 10**14]}
+    names = {"names": json.dumps(["0.bias"])}
+    header = json.dumps({"__metadata__": names, "0.bias": about}).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+def test_no_client_fills_the_log():
+    """What it says of itself is one line, and not a long one."""
+    current, strategy = network().state_dict(), average_of()
+    asked, _ = all_answers(strategy, current)[0]
+    words = Message(Error(1, "x\n" * 10**6), reply_to=asked)
+    report = strategy.screened(1, [words], current, {})
+    (said,) = report.left_out.values()
+    assert len(said) == 300
+    assert "\n" not in said
 
 
 bad_messages = {
@@ -383,6 +402,11 @@ bad_messages = {
     "words": (words_for_numbers, "unreadable"),
     "no bytes": (bytes_for_numbers(b""), "unreadable"),
     "zip": (bytes_for_numbers(b"PK\x03\x04xx"), "unreadable"),
+    "cut": (bytes_for_numbers(packed_bytes()[:-4]), "unreadable"),
+    "no names": (bytes_for_numbers(save({"0.bias": np.zeros(2, "f4")})), "unreadable"),
+    "a name more": (bytes_for_numbers(packed_bytes(["0.bias", "more"])), "other arrays than it"),
+    "an array more": (bytes_for_numbers(packed_bytes([])), "other arrays than it names"),
+    "too long a header": (bytes_for_numbers(b"\xff" * 100), "holds no arrays packed by Keel"),
     "too large": (bytes_for_numbers(huge_header()), "unreadable"),
     "list for round": (rounds_for_round, "unreadable"),
     "list for count": (counts_for_count, "unreadable"),
@@ -411,6 +435,41 @@ def spoilt_answers(
             make, words = bad_messages[kind]
             messages.append(make(message, reply))
     return messages, words
+
+
+def told(messages: list[Message]) -> dict[int, int]:
+    """By node: the last round that counted, as the message says."""
+    return {m.metadata.dst_node_id: counted_round_of(m) for m in messages}
+
+
+def test_every_client_is_told_its_last_round_that_counted():
+    current, strategy = network().state_dict(), average_of()
+    messages, _ = spoilt_answers(strategy, current, "words")  # client-2's is refused
+    nodes = {entry.client: node for node, entry in strategy.roster.items()}
+    strategy.aggregate_train(1, messages)
+    after_one = {nodes[f"client-{i}"]: 0 if i == 2 else 1 for i in range(5)}
+    assert told(ask(strategy, current, 2)) == after_one
+    record = instruction_record(Instruction(strategy.config, FACTS, 1, 0, False, "/run"))
+    judged = strategy.configure_evaluate(1, array_record(current), record, None)
+    assert told(list(judged)) == after_one
+    resumed = average_of()
+    resumed.load(strategy.state())
+    assert told(ask(resumed, current, 2)) == after_one
+    with pytest.raises(TooFewRepliesError):  # a round that fails counts for nobody
+        strategy.aggregate_train(2, [])
+    assert told(ask(strategy, current, 2)) == after_one
+
+
+def test_clients_that_are_away_are_not_asked_while_enough_others_are_there():
+    strategy = average_of(fraction_train=0.4, min_replies=2)
+    nodes = {entry.client: node for node, entry in strategy.roster.items()}
+    strategy.away = {"client-0", "client-2", "client-4"}
+    for server_round in range(1, 9):
+        assert sorted(strategy.sample(server_round)) == sorted(
+            [nodes["client-1"], nodes["client-3"]]
+        )
+    strategy.away = {"client-0", "client-1", "client-2", "client-4"}  # one is too few: wait for all
+    assert {n for r in range(1, 30) for n in strategy.sample(r)} == set(nodes.values())
 
 
 def test_statistics_far_off_are_beyond_the_norm_bound():

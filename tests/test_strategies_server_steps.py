@@ -161,7 +161,7 @@ def by_flower(strategy, num_rounds=5):
         arrays, _ = strategy.aggregate_train(server_round, [Message(content, reply_to=ask)])
         if isinstance(strategy, FedAdam):
             strategy.current_arrays = {k: v.numpy() for k, v in arrays.items()}
-        models.append(tensors(arrays))
+        models.append({name: torch.from_numpy(a.numpy().copy()) for name, a in arrays.items()})
     return models
 
 

@@ -47,7 +47,7 @@ def counted_control_variate(now: ClientRound) -> Arrays:
     """
     if not now.state:
         return {}
-    if int(now.state["control-made"]["round"]) == now.counted_round:
+    if int(now.state["control-made"]["round"]) <= now.counted_round:  # less: state was lost
         return now.state["control"]
     log.warning(
         "client %s, round %d: its reply of round %d was not counted; it goes back to its control "
