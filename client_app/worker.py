@@ -4,6 +4,7 @@ Nothing here belongs to a client: a run gives the same result whichever process 
 """
 
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from functools import lru_cache
@@ -111,16 +112,21 @@ def own_architecture(config: RunConfig, node_config: NodeConfig) -> str:
     return config.model.model
 
 
-def compile_passes(model: StagedModel) -> None:
+def compile_passes(model: StagedModel, device: torch.device) -> None:
     """From now on the model's passes, to the logits or to taps, are compiled at first use.
 
-    ValueError where there is no compiler at all, so that it is said before round 1.
+    ValueError where the compiler that torch calls for this device is missing, so that it is said
+    before round 1: $CXX or g++ for its C++ on a CPU, $CC, gcc or clang for Triton's C on a GPU.
     """
-    compilers = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "gcc", "clang++", "clang"]
-    if not any(shutil.which(name) for name in compilers if name):
+    kind, variable, names = "C++", "CXX", ["g++"]
+    if device.type == "cuda":
+        kind, variable, names = "C", "CC", ["gcc", "clang"]
+    if given := os.environ.get(variable):
+        names = shlex.split(given)[:1]  # of "ccache g++" too
+    if not any(shutil.which(name) for name in names):
         raise ValueError(
-            "compile = true: torch needs a C++ compiler (a C compiler on GPUs) and there is none "
-            "here: install g++, or leave the key out"
+            f"compile = true: torch needs a {kind} compiler on {device.type}, and there is no "
+            f"{' or '.join(names)} here: install one, set {variable}, or leave the key out"
         )
     for name in ("forward", "run"):
         setattr(model, name, torch.compile(getattr(model, name)))
@@ -173,7 +179,7 @@ class Worker:
             self._initial[name] = {k: v.clone() for k, v in model.state_dict().items()}
             self._networks[name, slot] = model.to(device)
             if config.train.compile:
-                compile_passes(model)
+                compile_passes(model, device)
         return self._networks[name, slot]
 
     def initial_weights(self, name: str) -> Arrays:

@@ -3,13 +3,14 @@
     python -m deployment.doctor server --credentials credentials/server \\
         --fleet fl.example.org:9092 --superlink localhost:8000
     python -m deployment.doctor client --credentials credentials/site-a \\
-        --fleet fl.example.org:9092 --source folder:/data --classes cat,dog --device cuda
-    python -m deployment.doctor client --inside
+        --fleet fl.example.org:9092 --classes cat,dog --device cuda
+    python -m deployment.doctor client --inside --source folder:/data --classes cat,dog
 
 Files, clock, keys and ports are looked at on this machine. Disk, versions, device, data and worker
 are looked at where the code runs: in Keel's containers where some run here, else on this machine;
-`--inside` does only that second half, where it is called. One line a finding; exit status 1 if one
-is a problem. Changes nothing, but data is decoded into Keel's cache, as a run would do.
+`--inside` does only that second half, where it is called. `--source` and `--worker` are for a
+machine without containers: those have their own. One line a finding; exit status 1 if one is a
+problem. Changes nothing, but data is decoded into Keel's cache, as a run would do.
 """
 
 import argparse
@@ -359,37 +360,65 @@ def check_registered(credentials: Path, superlink: str) -> Iterator[Finding]:
 
 @in_words
 def check_containers(
-    kind: str, inside: list[str], here: Callable[[], Iterator[Finding]]
+    kind: str,
+    inside: list[str],
+    not_looked_at: list[str],
+    here: Callable[[], Iterator[Finding]],
 ) -> Iterator[Finding]:
-    """What the doctor says within Keel's containers of this kind of machine.
+    """What the doctor says within Keel's containers of this kind of machine; and that all run.
 
-    inside: more of its options there. here: the same checks on this machine, where none runs.
+    inside: more of its options there; not_looked_at: those given that say nothing there.
+    here: the same checks on this machine, where none runs.
     """
-    containers = keel_containers(kind) if shutil.which("docker") else {}
+    containers = keel_containers(kind) if shutil.which("docker") else []
     if not containers:
         yield fine(f"containers: none of a {kind} runs here; this machine is looked at instead")
         yield from here()
-    for name, (service, status) in containers.items():
-        if status.startswith("Restarting"):
+    elif not_looked_at:
+        yield fine(
+            f"{' and '.join(not_looked_at)}: for a machine without containers, not looked at; "
+            "the containers here have their own"
+        )
+    there = {(container.project, container.service) for container in containers}
+    for project, service in sorted(there):
+        for one in services[kind]:
+            number = service.removeprefix(one)  # of `executor-1`, which belongs to `supernode-1`
+            for other in services[kind]:
+                if number != service and (project, other + number) not in there:
+                    yield problem(
+                        f"containers: {project}'s {service} runs here without its "
+                        f"{other + number}: `docker ps --all` says how that ended; deploy again"
+                    )
+    for container in containers:
+        name = container.name
+        if container.status.startswith("Restarting"):
             yield problem(f"{name}: ends as soon as it is started: docker logs --tail 20 {name}")
-        elif service.startswith(services[kind][1]):
+        elif container.service.startswith(services[kind][1]):
             yield from check_container(name, [kind, "--inside", *inside])
 
 
-def keel_containers(kind: str) -> dict[str, tuple[str, str]]:
-    """Name to (compose service, status) of the containers that the Makefile's targets started."""
+@dataclass(frozen=True, order=True)
+class Container:
+    """One that runs, or is being restarted: its name, compose's project and service, its status."""
+
+    name: str
+    project: str
+    service: str
+    status: str
+
+
+def keel_containers(kind: str) -> list[Container]:
+    """The containers that the Makefile's targets started for this kind of machine, by name."""
     label = '{{.Label "com.docker.compose.%s"}}'
     columns = ["{{.Names}}", label % "project", label % "service", "{{.Status}}"]
     command = ["docker", "ps", "--format", "\t".join(columns)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     if done.returncode:
         raise RuntimeError(f"{done.stderr.strip()}: run the doctor as somebody who may use Docker")
-    rows = [line.split("\t") for line in done.stdout.splitlines()]
-    return {
-        name: (service, status)
-        for name, project, service, status in sorted(rows)
-        if project.startswith("keel-") and service.startswith(services[kind])
-    }
+    found = [Container(*line.split("\t")) for line in done.stdout.splitlines()]
+    return sorted(
+        c for c in found if c.project.startswith("keel-") and c.service.startswith(services[kind])
+    )
 
 
 @in_words
@@ -441,12 +470,15 @@ def checks_inside(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield from check_versions(arguments.code)
     yield from check_disk(keel_home())
     if arguments.machine == "client":
-        yield from check_device(arguments.device)
-        if arguments.source:
+        yield from check_device(arguments.device or os.environ.get("KEEL_DEVICE") or "auto")
+        source = arguments.source
+        if source is None:
+            source = os.environ.get("KEEL_SOURCE", "")
+        if source:
             classes = [name for name in arguments.classes.split(",") if name]
             model = {"model": arguments.model} if arguments.model else {}
-            yield from check_data(arguments.source, classes, model)
-        yield from check_worker(arguments.worker)
+            yield from check_data(source, classes, model)
+        yield from check_worker(arguments.worker or default_socket())
 
 
 def all_checks(arguments: argparse.Namespace) -> Iterator[Finding]:
@@ -457,10 +489,13 @@ def all_checks(arguments: argparse.Namespace) -> Iterator[Finding]:
     files = server_checks if arguments.machine == "server" else client_checks
     yield from files(arguments, datetime.datetime.now(datetime.UTC))
     options = ["--code", code_digest()]
-    for name in ("classes", "model"):
+    for name in ("classes", "model", "device"):
         if value := getattr(arguments, name):
             options += [f"--{name}", value]
-    yield from check_containers(arguments.machine, options, lambda: checks_inside(arguments))
+    not_looked_at = [f"--{name}" for name in ("source", "worker") if getattr(arguments, name)]
+    yield from check_containers(
+        arguments.machine, options, not_looked_at, lambda: checks_inside(arguments)
+    )
 
 
 def main() -> int:
@@ -475,13 +510,11 @@ def main() -> int:
     parser.add_argument("--credentials", type=Path, help="this machine's folder")
     parser.add_argument("--fleet", default="", help="HOST:PORT that clients connect to")
     parser.add_argument("--superlink", default="", help="server: HOST:PORT of its HTTP API")
-    source = os.environ.get("KEEL_SOURCE", "")
-    parser.add_argument("--source", default=source, help="client: folder:PATH or npz:PATH")
+    parser.add_argument("--source", help="client: folder:PATH or npz:PATH; else $KEEL_SOURCE")
     parser.add_argument("--classes", default="", help="client: the run's classes, with commas")
     parser.add_argument("--model", default="", help="client: the run's model, for the image size")
-    device = os.environ.get("KEEL_DEVICE") or "auto"
-    parser.add_argument("--device", default=device, help="cpu, cuda, cuda:1, ...")
-    parser.add_argument("--worker", type=Path, default=default_socket(), help="client: its socket")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; else $KEEL_DEVICE, else auto")
+    parser.add_argument("--worker", type=Path, help="client: its socket; else $KEEL_WORKER")
     parser.add_argument("--code", default="", help="digest that Keel's client code has to have")
     arguments = parser.parse_args()
     if not arguments.inside and not (arguments.credentials and arguments.fleet):

@@ -16,6 +16,8 @@ command_limit_s = 100.0
 look_every_s = 2.0  # each look is a process of a second
 connection = "deployment"  # name of the SuperLink in the config of Flower's command line
 finished = "finished"  # how the status of a run that has ended begins
+unavailable = "Connection to the SuperLink is unavailable"  # so says flwr where nobody answers
+same_refusals = 5  # in a row, in the same words: it is no passing one
 
 
 def toml(value: OptionValue) -> str:
@@ -89,14 +91,22 @@ class SuperLinkClient:
     def wait(self, run_id: int, limit_s: float) -> str:
         """The status of a run once it has ended; TimeoutError if it does not.
 
-        A SuperLink that does not answer, as one that is being restarted, is asked again.
+        A SuperLink that does not answer, as one that is being restarted, is asked again. One that
+        keeps refusing, as where it does not know the run, ends the wait with its RuntimeError.
         """
         deadline = time.monotonic() + limit_s
+        refusals: list[str] = []  # the last ones, in the same words
         while True:
             try:
                 status = str(self.listed(run_id)["status"])
+                refusals = []
             except (RuntimeError, subprocess.TimeoutExpired) as error:
-                status = f"not known ({' '.join(str(error).split())[:300]})"
+                said = str(error)
+                status = f"not known ({' '.join(said.split())[:300]})"
+                passing = isinstance(error, subprocess.TimeoutExpired) or unavailable in said
+                refusals = [] if passing else [r for r in refusals if r == said] + [said]
+                if len(refusals) == same_refusals:
+                    raise
             if status.startswith(finished):
                 return status
             if time.monotonic() > deadline:

@@ -114,8 +114,13 @@ def relevant(flat: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
 
 
 def machines_of(folder: Path) -> list[str]:
-    """What a run trained on, `cpu: NAME` or `cuda: NAME`; several where it was resumed."""
+    """What a run trained on, `cpu: NAME` or `cuda: NAME`; several where it was resumed.
+
+    Not known of sites: "its clients' own".
+    """
     bundle = read_json(folder / "bundle.json")
+    if not bundle.get("simulated", True):
+        return ["its clients' own"]
     kinds = bundle.get("versions", {"cpu": "not noted", "gpu": "none"})
     on_gpu = kinds["gpu"] != "none"
     # bundles of before there was `machines` say what the machine had

@@ -63,12 +63,15 @@ def checks(folder: Path, rounds: int) -> Iterator[Check]:
         yield Check(False, f"the run did not finish: {status}")
         return
     yield from file_checks(folder, bundle)
+    here = versions()
     differing = [
-        f"{name} {then}, here {versions().get(name)}"
+        f"{name} {then}, here {here.get(name, 'not noted')}"
         for name, then in bundle["versions"].items()
-        if versions().get(name) != then
+        if here.get(name) != then
     ]
-    yield Check(True, "versions: " + ("; ".join(differing) or "the same here"))
+    keel = ", then ".join(bundle.get("keel", ["of before it was noted"]))
+    found = "; ".join(differing) or "the same here"
+    yield Check(True, f"versions: {found} (the run's Keel: {keel})")
     if not bundle["simulated"]:
         yield Check(True, "its clients had data of their own: it cannot be replayed here")
         return

@@ -1,7 +1,8 @@
 """bundle.json: what makes a run's folder verify itself.
 
-Package versions, machines, how many clients there were, digests of the split, of the first rounds'
-checkpoints, and, once the run has ended, of its files. `python -m experiments verify` reads it.
+Digests of Keel's sources, of the split, of the first rounds' checkpoints and, once the run has
+ended, of its files; package versions; how many clients there were. For information: Keel's version
+and commit, and the machines that a simulation trained on. `python -m experiments verify` reads it.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from client_app.hand_over import code_digest
 from client_app.setup import client_indices, device_for
 from protocol.config import RunConfig, app_folder, keel_version
 from protocol.files import digest, write_atomically
@@ -23,17 +25,31 @@ from protocol.messages import RosterEntry
 
 noted_rounds = 3  # how many rounds a replay can be held to
 packages = ("flwr", "torch", "torchvision", "numpy", "scipy", "safetensors")
+run_by_server = ("diagnostics", "server_app", "strategies")  # packages, beside the clients'
 signed_files = ("config.json", "history.jsonl", "summary.json", "model.safetensors")
 
 
 def versions() -> dict[str, str]:
-    """What the bits of a result depend on: Keel, packages, Python, kind of processor."""
+    """What the bits of a result depend on: Keel's sources, packages, Python, kind of processor."""
     return {name: version(name) for name in packages} | {
-        "keel": f"{keel_version()} {commit()}".strip(),
+        "sources": sources_digest(),
         "python": platform.python_version(),
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
+
+
+@lru_cache(maxsize=1)
+def sources_digest() -> str:
+    """The first 16 hex digits of the SHA-256 of all sources that a run depends on.
+
+    The same in a checkout, of whatever commit, and in the app bundle that was made of it.
+    """
+    found = hashlib.sha256(code_digest().encode())
+    for package in run_by_server:
+        for path in sorted((app_folder / package).rglob("*.py")):
+            found.update(str(path.relative_to(app_folder)).encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 @lru_cache(maxsize=1)
@@ -71,24 +87,42 @@ def split_digest(config: RunConfig, roster: Sequence[RosterEntry]) -> str:
 
 
 def begin_bundle(folder: Path, config: RunConfig, roster: Sequence[RosterEntry]) -> None:
-    """Before the first round, or again on a resume: noted rounds keep the versions they had."""
+    """Before the first round, or again on a resume: noted rounds keep the versions they had.
+
+    keel and machines: each that worked on the run. Sites train on machines that are not known here.
+    """
     before = read_bundle(folder)
-    here = machine(device_for(config.train.device))
-    update(
-        folder,
-        versions=before["versions"] if before.get("rounds") else versions(),
-        machines=list(dict.fromkeys([*before.get("machines", []), here])),
-        clients=len(roster),
-        simulated=all(entry.num_partitions for entry in roster),
-        split=split_digest(config, roster),
-    )
+    fields: dict[str, Any] = {
+        "versions": before["versions"] if before.get("rounds") else versions(),
+        "keel": with_one(before.get("keel", []), f"{keel_version()} {commit()}".strip()),
+        "clients": len(roster),
+        "simulated": all(entry.num_partitions for entry in roster),
+        "split": split_digest(config, roster),
+    }
+    if fields["simulated"]:
+        here = machine(device_for(config.train.device))
+        fields["machines"] = with_one(before.get("machines", []), here)
+    update(folder, **fields)
+
+
+def with_one(names: Sequence[str], name: str) -> list[str]:
+    """The names and this one, each once."""
+    return list(dict.fromkeys([*names, name]))
 
 
 def note_round(folder: Path, server_round: int, checkpoint_digest: str) -> None:
-    """Keep the digest of one of the first rounds' checkpoints."""
-    if server_round <= noted_rounds:
-        rounds = read_bundle(folder).get("rounds", {})
-        update(folder, rounds=rounds | {str(server_round): checkpoint_digest})
+    """Keep the digest of one of the first rounds' checkpoints.
+
+    Only if this and all rounds before it are of the bundle's versions: on a resume under others,
+    nothing is noted any more, and a round that is done again is noted no longer.
+    """
+    if server_round > noted_rounds:
+        return
+    bundle = read_bundle(folder)
+    rounds = {n: noted for n, noted in bundle.get("rounds", {}).items() if int(n) < server_round}
+    if len(rounds) == server_round - 1 and bundle["versions"] == versions():
+        rounds[str(server_round)] = checkpoint_digest
+    update(folder, rounds=rounds)
 
 
 def finish_bundle(folder: Path) -> None:

@@ -105,7 +105,8 @@ class RunFolder:
         """Who was asked, each time that somebody was.
 
         A line that cannot be read, as a full disk or a power cut may leave one, counts as one that
-        names every client of the file: what was spent is never under-counted.
+        names every client of the file, or one unknown where no other line names any: what was spent
+        is never under-counted.
         """
         path = self.path / "releases.jsonl"
         asked: list[list[str]] = []
@@ -117,7 +118,8 @@ class RunFolder:
                 damaged += 1
         if damaged:
             log.warning("%s: %d lines are damaged: each counts for every client", path, damaged)
-        return asked + damaged * [sorted({client for clients in asked for client in clients})]
+        everybody = sorted({client for clients in asked for client in clients}) or ["unknown"]
+        return asked + damaged * [everybody]
 
     def read_history(self) -> list[dict[str, Any]]:
         """All rounds' lines so far; see the function of the same name."""

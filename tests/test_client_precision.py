@@ -1,5 +1,7 @@
 """`precision`, `compile` and `threads`: off by default, and near the plain run when on."""
 
+import re
+
 import pytest
 import torch
 from client_fixtures import (
@@ -108,6 +110,40 @@ def test_threads_are_the_workers_share_or_as_asked(monkeypatch):
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("device", "there", "environment", "missing"),
+    [
+        ("cpu", ["g++"], {}, ""),
+        ("cpu", ["gcc", "clang", "cc", "c++"], {}, "C++ compiler on cpu, and there is no g++ here"),
+        ("cpu", ["own++"], {"CXX": "own++ -m64", "CC": "none"}, ""),
+        ("cpu", ["g++"], {"CXX": "own++"}, "no own++ here"),
+        ("cuda", ["gcc"], {}, ""),
+        ("cuda", ["clang"], {"CXX": "none"}, ""),
+        ("cuda", ["own"], {"CC": "own"}, ""),
+        ("cuda", ["g++", "cc"], {}, "C compiler on cuda, and there is no gcc or clang here"),
+        ("cuda", ["gcc"], {"CC": "own"}, "no own here"),
+    ],
+)
+def test_compile_wants_the_compiler_of_its_device(
+    device, there, environment, missing, tmp_path, monkeypatch
+):
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for name in there:
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch, "compile", lambda run: run)
+    model = torch.nn.Linear(1, 1)
+    model.run = model.forward
+    if missing:
+        with pytest.raises(ValueError, match=re.escape(missing)):
+            client_app.worker.compile_passes(model, torch.device(device))
+    else:
+        client_app.worker.compile_passes(model, torch.device(device))
 
 
 def test_compile_without_a_compiler_is_refused_before_round_1(tmp_path, monkeypatch):

@@ -5,18 +5,30 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 
 import numpy as np
 import pytest
 
+import client_app.hand_over
 import server_app.bundle
+from client_app.hand_over import code_digest, run_by_worker
 from client_app.setup import client_indices, open_source
 from data.partitions import partition_indices, stratified_share
 from experiments.plan import machines_of
 from experiments.verify import checks, round_check
-from protocol.config import keel_version, resolve_config
+from protocol.config import app_folder, keel_version, resolve_config
+from protocol.messages import RosterEntry
 from protocol.seeds import seed_of
-from server_app.bundle import begin_bundle, commit, read_bundle
+from server_app.bundle import (
+    begin_bundle,
+    commit,
+    note_round,
+    read_bundle,
+    run_by_server,
+    sources_digest,
+    versions,
+)
 
 keys = {"source": "digits", "model": "cnn-fedreco", "num-clients": 4}
 
@@ -130,7 +142,9 @@ def test_other_bits_without_an_accuracy_to_compare_are_not_called_right():
 def test_a_bundle_names_keel_and_every_machine_that_worked_on_the_run(run, monkeypatch):
     folder = run({"num-rounds": 1})
     bundle = read_bundle(folder)
-    assert bundle["versions"]["keel"].startswith(keel_version())
+    (keel,) = bundle["keel"]
+    assert keel.startswith(keel_version())
+    assert "keel" not in bundle["versions"]
     assert machines_of(folder) == bundle["machines"]
     (here,) = bundle["machines"]
     assert here.startswith("cpu: ")
@@ -140,6 +154,87 @@ def test_a_bundle_names_keel_and_every_machine_that_worked_on_the_run(run, monke
     begin_bundle(folder, resolve_config(keys), [])
     assert machines_of(folder) == [here, "cuda: another"]
     assert read_bundle(folder)["versions"] == bundle["versions"]
+
+
+def test_only_rounds_of_the_versions_of_the_bundle_and_of_no_others_before_are_noted(
+    tmp_path, monkeypatch
+):
+    def noted(*rounds, torch="a"):
+        """The rounds noted after a start, or resume, under this torch that does these rounds."""
+        monkeypatch.setattr(server_app.bundle, "versions", lambda: {"torch": torch})
+        begin_bundle(folder, resolve_config(keys), [])
+        for number in rounds:
+            note_round(folder, number, f"{torch}{number}")
+        bundle = read_bundle(folder)
+        return bundle["versions"]["torch"], " ".join(bundle.get("rounds", {}).values())
+
+    folder = tmp_path / "1"
+    folder.mkdir()
+    assert noted(1) == ("a", "a1")
+    assert noted(2, torch="b") == ("a", "a1")
+    assert noted(3, 4) == ("a", "a1")  # from a round of b
+    folder = tmp_path / "2"
+    folder.mkdir()
+    assert noted(1, 2, 3) == ("a", "a1 a2 a3")
+    assert noted(4, torch="b") == ("a", "a1 a2 a3")
+    assert noted(2, 3, torch="b") == ("a", "a1")  # done again
+    assert noted(1, 2, torch="b") == ("a", "")
+    assert noted(1, 2, torch="b") == ("b", "b1 b2")
+
+
+def test_where_sites_trained_is_not_said_to_be_the_servers_machine(tmp_path):
+    counts = np.ones(10, dtype=int).tolist()
+    site = RosterEntry("a", counts, counts, [1, 32, 32], "cnn-fedreco", 10, "", num_partitions=0)
+    begin_bundle(tmp_path, resolve_config(keys), [site])
+    assert "machines" not in read_bundle(tmp_path)
+    assert machines_of(tmp_path) == ["its clients' own"]
+
+
+def test_an_app_bundle_is_the_same_place_as_the_checkout_and_changed_sources_are_not(
+    tmp_path, monkeypatch
+):
+    ours = sources_digest()
+    for package in {*run_by_worker, *run_by_server}:
+        shutil.copytree(app_folder / package, tmp_path / package)
+    for module in (server_app.bundle, client_app.hand_over):
+        monkeypatch.setattr(module, "app_folder", tmp_path)
+
+    def again():
+        code_digest.cache_clear()
+        sources_digest.cache_clear()
+        return sources_digest()
+
+    try:
+        assert again() == ours
+        for package in sorted({*run_by_worker, *run_by_server}):
+            path = tmp_path / package / "__init__.py"
+            text = path.read_text()
+            path.write_text(text + "x = 1\n")
+            assert again() != ours, package
+            path.write_text(text)
+        assert again() == ours
+    finally:
+        code_digest.cache_clear()
+        sources_digest.cache_clear()
+
+
+def test_all_packages_that_a_run_loads_are_in_the_digest():
+    script = "import sys, server_app.app, client_app.app; print(*sys.modules)"
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, cwd=app_folder, capture_output=True, text=True, check=True)
+    own = {path.parent.name for path in app_folder.glob("*/__init__.py")}
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert loaded & own <= {*run_by_worker, *run_by_server}
+
+
+def test_another_commit_of_the_same_sources_is_the_same_place(run, monkeypatch):
+    folder = run({"num-rounds": 1})
+    monkeypatch.setattr(server_app.bundle, "commit", lambda: "another")
+    *_, found = (check.found for check in checks(folder, 1) if "versions" in check.found)
+    assert found.startswith("versions: the same here (the run's Keel: ")
+    monkeypatch.setattr("experiments.verify.versions", lambda: {**versions(), "sources": "f" * 16})
+    *_, found = (check.found for check in checks(folder, 1) if "versions" in check.found)
+    assert found.startswith(f"versions: sources {sources_digest()}, here {'f' * 16} (")
 
 
 def test_the_commit_is_keels_own_or_none(tmp_path, monkeypatch):

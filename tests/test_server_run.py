@@ -530,6 +530,13 @@ def test_a_damaged_line_of_the_releases_counts_for_every_client(tmp_path, caplog
     folder.close()
 
 
+def test_a_release_of_somebody_unknown_counts(tmp_path):
+    folder = RunFolder(tmp_path)
+    (tmp_path / "releases.jsonl").write_text('{"round": 1, "cli\n{"round": 2\n')
+    assert folder.read_releases() == [["unknown"], ["unknown"]]
+    folder.close()
+
+
 def test_a_history_whose_last_line_is_cut_short_loses_that_round_alone(run):
     whole, broken = run({"num-rounds": 4}), run({"num-rounds": 3})
     text = (broken / "history.jsonl").read_text()

@@ -214,12 +214,12 @@ def test_inside_looks_at_what_the_code_of_a_run_finds_and_at_nothing_else(
 def at_a_client(made, tmp_path, monkeypatch, capsys):
     """The doctor on a client's machine, beside a `docker` that is this shell script."""
 
-    def look(script):
+    def look(script, *more):
         program(tmp_path / "docker", script)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
         monkeypatch.setenv("KEEL_HOME", str(tmp_path))
         words = ["--credentials", str(made / "site-a"), "--fleet", "127.0.0.1:1"]
-        _, lines = doctor(monkeypatch, capsys, "client", *words, "--device", "cpu")
+        _, lines = doctor(monkeypatch, capsys, "client", *words, "--device", "cpu", *more)
         return lines
 
     return look
@@ -237,7 +237,7 @@ def test_where_containers_run_it_looks_inside_them(at_a_client):
         "fi"
     )
     code = deployment.doctor.code_digest()
-    asked = f"exec k-ex python -m deployment.doctor client --inside --code {code}"
+    asked = f"exec k-ex python -m deployment.doctor client --inside --code {code} --device cpu"
     assert lines[-4:] == [
         f"PROBLEM  k-ex: disk: asked with {asked}",
         "ok       k-ex: device: cuda:0",
@@ -256,3 +256,49 @@ def test_where_none_runs_it_looks_at_the_machine_and_where_it_may_not_look_it_sa
         "[ $1 = ps ] && printf 'k-ex\\tkeel-a\\texecutor\\tUp\\n' || { echo gone >&2; exit 1; }"
     )
     assert lines[-2] == "PROBLEM  k-ex: the doctor did not get to its end there: gone"
+
+
+def test_a_container_whose_other_half_has_ended_is_a_problem(at_a_client):
+    rows = {
+        "keel-a": ["supernode"],
+        "keel-b": ["executor"],
+        "keel-local": ["supernode-0", "executor-0", "supernode-1", "serverapp"],
+        "shop": ["supernode"],
+    }
+    printed = [
+        f"printf '{project}-{service}\\t{project}\\t{service}\\tUp 2 hours\\n'"
+        for project, there in rows.items()
+        for service in there
+    ]
+    script = "\n".join(["[ $1 = ps ] || { echo 'ok       disk'; exit 0; }", *printed])
+    ended = "`docker ps --all` says how that ended; deploy again"
+    found = [line for line in at_a_client(script) if "containers:" in line]
+    assert found == [
+        f"PROBLEM  containers: keel-{of}'s {runs} runs here without its {other}: {ended}"
+        for of, runs, other in (
+            ("a", "supernode", "executor"),
+            ("b", "executor", "supernode"),
+            ("local", "supernode-1", "executor-1"),
+        )
+    ]
+
+
+def test_options_that_say_nothing_to_containers_are_named(at_a_client, tmp_path):
+    script = (
+        'if [ "$1" = ps ]; then\n'
+        "  printf 'k-sn\\tkeel-a\\tsupernode\\tUp\\n'; printf 'k-ex\\tkeel-a\\texecutor\\tUp\\n'\n"
+        "else\n"
+        '  echo "ok       asked with $*"\n'
+        "fi"
+    )
+    options = ["--source", f"folder:{tmp_path}", "--worker", str(tmp_path / "worker.sock")]
+    lines = at_a_client(script, *options)
+    assert lines[-3] == (
+        "ok       --source and --worker: for a machine without containers, not looked at; "
+        "the containers here have their own"
+    )
+    assert lines[-2].endswith(" --device cpu")
+    assert not any("for a machine without" in line for line in at_a_client(script))
+    alone = at_a_client("exit 0", *options)  # where none runs they are looked at
+    assert any(line.startswith("PROBLEM  data") for line in alone)
+    assert any(line.startswith("PROBLEM  worker") for line in alone)

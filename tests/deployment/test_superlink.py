@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
 
 import deployment.loopback
 import deployment.superlink
@@ -16,28 +17,46 @@ def client(tmp_path, monkeypatch):
     return SuperLinkClient(tmp_path, "localhost:1", tmp_path / "ca.pem")
 
 
-def test_a_look_that_fails_is_made_again(client, monkeypatch):
-    hangs = subprocess.TimeoutExpired("flwr", 100)
-    refused = RuntimeError("Connection refused")
-    looks = iter([{"status": "running"}, refused, hangs, {"status": "finished:completed"}])
+ended = {"status": "finished:completed"}
+
+
+def says(client, monkeypatch, looks):
+    """From now on the client finds these, one after the other."""
+    left = iter(looks)
 
     def listed(run_id):
-        look = next(looks)
+        look = next(left)
         if isinstance(look, Exception):
             raise look
         return look
 
     monkeypatch.setattr(client, "listed", listed)
+
+
+def test_a_look_that_fails_is_made_again(client, monkeypatch):
+    hangs = subprocess.TimeoutExpired("flwr", 100)
+    away, busy, locked = (
+        RuntimeError(text) for text in (f"flwr list: {SUPERLINK_UNAVAILABLE_MESSAGE}", "503", "500")
+    )
+    looks = [{"status": "running"}, *(20 * [away]), *(20 * [hangs]), *(20 * [busy, locked])]
+    says(client, monkeypatch, [*looks, *(4 * [busy]), {"status": "running"}, *(4 * [busy]), ended])
     assert client.wait(7, 60) == "finished:completed"
+
+
+def test_a_superlink_that_keeps_refusing_ends_the_wait(client, monkeypatch):
+    unknown = RuntimeError("flwr list: Run ID not found.")
+    says(client, monkeypatch, [*(5 * [unknown]), ended])
+    with pytest.raises(RuntimeError, match="Run ID not found"):
+        client.wait(7, 60)
 
 
 def test_a_superlink_that_never_answers_is_given_up_at_the_deadline(client, monkeypatch):
     def listed(run_id):
-        raise RuntimeError("Connection\nrefused")
+        raise RuntimeError(SUPERLINK_UNAVAILABLE_MESSAGE.replace(". ", ".\n\n"))
 
     monkeypatch.setattr(client, "listed", listed)
     with pytest.raises(
-        TimeoutError, match=r"run 7 is not known \(Connection refused\) after 0.1 s"
+        TimeoutError, match=r"run 7 is not known \(Connection to .*configuration.\) after 0.1 s"
     ):
         client.wait(7, 0.1)
 
