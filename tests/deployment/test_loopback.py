@@ -118,7 +118,6 @@ def test_the_model_is_the_inline_engine_s_to_the_bit_and_so_is_what_clients_keep
     assert all(line["left_out"] == {} for line in history_of(run))
 
 
-@pytest.mark.deployment  # minutes, most of them waits of Flower's
 def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bits(deployed, inline):
     run_id, run = new_run(deployed, KEYS)
     wait_for_round(run, 1)
@@ -137,7 +136,6 @@ def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bit
     assert deployed.kept["superlink"].starts == deployed.kept["worker-client-0000"].starts == 2
 
 
-@pytest.mark.deployment  # minutes, most of them waits of Flower's
 def test_a_supernode_and_an_executor_killed_come_back_and_rounds_without_them_say_so(deployed):
     run_id, run = new_run(deployed, KEYS | {"num-rounds": 60, "evaluate-every": 60})
     wait_for_round(run, 1)
