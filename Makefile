@@ -36,7 +36,7 @@ test: lint  ## style, types and all tests but the slow ones
 test-slow: $(READY)  ## the tests that take minutes each
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m slow --timeout 1800
 
-test-deployment: $(READY)  ## kills, network namespaces, containers; as root, installs Debian packages
+test-deployment: $(READY)  ## network namespaces, containers; as root, installs Debian packages
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m deployment --timeout 3600 -rs
 
 bench: $(READY)  ## speed, as ratios against bare loops and FedAvg: bench.json, bench.md
