@@ -38,13 +38,13 @@ def head_part(weights):
 
 
 def sgd_by_hand(config, weights, batches, names, lr, term=None, momentum=0.0, weight_decay=0.0):
-    """SGD on cross entropy plus `term` over the arrays `names`: one autograd call a batch."""
-    network = build_network(config, SHAPE, NUM_CLASSES)
-    w = {n: a.clone() for n, a in weights.items()}
+    """SGD on cross entropy plus `term` over `names`: one autograd call a batch, in float64."""
+    network = build_network(config, SHAPE, NUM_CLASSES).double()
+    w = {n: a.double() for n, a in weights.items()}
     velocity = {n: torch.zeros_like(w[n]) for n in names}
     for step in batches:
         leaves = {n: w[n].clone().requires_grad_() for n in names}
-        logits = torch.func.functional_call(network, w | leaves, (step.x,))
+        logits = torch.func.functional_call(network, w | leaves, (step.x.double(),))
         loss = F.cross_entropy(logits, step.y)
         if term:
             loss = loss + term(leaves)

@@ -87,11 +87,11 @@ def test_class_sums_are_of_the_model_in_eval_mode_and_leave_its_mode():
 
 def features_by_class(config, weights, now):
     """{class: features [n_k, d]} of this client's samples, one image at a time."""
-    network = build_network(config, SHAPE, NUM_CLASSES).eval()
+    network = build_network(config, SHAPE, NUM_CLASSES).double().eval()
     network.load_state_dict(weights)
     found = {}
     for x, y in now.train_samples.in_order(1):
-        found.setdefault(int(y), []).append(network.extract(x, "fc2").detach()[0].double())
+        found.setdefault(int(y), []).append(network.extract(x.double(), "fc2").detach()[0])
     return {k: torch.stack(rows) for k, rows in found.items()}
 
 
@@ -161,10 +161,11 @@ def test_a_fedpac_round_is_head_then_body_towards_the_prototypes(known):
     now = dataclasses.replace(now, extra=extra)
     update = method_of(config).train(now)
 
-    network = build_network(config, SHAPE, NUM_CLASSES).eval()
+    network = build_network(config, SHAPE, NUM_CLASSES).double().eval()
     network.load_state_dict(w)
     (x, y) = next(now.train_samples.in_order())
-    own = {k: f.mean(0).float() for k, f in features_by_class(config, w, now).items()}
+    x = x.double()
+    own = {k: f.mean(0) for k, f in features_by_class(config, w, now).items()}
     loss = F.cross_entropy(network(x), y)
     head = list(network.classifier.parameters())
     for p, g in zip(head, torch.autograd.grad(loss, head), strict=True):
@@ -485,10 +486,10 @@ def test_a_step_of_fedcr_is_the_formula(reverse):
     m, s = random(3, 256, seed=1).float(), random(3, 256, seed=2).exp().float()
     now = cr_round(config, w, m, s)
     update = method_of(config).train(now)
-    network = build_network(config, SHAPE, NUM_CLASSES)
+    network = build_network(config, SHAPE, NUM_CLASSES).double()
     network.load_state_dict(w)
     (batch,) = now.batches("batches")
-    _, (raw,) = network.run(batch.x, ["projection"], to_logits=False)
+    _, (raw,) = network.run(batch.x.double(), ["projection"], to_logits=False)
     mu, dev = raw[:, :256], F.softplus(raw[:, 256:])
     with torch.random.fork_rng():
         torch.manual_seed(now.seed("dropout", "batches"))
@@ -512,18 +513,18 @@ def test_fedcrs_product_is_of_the_last_epoch_alone():
     w = initial(config, seed=5)
     now = cr_round(config, w)
     update = method_of(config).train(now)
-    network = build_network(config, SHAPE, NUM_CLASSES)
+    network = build_network(config, SHAPE, NUM_CLASSES).double()
     network.load_state_dict(w)
     (x, y) = next(now.train_samples.in_order())
-    _, (raw,) = network.run(x, ["projection"], to_logits=False)
+    _, (raw,) = network.run(x.double(), ["projection"], to_logits=False)
     mu, s = raw[:, :256].detach(), F.softplus(raw[:, 256:]).detach()
     assert update.extra["seen"].tolist() == [float(k in y) for k in range(3)]
     assert update.extra["seen"].sum() == 2
     for k in set(y.tolist()):
         precision = (1 / s[y == k] ** 2).sum(0)
-        torch.testing.assert_close(update.extra["S"][k], precision**-0.5, rtol=1e-4, atol=0)
-        mean = (mu[y == k] / s[y == k] ** 2).sum(0) / precision
-        torch.testing.assert_close(update.extra["M"][k], mean, rtol=1e-3, atol=1e-5)
+        wanted = {"S": precision**-0.5, "M": (mu[y == k] / s[y == k] ** 2).sum(0) / precision}
+        assert_close({"S": wanted["S"]}, {"S": update.extra["S"][k]}, rtol=1e-4, atol=0)
+        assert_close({"M": wanted["M"]}, {"M": update.extra["M"][k]}, rtol=1e-3, atol=1e-5)
 
 
 def test_fedcr_without_beta_and_deviation_trains_head_and_body_on_the_means(monkeypatch):
