@@ -42,7 +42,7 @@ def run(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def checkpoint(folder: Path, number: int) -> dict[str, torch.Tensor]:
     [path] = (folder / "checkpoints").glob(f"round-{number:05d}-*.safetensors")
-    return {k.removeprefix("model/"): v for k, v in load_file(path).items()}
+    return {k[6:]: v for k, v in load_file(path).items() if k.startswith("model/")}
 
 
 def state_of(folder: Path, client: str, number: int) -> dict[str, torch.Tensor]:
