@@ -290,7 +290,7 @@ def ask_once(
         elif reply.has_error() and reply.error.code == no_answer:
             answers.silent.append(node)
         elif reply.has_error() and reply.error.code in died:
-            log.warning("node %d is asked again: %s", node, reply.error.reason)
+            log.warning("node %d is asked again: %s", node, in_one_line(reply.error.reason))
             again.append(node)
         elif reply.has_error():
             answers.refused[node] = in_one_line(reply.error.reason)
