@@ -98,7 +98,7 @@ class Loopback:
             "superlink",
             "server",
             [
-                *("flower-superlink", "--isolation", "process"),
+                *(sys.executable, "-m", "deployment.superlink_server", "--isolation", "process"),
                 *("--host", "127.0.0.1", "--port", str(self.http_port)),
                 *("--fleet-api-address", f"{self.host}:{self.fleet_port}"),
                 *("--ssl-ca-certfile", str(own / "ca.pem")),

@@ -94,6 +94,7 @@ def test_every_option_is_one_that_its_command_has(name):
     for command, options in asked.items():
         stands_for = {"deployment.supernode": "flower-supernode"}
         stands_for["deployment.executor"] = "flower-superexec"
+        stands_for["deployment.superlink_server"] = "flower-superlink"
         program = stands_for[command[2]] if command[0] == "python" else command[0]
         assert options <= options_of(program), program
 

@@ -35,3 +35,27 @@ def test_a_message_that_was_never_fetched_is_answered_too(kind, fetched):
     assert all(reply.has_error() for reply in replies)
     state._store_error_replies({run_id}, CLIENT_APP_CRASHED_ERROR)
     assert not state.get_messages(run_ids=[run_id], is_reply=True)  # once
+
+
+def test_a_reply_left_over_from_another_run_does_not_go_in_the_place_of_the_one_waited_for():
+    state = AnsweringNodeState(InMemoryObjectStore())
+    state.set_node_id(2)
+    state.store_message(message("old", run=6))
+    state._store_error_replies({6}, CLIENT_APP_CRASHED_ERROR)
+    state.delete_messages(message_ids=["old"])  # and its reply stays
+    state.store_message(message("new"))
+    assert not state.get_messages(is_reply=True)  # Flower's: the old one, and the turn is over
+    state._store_error_replies({run_id}, CLIENT_APP_CRASHED_ERROR)
+    answered = [each.metadata.reply_to_message_id for each in state.get_messages(is_reply=True)]
+    assert answered == ["old", "new"]
+
+
+def test_what_is_left_over_is_sent_when_no_message_waits_for_a_reply():
+    state = AnsweringNodeState(InMemoryObjectStore())
+    state.set_node_id(2)
+    state.store_message(message("old", run=6))
+    state.store_message(message("refused"))
+    state._store_error_replies({6}, CLIENT_APP_CRASHED_ERROR)
+    state.delete_messages(message_ids=["refused"])
+    answered = [each.metadata.reply_to_message_id for each in state.get_messages(is_reply=True)]
+    assert answered == ["old"]
