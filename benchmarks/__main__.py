@@ -1,14 +1,17 @@
-"""`make bench`: all parts, into bench.json and bench.md; `python -m benchmarks steps`: one."""
+"""`make bench`: all parts but resnet50, into bench.json and bench.md.
+
+`python -m benchmarks resnet50` runs that one, which takes 12 minutes by itself.
+"""
 
 import argparse
 from pathlib import Path
 
 from benchmarks.engine import against_bare, scale
 from benchmarks.report import Row, collect, write
-from benchmarks.steps import overheads, random_source
+from benchmarks.steps import overheads, random_source, resnet50_overheads
 from protocol.config import keel_home
 
-parts = ("steps", "engine", "scale")
+parts = ("steps", "engine", "scale", "resnet50")
 
 
 def main() -> None:
@@ -18,9 +21,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench"))
     parser.add_argument("--quick", action="store_true", help="no residual networks")
     parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    chosen = arguments.parts or list(parts)
+    chosen = arguments.parts or list(parts[:3])
     if strange := set(chosen) - set(parts):
         parser.error(f"{sorted(strange)[0]!r}: a part is one of {', '.join(parts)}")
     home = keel_home()
@@ -33,6 +36,8 @@ def main() -> None:
     if "scale" in chosen:
         counts = (10, 100, 500, 2000)
         rows += collect(scale(home, {n: random_source(home, 30 * n) for n in counts}))
+    if "resnet50" in chosen:
+        rows += collect(resnet50_overheads(home))
     write(rows, arguments.out)
 
 

@@ -110,11 +110,8 @@ def plain_fedintr(keys: Keys) -> Run:
 
 
 def least_cpu_seconds(runs: dict[str, Run], repetitions: int) -> dict[str, float]:
-    """By name; one after the other, again and again, after one run of each that does not count.
-
-    A single repetition has no such run: it is for what takes so long that a first run is as good.
-    """
-    for run in runs.values() if repetitions > 1 else ():
+    """By name; one after the other, again and again, after one run of each that does not count."""
+    for run in runs.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repetitions):
@@ -161,28 +158,29 @@ def frozen_passes(model: str, batch_size: int, device: str) -> tuple[Run, Run]:
     return one_by_one, together
 
 
+def ratios(
+    what: str, runs: dict[str, Run], to_reach: dict[str, float], repetitions: int
+) -> Iterator[Row]:
+    """Processor seconds of each run that has a bound (none: 0), over those of the first run."""
+    seconds = least_cpu_seconds(runs, repetitions)
+    base = next(iter(seconds))
+    for name, bound in to_reach.items():
+        yield {
+            "what": f"{what}: {name} / {base}",
+            "ratio": round(seconds[name] / seconds[base], 3),
+            "to_reach": round(bound, 3) or None,
+            "cpu_seconds": [round(seconds[name], 4), round(seconds[base], 4)],
+        }
+
+
 def overheads(folder: Path, quick: bool) -> Iterator[Row]:
-    """Rows: what, seconds, ratio, the ratio to reach (none: 0)."""
+    """Local training by method and network, and both ways to run two frozen models."""
     torch.set_num_threads(1)
-
-    def rows(
-        what: str, runs: dict[str, Run], to_reach: dict[str, float], repetitions: int
-    ) -> Iterator[Row]:
-        seconds = least_cpu_seconds(runs, repetitions)
-        base = next(iter(seconds))
-        for name, bound in to_reach.items():
-            yield {
-                "what": f"{what}: {name} / {base}",
-                "ratio": round(seconds[name] / seconds[base], 3),
-                "to_reach": round(bound, 3) or None,
-                "cpu_seconds": [round(seconds[name], 4), round(seconds[base], 4)],
-            }
-
     bounds = {"fedcka": 1.35, "moon": 1.15, "fedprox": 1.05, "scaffold": 1.05}
     small = methods_of(
         folder, "cnn-fedcka", 1280, ["fedavg", *bounds], **{"batch-size": 128, "local-epochs": 10}
     )
-    yield from rows("cnn-fedcka, batch 128, 10 epochs", small, bounds, 3)
+    yield from ratios("cnn-fedcka, batch 128, 10 epochs", small, bounds, 3)
     fedintr: Keys = {
         "source": random_source(folder, 2048),
         "model": "cnn-fedintr",
@@ -191,7 +189,7 @@ def overheads(folder: Path, quick: bool) -> Iterator[Row]:
         "method": "fedintr",
     }
     forms = {"plain three-forward form": plain_fedintr(fedintr), "fedintr": local_training(fedintr)}
-    yield from rows("cnn-fedintr, batch 512, 10 epochs", forms, {"fedintr": 1 / 1.6}, 2)
+    yield from ratios("cnn-fedintr, batch 512, 10 epochs", forms, {"fedintr": 1 / 1.6}, 2)
     for epochs, num, bound in ((1, 5120, 0.0), (10, 2048, 1.25)):
         keys: Keys = {
             "batch-size": 512,
@@ -202,17 +200,22 @@ def overheads(folder: Path, quick: bool) -> Iterator[Row]:
         }
         personal = methods_of(folder, "cnn-fedintr", num, ["fedrep", "fedreco"], **keys)
         what = f"cnn-fedintr, batch 512, {epochs} + {epochs} epochs"
-        yield from rows(what, personal, {"fedreco": bound}, 4 if epochs == 1 else 2)
+        yield from ratios(what, personal, {"fedreco": bound}, 4 if epochs == 1 else 2)
     for model, batch in (("cnn-fedintr", 512), ("cnn-fedcka", 128), ("resnet18", 64)):
         forms = dict(zip(("apart", "batched"), frozen_passes(model, batch, "cpu"), strict=True))
         what = f"{model}, batch {batch}, both frozen models"
-        yield from rows(what, forms, {"batched": 0.0}, 5)
+        yield from ratios(what, forms, {"batched": 0.0}, 5)
     if quick:
         return
     rcl = methods_of(folder, "resnet18", 128, ["fedavg", "fedrcl"], **{"local-epochs": 2})
-    yield from rows("resnet18, batch 64, 2 epochs", rcl, {"fedrcl": 1.10}, 2)
+    yield from ratios("resnet18, batch 64, 2 epochs", rcl, {"fedrcl": 1.10}, 2)
+
+
+def resnet50_overheads(folder: Path) -> Iterator[Row]:
+    """FedCKA's Table 4 has this network; a step takes more than a second."""
+    torch.set_num_threads(1)
     bounds = {"fedcka": 1.12, "moon": 1.15, "fedprox": 1.05, "scaffold": 1.05}
     large = methods_of(
         folder, "resnet50", 32, ["fedavg", *bounds], **{"batch-size": 32, "local-epochs": 10}
     )
-    yield from rows("resnet50, batch 32, 10 epochs", large, bounds, 1)
+    yield from ratios("resnet50, batch 32, 10 epochs", large, bounds, 3)

@@ -9,7 +9,7 @@ from protocol.options import OptionValue
 
 Keys = Mapping[str, OptionValue]
 
-smallest_rounds, smallest_epochs, smallest_batch = 5, 2, 16
+smallest_rounds, smallest_epochs, smallest_batch = 5, 2, 128
 scaled_evaluations = 20
 
 
@@ -40,10 +40,11 @@ def scaled(keys: Keys, scale: Scale, read_at: Sequence[int] = ()) -> dict[str, O
     read_at: rounds of the paper's that have to be evaluated.
 
     Rounds, data and epochs times their factor, but never below 5 rounds and 2 epochs (or the
-    paper's own, where that is less). The batch size goes with the data, down to 16, so that an
-    epoch keeps its number of steps, and so does `min-samples`; where `batches-per-epoch` rules
-    instead, that goes with the data, down to 1, and batches keep their size: of 1 to 3 samples,
-    losses that compare samples would say nothing. 20 evaluations are made, or so many more that
+    paper's own, where that is less). The batch size goes with the data, so that an epoch keeps its
+    number of steps, but not below 128: learning rates that fit the paper's batches (FedCKA's 0.1
+    with momentum) diverge on small ones, and losses that compare the samples of a batch are other
+    losses there. `min-samples` goes with the data; where `batches-per-epoch` rules, that does, down
+    to 1, and batches keep their size. 20 evaluations are made, or so many more that
     `read_at`, which shrinks with the rounds, is among them. Diagnostics shrink their distance too.
     """
     if scale.name == "paper":

@@ -302,6 +302,8 @@ def test_scales_shrink_by_their_stated_factors():
         "min-samples": 2,
         "evaluate-every": 1,
     }
+    small = {"preset": "fedcka-table1-cifar10"}  # batches of 128
+    assert scaled(small, SCALES["minutes"])["batch-size"] == 128
     short = {"preset": "fedcka-table1-tiny-imagenet", "local-epochs": 1, "batch-size": 8}
     minutes = scaled(short, SCALES["minutes"])  # 20 rounds: the floors hold
     assert (minutes["num-rounds"], minutes["local-epochs"], minutes["batch-size"]) == (5, 1, 8)
