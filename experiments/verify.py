@@ -31,21 +31,42 @@ class Check:
 
 
 def verify(folder: Path, rounds: int, console: Console) -> int:
-    """Check every run at or under `folder`, print what was found; 1 if anything is wrong."""
+    """Check every run at or under `folder`, print what was found; 1 if anything is wrong.
+
+    Of several, those that did not finish (a killed attempt beside the one that went on) are left
+    out by name; one alone has to have finished.
+    """
     if rounds < 1:
         raise ValueError(f"--rounds {rounds}: it has to be at least 1")
     bundles = sorted(folder.expanduser().absolute().rglob("bundle.json"))
     if not bundles:
         raise ValueError(f"{folder} holds no bundle.json: it is no run's folder")
-    wrong = 0
+    wrong = left_out = 0
     for path in bundles:
         console.print(str(path.parent))
+        if len(bundles) > 1 and (reason := unfinished(path.parent)):
+            console.print(f"  left out: {escape(reason)}")
+            left_out += 1
+            continue
         for check in checks(path.parent, rounds):
             word = "[green]right[/]" if check.is_right else "[red]wrong[/]"
             console.print(f"  {word} {escape(check.found)}")
             wrong += not check.is_right
-    console.print(f"{len(bundles)} runs, {wrong} things wrong")
-    return 1 if wrong else 0
+    left = f", {left_out} left out" if left_out else ""
+    console.print(f"{len(bundles)} runs{left}, {wrong} things wrong")
+    return 1 if wrong or left_out == len(bundles) else 0
+
+
+def unfinished(folder: Path) -> str:
+    """Why there is nothing to hold a run to; empty if it finished, or its bundle is damaged."""
+    try:
+        bundle = read_bundle(folder)
+    except json.JSONDecodeError:
+        return ""
+    if "files" not in bundle:
+        return "the run has not ended: there is nothing to hold it to"
+    status = json.loads((folder / "summary.json").read_text())["status"]
+    return "" if status == "finished" else f"the run did not finish: {status}"
 
 
 def checks(folder: Path, rounds: int) -> Iterator[Check]:
@@ -55,12 +76,8 @@ def checks(folder: Path, rounds: int) -> Iterator[Check]:
     except json.JSONDecodeError as error:
         yield Check(False, f"bundle.json is damaged: {error}")
         return
-    if "files" not in bundle:
-        yield Check(False, "the run has not ended: there is nothing to hold it to")
-        return
-    status = json.loads((folder / "summary.json").read_text())["status"]
-    if status != "finished":
-        yield Check(False, f"the run did not finish: {status}")
+    if reason := unfinished(folder):
+        yield Check(False, reason)
         return
     yield from file_checks(folder, bundle)
     here = versions()

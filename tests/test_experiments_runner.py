@@ -703,3 +703,16 @@ def test_a_run_that_did_not_end_is_not_verified(copied):
     (copied / "bundle.json").write_text(json.dumps(bundle))
     assert wrong(copied) == ["the run has not ended: there is nothing to hold it to"]
     assert main("verify", str(copied.parent / "nothing")) == 1
+
+
+def test_of_several_runs_one_that_was_killed_is_left_out_by_name(copied, capsys):
+    killed = Path(shutil.copytree(copied, copied.parent / "killed"))
+    bundle = json.loads((killed / "bundle.json").read_text())
+    del bundle["files"]
+    (killed / "bundle.json").write_text(json.dumps(bundle))
+    assert main("verify", str(killed)) == 1
+    assert main("verify", str(copied.parent), "--rounds", "1") == 0
+    assert "2 runs, 1 left out, 0 things wrong" in capsys.readouterr().out
+    summary = json.loads((copied / "summary.json").read_text())
+    (copied / "summary.json").write_text(json.dumps({**summary, "status": "failed: no more disk"}))
+    assert main("verify", str(copied.parent)) == 1  # nothing was looked at
