@@ -20,8 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.report import Row
 from client_app.setup import model_for, open_source
+from data.partitions import partition_indices
 from protocol.config import resolve_config
 from protocol.options import OptionValue
 
@@ -259,5 +262,21 @@ def scale(home: Path, sources: dict[int, str]) -> Iterator[Row]:
             "start_seconds": round(start_s[count], 1),
             "server_mb": round(each[-1].server_mb, 1),
         }
+    labels = np.arange(100_000) % 200
+    for name in ("classes", "dirichlet", "dirichlet-balanced"):
+        started = time.process_time()
+        partition_indices(
+            name,
+            labels,
+            most,
+            alpha=0.5,
+            classes_per_client=10,
+            shards_per_client=2,
+            min_size=1,
+            seed=0,
+        )
+        seconds = round(time.process_time() - started, 1)
+        what = f"split of 100,000 samples in 200 classes over {most} clients: {name}"
+        yield {"what": what, "cpu_seconds": seconds}
     grown_kb = 1024 * (costs[most][-1].server_mb - costs[base][-1].server_mb) / (most - base)
     yield {"what": "server's memory, KB a client", "ratio": round(grown_kb, 1), "to_reach": 20}

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import bare
+from benchmarks.engine import W1
 from benchmarks.report import Row
 from client_app.methods import method_of
 from client_app.methods.fedintr import cosines, representation_losses, similarity_weights
@@ -109,6 +111,18 @@ def plain_fedintr(keys: Keys) -> Run:
     return run
 
 
+def w1_epoch(num: int) -> dict[str, Run]:
+    """An epoch over so many images of W1: the bare loop's, and ours."""
+    data = bare.Data()
+    data.parts = [torch.arange(num)]
+    start = bare.PlainCNN().state_dict()
+    fraction = num / len(data.y)
+    return {
+        "bare loop": lambda: bare.train(data, 0, start, None, is_moon=False),
+        "fedavg": local_training({**W1, "data-fraction": fraction}),
+    }
+
+
 def least_cpu_seconds(runs: dict[str, Run], repetitions: int) -> dict[str, float]:
     """By name; one after the other, again and again, after one run of each that does not count."""
     for run in runs.values():
@@ -181,6 +195,7 @@ def overheads(folder: Path, quick: bool) -> Iterator[Row]:
         folder, "cnn-fedcka", 1280, ["fedavg", *bounds], **{"batch-size": 128, "local-epochs": 10}
     )
     yield from ratios("cnn-fedcka, batch 128, 10 epochs", small, bounds, 3)
+    yield from ratios("W1, 100 steps", w1_epoch(6400), {"fedavg": 0.0}, 5)
     fedintr: Keys = {
         "source": random_source(folder, 2048),
         "model": "cnn-fedintr",

@@ -8,6 +8,7 @@ import io
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,6 +180,14 @@ def word_of(leads: Sequence[float]) -> str:
     mean, deviation = statistics.fmean(leads), statistics.stdev(leads)
     reach = student.ppf((1 + confidence) / 2, len(leads) - 1) * deviation / math.sqrt(len(leads))
     return "held" if mean > reach else "not held" if mean < -reach else "not decided"
+
+
+def tally(verdicts: Sequence[Verdict]) -> str:
+    """How many claims came out how, and how often chance does that."""
+    counts = Counter(verdict.word for verdict in verdicts)
+    words = ("held", "not held", "not decided", "not run")
+    found = ", ".join(f"{counts[word]} {word}" for word in words if counts[word])
+    return f"{found}; where there is no difference, chance decides one claim in 20"
 
 
 # --- pictures ---------------------------------------------------------------------------------
@@ -421,7 +430,7 @@ def html_section(section: Section, anchor: str) -> str:
                 f"<tr><td>{html.escape(v.claim.text)}<td class={kind}>{v.word}"
                 f"<td>{html.escape(v.detail)}</tr>"
             )
-        parts.append("</table>")
+        parts.append(f"</table><p>{tally(section.verdicts)}</p>")
     for picture in section.pictures:
         kind = "svg+xml" if picture.path.suffix == ".svg" else "png"
         data = base64.b64encode(picture.path.read_bytes()).decode()
@@ -475,7 +484,7 @@ def markdown_page(sections: Sequence[Section], output: Path) -> str:
         if section.verdicts:
             lines += ["| claim | verdict | difference |", "|---|---|---|"]
             lines += [f"| {v.claim.text} | {v.word} | {v.detail} |" for v in section.verdicts]
-            lines.append("")
+            lines += ["", tally(section.verdicts), ""]
         for picture in section.pictures:
             lines += [f"![{picture.title}]({picture.path.relative_to(output).as_posix()})", ""]
     return "\n".join(lines)

@@ -22,7 +22,7 @@ from experiments import __main__ as command_line
 from experiments import report, runner
 from experiments.plan import Options, Result, Run, due, run_of, winner
 from experiments.recipe import Claim, Recipe, load_recipe, parse_recipe
-from experiments.report import curve_of, verdict_of, write_report
+from experiments.report import Verdict, curve_of, tally, verdict_of, write_report
 from experiments.verify import checks
 from server_app.inline import run_inline
 
@@ -438,6 +438,12 @@ def test_a_claim_is_judged_over_paired_seeds(left, right, above, word, detail):
     verdict = verdict_of(claim, recipe, results)
     assert verdict.word == word
     assert detail in verdict.detail
+
+
+def test_verdicts_are_counted():
+    claim = load_recipe("fedcka-table-2").claims[0]
+    verdicts = [Verdict(claim, word, "") for word in ("not run", "held", "not decided", "held")]
+    assert tally(verdicts).startswith("2 held, 1 not decided, 1 not run; ")
 
 
 times = """\
