@@ -18,7 +18,7 @@ def main() -> None:
     """Run the parts asked for, and write what they say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(parts))
-    parser.add_argument("--out", type=Path, default=Path("bench"))
+    parser.add_argument("--out", type=Path, help="bench, or bench-PART of single ones")
     parser.add_argument("--quick", action="store_true", help="no residual networks")
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
@@ -38,7 +38,7 @@ def main() -> None:
         rows += collect(scale(home, {n: random_source(home, 30 * n) for n in counts}))
     if "resnet50" in chosen:
         rows += collect(resnet50_overheads(home))
-    write(rows, arguments.out)
+    write(rows, arguments.out or Path("-".join(["bench", *arguments.parts])))
 
 
 if __name__ == "__main__":

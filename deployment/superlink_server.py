@@ -1,96 +1,92 @@
 """`flower-superlink`, with the same options, that gives a message again which did not arrive.
 
 Flower 1.39 counts a message as delivered when it answers the SuperNode's question. An answer that
-a cut cable or a killed SuperNode swallows is not given again: the round waits for its whole
-timeout. But a SuperNode takes one message after the other and confirms each once it has it. One
-that asks again without that has not got what it was given; here it is given it again, three times
-at most, as long as its run goes on and all its arrays are there.
+a cut cable swallows, or a kill of the SuperLink, is not given again: the round waits for its whole
+timeout. But a SuperNode takes one message after the other and confirms each once it has it, which
+takes the message out of the object store. One that asks again while a message for it was delivered
+and is still there has not got it. It is given it again, three times at most, as long as its run
+goes on and all its arrays are there. Only with `--database`: other state is left as it is.
 """
 
 import logging
-import threading
-from collections import Counter
+import sys
+import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from flwr.common.constant import Status
 from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ConfirmMessageReceivedResponse
+from flwr.server.superlink.fleet.grpc_rere import fleet_servicer
 from flwr.server.superlink.fleet.message_handler import message_handler
 from flwr.server.superlink.linkstate import LinkState
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.object_store import NoObjectInStoreError, ObjectStore
-from flwr.supercore.state.schema.linkstate_models import MessageIns
+from flwr.supercore.object_store import ObjectStore
+from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes
+from flwr.supercore.utils import int64_to_uint64, uint64_to_int64
 from flwr.superlink.cli.flower_superlink import flower_superlink
-from sqlalchemy import update
+from sqlalchemy import exists, select, update
+from sqlalchemy.exc import SQLAlchemyError
 
-from deployment.flower import replace
+from deployment.flower import is_whole, replace
 
 log = logging.getLogger("keel.superlink")
 most = 3  # times that a message is given again; one that never arrives whole would block its node
-pull, confirm = message_handler.pull_messages, message_handler.confirm_message_received
+pull = message_handler.pull_messages
 
 
 @dataclass
 class Deliveries:
-    """What each node was given and has not confirmed yet."""
+    """How often each node was given a message again that it has not answered yet."""
 
-    given: dict[int, tuple[str, int]] = field(default_factory=dict)  # node: its message, the run
-    times: Counter[str] = field(default_factory=Counter)  # message: how often it was given again
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    times: defaultdict[int, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
 
     def pull_messages(
         self, request: PullMessagesRequest, state: LinkState, store: ObjectStore
     ) -> PullMessagesResponse:
         """As Flower's, after what the node has not got was made new again."""
-        node = request.node.node_id
-        with self.lock:
-            message, run = self.given.pop(node, ("", 0))
-            wants_it = bool(message) and self.times[message] < most
-        if wants_it and isinstance(state, SqlLinkState) and is_of_use(message, run, state, store):
-            log.warning("node %d has not got message %s: it is given it again", node, message)
-            self.times[message] += 1
-            with state.session() as session:
-                is_it = MessageIns.message_id == message
-                session.execute(update(MessageIns).where(is_it).values(delivered_at=""))
-        response = pull(request, state, store)
-        with self.lock:
-            for each in response.messages_list:
-                self.given[node] = each.metadata.message_id, each.metadata.run_id
-        return response
+        if isinstance(state, SqlLinkState):
+            try:
+                self.renew(request.node.node_id, state, store)
+            except SQLAlchemyError as error:  # it is looked for again with the next question
+                log.warning("messages that did not arrive: %s", error)
+        return pull(request=request, state=state, store=store)
 
-    def confirm_message_received(
-        self, request: ConfirmMessageReceivedRequest, state: LinkState, store: ObjectStore
-    ) -> ConfirmMessageReceivedResponse:
-        """As Flower's; the message has arrived."""
-        with self.lock:
-            if self.given.get(request.node.node_id, ("", 0))[0] == request.message_object_id:
-                del self.given[request.node.node_id]
-            self.times.pop(request.message_object_id, None)
-        return confirm(request, state, store)
+    def renew(self, node: int, state: SqlLinkState, store: ObjectStore) -> None:
+        """Make those new again that the node was given and has not got."""
+        runs = unanswered(node, state)
+        before = self.times.pop(node, {})
+        times = {message: before[message] for message in runs if message in before}
+        for message, run in runs.items():
+            is_running = state.get_run_status({run})[run].status == Status.RUNNING
+            if is_running and times.get(message, 0) < most and is_whole(message, store):
+                log.warning("node %d has not got message %s: it is given it again", node, message)
+                times[message] = times.get(message, 0) + 1
+                with state.session() as session:
+                    is_it = MessageIns.message_id == message
+                    session.execute(update(MessageIns).where(is_it).values(delivered_at=""))
+        if times:
+            self.times[node] = times
 
 
-def is_of_use(message: str, run: int, state: LinkState, store: ObjectStore) -> bool:
-    """Whether the run waits for an answer, and the message is whole.
-
-    A ServerApp that is killed as it sends leaves one that is not: nobody can fetch it.
-    """
-    if state.get_run_status({run})[run].status != Status.RUNNING:
-        return False
-    try:
-        tree = store.get_object_tree(message)
-    except NoObjectInStoreError:
-        return False
-    return all(store.get(each.object_id) for each in iterate_object_tree(tree))
+def unanswered(node: int, state: SqlLinkState) -> dict[str, int]:
+    """Messages that the node was given, in time still, and has not answered; with their runs."""
+    is_answered = exists().where(MessageRes.reply_to_message_id == MessageIns.message_id)
+    wanted = select(MessageIns.message_id, MessageIns.run_id).where(
+        MessageIns.dst_node_id == uint64_to_int64(node),
+        MessageIns.delivered_at != "",
+        MessageIns.created_at + MessageIns.ttl > time.time(),
+        ~is_answered,
+    )
+    with state.session() as session:
+        rows = session.execute(wanted).all()
+    return {message: int64_to_uint64(run) for message, run in rows if message and run}
 
 
 def main() -> None:
     """As `flower-superlink`."""
-    deliveries = Deliveries()
-    replace(message_handler, "pull_messages", deliveries.pull_messages, pull)
-    replace(
-        message_handler, "confirm_message_received", deliveries.confirm_message_received, confirm
-    )
+    if vars(fleet_servicer).get("message_handler") is not message_handler:
+        sys.exit("error: flwr's fleet_servicer is not as in Flower 1.39: install that version")
+    replace(message_handler, "pull_messages", Deliveries().pull_messages, pull)
     flower_superlink()
 
 

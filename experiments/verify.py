@@ -58,14 +58,17 @@ def verify(folder: Path, rounds: int, console: Console) -> int:
 
 
 def unfinished(folder: Path) -> str:
-    """Why there is nothing to hold a run to; empty if it finished, or its bundle is damaged."""
+    """Why there is nothing to hold a run to; empty if it finished, or its files say otherwise."""
     try:
         bundle = read_bundle(folder)
     except json.JSONDecodeError:
         return ""
     if "files" not in bundle:
         return "the run has not ended: there is nothing to hold it to"
-    status = json.loads((folder / "summary.json").read_text())["status"]
+    summary = (folder / "summary.json").read_bytes()
+    if digest(summary) != bundle["files"].get("summary.json"):
+        return ""  # it is not the run's: the checks say so
+    status = json.loads(summary)["status"]
     return "" if status == "finished" else f"the run did not finish: {status}"
 
 

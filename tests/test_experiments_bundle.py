@@ -18,6 +18,7 @@ from data.partitions import partition_indices, stratified_share
 from experiments.plan import machines_of
 from experiments.verify import checks, round_check
 from protocol.config import app_folder, keel_version, resolve_config
+from protocol.files import digest
 from protocol.messages import RosterEntry
 from protocol.seeds import seed_of
 from server_app.bundle import (
@@ -121,7 +122,12 @@ def test_a_split_that_differs_in_which_samples_alone_has_another_digest(run):
 def test_a_run_that_did_not_finish_is_not_called_right(run):
     folder = run({"num-rounds": 1})
     summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps(summary | {"status": "failed: no more disk"}))
+    text = json.dumps(summary | {"status": "failed: no more disk"})
+    (folder / "summary.json").write_text(text)
+    assert [c.found[:13] for c in checks(folder, rounds=1) if not c.is_right] == ["summary.json:"]
+    bundle = json.loads((folder / "bundle.json").read_text())
+    bundle["files"]["summary.json"] = digest(text.encode())
+    (folder / "bundle.json").write_text(json.dumps(bundle))
     (check,) = checks(folder, rounds=1)
     assert not check.is_right
     assert check.found == "the run did not finish: failed: no more disk"

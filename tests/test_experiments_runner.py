@@ -719,6 +719,5 @@ def test_of_several_runs_one_that_was_killed_is_left_out_by_name(copied, capsys)
     assert main("verify", str(killed)) == 1
     assert main("verify", str(copied.parent), "--rounds", "1") == 0
     assert "2 runs, 1 left out, 0 things wrong" in capsys.readouterr().out
-    summary = json.loads((copied / "summary.json").read_text())
-    (copied / "summary.json").write_text(json.dumps({**summary, "status": "failed: no more disk"}))
+    shutil.copytree(killed, copied, dirs_exist_ok=True)
     assert main("verify", str(copied.parent)) == 1  # nothing was looked at

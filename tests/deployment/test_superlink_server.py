@@ -1,124 +1,171 @@
-"""A message that did not arrive is given again, a few times; any other never is."""
+"""A message that did not arrive is given again, a few times; any other never is.
 
-from contextlib import contextmanager
-from types import SimpleNamespace
+With Flower's own state on a file, its object store, and its handlers behind ours.
+"""
+
+import time
 
 import pytest
-from flwr.common.constant import Status
-from flwr.proto.message_pb2 import ObjectTree
-from flwr.supercore.object_store import NoObjectInStoreError
+from flwr.app import ConfigRecord, Message, Metadata, RecordDict
+from flwr.common.constant import SUPERLINK_NODE_ID, SubStatus
+from flwr.proto.fleet_pb2 import PullMessagesRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.proto.node_pb2 import Node
+from flwr.server.superlink.fleet.message_handler import message_handler
+from flwr.server.superlink.linkstate import LinkStateFactory
+from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.superlink.federation import NoOpFederationManager
+from sqlalchemy.exc import OperationalError
 
 from deployment import superlink_server
 from deployment.superlink_server import Deliveries, most
 
 
-class State:
-    """Messages of one node, first in first out; Flower's answer takes the first that is new."""
+class Link:
+    """A SuperLink with a running run, and a node that asks."""
 
-    def __init__(self, ids):
-        self.new = list(ids)
-        self.made_new = []
-        self.status = Status.RUNNING
+    def __init__(self, folder):
+        self.folder = folder
+        self.start()
+        keys = (b"one", b"two")
+        self.node, self.other = (self.state.create_node("", "", key, 30.0) for key in keys)
+        for node in (self.node, self.other):
+            assert self.state.activate_node(node, 30.0)
+        self.run = self.state.create_run(
+            None, None, None, {}, NOOP_FEDERATION_ID, None, None, TaskType.SERVER_APP
+        )
+        [run] = self.state.get_run_info(run_ids=[self.run])
+        self.task = run.primary_task_id
+        assert self.state.claim_task(self.task)
+        assert self.state.activate_task(self.task)
 
-    def get_run_status(self, runs):
-        assert runs == {3}
-        return {3: SimpleNamespace(status=self.status)}
+    def start(self):
+        """Begin, or begin again on the same file."""
+        database = str(self.folder / "superlink.db")
+        stores = ObjectStoreFactory(database)
+        manager = NoOpFederationManager()
+        self.state = LinkStateFactory(database, manager, stores).state()
+        self.store = stores.store()
+        self.deliveries = Deliveries()
 
-    @contextmanager
-    def session(self):
-        yield SimpleNamespace(execute=self.execute)
+    def send(self, name, is_whole=True, ttl=3600.0):
+        """A message to the node, by the name that stands in it."""
+        content = RecordDict({"config": ConfigRecord({"name": name})})
+        now = time.time()
+        about = Metadata(self.run, "", SUPERLINK_NODE_ID, self.node, "", "", now, ttl, "train")
+        message = Message(content=content, metadata=about)
+        message.metadata.__dict__["_message_id"] = message.object_id
+        session = self.state.start_session(self.run)
+        tree = get_object_tree(message)
+        assert self.state.store_message_and_object_tree(message, tree, session)[0]
+        if is_whole:
+            self.finish(message)
+        return message
 
-    def execute(self, statement):
-        compiled = statement.compile()
-        assert "UPDATE message_ins SET delivered_at" in str(compiled)
-        assert compiled.params["delivered_at"] == ""
-        self.made_new.append(compiled.params["message_id_1"])
-        self.new.insert(0, compiled.params["message_id_1"])
+    def finish(self, message):
+        """What the message holds arrives too."""
+        for name, item in get_all_nested_objects(message).items():
+            self.store.put(name, item.deflate())
 
+    def ask(self, node=None):
+        """The messages that the node is given."""
+        request = PullMessagesRequest(node=Node(node_id=node or self.node))
+        answer = self.deliveries.pull_messages(request=request, state=self.state, store=self.store)
+        return [each.metadata.message_id for each in answer.messages_list]
 
-class Store:
-    """Every message is two objects, its arrays and itself."""
-
-    def __init__(self, missing=()):
-        self.missing = missing
-
-    def get_object_tree(self, message):
-        if message in self.missing:
-            raise NoObjectInStoreError(message)
-        return ObjectTree(object_id=message, children=[ObjectTree(object_id=f"{message}'s")])
-
-    def get(self, name):
-        return b"" if name in self.missing else b"..."
+    def confirm(self, message):
+        request = ConfirmMessageReceivedRequest(
+            node=Node(node_id=self.node),
+            run_id=self.run,
+            message_object_id=message.metadata.message_id,
+        )
+        message_handler.confirm_message_received(request, self.state, self.store)
 
 
 @pytest.fixture
-def deliveries(monkeypatch):
-    def pull(request, state, store):
-        ids = [state.new.pop(0)] if state.new else []
-        messages = [SimpleNamespace(metadata=SimpleNamespace(message_id=i, run_id=3)) for i in ids]
-        return SimpleNamespace(messages_list=messages)
-
-    monkeypatch.setattr(superlink_server, "SqlLinkState", State)
-    monkeypatch.setattr(superlink_server, "pull", pull)
-    monkeypatch.setattr(superlink_server, "confirm", lambda request, state, store: "confirmed")
-    return Deliveries()
+def link(tmp_path):
+    return Link(tmp_path)
 
 
-def given(deliveries, state, node=7, store=None):
-    request = SimpleNamespace(node=SimpleNamespace(node_id=node))
-    answer = deliveries.pull_messages(request=request, state=state, store=store or Store())
-    return [message.metadata.message_id for message in answer.messages_list]
+def ids(*messages):
+    return [each.metadata.message_id for each in messages]
 
 
-def confirm(deliveries, state, message, node=7):
-    request = SimpleNamespace(node=SimpleNamespace(node_id=node), message_object_id=message)
-    assert deliveries.confirm_message_received(request, state, None) == "confirmed"
+def test_what_was_confirmed_is_not_given_again(link):
+    one = link.send("one")
+    assert link.ask() == ids(one)
+    link.confirm(one)
+    assert link.ask() == []
+    two = link.send("two")
+    assert link.ask() == ids(two)
 
 
-def test_what_was_confirmed_is_not_given_again(deliveries):
-    state = State(["one", "two"])
-    assert given(deliveries, state) == ["one"]
-    confirm(deliveries, state, "one")
-    assert given(deliveries, state) == ["two"]
-    confirm(deliveries, state, "two")
-    assert given(deliveries, state) == []
-    assert state.made_new == []
+def test_who_asks_again_without_having_confirmed_gets_it_again(link):
+    one = link.send("one")
+    assert link.ask() == ids(one)
+    assert link.ask(link.other) == []  # says nothing of it
+    assert link.ask() == ids(one)  # the answer before was lost
+    link.confirm(one)
+    assert link.ask() == []
 
 
-def test_who_asks_again_without_having_confirmed_gets_it_again(deliveries):
-    state = State(["one", "two"])
-    assert given(deliveries, state) == ["one"]
-    assert given(deliveries, state) == ["one"]  # the answer before was lost
-    confirm(deliveries, state, "one")
-    assert given(deliveries, state) == ["two"]
-    assert state.made_new == ["one"]
+def test_it_is_given_again_after_the_superlink_was_killed(link):
+    one = link.send("one")
+    assert link.ask() == ids(one)
+    link.start()
+    assert link.ask() == ids(one)
 
 
-def test_another_nodes_question_says_nothing_of_it(deliveries):
-    state = State(["one"])
-    assert given(deliveries, state, node=7) == ["one"]
-    assert given(deliveries, state, node=8) == []
-    assert state.made_new == []
+def test_a_message_that_never_arrives_does_not_block_its_node(link):
+    broken = link.send("broken")
+    assert [link.ask() for _ in range(most + 2)] == [ids(broken)] * (most + 1) + [[]]
+    following = link.send("following")
+    assert link.ask() == ids(following)
 
 
-def test_a_message_that_never_arrives_does_not_block_its_node(deliveries):
-    state = State(["broken", "next"])
-    assert [given(deliveries, state) for _ in range(most + 2)] == [["broken"]] * (most + 1) + [
-        ["next"]
-    ]
+def test_a_message_of_a_run_that_has_ended_is_not_given_again(link):
+    one = link.send("one")
+    assert link.ask() == ids(one)
+    link.state.finish_task(link.task, SubStatus.COMPLETED, "")
+    assert link.ask() == []
 
 
-def test_a_message_of_a_run_that_has_ended_is_not_given_again(deliveries):
-    state = State(["one", "two"])
-    assert given(deliveries, state) == ["one"]
-    state.status = Status.FINISHED
-    assert given(deliveries, state) == ["two"]
-    assert state.made_new == []
+def test_a_message_that_is_not_whole_yet_is_given_again_once_it_is(link):
+    one = link.send("one", is_whole=False)
+    assert link.ask() == ids(one)  # as Flower does: the node waits for the rest, and gives up
+    assert link.ask() == []
+    link.finish(one)
+    assert link.ask() == ids(one)
 
 
-@pytest.mark.parametrize("missing", ["one", "one's"])
-def test_a_message_that_is_not_whole_is_not_given_again(deliveries, missing):
-    state, store = State(["one", "two"]), Store([missing])
-    assert given(deliveries, state, store=store) == ["one"]
-    assert given(deliveries, state, store=store) == ["two"]
-    assert state.made_new == []
+def test_a_message_whose_time_is_over_is_not_given_again(link, monkeypatch):
+    one = link.send("one", ttl=60.0)
+    assert link.ask() == ids(one)
+    later = time.time() + 61
+    monkeypatch.setattr(superlink_server.time, "time", lambda: later)
+    assert link.ask() == []
+    assert not link.deliveries.times
+
+
+def test_a_message_that_was_answered_without_a_confirmation_is_not_given_again(link):
+    one = link.send("one")  # as one is whose app the node does not trust
+    assert link.ask() == ids(one)
+    reply = Message(RecordDict(), reply_to=one)
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    assert link.state.store_message_res(reply)
+    assert link.ask() == []
+
+
+def test_a_database_that_is_busy_costs_nothing(link, monkeypatch):
+    one = link.send("one")
+    assert link.ask() == ids(one)
+
+    def locked(node, state):
+        raise OperationalError("select", {}, Exception("database is locked"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(superlink_server, "unanswered", locked)
+        assert link.ask() == []
+    assert link.ask() == ids(one)
