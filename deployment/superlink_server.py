@@ -36,34 +36,49 @@ pull = message_handler.pull_messages
 
 @dataclass
 class Deliveries:
-    """How often each node was given a message again that it has not answered yet."""
+    """What is known of the nodes' messages, all of which the database could say again.
 
+    clear: nodes that were given nothing since they had answered everything; most questions are
+    theirs. times: how often a node was given a message again that it has not answered yet.
+    """
+
+    clear: set[int] = field(default_factory=set)
     times: defaultdict[int, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
 
     def pull_messages(
         self, request: PullMessagesRequest, state: LinkState, store: ObjectStore
     ) -> PullMessagesResponse:
         """As Flower's, after what the node has not got was made new again."""
-        if isinstance(state, SqlLinkState):
+        node = request.node.node_id
+        if isinstance(state, SqlLinkState) and node not in self.clear:
+            self.clear.add(node)  # before it is looked: another question may be under way
             try:
-                self.renew(request.node.node_id, state, store)
+                self.renew(node, state, store)
             except SQLAlchemyError as error:  # it is looked for again with the next question
+                self.clear.discard(node)
                 log.warning("messages that did not arrive: %s", error)
-        return pull(request=request, state=state, store=store)
+        response = pull(request=request, state=state, store=store)
+        if response.messages_list:
+            self.clear.discard(node)
+        return response
 
     def renew(self, node: int, state: SqlLinkState, store: ObjectStore) -> None:
         """Make those new again that the node was given and has not got."""
         runs = unanswered(node, state)
+        if runs:
+            self.clear.discard(node)
         before = self.times.pop(node, {})
         times = {message: before[message] for message in runs if message in before}
         for message, run in runs.items():
-            is_running = state.get_run_status({run})[run].status == Status.RUNNING
-            if is_running and times.get(message, 0) < most and is_whole(message, store):
-                log.warning("node %d has not got message %s: it is given it again", node, message)
-                times[message] = times.get(message, 0) + 1
-                with state.session() as session:
-                    is_it = MessageIns.message_id == message
-                    session.execute(update(MessageIns).where(is_it).values(delivered_at=""))
+            if times.get(message, 0) == most or not is_whole(message, store):
+                continue
+            if state.get_run_status({run})[run].status != Status.RUNNING:
+                continue
+            log.warning("node %d has not got message %s: it is given it again", node, message)
+            times[message] = times.get(message, 0) + 1
+            with state.session() as session:
+                is_it = MessageIns.message_id == message
+                session.execute(update(MessageIns).where(is_it).values(delivered_at=""))
         if times:
             self.times[node] = times
 
