@@ -4,8 +4,9 @@ Flower 1.39 counts a message as delivered when it answers the SuperNode's questi
 a cut cable swallows, or a kill of the SuperLink, is not given again: the round waits for its whole
 timeout. But a SuperNode takes one message after the other and confirms each once it has it, which
 takes the message out of the object store. One that asks again while a message for it was delivered
-and is still there has not got it. It is given it again, three times at most, as long as its run
-goes on and all its arrays are there. Only with `--database`: other state is left as it is.
+and is still there has not got it. It is given it again, three times at most (and again after a
+restart), as long as its run goes on and all its arrays are there. Only with `--database`: other
+state is left as it is.
 """
 
 import logging
@@ -57,7 +58,11 @@ class Deliveries:
             except SQLAlchemyError as error:  # it is looked for again with the next question
                 self.clear.discard(node)
                 log.warning("messages that did not arrive: %s", error)
-        response = pull(request=request, state=state, store=store)
+        try:
+            response = pull(request=request, state=state, store=store)
+        except BaseException:  # it may have taken a message for delivered already
+            self.clear.discard(node)
+            raise
         if response.messages_list:
             self.clear.discard(node)
         return response
@@ -70,9 +75,8 @@ class Deliveries:
         before = self.times.pop(node, {})
         times = {message: before[message] for message in runs if message in before}
         for message, run in runs.items():
-            if times.get(message, 0) == most or not is_whole(message, store):
-                continue
-            if state.get_run_status({run})[run].status != Status.RUNNING:
+            is_running = state.get_run_status({run})[run].status == Status.RUNNING
+            if not is_running or times.get(message, 0) == most or not is_whole(message, store):
                 continue
             log.warning("node %d has not got message %s: it is given it again", node, message)
             times[message] = times.get(message, 0) + 1

@@ -169,3 +169,17 @@ def test_a_database_that_is_busy_costs_nothing(link, monkeypatch):
         patch.setattr(superlink_server, "unanswered", locked)
         assert link.ask() == []
     assert link.ask() == ids(one)
+
+
+def test_a_database_that_is_busy_after_the_claim_costs_nothing(link, monkeypatch):
+    assert link.ask() == []
+    one = link.send("one")
+
+    def locked(*arguments, **options):
+        raise OperationalError("update", {}, Exception("database is locked"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link.state, "store_traffic", locked)
+        with pytest.raises(OperationalError):
+            link.ask()
+    assert link.ask() == ids(one)

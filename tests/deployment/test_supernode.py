@@ -1,108 +1,176 @@
-"""The SuperNode's state: no message is left without an answer once its ClientApp has ended."""
+"""The SuperNode's state: a message has one answer, its own, once its ClientApp has ended."""
+
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from flwr.app import ConfigRecord, Message, Metadata, RecordDict
+from flwr.common.constant import SubStatus
+from flwr.supercore.constant import TaskType
+from flwr.supercore.corestate import in_memory_corestate
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
-from flwr.supernode.nodestate.in_memory_nodestate import (
-    CLIENT_APP_CRASHED_ERROR,
-    InMemoryNodeState,
-)
+from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
 from deployment.supernode import AnsweringNodeState
 
 run_id = 7
 
 
-def message(name: str, run: int = run_id) -> Message:
-    about = Metadata(run, name, 1, 2, "", "", 0.0, 3600.0, "train")
-    return Message(content=RecordDict(), metadata=about)
+def with_id(message: Message) -> Message:
+    message.metadata.__dict__["_message_id"] = message.object_id
+    return message
 
 
-@pytest.mark.parametrize("fetched", [True, False])
-@pytest.mark.parametrize("kind", [AnsweringNodeState, InMemoryNodeState])
-def test_a_message_that_was_never_fetched_is_answered_too(kind, fetched):
-    state = kind(InMemoryObjectStore())
-    state.set_node_id(2)
-    for each in (message("b", run=8), message("a")):
-        state.store_message(each)
-    if fetched:
-        state.get_messages(run_ids=[run_id], is_reply=False)
-    state._store_error_replies({run_id}, CLIENT_APP_CRASHED_ERROR)
-    replies = state.get_messages(run_ids=[run_id, 8], is_reply=True)
-    answered = [reply.metadata.reply_to_message_id for reply in replies]
-    # Flower's own says nothing of a message that was not fetched: what the other is there for
-    assert answered == (["a"] if fetched or kind is AnsweringNodeState else [])
-    assert all(reply.has_error() for reply in replies)
-    state._store_error_replies({run_id}, CLIENT_APP_CRASHED_ERROR)
-    assert not state.get_messages(run_ids=[run_id], is_reply=True)  # once
+class Node:
+    """The state as the SuperNode's loop and a ClientApp use it."""
+
+    def __init__(self, kind=AnsweringNodeState):
+        self.state = kind(InMemoryObjectStore())
+        self.state.set_node_id(2)
+
+    def take(self, name, run=run_id):
+        """A message arrives; its task is begun. (message, task)"""
+        about = Metadata(run, "", 1, 2, "", "", 0.0, 3600.0, "train")
+        content = RecordDict({"config": ConfigRecord({"name": name})})
+        message = with_id(Message(content=content, metadata=about))
+        task = self.state.create_task(TaskType.CLIENT_APP, run)
+        self.state.store_message(message)
+        self.state._store_generated_message(message)
+        assert self.state.claim_task(task)
+        assert self.state.activate_task(task)
+        return message, task
+
+    def begin_reply(self, message):
+        """Of the ClientApp's reply nothing has come but its name."""
+        content = RecordDict({"config": ConfigRecord({"to": message.metadata.message_id})})
+        reply = with_id(Message(content, reply_to=message))
+        session = self.state.start_session(message.metadata.run_id)
+        self.state.record_message_processing_start(message.metadata.message_id)
+        assert self.state.store_message_and_object_tree(reply, get_object_tree(reply), session)[0]
+        return reply
+
+    def finish_reply(self, reply):
+        for name, item in get_all_nested_objects(reply).items():
+            self.state.object_store.put(name, item.deflate())
+
+    def end(self, task, sub_status=SubStatus.FAILED):
+        assert self.state.finish_task(task, sub_status, "")
+
+    def sent(self):
+        """(message answered, whether by an error) of each reply that the loop would send now."""
+        replies = self.state.get_messages(is_reply=True)
+        return [(each.metadata.reply_to_message_id, each.has_error()) for each in replies]
+
+    def forget(self, message):
+        """The SuperNode could not take the message whole."""
+        self.state.delete_messages(message_ids=[message.metadata.message_id])
+        self.state.object_store.delete(message.metadata.message_id)
 
 
 @pytest.fixture
-def state():
-    state = AnsweringNodeState(InMemoryObjectStore())
-    state.set_node_id(2)
-    return state
+def node():
+    return Node()
 
 
-def answered(state):
-    """The messages whose replies the SuperNode would send now."""
-    return [each.metadata.reply_to_message_id for each in state.get_messages(is_reply=True)]
+def error_to(message):
+    return [(message.metadata.message_id, True)]
 
 
-def begin_reply(state, to, run=run_id):
-    """A ClientApp's reply of which nothing has come but its name."""
-    metadata = Metadata(run, "", 2, 1, to, "", 1.0, 3600.0, "train")
-    reply = Message(content=RecordDict({"config": ConfigRecord({"to": to})}), metadata=metadata)
-    reply.metadata.__dict__["_message_id"] = reply.object_id
-    tree = get_object_tree(reply)
-    assert state.store_message_and_object_tree(reply, tree, state.start_session(run))[0]
-    return reply
+def reply_to(message):
+    return [(message.metadata.message_id, False)]
+
+
+@pytest.mark.parametrize("sub_status", [SubStatus.FAILED, SubStatus.STOPPED, SubStatus.COMPLETED])
+@pytest.mark.parametrize("was_fetched", [True, False])
+def test_a_message_whose_task_ends_without_a_reply_is_answered_with_an_error(
+    node, sub_status, was_fetched
+):
+    message, task = node.take("a")
+    if was_fetched:
+        assert len(node.state.get_messages(run_ids=[run_id], is_reply=False)) == 1
+    assert node.sent() == []
+    node.end(task, sub_status)
+    assert node.sent() == error_to(message)
+    assert node.sent() == []  # once
+
+
+def test_flowers_own_says_nothing_of_it():
+    """What this class is there for: when Flower answers too, it can go."""
+    node = Node(InMemoryNodeState)
+    node.end(node.take("a")[1])
+    assert node.sent() == []
+
+
+def test_a_clientapp_that_gives_no_sign_of_life_is_answered_for(node, monkeypatch):
+    message, _ = node.take("a")
+    later = datetime.now(UTC) + timedelta(hours=1)
+    monkeypatch.setattr(in_memory_corestate, "now", lambda: later)
+    assert (node.sent() or node.sent()) == error_to(message)
+
+
+def test_a_reply_is_sent_once_it_is_whole(node):
+    message, task = node.take("a")
+    reply = node.begin_reply(message)
+    assert node.sent() == []  # Flower's: it would wait for the rest of it
+    node.finish_reply(reply)
+    node.end(task, SubStatus.COMPLETED)
+    assert node.sent() == reply_to(message)
+
+
+@pytest.mark.parametrize("sub_status", [SubStatus.FAILED, SubStatus.COMPLETED])
+def test_half_a_reply_becomes_an_error(node, sub_status):
+    message, task = node.take("a")
+    node.begin_reply(message)
+    node.end(task, sub_status)
+    assert node.sent() == error_to(message)
+
+
+def test_the_late_end_of_a_task_does_not_touch_the_next_message(node):
+    message, task = node.take("a")
+    node.finish_reply(node.begin_reply(message))
+    assert node.sent() == reply_to(message)
+    node.forget(message)  # as after sending
+    following, following_task = node.take("b")
+    node.end(task)
+    assert node.sent() == []
+    node.finish_reply(node.begin_reply(following))
+    node.end(following_task, SubStatus.COMPLETED)
+    assert node.sent() == reply_to(following)
 
 
 @pytest.mark.parametrize("run", [6, run_id])
-def test_a_reply_that_is_left_over_does_not_go_in_the_place_of_the_one_waited_for(state, run):
-    state.store_message(message("old", run=run))
-    state._store_error_replies({run}, CLIENT_APP_CRASHED_ERROR)
-    state.delete_messages(message_ids=["old"])  # and its reply stays
-    state.store_message(message("new"))
-    assert answered(state) == []  # Flower's: the old one, and the turn is over
-    state._store_error_replies({run_id}, CLIENT_APP_CRASHED_ERROR)
-    assert answered(state) == ["old", "new"]
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_reply_that_is_left_over_does_not_go_in_the_place_of_the_one_waited_for(
+    node, run, is_whole
+):
+    old, _ = node.take("old", run)
+    reply = node.begin_reply(old)
+    if is_whole:
+        node.finish_reply(reply)
+    node.forget(old)
+    new, _ = node.take("new")
+    assert node.sent() == []
+    node.finish_reply(node.begin_reply(new))
+    assert node.sent() == reply_to(new)
 
 
-def test_what_is_left_over_is_sent_when_no_message_waits_for_a_reply(state):
-    state.store_message(message("old", run=6))
-    state.store_message(message("refused"))
-    state._store_error_replies({6}, CLIENT_APP_CRASHED_ERROR)
-    state.delete_messages(message_ids=["refused"])
-    assert answered(state) == ["old"]
+def test_a_message_that_is_taken_again_begins_anew(node):
+    message, task = node.take("a")
+    node.end(task)
+    node.forget(message)  # its arrays did not come; it is given again
+    message, task = node.take("a")
+    assert node.sent() == []
+    node.end(task)
+    assert node.sent() == error_to(message)
 
 
-def test_a_message_that_is_taken_again_begins_anew(state):
-    state.store_message(message("a"))
-    state._store_error_replies({run_id}, CLIENT_APP_CRASHED_ERROR)
-    state.delete_messages(message_ids=["a"])  # its arrays did not come; it is given again
-    state.store_message(message("a"))
-    assert answered(state) == []
-    assert not state.object_store.store  # nor does the old reply take room
-    state._store_error_replies({run_id}, CLIENT_APP_CRASHED_ERROR)
-    assert answered(state) == ["a"]
-
-
-def test_a_reply_is_sent_once_it_is_whole(state):
-    state.store_message(message("a"))
-    reply = begin_reply(state, "a")
-    assert answered(state) == []  # Flower's: it would wait for the rest of it
-    for name, item in get_all_nested_objects(reply).items():
-        state.object_store.put(name, item.deflate())
-    assert answered(state) == ["a"]
-
-
-def test_a_reply_whose_clientapp_died_on_the_way_becomes_an_error(state):
-    state.store_message(message("a"))
-    begin_reply(state, "a")
-    state._store_error_replies({run_id}, CLIENT_APP_CRASHED_ERROR)
-    [reply] = state.get_messages(is_reply=True)
-    assert reply.has_error()
-    assert reply.metadata.reply_to_message_id == "a"
+def test_what_was_answered_for_takes_no_room(node):
+    for name in "ab":
+        message, task = node.take(name)
+        node.end(task)
+        assert node.sent() == error_to(message)
+        node.forget(message)
+    replies = list(node.state.msg_store)
+    assert len(replies) == 1  # b's, until the next message: the loop takes it out once sent
+    node.state._drop(lambda about: True)
+    assert not node.state.object_store.store
