@@ -6,7 +6,7 @@
 import argparse
 from pathlib import Path
 
-from benchmarks.engine import against_bare, scale
+from benchmarks.engine import against_bare, scale, splits
 from benchmarks.report import Row, collect, write
 from benchmarks.steps import overheads, random_source, resnet50_overheads
 from protocol.config import keel_home
@@ -19,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(parts))
     parser.add_argument("--out", type=Path, help="bench, or bench-PART of single ones")
-    parser.add_argument("--quick", action="store_true", help="no residual networks")
+    parser.add_argument("--quick", action="store_true", help="steps without resnet18")
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
@@ -36,6 +36,7 @@ def main() -> None:
     if "scale" in chosen:
         counts = (10, 100, 500, 2000)
         rows += collect(scale(home, {n: random_source(home, 30 * n) for n in counts}))
+        rows += collect(splits())
     if "resnet50" in chosen:
         rows += collect(resnet50_overheads(home))
     write(rows, arguments.out or Path("-".join(["bench", *arguments.parts])))

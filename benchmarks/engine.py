@@ -218,6 +218,7 @@ def against_bare(home: Path, repetitions: int, rounds: int) -> Iterator[Row]:
         for form, bound in (("bare, 1", None), ("bare, 2", 0.8)):
             yield {
                 "what": f"{name}: flwr run with 2 workers / {form} process(es), s a round",
+                "rounds": [len(costs["flwr run"]), len(costs[form])],
                 "ratio": round(wall["flwr run"] / wall[form], 3),
                 "to_reach": bound,
                 "wall_seconds": [round(wall["flwr run"], 3), round(wall[form], 3)],
@@ -265,13 +266,19 @@ def scale(home: Path, sources: dict[int, str]) -> Iterator[Row]:
             "seconds_to_end_of_round_1": round(start_s[count], 1),
             "server_mb": round(each[-1].server_mb, 1),
         }
+    grown_kb = 1024 * (costs[most][-1].server_mb - costs[base][-1].server_mb) / (most - base)
+    yield {"what": "server's memory, KB a client", "ratio": round(grown_kb, 1), "to_reach": 20}
+
+
+def splits(num_clients: int = 2000) -> Iterator[Row]:
+    """Processor seconds to split 100,000 samples over so many clients."""
     labels = np.arange(100_000) % 200
     for name in ("classes", "dirichlet", "dirichlet-balanced"):
         started = time.process_time()
         partition_indices(
             name,
             labels,
-            most,
+            num_clients,
             alpha=0.5,
             classes_per_client=10,
             shards_per_client=2,
@@ -279,7 +286,5 @@ def scale(home: Path, sources: dict[int, str]) -> Iterator[Row]:
             seed=0,
         )
         seconds = round(time.process_time() - started, 1)
-        what = f"split of 100,000 samples in 200 classes over {most} clients: {name}"
+        what = f"split of 100,000 samples in 200 classes over {num_clients} clients: {name}"
         yield {"what": what, "cpu_seconds": seconds}
-    grown_kb = 1024 * (costs[most][-1].server_mb - costs[base][-1].server_mb) / (most - base)
-    yield {"what": "server's memory, KB a client", "ratio": round(grown_kb, 1), "to_reach": 20}

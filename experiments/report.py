@@ -187,7 +187,7 @@ def tally(verdicts: Sequence[Verdict]) -> str:
     counts = Counter(verdict.word for verdict in verdicts)
     words = ("held", "not held", "not decided", "not run")
     found = ", ".join(f"{counts[word]} {word}" for word in words if counts[word])
-    return f"{found}; where there is no difference, chance decides one claim in 20"
+    return f"{found}; where there is no difference, chance decides one judged claim in 20"
 
 
 # --- pictures ---------------------------------------------------------------------------------

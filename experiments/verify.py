@@ -65,10 +65,10 @@ def unfinished(folder: Path) -> str:
         return ""
     if "files" not in bundle:
         return "the run has not ended: there is nothing to hold it to"
-    summary = (folder / "summary.json").read_bytes()
-    if digest(summary) != bundle["files"].get("summary.json"):
+    path = folder / "summary.json"
+    if not path.is_file() or digest(path.read_bytes()) != bundle["files"].get(path.name):
         return ""  # it is not the run's: the checks say so
-    status = json.loads(summary)["status"]
+    status = json.loads(path.read_bytes())["status"]
     return "" if status == "finished" else f"the run did not finish: {status}"
 
 
