@@ -26,6 +26,9 @@ def main() -> None:
     chosen = arguments.parts or list(parts[:3])
     if strange := set(chosen) - set(parts):
         parser.error(f"{sorted(strange)[0]!r}: a part is one of {', '.join(parts)}")
+    for name, least in (("repetitions", 1), ("rounds", 2)):  # the first round does not count
+        if (given := getattr(arguments, name)) < least:
+            parser.error(f"--{name} {given}: it has to be at least {least}")
     home = keel_home()
     home.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []

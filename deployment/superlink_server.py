@@ -12,7 +12,6 @@ state is left as it is.
 import logging
 import sys
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 from flwr.common.constant import Status
@@ -44,7 +43,7 @@ class Deliveries:
     """
 
     clear: set[int] = field(default_factory=set)
-    times: defaultdict[int, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    times: dict[int, dict[str, int]] = field(default_factory=dict)
 
     def pull_messages(
         self, request: PullMessagesRequest, state: LinkState, store: ObjectStore
