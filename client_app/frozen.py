@@ -1,7 +1,8 @@
 """What a network that does not change within a round says of a client's samples: computed once."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -10,6 +11,30 @@ from client_app.round import ClientRound
 from client_app.samples import Step, num_variants
 
 log = logging.getLogger("keel.client")
+
+
+class LookUp(Sequence[Tensor]):
+    """The same rows of several tensors, copied only when they are read.
+
+    So wide taps are still in the processor's cache when the loss takes them, one after the other.
+    """
+
+    def __init__(self, kept: Sequence[Tensor], rows: Tensor) -> None:
+        """kept: each [N, ...], channels last. rows [B], of integers."""
+        self.kept, self.rows = kept, rows
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    @overload
+    def __getitem__(self, item: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, item: slice) -> "LookUp": ...
+    def __getitem__(self, item: int | slice) -> "Tensor | LookUp":
+        """Item k [B, ...], channels second; or some of the items."""
+        if isinstance(item, slice):
+            return LookUp(self.kept[item], self.rows)
+        return _channels_second(self.kept[item].index_select(0, self.rows))
 
 
 class FrozenOutputs:
@@ -43,8 +68,8 @@ class FrozenOutputs:
         self.caches.add(self)
 
     @torch.no_grad()
-    def of(self, step: Step) -> list[Tensor]:
-        """For one batch, as `compute` gives it."""
+    def of(self, step: Step) -> Sequence[Tensor]:
+        """For one batch, as `compute` gives it; each item is looked up whenever it is read."""
         if not self.is_cached:
             return self.compute(step.x)
         rows = step.variant * self.num_samples + step.index  # on the CPU: no wait for the device
@@ -61,8 +86,7 @@ class FrozenOutputs:
             self.known[rows[missing]] = True
             if all_missing:
                 return fresh
-        on_device = rows.to(device)
-        return [_channels_second(kept.index_select(0, on_device)) for kept in self.kept]
+        return LookUp(self.kept, rows.to(device))
 
     def _make_room(self, fresh: list[Tensor]) -> bool:
         rows = self.variants * self.num_samples

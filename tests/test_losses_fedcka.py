@@ -6,6 +6,7 @@ import statistics
 import pytest
 import torch
 
+from client_app.gram import centred_gram
 from client_app.method import Batch
 from client_app.methods.fedcka import SIMILARITIES, FedCKA, fedcka_penalty
 from models import build_model
@@ -124,6 +125,21 @@ def test_cka_lies_between_zero_and_one(name, width):
     for seed in range(20):
         x, y = random_tap(10, width, seed=seed), random_tap(10, width, seed=100 + seed) ** 3
         assert 0 <= alike(name, x, y).item() <= 1
+
+
+@pytest.mark.parametrize("offset", [0, 3, 1e3])  # at 1e3 a product of uncentred features cancels
+def test_gram_matrix_in_float32_and_its_gradient_are_those_of_centred_features(offset):
+    a = (offset + random_tap(12, 40, seed=1)).float()
+    weights = random_tap(12, 12, seed=2)  # not symmetric
+    exact = a.double().requires_grad_()
+    x = exact - exact.mean(0)
+    ((x @ x.T) * weights).sum().backward()
+    a.requires_grad_()
+    gram, mean_length = centred_gram(a)
+    (gram * weights.float()).sum().backward()
+    assert (gram - x @ x.T).abs().max() < 1e-4 * (x @ x.T).max()
+    assert (a.grad - exact.grad).abs().max() < 1e-4 * exact.grad.abs().max()
+    assert mean_length.item() == pytest.approx(exact.mean(0).norm().item(), rel=1e-4)
 
 
 def test_linear_cka_of_features_that_do_not_correlate_is_zero():
