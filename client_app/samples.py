@@ -38,6 +38,16 @@ def _scale_and_shift(pixels: Pixels, width: int, device: torch.device) -> tuple[
     return (1 / (255 * std)).repeat(width), (mean / std).repeat(width)
 
 
+def _on(device: torch.device, array: np.ndarray) -> Tensor:
+    """The array as a tensor; a copy only to another device, or of what is read-only.
+
+    That is the memory map, which all workers share, and which torch will not have.
+    """
+    array = np.asarray(array)
+    tensor = torch.from_numpy(array) if array.flags.writeable else torch.tensor(array)
+    return tensor.to(device)
+
+
 @dataclass(frozen=True)
 class Step:
     """One batch. x [B, C, H, W] normalised and augmented, y [B]; both on the training device.
@@ -58,12 +68,9 @@ class Samples:
     def __init__(
         self, images: np.ndarray, labels: np.ndarray, pixels: Pixels, device: torch.device
     ) -> None:
-        """images uint8 [N, C, H, W], labels int64 [N]; both are copied to the device."""
-        # tensor() copies: out of the memory map, which all workers share, to the device
-        self.images = torch.tensor(np.asarray(images), device=device).contiguous(
-            memory_format=torch.channels_last
-        )
-        self.labels = torch.tensor(np.asarray(labels), device=device)
+        """images uint8 [N, C, H, W], labels int64 [N]: taken over where they can be written to."""
+        self.images = _on(device, images).contiguous(memory_format=torch.channels_last)
+        self.labels = _on(device, labels)
         self.pixels = pixels
 
     def __len__(self) -> int:

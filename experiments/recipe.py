@@ -1,7 +1,8 @@
 """A recipe: one table or figure as a YAML file, parsed once, refused with its line.
 
     title, paper, item   what it is of; `note` says what a reader has to know beside it
-    shows                table, curves, or labels (how a split lies over clients: nothing is run)
+    shows                table, curves (these before the numbers), or labels (how a split lies over
+                         clients: nothing is run)
     config               config keys of every run
     seeds                a number, or a list of seeds
     of, take, at         which curve of the history, how it becomes one number, at which round

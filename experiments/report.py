@@ -420,6 +420,9 @@ def html_section(section: Section, anchor: str) -> str:
     ]
     if section.recipe.note:
         parts.append(f"<p>{html.escape(section.recipe.note)}</p>")
+    figures = [html_figure(picture) for picture in section.pictures]
+    if section.recipe.shows == "curves":
+        parts += figures
     if section.results:
         parts.append(html_table(section))
     if section.verdicts:
@@ -431,15 +434,20 @@ def html_section(section: Section, anchor: str) -> str:
                 f"<td>{html.escape(v.detail)}</tr>"
             )
         parts.append(f"</table><p>{tally(section.verdicts)}</p>")
-    for picture in section.pictures:
-        kind = "svg+xml" if picture.path.suffix == ".svg" else "png"
-        data = base64.b64encode(picture.path.read_bytes()).decode()
-        title = html.escape(picture.title)
-        parts.append(
-            f'<figure><img alt="{title}" src="data:image/{kind};base64,{data}">'
-            f"<figcaption>{title}</figcaption></figure>"
-        )
+    if section.recipe.shows != "curves":
+        parts += figures
     return "".join(parts) + "</section>"
+
+
+def html_figure(picture: Picture) -> str:
+    """A picture, in the page itself."""
+    kind = "svg+xml" if picture.path.suffix == ".svg" else "png"
+    data = base64.b64encode(picture.path.read_bytes()).decode()
+    title = html.escape(picture.title)
+    return (
+        f'<figure><img alt="{title}" src="data:image/{kind};base64,{data}">'
+        f"<figcaption>{title}</figcaption></figure>"
+    )
 
 
 def html_table(section: Section) -> str:
@@ -474,6 +482,12 @@ def markdown_page(sections: Sequence[Section], output: Path) -> str:
         lines += [f"## {section.title}", "", summary_of(section), ""]
         if section.recipe.note:
             lines += [section.recipe.note, ""]
+        figures = [
+            f"![{picture.title}]({picture.path.relative_to(output).as_posix()})\n"
+            for picture in section.pictures
+        ]
+        if section.recipe.shows == "curves":
+            lines += figures
         if section.results:
             names = [column.name for column in section.recipe.columns]
             lines += [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
@@ -485,8 +499,8 @@ def markdown_page(sections: Sequence[Section], output: Path) -> str:
             lines += ["| claim | verdict | difference |", "|---|---|---|"]
             lines += [f"| {v.claim.text} | {v.word} | {v.detail} |" for v in section.verdicts]
             lines += ["", tally(section.verdicts), ""]
-        for picture in section.pictures:
-            lines += [f"![{picture.title}]({picture.path.relative_to(output).as_posix()})", ""]
+        if section.recipe.shows != "curves":
+            lines += figures
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 log = logging.getLogger("keel.server")
-fastest_poll_s, slowest_poll_s = 0.02, 0.5
+fastest_poll_s, slowest_poll_s, poll_growth = 0.02, 0.5, 1.2  # a fifth of the wait so far
 return_s = 30.0  # how long a SuperNode that went away may take to come back
 look_s = 1.0  # how often one looks for it
 remembered = 5  # asks after which a reply that never came is forgotten
@@ -91,7 +91,7 @@ class Exchange:
                     replies[node] = error
                     del away[node]
             if waiting or away:
-                poll_s = fastest_poll_s if arrived else min(poll_s * 1.5, slowest_poll_s)
+                poll_s = fastest_poll_s if arrived else min(poll_s * poll_growth, slowest_poll_s)
                 time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))
         for message_id, node in waiting.items():
             words = f"client {self.name(node)}'s reply to {what}"

@@ -175,14 +175,17 @@ def test_in_order_is_every_sample_as_it_is(batch_size):
     assert torch.cat([y for _, y in batches]).tolist() == [n % 7 for n in range(23)]
 
 
-def test_samples_are_a_copy():
-    images, labels = np.zeros((3, 1, 28, 28), dtype=np.uint8), np.zeros(3, dtype=np.int64)
-    pixels = Pixels((0.0,), (1.0,))
-    samples = Samples(images, labels, pixels, torch.device("cpu"))
-    images[:], labels[:] = 255, 1
+@pytest.mark.parametrize("is_read_only", [True, False])
+def test_a_memory_map_is_copied_and_a_client_s_own_array_is_not(is_read_only, tmp_path):
+    path = tmp_path / "images.npy"
+    np.save(path, np.zeros((3, 1, 28, 28), dtype=np.uint8))
+    images = np.load(path, mmap_mode="r")
+    own = images if is_read_only else images[np.arange(3)]
+    samples = Samples(own, np.arange(3), Pixels((0.0,), (1.0,)), torch.device("cpu"))
+    assert np.shares_memory(samples.images.numpy(), own) is not is_read_only
     ((x, y),) = samples.in_order()
     assert x.max() == 0
-    assert y.max() == 0
+    assert y.tolist() == [0, 1, 2]
 
 
 def test_normalise_is_the_plain_expression_bit_for_bit():

@@ -610,6 +610,20 @@ def test_the_report_holds_the_numbers_of_the_histories(swept):
             assert (swept / line.rpartition("(")[2].rstrip(")")).is_file()
 
 
+def test_where_curves_are_shown_they_come_before_the_numbers(swept, tmp_path):
+    output = tmp_path / "copy"
+    shutil.copytree(swept, output)
+    (job,) = output.glob("jobs/*.json")
+    about = json.loads(job.read_text())
+    for shows in ("table", "curves"):
+        said = about | {"text": f"shows: {shows}\n{about['text']}"}
+        job.write_text(json.dumps(said))
+        page, text = (path.read_text() for path in write_report(output))
+        is_first = shows == "curves"
+        assert (page.index("<figure>") < page.index("<table class=sortable>")) is is_first
+        assert (text.index("\n![") < text.index("\n| |")) is is_first
+
+
 def browser() -> str:
     """A headless browser, if there is one; skips without."""
     found = next(
