@@ -5,6 +5,7 @@ a round stand the processor seconds of all processes together, which other work 
 """
 
 import itertools
+import json
 import os
 import secrets
 import shutil
@@ -87,12 +88,18 @@ def end(mark: str) -> None:
 
 @dataclass
 class RoundCost:
-    """Of one round: wall and processor seconds. Memory after it, in MB: server, largest worker."""
+    """Of one round: wall and processor seconds. Memory after it, in MB: server, largest worker.
+
+    client_cpu_s: of local training, all clients together; the engine's is the rest of cpu_s.
+    """
 
     wall_s: float
     cpu_s: float
     server_mb: float = 0.0
     worker_mb: float = 0.0
+    client_cpu_s: float = 0.0
+    mb_down: float = 0.0
+    mb_up: float = 0.0
 
 
 @contextmanager
@@ -168,12 +175,21 @@ def keel_rounds(
             time.sleep(0.01)
         flwr.wait(timeout=60)
     costs = []
-    for (before, old), (after, new) in itertools.pairwise(seen):
+    history = [json.loads(line) for line in lines[1:]]
+    for ((before, old), (after, new)), line in zip(itertools.pairwise(seen), history, strict=True):
         cpu_s = sum(p.cpu_s for p in new) - sum(p.cpu_s for p in old)
         workers = [p.memory_mb for p in new if p.command.startswith("ray::")]
         server = [p.memory_mb for p in new if "flwr-simulation" in p.command]
         costs.append(
-            RoundCost(after - before, cpu_s, max(server, default=0.0), max(workers, default=0.0))
+            RoundCost(
+                after - before,
+                cpu_s,
+                max(server, default=0.0),
+                max(workers, default=0.0),
+                line["client_cpu_seconds"],
+                line["bytes_down"] / 1e6,
+                line["bytes_up"] / 1e6,
+            )
         )
     return seen[0][0] - started, costs
 
@@ -225,6 +241,14 @@ def against_bare(home: Path, repetitions: int, rounds: int) -> Iterator[Row]:
                 "wall_seconds": [round(wall["flwr run"], 3), round(wall[form], 3)],
                 "cpu_seconds": [round(cpu["flwr run"], 3), round(cpu[form], 3)],
             }
+        ours = costs["flwr run"]
+        training = statistics.median(c.client_cpu_s for c in ours)
+        yield {
+            "what": f"{name}: processor seconds of a round beside local training, over those of it",
+            "ratio": round(cpu["flwr run"] / training - 1, 3),
+            "cpu_seconds": [round(cpu["flwr run"] - training, 3), round(training, 3)],
+            "mb_down_and_up": [round(ours[-1].mb_down, 2), round(ours[-1].mb_up, 2)],
+        }
         small = keel_rounds(home, {**keys, "data-fraction": 0.01, "num-rounds": 3}, 10, 900)[1]
         worker_mb, base_mb = (max(c.worker_mb for c in each) for each in (costs["flwr run"], small))
         yield {
@@ -253,7 +277,7 @@ def scale(home: Path, sources: dict[int, str]) -> Iterator[Row]:
             "model": "cnn-fedreco",
             "partition": "iid",
             "fraction-train": 10 / count,
-            "num-rounds": 6,
+            "num-rounds": 21,
         }
         start_s[count], costs[count] = keel_rounds(home, keys, count, 900)
     base, most = 100, max(sources)

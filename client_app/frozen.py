@@ -1,8 +1,7 @@
 """What a network that does not change within a round says of a client's samples: computed once."""
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import overload
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,30 +10,6 @@ from client_app.round import ClientRound
 from client_app.samples import Step, num_variants
 
 log = logging.getLogger("keel.client")
-
-
-class LookUp(Sequence[Tensor]):
-    """The same rows of several tensors, copied only when they are read.
-
-    So wide taps are still in the processor's cache when the loss takes them, one after the other.
-    """
-
-    def __init__(self, kept: Sequence[Tensor], rows: Tensor) -> None:
-        """kept: each [N, ...], channels last. rows [B], of integers."""
-        self.kept, self.rows = kept, rows
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    @overload
-    def __getitem__(self, item: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, item: slice) -> "LookUp": ...
-    def __getitem__(self, item: int | slice) -> "Tensor | LookUp":
-        """Item k [B, ...], channels second; or some of the items."""
-        if isinstance(item, slice):
-            return LookUp(self.kept[item], self.rows)
-        return _channels_second(self.kept[item].index_select(0, self.rows))
 
 
 class FrozenOutputs:
@@ -59,17 +34,17 @@ class FrozenOutputs:
         self.compute = torch.no_grad()(compute)
         self.num_samples = len(now.train_samples)
         self.variants = num_variants(now.config.data)
-        self.client, self.budget_mb = now.client, now.config.train.cache_mb
+        self.client, self.worker = now.client, now.worker
+        self.budget_mb = now.config.train.cache_mb
         self.is_cached = is_read_again and self.variants > 0 and self.budget_mb > 0
-        self.found_no_room = False
         self.known = torch.zeros(self.variants * self.num_samples, dtype=torch.bool)
         self.kept: list[Tensor] = []
         self.caches = now.caches  # of this client's round, this one among them
         self.caches.add(self)
 
     @torch.no_grad()
-    def of(self, step: Step) -> Sequence[Tensor]:
-        """For one batch, as `compute` gives it; each item is looked up whenever it is read."""
+    def of(self, step: Step) -> list[Tensor]:
+        """For one batch, as `compute` gives it."""
         if not self.is_cached:
             return self.compute(step.x)
         rows = step.variant * self.num_samples + step.index  # on the CPU: no wait for the device
@@ -77,29 +52,35 @@ class FrozenOutputs:
         device = step.x.device
         if missing.any():
             all_missing = bool(missing.all())
-            fresh = self.compute(step.x if all_missing else step.x[missing.to(device)])
+            x = step.x
+            if not all_missing:  # by index: a mask would wait for the device to count
+                new = missing.nonzero().squeeze(1)
+                x = x.index_select(0, new.to(device, non_blocking=True))
+            fresh = self.compute(x)
             if not self.kept and not self._make_room(fresh):
                 return fresh  # the first batch is all missing
-            new_rows = rows[missing].to(device)
+            new_rows = rows[missing].to(device, non_blocking=True)
             for kept, values in zip(self.kept, fresh, strict=True):
                 kept.index_copy_(0, new_rows, _channels_last(values))
             self.known[rows[missing]] = True
             if all_missing:
                 return fresh
-        return LookUp(self.kept, rows.to(device))
+        on_device = rows.to(device, non_blocking=True)
+        return [_channels_second(kept.index_select(0, on_device)) for kept in self.kept]
 
     def _make_room(self, fresh: list[Tensor]) -> bool:
         rows = self.variants * self.num_samples
         wanted_mb = sum(rows * t[0].nbytes for t in fresh) / 2**20
         taken_mb = sum(t.nbytes for cache in self.caches for t in cache.kept) / 2**20
         if taken_mb + wanted_mb > self.budget_mb:
-            if not any(cache.found_no_room for cache in self.caches):
+            if not self.worker.has_said_no_room:
+                self.worker.has_said_no_room = True
                 log.info(
                     "%s: what a frozen model says of its samples takes %.1f MB, and of cache-mb = "
-                    "%d there are %.1f left: it is computed again in every epoch",
+                    "%d there are %.1f left: it is computed again in every epoch (said once a run)",
                     *(self.client, wanted_mb, self.budget_mb, self.budget_mb - taken_mb),
                 )
-            self.is_cached, self.found_no_room = False, True
+            self.is_cached = False
             return False
         self.kept = [
             torch.empty((rows, *_channels_last(t).shape[1:]), dtype=t.dtype, device=t.device)

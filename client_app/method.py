@@ -42,8 +42,8 @@ class Batch:
     y: Tensor
     logits: Tensor
     taps: list[Tensor]
-    taps_g: Sequence[Tensor]
-    taps_p: Sequence[Tensor]
+    taps_g: list[Tensor]
+    taps_p: list[Tensor]
     round: "ClientRound"
     global_model: StagedModel | None = None
 

@@ -39,13 +39,14 @@ def _scale_and_shift(pixels: Pixels, width: int, device: torch.device) -> tuple[
 
 
 def _on(device: torch.device, array: np.ndarray) -> Tensor:
-    """The array as a tensor; a copy only to another device, or of what is read-only.
+    """The array as a tensor, without a copy of its own if it can be written to, and is there.
 
-    That is the memory map, which all workers share, and which torch will not have.
+    What is read-only is a memory map that all workers share, and torch would write to.
     """
     array = np.asarray(array)
-    tensor = torch.from_numpy(array) if array.flags.writeable else torch.tensor(array)
-    return tensor.to(device)
+    if not array.flags.writeable:
+        return torch.tensor(array, device=device)
+    return torch.from_numpy(array).to(device)
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Samples:
     def __init__(
         self, images: np.ndarray, labels: np.ndarray, pixels: Pixels, device: torch.device
     ) -> None:
-        """images uint8 [N, C, H, W], labels int64 [N]: taken over where they can be written to."""
+        """images uint8 [N, C, H, W], labels int64 [N]; these may be kept: write to them no more."""
         self.images = _on(device, images).contiguous(memory_format=torch.channels_last)
         self.labels = _on(device, labels)
         self.pixels = pixels
@@ -80,7 +81,9 @@ class Samples:
     def plain_and_mirrored(self) -> Tensor:
         """uint8 [2 N, H, W, C]: the images, then their mirror images; a flip is an index then."""
         images = self.images.permute(0, 2, 3, 1)
-        return torch.cat([images, images.flip(2)])
+        both = torch.cat([images, images.flip(2)])
+        self.images = both[: len(self)].permute(0, 3, 1, 2)  # so nothing is held twice
+        return both
 
     def batches(
         self, batch_size: int, augmentation: DataConfig, generator: torch.Generator

@@ -140,11 +140,13 @@ class Worker:
         self._networks: dict[tuple[str, str], StagedModel] = {}
         self._initial: dict[str, Arrays] = {}
         self._samples: dict[frozenset[tuple[str, object]], tuple[Samples, Samples]] = {}
+        self.has_said_no_room = False  # in a cache of frozen outputs, in this run
 
     def _forget_other_runs(self, config: RunConfig, data: DataFacts, device: torch.device) -> None:
         if (config, data, device) != self._key:
             self._key = (config, data, device)
             self._networks, self._initial, self._samples = {}, {}, {}
+            self.has_said_no_room = False
 
     def samples(
         self, config: RunConfig, data: DataFacts, node_config: NodeConfig, device: torch.device
@@ -162,7 +164,7 @@ class Worker:
             train, test = (Samples(s.images, s.labels, pixels, device) for s in splits)
             own = (train, test)
         self._samples[client] = own  # the newest is the last
-        forms = 3 if config.data.flip else 1  # with flips: as they are, and plain and mirrored
+        forms = 2 if config.data.flip else 1  # with flips: plain and mirrored
         sizes = {c: sum(forms * s.images.nbytes for s in kept) for c, kept in self._samples.items()}
         for other in list(self._samples)[:-1]:
             if sum(sizes.values()) > samples_kept_bytes:

@@ -28,7 +28,7 @@ def shift(x: Tensor, offsets: Tensor, fill: Fill = 0.0) -> Tensor:
     framed = _per_channel(fill, x).expand(size).contiguous()
     framed[:, :, margin : margin + height, margin : margin + width] = x
     windows = framed.unfold(2, height, 1).unfold(3, width, 1)  # [B, C, dy, dx, H, W], a view
-    dy, dx = (margin - offsets).to(x.device).unbind(1)
+    dy, dx = (margin - offsets).to(x.device, non_blocking=True).unbind(1)
     return windows[torch.arange(batch, device=x.device), :, dy, dx]
 
 
@@ -44,7 +44,7 @@ def random_crop(x: Tensor, padding: int, generator: torch.Generator, fill: Fill 
 def rotate(x: Tensor, degrees: Tensor, fill: Fill = 0.0) -> Tensor:
     """Sample b turned about its centre by degrees[b], counter-clockwise as displayed; bilinear."""
     height, width = x.shape[2:]
-    radians = degrees.to(x.device, x.dtype) * (math.pi / 180)
+    radians = degrees.to(x.device, x.dtype, non_blocking=True) * (math.pi / 180)
     cos, sin, zero = radians.cos(), radians.sin(), torch.zeros_like(radians)
     # Where the pixel that ends up at (x, y) comes from, in units of half the width and height.
     to_source = torch.stack(
@@ -69,4 +69,6 @@ def random_rotation(
 
 def _per_channel(fill: Fill, x: Tensor) -> Tensor:
     """`fill` as [1, 1, 1] or [C, 1, 1], of the type and on the device of `x`."""
-    return torch.as_tensor(fill, dtype=x.dtype, device=x.device).reshape(-1, 1, 1)
+    if isinstance(fill, Tensor):
+        return fill.to(x.device, x.dtype).reshape(-1, 1, 1)
+    return torch.full((1, 1, 1), fill, dtype=x.dtype, device=x.device)  # no copy to wait for

@@ -234,7 +234,7 @@ def run_pictures(section: Section, figures: Path, output: Path) -> Iterator[Pict
                 copy = figures.with_name(f"{figures.name}-{run.name}-{path.name}")
                 copy.write_bytes(path.read_bytes())
                 words = "samples of each class by client" if path.stem == "labels" else path.stem
-                yield Picture(f"{name}: {words}", copy)
+                yield Picture(f"{name}: {words}, {section.label}", copy)
 
 
 def curve_of(cell: Cell, runs: Sequence[Run]) -> list[tuple[int, float, float]]:
@@ -329,7 +329,8 @@ def split_pictures(section: Section, figures: Path, output: Path) -> Iterator[Pi
         ]
         path = figures.with_name(f"{figures.name}-{number}.png")
         plot_label_distribution(counts, source.class_names, path)
-        yield Picture(f"{cell.row.name}, {cell.column.name}: samples of each class by client", path)
+        what = f"{cell.row.name}, {cell.column.name}: samples of each class by client"
+        yield Picture(f"{what}, {section.label}", path)
 
 
 # --- the pages --------------------------------------------------------------------------------

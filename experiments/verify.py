@@ -109,6 +109,15 @@ def file_checks(folder: Path, bundle: Mapping[str, Any]) -> Iterator[Check]:
         wanted = bundle["files"].get(name)
         is_right = there == wanted
         yield Check(is_right, f"{name}: {there}" + ("" if is_right else f", was {wanted}"))
+    kept = {folder / "clients" / client / name for client, name in bundle.get("kept", {}).items()}
+    damaged = [
+        str(path.relative_to(folder))
+        for path in sorted(kept)
+        if not path.is_file() or digest(path.read_bytes()) not in path.name
+    ]
+    if kept:
+        found = f"missing or damaged: {', '.join(damaged)}" if damaged else "as they were"
+        yield Check(not damaged, f"what {len(kept)} clients kept last: {found}")
 
 
 def replay_checks(

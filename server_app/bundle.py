@@ -126,8 +126,13 @@ def note_round(folder: Path, server_round: int, checkpoint_digest: str) -> None:
 
 
 def finish_bundle(folder: Path) -> None:
-    """Digests of the files of a run that has ended."""
-    update(folder, files={name: digest((folder / name).read_bytes()) for name in signed_files})
+    """Digests of the files of a run that has ended, in simulation what each client kept last too.
+
+    That is where personal models are. Its digest is in the file's name.
+    """
+    files = {name: digest((folder / name).read_bytes()) for name in signed_files}
+    versions_kept = sorted(folder.glob("clients/*/round-*.safetensors"))  # the newest comes last
+    update(folder, files=files, kept={path.parent.name: path.name for path in versions_kept})
 
 
 def read_bundle(folder: Path) -> dict[str, Any]:

@@ -177,12 +177,14 @@ def test_in_order_is_every_sample_as_it_is(batch_size):
 
 @pytest.mark.parametrize("is_read_only", [True, False])
 def test_a_memory_map_is_copied_and_a_client_s_own_array_is_not(is_read_only, tmp_path):
-    path = tmp_path / "images.npy"
-    np.save(path, np.zeros((3, 1, 28, 28), dtype=np.uint8))
-    images = np.load(path, mmap_mode="r")
-    own = images if is_read_only else images[np.arange(3)]
-    samples = Samples(own, np.arange(3), Pixels((0.0,), (1.0,)), torch.device("cpu"))
-    assert np.shares_memory(samples.images.numpy(), own) is not is_read_only
+    arrays = {"images": np.zeros((3, 1, 28, 28), dtype=np.uint8), "labels": np.arange(3)}
+    for name, array in arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+        mapped = np.load(tmp_path / f"{name}.npy", mmap_mode="r")
+        arrays[name] = mapped if is_read_only else mapped[np.arange(3)]
+    samples = Samples(*arrays.values(), Pixels((0.0,), (1.0,)), torch.device("cpu"))
+    for name, array in arrays.items():
+        assert np.shares_memory(getattr(samples, name).numpy(), array) is not is_read_only
     ((x, y),) = samples.in_order()
     assert x.max() == 0
     assert y.tolist() == [0, 1, 2]

@@ -19,7 +19,7 @@ from client_fixtures import (
     train,
 )
 
-from client_app.frozen import FrozenOutputs, LookUp
+from client_app.frozen import FrozenOutputs
 from client_app.methods import method_of
 from client_app.setup import build_network
 from client_app.worker import Worker
@@ -266,20 +266,6 @@ def test_a_cache_that_is_done_with_leaves_its_room_to_the_next():
     second = FrozenOutputs(now, lambda x: network.run(x, ["conv1"])[1], is_read_again=True)
     second.of(next(now.batches("batches")))
     assert not second.is_cached  # the one before is still there
-
-
-def test_rows_are_looked_up_when_they_are_read_and_as_often():
-    kept = [torch.arange(12.0).reshape(6, 2), torch.arange(24.0).reshape(6, 1, 2, 2)]
-    found = LookUp(kept, torch.tensor([4, 0]))
-    kept[0][4] = -1
-    assert len(found) == 2
-    for _ in range(2):
-        first, second = found
-        assert torch.equal(first, torch.tensor([[-1.0, -1.0], [0.0, 1.0]]))
-        assert second.shape == (2, 2, 1, 2)  # channels second
-        assert torch.equal(second, kept[1][[4, 0]].permute(0, 3, 1, 2))
-    assert torch.equal(found[:1][0], first)
-    assert len(found[:1]) == 1
 
 
 def test_a_head_trained_alone_reads_each_sample_of_the_body_once(monkeypatch):

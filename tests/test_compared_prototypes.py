@@ -541,6 +541,22 @@ def test_fedcr_without_beta_and_deviation_trains_head_and_body_on_the_means(monk
     assert_close(update.arrays | update.state["head"], copy_of(now.model), rtol=0, atol=2e-6)
 
 
+def test_fedcrs_last_heads_are_the_same_without_the_cache():
+    found, rows = [], {0: 0, 512: 0}
+    for cache_mb in rows:
+        config = cr(fedcr__final_head_epochs=3, num_rounds=1, cache_mb=cache_mb)
+        now = cr_round(config, initial(config, seed=5), number=1)
+
+        def count(_, x, *, cache_mb=cache_mb):
+            rows[cache_mb] += len(x[0])
+
+        next(iter(now.model.stages.values())).body.register_forward_pre_hook(count)
+        model = method_of(config).personal_model(now, now.state)
+        found.append(dict(model.model.classifier.state_dict()))
+    assert rows == {0: 3 * len(now.train_samples), 512: len(now.train_samples)}
+    assert_close(*found, rtol=0, atol=1e-6)
+
+
 def test_fedcr_is_judged_by_the_mean_logits_of_its_draws():
     config = cr()
     now = cr_round(config, initial(config, seed=5))

@@ -119,6 +119,23 @@ def test_a_split_that_differs_in_which_samples_alone_has_another_digest(run):
 # --- verify ---------------------------------------------------------------------------------------
 
 
+def test_what_clients_kept_last_is_held_to_its_digest(run):
+    folder = run({"num-rounds": 2, "method": "local", "local-test-fraction": 0.2})
+    kept = read_bundle(folder)["kept"]
+    assert sorted(kept) == [f"client-000{i}" for i in range(4)]
+    assert all(name.startswith("round-00002-") for name in kept.values())
+    (said,) = [c for c in checks(folder, rounds=1) if "kept last" in c.found]
+    assert (said.is_right, said.found) == (True, "what 4 clients kept last: as they were")
+    (folder / "clients" / "client-0001" / kept["client-0001"]).unlink()
+    path = folder / "clients" / "client-0003" / kept["client-0003"]
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    (said,) = [c for c in checks(folder, rounds=1) if "kept last" in c.found]
+    assert not said.is_right
+    assert "client-0001/round-00002-" in said.found
+    assert "client-0003/round-00002-" in said.found
+    assert "client-0002" not in said.found
+
+
 def test_a_run_that_did_not_finish_is_not_called_right(run):
     folder = run({"num-rounds": 1})
     summary = json.loads((folder / "summary.json").read_text())

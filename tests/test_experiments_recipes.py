@@ -162,6 +162,21 @@ def test_fedintrs_best_mu_are_those_printed_in_brackets():
                 assert any([(float(a), float(b)) for a, b in line] == want for line in lines), row
 
 
+@pytest.mark.parametrize("method", ["FedProx", "MOON", "FedCKA"])
+@pytest.mark.parametrize("title", titles["FedCKA"])
+def test_fedckas_best_mu_are_those_of_its_sentences(title, method):
+    text = " ".join(text_of(title))
+    sentences = re.findall(rf"For {method}, the best μ is (\d[\d., and]*\d)", text)
+    said = [[float(mu) for mu in re.findall(r"[\d.]*\d", each)] for each in sentences]
+    found = []
+    for name in ("fedcka-table-1", "fedcka-table-2"):
+        recipe = load_recipe(name)
+        (row,) = (row for row in recipe.rows if row.name == method)
+        columns = zip(recipe.columns, row.tuned, strict=True)
+        found.append([best for column, best in columns if column.name != absent[title]])
+    assert found == said
+
+
 def test_fedrecos_numbers_are_those_printed_in_their_tables():
     text = text_of(titles["FedReCo"][0])
     lines = {line.split("\t")[0]: line for line in text if "\t" in line}
@@ -245,6 +260,30 @@ def test_runs_that_could_not_start_are_refused_before_the_first(old, new, where,
         check_recipe(recipe, recipe.cells, replace(PAPER, changes=every), tmp_path)
     assert str(refused.value).startswith(f"r.yaml, {where} (")
     assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ("lr: 0.1", "line 6: grid: lr = 0.1: a list of values is needed"),
+        ("lr: []", "line 6: grid: lr = []: a list of values is needed"),
+        ("lrr: [0.1]", "line 6: config key = 'lrr' is unknown; did you mean lr?"),
+        ("lr: [0.1, fast]", "line 6 (lr = fast; a): lr = 'fast': a number is needed"),
+        ("lr: [0.1, -1.0]", "line 6 (lr = -1.0; a): lr = -1.0: it has to be"),
+        ("alpha: [1.0, 2.0]", "line 6: alpha is set by 'a' (line 4)"),
+        ("lr: [0.1, 0.1]", "line 6: two rows are called 'lr = 0.1'"),
+    ],
+)
+def test_an_impossible_grid_is_refused_with_its_line(grid, words, tmp_path):
+    def check():
+        recipe = parse_recipe(f"{head}grid:\n  {grid}\n", Path("r.yaml"))
+        check_recipe(recipe, recipe.cells, PAPER, tmp_path)
+
+    head = "title: x\nconfig: {source: digits, num-clients: 4}\ncolumns:\n  a: {alpha: 0.5}\n"
+    with pytest.raises(ValueError) as refused:
+        check()
+    assert str(refused.value).startswith(f"r.yaml, {words}")
     assert "\n" not in str(refused.value)
 
 

@@ -32,9 +32,10 @@ def features_of(tap: Tensor) -> Tensor:
     return torch.movedim(tap, 1, -1).flatten(1)  # so no copy of channels-last taps
 
 
-def rounding(length: Tensor, batch_size: int) -> Tensor:
-    """What is left of the length of equal rows of this length once their mean is taken off."""
-    return 4 * torch.finfo(length.dtype).eps * math.sqrt(batch_size) * length
+def rounding(mean: Tensor, batch_size: int) -> Tensor:
+    """What is left of the length of equal rows once their mean [P] is taken off, a scalar."""
+    length: Tensor = mean.norm()
+    return 4 * torch.finfo(mean.dtype).eps * math.sqrt(batch_size) * length
 
 
 def inverse(length: Tensor, power: float = 1.0) -> Tensor:
@@ -65,11 +66,11 @@ def linear_view(tap: Tensor) -> Tensor:
     if 2 * width < batch_size:
         mean = x.mean(0)
         view = x - mean
-        varies = view.norm() > rounding(mean.detach().norm(), batch_size)
+        varies = view.norm() > rounding(mean.detach(), batch_size)
         length, power = (view.T @ view).norm(), 0.5
     else:
-        view, mean_length = centred_gram(x)
-        varies = view.trace().sqrt() > rounding(mean_length, batch_size)
+        view, mean = centred_gram(x)
+        varies = view.trace().sqrt() > rounding(mean, batch_size)
         length, power = view.norm(), 1.0
     return view * inverse(torch.where(varies, length, 0.0), power)
 
@@ -86,8 +87,8 @@ def linear_alignment(x: Tensor, y: Tensor) -> Tensor:
 
 def kernel_view(tap: Tensor) -> Tensor:
     """The centred RBF Gram matrix of a tap [B, ...], [B, B]; kernel CKA is the alignment of two."""
-    dots, mean_length = centred_gram(features_of(tap))
-    varies = dots.trace().sqrt() > rounding(mean_length, len(dots))
+    dots, mean = centred_gram(features_of(tap))
+    varies = dots.trace().sqrt() > rounding(mean, len(dots))
     norms = dots.diagonal()
     distances = (norms[:, None] + norms - 2 * dots).clamp_min(0)  # squared, [B, B]
     rows, columns = torch.triu_indices(len(dots), len(dots), offset=1, device=dots.device)
