@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -288,6 +288,17 @@ def result_of(cell: Cell, options: Options, output: Path) -> Result:
         tried=sum(run.finished() is not None for run in first),
         candidates=len(candidates),
         outdated=next(filter(None, (run.outdated() for run in [*first, *wanted])), ""),
+    )
+
+
+def narrowed(recipe: Recipe, asked: Sequence[Sequence[str]]) -> Recipe:
+    """The recipe with the rows and columns of these cells alone, each (row, column) by name."""
+    rows, columns = ({names[axis] for names in asked} for axis in (0, 1))
+    return replace(
+        recipe,
+        rows=[row for row in recipe.rows if row.name in rows],
+        columns=[column for column in recipe.columns if column.name in columns],
+        cells=[c for c in recipe.cells if c.row.name in rows and c.column.name in columns],
     )
 
 

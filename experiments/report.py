@@ -30,6 +30,7 @@ from experiments.plan import (
     Run,
     history_in,
     machines_of,
+    narrowed,
     read_json,
     result_of,
     run_of,
@@ -116,6 +117,8 @@ def section_of(job: Path, output: Path) -> Section:
     about = read_json(job)
     try:
         recipe = parse_recipe(about["text"], Path(about["recipe"]))
+        if "cells" in about:  # the others may be alike under a --set, which is not theirs
+            recipe = narrowed(recipe, about["cells"])
         options = Options(about["scale"], about["changes"], about["seeds"], about["full_grid"])
     except KeyError as error:
         raise ValueError(f"{job} is damaged: it says no {error}") from error

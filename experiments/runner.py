@@ -37,7 +37,16 @@ from client_app.method import LocalObjective
 from client_app.methods import method_of
 from client_app.setup import client_indices, model_for, open_source
 from experiments.measure import points_of
-from experiments.plan import Options, Run, due, history_in, last_read, read_json, run_of
+from experiments.plan import (
+    Options,
+    Run,
+    due,
+    history_in,
+    last_read,
+    narrowed,
+    read_json,
+    run_of,
+)
 from experiments.recipe import Cell, Recipe
 from protocol.config import RunConfig, app_folder, resolve_config
 from protocol.files import write_atomically
@@ -166,10 +175,13 @@ def holders(path: Path) -> list[int]:
     return sorted(found - {os.getpid()})
 
 
-def save_job(recipe: Recipe, options: Options, output: Path) -> list[int]:
+def save_job(
+    recipe: Recipe, options: Options, output: Path, cells: Sequence[Cell] | None = None
+) -> list[int]:
     """Note what was run, for the report; returns its seeds, those of earlier calls first.
 
-    A call with the same file and options is of the same job: the seed it was tuned on stays.
+    cells: those asked for; all if None. A call with the same file and options is of the same job:
+    the seed it was tuned on stays, cells are added. ValueError where one run would be of two cells.
     """
     same: dict[str, object] = {
         "recipe": str(recipe.path.absolute()),
@@ -184,8 +196,12 @@ def save_job(recipe: Recipe, options: Options, output: Path) -> list[int]:
     free = next(path for name in names if not (path := folder / f"{name}.json").exists())
     jobs = sorted(folder.glob("*.json"))
     path = next((path for path in jobs if same.items() <= read_json(path).items()), free)
-    seeds = list(dict.fromkeys([*read_json(path).get("seeds", []), *options.seeds]))
-    job = {**same, "text": recipe.text, "seeds": seeds}
+    before = read_json(path)
+    seeds = list(dict.fromkeys([*before.get("seeds", []), *options.seeds]))
+    asked = [[c.row.name, c.column.name] for c in (recipe.cells if cells is None else cells)]
+    asked += [names for names in before.get("cells", []) if names not in asked]
+    refuse_overriding(narrowed(recipe, asked).cells, options.changes)
+    job = {**same, "text": recipe.text, "seeds": seeds, "cells": asked}
     write_atomically(path, json.dumps(job, indent=2).encode())
     return seeds
 
@@ -305,7 +321,7 @@ def run_recipe(
     failed: dict[str, str] = {}
     with locked(output) as lock, progress_bars(console) as progress:
         check_recipe(recipe, cells, options, output)
-        options = replace(options, tuned_on=save_job(recipe, options, output)[0])
+        options = replace(options, tuned_on=save_job(recipe, options, output, cells)[0])
         running: list[Started] = []
         total = progress.add_task(f"{recipe.name}, {options.label}", total=None)
         try:

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from experiments import __main__ as command_line
 from experiments import report, runner
-from experiments.plan import Options, Result, Run, due, run_of, winner
+from experiments.plan import Options, Result, Run, chosen, due, run_of, winner
 from experiments.recipe import Claim, Recipe, load_recipe, parse_recipe
 from experiments.report import Verdict, curve_of, tally, verdict_of, write_report
 from experiments.verify import checks
@@ -520,6 +520,28 @@ def test_a_table_says_what_is_missing_in_a_cell(tmp_path):
     assert "| not decided | +10.00, one seed; seed 0 left out, it chose the tuned value |" in page
 
 
+def test_what_a_set_makes_alike_is_reported_where_it_was_asked_for_alone(tmp_path):
+    """`--only slow --set lr=0.3`: the column fast, with that lr, would be of the same run."""
+    text = two_rows + "columns:\n  slow: {lr: 0.1}\n  fast: {lr: 0.2}\n"
+    recipe, how = parse_recipe(text, Path("t.yaml")), options(changes={"lr": 0.3})
+    (tmp_path / "jobs").mkdir()
+    slow, fast = (chosen(recipe, [name]) for name in ("slow", "fast"))
+    runner.save_job(recipe, how, tmp_path, slow[:1])
+    fake_run(run_of(slow[0], {}, 0, how, tmp_path), 0.5)
+    lines = write_report(tmp_path)[1].read_text().splitlines()
+    assert "| | slow |" in lines
+    assert "| FedAvg | 50.00 |" in lines
+    assert not [line for line in lines if "fast" in line or "FedProx" in line]
+    with pytest.raises(ValueError, match="--set lr: rows, columns or tuned values of this recipe"):
+        runner.save_job(recipe, how, tmp_path, fast)
+    runner.save_job(recipe, how, tmp_path, slow)  # of earlier calls, too
+    assert "| FedProx | – |" in write_report(tmp_path)[1].read_text().splitlines()
+    plain = options()
+    runner.save_job(recipe, plain, tmp_path, fast)
+    runner.save_job(recipe, plain, tmp_path, slow)
+    assert "| | slow | fast |" in write_report(tmp_path)[1].read_text().splitlines()
+
+
 def test_a_curve_is_the_moving_average_where_its_number_is(tmp_path):
     text = two_rows.replace("FedAvg: {", "FedAvg: {take: ema 0.5, ")
     recipe, how = parse_recipe(text, Path("t.yaml")), options()
@@ -599,8 +621,8 @@ def test_the_report_holds_the_numbers_of_the_histories(swept):
         mu = json.loads((folder / "config.json").read_text())["given"]["fedprox.mu"]
         mean = statistics.fmean(100 * line["global"]["accuracy"] for line in history_of(folder)[1:])
         (row,) = [row for row in cells.rows if row and row[0] == f"fedprox.mu = {mu}"]
-        assert row[1:] == ["–", f"{mean:.2f}", "–", "–", "–", "–"]
-        assert f"| fedprox.mu = {mu} | {mean:.2f} | – |" in text.read_text()
+        assert row[1:] == ["–", f"{mean:.2f}", "–"]  # the other column was not asked for
+        assert f"| fedprox.mu = {mu} | {mean:.2f} |\n" in text.read_text()
     assert ["like clients above unlike clients in fedprox.mu = 1.0", "not run", ""] in cells.rows
     pictures = [a for a in cells.addresses if a.startswith("data:image/")]
     assert len(pictures) == 2  # the curves, and how the classes lie over the clients
