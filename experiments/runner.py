@@ -105,10 +105,12 @@ def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue])
     configs = [resolve_config(cell.keys).flat for cell in cells]
     for key in sorted(changes):
         is_tuned = any(key in candidate for cell in cells for candidate in cell.candidates)
-        if is_tuned or len({str(flat.get(key)) for flat in configs}) > 1:
+        values = sorted({str(flat.get(key)) for flat in configs})
+        if is_tuned or len(values) > 1:
             raise ValueError(
-                f"--set {key}: rows, columns or tuned values of this recipe differ in it; --only "
-                "chooses among them"
+                f"--set {key}: rows, columns or tuned values of this recipe differ in it "
+                f"({', '.join(values)}); --only chooses among them, and those asked for before "
+                "in the same --output count"
             )
 
 

@@ -124,6 +124,15 @@ def test_every_sample_may_be_mirrored_in_one_epoch_and_not_in_the_next():
     assert pairs == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
+def test_plain_images_are_not_held_beside_their_mirrored_ones():
+    samples, images = colour_samples()
+    both = samples.plain_and_mirrored
+    assert np.shares_memory(samples.images.numpy(), both.numpy())
+    assert samples.images.is_contiguous(memory_format=torch.channels_last)
+    assert (samples.images.numpy() == images).all()
+    assert (both[23:].permute(0, 3, 1, 2).numpy() == images[..., ::-1]).all()
+
+
 def test_what_a_crop_brings_in_is_black():
     white = np.full((40, 3, 28, 28), 255, dtype=np.uint8)
     samples = Samples(white, np.zeros(40, dtype=np.int64), COLOUR, torch.device("cpu"))
