@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from client_app.hand_over import worker_variable
+from client_app.memory import keep_freed_memory
 from client_app.methods import method_of
 from client_app.methods.fedreco import FedReCo
 from client_app.round import ClientRound
@@ -136,6 +137,7 @@ class Worker:
     """Builds each network once a process and lends it to one client after the other."""
 
     def __init__(self) -> None:
+        keep_freed_memory()
         self._key: tuple[object, ...] = ()
         self._networks: dict[tuple[str, str], StagedModel] = {}
         self._initial: dict[str, Arrays] = {}

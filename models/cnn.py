@@ -6,7 +6,7 @@ of the ReLU's cost. It may overwrite the pool's output, which no tap and no grad
 
 from torch import nn
 
-from models.layers import Norm, conv_norm, he_normal_
+from models.layers import MaxPool2x2, Norm, conv_norm, he_normal_
 from models.staged import Stage, Trunk
 
 
@@ -70,7 +70,7 @@ def _plain_cnn(
 
 
 def _pool_relu() -> nn.Sequential:
-    return nn.Sequential(nn.MaxPool2d(2), nn.ReLU(inplace=True))
+    return nn.Sequential(MaxPool2x2(), nn.ReLU(inplace=True))
 
 
 def _fully_connected(in_width: int, width: int) -> Stage:

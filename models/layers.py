@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,6 +24,22 @@ class Residual(nn.Module):
         """`shortcut(x)` must have the shape of `body(x)`."""
         out: Tensor = self.body(x) + self.shortcut(x)
         return out
+
+
+class MaxPool2x2(nn.Module):
+    """The largest of each 2 x 2 pixels; of an odd side, the last row or column is left out.
+
+    Where nobody asks for a gradient no index is needed, and two maxima of slices give the same in
+    a quarter of the time on a CPU.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H // 2, W // 2]."""
+        if torch.is_grad_enabled() or not x.is_cpu:
+            return F.max_pool2d(x, 2)
+        height, width = (side // 2 * 2 for side in x.shape[2:])
+        rows = torch.maximum(x[:, :, 0:height:2], x[:, :, 1:height:2])
+        return torch.maximum(rows[..., 0:width:2], rows[..., 1:width:2])
 
 
 class UnitLength(nn.Module):

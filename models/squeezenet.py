@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from models.layers import Norm, Residual, conv_norm, global_average
+from models.layers import MaxPool2x2, Norm, Residual, conv_norm, global_average
 from models.staged import Stage, Trunk
 
 
@@ -16,12 +16,12 @@ def squeezenet(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
     channels, _, _ = input_shape
     stages = {
         "conv1": Stage(
-            conv_norm(channels, 96, 3, norm), nn.Sequential(nn.MaxPool2d(2), nn.ReLU(inplace=True))
+            conv_norm(channels, 96, 3, norm), nn.Sequential(MaxPool2x2(), nn.ReLU(inplace=True))
         ),
         "fire3": _pair([Fire(96, 128, norm)], 128, norm),
-        "fire5": _pair([Fire(128, 256, norm), nn.MaxPool2d(2)], 256, norm),
+        "fire5": _pair([Fire(128, 256, norm), MaxPool2x2()], 256, norm),
         "fire7": _pair([Fire(256, 384, norm)], 384, norm),
-        "fire9": _pair([Fire(384, 512, norm), nn.MaxPool2d(2)], 512, norm),
+        "fire9": _pair([Fire(384, 512, norm), MaxPool2x2()], 512, norm),
     }
     return Trunk(stages, global_average(), 512)
 

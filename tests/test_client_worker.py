@@ -1,6 +1,11 @@
 """What a worker keeps warm: samples within a limit, of this run alone, and never other values."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
+import pytest
 import torch
 from client_fixtures import (
     assert_same_bits,
@@ -65,3 +70,43 @@ def test_labels_can_be_had_without_images():
         torch.from_numpy(np.asarray(own_splits(config, facts(config), node)[0].labels)),
         make_round(config, partition=1, of=3).train_samples.labels,
     )
+
+
+FAULTS_OF_STEPS = """
+import ctypes
+import resource
+import sys
+from client_app.memory import keep_freed_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+faults = [0, 0]
+for step in (0, 1):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(24 * 2**20)
+    libc.memset(block, 1, 24 * 2**20)
+    libc.free(block)
+    faults[step] = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(*faults)
+"""
+
+
+@pytest.mark.skipif(
+    "glibc" not in os.confstr("CS_GNU_LIBC_VERSION"), reason="only glibc is told what to keep"
+)
+def test_the_memory_of_one_step_is_there_for_the_next():
+    pages = 24 * 2**20 // os.sysconf("SC_PAGESIZE")
+    seconds = {}
+    for form in ("as it is", "kept"):
+        said = subprocess.check_output(
+            [sys.executable, "-c", FAULTS_OF_STEPS, form], text=True, timeout=120
+        )
+        first, seconds[form] = map(int, said.split())
+        assert first > 0.9 * pages
+    assert seconds["as it is"] > 0.9 * pages  # else this test shows nothing
+    assert seconds["kept"] < 0.1 * pages

@@ -13,7 +13,7 @@ from torchvision.models import (
 )
 
 from models import StagedModel, build_model
-from models.layers import NORMS
+from models.layers import NORMS, MaxPool2x2
 from models.resnet import HalvedAndPadded
 
 
@@ -315,3 +315,21 @@ def test_parameters_of_shufflenet_by_layer_arithmetic():
         total += (depth - 1) * unit
         in_width = width
     assert count(build("shufflenet")) == total + affine(960, 10)
+
+
+@pytest.mark.parametrize("side", [(2, 2), (7, 10), (28, 11)])
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+def test_pooling_is_the_same_with_and_without_gradient(side, memory):
+    x = torch.randn(3, 5, *side, generator=torch.Generator().manual_seed(1)).to(
+        memory_format=memory
+    )
+    x[0, 0, 0, 0] = torch.nan
+    pool, expected = MaxPool2x2(), torch.nn.functional.max_pool2d(x, 2)
+    with torch.no_grad():
+        plain = pool(x)
+    torch.testing.assert_close(plain, expected, rtol=0, atol=0, equal_nan=True)
+    assert plain.is_contiguous(memory_format=memory)
+    torch.testing.assert_close(pool(x), expected, rtol=0, atol=0, equal_nan=True)
+    given = x.nan_to_num().requires_grad_()
+    (gradient,) = torch.autograd.grad(pool(given).sum(), given)
+    assert gradient.sum() == expected.numel()  # one of each 2 x 2
