@@ -194,7 +194,7 @@ def overheads(folder: Path, quick: bool) -> Iterator[Row]:
     small = methods_of(
         folder, "cnn-fedcka", 1280, ["fedavg", *bounds], **{"batch-size": 128, "local-epochs": 10}
     )
-    yield from ratios("cnn-fedcka, batch 128, 10 epochs", small, bounds, 5)
+    yield from ratios("cnn-fedcka, batch 128, 10 epochs", small, bounds, 4)
     yield from ratios("W1, 100 steps", w1_epoch(6400), {"fedavg": 0.0}, 5)
     fedintr: Keys = {
         "source": random_source(folder, 2048),
@@ -223,7 +223,7 @@ def overheads(folder: Path, quick: bool) -> Iterator[Row]:
     if quick:
         return
     rcl = methods_of(folder, "resnet18", 128, ["fedavg", "fedrcl"], **{"local-epochs": 2})
-    yield from ratios("resnet18, batch 64, 2 epochs", rcl, {"fedrcl": 1.10}, 3)
+    yield from ratios("resnet18, batch 64, 2 epochs", rcl, {"fedrcl": 1.10}, 2)
 
 
 def resnet50_overheads(folder: Path) -> Iterator[Row]:

@@ -29,8 +29,8 @@ class Residual(nn.Module):
 class MaxPool2x2(nn.Module):
     """The largest of each 2 x 2 pixels; of an odd side, the last row or column is left out.
 
-    Where nobody asks for a gradient no index is needed, and two maxima of slices give the same in
-    a quarter of the time on a CPU.
+    Where nobody asks for a gradient no index is needed, and two maxima of slices give the same
+    sooner on a CPU.
     """
 
     def forward(self, x: Tensor) -> Tensor:
