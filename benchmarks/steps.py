@@ -219,7 +219,7 @@ def overheads(folder: Path, quick: bool) -> Iterator[Row]:
     for model, batch in (("cnn-fedintr", 512), ("cnn-fedcka", 128), ("resnet18", 64)):
         forms = dict(zip(("apart", "batched"), frozen_passes(model, batch, "cpu"), strict=True))
         what = f"{model}, batch {batch}, both frozen models"
-        yield from ratios(what, forms, {"batched": 0.0}, 3)
+        yield from ratios(what, forms, {"batched": 0.0}, 2)
     if quick:
         return
     rcl = methods_of(folder, "resnet18", 128, ["fedavg", "fedrcl"], **{"local-epochs": 2})
