@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="bench, or bench-PART of single ones")
     parser.add_argument("--quick", action="store_true", help="steps without resnet18")
     parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     arguments = parser.parse_args()
     chosen = arguments.parts or list(parts[:3])
     if strange := set(chosen) - set(parts):

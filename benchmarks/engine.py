@@ -278,36 +278,29 @@ def allowed_mb(keys: Keys) -> float:
 
 
 def scale(home: Path, sources: dict[int, str]) -> Iterator[Row]:
-    """10 of so many clients a round, 30 samples each: seconds a round, start-up, memory.
-
-    The two that are compared take turns: a run of each, the others, and once more a run of each.
-    """
-    base, most = 100, max(sources)
-    runs: dict[int, list[tuple[float, list[RoundCost]]]] = {count: [] for count in sources}
-    others = [count for count in sources if count not in (base, most)]
-    for count in (base, most, *others, base, most):
+    """10 of so many clients a round, 30 samples each: seconds a round, start-up, memory."""
+    start_s, costs = {}, {}
+    for count, source in sources.items():
         keys: Keys = {
-            "source": sources[count],
+            "source": source,
             "model": "cnn-fedreco",
             "partition": "iid",
             "fraction-train": 10 / count,
-            "num-rounds": 16,
+            "num-rounds": 21,
         }
-        runs[count].append(keel_rounds(home, keys, count, 900))
-    costs = {count: [cost for _, run in each for cost in run] for count, each in runs.items()}
-    server_mb = {c: statistics.mean(run[-1].server_mb for _, run in runs[c]) for c in runs}
+        start_s[count], costs[count] = keel_rounds(home, keys, count, 900)
+    base, most = 100, max(sources)
     for count, each in costs.items():
         wall = [median_wall(each), median_wall(costs[base])]
         yield {
             "what": f"{count} clients, 10 sampled / {base} clients, s a round",
-            "rounds": [len(each), len(costs[base])],
             "ratio": round(wall[0] / wall[1], 3),
             "to_reach": 1.1 if count == most else None,
             "wall_seconds": [round(s, 3) for s in wall],
-            "seconds_to_end_of_round_1": round(statistics.mean(s for s, _ in runs[count]), 1),
-            "server_mb": round(server_mb[count], 1),
+            "seconds_to_end_of_round_1": round(start_s[count], 1),
+            "server_mb": round(each[-1].server_mb, 1),
         }
-    grown_kb = 1024 * (server_mb[most] - server_mb[base]) / (most - base)
+    grown_kb = 1024 * (costs[most][-1].server_mb - costs[base][-1].server_mb) / (most - base)
     yield {"what": "server's memory, KB a client", "ratio": round(grown_kb, 1), "to_reach": 20}
 
 
