@@ -1,6 +1,9 @@
 """What a method's step costs beside FedAvg's, by operator, on one core: `cnn-fedcka`, batch 128.
 
 python -m benchmarks.profile fedcka
+
+The profiler takes memory of its own, and operators that write first to fresh pages, `fill_` above
+all, pay for it in some runs and not in others: of such a line believe the least of several runs.
 """
 
 import argparse
@@ -26,15 +29,18 @@ def milliseconds(run: Run) -> dict[str, tuple[float, float]]:
 
 
 def main() -> None:
-    """Print the operators that differ most, and the sums."""
+    """Print the twenty operators that a method spends most on beyond FedAvg."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__)
-    parser.add_argument("method")
+    parser.add_argument("method", help="any but fedavg")
     method = parser.parse_args().method
     torch.set_num_threads(1)
     home = keel_home()
     home.mkdir(parents=True, exist_ok=True)
     keys = {"batch-size": batch, "local-epochs": epochs}
-    runs = methods_of(home, "cnn-fedcka", num, ["fedavg", method], **keys)
+    try:
+        runs = methods_of(home, "cnn-fedcka", num, ["fedavg", method], **keys)
+    except ValueError as error:  # an unknown method: what is allowed stands in it
+        parser.error(str(error))
     for _ in range(2):  # in turns; the first pass makes memory and caches warm
         base, ours = (milliseconds(run) for run in runs.values())
     rows = []
