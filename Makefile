@@ -40,10 +40,10 @@ test-deployment: $(READY)  ## network namespaces, containers; as root, installs 
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m deployment --timeout 3600 -rs
 
 bench: $(READY)  ## speed, as ratios against bare loops and FedAvg: bench.json, bench.md
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m keel.benchmarks
 
 bench-gpu: $(READY)  ## the same for a GPU: bench-gpu.json, bench-gpu.md; CIFAR10=/data/cifar10-jpg
-	$(BIN)/python -m benchmarks.gpu $(if $(CIFAR10),--cifar10 '$(CIFAR10)')
+	$(BIN)/python -m keel.benchmarks.gpu $(if $(CIFAR10),--cifar10 '$(CIFAR10)')
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -60,7 +60,7 @@ export KEEL_UID ?= $(shell [ $$(id -u) = 0 ] && echo 10001 || id -u)
 give_secrets = [ $$(id -u) != 0 ] || chown -R $(KEEL_UID)
 
 credentials: $(READY)  ## NAMES="fl.example.org 10.0.0.1" CLIENTS="site-a site-b": CA, certificate, keys
-	$(BIN)/python -m deployment.credentials --folder '$(CREDENTIALS)' --names $(NAMES) --clients $(CLIENTS)
+	$(BIN)/python -m keel.deployment.credentials --folder '$(CREDENTIALS)' --names $(NAMES) --clients $(CLIENTS)
 
 image:  ## the container image, from BASE (python:3.12-slim), with PIP_OPTIONS
 	docker build -f docker/Dockerfile -t $(KEEL_IMAGE) \
@@ -74,7 +74,7 @@ deploy-server:  ## SuperLink and ServerApp executor on this machine; variables: 
 register: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/server
 register:  ## the keys of the server's credentials folder with the SuperLink on this machine
 	$(COMPOSE) -p keel-server -f docker/compose.server.yml exec -T superlink \
-	  python -m deployment.register --credentials /credentials --superlink localhost:8000 --wait 120
+	  python -m keel.deployment.register --credentials /credentials --superlink localhost:8000 --wait 120
 
 deploy-client: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/$(KEEL_CLIENT)
 deploy-client:  ## one client on this machine; variables: docker/compose.client.yml
@@ -87,18 +87,18 @@ deploy-client:  ## one client on this machine; variables: docker/compose.client.
 LOCAL = $(COMPOSE) -p keel-local -f docker/compose.local.yml
 deploy-local: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/local
 deploy-local: $(READY)  ## a server and three clients on this machine, to try
-	$(BIN)/python -m deployment.credentials --folder '$(KEEL_CREDENTIALS)' --names superlink \
+	$(BIN)/python -m keel.deployment.credentials --folder '$(KEEL_CREDENTIALS)' --names superlink \
 	  --clients client-0000 client-0001 client-0002
 	$(give_secrets) '$(KEEL_CREDENTIALS)'
 	$(LOCAL) up -d superlink serverapp
-	$(BIN)/python -m deployment.register --credentials '$(KEEL_CREDENTIALS)/server' --wait 120
+	$(BIN)/python -m keel.deployment.register --credentials '$(KEEL_CREDENTIALS)/server' --wait 120
 	$(LOCAL) up -d
 
 end-local:  ## end what deploy-local started; its volumes stay
 	$(LOCAL) down
 
 doctor: $(READY)  ## ARGS="client --credentials credentials/site-a --fleet fl.example.org:9092": what is wrong, here and in the containers
-	$(BIN)/python -m deployment.doctor $(ARGS)
+	$(BIN)/python -m keel.deployment.doctor $(ARGS)
 
 clean:  ## remove the environment and caches; runs under ~/.keel stay
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -9,7 +9,7 @@ import os
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from client_app.hand_over import hand_over, worker_variable
+from client_app.worker_client import send_to_worker, worker_variable
 
 app = ClientApp()
 
@@ -19,7 +19,7 @@ def replied(message: Message, context: Context) -> Message:
     socket = os.environ.get(worker_variable)
     content: RecordDict | Error
     if socket:
-        content = hand_over(socket, message, context)
+        content = send_to_worker(socket, message, context)
     else:
         from client_app.handlers import answer  # brings torch
 

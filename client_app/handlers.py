@@ -1,6 +1,6 @@
 """What a client makes of query, train and evaluate; an error becomes one line, naming its cause.
 
-Runs in the process of the ClientApp in simulation, in the resident worker (`client_app.serve`)
+Runs in the process of the ClientApp in simulation, in the resident worker (`client_app.worker_server`)
 where there is one.
 """
 
@@ -14,10 +14,9 @@ import torch
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 
 from client_app.evaluation import evaluate
-from client_app.hand_over import client_failed, run_and_round
 from client_app.method import Method
 from client_app.methods import method_of
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from client_app.setup import device_for
 from client_app.worker import (
     Worker,
@@ -27,13 +26,14 @@ from client_app.worker import (
     representation_width,
     state_folder,
 )
+from client_app.worker_client import client_failed, run_and_round
 from protocol.messages import (
     Arrays,
     RosterEntry,
     TrainReply,
     all_finite,
     counted_round_of,
-    read_instruction,
+    read_request,
     reply_content,
     roster_content,
     tensors,
@@ -63,8 +63,8 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
 
 def roster(message: Message, context: Context) -> RecordDict:
     """What this client says of itself before round 1."""
-    instruction, node = read_instruction(message), context.node_config
-    config, data = instruction.config, instruction.data
+    request, node = read_request(message), context.node_config
+    config, data = request.config, request.data
     train, test = own_splits(config, data, node, with_images=False)
     name = own_architecture(config, node)
     model = worker.network(config, data, name, "local", device_for("cpu"))
@@ -81,46 +81,46 @@ def roster(message: Message, context: Context) -> RecordDict:
     return roster_content(entry)
 
 
-def begin(message: Message, context: Context, before_round: int) -> tuple[ClientRound, Method]:
+def begin(message: Message, context: Context, before_round: int) -> tuple[RoundContext, Method]:
     """The round as its method reads it, with this client's state of a round < before_round."""
-    instruction, counted_round = read_instruction(message), counted_round_of(message)
-    method = method_of(instruction.config)
+    request, last_accepted_round = read_request(message), counted_round_of(message)
+    method = method_of(request.config)
     records = message.content.array_records
-    folder = state_folder(instruction, context.node_config)
-    now = worker.begin_round(
-        instruction,
+    folder = state_folder(request, context.node_config)
+    ctx = worker.begin_round(
+        request,
         context.node_config,
         received=tensors(records["arrays"]),
         extra=tensors(records.get("extra")),
-        state=folder.load(before_round, counted_round if method.keeps_state else 0),
-        counted_round=counted_round,
+        state=folder.load(before_round, last_accepted_round if method.keeps_state else 0),
+        last_accepted_round=last_accepted_round,
     )
-    return now, method
+    return ctx, method
 
 
 def train_one_round(message: Message, context: Context) -> RecordDict:
     """Train, keep what is kept, and answer with the update and its figures."""
     started, cpu_started = time.perf_counter(), time.process_time()
-    instruction = read_instruction(message)
-    now, method = begin(message, context, before_round=instruction.round)
-    update = method.train(now)
+    request = read_request(message)
+    ctx, method = begin(message, context, before_round=request.round)
+    update = method.train(ctx)
     metrics = {f"loss.{name}": value for name, value in update.terms.items()}
     metrics |= {
-        "num-examples": len(now.train_samples),
+        "num-examples": len(ctx.train_samples),
         "num-steps": update.num_steps,
         "seconds": time.perf_counter() - started,
         "cpu-seconds": time.process_time() - cpu_started,
     }
-    refuse_unless_finite(instruction.round, {"update": update.arrays, "extra": update.extra})
-    refuse_unless_finite(instruction.round, update.state)
+    refuse_unless_finite(request.round, {"update": update.arrays, "extra": update.extra})
+    refuse_unless_finite(request.round, update.state)
     if update.state:
-        folder = state_folder(instruction, context.node_config)
-        folder.save(instruction.round, update.state)
-        folder.prune(instruction.checkpoint_round)
-    if instruction.evaluate:
-        metrics |= personal_metrics(method, now, update.state)
+        folder = state_folder(request, context.node_config)
+        folder.save(request.round, update.state)
+        folder.prune(request.checkpoint_round)
+    if request.evaluate:
+        metrics |= personal_metrics(method, ctx, update.state)
     return reply_content(
-        TrainReply(now.client, instruction.round, update.arrays, update.extra, metrics)
+        TrainReply(ctx.client, request.round, update.arrays, update.extra, metrics)
     )
 
 
@@ -136,26 +136,26 @@ def refuse_unless_finite(round_: int, groups: dict[str, Arrays]) -> None:
 
 def evaluate_models(message: Message, context: Context) -> RecordDict:
     """Accuracy and loss on the local test part: of the global model, of the personal one."""
-    instruction = read_instruction(message)
-    now, method = begin(message, context, before_round=instruction.round + 1)
-    metrics: dict[str, float] = {"num-examples": len(now.train_samples)}
+    request = read_request(message)
+    ctx, method = begin(message, context, before_round=request.round + 1)
+    metrics: dict[str, float] = {"num-examples": len(ctx.train_samples)}
     if method.has_global_model:
         score = evaluate(
-            now.frozen("global", now.initial_weights() | now.received), now.test_samples
+            ctx.frozen("global", ctx.initial_weights() | ctx.received), ctx.test_samples
         )
         metrics |= {"global-accuracy": score.accuracy, "global-loss": score.loss}
-    metrics |= personal_metrics(method, now, now.state)
-    return reply_content(TrainReply(now.client, instruction.round, {}, {}, metrics))
+    metrics |= personal_metrics(method, ctx, ctx.state)
+    return reply_content(TrainReply(ctx.client, request.round, {}, {}, metrics))
 
 
 def personal_metrics(
-    method: Method, now: ClientRound, state: dict[str, Arrays]
+    method: Method, ctx: RoundContext, state: dict[str, Arrays]
 ) -> dict[str, float]:
     """The personal model's figures, with the size of the local test part."""
-    metrics: dict[str, float] = {"num-test": len(now.test_samples)}
-    model = method.personal_model(now, state)
+    metrics: dict[str, float] = {"num-test": len(ctx.test_samples)}
+    model = method.personal_model(ctx, state)
     if model is not None:
-        score = evaluate(model, now.test_samples)
+        score = evaluate(model, ctx.test_samples)
         metrics |= {"personal-accuracy": score.accuracy, "personal-loss": score.loss}
     return metrics
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from models import StagedModel
 
 if TYPE_CHECKING:
-    from client_app.round import ClientRound
+    from client_app.round import RoundContext
 
 Arrays = dict[str, Tensor]
 
@@ -25,7 +25,7 @@ class ModelParts:
     """What a method adds to the plain model; server and clients build the same."""
 
     projection: str = "none"  # before the classifier: none, mlp, mlp-normalised
-    tap_heads: bool = False  # a projection head for every regularised tap
+    projection_heads: bool = False  # a projection head for every regularised tap
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Batch:
     """One step of local training, as a local objective sees it. B is the batch size.
 
     x [B, C, H, W] augmented, y [B]. logits [B, num_classes] and `taps` (in the order of
-    `LocalObjective.taps`) come from the local model and carry gradient. `taps_g` and `taps_p` are
+    `LocalObjective.taps`) come from the local model and carry gradient. `reps_global` and `reps_previous` are
     what `represent` made of the same batch with the frozen global and previous local model;
     empty where the objective does not use that model. global_model is the frozen network itself.
     """
@@ -42,9 +42,9 @@ class Batch:
     y: Tensor
     logits: Tensor
     taps: list[Tensor]
-    taps_g: list[Tensor]
-    taps_p: list[Tensor]
-    round: "ClientRound"
+    reps_global: list[Tensor]
+    reps_previous: list[Tensor]
+    round: "RoundContext"
     global_model: StagedModel | None = None
 
 
@@ -108,11 +108,11 @@ class Method:
         """What this method adds to the plain model."""
         return ModelParts()
 
-    def train(self, now: "ClientRound") -> Update:
+    def train(self, ctx: "RoundContext") -> Update:
         """Train for one round: read what was received and kept, return what is sent and kept."""
         raise NotImplementedError
 
-    def personal_model(self, now: "ClientRound", state: Mapping[str, Arrays]) -> nn.Module | None:
+    def personal_model(self, ctx: "RoundContext", state: Mapping[str, Arrays]) -> nn.Module | None:
         """The model that this client would use on its own data, or None: the global model."""
         return None
 
@@ -125,9 +125,11 @@ class LocalObjective(Method):
     they read, what of them they compare (`represent`), and the penalty, already weighted.
     """
 
-    uses_global: ClassVar[bool] = False  # `Batch.taps_g` is wanted
+    uses_global: ClassVar[bool] = False  # `Batch.reps_global` is wanted
     uses_global_model: ClassVar[bool] = False  # `Batch.global_model` is wanted
-    uses_previous: ClassVar[bool] = False  # `Batch.taps_p` is wanted; the local model is kept
+    uses_previous: ClassVar[bool] = (
+        False  # `Batch.reps_previous` is wanted; the local model is kept
+    )
 
     @classmethod
     def extra_forwards(cls) -> str:
@@ -145,7 +147,7 @@ class LocalObjective(Method):
         """
         return taps
 
-    def first_previous(self, now: "ClientRound") -> Arrays | None:
+    def first_previous(self, ctx: "RoundContext") -> Arrays | None:
         """What stands for the previous model at a client's first participation; None: no term."""
         return None
 
@@ -162,8 +164,8 @@ class LocalObjective(Method):
         """
         return None
 
-    def train(self, now: "ClientRound") -> Update:
+    def train(self, ctx: "RoundContext") -> Update:
         """Local training as in FedAvg, on this objective."""
         from client_app.trainer import train_on_objective
 
-        return train_on_objective(self, now)
+        return train_on_objective(self, ctx)

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from client_app.frozen import FrozenOutputs
+from client_app.feature_cache import FrozenFeatureCache
 from client_app.method import Arrays
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from client_app.samples import Step
 from client_app.trainer import Descent, Duration, descend
 from models import StagedModel
@@ -26,15 +26,15 @@ def body_of(model: StagedModel) -> Arrays:
     return {name: weights[name].detach().clone() for name in names}
 
 
-def under_own_head(now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+def under_own_head(ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
     """The client's network: the received body under the head that it kept, at first the seed's."""
-    head = {name: array.to(now.device) for name, array in state.get("head", {}).items()}
-    now.model.load_state_dict(now.initial_weights() | now.received | head)
-    return now.model
+    head = {name: array.to(ctx.device) for name, array in state.get("head", {}).items()}
+    ctx.model.load_state_dict(ctx.initial_weights() | ctx.received | head)
+    return ctx.model
 
 
 def train_part(
-    now: ClientRound,
+    ctx: RoundContext,
     model: StagedModel,
     part: str,
     epochs: int,
@@ -53,10 +53,10 @@ def train_part(
     model.eval().requires_grad_(False)
     chosen.train().requires_grad_(True)
     duration = Duration(epochs, "epochs")
-    features = FrozenOutputs(  # under a head that is trained alone
-        now,
+    features = FrozenFeatureCache(  # under a head that is trained alone
+        ctx,
         lambda x: model.run(x, ["features"], to_logits=False)[1],
-        is_read_again=duration.reads_again(now),
+        is_read_again=duration.reads_again(ctx),
     )
 
     def terms(step: Step) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ def train_part(
         return {"supervised": F.cross_entropy(logits, step.y)}
 
     return descend(
-        now,
+        ctx,
         list(chosen.parameters()),
         terms,
         lr=lr,
@@ -81,7 +81,7 @@ def train_part(
 
 
 def fine_tune(
-    now: ClientRound,
+    ctx: RoundContext,
     model: StagedModel,
     part: str,
     epochs: int,
@@ -91,4 +91,4 @@ def fine_tune(
 ) -> None:
     """Tune a part of the model in place on this client's training samples; see `train_part`."""
     stream = "fine-tuning"
-    train_part(now, model, part, epochs, lr, stream=stream, momentum=momentum, decays=decays)
+    train_part(ctx, model, part, epochs, lr, stream=stream, momentum=momentum, decays=decays)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from protocol.privacy import noise_sigma
 
 Arrays = dict[str, Tensor]
@@ -17,17 +17,17 @@ def clip_to_norm(arrays: Arrays, max_norm: float) -> Arrays:
     return {name: a * scale for name, a in arrays.items()}
 
 
-def privatise(arrays: Arrays, now: ClientRound) -> Arrays:
+def privatise(arrays: Arrays, ctx: RoundContext) -> Arrays:
     """The release that the run's `privacy.*` asks for; the arrays as they are with epsilon 0.
 
     In simulation the noise comes from (seed, round, client), so a run repeats. A real site's comes
     from the operating system: the server knows the run's seed and could subtract the noise. Not
     from torch's generator, of whose seed 32 bits count: few enough to try them all.
     """
-    privacy = now.config.privacy
+    privacy = ctx.config.privacy
     if privacy.epsilon == 0:
         return arrays
-    generator = np.random.default_rng(now.seed("privacy") if now.is_simulated else None)
+    generator = np.random.default_rng(ctx.seed("privacy") if ctx.is_simulated else None)
     sigma = noise_sigma(privacy)
     return {
         name: a + torch.as_tensor(sigma * generator.standard_normal(a.shape)).to(a)

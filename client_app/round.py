@@ -12,31 +12,31 @@ from torch import Tensor
 from client_app.samples import Samples, Step, batch_size_for
 from models import StagedModel
 from protocol.config import RunConfig
-from protocol.messages import DataFacts
+from protocol.messages import DatasetSpec
 from protocol.seeds import seed_of
 
 if TYPE_CHECKING:
-    from client_app.frozen import FrozenOutputs
+    from client_app.feature_cache import FrozenFeatureCache
     from client_app.worker import Worker
 
 Arrays = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class ClientRound:
+class RoundContext:
     """Client `client` in round `round` (from 1).
 
     data: what labels and pixels of the run mean.
     received: the arrays that the server sent, on `device`; extra: what it sent beside them.
     state: what this client kept, by group name, on the CPU; {} at its first participation.
-    counted_round: the last round whose reply of this client the server used; 0: none.
+    last_accepted_round: the last round whose reply of this client the server used; 0: none.
     model: this client's network on `device`, its weights not yet set.
     is_simulated: its data is a partition; its noise may come from the run's seed.
     caches: those alive, which share the run's `cache-mb`.
     """
 
     config: RunConfig
-    data: DataFacts
+    data: DatasetSpec
     client: str
     round: int
     device: torch.device
@@ -45,11 +45,11 @@ class ClientRound:
     received: Arrays
     extra: Arrays
     state: dict[str, Arrays]
-    counted_round: int
+    last_accepted_round: int
     model: StagedModel
     is_simulated: bool
     worker: "Worker" = field(repr=False)
-    caches: "WeakSet[FrozenOutputs]" = field(default_factory=WeakSet, repr=False)
+    caches: "WeakSet[FrozenFeatureCache]" = field(default_factory=WeakSet, repr=False)
 
     @property
     def lr_factor(self) -> float:

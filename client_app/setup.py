@@ -10,15 +10,15 @@ from client_app.methods import method_of
 from client_app.samples import Pixels
 from data.partitions import partition_indices, split_local_test, stratified_share
 from data.sources import Source, load_source
-from models import StagedModel, build_model, input_recipe
+from models import StagedModel, build_model, input_spec
 from protocol.config import RunConfig, keel_home
-from protocol.messages import DataFacts
+from protocol.messages import DatasetSpec
 from protocol.seeds import seed_of
 
 
 def open_source(config: RunConfig, spec: str = "") -> Source:
     """The run's data source (or `spec`), decoded at most once a machine, memory-mapped."""
-    data, recipe = config.data, input_recipe(config.model.model)
+    data, recipe = config.data, input_spec(config.model.model)
     return _open_source(
         spec or data.source,
         Path(data.data_dir).expanduser() if data.data_dir else keel_home() / "data",
@@ -33,17 +33,17 @@ def _open_source(spec: str, data_dir: Path, cache_dir: Path, size: int, channels
     return load_source(spec, data_dir, cache_dir, size, channels)
 
 
-def facts_of(config: RunConfig, source: Source) -> DataFacts:
+def dataset_spec_of(config: RunConfig, source: Source) -> DatasetSpec:
     """What the run's clients are told of its source: its shape, classes and normalisation."""
     mean, std = source.mean, source.std
     if config.data.normalise == "half":
         mean = std = (0.5,) * len(source.mean)
-    return DataFacts(source.image_shape, source.class_names, mean, std)
+    return DatasetSpec(source.image_shape, source.class_names, mean, std)
 
 
 def pixels_of(config: RunConfig, source: Source) -> Pixels:
     """How the run normalises this source."""
-    facts = facts_of(config, source)
+    facts = dataset_spec_of(config, source)
     return Pixels(facts.mean, facts.std)
 
 
@@ -117,7 +117,7 @@ def build_network(
         seed=seed_of(config.rounds.seed, "weights") if seed is None else seed,
         norm=config.model.norm if name == config.model.model else "",
         projection=parts.projection,
-        tap_heads=parts.tap_heads,
+        projection_heads=parts.projection_heads,
     )
     return model.to(memory_format=torch.channels_last)
 

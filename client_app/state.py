@@ -30,10 +30,10 @@ class StateFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def load(self, before_round: int, counted_round: int = 0) -> Groups:
+    def load(self, before_round: int, last_accepted_round: int = 0) -> Groups:
         """The newest version of a round < `before_round`; {} if this client kept nothing yet.
 
-        counted_round: the last round that the server knows this client to have trained; 0: none.
+        last_accepted_round: the last round that the server knows this client to have trained; 0: none.
         A damaged version is set aside as `*.damaged` and the next older one taken, with a warning.
         ValueError if a damaged one is all there is, or nothing although the client has trained: a
         fresh model must not replace what is lost in silence. A file `begin-anew` allows it; it is
@@ -44,11 +44,11 @@ class StateFolder:
                 continue
             content = path.read_bytes()
             if digest(content) in path.name:
-                if round_ < counted_round:
+                if round_ < last_accepted_round:
                     log.warning(
                         "%s is older than round %d, which the server counted: what this client "
                         "kept since is lost",
-                        *(path, counted_round),
+                        *(path, last_accepted_round),
                     )
                 return _grouped(load(content))
             path.rename(path.with_suffix(".damaged"))
@@ -57,8 +57,8 @@ class StateFolder:
         lost = ""
         if damaged:
             lost = f"{damaged[-1]} is damaged and there is no older version of this client's state"
-        elif counted_round:
-            lost = f"this client trained in round {counted_round}, and {self.folder} keeps nothing"
+        elif last_accepted_round:
+            lost = f"this client trained in round {last_accepted_round}, and {self.folder} keeps nothing"
         if lost:
             marker = self.folder / begin_anew
             begun = [int(p.name[-5:]) for p in self.folder.glob("begun-anew-?????")]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from client_app.frozen import FrozenOutputs
+from client_app.feature_cache import FrozenFeatureCache
 from client_app.look_ahead import look_ahead_term
 from client_app.method import Arrays, Batch, LocalObjective, Update
 from client_app.precision import forward_in, losses_in_float32, products
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from client_app.samples import Step, batch_size_for
 from client_app.sgd import SGD
 from models import StagedModel
@@ -44,12 +44,12 @@ class Duration:
     count: int
     unit: str  # epochs or steps
 
-    def reads_again(self, now: ClientRound) -> bool:
+    def reads_again(self, ctx: RoundContext) -> bool:
         """Whether any sample comes up more than once."""
         if self.unit == "epochs":
             return self.count > 1
-        return self.count * batch_size_for(len(now.train_samples), now.config.train) > len(
-            now.train_samples
+        return self.count * batch_size_for(len(ctx.train_samples), ctx.config.train) > len(
+            ctx.train_samples
         )
 
 
@@ -72,7 +72,7 @@ class Descent:
 
 
 def descend(
-    now: ClientRound,
+    ctx: RoundContext,
     parameters: Sequence[Tensor],
     terms_of: Callable[[Step], dict[str, Tensor]],
     *,
@@ -94,7 +94,7 @@ def descend(
     change the gradients (before they are clipped), after_step (given the rate) the parameters.
     Modes (`train`, `requires_grad_`) are the caller's.
     """
-    train = now.config.train
+    train = ctx.config.train
     optimizer = SGD(
         parameters,
         momentum=train.momentum if momentum is None else momentum,
@@ -103,12 +103,12 @@ def descend(
     sums = MeanTerms({})
     num_steps = 0
     total_lr = 0.0
-    cuda = [now.device] if now.device.type == "cuda" else []
+    cuda = [ctx.device] if ctx.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), products(train.precision):
-        torch.manual_seed(now.seed("dropout", stream))
-        for epoch, step in steps_of(now, stream, duration):
-            rate = lr * now.lr_factor * train.lr_decay_epoch**epoch if decays else lr
-            with forward_in(train.precision, now.device):
+        torch.manual_seed(ctx.seed("dropout", stream))
+        for epoch, step in steps_of(ctx, stream, duration):
+            rate = lr * ctx.lr_factor * train.lr_decay_epoch**epoch if decays else lr
+            with forward_in(train.precision, ctx.device):
                 terms = terms_of(step)
             optimizer.zero_grad()
             functools.reduce(operator.add, terms.values()).backward()  # type: ignore[no-untyped-call]
@@ -125,12 +125,12 @@ def descend(
     return Descent(sums.read(), num_steps, total_lr)
 
 
-def steps_of(now: ClientRound, stream: str, duration: Duration) -> Iterator[tuple[int, Step]]:
+def steps_of(ctx: RoundContext, stream: str, duration: Duration) -> Iterator[tuple[int, Step]]:
     """(epoch, batch) for the duration; steps go on into as many epochs as they need."""
     epoch = taken = 0
     in_epochs = duration.unit == "epochs"
     while (epoch if in_epochs else taken) < duration.count:
-        for step in now.batches(stream, epoch):
+        for step in ctx.batches(stream, epoch):
             yield epoch, step
             taken += 1
             if not in_epochs and taken == duration.count:
@@ -139,10 +139,10 @@ def steps_of(now: ClientRound, stream: str, duration: Duration) -> Iterator[tupl
 
 
 def representations(
-    objective: LocalObjective, model: StagedModel, now: ClientRound
+    objective: LocalObjective, model: StagedModel, ctx: RoundContext
 ) -> Callable[[Tensor], list[Tensor]]:
     """What the objective compares of a batch x, in a frozen model, run no further than that."""
-    taps, precision = objective.taps(model), now.config.train.precision
+    taps, precision = objective.taps(model), ctx.config.train.precision
 
     def compute(x: Tensor) -> list[Tensor]:
         with forward_in(precision, x.device):
@@ -154,30 +154,30 @@ def representations(
 
 
 def objective_terms(
-    objective: LocalObjective, now: ClientRound, model: StagedModel
+    objective: LocalObjective, ctx: RoundContext, model: StagedModel
 ) -> Callable[[Step], dict[str, Tensor]]:
     """The loss terms of one batch under a local objective: `supervised`, and `penalty` if any.
 
     Builds the frozen models that the objective uses, from what was received and kept.
     """
-    previous = now.state.get("previous") or objective.first_previous(now)
+    previous = ctx.state.get("previous") or objective.first_previous(ctx)
     has_penalty = not (objective.uses_previous and previous is None)
     used = {}
     if has_penalty and objective.uses_global:
-        used["global"] = now.received
+        used["global"] = ctx.received
     if has_penalty and objective.uses_previous and previous is not None:
         used["previous"] = previous
     frozen = {
-        slot: FrozenOutputs(
-            now,
-            representations(objective, now.frozen(slot, arrays), now),
-            is_read_again=now.config.train.local_epochs > 1,
+        slot: FrozenFeatureCache(
+            ctx,
+            representations(objective, ctx.frozen(slot, arrays), ctx),
+            is_read_again=ctx.config.train.local_epochs > 1,
         )
         for slot, arrays in used.items()
     }
     global_model = None
     if has_penalty and objective.uses_global_model:
-        global_model = now.frozen("global", now.received)
+        global_model = ctx.frozen("global", ctx.received)
     names = objective.taps(model) if has_penalty else []
 
     def terms_of(step: Step) -> dict[str, Tensor]:
@@ -188,17 +188,17 @@ def objective_terms(
             y=step.y,
             logits=logits,
             taps=taps,
-            taps_g=frozen["global"].of(step) if "global" in frozen else [],
-            taps_p=frozen["previous"].of(step) if "previous" in frozen else [],
-            round=now,
+            reps_global=frozen["global"].of(step) if "global" in frozen else [],
+            reps_previous=frozen["previous"].of(step) if "previous" in frozen else [],
+            round=ctx,
             global_model=global_model,
         )
-        with losses_in_float32(now.config.train.precision, now.device):
+        with losses_in_float32(ctx.config.train.precision, ctx.device):
             terms = {"supervised": objective.supervised(batch)}
             penalty = objective.penalty(batch) if has_penalty else None
             if penalty is not None:
                 terms["penalty"] = penalty
-            ahead = look_ahead_term(now, model)
+            ahead = look_ahead_term(ctx, model)
             if ahead is not None:
                 terms["look-ahead"] = ahead
         return terms
@@ -206,18 +206,18 @@ def objective_terms(
     return terms_of
 
 
-def train_on_objective(objective: LocalObjective, now: ClientRound) -> Update:
+def train_on_objective(objective: LocalObjective, ctx: RoundContext) -> Update:
     """Local training: `local-epochs` of SGD from the received model on supervised + penalty.
 
     Keeps the local model it ends with where the objective `uses_previous`.
     """
-    train, model = now.config.train, now.model
-    model.load_state_dict(now.received)
+    train, model = ctx.config.train, ctx.model
+    model.load_state_dict(ctx.received)
     model.train().requires_grad_(True)
     descent = descend(
-        now,
+        ctx,
         list(model.parameters()),
-        objective_terms(objective, now, model),
+        objective_terms(objective, ctx, model),
         lr=train.lr,
         duration=Duration(train.local_epochs, "epochs"),
     )

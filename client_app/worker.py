@@ -13,18 +13,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from client_app.hand_over import worker_variable
 from client_app.memory import keep_freed_memory
 from client_app.methods import method_of
 from client_app.methods.fedreco import FedReCo
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from client_app.samples import Pixels, Samples
 from client_app.setup import build_network, client_indices, device_for, open_source
 from client_app.state import StateFolder
+from client_app.worker_client import worker_variable
 from data.sources import ImageSplit, Source
 from models import StagedModel
 from protocol.config import RunConfig, keel_home
-from protocol.messages import Arrays, DataFacts, Instruction
+from protocol.messages import Arrays, DatasetSpec, TrainRequest
 
 # As this process found it: OMP_NUM_THREADS, which Ray sets to a client's share, or all cores.
 threads_given = torch.get_num_threads()
@@ -47,7 +47,7 @@ def client_name(node_config: NodeConfig) -> str:
 
 
 def own_splits(
-    config: RunConfig, data: DataFacts, node_config: NodeConfig, with_images: bool = True
+    config: RunConfig, data: DatasetSpec, node_config: NodeConfig, with_images: bool = True
 ) -> tuple[ImageSplit, ImageSplit]:
     """(training, local test) images of this client; none of them, but all labels, if not asked for.
 
@@ -87,7 +87,7 @@ def own_splits(
     return own, test
 
 
-def labels_in_run(client: str, own: Source, run: DataFacts) -> np.ndarray:
+def labels_in_run(client: str, own: Source, run: DatasetSpec) -> np.ndarray:
     """The label in the run of each class of a client's own data, found by the class's name.
 
     Where the names are the labels themselves (as of an npz file), those count.
@@ -144,14 +144,16 @@ class Worker:
         self._samples: dict[frozenset[tuple[str, object]], tuple[Samples, Samples]] = {}
         self.has_said_no_room = False  # in a cache of frozen outputs, in this run
 
-    def _forget_other_runs(self, config: RunConfig, data: DataFacts, device: torch.device) -> None:
+    def _forget_other_runs(
+        self, config: RunConfig, data: DatasetSpec, device: torch.device
+    ) -> None:
         if (config, data, device) != self._key:
             self._key = (config, data, device)
             self._networks, self._initial, self._samples = {}, {}, {}
             self.has_said_no_room = False
 
     def samples(
-        self, config: RunConfig, data: DataFacts, node_config: NodeConfig, device: torch.device
+        self, config: RunConfig, data: DatasetSpec, node_config: NodeConfig, device: torch.device
     ) -> tuple[Samples, Samples]:
         """(training, local test) samples of this client, kept for its next round.
 
@@ -174,7 +176,7 @@ class Worker:
         return own
 
     def network(
-        self, config: RunConfig, data: DataFacts, name: str, slot: str, device: torch.device
+        self, config: RunConfig, data: DatasetSpec, name: str, slot: str, device: torch.device
     ) -> StagedModel:
         """The network `name` of this run; one instance a slot ("local", "global", ...)."""
         self._forget_other_runs(config, data, device)
@@ -190,36 +192,36 @@ class Worker:
         """The weights that the run's seed gives the network `name`, once it was built."""
         return self._initial[name]
 
-    def random_weights(self, config: RunConfig, data: DataFacts, name: str, seed: int) -> Arrays:
+    def random_weights(self, config: RunConfig, data: DatasetSpec, name: str, seed: int) -> Arrays:
         """Weights for the network `name` that no other seed gives."""
         return build_network(config, data.image_shape, data.num_classes, name, seed).state_dict()
 
     def begin_round(
         self,
-        instruction: Instruction,
+        request: TrainRequest,
         node_config: NodeConfig,
         received: Arrays,
         extra: Arrays,
         state: dict[str, Arrays],
-        counted_round: int = 0,
-    ) -> ClientRound:
+        last_accepted_round: int = 0,
+    ) -> RoundContext:
         """Everything that a method reads of this client in this round."""
-        config, data = instruction.config, instruction.data
+        config, data = request.config, request.data
         torch.set_num_threads(config.train.threads or threads_given)
         device = device_for(str(node_config.get("device", config.train.device)))
         train, test = self.samples(config, data, node_config, device)
-        return ClientRound(
+        return RoundContext(
             config=config,
             data=data,
             client=client_name(node_config),
-            round=instruction.round,
+            round=request.round,
             device=device,
             train_samples=train,
             test_samples=test,
             received=_on(device, received),
             extra=_on(device, extra),
             state=state,
-            counted_round=counted_round,
+            last_accepted_round=last_accepted_round,
             model=self.network(
                 config, data, own_architecture(config, node_config), "local", device
             ),
@@ -237,14 +239,14 @@ def clients_folder() -> Path:
     return keel_home() / "clients"
 
 
-def state_folder(instruction: Instruction, node_config: NodeConfig) -> StateFolder:
+def state_folder(request: TrainRequest, node_config: NodeConfig) -> StateFolder:
     """Where this client keeps its state of this run.
 
     In deployment under `state-dir` of its node config or in $KEEL_HOME/clients, by the name of the
     run's folder, which a resumed run keeps (Flower's run id is another one then); in simulation in
     the run's folder, which is on this machine.
     """
-    name, run_dir = client_name(node_config), Path(instruction.run_dir)
+    name, run_dir = client_name(node_config), Path(request.run_dir)
     if "state-dir" in node_config:
         return StateFolder(Path(str(node_config["state-dir"])) / run_dir.name / name)
     if os.environ.get(worker_variable) or not run_dir.is_dir():

@@ -54,7 +54,7 @@ MODELS: dict[str, Architecture] = {
 }
 
 
-def input_recipe(name: str) -> Recipe:
+def input_spec(name: str) -> Recipe:
     """What images the model wants."""
     return _architecture(name).recipe
 
@@ -68,7 +68,7 @@ def build_model(
     seed: int | None = None,
     norm: str = "",
     projection: str = "none",
-    tap_heads: bool = False,
+    projection_heads: bool = False,
 ) -> StagedModel:
     """The model `name`, in training mode, on the CPU.
 
@@ -107,8 +107,8 @@ def build_model(
         elif projection != "none":
             trunk = _projected(trunk, PROJECTION_TAILS[projection]())
         model = StagedModel(name, input_shape, num_classes, trunk)
-        if tap_heads:
-            model.tap_heads = _tap_heads(model)
+        if projection_heads:
+            model.projection_heads = _tap_heads(model)
     return model
 
 

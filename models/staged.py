@@ -41,9 +41,9 @@ class Trunk:
 class StagedModel(nn.Module):
     """Ordered named stages, a parameter-free neck (pool or flatten) and a classifier.
 
-    `tap_heads` (FedIntR's q_k) are empty unless the model was built with them. They are part of the
+    `projection_heads` (FedIntR's q_k) are empty unless the model was built with them. They are part of the
     state, but not of the forward pass, the extractor or the head: a method applies
-    `tap_heads[stage]` to `tap.flatten(1)` itself.
+    `projection_heads[stage]` to `tap.flatten(1)` itself.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class StagedModel(nn.Module):
         self.stages = nn.ModuleDict(trunk.stages)
         self.neck = trunk.neck
         self.classifier = nn.Linear(trunk.width, num_classes)
-        self.tap_heads = nn.ModuleDict()
+        self.projection_heads = nn.ModuleDict()
         stage_taps = [tap for stage in trunk.stages for tap in (f"{stage}:pre", stage)]
-        self.tap_names = (*stage_taps, "features", "logits")
+        self.layer_names = (*stage_taps, "features", "logits")
 
     @property
     def stage_names(self) -> tuple[str, ...]:
@@ -127,15 +127,15 @@ class StagedModel(nn.Module):
         return [key for key in self.state_dict() if key.startswith(prefixes)]
 
     def _chain(self) -> list[nn.Module]:
-        """For each of `tap_names`, the module that computes it from the one before."""
+        """For each of `layer_names`, the module that computes it from the one before."""
         parts = [part for stage in self.stages.values() for part in stage.children()]
         return [*parts, self.neck, self.classifier]
 
     def _depth(self, tap: str) -> int:
         """How many modules of the chain it takes to compute `tap`."""
-        if tap not in self.tap_names:
-            raise ValueError(f"tap {tap!r}: {self.name} has {', '.join(self.tap_names)}")
-        return self.tap_names.index(tap) + 1
+        if tap not in self.layer_names:
+            raise ValueError(f"tap {tap!r}: {self.name} has {', '.join(self.layer_names)}")
+        return self.layer_names.index(tap) + 1
 
     def _stage_index(self, split: str) -> int:
         if split not in self.stages:

@@ -7,6 +7,7 @@ Tables such as `fedintr.*` hold the options of one method or server step; its ow
 
 import difflib
 import json
+import logging
 import os
 import tomllib
 from collections.abc import Mapping
@@ -32,7 +33,36 @@ from protocol.options import (
 
 FlatConfig = dict[str, OptionValue]
 T = TypeVar("T")
+log = logging.getLogger("keel.config")
 app_folder = Path(__file__).resolve().parent.parent
+
+# Names of keys and values before 0.2: accepted until 0.3, with a warning. `flwr run` refuses a key
+# that is not in pyproject.toml, so the old keys are listed there too.
+RENAMED_KEYS = {
+    "server": "server-optimizer",
+    "rest-after": "backoff-after",
+    "rest-rounds": "backoff-rounds",
+}
+RENAMED_VALUES = {("evaluate-clients", "participants"): "cohort"}
+
+
+def with_current_names(flat: Mapping[str, OptionValue]) -> FlatConfig:
+    """The same config under today's names of keys and values; each old one logs a warning.
+
+    ValueError if a key is given under both of its names.
+    """
+    renamed: FlatConfig = {}
+    for key, value in flat.items():
+        name = RENAMED_KEYS.get(key, key)
+        if name != key:
+            if name in flat:
+                raise ValueError(f"{key} and {name} are the same key: give {name} only")
+            log.warning("%s is now called %s; the old name works until Keel 0.3", key, name)
+        new_value = RENAMED_VALUES.get((name, str(value)), value)
+        if new_value != value:
+            log.warning("%s = %r is now called %r", name, value, new_value)
+        renamed[name] = new_value
+    return renamed
 
 
 @dataclass(frozen=True)
@@ -101,7 +131,7 @@ class RoundsConfig:
 
     preset: str = option(any_text())
     method: str = option(any_text())
-    server: str = option(any_text())
+    server_optimizer: str = option(any_text())
     weighting: str = option(one_of("auto", "examples", "uniform"))
     seed: int = option(at_least(0))
     num_rounds: int = option(at_least(1))
@@ -110,8 +140,8 @@ class RoundsConfig:
     min_replies: int = option(at_least(1))
     round_timeout: float = option(more_than(0))
     start_timeout: float = option(more_than(0))
-    rest_after: int = option(at_least(0))
-    rest_rounds: int = option(at_least(1))
+    backoff_after: int = option(at_least(0))
+    backoff_rounds: int = option(at_least(1))
     norm_bound: str = option(one_of("off", "fixed", "median"))
     norm_bound_value: float = option(more_than(0))
     aggregation: str = option(one_of("mean", "median", "trimmed-mean", "krum", "multi-krum"))
@@ -123,7 +153,7 @@ class RoundsConfig:
     resume: str = option(any_text())
     evaluate_every: int = option(at_least(1))
     evaluate_global: bool = option(true_or_false())
-    evaluate_clients: str = option(one_of("auto", "none", "participants", "all"))
+    evaluate_clients: str = option(one_of("auto", "none", "cohort", "all"))
     last_rounds: int = option(at_least(1))
     diagnostics: str = option(any_text())
     diagnostics_every: int = option(at_least(1))
@@ -176,7 +206,7 @@ def _defaults() -> Mapping[str, OptionValue]:
             flat |= {f"{key}.{name}": v for name, v in value.items()}
         else:
             flat[key] = value
-    return flat
+    return {key: value for key, value in flat.items() if key not in RENAMED_KEYS}
 
 
 def default_config() -> FlatConfig:
@@ -213,6 +243,7 @@ def resolve_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
 
     ValueError, one line, for an unknown key or preset and for a value that is not allowed.
     """
+    overrides = with_current_names(overrides)
     flat = default_config()
     known = list(flat)
     for key in overrides:
@@ -228,7 +259,7 @@ def resolve_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
 @lru_cache(maxsize=16)
 def config_from_json(text: str) -> RunConfig:
     """The config that `RunConfig.to_json` wrote; parsed once a process, as every message has it."""
-    return _parse(json.loads(text))
+    return _parse(with_current_names(json.loads(text)))
 
 
 def _parse(flat: FlatConfig) -> RunConfig:

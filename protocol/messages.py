@@ -1,6 +1,6 @@
 """The layout of every message between server and clients.
 
-server -> client   query     round: see `Instruction`
+server -> client   query     round: see `TrainRequest`
                    train     round; client: counted-round; arrays; extra
                    evaluate  round; client: counted-round; arrays; extra
 client -> server   query     roster: see `RosterEntry`
@@ -30,7 +30,7 @@ protocol_version = 3  # of the layout below: another one cannot be talked to
 
 
 @dataclass(frozen=True)
-class DataFacts:
+class DatasetSpec:
     """What a client has to know of the run's source, which it need not have.
 
     image_shape: (C, H, W). class_names: a label is a place in them. mean, std: of each channel, by
@@ -49,7 +49,7 @@ class DataFacts:
 
 
 @dataclass(frozen=True)
-class Instruction:
+class TrainRequest:
     """What the server asks of a client, beside the arrays.
 
     checkpoint_round: the newest round that the server could still resume from; whatever a client
@@ -58,7 +58,7 @@ class Instruction:
     """
 
     config: RunConfig
-    data: DataFacts
+    data: DatasetSpec
     round: int
     checkpoint_round: int
     evaluate: bool
@@ -101,21 +101,21 @@ class TrainReply:
     metrics: dict[str, float]
 
 
-def instruction_record(instruction: Instruction) -> ConfigRecord:
-    """The record that `read_instruction` reads back."""
+def request_record(request: TrainRequest) -> ConfigRecord:
+    """The record that `read_request` reads back."""
     return ConfigRecord(
         {
-            "config": instruction.config.to_json(),
-            "data": json.dumps(asdict(instruction.data)),
-            "round": instruction.round,
-            "checkpoint-round": instruction.checkpoint_round,
-            "evaluate": instruction.evaluate,
-            "run-dir": instruction.run_dir,
+            "config": request.config.to_json(),
+            "data": json.dumps(asdict(request.data)),
+            "round": request.round,
+            "checkpoint-round": request.checkpoint_round,
+            "evaluate": request.evaluate,
+            "run-dir": request.run_dir,
         }
     )
 
 
-def read_instruction(message: Message) -> Instruction:
+def read_request(message: Message) -> TrainRequest:
     """What the message asks for; ValueError if it is not one of Keel's."""
     record = message.content.config_records.get("round")
     if record is None:
@@ -124,7 +124,7 @@ def read_instruction(message: Message) -> Instruction:
         raise ValueError(
             f"the server speaks another protocol, this Keel version {protocol_version}"
         )
-    return Instruction(
+    return TrainRequest(
         config=config_from_json(str(record["config"])),
         data=data_from_json(str(record["data"])),
         round=int(record["round"]),  # type: ignore[arg-type]  # a scalar in every Keel message
@@ -135,18 +135,18 @@ def read_instruction(message: Message) -> Instruction:
 
 
 @lru_cache(maxsize=4)  # it is the same in every message of a run
-def data_from_json(text: str) -> DataFacts:
-    """What `instruction_record` made of the run's data."""
-    shape, *others = (tuple(json.loads(text)[f.name]) for f in fields(DataFacts))
-    return DataFacts(shape, *others)
+def data_from_json(text: str) -> DatasetSpec:
+    """What `request_record` made of the run's data."""
+    shape, *others = (tuple(json.loads(text)[f.name]) for f in fields(DatasetSpec))
+    return DatasetSpec(shape, *others)
 
 
-def request(
-    instruction: ConfigRecord, arrays: ArrayRecord, extra: ArrayRecord, counted_round: int
+def message_content(
+    request: ConfigRecord, arrays: ArrayRecord, extra: ArrayRecord, last_accepted_round: int
 ) -> RecordDict:
-    """The content of a train or evaluate message; `instruction` is `instruction_record`'s."""
-    own = ConfigRecord({"counted-round": counted_round})
-    return RecordDict({"round": instruction, "client": own, "arrays": arrays, "extra": extra})
+    """The content of a train or evaluate message; `instruction` is `request_record`'s."""
+    own = ConfigRecord({"counted-round": last_accepted_round})
+    return RecordDict({"round": request, "client": own, "arrays": arrays, "extra": extra})
 
 
 def counted_round_of(message: Message) -> int:

@@ -23,48 +23,50 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Allowed:
+class Constraint:
     """What a value may be: a test for it, and the words that say it to a user."""
 
     holds: Callable[[Any], bool]
     words: str
 
 
-def at_least(low: float) -> Allowed:
+def at_least(low: float) -> Constraint:
     """A finite number >= low."""
-    return Allowed(lambda v: math.isfinite(v) and v >= low, f"a finite number >= {low:g}")
+    return Constraint(lambda v: math.isfinite(v) and v >= low, f"a finite number >= {low:g}")
 
 
-def more_than(low: float) -> Allowed:
+def more_than(low: float) -> Constraint:
     """A finite number > low."""
-    return Allowed(lambda v: math.isfinite(v) and v > low, f"a finite number > {low:g}")
+    return Constraint(lambda v: math.isfinite(v) and v > low, f"a finite number > {low:g}")
 
 
-def between(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> Allowed:
+def between(
+    low: float, high: float, *, open_low: bool = False, open_high: bool = False
+) -> Constraint:
     """A number in an interval, closed unless said otherwise."""
     words = f"a number in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
-    return Allowed(
+    return Constraint(
         lambda v: (v > low if open_low else v >= low) and (v < high if open_high else v <= high),
         words,
     )
 
 
-def one_of(*names: str) -> Allowed:
+def one_of(*names: str) -> Constraint:
     """One of these strings."""
-    return Allowed(lambda v: v in names, "one of " + ", ".join(names))
+    return Constraint(lambda v: v in names, "one of " + ", ".join(names))
 
 
-def any_text() -> Allowed:
+def any_text() -> Constraint:
     """Any string."""
-    return Allowed(lambda v: True, "a string")
+    return Constraint(lambda v: True, "a string")
 
 
-def true_or_false() -> Allowed:
+def true_or_false() -> Constraint:
     """Any truth value."""
-    return Allowed(lambda v: True, "true or false")
+    return Constraint(lambda v: True, "true or false")
 
 
-def option(allowed: Allowed, key: str = "") -> Any:
+def option(allowed: Constraint, key: str = "") -> Any:
     """A dataclass field read from the key of the same name, with hyphens (or from `key`)."""
     return dataclasses.field(metadata={"allowed": allowed, "key": key})
 
@@ -89,7 +91,7 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
     parsed: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # T is always a dataclass
         key, want = prefix + key_of(field), types[field.name]
-        allowed: Allowed = field.metadata["allowed"]
+        allowed: Constraint = field.metadata["allowed"]
         if key not in values:
             raise ValueError(f"{key} is missing from the config: {allowed.words}")
         value = values[key]

@@ -16,31 +16,31 @@ from client_app.look_ahead import FedACGClient
 from client_app.method import LocalObjective, Method
 from client_app.methods import METHODS, method_of
 from client_app.samples import Samples
-from client_app.setup import device_for, facts_of, model_for, open_source, pixels_of
+from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of
 from data.sources import Source
-from diagnostics.comparison import chosen_diagnostics
-from diagnostics.monitor import Monitor
-from diagnostics.plots import plot_rounds
 from models import StagedModel
 from protocol.config import RunConfig, all_group_keys, default_config, resolve_config
 from protocol.messages import (
     Arrays,
-    Instruction,
     RosterEntry,
     TrainReply,
+    TrainRequest,
     all_finite,
     array_record,
-    instruction_record,
     payload_bytes,
+    request_record,
     tensors,
 )
 from protocol.options import OptionValue
 from protocol.privacy import check_privacy, composed_budget
-from server_app.bundle import begin_bundle, finish_bundle, note_round
+from server_app.diagnostics.comparison import chosen_diagnostics
+from server_app.diagnostics.monitor import Monitor
+from server_app.diagnostics.plots import plot_rounds
 from server_app.exchange import Exchange
+from server_app.manifest import begin_manifest, finish_manifest, note_round
 from server_app.report import Reporter, check_tensorboard
 from server_app.roster import (
-    Attendees,
+    ClientRegistry,
     evaluates_clients,
     gather_roster,
     is_simulation,
@@ -48,17 +48,17 @@ from server_app.roster import (
     roster_warnings,
     save_roster,
 )
-from server_app.run_folder import (
+from server_app.run_directory import (
     Checkpoint,
-    RunFolder,
+    RunDirectory,
     kept_checkpoints,
-    new_run_folder,
-    open_run_folder,
+    new_run_directory,
+    open_run_directory,
     save_arrays,
 )
 from strategies import STRATEGIES, Average
 from strategies.average import RoundReport, TooFewRepliesError
-from strategies.server_steps import SERVER_STEPS
+from strategies.server_optimizers import SERVER_OPTIMIZERS
 
 log = logging.getLogger("keel.server")
 roster_file = "roster.json"  # in the run's folder: who takes part
@@ -75,7 +75,7 @@ class Run:
 
     config: RunConfig
     given: Mapping[str, OptionValue]
-    folder: RunFolder
+    folder: RunDirectory
     grid: Grid
     strategy: Average
     method: Method
@@ -84,17 +84,17 @@ class Run:
     source: Source
     test_samples: Samples
     roster: dict[int, RosterEntry]
-    attendees: Attendees
+    registry: ClientRegistry
     exchange: Exchange
     reporter: Reporter
     start: Checkpoint
     monitor: Monitor | None
 
-    def instruction(self, server_round: int, checkpoint_round: int, evaluate: bool) -> ConfigRecord:
+    def request(self, server_round: int, checkpoint_round: int, evaluate: bool) -> ConfigRecord:
         """What every client is told in this round."""
-        data, folder = facts_of(self.config, self.source), str(self.folder.path)
-        return instruction_record(
-            Instruction(self.config, data, server_round, checkpoint_round, evaluate, folder)
+        data, folder = dataset_spec_of(self.config, self.source), str(self.folder.path)
+        return request_record(
+            TrainRequest(self.config, data, server_round, checkpoint_round, evaluate, folder)
         )
 
 
@@ -109,18 +109,21 @@ def check_config(config: RunConfig) -> None:
             f"privacy.epsilon = {config.privacy.epsilon}: method {rounds.method} sends nothing "
             f"that is clipped and noised; methods that do: {', '.join(private_methods)}"
         )
-    if rounds.server != "fedavg" and not STRATEGIES[rounds.method].allows_server_steps:
+    if (
+        rounds.server_optimizer != "fedavg"
+        and not STRATEGIES[rounds.method].supports_server_optimizer
+    ):
         raise ValueError(
-            f"server = {rounds.server!r}: {rounds.method} has a server step of its own; server has "
+            f"server-optimizer = {rounds.server_optimizer!r}: {rounds.method} has a server step of its own; server-optimizer has "
             "to be fedavg with it"
         )
-    if rounds.aggregation != "mean" and not STRATEGIES[rounds.method].allows_server_steps:
+    if rounds.aggregation != "mean" and not STRATEGIES[rounds.method].supports_server_optimizer:
         raise ValueError(
             f"aggregation = {rounds.aggregation!r}: {rounds.method} has a server step of its own; "
             "aggregation has to be mean with it"
         )
     check_tensorboard(rounds)
-    if rounds.server == "fedacg":
+    if rounds.server_optimizer == "fedacg":
         beta = config.table("fedacg", FedACGClient).beta  # clients read it: checked here already
         if beta and not isinstance(method, LocalObjective):
             raise ValueError(
@@ -136,18 +139,18 @@ def check_config(config: RunConfig) -> None:
         )
     for name, cls in METHODS.items():  # a value that no method could take is a mistake anyway
         config.table(name, cls)
-    for step in SERVER_STEPS.values():
+    for step in SERVER_OPTIMIZERS.values():
         step(config)
     tables = {key.partition(".")[0] for key in default_config().keys() - all_group_keys()}
-    assert tables <= METHODS.keys() | SERVER_STEPS.keys()
+    assert tables <= METHODS.keys() | SERVER_OPTIMIZERS.keys()
 
 
 def idle_keys(config: RunConfig, given: Mapping[str, OptionValue]) -> list[str]:
     """What to warn of, a line each: keys given that do nothing in this run, models never judged."""
     rounds, method = config.rounds, method_of(config)
-    tables = (METHODS.keys() | SERVER_STEPS.keys()) - {rounds.method, rounds.server}
+    tables = (METHODS.keys() | SERVER_OPTIMIZERS.keys()) - {rounds.method, rounds.server_optimizer}
     lines = [
-        f"{key} is given and does nothing: method is {rounds.method}, server {rounds.server}"
+        f"{key} is given and does nothing: method is {rounds.method}, server {rounds.server_optimizer}"
         for key in sorted(given)
         if key.partition(".")[0] in tables and "." in key
     ]
@@ -163,7 +166,7 @@ def run_federation(
     grid: Grid,
     overrides: Mapping[str, OptionValue],
     at_exit: Callable[[Callable[[], None]], None] = lambda note: None,
-) -> RunFolder:
+) -> RunDirectory:
     """A whole run on this grid; returns its folder.
 
     at_exit: registers what a process does that is ended from outside, where no exception reaches
@@ -173,10 +176,10 @@ def run_federation(
     not fit. TooFewRepliesError or DivergedError end a run with its last checkpoint intact.
     """
     config = resolve_config(overrides)
-    resumed: RunFolder | None = None
+    resumed: RunDirectory | None = None
     given = {k: v for k, v in overrides.items() if k != "resume"}
     if config.rounds.resume:
-        resumed, config, given = open_run_folder(config.rounds.resume, overrides)
+        resumed, config, given = open_run_directory(config.rounds.resume, overrides)
     try:
         run = prepare(grid, config, given, resumed)
     except BaseException:
@@ -195,7 +198,7 @@ def prepare(
     grid: Grid,
     config: RunConfig,
     given: Mapping[str, OptionValue],
-    resumed: RunFolder | None,
+    resumed: RunDirectory | None,
 ) -> Run:
     """Check everything that can be checked before round 1, then make (or open) the folder."""
     check_config(config)
@@ -218,14 +221,14 @@ def prepare(
         pixels_of(config, source),
         device,
     )
-    hello = Instruction(config, facts_of(config, source), 0, 0, False, "")
+    hello = TrainRequest(config, dataset_spec_of(config, source), 0, 0, False, "")
     if resumed and not is_simulation(grid):
         roster = read_saved_roster(resumed.path / roster_file)
     else:
         roster = gather_roster(grid, config, hello, source)
-    attendees = Attendees(grid, config, hello, source, roster)
+    registry = ClientRegistry(grid, config, hello, source, roster)
     if resumed:
-        attendees.gather()
+        registry.gather()
     strategy.roster = roster
     cohort = len(strategy.sample(1))
     strategy.check_cohort(cohort)
@@ -241,7 +244,7 @@ def prepare(
     if resumed and resumed.has_rounds():  # one that ended in round 1 begins again
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
         strategy.load(start.state)
-    folder = resumed or new_run_folder(config)
+    folder = resumed or new_run_directory(config)
     folder.start_log()
     strategy.summary()
     for warning in [*roster_warnings(config, list(roster.values())), *idle_keys(config, given)]:
@@ -251,16 +254,16 @@ def prepare(
         # a resume with another number of simulated clients would split the data anew
         given = {**given, "num-clients": len(roster)}
     folder.save_config(resolve_config(given), given)
-    begin_bundle(folder.path, config, list(roster.values()))
+    begin_manifest(folder.path, config, list(roster.values()))
     reporter = Reporter(folder, config, method, source, list(roster.values()))
     exchange = Exchange(
         grid,
         lambda node: roster[node].client if node in roster else f"on node {node}",
-        None if is_simulation(grid) else attendees.returned,
+        None if is_simulation(grid) else registry.returned,
     )
     return Run(
         *(config, given, folder, grid, strategy, method, model.to(device), initial, source, test),
-        *(roster, attendees, exchange, reporter, start, monitor),
+        *(roster, registry, exchange, reporter, start, monitor),
     )
 
 
@@ -288,7 +291,7 @@ def run_rounds(run: Run) -> None:
             save_arrays(run.folder.path / "model.safetensors", final, about_model(run))
         finally:
             run.reporter.finish(status, privacy_spent(run))
-        finish_bundle(run.folder.path)
+        finish_manifest(run.folder.path)
         if run.monitor:
             plot_rounds(run.reporter.history, run.reporter.title(), run.folder.path / "diagnostics")
 
@@ -309,12 +312,12 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
     seconds: dict[str, float] = {}
 
     started = time.perf_counter()
-    strategy.away = run.attendees.absent(run.attendees.refresh())
-    if run.attendees.has_changed:
+    strategy.away = run.registry.absent(run.registry.refresh())
+    if run.registry.has_changed:
         save_roster(run.folder.path / roster_file, run.roster)
-        run.attendees.has_changed = False
+        run.registry.has_changed = False
     oldest = max(0, server_round - kept_checkpoints)  # what a resume may have to start from
-    ask = run.instruction(server_round, oldest, on_train)
+    ask = run.request(server_round, oldest, on_train)
     messages = list(strategy.configure_train(server_round, arrays, ask, run.grid))
     bytes_down = sum(payload_bytes(m) for m in messages)
     if config.privacy.epsilon:
@@ -389,7 +392,7 @@ def evaluate_on_clients(
     run: Run, server_round: int, arrays: ArrayRecord, nodes: list[int]
 ) -> RoundReport:
     """What became of an evaluate message to each of these clients."""
-    ask = run.instruction(server_round, server_round - 1, True)
+    ask = run.request(server_round, server_round - 1, True)
     everyones = run.strategy.configure_evaluate(server_round, arrays, ask, run.grid)
     messages = [m for m in everyones if m.metadata.dst_node_id in set(nodes)]
     what = f"the evaluation of round {server_round}"
@@ -417,7 +420,7 @@ def round_line(server_round: int, report: RoundReport, bytes_down: int) -> dict[
         "round": server_round,
         "participants": [reply.client for reply in report.kept],
         "left_out": report.left_out,
-        "refused": report.refused,
+        "refused": report.rejected,
         "losses": losses,
         "bytes_down": bytes_down,
         "bytes_up": report.bytes_up,

@@ -20,9 +20,12 @@ def traffic(name: str) -> float:
             channels=3,
             image_size=32,
             projection=projection,
-            tap_heads=tap_heads,
+            projection_heads=projection_heads,
         )
-        for projection, tap_heads in (("none", False), (parts.projection, parts.tap_heads))
+        for projection, projection_heads in (
+            ("none", False),
+            (parts.projection, parts.projection_heads),
+        )
     )
     strategy = STRATEGIES[name](config, own)
     model = strategy.initial_arrays(config, own)

@@ -21,7 +21,7 @@ from data.sources import Source
 from protocol.config import RoundsConfig, RunConfig
 from protocol.files import write_atomically
 from protocol.messages import RosterEntry
-from server_app.run_folder import RunFolder
+from server_app.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -56,7 +56,7 @@ class Reporter:
 
     def __init__(
         self,
-        folder: RunFolder,
+        folder: RunDirectory,
         config: RunConfig,
         method: Method,
         source: Source,
@@ -139,7 +139,7 @@ class Reporter:
     def title(self) -> str:
         """The run in a few words."""
         rounds, data = self.config.rounds, self.config.data
-        server = "" if rounds.server == "fedavg" else f" + {rounds.server}"
+        server = "" if rounds.server_optimizer == "fedavg" else f" + {rounds.server_optimizer}"
         return f"{rounds.method}{server}, {data.source}, {self.config.model.model}"
 
     def summary(self, status: str, privacy: dict[str, Any] | None) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from data.sources import Source
 from protocol.config import RunConfig
 from protocol.files import write_atomically
 from protocol.messages import (
-    Instruction,
     RosterEntry,
+    TrainRequest,
     in_one_line,
-    instruction_record,
     read_roster,
+    request_record,
     roster_entry,
 )
 from server_app.exchange import Exchange, no_answer
@@ -44,7 +44,7 @@ at_once = 64  # how many simulated clients are asked for the roster at a time
 
 
 def gather_roster(
-    grid: Grid, config: RunConfig, instruction: Instruction, source: Source
+    grid: Grid, config: RunConfig, request: TrainRequest, source: Source
 ) -> dict[int, RosterEntry]:
     """Node id to roster entry of every client, once all that the run asks for are there.
 
@@ -56,8 +56,8 @@ def gather_roster(
     entries: dict[int, RosterEntry] = {}
     while True:
         new = [node for node in nodes if node not in entries]
-        answers = ask(grid, new, instruction_record(instruction), deadline)
-        for node, reason in answers.refused.items():
+        answers = ask(grid, new, request_record(request), deadline)
+        for node, reason in answers.rejected.items():
             raise ValueError(f"a client cannot take part (node {node}): {reason}")
         if answers.silent:
             raise TimeoutError(
@@ -75,7 +75,7 @@ def gather_roster(
     return entries
 
 
-class Attendees:
+class ClientRegistry:
     """The roster of a run under way, kept up with SuperNodes that were restarted.
 
     roster: node id to entry; changed in place. Without keys a restarted SuperNode has a new id; it
@@ -86,12 +86,12 @@ class Attendees:
         self,
         grid: Grid,
         config: RunConfig,
-        instruction: Instruction,
+        request: TrainRequest,
         source: Source,
         roster: dict[int, RosterEntry],
     ) -> None:
         self.grid, self.config, self.source, self.roster = grid, config, source, roster
-        self.instruction = instruction_record(instruction)
+        self.request = request_record(request)
         self.others: dict[int, RosterEntry] = {}  # nodes whose client has another one still
         self.useless: dict[int, float] = {}  # nodes that no client is, until they are asked again
         self.missing: set[str] = set()  # clients that were not connected at the last look
@@ -169,11 +169,11 @@ class Attendees:
 
         One that refuses, or is not done in time, is asked again later: it may lack its data now.
         """
-        answers = ask(self.grid, nodes, self.instruction, time.monotonic() + within_s)
+        answers = ask(self.grid, nodes, self.request, time.monotonic() + within_s)
         silent = dict.fromkeys(answers.silent, f"no answer within {within_s:g} seconds")
-        for node, reason in (answers.refused | silent).items():
+        for node, reason in (answers.rejected | silent).items():
             log.warning("node %d is new and cannot be used: %s", node, reason)
-            wait_s = ask_again_s if node in answers.refused else 10 * ask_again_s
+            wait_s = ask_again_s if node in answers.rejected else 10 * ask_again_s
             self.useless[node] = time.monotonic() + wait_s
         return answers.entries
 
@@ -266,25 +266,25 @@ class Answers:
     """What became of a query, by node; a node that is not connected any more is in none."""
 
     entries: dict[int, RosterEntry] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
+    rejected: dict[int, str] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)
 
 
-def ask(grid: Grid, nodes: list[int], instruction: ConfigRecord, deadline: float) -> Answers:
+def ask(grid: Grid, nodes: list[int], request: ConfigRecord, deadline: float) -> Answers:
     """What these nodes say of themselves; one whose ClientApp dies on it is asked again."""
     answers = Answers()
     for _ in range(3):
-        nodes = ask_once(grid, nodes, instruction, deadline, answers) if nodes else []
-    answers.refused |= dict.fromkeys(nodes, "its ClientApp died on the query three times")
+        nodes = ask_once(grid, nodes, request, deadline, answers) if nodes else []
+    answers.rejected |= dict.fromkeys(nodes, "its ClientApp died on the query three times")
     return answers
 
 
 def ask_once(
-    grid: Grid, nodes: list[int], instruction: ConfigRecord, deadline: float, answers: Answers
+    grid: Grid, nodes: list[int], request: ConfigRecord, deadline: float, answers: Answers
 ) -> list[int]:
     """Note in `answers` what each of these nodes says; those whose ClientApp died on it."""
     again: list[int] = []
-    for node, reply in query(grid, nodes, instruction, deadline):
+    for node, reply in query(grid, nodes, request, deadline):
         if reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE:
             log.warning("node %d was there and is not connected any more", node)
         elif reply.has_error() and reply.error.code == no_answer:
@@ -293,17 +293,17 @@ def ask_once(
             log.warning("node %d is asked again: %s", node, in_one_line(reply.error.reason))
             again.append(node)
         elif reply.has_error():
-            answers.refused[node] = in_one_line(reply.error.reason)
+            answers.rejected[node] = in_one_line(reply.error.reason)
         else:
             try:
                 answers.entries[node] = read_roster(reply)
             except Exception as error:  # a client's bytes may raise anything
-                answers.refused[node] = in_one_line(error)
+                answers.rejected[node] = in_one_line(error)
     return again
 
 
 def query(
-    grid: Grid, nodes: list[int], instruction: ConfigRecord, deadline: float
+    grid: Grid, nodes: list[int], request: ConfigRecord, deadline: float
 ) -> Iterator[tuple[int, Message]]:
     """Each of these nodes, in their order, with its answer to the query.
 
@@ -311,7 +311,7 @@ def query(
     in the memory of the server's process. Real ones all at once: none waits for another.
     """
     exchange, size = Exchange(grid), at_once if is_simulation(grid) else max(1, len(nodes))
-    content = RecordDict({"round": instruction})  # shared, and nobody changes it
+    content = RecordDict({"round": request})  # shared, and nobody changes it
     for start in range(0, len(nodes), size):
         some = nodes[start : start + size]
         messages = [

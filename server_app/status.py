@@ -12,7 +12,7 @@ from typing import Any
 
 from protocol.config import keel_home
 from server_app.report import clock, curves
-from server_app.run_folder import read_history
+from server_app.run_directory import read_history
 
 lately = 10  # rounds
 
@@ -59,7 +59,7 @@ def status_lines(folder: Path) -> list[str]:
     seconds = sum(sum(line["seconds"].values()) for line in history)
     lines = [
         f"run       {folder}",
-        f"what      {config['method']}, server {config['server']}, {config['source']}, "
+        f"what      {config['method']}, server optimizer {config.get('server-optimizer', config.get('server'))}, {config['source']}, "
         f"{config['model']}",
         f"status    {status}",
         f"round     {history[-1]['round'] if history else 0} of {config['num-rounds']}, "

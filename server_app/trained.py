@@ -21,7 +21,7 @@ from client_app.state import StateFolder
 from models import StagedModel
 from protocol.config import config_from_json, default_config
 from protocol.messages import Arrays
-from server_app.run_folder import read_arrays
+from server_app.run_directory import read_arrays
 
 OWN_STATE = "state/own/"  # in a checkpoint: what the method's strategy keeps
 

@@ -25,16 +25,16 @@ from protocol.messages import (
     TrainReply,
     array_record,
     in_one_line,
+    message_content,
     payload_bytes,
     read_reply,
-    request,
     tensors,
 )
 from protocol.seeds import seed_of
-from strategies.attendance import Attendance
-from strategies.firewall import Wanted, beyond_bound, norm, why_refused
+from strategies.backoff import Backoff
 from strategies.robust import check_aggregation, coordinate_wise, krum_selection
-from strategies.server_steps import server_step
+from strategies.server_optimizers import server_optimizer
+from strategies.validation import ExpectedReply, beyond_bound, norm, rejection_reason
 
 log = logging.getLogger("keel.server")
 
@@ -48,7 +48,7 @@ class RoundReport:
 
     kept: list[TrainReply] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    refused: int = 0
+    rejected: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
 
@@ -86,7 +86,7 @@ class Average(Strategy):
         self.config = config
         self.roster: Mapping[int, RosterEntry] = {}
         self.trainable = {name for name, _ in model.named_parameters()}
-        self.server_step = server_step(config)
+        self.server_optimizer = server_optimizer(config)
         self.report = RoundReport()
         self.current: Arrays = {}
         self.sent: Arrays = {}
@@ -95,10 +95,10 @@ class Average(Strategy):
         self.away: set[str] = set()  # clients that are not connected: not asked until they are
         self.counted: dict[str, int] = {}  # each client's last round whose reply was used
         rounds = config.rounds
-        self.attendance = Attendance(rounds.rest_after, rounds.rest_rounds)
+        self.backoff = Backoff(rounds.backoff_after, rounds.backoff_rounds)
 
     default_weighting: ClassVar[str] = "examples"  # what the method's paper does
-    allows_server_steps: ClassVar[bool] = True  # other `server` steps than the plain average
+    supports_server_optimizer: ClassVar[bool] = True  # other `server` steps than the plain average
 
     # --- what a method's server half may want otherwise ---------------------------------------
 
@@ -117,7 +117,7 @@ class Average(Strategy):
         by_examples = (self.default_weighting if asked == "auto" else asked) == "examples"
         weights = [r.metrics["num-examples"] if by_examples else 1.0 for r in replies]
         trainable = self.trainable & current.keys()  # less what never travels (FedRep's head)
-        return self.server_step.step(current, self.combined(replies, weights), trainable)
+        return self.server_optimizer.step(current, self.combined(replies, weights), trainable)
 
     def combined(self, replies: list[TrainReply], weights: list[float]) -> Arrays:
         """The replies' arrays as one set, as `aggregation` says; by default their weighted mean."""
@@ -174,21 +174,21 @@ class Average(Strategy):
 
     def state(self) -> Arrays:
         """What the server's checkpoint has to hold beside the model."""
-        step = {f"step/{name}": array for name, array in self.server_step.state().items()}
+        step = {f"step/{name}": array for name, array in self.server_optimizer.state().items()}
         own = {f"own/{name}": array for name, array in self.own_state().items()}
-        attendance = {f"attendance/{c}": a for c, a in self.attendance.state().items()}
+        backoff = {f"attendance/{c}": a for c, a in self.backoff.state().items()}
         counted = json.dumps(self.counted).encode()  # one array, however many clients there are
-        return step | own | attendance | {"counted": torch.tensor([*counted], dtype=torch.uint8)}
+        return step | own | backoff | {"counted": torch.tensor([*counted], dtype=torch.uint8)}
 
     def load(self, state: Arrays) -> None:
         """Go on from a checkpoint's state."""
-        step, own, attendance = (
+        step, own, backoff = (
             {name[len(p) :]: array for name, array in state.items() if name.startswith(p)}
             for p in ("step/", "own/", "attendance/")
         )
-        self.server_step.load(step)
+        self.server_optimizer.load(step)
         self.load_own(own)
-        self.attendance.load(attendance)
+        self.backoff.load(backoff)
         self.counted = json.loads(bytes(state["counted"].tolist())) if "counted" in state else {}
 
     # --- Flower's Strategy ---------------------------------------------------------------------
@@ -197,7 +197,8 @@ class Average(Strategy):
         """One line on what will happen."""
         rounds = self.config.rounds
         log.info(
-            "method %s, server %s, %d clients", *(rounds.method, rounds.server, len(self.roster))
+            "method %s, server %s, %d clients",
+            *(rounds.method, rounds.server_optimizer, len(self.roster)),
         )
 
     def sample(self, server_round: int) -> list[int]:
@@ -221,14 +222,14 @@ class Average(Strategy):
         """
         names, least = {e.client for e in self.roster.values()}, self.config.rounds.min_replies
         away = self.away if len(names - self.away) >= max(1, least) else set()
-        return away | self.attendance.resting(server_round, names - away, least)
+        return away | self.backoff.resting(server_round, names - away, least)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """A train message for every sampled client; `config` is the instruction's record."""
         self.current = tensors(arrays)
-        self.sent = self.server_step.broadcast(self.current)
+        self.sent = self.server_optimizer.broadcast(self.current)
         if self.sent is not self.current:
             arrays = array_record(self.sent)
         nodes = self.sample(server_round)
@@ -240,7 +241,7 @@ class Average(Strategy):
     ) -> Iterable[Message]:
         """An evaluate message for every client, or for the participants where the run says so."""
         nodes = sorted(self.roster, key=lambda node: self.roster[node].client)
-        if self.config.rounds.evaluate_clients == "participants":
+        if self.config.rounds.evaluate_clients == "cohort":
             nodes = [node for node in nodes if self.roster[node].client in self.participants]
         return self.messages(MessageType.EVALUATE, nodes, arrays, config)
 
@@ -260,7 +261,7 @@ class Average(Strategy):
             own, sent = self.own_extra(client), extra
             if own:
                 sent = ArrayRecord({**extra, **array_record(own, "own")})
-            content = request(config, arrays, sent, self.counted.get(client, 0))
+            content = message_content(config, arrays, sent, self.counted.get(client, 0))
             ttl = self.config.rounds.round_timeout
             messages.append(Message(content, dst_node_id=node, message_type=kind, ttl=ttl))
         return messages
@@ -276,12 +277,12 @@ class Average(Strategy):
         self.report = self.screened(server_round, replies, expected, self.expected_extra())
         kept, need = self.report.kept, self.config.rounds.min_replies
         left_out = self.asked & self.report.left_out.keys()
-        tired = self.attendance.note(server_round, {reply.client for reply in kept}, left_out)
+        tired = self.backoff.note(server_round, {reply.client for reply in kept}, left_out)
         for client in tired:
             log.warning(
                 "round %d: client %s failed %d times in a row; it rests for %d rounds",
-                *(server_round, client, self.attendance.failures[client]),
-                self.config.rounds.rest_rounds,
+                *(server_round, client, self.backoff.failures[client]),
+                self.config.rounds.backoff_rounds,
             )
         if len(kept) < need:
             reasons = "; ".join(f"{c}: {why}" for c, why in sorted(self.report.left_out.items()))
@@ -310,9 +311,9 @@ class Average(Strategy):
         declared = {
             e.client: e.num_examples for e in self.roster.values() if e.client in self.asked
         }
-        want = Wanted(server_round, expected, expected_extra, declared)
+        want = ExpectedReply(server_round, expected, expected_extra, declared)
         report = RoundReport()
-        refused: dict[str, str] = {}
+        rejected: dict[str, str] = {}
         kept: dict[str, TrainReply] = {}
         for message in replies:
             node = message.metadata.src_node_id
@@ -325,23 +326,23 @@ class Average(Strategy):
                 report.bytes_up += payload_bytes(message)
                 reply = replace(read_reply(message), client=client)
             except Exception as error:  # a client's bytes may raise anything
-                refused[client] = in_one_line(f"unreadable: {type(error).__name__}: {error}")
+                rejected[client] = in_one_line(f"unreadable: {type(error).__name__}: {error}")
                 continue
             if client in kept:
                 log.warning("round %d: client %s: its second reply", server_round, client)
-                report.refused += 1
+                report.rejected += 1
                 continue
-            reason = why_refused(reply, want)
+            reason = rejection_reason(reply, want)
             if reason:
-                refused[client] = reason
+                rejected[client] = reason
             else:
                 kept[client] = reply
         if self.config.rounds.norm_bound != "off" and expected:
             norms = {client: norm(self.update_of(reply)) for client, reply in kept.items()}
-            refused |= beyond_bound(norms, self.config.rounds)
-        report.refused += len(refused)
-        report.left_out |= refused
-        report.kept = [kept[client] for client in sorted(kept.keys() - refused.keys())]
+            rejected |= beyond_bound(norms, self.config.rounds)
+        report.rejected += len(rejected)
+        report.left_out |= rejected
+        report.kept = [kept[client] for client in sorted(kept.keys() - rejected.keys())]
         for client, reason in sorted(report.left_out.items()):
             log.warning("round %d: left out client %s: %s", server_round, client, reason)
         return report

@@ -26,7 +26,7 @@ class FedReCoServerOptions:
 class FedReCoServer(Average):
     """u_0's step; the arrays are u_0's parameters and buffers, the replies its gradients."""
 
-    allows_server_steps = False  # its step is eq. (8), with fedreco.eta-0
+    supports_server_optimizer = False  # its step is eq. (8), with fedreco.eta-0
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)

@@ -9,7 +9,7 @@ from strategies.average import Average
 class NoExchange(Average):
     """No arrays either way."""
 
-    allows_server_steps = False
+    supports_server_optimizer = False
 
     @classmethod
     def initial_arrays(cls, config: RunConfig, model: StagedModel) -> Arrays:

@@ -27,7 +27,7 @@ class ScaffoldServerOptions:
 class ScaffoldServer(Average):
     """Keeps c, by parameter name, and sends it."""
 
-    allows_server_steps = False
+    supports_server_optimizer = False
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)

@@ -16,7 +16,7 @@ import torch
 from flwr.app import Error, Message, MessageType
 
 import client_app.app
-from client_app.hand_over import client_failed
+from client_app.worker_client import client_failed
 from protocol.messages import Arrays, TrainReply, read_reply, reply_content, tensors
 from protocol.options import OptionValue
 from server_app.federation import run_federation

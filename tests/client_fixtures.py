@@ -14,10 +14,10 @@ from flwr.app import Message
 
 import client_app.app
 from client_app.methods import method_of
-from client_app.setup import build_network, facts_of, open_source
+from client_app.setup import build_network, dataset_spec_of, open_source
 from client_app.worker import Worker
 from protocol.config import resolve_config
-from protocol.messages import Instruction, array_record, instruction_record, request
+from protocol.messages import TrainRequest, message_content, array_record, request_record
 from server_app.inline import InlineGrid
 
 SHAPE, NUM_CLASSES = (1, 28, 28), 3
@@ -72,7 +72,7 @@ def make_config(**keys):
 
 def facts(config):
     """What the clients are told of the run's source."""
-    return facts_of(config, open_source(config))
+    return dataset_spec_of(config, open_source(config))
 
 
 def initial(config, seed=None):
@@ -82,9 +82,9 @@ def initial(config, seed=None):
 
 def make_round(config, number=1, received=None, state=None, partition=0, of=2, worker=None):
     """Client `partition`'s round `number`, with 60 / `of` training samples."""
-    instruction = Instruction(config, facts(config), number, number - 1, False, "")
+    request = TrainRequest(config, facts(config), number, number - 1, False, "")
     return (worker or Worker()).begin_round(
-        instruction,
+        request,
         {"partition-id": partition, "num-partitions": of},
         received=initial(config) if received is None else received,
         extra={},
@@ -128,11 +128,11 @@ class Client:
 
     def ask(self, kind, number=0, arrays=None, evaluate=False, checkpoint=0, counted=0):
         """The reply to a message of this kind (query, train, evaluate)."""
-        instruction = Instruction(
+        request = TrainRequest(
             self.config, self.facts, number, checkpoint, evaluate, str(self.run_dir)
         )
-        content = request(
-            instruction_record(instruction), array_record(arrays or {}), array_record({}), counted
+        content = message_content(
+            request_record(request), array_record(arrays or {}), array_record({}), counted
         )
         return self.send(content, kind)
 

@@ -23,12 +23,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import server_app.report
-from deployment.loopback import free_ports
-from deployment.superlink import toml
-from protocol.messages import DataFacts, TrainReply, reply_content
+from keel.deployment.loopback import free_ports
+from keel.deployment.superlink import toml
+from protocol.messages import DatasetSpec, TrainReply, reply_content
 from protocol.options import OptionValue
 from server_app.inline import run_inline
-from server_app.run_folder import read_arrays
+from server_app.run_directory import read_arrays
 
 Overrides = Mapping[str, OptionValue]
 
@@ -42,7 +42,7 @@ SMALL: dict[str, OptionValue] = {
     "num-rounds": 2,
 }
 NUM_CLIENTS = 4
-FACTS = DataFacts(
+FACTS = DatasetSpec(
     (1, 32, 32), tuple("0123456789"), (0.5,), (0.25,)
 )  # where only a record is needed
 

@@ -31,7 +31,7 @@ from client_app.state import StateFolder
 from client_app.worker import Worker, own_architecture
 from models.cnn import _plain_cnn
 from models.registry import MODELS, Architecture
-from protocol.messages import Instruction, read_reply, read_roster
+from protocol.messages import TrainRequest, read_reply, read_roster
 from server_app.inline import run_inline
 
 
@@ -275,8 +275,8 @@ def test_a_site_trains_under_the_runs_labels_and_normalisation(tmp_path):
     own = write_folder(tmp_path / "own", {1, 2}, ["anna", "bert", "carl"], seed=4)
     config = make_config(source=f"folder:{shared}", model="cnn-fedreco")
     node = {"name": "site-a", "source": f"folder:{own}"}
-    instruction = Instruction(config, facts(config), 1, 0, False, "")
-    now = Worker().begin_round(instruction, node, initial(config), {}, {})
+    request = TrainRequest(config, facts(config), 1, 0, False, "")
+    now = Worker().begin_round(request, node, initial(config), {}, {})
     assert now.label_counts.tolist() == [0, 12, 12]
     assert now.train_samples.pixels == pixels_of(config, open_source(config))
     assert now.train_samples.pixels != pixels_of(config, open_source(config, f"folder:{own}"))

@@ -18,7 +18,7 @@ from client_fixtures import (
 
 import client_app.worker
 from client_app.evaluation import evaluate
-from client_app.frozen import FrozenOutputs
+from client_app.feature_cache import FrozenFeatureCache
 from client_app.methods import method_of
 from client_app.trainer import representations
 
@@ -71,7 +71,7 @@ def test_what_is_cached_is_what_the_local_network_would_say(precision):
     now.model.load_state_dict(now.received)
     now.model.eval()
     compute = representations(objective, now.frozen("global", now.received), now)
-    frozen = FrozenOutputs(now, compute, is_read_again=True)
+    frozen = FrozenFeatureCache(now, compute, is_read_again=True)
     step = next(now.batches("batches"))
     first, again = frozen.of(step), frozen.of(step)
     with client_app.trainer.forward_in(precision, now.device):

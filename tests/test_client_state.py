@@ -148,26 +148,26 @@ def test_with_no_version_left_it_does_not_begin_anew_in_silence(state, damage):
 
 def test_an_older_version_than_the_server_counted_is_warned_of(state, caplog):
     state.save(2, groups(2))
-    assert_is(state.load(before_round=8, counted_round=2), 2)
+    assert_is(state.load(before_round=8, last_accepted_round=2), 2)
     assert not caplog.records
-    assert_is(state.load(before_round=8, counted_round=7), 2)
+    assert_is(state.load(before_round=8, last_accepted_round=7), 2)
     assert "is older than round 7, which the server counted" in caplog.text
 
 
 def test_what_a_client_lost_is_missed_and_given_up_only_once(state, caplog):
     with pytest.raises(ValueError, match=r"trained in round 4, and .* keeps nothing: restore"):
-        state.load(before_round=6, counted_round=4)
-    assert state.load(before_round=6, counted_round=0) == {}
+        state.load(before_round=6, last_accepted_round=4)
+    assert state.load(before_round=6, last_accepted_round=0) == {}
     (state.folder / "begin-anew").touch()
-    assert state.load(before_round=6, counted_round=4) == {}
+    assert state.load(before_round=6, last_accepted_round=4) == {}
     assert "begins anew" in caplog.text
     state.save(6, groups(6))
-    assert_is(state.load(before_round=7, counted_round=6), 6)
-    assert state.load(before_round=6, counted_round=4) == {}  # the same round, trained again
+    assert_is(state.load(before_round=7, last_accepted_round=6), 6)
+    assert state.load(before_round=6, last_accepted_round=4) == {}  # the same round, trained again
     (path,) = state.folder.glob("*.safetensors")  # the file is gone
     path.unlink()
     with pytest.raises(ValueError, match="keeps nothing"):
-        state.load(before_round=8, counted_round=6)
+        state.load(before_round=8, last_accepted_round=6)
 
 
 def test_damage_to_a_later_round_does_not_keep_an_earlier_one_from_being_trained(state):

@@ -19,7 +19,7 @@ from client_fixtures import (
     train,
 )
 
-from client_app.frozen import FrozenOutputs
+from client_app.feature_cache import FrozenFeatureCache
 from client_app.methods import method_of
 from client_app.setup import build_network
 from client_app.worker import Worker
@@ -260,10 +260,10 @@ def test_a_cache_that_is_done_with_leaves_its_room_to_the_next():
     now = make_round(config, of=1)
     network = now.frozen("global", now.received)
     for _ in range(2):  # 0.54 MB each
-        cache = FrozenOutputs(now, lambda x: network.run(x, ["conv1"])[1], is_read_again=True)
+        cache = FrozenFeatureCache(now, lambda x: network.run(x, ["conv1"])[1], is_read_again=True)
         cache.of(next(now.batches("batches")))
         assert cache.is_cached
-    second = FrozenOutputs(now, lambda x: network.run(x, ["conv1"])[1], is_read_again=True)
+    second = FrozenFeatureCache(now, lambda x: network.run(x, ["conv1"])[1], is_read_again=True)
     second.of(next(now.batches("batches")))
     assert not second.is_cached  # the one before is still there
 

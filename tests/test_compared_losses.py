@@ -43,15 +43,15 @@ def labels(size, classes, seed=9):
     return torch.randint(classes, (size,), generator=torch.Generator().manual_seed(seed))
 
 
-def batch_of(y=None, logits=None, taps=(), taps_g=(), about=None, x=None, global_model=None):
+def batch_of(y=None, logits=None, taps=(), reps_global=(), about=None, x=None, global_model=None):
     none = torch.empty(0)
     return Batch(
         x=none if x is None else x,
         y=none if y is None else y,
         logits=none if logits is None else logits,
         taps=list(taps),
-        taps_g=list(taps_g),
-        taps_p=[],
+        reps_global=list(reps_global),
+        reps_previous=[],
         round=about,
         global_model=global_model,
     )
@@ -111,7 +111,7 @@ def test_fitnets_penalty_is_lambda_times_the_distance_of_what_it_compares(is_poo
     )
     expected = sum(((a - b) ** 2).mean() for a, b in zip(maps, maps_g, strict=True)) / 2
     about = SimpleNamespace(model=None)
-    got = method.penalty(batch_of(taps=f, taps_g=method.represent(None, g), about=about))
+    got = method.penalty(batch_of(taps=f, reps_global=method.represent(None, g), about=about))
     assert got.item() == pytest.approx(0.3 * expected.item(), rel=1e-12)
 
 
@@ -347,7 +347,7 @@ def test_fedntd_at_the_global_logits_is_zero_with_gradient_zero():
 def test_fedntds_two_forms(convex):
     method = FedNTD(beta=0.3, tau=2.0, convex=convex)
     z, z_g, y = random(4, 5, seed=1), random(4, 5, seed=2), labels(4, 5)
-    batch = batch_of(y=y, logits=z, taps=[z], taps_g=[z_g])
+    batch = batch_of(y=y, logits=z, taps=[z], reps_global=[z_g])
     ce = cross_entropy(z, y)
     if convex:  # (1 - beta) CE + beta KL with tau 1, no tau^2
         expected = 0.7 * ce, 0.3 * ntd_in_loops(z, z_g, y, 1.0)

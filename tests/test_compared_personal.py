@@ -288,7 +288,7 @@ def test_a_fedper_like_fedbabu_trains_head_and_body_together_and_keeps_the_head(
 
 def test_only_bodies_travel_and_the_servers_step_takes_them():
     """With FedAvgM too: what is not sent has no momentum."""
-    config = make_config(method="fedrep", server="fedavgm")
+    config = make_config(method="fedrep", server_optimizer="fedavgm")
     model = build_network(config, SHAPE, NUM_CLASSES)
     body = SharedBody.initial_arrays(config, model)
     assert body.keys() == initial(config).keys() - HEAD
@@ -299,7 +299,7 @@ def test_only_bodies_travel_and_the_servers_step_takes_them():
     ]
     first = server.next_arrays(body, replies)
     assert_close(first, {n: a + 2 for n, a in body.items()}, rtol=0, atol=1e-5)
-    assert server.server_step.state().keys() == body.keys()
+    assert server.server_optimizer.state().keys() == body.keys()
 
 
 # --- private FedAvg -------------------------------------------------------------------------------

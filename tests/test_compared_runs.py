@@ -13,14 +13,14 @@ import server_app.report
 from client_app.evaluation import evaluate
 from client_app.methods import METHODS, method_of
 from client_app.samples import Samples
-from client_app.setup import facts_of, model_for, open_source, pixels_of
+from client_app.setup import dataset_spec_of, model_for, open_source, pixels_of
 from client_app.state import StateFolder
 from client_app.worker import Worker
 from protocol.config import resolve_config
 from protocol.messages import tensors
 from server_app.federation import idle_keys
 from server_app.inline import run_inline
-from server_app.run_folder import RunFolder
+from server_app.run_directory import RunDirectory
 from server_app.trained import load_model
 
 BASE = {
@@ -122,7 +122,7 @@ def test_two_rounds_of_three_clients_one_of_which_joins_late(method):
         ("ditto", {"ditto__lambda": 0.0}),
         ("fedavg-ft", {}),
         ("fedavg-ft", {"fedavg_ft__epochs": 0}),
-        ("fedavg", {"server": "fedacg", "fedacg__lambda": 0.0, "fedacg__beta": 0.0}),
+        ("fedavg", {"server-optimizer": "fedacg", "fedacg__lambda": 0.0, "fedacg__beta": 0.0}),
     ],
     ids=str,
 )
@@ -142,13 +142,13 @@ def test_scaffolds_first_round_is_fedavgs():
 
 
 def test_fedavgm_without_momentum_is_fedavg():
-    path = run("fedavg", server="fedavgm", fedavgm__beta=0.0)
+    path = run("fedavg", server_optimizer="fedavgm", fedavgm__beta=0.0)
     for name, array in model_after(path).items():
         torch.testing.assert_close(array, model_after(run("fedavg"))[name], rtol=0, atol=1e-6)
 
 
 def test_fedacgs_first_round_is_fedavgs_where_beta_is_0():
-    path = run("fedavg", server="fedacg", fedacg__beta=0.0)
+    path = run("fedavg", server_optimizer="fedacg", fedacg__beta=0.0)
     assert_same_bits(model_after(path, 1), model_after(run("fedavg"), 1))
     assert differ(model_after(path, 2), model_after(run("fedavg"), 2))
 
@@ -175,7 +175,13 @@ def test_fedacg_with_another_loss_sends_wh_and_judges_w(monkeypatch):
                 sent.append((self.metadata.message_type, tensors(arrays)))
 
     monkeypatch.setattr(Message, "__init__", recorded)
-    path = run("fedrcl", server="fedacg", fedacg__beta=0.001, evaluate_clients="all", num_rounds=3)
+    path = run(
+        "fedrcl",
+        server_optimizer="fedacg",
+        fedacg__beta=0.001,
+        evaluate_clients="all",
+        num_rounds=3,
+    )
     assert history(path)[0]["losses"]["look-ahead"] >= 0
     trained_from = [arrays for kind, arrays in sent if kind == "train"][::2]  # of two clients
     judged = [arrays for kind, arrays in sent if kind == "evaluate"][::3]
@@ -204,7 +210,7 @@ def test_fedacg_with_another_loss_sends_wh_and_judges_w(monkeypatch):
 
 
 def test_scaffolds_c_is_the_mean_of_all_c_i_after_every_round(monkeypatch):
-    seen, save = [], RunFolder.save_checkpoint
+    seen, save = [], RunDirectory.save_checkpoint
 
     def checked(self, point, model):
         save(self, point, model)
@@ -216,7 +222,7 @@ def test_scaffolds_c_is_the_mean_of_all_c_i_after_every_round(monkeypatch):
             torch.testing.assert_close(array.double(), mean, rtol=0, atol=1e-6)
         seen.append((sum(map(bool, kept)), max(a.abs().max().item() for a in c.values())))
 
-    monkeypatch.setattr(RunFolder, "save_checkpoint", checked)
+    monkeypatch.setattr(RunDirectory, "save_checkpoint", checked)
     run("scaffold", num_rounds=5, local_epochs=2)
     assert [number for number, _ in seen] == [2, 3, 3, 3, 3]
     assert min(largest for _, largest in seen) > 1e-3
@@ -254,7 +260,7 @@ def test_a_clients_model_as_loaded_is_the_one_that_was_judged(case):
     for partition, client in enumerate(CLIENTS):
         node = {"partition-id": partition, "num-partitions": 3}
         _, test = Worker().samples(
-            config, facts_of(config, open_source(config)), node, torch.device("cpu")
+            config, dataset_spec_of(config, open_source(config)), node, torch.device("cpu")
         )
         network = load_model(path, client=client).network
         assert evaluate(network, test).accuracy == judged[client]
@@ -286,9 +292,9 @@ STATEFUL = {
     "fedbabu with private heads": {"fedbabu.fedper-like": True},
     "fedcr": {"fedcr.final-head-epochs": 1},
     "local": {},
-    "fedavg under fedacg": {"server": "fedacg", "fedacg.beta": 0.001},
-    "fedrep under fedavgm": {"server": "fedavgm"},
-    "fedavg under fedadam": {"server": "fedadam"},
+    "fedavg under fedacg": {"server-optimizer": "fedacg", "fedacg.beta": 0.001},
+    "fedrep under fedavgm": {"server-optimizer": "fedavgm"},
+    "fedavg under fedadam": {"server-optimizer": "fedadam"},
 }
 
 
@@ -298,7 +304,7 @@ def test_a_run_killed_in_its_third_round_ends_as_if_it_had_not_been(case, home, 
     given = BASE | {"method": case.split()[0], "num-rounds": 4, "evaluate-every": 4}
     given |= {"local-test-fraction": 0.6} | STATEFUL[case]
     whole = run_inline(given, num_clients=3)
-    save = RunFolder.save_checkpoint
+    save = RunDirectory.save_checkpoint
 
     def killed(self, point, model):
         if point.round == 3:
@@ -306,7 +312,7 @@ def test_a_run_killed_in_its_third_round_ends_as_if_it_had_not_been(case, home, 
         save(self, point, model)
 
     with monkeypatch.context() as patched:
-        patched.setattr(RunFolder, "save_checkpoint", killed)
+        patched.setattr(RunDirectory, "save_checkpoint", killed)
         with pytest.raises(Killed):
             run_inline(given | {"output-dir": str(home / case)}, num_clients=3)
     (path,) = (home / case).iterdir()
@@ -355,11 +361,20 @@ def test_a_client_without_some_classes_takes_part_in_fedpac():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"method": "fedreco", "server": "fedavgm"}, ["server = 'fedavgm'", "fedreco"]),
-        ({"method": "scaffold", "server": "fedacg"}, ["server = 'fedacg'", "scaffold"]),
-        ({"method": "local", "server": "fedadam"}, ["server = 'fedadam'", "local"]),
         (
-            {"method": "fedrep", "server": "fedacg", "fedacg.beta": 0.001},
+            {"method": "fedreco", "server-optimizer": "fedavgm"},
+            ["server-optimizer = 'fedavgm'", "fedreco"],
+        ),
+        (
+            {"method": "scaffold", "server-optimizer": "fedacg"},
+            ["server-optimizer = 'fedacg'", "scaffold"],
+        ),
+        (
+            {"method": "local", "server-optimizer": "fedadam"},
+            ["server-optimizer = 'fedadam'", "local"],
+        ),
+        (
+            {"method": "fedrep", "server-optimizer": "fedacg", "fedacg.beta": 0.001},
             ["fedacg.beta = 0.001", "fedrep"],
         ),
         (
@@ -375,11 +390,14 @@ def test_a_client_without_some_classes_takes_part_in_fedpac():
         ({"method": "ditto", "client-models": "resnet20"}, ["client-models", "fedreco"]),
         ({"method": "fedlc", "fedlc.tau": -1.0}, ["fedlc.tau = -1.0"]),
         ({"method": "fedcr", "fedcr.samples": 0}, ["fedcr.samples = 0"]),
-        ({"server": "fedacg", "fedacg.lambda": 1.0}, ["fedacg.lambda = 1.0"]),
-        ({"server": "fedadam", "fedadam.form": "adam"}, ["fedadam.form = 'adam'", "paper, flower"]),
-        ({"server": "fedadam", "fedadam.beta1": 1.0}, ["fedadam.beta1 = 1.0"]),
+        ({"server-optimizer": "fedacg", "fedacg.lambda": 1.0}, ["fedacg.lambda = 1.0"]),
         (
-            {"server": "fedadam", "fedadam.form": "flower", "fedadam.beta2": 1.0},
+            {"server-optimizer": "fedadam", "fedadam.form": "adam"},
+            ["fedadam.form = 'adam'", "paper, flower"],
+        ),
+        ({"server-optimizer": "fedadam", "fedadam.beta1": 1.0}, ["fedadam.beta1 = 1.0"]),
+        (
+            {"server-optimizer": "fedadam", "fedadam.form": "flower", "fedadam.beta2": 1.0},
             ["fedadam.beta2 = 1.0", "flower"],
         ),
         (
@@ -407,7 +425,7 @@ def test_options_that_make_no_sense_are_one_line_before_anything_is_trained(give
     [
         ({"method": "fedmlb", "fedlc.tau": 3.0}, ["fedlc.tau is given and does nothing: method"]),
         ({"fedavgm.beta": 0.9}, ["fedavgm.beta is given and does nothing: method is fedavg"]),
-        ({"server": "fedavgm", "fedavgm.beta": 0.9, "lr": 0.1}, []),
+        ({"server-optimizer": "fedavgm", "fedavgm.beta": 0.9, "lr": 0.1}, []),
         ({"method": "ditto", "evaluate-clients": "none"}, ["personal models are never evaluated"]),
         ({"evaluate-global": False}, ["nothing is evaluated"]),
         ({"evaluate-global": False, "evaluate-clients": "all"}, []),

@@ -85,7 +85,7 @@ class Federation:
             received=self.w,
             extra=self.server.extra_for(str(client)),
             state=self.kept.get(client, {}),
-            counted_round=self.counted.get(str(client), 0),
+            last_accepted_round=self.counted.get(str(client), 0),
             client=str(client),
             round=self.round,
             device=torch.device("cpu"),
@@ -302,7 +302,7 @@ def scaffold_round(config, received, c=None, c_i=None, **about):
     state = {"control": c_i, "control-before": zeros, "control-made": made} if c_i else {}
     now = make_round(config, received=received, state=state, **about)
     return method_of(config).train(
-        dataclasses.replace(now, extra=extra, counted_round=3 if c_i else 0)
+        dataclasses.replace(now, extra=extra, last_accepted_round=3 if c_i else 0)
     )
 
 

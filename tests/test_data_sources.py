@@ -441,7 +441,7 @@ def test_two_processes_at_once_share_one_entry(tmp_path):
 # --- what is refused --------------------------------------------------------------------------
 
 
-def refused(load, spec, error=ValueError, **recipe):
+def rejected(load, spec, error=ValueError, **recipe):
     """The message, one line, with which `spec` is refused."""
     with pytest.raises(error) as refusal:
         load(spec, **recipe)
@@ -451,7 +451,7 @@ def refused(load, spec, error=ValueError, **recipe):
 
 @pytest.mark.parametrize("spec", ["imagenet", "folder", "folder:", "digits:/tmp", ""])
 def test_an_unknown_source_is_told_which_there_are(load, spec):
-    message = refused(load, spec)
+    message = rejected(load, spec)
     assert message.startswith(f"source = {spec!r}: it has to be one of digits, fashion-mnist, ")
     assert all(name in message for name in SOURCES)
 
@@ -459,12 +459,12 @@ def test_an_unknown_source_is_told_which_there_are(load, spec):
 @pytest.mark.parametrize("recipe", [{"image_size": -1}, {"channels": 2}])
 def test_impossible_recipes(load, recipe):
     ((name, value),) = recipe.items()
-    assert f"{name.replace('_', '-')} = {value}" in refused(load, "digits", **recipe)
+    assert f"{name.replace('_', '-')} = {value}" in rejected(load, "digits", **recipe)
 
 
 def test_a_relative_path(load, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    message = refused(load, "folder:mine")
+    message = rejected(load, "folder:mine")
     assert "working directory" in message
     assert f"it would be folder:{tmp_path}/mine" in message
 
@@ -473,7 +473,7 @@ def test_a_relative_path(load, monkeypatch, tmp_path):
 def test_a_folder_that_is_not_there(load, tmp_path, missing):
     spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
     (tmp_path / "mine" / missing).rename(tmp_path / "gone")
-    message = refused(load, spec, FileNotFoundError)
+    message = rejected(load, spec, FileNotFoundError)
     assert f"{tmp_path}/mine/{missing or 'train'} does not exist" in message
     assert "train/<class>/ and test/<class>/" in message
 
@@ -481,14 +481,14 @@ def test_a_folder_that_is_not_there(load, tmp_path, missing):
 def test_an_empty_folder(load, tmp_path):
     (tmp_path / "mine" / "train").mkdir(parents=True)
     (tmp_path / "mine" / "test").mkdir()
-    assert "mine/train is empty" in refused(load, f"folder:{tmp_path}/mine")
+    assert "mine/train is empty" in rejected(load, f"folder:{tmp_path}/mine")
 
 
 def test_a_class_without_images(load, tmp_path):
     spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
     (tmp_path / "mine" / "train" / "cat").mkdir()
     (tmp_path / "mine" / "train" / "cat" / "cat.txt").touch()
-    message = refused(load, spec)
+    message = rejected(load, spec)
     assert "train/cat has no images" in message
     assert ".png" in message
 
@@ -496,7 +496,7 @@ def test_a_class_without_images(load, tmp_path):
 def test_a_class_of_test_that_train_lacks(load, tmp_path):
     spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
     save_image(tmp_path / "mine" / "test" / "cat" / "0.png", random_images(30, 30))
-    assert "test/cat: a class that train/ lacks; train/ has ant, bee" in refused(load, spec)
+    assert "test/cat: a class that train/ lacks; train/ has ant, bee" in rejected(load, spec)
 
 
 @pytest.mark.parametrize("kind", ["text", "cut short", "empty"])
@@ -505,21 +505,21 @@ def test_an_unreadable_image_is_named(load, tmp_path, kind):
     file = tmp_path / "mine" / "train" / "bee" / "3.png"
     content = {"text": b"no image", "cut short": file.read_bytes()[:200], "empty": b""}[kind]
     file.write_bytes(content)
-    assert f"{file}: not a readable image: " in refused(load, spec)
+    assert f"{file}: not a readable image: " in rejected(load, spec)
 
 
 def test_images_of_16_bits(load, tmp_path):
     spec = make_folder(tmp_path / "mine", np.zeros((2, 30, 30), dtype=np.uint16))
-    assert "mode 'I;16'" in refused(load, spec)
+    assert "mode 'I;16'" in rejected(load, spec)
 
 
 def test_tiny_imagenet_that_is_not_there_or_not_as_published(load, tmp_path):
-    assert "the published layout" in refused(load, "tiny-imagenet", FileNotFoundError)
+    assert "the published layout" in rejected(load, "tiny-imagenet", FileNotFoundError)
     annotations = make_tiny_imagenet(tmp_path / "data") / "val" / "val_annotations.txt"
     annotations.write_text("val_0.JPEG\tn77\t0\t0\t9\t9\n")
-    assert "val_0.JPEG is of class 'n77', which wnids.txt lacks" in refused(load, "tiny-imagenet")
+    assert "val_0.JPEG is of class 'n77', which wnids.txt lacks" in rejected(load, "tiny-imagenet")
     annotations.write_text("")
-    assert "val_annotations.txt is empty" in refused(load, "tiny-imagenet")
+    assert "val_annotations.txt is empty" in rejected(load, "tiny-imagenet")
 
 
 def test_idx_files_that_are_missing_or_broken(load, tmp_path, monkeypatch):
@@ -529,14 +529,14 @@ def test_idx_files_that_are_missing_or_broken(load, tmp_path, monkeypatch):
     labels = folder / "train-labels-idx1-ubyte.gz"
     good = labels.read_bytes()
     labels.write_bytes(good[:20])
-    assert "idx1-ubyte.gz: not a readable gzip file" in refused(load, "fashion-mnist")
+    assert "idx1-ubyte.gz: not a readable gzip file" in rejected(load, "fashion-mnist")
     for kept in (-1, 6, 0):
         labels.write_bytes(gzip.compress(gzip.decompress(good)[:kept]))
-        assert "cut short" in refused(load, "fashion-mnist")
+        assert "cut short" in rejected(load, "fashion-mnist")
     labels.write_bytes(gzip.compress(idx_bytes(np.zeros(19, dtype=np.uint8))))
-    assert "20 images and 19 labels" in refused(load, "fashion-mnist")
+    assert "20 images and 19 labels" in rejected(load, "fashion-mnist")
     labels.unlink()
-    message = refused(load, "fashion-mnist", FileNotFoundError)
+    message = rejected(load, "fashion-mnist", FileNotFoundError)
     assert message == f"{folder} has no {labels.name} and no {labels.stem}"
 
 
@@ -562,7 +562,7 @@ def test_idx_files_that_are_missing_or_broken(load, tmp_path, monkeypatch):
 )
 def test_npz_files_with_something_wrong(load, tmp_path, changes, said):
     assert f"{tmp_path}/mine.npz" in (
-        message := refused(load, make_npz(tmp_path / "mine.npz", **changes))
+        message := rejected(load, make_npz(tmp_path / "mine.npz", **changes))
     )
     assert said in message
 
@@ -576,9 +576,9 @@ def test_npz_files_that_are_none(load, tmp_path, kind):
             np.save(file, np.zeros(3))
     else:
         path.write_bytes(b"text" if kind == "text" else path.read_bytes()[:5000])
-    assert f"{path}: not a readable npz file" in refused(load, f"npz:{path}")
+    assert f"{path}: not a readable npz file" in rejected(load, f"npz:{path}")
 
 
 def test_an_npz_file_that_is_not_there(load, tmp_path):
-    message = refused(load, f"npz:{tmp_path}/no.npz", FileNotFoundError)
+    message = rejected(load, f"npz:{tmp_path}/no.npz", FileNotFoundError)
     assert f"{tmp_path}/no.npz does not exist; expected is a file with x_train" in message

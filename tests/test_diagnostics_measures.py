@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from client_app.methods.fedcka import linear_view
-from diagnostics.measures import (
+from server_app.diagnostics.measures import (
     between_class_trace,
     cka_of_views,
     deviation_bounds,

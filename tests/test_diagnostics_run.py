@@ -13,18 +13,18 @@ from conftest import NUM_CLIENTS, SMALL, final_model, history_of, resume, same_b
 from safetensors.torch import load_file
 from test_diagnostics_measures import cka_as_printed, covariances
 
-import diagnostics.__main__
-import diagnostics.comparison
+import keel.cli.diagnose
+import server_app.diagnostics.comparison
 import server_app.federation
 import server_app.inline
 from client_app.methods import method_of
 from client_app.setup import build_network, model_for, open_source
-from diagnostics.comparison import DIAGNOSTICS, chosen_diagnostics, probe_of
-from diagnostics.monitor import Monitor
 from models.cnn import _plain_cnn
 from models.registry import MODELS, Architecture
 from protocol.config import resolve_config
 from protocol.messages import RosterEntry
+from server_app.diagnostics.comparison import DIAGNOSTICS, chosen_diagnostics, probe_of
+from server_app.diagnostics.monitor import Monitor
 from server_app.federation import check_config
 
 Run = Callable[..., Path]
@@ -148,7 +148,7 @@ def test_clients_are_compared_pair_by_pair_on_what_they_sent(run, monkeypatch):
         assert numbers[tap]["variance"] == pytest.approx(np.var(each), rel=1e-2, abs=1e-9)
         assert numbers[tap]["pairs"] == 3
 
-    monkeypatch.setattr(diagnostics.comparison, "most_paired", 2)
+    monkeypatch.setattr(server_app.diagnostics.comparison, "most_paired", 2)
     numbers = history_of(run(overrides, num_clients=3))[-1]["diagnostics"]["cka-clients"]
     assert numbers["logits"]["pairs"] == 1
     found = numbers["logits"]["mean"]
@@ -225,7 +225,7 @@ def test_clients_of_another_architecture_are_compared_at_features_and_logits(run
 
 def test_a_monitor_holds_one_models_weights_at_a_time(run, monkeypatch):
     """What is kept of each client is small: the views of its taps, none of its weights."""
-    comparison = diagnostics.comparison.Comparison
+    comparison = server_app.diagnostics.comparison.Comparison
     config = resolve_config(SMALL)
     source = open_source(config)
     model = model_for(config, source)
@@ -272,7 +272,7 @@ def test_real_sites_that_send_no_weights_cannot_be_measured():
 
 def command(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> int:
     monkeypatch.setattr("sys.argv", ["diagnostics", *map(str, words)])
-    return diagnostics.__main__.main()
+    return keel.cli.diagnose.main()
 
 
 def test_the_command_measures_saved_personal_models(run, monkeypatch, capsys, tmp_path):
@@ -346,7 +346,7 @@ def test_the_guides_commands_run_as_they_stand(monkeypatch, tmp_path, capsys):
     lines = example.replace("\\\n", " ").splitlines()
     mains = {
         "server_app.inline": server_app.inline.main,
-        "diagnostics": diagnostics.__main__.main,
+        "keel.cli.diagnose": keel.cli.diagnose.main,
     }
     folder = None
     for line in lines:

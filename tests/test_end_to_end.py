@@ -36,12 +36,12 @@ runs: dict[str, tuple[dict[str, OptionValue], int]] = {  # keys, CPUs for each w
     "fedreco": ({"method": "fedreco", "fedreco.eta-0": 0.5}, 1),
     "fedreco, one worker": ({"method": "fedreco", "fedreco.eta-0": 0.5}, num_cpus),
     "fedavg": ({"method": "fedavg", "evaluate-clients": "all"}, 1),
-    "fedprox": ({"method": "fedprox", "evaluate-clients": "participants"}, 1),
+    "fedprox": ({"method": "fedprox", "evaluate-clients": "cohort"}, 1),
     "moon": ({"method": "moon"}, 1),
     "fedcka": ({"method": "fedcka"}, 1),
     "fedrcl": ({"method": "fedrcl"}, 1),
-    "fedavgm": ({"server": "fedavgm"}, 1),
-    "fedadam": ({"server": "fedadam"}, 1),
+    "fedavgm": ({"server-optimizer": "fedavgm"}, 1),
+    "fedadam": ({"server-optimizer": "fedadam"}, 1),
 }
 
 compared = [name for name in METHODS if name not in runs]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from data.partitions import partition_indices, stratified_share
-from experiments import runner
-from experiments.measure import measure, parse_take
-from experiments.plan import Options, chosen, last_read, make_run, run_of
-from experiments.recipe import Recipe, known_recipes, load_recipe, parse_recipe
-from experiments.runner import check_reading, check_recipe, refuse_overriding
-from experiments.scale import SCALES, scaled
+from keel.experiments import runner
+from keel.experiments.measure import measure, parse_take
+from keel.experiments.plan import Options, chosen, last_read, make_run, run_of
+from keel.experiments.recipe import Recipe, known_recipes, load_recipe, parse_recipe
+from keel.experiments.runner import check_reading, check_recipe, refuse_overriding
+from keel.experiments.scale import SCALES, scaled
 from protocol.config import resolve_config
 from server_app.federation import check_config
 
@@ -231,10 +231,10 @@ claims:
 )
 def test_a_bad_recipe_is_refused_with_its_line(old, new, line, words):
     parse_recipe(good, Path("r.yaml"))
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as rejected:
         parse_recipe(good.replace(old, new, 1), Path("r.yaml"))
-    assert str(refused.value).startswith(f"r.yaml, line {line}: ")
-    assert words in str(refused.value)
+    assert str(rejected.value).startswith(f"r.yaml, line {line}: ")
+    assert words in str(rejected.value)
 
 
 @pytest.mark.parametrize(
@@ -256,11 +256,11 @@ def test_a_bad_recipe_is_refused_with_its_line(old, new, line, words):
 def test_runs_that_could_not_start_are_refused_before_the_first(old, new, where, words, tmp_path):
     recipe = parse_recipe(good.replace(old, new, 1), Path("r.yaml"))
     every = {"evaluate-every": 2} if "at: 3" in new else {}
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as rejected:
         check_recipe(recipe, recipe.cells, replace(PAPER, changes=every), tmp_path)
-    assert str(refused.value).startswith(f"r.yaml, {where} (")
-    assert words in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert str(rejected.value).startswith(f"r.yaml, {where} (")
+    assert words in str(rejected.value)
+    assert "\n" not in str(rejected.value)
 
 
 @pytest.mark.parametrize(
@@ -281,10 +281,10 @@ def test_an_impossible_grid_is_refused_with_its_line(grid, words, tmp_path):
         check_recipe(recipe, recipe.cells, PAPER, tmp_path)
 
     head = "title: x\nconfig: {source: digits, num-clients: 4}\ncolumns:\n  a: {alpha: 0.5}\n"
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as rejected:
         check()
-    assert str(refused.value).startswith(f"r.yaml, {words}")
-    assert "\n" not in str(refused.value)
+    assert str(rejected.value).startswith(f"r.yaml, {words}")
+    assert "\n" not in str(rejected.value)
 
 
 def test_a_key_of_a_product_is_refused_with_its_own_line(tmp_path):

@@ -18,12 +18,12 @@ import pytest
 from conftest import final_model, history_of, same_bits
 from matplotlib.figure import Figure
 
-from experiments import __main__ as command_line
-from experiments import report, runner
-from experiments.plan import Options, Result, Run, chosen, due, run_of, winner
-from experiments.recipe import Claim, Recipe, load_recipe, parse_recipe
-from experiments.report import Verdict, curve_of, tally, verdict_of, write_report
-from experiments.verify import checks
+from keel.experiments import __main__ as command_line
+from keel.experiments import report, runner
+from keel.experiments.plan import Options, Result, Run, chosen, due, run_of, winner
+from keel.experiments.recipe import Claim, Recipe, load_recipe, parse_recipe
+from keel.experiments.report import Verdict, curve_of, tally, verdict_of, write_report
+from keel.experiments.verify import checks
 from server_app.inline import run_inline
 
 root = Path(__file__).parent.parent
@@ -112,7 +112,7 @@ def interrupted(tmp_path: Path) -> Iterator[Callable[[], tuple[int, str, int]]]:
     """A runner in a process of its own; interrupted() stops it in the middle of its run."""
     words = ["run", str(long_recipe(tmp_path)), "--output", str(tmp_path / "out")]
     process = subprocess.Popen(
-        [sys.executable, "-m", "experiments", *words],
+        [sys.executable, "-m", "keel.experiments", *words],
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -165,8 +165,8 @@ def processes_with(word: str) -> list[int]:
 def test_an_interrupted_runner_goes_on_bit_for_bit(interrupted, tmp_path, capsys):
     code, said, rounds = interrupted()
     assert (code, "stopped" in said) == (130, True), said
-    refused = capsys.readouterr().err
-    assert re.search(r"in use by another runner, .*: process \d+, \d+$", refused.strip())
+    rejected = capsys.readouterr().err
+    assert re.search(r"in use by another runner, .*: process \d+, \d+$", rejected.strip())
     assert 2 <= rounds < 20, "it was over before it was interrupted"
     assert processes_with(str(tmp_path / "out")) == []
     (cut,) = folders(tmp_path / "out")
@@ -405,9 +405,9 @@ def test_a_damaged_job_is_named(tmp_path):
         ("{}", "it says no 'text'"),
     ):
         job.write_text(text)
-        with pytest.raises(ValueError, match=said) as refused:
+        with pytest.raises(ValueError, match=said) as rejected:
             write_report(tmp_path)
-        assert str(job) in str(refused.value)
+        assert str(job) in str(rejected.value)
 
 
 # --- the report -------------------------------------------------------------------------------
@@ -491,7 +491,7 @@ def test_times_of_different_machines_are_not_compared(tmp_path):
     recipe, how = timed(tmp_path, {"A": [0.6, 0.6], "B": [0.6, 0.6]})
     for seed in how.seeds:
         (attempt,) = run_of(recipe.cell("B", "result"), {}, seed, how, tmp_path).attempts()
-        (attempt / "bundle.json").write_text('{"machines": ["cuda: some GPU"]}')
+        (attempt / "manifest.json").write_text('{"machines": ["cuda: some GPU"]}')
     text = write_report(tmp_path)[1].read_text()
     assert "| B | 60.00 ± 0.00 |" in text  # there, the clock on the wall
     assert "not decided | different machines: cpu: not noted, cuda: some GPU |" in text
@@ -733,25 +733,25 @@ def test_accuracies_that_the_replay_does_not_give_are_found(copied):
 
 def test_another_split_and_other_weights_are_found(copied):
     """A bundle that fits its files, but not the run: only the replay can tell."""
-    bundle = json.loads((copied / "bundle.json").read_text())
+    bundle = json.loads((copied / "manifest.json").read_text())
     bundle["split"] = bundle["rounds"]["1"] = "0" * 16
-    (copied / "bundle.json").write_text(json.dumps(bundle))
+    (copied / "manifest.json").write_text(json.dumps(bundle))
     assert [found.partition(":")[0] for found in wrong(copied)] == ["split", "round 1"]
 
 
 def test_a_run_that_did_not_end_is_not_verified(copied):
-    bundle = json.loads((copied / "bundle.json").read_text())
+    bundle = json.loads((copied / "manifest.json").read_text())
     del bundle["files"]
-    (copied / "bundle.json").write_text(json.dumps(bundle))
+    (copied / "manifest.json").write_text(json.dumps(bundle))
     assert wrong(copied) == ["the run has not ended: there is nothing to hold it to"]
     assert main("verify", str(copied.parent / "nothing")) == 1
 
 
 def test_of_several_runs_one_that_was_killed_is_left_out_by_name(copied, capsys):
     killed = Path(shutil.copytree(copied, copied.parent / "killed"))
-    bundle = json.loads((killed / "bundle.json").read_text())
+    bundle = json.loads((killed / "manifest.json").read_text())
     del bundle["files"]
-    (killed / "bundle.json").write_text(json.dumps(bundle))
+    (killed / "manifest.json").write_text(json.dumps(bundle))
     assert main("verify", str(killed)) == 1
     assert main("verify", str(copied.parent), "--rounds", "1") == 0
     assert "2 runs, 1 left out, 0 things wrong" in capsys.readouterr().out

@@ -14,7 +14,13 @@ def random_batch(batch_size, num_classes):
     logits = torch.randn(batch_size, num_classes, generator=generator, dtype=torch.float64)
     y = torch.randint(num_classes, (batch_size,), generator=generator)
     return Batch(
-        x=torch.empty(0), y=y, logits=3 * logits, taps=[], taps_g=[], taps_p=[], round=None
+        x=torch.empty(0),
+        y=y,
+        logits=3 * logits,
+        taps=[],
+        reps_global=[],
+        reps_previous=[],
+        round=None,
     )
 
 

@@ -29,9 +29,17 @@ def alike(name, x, y):
     return similarity.compare(similarity.view(x), similarity.view(y))
 
 
-def batch_of(taps, taps_g, taps_p):
+def batch_of(taps, reps_global, reps_previous):
     none = torch.empty(0)
-    return Batch(x=none, y=none, logits=none, taps=taps, taps_g=taps_g, taps_p=taps_p, round=None)
+    return Batch(
+        x=none,
+        y=none,
+        logits=none,
+        taps=taps,
+        reps_global=reps_global,
+        reps_previous=reps_previous,
+        round=None,
+    )
 
 
 def linear_cka_as_printed(x, y):
@@ -161,16 +169,16 @@ def test_gradient_is_that_of_the_penalty(name, width):
 
 @pytest.mark.parametrize("name", SIMILARITIES)
 def test_penalty_equals_equation_2_as_printed(name):
-    taps, taps_g, taps_p = (
+    taps, reps_global, reps_previous = (
         [random_tap(6, 2, 2, 2, seed=s), 2 + random_tap(6, 5, seed=s + 1)] for s in (1, 3, 5)
     )
     expected = 0.0
-    for a, a_g, a_p in zip(taps, taps_g, taps_p, strict=True):
+    for a, a_g, a_p in zip(taps, reps_global, reps_previous, strict=True):
         a, a_g, a_p = (t.reshape(6, -1) for t in (a, a_g, a_p))
         c_g, c_p = AS_PRINTED[name](a, a_g), AS_PRINTED[name](a, a_p)
         expected -= math.log(math.exp(c_g) / (math.exp(c_g) + math.exp(c_p)))
     method = FedCKA(mu=5.0, num_layers=2, similarity=name)
-    penalty = method.penalty(batch_of(taps, taps_g, taps_p))
+    penalty = method.penalty(batch_of(taps, reps_global, reps_previous))
     assert penalty.item() == pytest.approx(5 * expected / 2, rel=1e-11)
 
 

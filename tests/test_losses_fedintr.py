@@ -29,7 +29,7 @@ def model_with_heads(seed):
         name: nn.Sequential(nn.Linear(width, 6), nn.ReLU(), nn.Linear(6, 4)).double()
         for name, width in widths.items()
     }
-    return SimpleNamespace(regularised_stages=tuple(widths), tap_heads=nn.ModuleDict(heads))
+    return SimpleNamespace(regularised_stages=tuple(widths), projection_heads=nn.ModuleDict(heads))
 
 
 def fedintr(**options):
@@ -50,8 +50,8 @@ def scene(batch_size=5, same_previous=False):
         y=none,
         logits=none,
         taps=taps,
-        taps_g=z_g,
-        taps_p=z_g if same_previous else z_p,
+        reps_global=z_g,
+        reps_previous=z_g if same_previous else z_p,
         round=now,
     )
     return local, batch
@@ -89,7 +89,7 @@ def losses_as_printed(s_g, s_p, tau):
 
 def penalty_as_printed(z, batch, tau, layer_weights, reduction, alpha=None):
     """The sum of eq. (5) or (6); alpha: use these weights instead of the formula's."""
-    s_g, s_p = similarities(z, batch.taps_g), similarities(z, batch.taps_p)
+    s_g, s_p = similarities(z, batch.reps_global), similarities(z, batch.reps_previous)
     if reduction == "batch":
         s_g, s_p = [mean_over_samples(s_g)], [mean_over_samples(s_p)]
     totals = []
@@ -101,7 +101,7 @@ def penalty_as_printed(z, batch, tau, layer_weights, reduction, alpha=None):
 
 def represented(local, taps):
     """z^k as the paper has it: flattened, through this model's own head."""
-    heads = zip(local.tap_heads.values(), taps, strict=True)
+    heads = zip(local.projection_heads.values(), taps, strict=True)
     return [head(tap.reshape(len(tap), -1)).detach() for head, tap in heads]
 
 
@@ -135,7 +135,7 @@ def test_detached_weights_are_constants_to_the_gradient():
     taps = batch.taps
     tap = taps[1].requires_grad_()
     fedintr(detach=True).penalty(batch).backward()
-    s_g = mean_over_samples(similarities(represented(local, taps), batch.taps_g))
+    s_g = mean_over_samples(similarities(represented(local, taps), batch.reps_global))
     alpha = weights_as_printed(s_g, TAU)
     step = 1e-6
     for entry in [(0, 0), (2, 3), (4, 1)]:
@@ -159,7 +159,7 @@ def test_first_participation_has_no_say(layer_weights, reduction):
     penalty.backward()
     assert penalty.item() == pytest.approx(math.log(2), rel=1e-12)
     assert all(tap.grad.abs().max() < 1e-12 for tap in batch.taps)
-    assert all(p.grad.abs().max() < 1e-12 for p in local.tap_heads.parameters())
+    assert all(p.grad.abs().max() < 1e-12 for p in local.projection_heads.parameters())
 
 
 def test_mu_of_zero_adds_exactly_nothing():
@@ -167,7 +167,7 @@ def test_mu_of_zero_adds_exactly_nothing():
     penalty = fedintr(mu=0.0).penalty(batch)
     penalty.backward()
     assert penalty.item() == 0
-    assert all((p.grad == 0).all() for p in local.tap_heads.parameters())
+    assert all((p.grad == 0).all() for p in local.projection_heads.parameters())
 
 
 def test_a_step_against_the_gradient_moves_towards_the_global_taps():
@@ -178,7 +178,7 @@ def test_a_step_against_the_gradient_moves_towards_the_global_taps():
 
     def lead(local_taps):
         z = represented(local, local_taps)
-        s_g, s_p = similarities(z, batch.taps_g), similarities(z, batch.taps_p)
+        s_g, s_p = similarities(z, batch.reps_global), similarities(z, batch.reps_previous)
         return sum(map(sum, s_g)) - sum(map(sum, s_p))
 
     moved = [(tap - 0.1 * tap.grad).detach() for tap in batch.taps]
@@ -187,10 +187,10 @@ def test_a_step_against_the_gradient_moves_towards_the_global_taps():
 
 def test_frozen_representations_get_no_gradient_and_every_head_trains():
     local, batch = scene()
-    frozen = [z.requires_grad_() for z in [*batch.taps_g, *batch.taps_p]]
+    frozen = [z.requires_grad_() for z in [*batch.reps_global, *batch.reps_previous]]
     fedintr().penalty(batch).backward()
     assert all(z.grad is None for z in frozen)
-    assert all(p.grad.abs().max() > 0 for p in local.tap_heads.parameters())
+    assert all(p.grad.abs().max() > 0 for p in local.projection_heads.parameters())
 
 
 def test_the_more_alike_a_tap_the_more_it_weighs_and_the_weights_add_up_to_one():
@@ -211,11 +211,11 @@ def test_a_represented_tap_is_flattened_and_goes_through_the_head_of_that_very_m
 
 def test_all_stages_of_a_model_are_represented_but_not_an_added_projection():
     method = fedintr()
-    assert method.model_parts() == ModelParts(projection="none", tap_heads=True)
+    assert method.model_parts() == ModelParts(projection="none", projection_heads=True)
     assert method.uses_global
     assert method.uses_previous
     model = build_model(
-        "cnn-fedintr", num_classes=3, channels=3, image_size=32, seed=0, tap_heads=True
+        "cnn-fedintr", num_classes=3, channels=3, image_size=32, seed=0, projection_heads=True
     )
     assert method.taps(model) == ["conv1", "conv2", "conv3", "fc1", "fc2"]
     _, taps = model.run(torch.randn(2, 3, 32, 32), method.taps(model))

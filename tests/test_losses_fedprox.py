@@ -22,7 +22,7 @@ def random_arrays(seed):
 def batch_for(model, received):
     now = SimpleNamespace(model=model, received=received)
     none = torch.empty(0)
-    return Batch(x=none, y=none, logits=none, taps=[], taps_g=[], taps_p=[], round=now)
+    return Batch(x=none, y=none, logits=none, taps=[], reps_global=[], reps_previous=[], round=now)
 
 
 def small_network(seed):

@@ -19,7 +19,7 @@ def random_tap(*shape, seed):
 
 def batch_of(taps, y):
     none = torch.empty(0)
-    return Batch(x=none, y=y, logits=none, taps=taps, taps_g=[], taps_p=[], round=None)
+    return Batch(x=none, y=y, logits=none, taps=taps, reps_global=[], reps_previous=[], round=None)
 
 
 def fedrcl(**options):

@@ -18,7 +18,9 @@ def random_features(batch_size, width, seed):
 
 def batch_of(z, z_g, z_p):
     none = torch.empty(0)
-    return Batch(x=none, y=none, logits=none, taps=[z], taps_g=[z_g], taps_p=[z_p], round=None)
+    return Batch(
+        x=none, y=none, logits=none, taps=[z], reps_global=[z_g], reps_previous=[z_p], round=None
+    )
 
 
 def moon(**options):
@@ -118,7 +120,7 @@ def test_a_sample_whose_units_are_all_dead_gives_nothing():
 @pytest.mark.parametrize("projection", ["none", "mlp"])
 def test_what_is_compared_is_the_classifiers_input(projection):
     method = moon(projection=projection)
-    assert method.model_parts() == ModelParts(projection=projection, tap_heads=False)
+    assert method.model_parts() == ModelParts(projection=projection, projection_heads=False)
     model = build_model(
         "cnn-fedcka", num_classes=3, channels=1, image_size=28, seed=0, projection=projection
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models import MODELS, StagedModel, build_model, input_recipe
+from models import MODELS, StagedModel, build_model, input_spec
 
 each_model = pytest.mark.parametrize("name", MODELS)
 
@@ -79,7 +79,7 @@ def test_a_pre_tap_is_what_the_body_returned_even_after_its_tail_ran(name):
 @torch.no_grad()
 def test_a_prefix_gives_the_full_runs_taps_and_stops_after_the_last_of_them(name):
     whole, x = shared(name), images()
-    _, expected = whole.run(x, whole.tap_names)
+    _, expected = whole.run(x, whole.layer_names)
     cut = copy.deepcopy(whole)
     cut.neck = cut.classifier = Tripwire()
     for depth, stage in reversed(list(enumerate(cut.stage_names))):  # the tripwires move forward
@@ -98,11 +98,11 @@ def test_a_prefix_gives_the_full_runs_taps_and_stops_after_the_last_of_them(name
 @torch.no_grad()
 def test_every_split_puts_the_forward_pass_together_again(name):
     model, x = shared(name), images()
-    logits, taps = model.run(x, model.tap_names)
+    logits, taps = model.run(x, model.layer_names)
     for split in model.stage_names:
         assert torch.equal(model.predict(model.extract(x, split), split), logits)
     assert model.extract(x, model.stage_names[-1]).shape == (2, model.feature_width)
-    for tap, h in zip(model.tap_names, taps, strict=True):
+    for tap, h in zip(model.layer_names, taps, strict=True):
         assert torch.equal(model.resume(h.clone(), after=tap), logits)
 
 
@@ -158,7 +158,7 @@ def test_a_seed_alone_decides_the_weights_and_global_randomness_is_not_touched(n
     torch.manual_seed(11)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("reseeded the GPUs"))
     before = torch.get_rng_state()
-    first, with_heads = build(7), build(7, tap_heads=True)
+    first, with_heads = build(7), build(7, projection_heads=True)
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(1)
     again, other = build(7), build(8)
@@ -265,22 +265,28 @@ TAP_SIZES = {  # at 3 x 32 x 32: channels x height x width of each stage's outpu
 @torch.no_grad()
 def test_tap_heads_take_every_tap_to_256(name):
     """Hidden widths as in FedIntR's code: 256, but 96 after the small CNN's last layer, fc2."""
-    model = build_model(name, num_classes=10, channels=3, image_size=32, seed=0, tap_heads=True)
+    model = build_model(
+        name, num_classes=10, channels=3, image_size=32, seed=0, projection_heads=True
+    )
     assert model.training
-    assert not shared(name).tap_heads
-    assert tuple(model.tap_heads) == model.regularised_stages
+    assert not shared(name).projection_heads
+    assert tuple(model.projection_heads) == model.regularised_stages
     split = model.stage_names[0]
     keys = model.extractor_keys(split) + model.head_keys(split)
-    assert keys == [key for key in model.state_dict() if not key.startswith("tap_heads.")]
+    assert keys == [key for key in model.state_dict() if not key.startswith("projection_heads.")]
     model.eval()
     _, taps = model.run(images(), model.regularised_stages, to_logits=False)
-    layers = [[m for m in head if isinstance(m, nn.Linear)] for head in model.tap_heads.values()]
+    layers = [
+        [m for m in head if isinstance(m, nn.Linear)] for head in model.projection_heads.values()
+    ]
     hidden = [256] * len(taps)
     last_fully_connected = {"cnn-fedintr": 96, "cnn-fedcka": 256, "cnn-fedreco": 84, "vgg9": 512}
     hidden[-1] = last_fully_connected.get(name, 256)
     assert [first.in_features for first, _ in layers] == TAP_SIZES[name]
     assert [first.out_features for first, _ in layers] == hidden
-    for tap, head, (first, second) in zip(taps, model.tap_heads.values(), layers, strict=True):
+    for tap, head, (first, second) in zip(
+        taps, model.projection_heads.values(), layers, strict=True
+    ):
         x = tap.flatten(1)
         z = F.linear(F.relu(F.linear(x, first.weight, first.bias)), second.weight, second.bias)
         assert z.shape == (2, 256)
@@ -288,9 +294,7 @@ def test_tap_heads_take_every_tap_to_256(name):
 
 
 def test_only_the_fedintr_cnn_asks_for_other_images_than_the_sources():
-    recipes = {
-        name: (input_recipe(name).image_size, input_recipe(name).channels) for name in MODELS
-    }
+    recipes = {name: (input_spec(name).image_size, input_spec(name).channels) for name in MODELS}
     assert recipes.pop("cnn-fedintr") == (32, 3)
     assert set(recipes.values()) == {(0, 0)}
 
@@ -336,4 +340,4 @@ def test_unknown_taps_and_stages_are_refused_with_the_known_ones():
         with pytest.raises(ValueError, match=f"stage 'features': cnn-fedreco has {stages}$"):
             call()
     with pytest.raises(ValueError, match="model = 'resnet'"):
-        input_recipe("resnet")
+        input_spec("resnet")

@@ -41,7 +41,7 @@ from protocol.options import (
 )
 from server_app.federation import check_config
 from strategies import STRATEGIES
-from strategies.server_steps import SERVER_STEPS
+from strategies.server_optimizers import SERVER_OPTIMIZERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +242,7 @@ def keys_read_of_method(name):
 
 def keys_read_of_server_step(name):
     """The keys that the server reads, and a client as it trains (FedACG's has a term there)."""
-    config = recorded(server=name)
+    config = recorded(server_optimizer=name)
     STRATEGIES["fedavg"](config, build_network(config, SHAPE, NUM_CLASSES))
     method_of(config).train(make_round(config))
     return config.flat.read
@@ -250,9 +250,9 @@ def keys_read_of_server_step(name):
 
 def test_every_key_of_a_table_is_read_by_a_half_of_its_method_or_by_its_server_step():
     in_tables = default_config().keys() - all_group_keys()
-    assert {key.partition(".")[0] for key in in_tables} <= METHODS.keys() | SERVER_STEPS.keys()
+    assert {key.partition(".")[0] for key in in_tables} <= METHODS.keys() | SERVER_OPTIMIZERS.keys()
     read = set().union(*(keys_read_of_method(name) for name in METHODS))
-    read |= set().union(*(keys_read_of_server_step(name) for name in SERVER_STEPS))
+    read |= set().union(*(keys_read_of_server_step(name) for name in SERVER_OPTIMIZERS))
     assert read & in_tables == in_tables
 
 

@@ -8,18 +8,18 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from protocol.config import resolve_config
 from protocol.messages import (
-    Instruction,
     RosterEntry,
     TrainReply,
+    TrainRequest,
     array_record,
     counted_round_of,
-    instruction_record,
+    message_content,
     payload_bytes,
-    read_instruction,
     read_reply,
+    read_request,
     read_roster,
     reply_content,
-    request,
+    request_record,
     roster_content,
     tensors,
 )
@@ -77,12 +77,12 @@ def test_received_arrays_are_the_receivers_own():
 @pytest.mark.parametrize("evaluate", [True, False])
 def test_an_instruction_comes_out_as_it_went_in(evaluate):
     config = resolve_config({"lr": 0.125, "fedintr.mu": 4.0})
-    sent = Instruction(config, FACTS, 12, 11, evaluate, "/runs/20260101 ü")
-    content = request(
-        instruction_record(sent), array_record(arrays()), array_record({"c": torch.ones(2)}), 7
+    sent = TrainRequest(config, FACTS, 12, 11, evaluate, "/runs/20260101 ü")
+    content = message_content(
+        request_record(sent), array_record(arrays()), array_record({"c": torch.ones(2)}), 7
     )
     assert counted_round_of(message(content)) == 7
-    received = read_instruction(message(content))
+    received = read_request(message(content))
     assert received.config.flat == config.flat
     assert received.data == FACTS
     assert (received.round, received.checkpoint_round) == (12, 11)
@@ -94,7 +94,7 @@ def test_an_instruction_comes_out_as_it_went_in(evaluate):
 
 def test_a_message_of_somebody_elses_is_refused():
     with pytest.raises(ValueError, match="without the record 'round'"):
-        read_instruction(message(RecordDict({"config": ConfigRecord({"round": 1})})))
+        read_request(message(RecordDict({"config": ConfigRecord({"round": 1})})))
 
 
 def test_a_reply_comes_out_as_it_went_in():

@@ -166,7 +166,7 @@ def test_the_mean_is_spoilt_by_such_a_client(run, lying):
     ("method", "server"), [("fedcr", "fedavg"), ("fedrep", "fedavgm"), ("fedavg", "fedacg")]
 )
 def test_it_combines_with_methods_and_server_steps(run, method, server):
-    given = {"method": method, "server": server, "local-test-fraction": 0.2}
+    given = {"method": method, "server-optimizer": server, "local-test-fraction": 0.2}
     folder, mean = (
         run(given | {"aggregation": name, "num-rounds": 1}) for name in ("median", "mean")
     )

@@ -12,17 +12,17 @@ from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 
 import server_app.roster
-from client_app.setup import facts_of, open_source
+from client_app.setup import dataset_spec_of, open_source
 from protocol.config import keel_version, resolve_config
 from protocol.messages import (
-    Instruction,
     RosterEntry,
+    TrainRequest,
     protocol_version,
     read_roster,
     roster_content,
 )
 from server_app.roster import (
-    Attendees,
+    ClientRegistry,
     ask,
     check_roster,
     gather_roster,
@@ -45,7 +45,7 @@ def config_of(**given):
     return resolve_config(SMALL | {k.replace("_", "-"): v for k, v in given.items()})
 
 
-def refused(entries, **given):
+def rejected(entries, **given):
     config = config_of(**given)
     with pytest.raises(ValueError) as caught:
         check_roster(config, entries, open_source(config))
@@ -82,7 +82,7 @@ def test_clients_that_fit_are_accepted():
     ],
 )
 def test_clients_that_do_not_fit_are_refused_by_name(entries, words):
-    assert refused(entries).startswith(words)
+    assert rejected(entries).startswith(words)
 
 
 def test_other_versions_are_a_warning_that_names_who_has_them():
@@ -156,7 +156,7 @@ def test_an_odd_entry_is_refused_by_name(odd):
 def test_fedlc_in_the_papers_form_refuses_clients_of_one_class():
     entries = [entry("a"), entry("c", (0, 7) + (0,) * 8), entry("b", (7,) + (0,) * 9)]
     given = {"method": "fedlc"}
-    text = refused(entries, **given, **{"fedlc.exclude-true": True})
+    text = rejected(entries, **given, **{"fedlc.exclude-true": True})
     assert text.startswith(
         "fedlc.exclude-true = true: 2 clients hold one class only, the first is b"
     )
@@ -212,48 +212,48 @@ def fleet(task_identity):
     config = config_of()
     grid = Fleet({1: entry("a"), 2: entry("b"), 3: entry("c")})
     roster = dict(grid.nodes)
-    hello = Instruction(config, facts_of(config, open_source(config)), 0, 0, False, "")
-    return grid, roster, Attendees(grid, config, hello, open_source(config), roster)
+    hello = TrainRequest(config, dataset_spec_of(config, open_source(config)), 0, 0, False, "")
+    return grid, roster, ClientRegistry(grid, config, hello, open_source(config), roster)
 
 
 def test_nothing_is_asked_while_nobody_is_new(fleet):
-    grid, roster, attendees = fleet
-    assert attendees.refresh() == {1, 2, 3}
+    grid, roster, registry = fleet
+    assert registry.refresh() == {1, 2, 3}
     del grid.nodes[2]
-    assert attendees.refresh() == {1, 3}
-    assert attendees.returned([2]) == {}
+    assert registry.refresh() == {1, 3}
+    assert registry.returned([2]) == {}
     assert roster.keys() == {1, 2, 3}
     assert grid.asked == []
 
 
 def test_a_node_with_a_new_id_takes_its_clients_place(fleet):
-    grid, roster, attendees = fleet
+    grid, roster, registry = fleet
     grid.nodes[9] = grid.nodes.pop(2)
-    assert attendees.returned([1, 2]) == {1: 1, 2: 9}
+    assert registry.returned([1, 2]) == {1: 1, 2: 9}
     assert {node: e.client for node, e in roster.items()} == {1: "a", 3: "c", 9: "b"}
-    attendees.refresh()
+    registry.refresh()
     assert grid.asked == [9]
 
 
 def test_no_node_takes_the_place_of_a_client_that_is_connected(fleet):
     """Else anybody could become any client by its name."""
-    grid, roster, attendees = fleet
+    grid, roster, registry = fleet
     grid.nodes[9] = entry("b")
-    attendees.refresh()
+    registry.refresh()
     assert roster.keys() == {1, 2, 3}
     del grid.nodes[2]  # the old one is gone: now it may
-    attendees.refresh()
+    registry.refresh()
     assert roster.keys() == {1, 3, 9}
     assert grid.asked == [9]
 
 
 def test_a_stranger_and_one_that_does_not_fit_are_named_once_and_left_out(fleet, caplog):
-    grid, roster, attendees = fleet
+    grid, roster, registry = fleet
     grid.nodes |= {8: entry("d"), 9: entry("b", (5,) * 9, test_label_counts=[1] * 9)}
     del grid.nodes[2]
     with caplog.at_level(logging.WARNING, logger="keel.server"):
-        attendees.refresh()
-        attendees.refresh()
+        registry.refresh()
+        registry.refresh()
     stranger, unfit = caplog.messages
     assert stranger == "client d came after round 1 and does not take part"
     assert unfit.startswith("node 9 is new and cannot be used: client b (cnn-fedreco): number of")
@@ -266,51 +266,51 @@ def resumed(grid, monkeypatch, **given):
     monkeypatch.setattr(server_app.roster, "return_s", 0.2)
     monkeypatch.setattr(server_app.roster, "settle_s", 0.01)
     source = open_source(config)
-    hello = Instruction(config, facts_of(config, source), 0, 0, False, "")
+    hello = TrainRequest(config, dataset_spec_of(config, source), 0, 0, False, "")
     saved = {21: entry("a"), 22: entry("b"), 23: entry("c")}
-    return Attendees(grid, config, hello, source, saved)
+    return ClientRegistry(grid, config, hello, source, saved)
 
 
 def test_a_resumed_run_goes_on_without_a_client_and_takes_it_back(
     task_identity, monkeypatch, caplog
 ):
     grid = Fleet({21: entry("a"), 13: entry("c"), 14: entry("d")})
-    attendees = resumed(grid, monkeypatch)
+    registry = resumed(grid, monkeypatch)
     with caplog.at_level(logging.WARNING, logger="keel.server"):
-        attendees.gather()
+        registry.gather()
     assert "the run goes on without b until they are back" in caplog.messages
     assert "client d came after round 1 and does not take part" in caplog.messages
-    by_name = {e.client: node for node, e in attendees.roster.items()}
+    by_name = {e.client: node for node, e in registry.roster.items()}
     assert by_name == {"a": 21, "b": 22, "c": 13}
     assert 21 not in grid.asked  # with keys a SuperNode keeps its id: who it is, is known
-    assert attendees.absent(attendees.refresh()) == {"b"}
+    assert registry.absent(registry.refresh()) == {"b"}
     grid.nodes[12] = entry("b")
-    assert attendees.absent(attendees.refresh()) == set()
-    assert attendees.returned([12]) == {12: 12}
+    assert registry.absent(registry.refresh()) == set()
+    assert registry.returned([12]) == {12: 12}
 
 
 def test_a_name_goes_to_the_node_that_had_it(task_identity, monkeypatch):
     grid = Fleet({11: entry("b"), 21: entry("a"), 22: entry("b"), 23: entry("c")})
-    attendees = resumed(grid, monkeypatch)
-    attendees.gather()
-    assert {e.client: node for node, e in attendees.roster.items()}["b"] == 22
+    registry = resumed(grid, monkeypatch)
+    registry.gather()
+    assert {e.client: node for node, e in registry.roster.items()}["b"] == 22
 
 
 def test_one_that_has_just_gone_is_waited_for_once(fleet):
-    grid, _, attendees = fleet
+    grid, _, registry = fleet
     del grid.nodes[2]
-    assert attendees.absent(attendees.refresh()) == set()
-    assert attendees.absent(attendees.refresh()) == {"b"}
+    assert registry.absent(registry.refresh()) == set()
+    assert registry.absent(registry.refresh()) == {"b"}
 
 
 def test_waiting_for_all_takes_no_longer_than_it_says(task_identity, monkeypatch):
     grid = Fleet({21: entry("a"), 12: entry("b"), 23: entry("c")})
     grid.pull_messages = lambda ids: []  # b says nothing
-    attendees = resumed(grid, monkeypatch, start_timeout=30.0)
+    registry = resumed(grid, monkeypatch, start_timeout=30.0)
     started = time.monotonic()
-    attendees.gather()
+    registry.gather()
     assert time.monotonic() - started < 10
-    assert attendees.missing == {"b"}
+    assert registry.missing == {"b"}
 
 
 def test_a_resumed_run_needs_as_many_clients_as_a_round(task_identity, monkeypatch):
@@ -324,27 +324,27 @@ def test_a_resumed_run_needs_as_many_clients_as_a_round(task_identity, monkeypat
 
 def test_other_samples_after_a_resume_are_warned_of(task_identity, monkeypatch, caplog):
     grid = Fleet({11: entry("a"), 12: entry("b", (9,) * 10), 13: entry("c")})
-    attendees = resumed(grid, monkeypatch)
+    registry = resumed(grid, monkeypatch)
     with caplog.at_level(logging.WARNING, logger="keel.server"):
-        attendees.gather()
+        registry.gather()
     assert caplog.messages == ["client b: its training samples are not those of before"]
-    assert attendees.roster[12].num_examples == 90
+    assert registry.roster[12].num_examples == 90
 
 
 def test_a_node_that_could_not_be_used_is_asked_again_later(fleet, monkeypatch):
-    grid, roster, attendees = fleet
+    grid, roster, registry = fleet
     del grid.nodes[2]
     grid.nodes[9] = None  # its data is not there
-    attendees.refresh()
-    attendees.refresh()
+    registry.refresh()
+    registry.refresh()
     assert grid.asked == [9]
     grid.nodes[9] = entry("b")  # its data is mounted
-    attendees.refresh()
+    registry.refresh()
     assert grid.asked == [9]
-    monkeypatch.setitem(attendees.useless, 9, 0.0)  # a minute later
-    attendees.refresh()
+    monkeypatch.setitem(registry.useless, 9, 0.0)  # a minute later
+    registry.refresh()
     assert roster[9].client == "b"
-    assert attendees.has_changed
+    assert registry.has_changed
 
 
 @pytest.mark.parametrize(("deaths", "is_usable"), [(2, True), (3, False)])
@@ -353,7 +353,7 @@ def test_a_client_app_that_dies_on_the_query_is_asked_three_times(task_identity,
     grid.dying[2] = deaths
     config = config_of(num_clients=2)
     source = open_source(config)
-    hello = Instruction(config, facts_of(config, source), 0, 0, False, "")
+    hello = TrainRequest(config, dataset_spec_of(config, source), 0, 0, False, "")
     if is_usable:
         assert gather_roster(grid, config, hello, source).keys() == {1, 2}
     else:
@@ -371,10 +371,10 @@ def test_a_saved_roster_comes_back_and_a_damaged_one_is_named(tmp_path):
 
 
 def test_simulated_nodes_are_not_listed_again(fleet, monkeypatch):
-    grid, _, attendees = fleet
+    grid, _, registry = fleet
     monkeypatch.setattr(server_app.roster, "is_simulation", lambda grid: True)
     grid.nodes.clear()
-    assert attendees.refresh() == {1, 2, 3}
+    assert registry.refresh() == {1, 2, 3}
 
 
 @pytest.mark.parametrize(("simulated", "most"), [(True, 2), (False, 5)])
@@ -391,8 +391,8 @@ def test_simulated_clients_are_asked_a_few_at_a_time(task_identity, monkeypatch,
         return push(messages)
 
     monkeypatch.setattr(grid, "push_messages", counted)
-    instruction = ConfigRecord({"config": ""})
-    entries = ask(grid, [5, 3, 9, 4, 7], instruction, time.monotonic() + 10).entries
+    request = ConfigRecord({"config": ""})
+    entries = ask(grid, [5, 3, 9, 4, 7], request, time.monotonic() + 10).entries
     assert {node: e.client for node, e in entries.items()} == {n: f"client-{n}" for n in grid.nodes}
     assert list(entries) == grid.asked == [5, 3, 9, 4, 7]
     assert max(pushed) == most

@@ -19,7 +19,7 @@ import server_app.report
 import server_app.status
 from client_app.methods import METHODS
 from server_app.inline import InlineGrid, run_inline
-from server_app.run_folder import RunFolder
+from server_app.run_directory import RunDirectory
 from server_app.status import newest_run, status_lines
 
 root = Path(__file__).parent.parent
@@ -128,7 +128,7 @@ def test_a_look_at_the_status_keeps_nobody_out(run):
         fcntl.flock(held, fcntl.LOCK_SH)
         timer = threading.Timer(0.05, fcntl.flock, (held, fcntl.LOCK_UN))
         timer.start()
-        RunFolder(folder).close()
+        RunDirectory(folder).close()
         timer.join(timeout=10)
 
 

@@ -37,7 +37,7 @@ def log_handlers_of_their_own() -> Iterator[None]:
 
 
 @pytest.fixture
-def refused(monkeypatch, capsys, tmp_path) -> Keel:
+def rejected(monkeypatch, capsys, tmp_path) -> Keel:
     """refused(keys, num_clients): the line that `python -m server_app.inline` ends with.
 
     Holds that it exits with 1, says one line on stderr, no traceback, and makes no run folder.
@@ -72,7 +72,7 @@ def refused(monkeypatch, capsys, tmp_path) -> Keel:
         ({"method": "fedintra"}, "method = 'fedintra'", "fedintr"),
         ({"model": "resnet-20"}, "model = 'resnet-20'", "resnet20"),
         ({"source": "digit"}, "source = 'digit'", "digits, fashion-mnist"),
-        ({"server": "adam"}, "server = 'adam'", "fedadam"),
+        ({"server-optimizer": "adam"}, "server-optimizer = 'adam'", "fedadam"),
         ({"preset": "fedintr-table1"}, "preset = 'fedintr-table1'", "fedintr-table1-fmnist"),
         ({"partition": "dirichelet"}, "partition = 'dirichelet'", "dirichlet"),
         ({"lr": -0.1}, "lr = -0.1", ">= 0"),
@@ -83,11 +83,15 @@ def refused(monkeypatch, capsys, tmp_path) -> Keel:
         ({"num-rounds": "3"}, "num-rounds = '3'", "whole number"),
         ({"flip": 1}, "flip = 1", "true or false"),
         ({"momentum": 1.0}, "momentum = 1.0", "[0, 1)"),
-        ({"evaluate-clients": "some"}, "evaluate-clients = 'some'", "participants"),
+        ({"evaluate-clients": "some"}, "evaluate-clients = 'some'", "cohort"),
         ({"method": "moon", "moon.tau": 0.0}, "moon.tau = 0.0", "> 0"),
         ({"method": "fedcka", "fedcka.num-layers": 0}, "fedcka.num-layers = 0", "1"),
         ({"method": "fedreco", "fedreco.k-u": "an epoch"}, "fedreco.k-u = 'an epoch'", "'1 epoch'"),
-        ({"method": "fedreco", "server": "fedadam"}, "server = 'fedadam'", "fedavg"),
+        (
+            {"method": "fedreco", "server-optimizer": "fedadam"},
+            "server-optimizer = 'fedadam'",
+            "fedavg",
+        ),
         ({"method": "fedreco", "fedreco.split": "conv9"}, "conv9", "conv1"),
         ({"method": "fedreco", "evaluate-clients": "none"}, "evaluate-clients = 'none'", "all"),
         ({"method": "moon", "privacy.epsilon": 0.5}, "privacy.epsilon = 0.5", "fedreco"),
@@ -104,13 +108,13 @@ def refused(monkeypatch, capsys, tmp_path) -> Keel:
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(map(str, value)),
 )
-def test_a_key_or_value_that_is_not_allowed(refused, keys, found, allowed):
-    line = refused(keys)
+def test_a_key_or_value_that_is_not_allowed(rejected, keys, found, allowed):
+    line = rejected(keys)
     assert found in line
     assert allowed in line
 
 
-def test_every_key_is_named_when_its_value_is_of_another_kind(refused):
+def test_every_key_is_named_when_its_value_is_of_another_kind(rejected):
     """No key is read by a default, or not at all."""
     for key, value in default_config().items():
         if key == "preset":
@@ -119,7 +123,7 @@ def test_every_key_is_named_when_its_value_is_of_another_kind(refused):
         table = key.partition(".")[0]
         switch = {"method": table} if "." in key and table not in ("privacy",) else {}
         if table in ("fedavgm", "fedadam", "fedacg"):
-            switch = {"server": table}
+            switch = {"server-optimizer": table}
         with pytest.raises(ValueError) as caught:
             run_federation(None, SMALL | switch | {key: wrong})
         assert str(caught.value).startswith(f"{key} = {wrong!r}: "), key
@@ -135,8 +139,8 @@ def test_a_word_that_is_no_assignment_comes_with_what_was_meant(monkeypatch, cap
 
 
 @pytest.mark.parametrize("num_clients", [0, -1])
-def test_no_clients_at_all(refused, num_clients):
-    assert f"num-clients = {num_clients}" in refused({}, num_clients)
+def test_no_clients_at_all(rejected, num_clients):
+    assert f"num-clients = {num_clients}" in rejected({}, num_clients)
 
 
 @pytest.mark.parametrize(
@@ -198,39 +202,39 @@ def test_the_folder_is_fine_as_it_is(run, small_data):
     assert len(history_of(run(small_data))) == 1
 
 
-def test_a_data_path_that_is_missing(refused, small_data, tmp_path):
+def test_a_data_path_that_is_missing(rejected, small_data, tmp_path):
     path = tmp_path / "nowhere"
-    line = refused(small_data | {"source": f"folder:{path}"})
+    line = rejected(small_data | {"source": f"folder:{path}"})
     assert str(path) in line
     assert "train/<class>/" in line
 
 
-def test_a_relative_data_path(refused, small_data):
-    line = refused(small_data | {"source": "folder:images"})
+def test_a_relative_data_path(rejected, small_data):
+    line = rejected(small_data | {"source": "folder:images"})
     assert "source = 'folder:images'" in line
     assert "absolute" in line
 
 
 @pytest.mark.parametrize("empty", ["train", "train/cat", "test/dog"])
-def test_a_data_path_that_is_empty(refused, small_data, folder_source, empty):
+def test_a_data_path_that_is_empty(rejected, small_data, folder_source, empty):
     folder = folder_source / empty
     for path in sorted(folder.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
-    assert str(folder) in refused(small_data)
+    assert str(folder) in rejected(small_data)
 
 
 @pytest.mark.parametrize("content", [b"", b"not an image", None], ids=["empty", "text", "cut"])
-def test_an_unreadable_image_is_named(refused, small_data, folder_source, content):
+def test_an_unreadable_image_is_named(rejected, small_data, folder_source, content):
     path = folder_source / "train" / "dog" / "07.png"
     path.write_bytes(path.read_bytes()[:90] if content is None else content)
-    line = refused(small_data)
+    line = rejected(small_data)
     assert line.startswith(f"{path}: not a readable image: ")
 
 
-def test_images_of_other_sizes_are_named_with_the_way_out(refused, small_data, folder_source):
+def test_images_of_other_sizes_are_named_with_the_way_out(rejected, small_data, folder_source):
     path = folder_source / "train" / "dog" / "07.png"
     Image.fromarray(np.zeros((30, 40), dtype=np.uint8)).save(path)
-    line = refused(small_data)
+    line = rejected(small_data)
     assert f"{path} is 40x30" in line
     assert "image-size" in line
 
@@ -243,24 +247,24 @@ def npz_of(path: Path, y_train: list[int]) -> str:
     return f"npz:{path}"
 
 
-def test_a_class_that_no_client_has(refused, tmp_path):
+def test_a_class_that_no_client_has(rejected, tmp_path):
     source = npz_of(tmp_path / "gap.npz", [0, 1, 3] * 20)  # no sample of class 2
-    line = refused({"source": source, "partition": "iid"})
+    line = rejected({"source": source, "partition": "iid"})
     assert line == "class 2 is held by no client: it cannot be learnt"
 
 
-def test_an_npz_file_that_is_cut_short(refused, tmp_path):
+def test_an_npz_file_that_is_cut_short(rejected, tmp_path):
     source = npz_of(tmp_path / "cut.npz", [0, 1] * 20)
     path = tmp_path / "cut.npz"
     path.write_bytes(path.read_bytes()[:-50])
-    assert str(path) in refused({"source": source, "partition": "iid"})
+    assert str(path) in rejected({"source": source, "partition": "iid"})
 
 
 # --- clients ---------------------------------------------------------------------------------
 
 
-def test_fedreco_clients_whose_widths_differ(refused):
-    line = refused({"method": "fedreco", "client-models": "cnn-fedreco,cnn-fedcka"})
+def test_fedreco_clients_whose_widths_differ(rejected):
+    line = rejected({"method": "fedreco", "client-models": "cnn-fedreco,cnn-fedcka"})
     found = re.fullmatch(
         r"client client-0001 \(cnn-fedcka\): representation width (\d+), client client-0000 "
         r"\(cnn-fedreco\) has (\d+): they have to agree",
@@ -270,8 +274,8 @@ def test_fedreco_clients_whose_widths_differ(refused):
     assert found[1] != found[2]
 
 
-def test_an_unknown_model_of_a_client(refused):
-    line = refused({"method": "fedreco", "client-models": "cnn-fedreco,cnn-fedrecho"})
+def test_an_unknown_model_of_a_client(rejected):
+    line = rejected({"method": "fedreco", "client-models": "cnn-fedreco,cnn-fedrecho"})
     assert "cnn-fedrecho" in line
     assert "cnn-fedreco" in line
 
@@ -311,40 +315,40 @@ def test_a_site_whose_images_have_another_shape(tmp_path):
 # --- a run to go on with ---------------------------------------------------------------------
 
 
-def test_a_folder_that_holds_no_run(refused, tmp_path):
-    line = refused({"resume": str(tmp_path)})
+def test_a_folder_that_holds_no_run(rejected, tmp_path):
+    line = rejected({"resume": str(tmp_path)})
     assert line == f"resume = {str(tmp_path)!r}: there is no config.json in it: not a run's folder"
 
 
-def test_a_relative_folder_to_resume(refused):
-    assert "absolute path" in refused({"resume": "runs/last"})
+def test_a_relative_folder_to_resume(rejected):
+    assert "absolute path" in rejected({"resume": "runs/last"})
 
 
-def test_a_config_that_is_cut_short_is_named(refused, run):
+def test_a_config_that_is_cut_short_is_named(rejected, run):
     folder = run({"num-rounds": 1, "local-epochs": 0})
     config = folder / "config.json"
     config.write_text(config.read_text()[:100])
-    assert refused({"resume": str(folder)}).startswith(f"{config} is damaged or cut short: ")
+    assert rejected({"resume": str(folder)}).startswith(f"{config} is damaged or cut short: ")
 
 
-def test_a_history_that_is_damaged_in_the_middle_is_named_and_left_as_it_is(refused, run):
+def test_a_history_that_is_damaged_in_the_middle_is_named_and_left_as_it_is(rejected, run):
     folder = run({"num-rounds": 3, "local-epochs": 0})
     history = folder / "history.jsonl"
     lines = history.read_text().splitlines()
     spoilt = "\n".join([lines[0], lines[1][:50], lines[2]]) + "\n"
     history.write_text(spoilt)
-    line = refused({"resume": str(folder), "num-rounds": 4})
+    line = rejected({"resume": str(folder), "num-rounds": 4})
     assert line.startswith(f"{history}, line 2: ")
     assert history.read_text() == spoilt
 
 
-def test_a_refused_resume_loses_nothing(refused, run):
+def test_a_refused_resume_loses_nothing(rejected, run):
     folder = run({"num-rounds": 2})
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     model = final_model(folder)
     for keys in ({"lr": 0.5}, {"num-rounds": 0}, {"num-round": 9}):
-        refused({"resume": str(folder)} | keys)
-    refused({"resume": str(folder), "num-rounds": 5}, num_clients=3)
+        rejected({"resume": str(folder)} | keys)
+    rejected({"resume": str(folder), "num-rounds": 5}, num_clients=3)
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
     assert same_bits(final_model(folder), model)
 

@@ -38,7 +38,7 @@ from protocol.config import resolve_config
 from protocol.seeds import seed_of
 from server_app.federation import DivergedError
 from server_app.inline import InlineGrid, run_inline
-from server_app.run_folder import Checkpoint, RunFolder, read_arrays
+from server_app.run_directory import Checkpoint, RunDirectory, read_arrays
 from strategies import STRATEGIES
 from strategies.average import TooFewRepliesError
 
@@ -71,7 +71,7 @@ def test_the_folder_holds_config_history_checkpoints_model_and_pictures(finished
     names = {path.name for path in finished.iterdir()} - {".lock"}
     assert names == {
         *("config.json", "roster.json", "history.jsonl", "summary.json", "model.safetensors"),
-        *("run.log", "bundle.json", "checkpoints", "accuracy.png", "labels.png"),
+        *("run.log", "manifest.json", "checkpoints", "accuracy.png", "labels.png"),
     }
     assert re.fullmatch(r"\d{8}-\d{6}-fedavg-digits(-\d+)?", finished.name)
     for picture in ("accuracy.png", "labels.png"):
@@ -176,7 +176,7 @@ def test_evaluation_every_other_round_and_always_in_the_last(run):
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedreco"])
-@pytest.mark.parametrize("whom", ["auto", "none", "participants", "all"])
+@pytest.mark.parametrize("whom", ["auto", "none", "cohort", "all"])
 def test_whose_test_parts_are_evaluated_on(run, method, whom):
     if (method, whom) == ("fedreco", "none"):
         pytest.skip("refused: nothing would be evaluated")
@@ -190,7 +190,7 @@ def test_whose_test_parts_are_evaluated_on(run, method, whom):
             assert "personal" not in line
             assert "local_global" not in line
             continue
-        participants = whom == "participants"
+        participants = whom == "cohort"
         assert list(line[key]["clients"]) == (line["participants"] if participants else everybody)
 
 
@@ -278,7 +278,7 @@ def test_another_seed_gives_other_weights_to_start_from_and_to_end_with(run, epo
 
 
 def test_two_runs_of_one_second_get_folders_of_their_own(run, monkeypatch):
-    monkeypatch.setattr("server_app.run_folder.time.strftime", lambda form: "20260101-120000")
+    monkeypatch.setattr("server_app.run_directory.time.strftime", lambda form: "20260101-120000")
     folders = [run({"num-rounds": 1, "local-epochs": 0}) for _ in range(3)]
     names = [folder.name for folder in folders]
     stem = "20260101-120000-fedavg-digits"
@@ -293,8 +293,8 @@ resumable = {
     "fedintr": {"method": "fedintr"},
     "fedreco": {"method": "fedreco", "fedreco.eta-0": 0.5},
     "fedreco, private": {"method": "fedreco", "privacy.epsilon": 0.9},
-    "fedadam": {"server": "fedadam"},
-    "fedavgm": {"server": "fedavgm"},
+    "fedadam": {"server-optimizer": "fedadam"},
+    "fedavgm": {"server-optimizer": "fedavgm"},
 }
 
 
@@ -310,7 +310,7 @@ def test_two_rounds_and_two_more_are_the_same_as_four(run, keys):
 
 
 def test_a_run_that_ended_in_its_first_round_begins_again(run, crash, tmp_path):
-    keys = half_of_them | {"method": "moon", "server": "fedadam", "num-rounds": 2}
+    keys = half_of_them | {"method": "moon", "server-optimizer": "fedadam", "num-rounds": 2}
     whole = run(keys)
     crash(1, after=1)
     with pytest.raises(KeyboardInterrupt):
@@ -326,9 +326,9 @@ def test_a_run_that_ended_in_its_first_round_begins_again(run, crash, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_goes_on_as_if_never_interrupted(run, crash, method, server):
     """A resume between two rounds and one after a crash within a round."""
-    if server != "fedavg" and not STRATEGIES[method].allows_server_steps:
+    if server != "fedavg" and not STRATEGIES[method].supports_server_optimizer:
         pytest.skip(f"{method} has a server step of its own")
-    keys = half_of_them | {"method": method, "server": server, "num-rounds": 4}
+    keys = half_of_them | {"method": method, "server-optimizer": server, "num-rounds": 4}
     if not issubclass(METHODS[method], LocalObjective):
         keys["fedacg.beta"] = 0.0  # its client term is for local objectives
     if method_of(resolve_config({"method": method})).depends_on_num_rounds():
@@ -470,17 +470,17 @@ def test_no_readable_checkpoint_is_one_line_and_nothing_is_touched(run, damage):
 @pytest.mark.parametrize("step", ["save_checkpoint", "append_history"])
 def test_a_crash_while_a_round_is_recorded_loses_no_line(run, monkeypatch, step):
     whole = run({"num-rounds": 4})
-    record = getattr(RunFolder, step)
+    record = getattr(RunDirectory, step)
 
-    def record_or_die(folder: RunFolder, what, *more) -> None:
+    def record_or_die(folder: RunDirectory, what, *more) -> None:
         if (what["round"] if isinstance(what, dict) else what.round) == 3:
             raise KeyboardInterrupt
         record(folder, what, *more)
 
-    monkeypatch.setattr(RunFolder, step, record_or_die)
+    monkeypatch.setattr(RunDirectory, step, record_or_die)
     with pytest.raises(KeyboardInterrupt):
         run({"num-rounds": 4})
-    monkeypatch.setattr(RunFolder, step, record)
+    monkeypatch.setattr(RunDirectory, step, record)
     [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
     resume(broken)
     assert without_times(history_of(broken)) == without_times(history_of(whole))
@@ -498,7 +498,7 @@ def test_a_checkpoint_ahead_of_the_history_is_passed_over(run):
 
 
 def test_a_damaged_checkpoint_goes_when_its_round_is_done_again_and_the_good_one_stays(tmp_path):
-    folder = RunFolder(tmp_path)
+    folder = RunDirectory(tmp_path)
 
     def save(number: int, value: float) -> None:
         folder.save_checkpoint(Checkpoint(number, {"w": torch.full((2,), value)}, {}), "toy")
@@ -518,7 +518,7 @@ def test_a_damaged_checkpoint_goes_when_its_round_is_done_again_and_the_good_one
 
 
 def test_a_damaged_line_of_the_releases_counts_for_every_client(tmp_path, caplog):
-    folder = RunFolder(tmp_path)
+    folder = RunDirectory(tmp_path)
     folder.append_releases(1, ["a", "b"])
     folder.append_releases(2, ["a"])
     path = tmp_path / "releases.jsonl"
@@ -531,7 +531,7 @@ def test_a_damaged_line_of_the_releases_counts_for_every_client(tmp_path, caplog
 
 
 def test_a_release_of_somebody_unknown_counts(tmp_path):
-    folder = RunFolder(tmp_path)
+    folder = RunDirectory(tmp_path)
     (tmp_path / "releases.jsonl").write_text('{"round": 1, "cli\n{"round": 2\n')
     assert folder.read_releases() == [["unknown"], ["unknown"]]
     folder.close()
@@ -766,7 +766,14 @@ def test_a_client_that_stays_silent_is_named_in_the_log_and_the_history(run, mon
 
 def test_a_diverged_server_step_ends_the_run_with_one_line(run, tmp_path):
     with pytest.raises(DivergedError) as caught:
-        run({"server": "fedadam", "fedadam.lr": 1e38, "fedadam.beta1": 0.0, "num-rounds": 5})
+        run(
+            {
+                "server-optimizer": "fedadam",
+                "fedadam.lr": 1e38,
+                "fedadam.beta1": 0.0,
+                "num-rounds": 5,
+            }
+        )
     text = str(caught.value)
     assert re.match(r"round \d: the server's step left values that are not finite", text)
     assert "A smaller learning rate may help (lr, or the server's)" in text

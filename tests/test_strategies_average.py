@@ -26,15 +26,15 @@ from torch import Tensor, nn
 
 from protocol.config import resolve_config
 from protocol.messages import (
-    Instruction,
     RosterEntry,
     TrainReply,
+    TrainRequest,
     array_record,
     counted_round_of,
-    instruction_record,
     packed,
-    read_instruction,
+    read_request,
     reply_content,
+    request_record,
     tensors,
 )
 from strategies.average import Average, TooFewRepliesError, weighted_mean
@@ -75,8 +75,8 @@ def average_of(num_clients: int = 5, counts: list[int] | None = None, **keys: ob
 
 
 def ask(strategy: Average, arrays: dict[str, Tensor], server_round: int = 1) -> list[Message]:
-    instruction = Instruction(strategy.config, FACTS, server_round, 0, False, "/run")
-    record = instruction_record(instruction)
+    request = TrainRequest(strategy.config, FACTS, server_round, 0, False, "/run")
+    record = request_record(request)
     return sent(
         list(strategy.configure_train(server_round, array_record(arrays), record, grid=None))
     )
@@ -257,16 +257,16 @@ def test_a_message_for_every_sampled_client_says_what_to_do_with_which_model():
     assert [m.metadata.dst_node_id for m in messages] == strategy.sample(4)
     for message in messages:
         assert message.metadata.message_type == MessageType.TRAIN
-        instruction = read_instruction(message)
-        assert (instruction.round, instruction.run_dir) == (4, "/run")
+        request = read_request(message)
+        assert (request.round, request.run_dir) == (4, "/run")
         assert same_bits(tensors(message.content.array_records["arrays"]), current)
         assert not message.content.array_records["extra"]
 
 
 def test_evaluation_asks_everybody_or_the_participants():
-    for whom, count in (("all", 6), ("participants", 2)):
+    for whom, count in (("all", 6), ("cohort", 2)):
         strategy = average_of(6, fraction_train=0.34, evaluate_clients=whom)
-        record = instruction_record(Instruction(strategy.config, FACTS, 2, 0, True, "/run"))
+        record = request_record(TrainRequest(strategy.config, FACTS, 2, 0, True, "/run"))
         arrays = array_record(network().state_dict())
         trained = list(strategy.configure_train(2, arrays, record, grid=None))
         messages = list(strategy.configure_evaluate(2, arrays, record, grid=None))
@@ -449,7 +449,7 @@ def test_every_client_is_told_its_last_round_that_counted():
     strategy.aggregate_train(1, messages)
     after_one = {nodes[f"client-{i}"]: 0 if i == 2 else 1 for i in range(5)}
     assert told(ask(strategy, current, 2)) == after_one
-    record = instruction_record(Instruction(strategy.config, FACTS, 1, 0, False, "/run"))
+    record = request_record(TrainRequest(strategy.config, FACTS, 1, 0, False, "/run"))
     judged = strategy.configure_evaluate(1, array_record(current), record, None)
     assert told(list(judged)) == after_one
     resumed = average_of()
@@ -539,7 +539,7 @@ def test_the_report_counts_the_bytes_of_all_that_arrived():
 
 def test_evaluation_leaves_out_bad_replies_too():
     strategy = average_of(num_clients=3, counts=[1, 3, 5], evaluate_clients="all")
-    record = instruction_record(Instruction(strategy.config, FACTS, 1, 0, True, "/run"))
+    record = request_record(TrainRequest(strategy.config, FACTS, 1, 0, True, "/run"))
     arrays = array_record(network().state_dict())
     messages = sent(list(strategy.configure_evaluate(1, arrays, record, grid=None)))
     scores = (0.2, 0.8)

@@ -11,11 +11,11 @@ from torch import Tensor
 from models import StagedModel, build_model
 from protocol.config import resolve_config
 from protocol.messages import (
-    Instruction,
     RosterEntry,
     TrainReply,
+    TrainRequest,
     array_record,
-    instruction_record,
+    request_record,
     tensors,
 )
 from strategies import FedReCoServer
@@ -49,8 +49,8 @@ def gradients(expected: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 def after_a_round(
     server: FedReCoServer, u_0: dict[str, Tensor], updates: list[dict[str, Tensor]], counts: list
 ) -> dict[str, Tensor]:
-    instruction = Instruction(server.config, FACTS, 1, 0, False, "/run")
-    record = instruction_record(instruction)
+    request = TrainRequest(server.config, FACTS, 1, 0, False, "/run")
+    record = request_record(request)
     server.roster = {  # who says before round 1 what it trains on
         node: replace(server.roster[node], label_counts=[int(n)])
         for node, n in zip(server.roster, counts, strict=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from client_app.drift import drift_from
 from client_app.method import Arrays, LocalObjective, Update
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from client_app.samples import Step
 from client_app.trainer import Duration, copy_of, descend, train_on_objective
 from models import StagedModel
@@ -43,18 +43,18 @@ class Ditto(LocalObjective):
         """The personal model's, as many steps again."""
         return "1, with backward"
 
-    def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+    def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """v_i as kept; at first the run's initial weights."""
-        now.model.load_state_dict(state.get("personal") or now.initial_weights())
-        return now.model
+        ctx.model.load_state_dict(state.get("personal") or ctx.initial_weights())
+        return ctx.model
 
-    def train(self, now: ClientRound) -> Update:
+    def train(self, ctx: RoundContext) -> Update:
         """The global pass, then the personal one."""
-        update = train_on_objective(self, now)
-        model = self.personal_model(now, now.state).train().requires_grad_(True)
+        update = train_on_objective(self, ctx)
+        model = self.personal_model(ctx, ctx.state).train().requires_grad_(True)
 
         def terms(step: Step) -> dict[str, Tensor]:
-            distance = drift_from(model, now.received)
+            distance = drift_from(model, ctx.received)
             return {
                 "supervised": F.cross_entropy(model(step.x), step.y),
                 "penalty": self.lambda_ / 2 * distance,  # gradient lambda (v - w)
@@ -62,8 +62,8 @@ class Ditto(LocalObjective):
 
         duration = Duration(self.personal_epochs, "epochs")
         parameters = list(model.parameters())
-        lr = now.config.train.lr
-        personal = descend(now, parameters, terms, lr=lr, duration=duration, stream="personal")
+        lr = ctx.config.train.lr
+        personal = descend(ctx, parameters, terms, lr=lr, duration=duration, stream="personal")
         figures = update.terms | {f"personal.{name}": v for name, v in personal.terms.items()}
         num_steps = update.num_steps + personal.num_steps
         state = {"personal": copy_of(model)}

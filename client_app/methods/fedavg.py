@@ -12,20 +12,20 @@ from typing import ClassVar
 
 from client_app.method import LocalObjective, Update
 from client_app.privacy import privatise
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from client_app.trainer import train_on_objective
 
 
-def private_update(update: Update, now: ClientRound) -> Update:
+def private_update(update: Update, ctx: RoundContext) -> Update:
     """The update with its difference to the received model made private; as it is with epsilon 0.
 
     Parameters alone: the run refuses privacy for networks with buffers, which would go out bare.
     """
-    if now.config.privacy.epsilon == 0:
+    if ctx.config.privacy.epsilon == 0:
         return update
-    difference = {name: array - now.received[name] for name, array in update.arrays.items()}
-    private = privatise(difference, now)
-    return replace(update, arrays={name: now.received[name] + d for name, d in private.items()})
+    difference = {name: array - ctx.received[name] for name, array in update.arrays.items()}
+    private = privatise(difference, ctx)
+    return replace(update, arrays={name: ctx.received[name] + d for name, d in private.items()})
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,6 @@ class FedAvg(LocalObjective):
 
     paper: ClassVar[str] = "McMahan et al. 2017"
 
-    def train(self, now: ClientRound) -> Update:
+    def train(self, ctx: RoundContext) -> Update:
         """ClientUpdate, with differential privacy if the run asks for it."""
-        return private_update(train_on_objective(self, now), now)
+        return private_update(train_on_objective(self, ctx), ctx)

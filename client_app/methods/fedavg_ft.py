@@ -14,7 +14,7 @@ from typing import ClassVar
 from client_app.method import Arrays, LocalObjective, Update
 from client_app.methods.fedavg import private_update
 from client_app.parts import fine_tune
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from client_app.trainer import train_on_objective
 from models import StagedModel
 from protocol.options import at_least, one_of, option
@@ -32,13 +32,13 @@ class FedAvgFT(LocalObjective):
     epochs: int = option(at_least(0))
     lr: float = option(at_least(0))
 
-    def train(self, now: ClientRound) -> Update:
+    def train(self, ctx: RoundContext) -> Update:
         """As FedAvg, its differential privacy included."""
-        return private_update(train_on_objective(self, now), now)
+        return private_update(train_on_objective(self, ctx), ctx)
 
-    def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+    def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received model, tuned on this client's training samples."""
-        now.model.load_state_dict(now.received)
-        lr = self.lr or now.config.train.lr
-        fine_tune(now, now.model, self.part, self.epochs, lr, decays=not self.lr)
-        return now.model
+        ctx.model.load_state_dict(ctx.received)
+        lr = self.lr or ctx.config.train.lr
+        fine_tune(ctx, ctx.model, self.part, self.epochs, lr, decays=not self.lr)
+        return ctx.model

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from client_app.method import Arrays, Method, Update
 from client_app.parts import body_of, fine_tune, head_of, train_part, under_own_head
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from models import StagedModel
 from protocol.options import at_least, more_than, one_of, option, true_or_false
 
@@ -44,16 +44,16 @@ class FedBABU(Method):
         """Only private heads are kept."""
         return self.fedper_like
 
-    def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+    def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The same, tuned on this client's training samples."""
-        model = under_own_head(now, state)
-        fine_tune(now, model, self.part, self.epochs, self.lr, momentum=0.9, decays=False)
+        model = under_own_head(ctx, state)
+        fine_tune(ctx, model, self.part, self.epochs, self.lr, momentum=0.9, decays=False)
         return model
 
-    def train(self, now: ClientRound) -> Update:
+    def train(self, ctx: RoundContext) -> Update:
         """The body alone."""
-        model, train = under_own_head(now, now.state), now.config.train
+        model, train = under_own_head(ctx, ctx.state), ctx.config.train
         part = "full" if self.fedper_like else "body"
-        descent = train_part(now, model, part, train.local_epochs, train.lr, stream="batches")
+        descent = train_part(ctx, model, part, train.local_epochs, train.lr, stream="batches")
         state = {"head": head_of(model)} if self.fedper_like else {}
         return Update(body_of(model), descent.num_steps, descent.terms, state=state)

@@ -129,8 +129,8 @@ SIMILARITIES = {  # Table 3
 
 def fedcka_penalty(
     taps: Sequence[Tensor],
-    taps_g: Sequence[Tensor],
-    taps_p: Sequence[Tensor],
+    reps_global: Sequence[Tensor],
+    reps_previous: Sequence[Tensor],
     similarity: Similarity = SIMILARITIES["linear-cka"],
 ) -> Tensor:
     """l_cka, eq. (2), a scalar > 0: be more like the global model than like the previous one.
@@ -138,7 +138,7 @@ def fedcka_penalty(
     Element n of each list is tap n of the same batch, [B, ...]; only `taps` carries gradient.
     """
     losses = []
-    for a, a_g, a_p in zip(taps, taps_g, taps_p, strict=True):
+    for a, a_g, a_p in zip(taps, reps_global, reps_previous, strict=True):
         local = similarity.view(a)  # shared by both comparisons
         c_g = similarity.compare(local, similarity.view(a_g.detach()))
         c_p = similarity.compare(local, similarity.view(a_p.detach()))
@@ -173,4 +173,6 @@ class FedCKA(LocalObjective):
     def penalty(self, batch: Batch) -> Tensor:
         """mu l_cka, the second term of eq. (1)."""
         similarity = SIMILARITIES[self.similarity]
-        return self.mu * fedcka_penalty(batch.taps, batch.taps_g, batch.taps_p, similarity)
+        return self.mu * fedcka_penalty(
+            batch.taps, batch.reps_global, batch.reps_previous, similarity
+        )

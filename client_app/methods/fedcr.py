@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from client_app.frozen import FrozenOutputs
+from client_app.feature_cache import FrozenFeatureCache
 from client_app.method import Arrays, Method, ModelParts, Update
 from client_app.parts import body_of, head_of, under_own_head
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from client_app.samples import Step, batch_size_for
 from client_app.trainer import Duration, descend
 from models import StagedModel
@@ -128,40 +128,40 @@ class FedCR(Method):
         """The last round is another one if its heads are tuned."""
         return self.final_head_epochs > 0
 
-    def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> nn.Module:
+    def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> nn.Module:
         """The same with sampled features; its head tuned after the last round if asked for."""
-        model = under_own_head(now, state)
-        if now.round == now.config.rounds.num_rounds and self.final_head_epochs:
-            self.tune_head(now, model)
-        return Sampled(model, self.samples, now.seed("evaluation"))
+        model = under_own_head(ctx, state)
+        if ctx.round == ctx.config.rounds.num_rounds and self.final_head_epochs:
+            self.tune_head(ctx, model)
+        return Sampled(model, self.samples, ctx.seed("evaluation"))
 
-    def tune_head(self, now: ClientRound, model: StagedModel) -> None:
+    def tune_head(self, ctx: RoundContext, model: StagedModel) -> None:
         """The head alone on sampled features, as it is judged; the body stays."""
         duration = Duration(self.final_head_epochs, "epochs")
         last_stage = model.stage_names[-1]
         model.eval().requires_grad_(False)
         head = model.classifier.train().requires_grad_(True)
-        posteriors = FrozenOutputs(
-            now,
+        posteriors = FrozenFeatureCache(
+            ctx,
             lambda x: model.run(x, [last_stage], to_logits=False)[1],
-            is_read_again=duration.reads_again(now),
+            is_read_again=duration.reads_again(ctx),
         )
 
         def terms(step: Step) -> dict[str, Tensor]:
             mu, s = gaussian(*posteriors.of(step))
             return {"supervised": sampled_cross_entropy(head, mu, s, step.y, self.samples)}
 
-        lr = now.config.train.lr
-        descend(now, list(head.parameters()), terms, lr=lr, duration=duration, stream="fine-tuning")
+        lr = ctx.config.train.lr
+        descend(ctx, list(head.parameters()), terms, lr=lr, duration=duration, stream="fine-tuning")
 
-    def train(self, now: ClientRound) -> Update:
+    def train(self, ctx: RoundContext) -> Update:
         """Body and head together; the class products are gathered in the last epoch."""
-        train = now.config.train
-        model = under_own_head(now, now.state).train().requires_grad_(True)
-        m, deviation = now.extra["M"], now.extra["S"].clamp_min(smallest)  # [C, dz]
-        product = Product(model.num_classes, model.feature_width, now.device)
+        train = ctx.config.train
+        model = under_own_head(ctx, ctx.state).train().requires_grad_(True)
+        m, deviation = ctx.extra["M"], ctx.extra["S"].clamp_min(smallest)  # [C, dz]
+        product = Product(model.num_classes, model.feature_width, ctx.device)
         last_stage = model.stage_names[-1]
-        steps_an_epoch = -(-len(now.train_samples) // batch_size_for(len(now.train_samples), train))
+        steps_an_epoch = -(-len(ctx.train_samples) // batch_size_for(len(ctx.train_samples), train))
         steps_before = (train.local_epochs - 1) * steps_an_epoch
         taken = 0
 
@@ -181,7 +181,7 @@ class FedCR(Method):
 
         parameters = list(model.parameters())
         duration = Duration(train.local_epochs, "epochs")
-        descent = descend(now, parameters, terms, lr=train.lr, duration=duration)
+        descent = descend(ctx, parameters, terms, lr=train.lr, duration=duration)
         return Update(
             body_of(model),
             descent.num_steps,

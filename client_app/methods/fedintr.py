@@ -66,7 +66,7 @@ class FedIntR(LocalObjective):
 
     def model_parts(self) -> ModelParts:
         """A projection head q_k for every stage."""
-        return ModelParts(tap_heads=True)
+        return ModelParts(projection_heads=True)
 
     def taps(self, model: StagedModel) -> list[str]:
         """All stages of the network."""
@@ -75,12 +75,12 @@ class FedIntR(LocalObjective):
     def represent(self, model: StagedModel, taps: list[Tensor]) -> list[Tensor]:
         """z^k, [B, 256] each, by the projection heads of `model` itself."""
         named = zip(self.taps(model), taps, strict=True)
-        return [model.tap_heads[name](tap.flatten(1)) for name, tap in named]
+        return [model.projection_heads[name](tap.flatten(1)) for name, tap in named]
 
     def penalty(self, batch: Batch) -> Tensor:
         """mu sum_k alpha_k l_k, the second term of eq. (5)."""
         z = self.represent(batch.round.model, batch.taps)
-        s_g, s_p = cosines(z, batch.taps_g), cosines(z, batch.taps_p)  # [K, B]
+        s_g, s_p = cosines(z, batch.reps_global), cosines(z, batch.reps_previous)  # [K, B]
         if self.reduction == "batch":
             s_g, s_p = s_g.mean(1), s_p.mean(1)  # [K]
         if self.layer_weights == "similarity":

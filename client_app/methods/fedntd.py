@@ -68,7 +68,7 @@ class FedNTD(LocalObjective):
 
     def penalty(self, batch: Batch) -> Tensor:
         """beta tau^2 KL; in the convex form beta KL with tau 1."""
-        (z_g,) = batch.taps_g
+        (z_g,) = batch.reps_global
         if self.convex:
             return self.beta * not_true_divergence(batch.logits, z_g, batch.y, 1.0)
         divergence = not_true_divergence(batch.logits, z_g, batch.y, self.tau)

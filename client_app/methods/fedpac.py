@@ -23,7 +23,7 @@ from torch import Tensor
 from client_app.method import Arrays, Method, Update
 from client_app.parts import body_of, head_of, train_part
 from client_app.prototypes import class_means, class_sums
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from client_app.samples import Step
 from client_app.trainer import Duration, descend
 from models import StagedModel
@@ -77,24 +77,24 @@ class FedPAC(Method):
             "h are zero for these, and their prototypes come from the others"
         )
 
-    def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+    def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received body under the head that the server mixed for this client, or its own."""
-        head = {k: v.to(now.device) for k, v in state.get("head", {}).items()}
-        mixed = {k[5:]: v for k, v in now.extra.items() if k.startswith("head.")}
-        now.model.load_state_dict(now.initial_weights() | now.received | head | mixed)
-        return now.model
+        head = {k: v.to(ctx.device) for k, v in state.get("head", {}).items()}
+        mixed = {k[5:]: v for k, v in ctx.extra.items() if k.startswith("head.")}
+        ctx.model.load_state_dict(ctx.initial_weights() | ctx.received | head | mixed)
+        return ctx.model
 
-    def train(self, now: ClientRound) -> Update:
+    def train(self, ctx: RoundContext) -> Update:
         """Statistics, head, body, class means."""
-        model, train = self.personal_model(now, now.state), now.config.train
-        sums, counts = class_sums(model, now.train_samples)
+        model, train = self.personal_model(ctx, ctx.state), ctx.config.train
+        sums, counts = class_sums(model, ctx.train_samples)
         own_means = class_means(sums, counts)
-        h, v = head_statistics(own_means, counts, mean_square_features(model, now))
+        h, v = head_statistics(own_means, counts, mean_square_features(model, ctx))
         t = None
-        if "prototypes" in now.extra:
-            t = targets(now.extra["prototypes"], now.extra["is-known"], own_means)
+        if "prototypes" in ctx.extra:
+            t = targets(ctx.extra["prototypes"], ctx.extra["is-known"], own_means)
 
-        head = train_part(now, model, "head", 1, self.head_lr, stream="head", decays=False)
+        head = train_part(ctx, model, "head", 1, self.head_lr, stream="head", decays=False)
         model.eval().requires_grad_(False)
         model.stages.train().requires_grad_(True)
 
@@ -107,8 +107,8 @@ class FedPAC(Method):
             return losses
 
         duration = Duration(self.body_epochs, "epochs")
-        body = descend(now, list(model.stages.parameters()), terms, lr=train.lr, duration=duration)
-        trained_sums, _ = class_sums(model, now.train_samples)
+        body = descend(ctx, list(model.stages.parameters()), terms, lr=train.lr, duration=duration)
+        trained_sums, _ = class_sums(model, ctx.train_samples)
         mine = head_of(model)
         extra = {f"head.{name}": array for name, array in mine.items()}
         extra |= {"h": h, "v": v.reshape(1), "means": class_means(trained_sums, counts)}
@@ -118,11 +118,11 @@ class FedPAC(Method):
 
 
 @torch.no_grad()
-def mean_square_features(model: StagedModel, now: ClientRound) -> Tensor:
+def mean_square_features(model: StagedModel, ctx: RoundContext) -> Tensor:
     """Mean of ||f||^2 over this client's samples, a scalar."""
     model.eval()
     total = model.classifier.weight.new_zeros(())
-    for x, _ in now.train_samples.in_order():
+    for x, _ in ctx.train_samples.in_order():
         _, (features,) = model.run(x, ["features"], to_logits=False)
         total += features.square().sum()
-    return total / len(now.train_samples)
+    return total / len(ctx.train_samples)

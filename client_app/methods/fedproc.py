@@ -19,7 +19,7 @@ from torch import Tensor
 
 from client_app.method import Arrays, Batch, LocalObjective, ModelParts, Update
 from client_app.prototypes import class_sums
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from client_app.trainer import train_on_objective
 from models import StagedModel
 
@@ -80,13 +80,13 @@ class FedProc(LocalObjective):
             return None
         return weight * prototype_contrast(z, batch.y, batch.round.extra["prototypes"])
 
-    def weight(self, now: ClientRound) -> float:
+    def weight(self, ctx: RoundContext) -> float:
         """a_t of this round."""
-        return schedule(now.round - 1, now.config.rounds.num_rounds)
+        return schedule(ctx.round - 1, ctx.config.rounds.num_rounds)
 
-    def train(self, now: ClientRound) -> Update:
+    def train(self, ctx: RoundContext) -> Update:
         """Local training, then this client's class sums with the model it ends with."""
-        update = train_on_objective(self, now)
-        sums, counts = class_sums(now.model, now.train_samples)
+        update = train_on_objective(self, ctx)
+        sums, counts = class_sums(ctx.model, ctx.train_samples)
         extra: Arrays = {"sums": sums, "counts": counts}
         return replace(update, extra=extra)

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from client_app.frozen import FrozenOutputs
+from client_app.feature_cache import FrozenFeatureCache
 from client_app.method import Arrays, Method, Update
 from client_app.privacy import privatise
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from client_app.samples import Step
 from client_app.trainer import copy_of, descend, parse_duration
 from models import StagedModel
@@ -65,7 +65,7 @@ class Extractor(nn.Module):
         return out.float()  # bfloat16 under `precision = "bf16"`
 
     def representation(self, x: Tensor) -> list[Tensor]:
-        """The same, as `FrozenOutputs` wants it."""
+        """The same, as `FrozenFeatureCache` wants it."""
         return [self(x)]
 
 
@@ -102,26 +102,26 @@ class FedReCo(Method):
         """The last stage of the extractor: the split asked for, or all but the classifier."""
         return self.split or model.stage_names[-1]
 
-    def own_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+    def own_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """(u_i, v_i): as kept; at first contact u_i = u_0 where that fits, v_i from the seed."""
-        model = now.model
+        model = ctx.model
         if "model" in state:
             model.load_state_dict(state["model"])
             return model
-        model.load_state_dict(now.initial_weights())
-        if model.name == now.config.model.model:
-            Extractor(model, self.split_of(model)).load_state_dict(now.received)
+        model.load_state_dict(ctx.initial_weights())
+        if model.name == ctx.config.model.model:
+            Extractor(model, self.split_of(model)).load_state_dict(ctx.received)
         return model
 
-    def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+    def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """This client's own model; nothing of the server's."""
-        return self.own_model(now, state)
+        return self.own_model(ctx, state)
 
-    def train(self, now: ClientRound) -> Update:
+    def train(self, ctx: RoundContext) -> Update:
         """Algorithm 1, lines 6 to 18."""
-        model = self.own_model(now, now.state).train().requires_grad_(True)
+        model = self.own_model(ctx, ctx.state).train().requires_grad_(True)
         split = self.split_of(model)
-        u_i, u_0 = Extractor(model, split), self.shared_extractor(now)
+        u_i, u_0 = Extractor(model, split), self.shared_extractor(ctx)
         u = list(u_i.parameters())
         in_u = {id(p) for p in u}
         v = [p for p in model.parameters() if id(p) not in in_u]
@@ -129,7 +129,7 @@ class FedReCo(Method):
         k_v = parse_duration("fedreco.k-v", self.k_v)
         k_u = parse_duration("fedreco.k-u", self.k_u)
         h_of_u_i, h_of_u_0 = (
-            FrozenOutputs(now, u.representation, is_read_again=k.reads_again(now))
+            FrozenFeatureCache(ctx, u.representation, is_read_again=k.reads_again(ctx))
             for u, k in ((u_i, k_v), (u_0, k_u))
         )
 
@@ -146,23 +146,23 @@ class FedReCo(Method):
             }
 
         u_i.eval()
-        head = descend(now, v, head_terms, lr=self.eta_v, duration=k_v, stream="head")
+        head = descend(ctx, v, head_terms, lr=self.eta_v, duration=k_v, stream="head")
         model.eval()  # v_i is fixed: its norms' statistics too
         u_i.train()
-        body = descend(now, u, extractor_terms, lr=self.eta_u, duration=k_u, stream="extractor")
+        body = descend(ctx, u, extractor_terms, lr=self.eta_u, duration=k_u, stream="extractor")
 
-        step = next(now.batches("release"))
+        step = next(ctx.batches("release"))
         with torch.no_grad():
             h = u_i.eval()(step.x)
         g_i = consensus_gradient(u_0.requires_grad_(True), step.x, h)  # line 18
         num_steps = head.num_steps + body.num_steps
         state = {"model": copy_of(model)}
-        return Update(privatise(g_i, now), num_steps, body.terms, state=state)
+        return Update(privatise(g_i, ctx), num_steps, body.terms, state=state)
 
-    def shared_extractor(self, now: ClientRound) -> Extractor:
+    def shared_extractor(self, ctx: RoundContext) -> Extractor:
         """u_0 as received, in eval mode and without gradient."""
-        config = now.config
-        shared = now.worker.network(config, now.data, config.model.model, "global", now.device)
+        config = ctx.config
+        shared = ctx.worker.network(config, ctx.data, config.model.model, "global", ctx.device)
         u_0 = Extractor(shared, self.split_of(shared))
-        u_0.load_state_dict(now.received)
+        u_0.load_state_dict(ctx.received)
         return u_0.eval().requires_grad_(False)

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from client_app.method import Arrays, Method, Update
 from client_app.parts import body_of, fine_tune, head_of, train_part, under_own_head
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from models import StagedModel
 from protocol.options import at_least, option
 
@@ -38,17 +38,17 @@ class FedRep(Method):
         """The last round is another one if its heads are tuned."""
         return self.final_head_epochs > 0
 
-    def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+    def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The same, its head tuned after the last round if asked for."""
-        model = under_own_head(now, state)
-        if now.round == now.config.rounds.num_rounds and self.final_head_epochs:
-            fine_tune(now, model, "head", self.final_head_epochs, now.config.train.lr)
+        model = under_own_head(ctx, state)
+        if ctx.round == ctx.config.rounds.num_rounds and self.final_head_epochs:
+            fine_tune(ctx, model, "head", self.final_head_epochs, ctx.config.train.lr)
         return model
 
-    def train(self, now: ClientRound) -> Update:
+    def train(self, ctx: RoundContext) -> Update:
         """Head, then body, each with an optimiser of its own."""
-        model, lr = under_own_head(now, now.state), now.config.train.lr
-        head = train_part(now, model, "head", self.head_epochs, lr, stream="head")
-        body = train_part(now, model, "body", self.body_epochs, lr, stream="batches")
+        model, lr = under_own_head(ctx, ctx.state), ctx.config.train.lr
+        head = train_part(ctx, model, "head", self.head_epochs, lr, stream="head")
+        body = train_part(ctx, model, "body", self.body_epochs, lr, stream="batches")
         num_steps = head.num_steps + body.num_steps
         return Update(body_of(model), num_steps, body.terms, state={"head": head_of(model)})

@@ -60,4 +60,4 @@ class FitNet(LocalObjective):
     def penalty(self, batch: Batch) -> Tensor:
         """lambda FD."""
         f = self.represent(batch.round.model, batch.taps)
-        return self.lambda_ * feature_distance(f, batch.taps_g)
+        return self.lambda_ * feature_distance(f, batch.reps_global)

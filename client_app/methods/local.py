@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.method import Arrays, Method, Update
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from client_app.samples import Step
 from client_app.trainer import Duration, copy_of, descend
 from models import StagedModel
@@ -28,19 +28,19 @@ class LocalOnly(Method):
     keeps: ClassVar[str] = "its whole model"
     paper: ClassVar[str] = "the lower bound"
 
-    def personal_model(self, now: ClientRound, state: Mapping[str, Arrays]) -> StagedModel:
+    def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The model as kept, or the run's initial weights."""
-        now.model.load_state_dict(state.get("model") or now.initial_weights())
-        return now.model
+        ctx.model.load_state_dict(state.get("model") or ctx.initial_weights())
+        return ctx.model
 
-    def train(self, now: ClientRound) -> Update:
+    def train(self, ctx: RoundContext) -> Update:
         """Go on from where the last round ended."""
-        model = self.personal_model(now, now.state).train().requires_grad_(True)
+        model = self.personal_model(ctx, ctx.state).train().requires_grad_(True)
 
         def terms(step: Step) -> dict[str, Tensor]:
             return {"supervised": F.cross_entropy(model(step.x), step.y)}
 
-        train = now.config.train
+        train = ctx.config.train
         duration = Duration(train.local_epochs, "epochs")
-        descent = descend(now, list(model.parameters()), terms, lr=train.lr, duration=duration)
+        descent = descend(ctx, list(model.parameters()), terms, lr=train.lr, duration=duration)
         return Update({}, descent.num_steps, descent.terms, state={"model": copy_of(model)})

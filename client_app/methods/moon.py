@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.method import Arrays, Batch, LocalObjective, ModelParts
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from models import StagedModel
 from protocol.options import at_least, more_than, one_of, option
 
@@ -54,12 +54,12 @@ class MOON(LocalObjective):
         """The projection head, if asked for."""
         return ModelParts(projection=self.projection)
 
-    def first_previous(self, now: ClientRound) -> Arrays | None:
+    def first_previous(self, ctx: RoundContext) -> Arrays | None:
         """As the authors' code, from round 2: weights that nobody ever trained."""
-        if self.first_use == "received" or now.round == 1:
+        if self.first_use == "received" or ctx.round == 1:
             return None
-        return now.worker.random_weights(
-            now.config, now.data, now.model.name, now.seed("first-use")
+        return ctx.worker.random_weights(
+            ctx.config, ctx.data, ctx.model.name, ctx.seed("first-use")
         )
 
     def taps(self, model: StagedModel) -> list[str]:
@@ -68,5 +68,5 @@ class MOON(LocalObjective):
 
     def penalty(self, batch: Batch) -> Tensor:
         """mu l_con, eq. (4)."""
-        (z,), (z_g,), (z_p,) = batch.taps, batch.taps_g, batch.taps_p
+        (z,), (z_g,), (z_p,) = batch.taps, batch.reps_global, batch.reps_previous
         return self.mu * model_contrastive_loss(z, z_g, z_p, self.tau)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from client_app.method import Arrays, LocalObjective, Update
-from client_app.round import ClientRound
+from client_app.round import RoundContext
 from client_app.trainer import Duration, copy_of, descend, objective_terms
 from protocol.options import more_than, one_of, option
 
@@ -40,21 +40,21 @@ def next_control_variate(c_i: Tensor, c: Tensor, w: Tensor, w_i: Tensor, k_eta: 
     return c_i - c + (w - w_i) / k_eta
 
 
-def counted_control_variate(now: ClientRound) -> Arrays:
+def counted_control_variate(ctx: RoundContext) -> Arrays:
     """c_i as the server knows it; {} for zeros.
 
     State: "control" of the round "control-made", and "control-before", what it was made from.
     """
-    if not now.state:
+    if not ctx.state:
         return {}
-    if int(now.state["control-made"]["round"]) <= now.counted_round:  # less: state was lost
-        return now.state["control"]
+    if int(ctx.state["control-made"]["round"]) <= ctx.last_accepted_round:  # less: state was lost
+        return ctx.state["control"]
     log.warning(
         "client %s, round %d: its reply of round %d was not counted; it goes back to its control "
         "variate of before",
-        *(now.client, now.round, int(now.state["control-made"]["round"])),
+        *(ctx.client, ctx.round, int(ctx.state["control-made"]["round"])),
     )
-    return now.state["control-before"]
+    return ctx.state["control-before"]
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,16 @@ class Scaffold(LocalObjective):
     lr_global: float = option(more_than(0))
     momentum_form: str = option(one_of("corrected", "niid-bench"))
 
-    def train(self, now: ClientRound) -> Update:
+    def train(self, ctx: RoundContext) -> Update:
         """Algorithm 1, lines 6 to 13."""
-        train, model = now.config.train, now.model
-        model.load_state_dict(now.received)
+        train, model = ctx.config.train, ctx.model
+        model.load_state_dict(ctx.received)
         model.train().requires_grad_(True)
         parameters = dict(model.named_parameters())
-        c = {name: now.extra[f"c.{name}"] for name in parameters}
-        kept = counted_control_variate(now)
+        c = {name: ctx.extra[f"c.{name}"] for name in parameters}
+        kept = counted_control_variate(ctx)
         c_i = {
-            n: kept[n].to(now.device) if kept else torch.zeros_like(p)
+            n: kept[n].to(ctx.device) if kept else torch.zeros_like(p)
             for n, p in parameters.items()
         }
         corrections = [c[name] - c_i[name] for name in parameters]
@@ -93,9 +93,9 @@ class Scaffold(LocalObjective):
 
         corrected = self.momentum_form == "corrected"
         descent = descend(
-            now,
+            ctx,
             list(parameters.values()),
-            objective_terms(self, now, model),
+            objective_terms(self, ctx, model),
             lr=train.lr,
             duration=Duration(train.local_epochs, "epochs"),
             after_backward=correct_gradients if corrected else None,
@@ -109,11 +109,11 @@ class Scaffold(LocalObjective):
         following: Arrays = c_i
         if k_eta > 0:  # no step, or a rate of 0, says nothing of the gradients
             following = {
-                n: next_control_variate(c_i[n], c[n], now.received[n], arrays[n], k_eta)
+                n: next_control_variate(c_i[n], c[n], ctx.received[n], arrays[n], k_eta)
                 for n in parameters
             }
         extra = {f"dc.{name}": following[name] - c_i[name] for name in parameters}
         update = Update(arrays, descent.num_steps, descent.terms)
-        made_in = {"round": torch.tensor(now.round)}
+        made_in = {"round": torch.tensor(ctx.round)}
         state = {"control": following, "control-before": c_i, "control-made": made_in}
         return replace(update, extra=extra, state=state)

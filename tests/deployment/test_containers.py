@@ -23,10 +23,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deployment.credentials import make_credentials
-from deployment.loopback import free_ports
-from deployment.register import register_all, wait_for_server
-from deployment.superlink import SuperLinkClient
+from keel.deployment.credentials import make_credentials
+from keel.deployment.loopback import free_ports
+from keel.deployment.register import register_all, wait_for_server
+from keel.deployment.superlink import SuperLinkClient
 from protocol.config import app_folder
 
 pytestmark = [pytest.mark.deployment, pytest.mark.timeout(3600)]

@@ -12,10 +12,10 @@ import pytest
 from cryptography import x509
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-import deployment.credentials
-from deployment.credentials import certificate_names, make_credentials
-from deployment.reach import handshake
-from deployment.superlink import app_folder
+import keel.deployment.credentials
+from keel.deployment.credentials import certificate_names, make_credentials
+from keel.deployment.reach import handshake
+from keel.deployment.superlink import app_folder
 
 
 @pytest.fixture(scope="module")
@@ -137,14 +137,14 @@ def test_a_client_whose_folder_is_gone_gets_no_key_that_nobody_registers(tmp_pat
     ],
 )
 def test_what_was_ended_half_way_says_what_to_move(tmp_path, monkeypatch, private, public):
-    write_new = deployment.credentials.write_new
+    write_new = keel.deployment.credentials.write_new
 
     def killed(path, content, **options):
         if path.name == public:
             raise KeyboardInterrupt
         write_new(path, content, **options)
 
-    monkeypatch.setattr(deployment.credentials, "write_new", killed)
+    monkeypatch.setattr(keel.deployment.credentials, "write_new", killed)
     with pytest.raises(KeyboardInterrupt):
         make_credentials(tmp_path, ["a.org"], ["site-a"])
     monkeypatch.undo()

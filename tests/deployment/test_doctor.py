@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from test_credentials import tls_server
 
-import deployment.doctor
-from deployment.credentials import make_credentials
-from deployment.doctor import (
+import keel.deployment.doctor
+from keel.deployment.credentials import make_credentials
+from keel.deployment.doctor import (
     check_certificate,
     check_clock,
     check_data,
@@ -42,9 +42,9 @@ def test_versions_in_order_and_one_that_differs(monkeypatch):
     is_problem, text = said(check_versions())
     assert not is_problem
     assert "flwr 1.39" in text
-    real = deployment.doctor.metadata.version
+    real = keel.deployment.doctor.metadata.version
     monkeypatch.setattr(
-        deployment.doctor.metadata, "version", lambda n: "1.41.0" if n == "flwr" else real(n)
+        keel.deployment.doctor.metadata, "version", lambda n: "1.41.0" if n == "flwr" else real(n)
     )
     is_problem, text = said(check_versions())
     assert is_problem
@@ -53,7 +53,7 @@ def test_versions_in_order_and_one_that_differs(monkeypatch):
 
 def test_a_full_disk(tmp_path, monkeypatch):
     assert not said(check_disk(tmp_path / "not" / "yet"))[0]
-    monkeypatch.setattr(deployment.doctor, "disk_needed", 2**60)
+    monkeypatch.setattr(keel.deployment.doctor, "disk_needed", 2**60)
     is_problem, text = said(check_disk(tmp_path))
     assert is_problem
     assert "make room" in text
@@ -143,7 +143,7 @@ def test_data_in_order_missing_and_with_a_wrong_class(tmp_path, monkeypatch):
 
 
 def test_a_worker_that_is_not_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(deployment.doctor, "limit_s", 0.3)
+    monkeypatch.setattr(keel.deployment.doctor, "limit_s", 0.3)
     is_problem, text = said(check_worker(tmp_path / "nobody.sock"))
     assert is_problem
     assert "no worker answers" in text
@@ -166,7 +166,7 @@ def test_what_keeps_a_check_from_looking_is_one_line(made, tmp_path, monkeypatch
     assert said(check_certificate(tmp_path / "ca.pem", datetime.datetime.now(datetime.UTC)))[0]
     program(tmp_path / "timedatectl", "sleep 60")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(deployment.doctor, "limit_s", 0.2)
+    monkeypatch.setattr(keel.deployment.doctor, "limit_s", 0.2)
     assert said(check_clock()) == (True, "clock: timedatectl gave no answer within 0.2 seconds")
 
 
@@ -187,7 +187,7 @@ def program(path, script):
 def doctor(monkeypatch, capsys, *words):
     """(exit status, lines) of the doctor's command line."""
     monkeypatch.setattr(sys, "argv", ["doctor", *words])
-    status = deployment.doctor.main()
+    status = keel.deployment.doctor.main()
     return status, capsys.readouterr().out.splitlines()
 
 
@@ -236,8 +236,8 @@ def test_where_containers_run_it_looks_inside_them(at_a_client):
         '  echo "PROBLEM  disk: asked with $*"; echo "ok       device: cuda:0"; exit 1\n'
         "fi"
     )
-    code = deployment.doctor.code_digest()
-    asked = f"exec k-ex python -m deployment.doctor client --inside --code {code} --device cpu"
+    code = keel.deployment.doctor.code_digest()
+    asked = f"exec k-ex python -m keel.deployment.doctor client --inside --code {code} --device cpu"
     assert lines[-4:] == [
         f"PROBLEM  k-ex: disk: asked with {asked}",
         "ok       k-ex: device: cuda:0",

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from conftest import SMALL, final_model, history_of, same_bits, summary_of
 
-from deployment.credentials import make_credentials
-from deployment.doctor import check_key, check_port, check_registered, check_worker
-from deployment.loopback import Loopback, free_ports, partitions, running
-from deployment.processes import descendants
-from deployment.register import register_all
-from deployment.superlink import as_words, connection
+from keel.deployment.credentials import make_credentials
+from keel.deployment.doctor import check_key, check_port, check_registered, check_worker
+from keel.deployment.loopback import Loopback, free_ports, partitions, running
+from keel.deployment.processes import descendants
+from keel.deployment.register import register_all
+from keel.deployment.superlink import as_words, connection
 from protocol.config import app_folder
 from server_app.inline import run_inline
 
@@ -163,7 +163,7 @@ def test_a_supernode_and_an_executor_killed_come_back_and_rounds_without_them_sa
         assert max(int(path.name.split("-")[1]) for path in folder.glob("round-*")) > disturbed
 
 
-def refused(deployed, words: list[str]) -> subprocess.CompletedProcess:
+def rejected(deployed, words: list[str]) -> subprocess.CompletedProcess:
     """A SuperNode started with these words, which has to give up."""
     [port] = free_ports(1)
     return subprocess.run(
@@ -192,15 +192,15 @@ def test_unknown_key_wrong_ca_and_plain_text_are_refused(deployed, tmp_path):
     ours, theirs = deployed.credentials / "server" / "ca.pem", tmp_path / "stranger"
     key = ["--auth-supernode-private-key", str(theirs / "client.key")]
     config = ["--node-config", as_words({"name": "stranger"})]
-    unknown = refused(deployed, ["--root-certificates", str(ours), *key, *config])
+    unknown = rejected(deployed, ["--root-certificates", str(ours), *key, *config])
     assert unknown.returncode != 0
     assert "Failed to activate SuperNode" in unknown.stdout, unknown.stdout
-    no_key = refused(deployed, ["--root-certificates", str(ours), *config])
+    no_key = rejected(deployed, ["--root-certificates", str(ours), *config])
     assert no_key.returncode != 0
-    wrong_ca = refused(deployed, ["--root-certificates", str(theirs / "ca.pem"), *key, *config])
+    wrong_ca = rejected(deployed, ["--root-certificates", str(theirs / "ca.pem"), *key, *config])
     assert wrong_ca.returncode != 0
     assert re.search("(?i)certificate|ssl|handshake", wrong_ca.stdout), wrong_ca.stdout
-    plain = refused(deployed, ["--insecure", *config])
+    plain = rejected(deployed, ["--insecure", *config])
     assert plain.returncode != 0
     for each in (unknown, no_key, wrong_ca, plain):
         assert "SuperNode ID" not in each.stdout

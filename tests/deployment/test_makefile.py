@@ -55,4 +55,4 @@ def test_deploy_client_gives_away_its_own_secrets_alone(make):
 
 def test_make_doctor_hands_on_what_it_is_given(make):
     _, lines = make("doctor", "READY=", "BIN=echo called with", "ARGS=client --fleet a:1")
-    assert lines == ["called with/python -m deployment.doctor client --fleet a:1"]
+    assert lines == ["called with/python -m keel.deployment.doctor client --fleet a:1"]

@@ -10,7 +10,7 @@ import pytest
 from conftest import SMALL, final_model, history_of, same_bits, summary_of
 from test_loopback import kept_by_clients, kept_inline, new_run, wait_for_round
 
-from deployment.loopback import partitions, running
+from keel.deployment.loopback import partitions, running
 from server_app.inline import run_inline
 
 pytestmark = [pytest.mark.deployment, pytest.mark.timeout(900)]

@@ -6,14 +6,14 @@ import sys
 import pytest
 from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
 
-import deployment.loopback
-import deployment.superlink
-from deployment.superlink import SuperLinkClient
+import keel.deployment.loopback
+import keel.deployment.superlink
+from keel.deployment.superlink import SuperLinkClient
 
 
 @pytest.fixture
 def client(tmp_path, monkeypatch):
-    monkeypatch.setattr(deployment.superlink, "look_every_s", 0.01)
+    monkeypatch.setattr(keel.deployment.superlink, "look_every_s", 0.01)
     return SuperLinkClient(tmp_path, "localhost:1", tmp_path / "ca.pem")
 
 
@@ -65,7 +65,7 @@ def test_a_command_that_hangs_ends_the_loopback_with_one_line(tmp_path, monkeypa
     def running(*_):
         raise subprocess.TimeoutExpired(["flwr", "run"], 100)
 
-    monkeypatch.setattr(deployment.loopback, "running", running)
+    monkeypatch.setattr(keel.deployment.loopback, "running", running)
     monkeypatch.setattr(sys, "argv", ["loopback", "--folder", str(tmp_path)])
-    assert deployment.loopback.main() == 1
+    assert keel.deployment.loopback.main() == 1
     assert capsys.readouterr().err.startswith("error: Command '['flwr', 'run']' timed out")

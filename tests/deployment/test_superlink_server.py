@@ -19,8 +19,8 @@ from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.superlink.federation import NoOpFederationManager
 from sqlalchemy.exc import OperationalError
 
-from deployment import superlink_server
-from deployment.superlink_server import Deliveries, most
+from keel.deployment import superlink_server
+from keel.deployment.superlink_server import Deliveries, most
 
 
 class Link:

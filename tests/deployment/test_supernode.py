@@ -11,7 +11,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
-from deployment.supernode import AnsweringNodeState
+from keel.deployment.supernode import AnsweringNodeState
 
 run_id = 7
 

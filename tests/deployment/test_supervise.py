@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-import deployment.supervise
-from deployment.processes import descendants
-from deployment.supervise import Kept, split_commands, supervise
+import keel.deployment.supervise
+from keel.deployment.processes import descendants
+from keel.deployment.supervise import Kept, split_commands, supervise
 from protocol.config import app_folder
 
 limit_s = 60
@@ -25,8 +25,8 @@ parent = [  # a process with a child of its own, as executors have
 
 @pytest.fixture
 def kept(monkeypatch):
-    monkeypatch.setattr(deployment.supervise, "shortest_pause_s", 0.1)
-    monkeypatch.setattr(deployment.supervise, "longest_pause_s", 0.4)
+    monkeypatch.setattr(keel.deployment.supervise, "shortest_pause_s", 0.1)
+    monkeypatch.setattr(keel.deployment.supervise, "longest_pause_s", 0.4)
     stop, started, threads = threading.Event(), [], []
 
     def keep(*commands):
@@ -82,7 +82,7 @@ def test_the_pause_doubles_up_to_its_longest(kept):
 
 
 def test_sigterm_ends_the_supervisor_and_all_that_it_started():
-    command = [sys.executable, "-m", "deployment.supervise", "--", *parent, "--", *sleeper]
+    command = [sys.executable, "-m", "keel.deployment.supervise", "--", *parent, "--", *sleeper]
     process = subprocess.Popen(command, cwd=app_folder)
     try:
         wait_until(lambda: len(descendants(process.pid)) == 3)
@@ -97,7 +97,7 @@ def test_sigterm_ends_the_supervisor_and_all_that_it_started():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's death signal is Linux's")
 def test_a_killed_supervisor_leaves_no_process_that_it_started():
-    command = [sys.executable, "-m", "deployment.supervise", "--", *sleeper]
+    command = [sys.executable, "-m", "keel.deployment.supervise", "--", *sleeper]
     process = subprocess.Popen(command, cwd=app_folder)
     try:
         wait_until(lambda: len(descendants(process.pid)) == 1)

@@ -1,0 +1,1 @@
+"""The `keel` command and everything around a run: experiments, deployment, benchmarks."""

@@ -1,0 +1,181 @@
+"""W1 and W2 without any framework: what one would write by hand, on float tensors in memory.
+
+    python -m keel.benchmarks.bare fedavg --processes 2 --rounds 5
+
+10 clients of Fashion-MNIST (Dirichlet 0.5), 1 epoch of batch 64, then the global model on the
+test set. One process plays all clients; two play five each. Prints wall seconds, processor
+seconds and accuracy, a line a round.
+"""
+
+import argparse
+import copy
+import time
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data.partitions import dirichlet_partition
+from data.sources import load_source
+from protocol.config import keel_home
+
+num_clients, batch_size, mu, tau = 10, 64, 1.0, 0.5
+Weights = dict[str, Tensor]
+
+
+class PlainCNN(nn.Module):
+    """Three 3x3 convolutions (8, 16, 32), each with ReLU and pool; fully connected 128, 96, 10."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(1, 8, 3), nn.Conv2d(8, 16, 3), nn.Conv2d(16, 32, 3)])
+        self.fc1, self.fc2, self.out = nn.Linear(32, 128), nn.Linear(128, 96), nn.Linear(96, 10)
+
+    def features(self, x: Tensor) -> Tensor:
+        """[B, 1, 28, 28] -> [B, 96]."""
+        for conv in self.convs:
+            x = F.max_pool2d(F.relu(conv(x)), 2)
+        return F.relu(self.fc2(F.relu(self.fc1(x.flatten(1)))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 1, 28, 28] -> [B, 10]."""
+        logits: Tensor = self.out(self.features(x))
+        return logits
+
+
+class Data:
+    """Fashion-MNIST as normalised float tensors, and who has what."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        source = load_source("fashion-mnist", keel_home() / "data", keel_home() / "cache", 28, 1)
+        labels = np.asarray(source.train.labels)
+        self.parts = [torch.from_numpy(p) for p in dirichlet_partition(labels, num_clients, 0.5, 0)]
+        mean, std = source.mean[0], source.std[0]
+        self.x, self.x_test = (
+            ((torch.from_numpy(np.array(s.images)).float() / 255 - mean) / std).to(device)
+            for s in (source.train, source.test)
+        )
+        self.y, self.y_test = (
+            torch.from_numpy(np.array(s.labels)).to(device) for s in (source.train, source.test)
+        )
+
+
+def train(
+    data: Data, client: int, received: Weights, previous: Weights | None, is_moon: bool
+) -> Weights:
+    """One epoch of one client from the received weights."""
+    model, w_g, w_p = (PlainCNN().to(data.x.device) for _ in range(3))
+    model.load_state_dict(received)
+    w_g.load_state_dict(received)
+    w_p.load_state_dict(previous or received)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-5)
+    part = data.parts[client]
+    order = part[torch.randperm(len(part))].to(data.x.device)
+    for index in torch.split(order, batch_size):
+        x, y = data.x[index], data.y[index]
+        z = model.features(x)
+        loss = F.cross_entropy(model.out(z), y)
+        if is_moon:
+            with torch.no_grad():
+                z_g, z_p = w_g.features(x), w_p.features(x)
+            sims = [F.cosine_similarity(z, other, dim=1) for other in (z_g, z_p)]
+            target = torch.zeros_like(y)
+            loss = loss + mu * F.cross_entropy(torch.stack(sims, dim=1) / tau, target)
+        sgd.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        sgd.step()
+    return {name: array.detach().clone() for name, array in model.state_dict().items()}
+
+
+class Player:
+    """Some of the clients in one process."""
+
+    def __init__(self, data: Data, clients: list[int], is_moon: bool) -> None:
+        self.data, self.clients, self.is_moon = data, clients, is_moon
+        self.previous: dict[int, Weights] = {}
+
+    def round(self, received: Weights) -> Weights:
+        """The clients' weights times their samples, added up."""
+        total: Weights = {}
+        for client in self.clients:
+            kept = self.previous.get(client) if self.is_moon else None
+            w = self.previous[client] = train(self.data, client, received, kept, self.is_moon)
+            n = len(self.data.parts[client])
+            total = {name: total.get(name, 0) + n * array for name, array in w.items()}
+        return total
+
+
+def other_process(pipe: Connection, clients: list[int], is_moon: bool) -> None:
+    """Answers each set of weights with the sum over its clients; None ends it."""
+    torch.set_num_threads(1)
+    player = Player(Data(), clients, is_moon)
+    pipe.send(None)
+    while (received := pipe.recv()) is not None:
+        total = player.round({n: torch.from_numpy(a) for n, a in received.items()})
+        pipe.send(({n: a.numpy() for n, a in total.items()}, time.process_time()))
+
+
+def accuracy(model: nn.Module, data: Data) -> float:
+    """Of the model on the test set."""
+    with torch.no_grad():
+        hits = [
+            int((model(x).argmax(1) == y).sum())
+            for x, y in zip(
+                torch.split(data.x_test, 500), torch.split(data.y_test, 500), strict=True
+            )
+        ]
+    return sum(hits) / len(data.y_test)
+
+
+def main() -> None:
+    """Print seconds, and the accuracy, of each round."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("method", choices=["fedavg", "moon"])
+    parser.add_argument("--processes", type=int, choices=[1, 2], default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="of one process; two are for the CPU")
+    arguments = parser.parse_args()
+    is_moon = arguments.method == "moon"
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    data, model = Data(arguments.device), PlainCNN().to(arguments.device)
+    half = num_clients // arguments.processes
+    player = Player(data, list(range(half)), is_moon)
+    pipe: Connection | None = None
+    process = None
+    if arguments.processes == 2:
+        context = get_context("spawn")
+        pipe, theirs = context.Pipe()
+        process = context.Process(
+            target=other_process,
+            args=(theirs, list(range(half, num_clients)), is_moon),
+            daemon=True,
+        )
+        process.start()
+        pipe.recv()
+    theirs_cpu = theirs_before = 0.0
+    for _ in range(arguments.rounds):
+        started, cpu_started = time.perf_counter(), time.process_time()
+        received = copy.deepcopy(model.state_dict())
+        if pipe:
+            pipe.send({n: a.numpy() for n, a in received.items()})
+        total = player.round(received)
+        if pipe:
+            theirs_total, theirs_now = pipe.recv()
+            theirs_cpu, theirs_before = theirs_now - theirs_before, theirs_now
+            total = {n: a + torch.from_numpy(theirs_total[n]) for n, a in total.items()}
+        model.load_state_dict({n: a / len(data.y) for n, a in total.items()})
+        score = accuracy(model, data)
+        wall_s = time.perf_counter() - started
+        cpu_s = time.process_time() - cpu_started + theirs_cpu
+        print(f"{wall_s:.4f} {cpu_s:.4f} {score:.4f}", flush=True)
+    if pipe and process:
+        pipe.send(None)
+        process.join(timeout=60)
+
+
+if __name__ == "__main__":
+    main()

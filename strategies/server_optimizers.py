@@ -1,0 +1,232 @@
+"""The server's step as an optimiser: from the round's average to the next global model.
+
+The average A of the replies gives a pseudo-gradient w - A; FedAvg, FedAvgM and FedAdam are steps
+down it. Steps act on trainable arrays; buffers (BatchNorm's statistics) take the average as it is.
+Arrays are float32 on the CPU, by parameter name.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from protocol.config import RunConfig, refuse_unknown
+from protocol.options import between, more_than, one_of, option
+
+Arrays = dict[str, Tensor]
+
+
+class ServerOptimizer(Protocol):
+    """One way to step; its `state` (moments, by name) goes into the server's checkpoint."""
+
+    def broadcast(self, current: Arrays) -> Arrays:
+        """What clients start from; the global model itself unless the step looks ahead."""
+
+    def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
+        """The next global model from the average of what clients made of the broadcast."""
+
+    def state(self) -> Arrays:
+        """What has to be kept to go on as if never interrupted."""
+
+    def load(self, state: Arrays) -> None:
+        """Go on from a kept state."""
+
+
+@dataclass(frozen=True)
+class FedAvgStep:
+    """The average itself (McMahan et al. 2017): w <- A, which is SGD with learning rate 1."""
+
+    def broadcast(self, current: Arrays) -> Arrays:
+        """The global model."""
+        return current
+
+    def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
+        """w <- A, exactly."""
+        return average
+
+    def state(self) -> Arrays:
+        """Nothing is kept."""
+        return {}
+
+    def load(self, state: Arrays) -> None:
+        """Nothing to load."""
+
+
+@dataclass(frozen=True)
+class FedAvgMOptions:
+    """Keys `fedavgm.*`."""
+
+    lr: float = option(more_than(0))
+    beta: float = option(between(0, 1, open_high=True))
+
+
+class FedAvgMStep:
+    """FedAvgM (Hsu, Qi, Brown 2019): v <- beta v + (A - w); w <- w + lr v. No damping.
+
+    torch's SGD with momentum on the gradient w - A is this, its buffer being -v.
+    """
+
+    def __init__(self, options: FedAvgMOptions) -> None:
+        self.options = options
+        self.velocity: Arrays = {}
+
+    def broadcast(self, current: Arrays) -> Arrays:
+        """The global model."""
+        return current
+
+    def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
+        """One step of torch.optim.SGD on every trainable array."""
+        names = sorted(trainable)
+        parameters = [current[name].clone() for name in names]
+        for name, parameter in zip(names, parameters, strict=True):
+            parameter.grad = current[name] - average[name]
+        sgd = torch.optim.SGD(parameters, lr=self.options.lr, momentum=self.options.beta)
+        for name, parameter in zip(names, parameters, strict=True):
+            if name in self.velocity:
+                sgd.state[parameter]["momentum_buffer"] = self.velocity[name]
+        sgd.step()
+        if self.options.beta:
+            self.velocity = {
+                name: sgd.state[parameter]["momentum_buffer"]
+                for name, parameter in zip(names, parameters, strict=True)
+            }
+        return average | dict(zip(names, parameters, strict=True))
+
+    def state(self) -> Arrays:
+        """The momentum buffer, by parameter name."""
+        return dict(self.velocity)
+
+    def load(self, state: Arrays) -> None:
+        """Go on with this momentum buffer."""
+        self.velocity = dict(state)
+
+
+@dataclass(frozen=True)
+class FedAdamOptions:
+    """Keys `fedadam.*`."""
+
+    lr: float = option(more_than(0))
+    beta1: float = option(between(0, 1, open_high=True))
+    beta2: float = option(between(0, 1))
+    tau: float = option(more_than(0))
+    form: str = option(one_of("paper", "flower"))
+
+    def __post_init__(self) -> None:
+        """Refuse a second moment that never moves from Flower's 0: its correction is 0 then."""
+        if self.form == "flower" and self.beta2 == 1:
+            raise ValueError(
+                "fedadam.beta2 = 1.0 with fedadam.form = 'flower': the rate would be 0; it has to "
+                "be below 1, or the form paper"
+            )
+
+
+class FedAdamStep:
+    """FedAdam (Reddi et al. 2021): moments of the pseudo-gradient, no bias correction.
+
+    With D = A - w: m <- b1 m + (1 - b1) D;  v <- b2 v + (1 - b2) D^2;  then
+    w <- w + lr m / (sqrt v + tau), from m = 0 and v = tau^2. `form = flower` is Flower's: from
+    v = 0, and lr times sqrt(1 - b2^(r+1)) / (1 - b1^(r+1)) in round r = 1, 2, ... torch's Adam is
+    neither.
+    """
+
+    counter: ClassVar[str] = "#steps"
+
+    def __init__(self, options: FedAdamOptions) -> None:
+        self.options = options
+        self.m: Arrays = {}
+        self.v: Arrays = {}
+        self.num_steps = 0
+
+    def broadcast(self, current: Arrays) -> Arrays:
+        """The global model."""
+        return current
+
+    def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
+        """One step on every trainable array."""
+        o = self.options
+        self.num_steps += 1
+        lr = o.lr
+        if o.form == "flower":
+            r = self.num_steps
+            lr *= (1 - o.beta2 ** (r + 1)) ** 0.5 / (1 - o.beta1 ** (r + 1))
+        stepped = dict(average)
+        for name in sorted(trainable):
+            delta = average[name] - current[name]
+            if name not in self.m:
+                self.m[name] = torch.zeros_like(delta)
+                v_0 = o.tau**2 if o.form == "paper" else 0.0
+                self.v[name] = torch.full_like(delta, v_0)
+            self.m[name] = o.beta1 * self.m[name] + (1 - o.beta1) * delta
+            self.v[name] = o.beta2 * self.v[name] + (1 - o.beta2) * delta.square()
+            stepped[name] = current[name] + lr * self.m[name] / (self.v[name].sqrt() + o.tau)
+        return stepped
+
+    def state(self) -> Arrays:
+        """Both moments by parameter name, and the number of steps taken."""
+        moments = {f"m.{k}": t for k, t in self.m.items()} | {
+            f"v.{k}": t for k, t in self.v.items()
+        }
+        return moments | {self.counter: torch.tensor(self.num_steps)}
+
+    def load(self, state: Arrays) -> None:
+        """Go on with these moments."""
+        self.num_steps = int(state[self.counter])
+        self.m = {k[2:]: t for k, t in state.items() if k.startswith("m.")}
+        self.v = {k[2:]: t for k, t in state.items() if k.startswith("v.")}
+
+
+@dataclass(frozen=True)
+class FedACGOptions:
+    """The key of `fedacg.*` that the server reads: lambda."""
+
+    lambda_: float = option(between(0, 1, open_high=True), key="lambda")
+
+
+class FedACGStep:
+    """FedACG (Kim et al. 2024): clients start from wh = w + lambda m, where momentum will lead.
+
+    m <- lambda m + (A - wh);  w <- w + m, which is A itself. The global model is w, never wh. The
+    client's term is in client_app/look_ahead.py.
+    """
+
+    def __init__(self, options: FedACGOptions) -> None:
+        self.lambda_ = options.lambda_
+        self.m: Arrays = {}
+
+    def broadcast(self, current: Arrays) -> Arrays:
+        """wh."""
+        ahead = {name: current[name] + self.lambda_ * m for name, m in self.m.items()}
+        return current | ahead if ahead else current
+
+    def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
+        """m and w; buffers take the average."""
+        sent = self.broadcast(current)
+        for name in sorted(trainable):
+            delta = average[name] - sent[name]
+            self.m[name] = self.lambda_ * self.m[name] + delta if name in self.m else delta
+        return average
+
+    def state(self) -> Arrays:
+        """m, by parameter name."""
+        return dict(self.m)
+
+    def load(self, state: Arrays) -> None:
+        """Go on with this m."""
+        self.m = dict(state)
+
+
+def server_optimizer(config: RunConfig) -> ServerOptimizer:
+    """The run's server step; ValueError naming the key for an unknown one or a bad option."""
+    name = config.rounds.server_optimizer
+    refuse_unknown("server-optimizer", name, list(SERVER_OPTIMIZERS))
+    return SERVER_OPTIMIZERS[name](config)
+
+
+SERVER_OPTIMIZERS: dict[str, Callable[[RunConfig], ServerOptimizer]] = {
+    "fedavg": lambda config: FedAvgStep(),
+    "fedavgm": lambda config: FedAvgMStep(config.table("fedavgm", FedAvgMOptions)),
+    "fedadam": lambda config: FedAdamStep(config.table("fedadam", FedAdamOptions)),
+    "fedacg": lambda config: FedACGStep(config.table("fedacg", FedACGOptions)),
+}

@@ -1,0 +1,270 @@
+"""The hand-over to the resident worker: same bits, no torch on this side, and never silence."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from client_fixtures import (  # noqa: F401  # the fixture is used by name
+    Client,
+    assert_same_bits,
+    initial,
+    keel_home_of_tests,
+    make_config,
+)
+
+import client_app.worker_client
+from client_app.worker_client import receive_frame, send_frames, worker_says, worker_variable
+from client_app.worker_server import forget_old_runs, listen, warm_device
+from keel.deployment.supervise import Kept, supervise
+from protocol.messages import read_reply
+
+repository = Path(__file__).parents[2]
+start_limit_s = 100
+
+
+def config_with(**keys):
+    return make_config(method="moon", local_test_fraction=0.2, **{"round_timeout": 60.0} | keys)
+
+
+class Resident:
+    """A supervised worker, whose ClientApp side this process is."""
+
+    def __init__(self, folder):
+        self.socket, self.home = folder / "worker.sock", folder / "home"
+        self.log = (folder / "worker.log").open("w+b")
+        env = os.environ | {worker_variable: str(self.socket), "KEEL_HOME": str(self.home)}
+        command = [sys.executable, "-m", "client_app.worker_server"]
+        self.kept = Kept(command, env, self.log.fileno(), cwd=str(repository))
+        self.stop = threading.Event()
+
+    def __enter__(self):
+        self.thread = threading.Thread(target=supervise, args=([self.kept], self.stop))
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self.stop.set()
+        self.thread.join(30)
+        self.log.close()
+
+    @property
+    def pid(self):
+        return worker_says(str(self.socket), start_limit_s)["pid"]
+
+    def printed(self):
+        return Path(self.log.name).read_text()
+
+
+@pytest.fixture(scope="module")
+def resident(tmp_path_factory):
+    with Resident(tmp_path_factory.mktemp("resident")) as running:
+        assert running.pid
+        yield running
+
+
+@pytest.fixture
+def handed_over(resident, monkeypatch):
+    monkeypatch.setenv(worker_variable, str(resident.socket))
+    return resident
+
+
+def two_rounds(config, run_dir):
+    """A client's first two rounds: its replies, and its names of what it kept."""
+    client = Client(config, run_dir)
+    return [
+        read_reply(client.ask("train", n, initial(config, seed=n), evaluate=True)) for n in (1, 2)
+    ]
+
+
+def test_the_process_of_the_clientapp_imports_no_torch():
+    code = "import sys, client_app.app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=repository, timeout=60).returncode == 0
+
+
+def test_the_worker_answers_as_the_handlers_in_process_to_the_bit(
+    handed_over, tmp_path, monkeypatch
+):
+    config = config_with()
+    there = two_rounds(config, tmp_path / "run-a")
+    kept = handed_over.home / "clients" / "run-a" / "client-0000"
+    assert len(list(kept.glob("round-*.safetensors"))) == 2
+    assert list(tmp_path.iterdir()) == []  # the server's folder is not this machine's
+    line = (
+        r"run run-a, round 2: client client-0000: trained on \d+ samples, \d+ steps, in [\d.]+ s\n"
+    )
+    assert re.search(line, handed_over.printed())
+    monkeypatch.delenv(worker_variable)
+    (tmp_path / "run-b").mkdir()
+    here = two_rounds(config, tmp_path / "run-b")
+    for a, b in zip(there, here, strict=True):
+        assert_same_bits(a.arrays, b.arrays)
+        assert a.metrics["personal-accuracy" if "personal-accuracy" in a.metrics else "num-steps"]
+    names = {path.name for path in (tmp_path / "run-b/clients/client-0000").iterdir()}
+    assert names == {path.name for path in kept.iterdir()}  # a name holds the content's digest
+
+
+def test_an_error_of_the_handlers_comes_back_as_their_line(handed_over, tmp_path):
+    config = config_with(device="cuda:63")
+    reply = Client(config, tmp_path).ask("train", 1, initial(config_with()))
+    assert reply.error.code == client_app.worker_client.client_failed
+    assert reply.error.reason.startswith("ValueError: device = 'cuda:63'")
+    line = f"run {tmp_path.name}, round 1: client client-0000: {reply.error.reason}\n"
+    assert line in handed_over.printed()
+
+
+def test_other_code_than_the_run_s_is_refused(handed_over, tmp_path, monkeypatch):
+    monkeypatch.setattr(client_app.worker_client, "code_digest", lambda: "0123456789abcdef")
+    reply = Client(config_with(), tmp_path).ask("query")
+    assert "the run's bundle is 0123456789abcdef" in reply.error.reason
+
+
+def wait_until_busy(resident):
+    deadline = time.monotonic() + 30
+    while not worker_says(str(resident.socket), 5)["busy"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_worker_killed_in_its_work_is_asked_again_and_gives_the_same_bits(handed_over, tmp_path):
+    config = config_with(local_epochs=150)  # some seconds
+    expected = read_reply(Client(config, tmp_path / "a").ask("train", 1, initial(config)))
+    killed = handed_over.pid
+    replies = []
+    client = Client(config, tmp_path / "b")
+    asking = threading.Thread(
+        target=lambda: replies.append(client.ask("train", 1, initial(config)))
+    )
+    asking.start()
+    wait_until_busy(handed_over)
+    os.kill(killed, signal.SIGKILL)
+    asking.join(start_limit_s)
+    assert_same_bits(read_reply(replies[0]).arrays, expected.arrays)
+    assert handed_over.pid != killed
+
+
+def test_a_worker_that_dies_on_a_message_twice_is_an_error_of_one_line(
+    tmp_path, monkeypatch, caplog
+):
+    path = tmp_path / "worker.sock"
+    with listen(path) as listener:
+
+        def die_on_messages():
+            listener.accept()[0].close()
+            listener.accept()[
+                0
+            ].close()  # the one that has just died, not yet gone: no second death
+            for _ in range(2):  # the next one is ready, and dies too
+                peer, _ = listener.accept()
+                with peer:
+                    if json.loads(receive_frame(peer))["kind"] == "ready?":
+                        send_frames(peer, [b'{"pid": 1}'])
+
+        thread = threading.Thread(target=die_on_messages)
+        thread.start()
+        monkeypatch.setenv(worker_variable, str(path))
+        reply = Client(config_with(), tmp_path).ask("train", 1)
+        thread.join(10)
+    said = caplog.messages[-1]
+    assert said == f"run {tmp_path.name}, round 1: client of partition 0: {reply.error.reason}"
+    assert "died on this message twice" in reply.error.reason
+    assert "\n" not in reply.error.reason
+
+
+def test_no_worker_is_an_error_of_one_line_after_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(client_app.worker_client, "worker_start_s", 0.3)
+    monkeypatch.setenv(worker_variable, str(tmp_path / "nobody.sock"))
+    started = time.monotonic()
+    reply = Client(config_with(), tmp_path).ask("query")
+    assert "no worker answers at" in reply.error.reason
+    assert time.monotonic() - started < 5
+
+
+def test_a_worker_that_hangs_is_an_error_after_round_timeout(handed_over, tmp_path):
+    pid = handed_over.pid
+    os.kill(pid, signal.SIGSTOP)
+    started = time.monotonic()
+    try:
+        config = config_with(round_timeout=1.0)
+        reply = Client(config, tmp_path).ask("train", 1, initial(config))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert "no answer in time" in reply.error.reason
+    assert 1 <= time.monotonic() - started < 5
+
+
+def test_work_that_nobody_waits_for_any_more_ends_the_worker_and_a_new_one_serves(
+    handed_over, tmp_path
+):
+    before = handed_over.pid
+    config = config_with(local_epochs=100_000, round_timeout=1.5)
+    reply = Client(config, tmp_path).ask("train", 1, initial(config))
+    assert reply.has_error()
+    deadline = time.monotonic() + start_limit_s
+    pid = before
+    while pid == before:
+        assert time.monotonic() < deadline
+        with contextlib.suppress(ConnectionError):  # it is just going
+            pid = handed_over.pid
+        time.sleep(0.1)
+    assert "Timeout" in handed_over.printed()  # the traceback of where it was
+    assert not Client(config_with(), tmp_path).ask("query").has_error()
+
+
+def test_a_message_whose_sender_has_ended_is_not_worked_on(handed_over, tmp_path):
+    config = config_with(local_epochs=40)
+    first = threading.Thread(
+        target=lambda: Client(config, tmp_path / "first").ask("train", 1, initial(config))
+    )
+    first.start()
+    wait_until_busy(handed_over)
+    second = Client(config_with(round_timeout=0.05), tmp_path / "second")
+    assert second.ask("train", 1, initial(config)).has_error()  # gave up while it waited
+    first.join(60)
+    assert not Client(config, tmp_path).ask("query").has_error()
+    assert not (handed_over.home / "clients" / "second").exists()
+
+
+def test_a_second_worker_at_a_socket_is_refused_and_a_stale_socket_is_not(resident, tmp_path):
+    with pytest.raises(ValueError, match=f"process id {resident.pid} answers there"):
+        listen(resident.socket)
+    stale = tmp_path / "stale.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(stale))  # and never listens, as after a kill
+    with contextlib.closing(listen(stale)):
+        assert stale.stat().st_mode & 0o777 == 0o600
+
+
+def test_runs_untouched_for_long_are_forgotten_if_asked(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    for name, days in (("old", 40), ("recent", 2)):
+        kept = tmp_path / "clients" / name / "site-a" / "round-00001.safetensors"
+        kept.parent.mkdir(parents=True)
+        kept.touch()
+        for path in (kept, kept.parent, kept.parent.parent):
+            os.utime(path, (time.time() - days * 86400,) * 2)
+    forget_old_runs(0)
+    assert len(list((tmp_path / "clients").iterdir())) == 2
+    forget_old_runs(30)
+    assert [path.name for path in (tmp_path / "clients").iterdir()] == ["recent"]
+
+
+def test_the_worker_says_which_device_it_has_and_starts_without_it_too(resident, monkeypatch):
+    assert re.search(r"ready at .*, device (cpu|cuda)", resident.printed())
+    monkeypatch.setenv("KEEL_DEVICE", "cpu")
+    assert warm_device() == "cpu"
+    monkeypatch.setenv("KEEL_DEVICE", "cuda:63")
+    assert warm_device().startswith("not there: device = 'cuda:63'")
+
+
+def test_the_worker_s_torch_is_this_torch(resident):
+    assert worker_says(str(resident.socket), 5)["versions"]["torch"] == torch.__version__

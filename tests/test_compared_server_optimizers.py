@@ -1,0 +1,323 @@
+"""The server's steps: FedAvg's average, FedAvgM, FedAdam and FedACG, each in plain numbers."""
+
+import math
+
+import pytest
+import torch
+from client_fixtures import (
+    NUM_CLASSES,
+    SHAPE,
+    assert_close,
+    assert_same_bits,
+    differ,
+    initial,
+    make_config,
+    make_round,
+    train,
+)
+
+from client_app.method import LocalObjective
+from client_app.methods import METHODS, method_of
+from client_app.setup import build_network
+from protocol.messages import TrainReply
+from server_app.federation import check_config
+from strategies import STRATEGIES
+from strategies.average import Average, weighted_mean
+from strategies.server_optimizers import server_optimizer
+
+NAMES = ("a", "b")
+
+
+def arrays_from(seed):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a": (3, 2), "b": (4,), "buffer": (2,)}
+    return {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
+
+
+def step_of(name, **keys):
+    return server_optimizer(make_config(server_optimizer=name, **keys))
+
+
+def walk(step, rounds, start=0):
+    """Global arrays after each round, clients having moved what they got by a fixed update."""
+    w, seen = arrays_from(start), []
+    for t in range(rounds):
+        sent = step.broadcast(w)
+        update = arrays_from(100 + t)
+        average = {n: sent[n] + update[n] for n in sent}
+        w = step.step(w, average, NAMES)
+        seen.append(w)
+    return seen
+
+
+def deltas(t):
+    return arrays_from(100 + t)
+
+
+# --- FedAvg ---------------------------------------------------------------------------------------
+
+
+def server_of(config):
+    return STRATEGIES[config.rounds.method](config, build_network(config, SHAPE, NUM_CLASSES))
+
+
+def reply(name, arrays, examples):
+    return TrainReply(name, 1, arrays, {}, {"num-examples": examples})
+
+
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+def test_the_average_is_of_the_replies_by_examples_of_this_round(weighting):
+    server = server_of(make_config(weighting=weighting))
+    models = [initial(make_config(), seed=s) for s in (1, 2, 3)]
+    sizes = [10, 5, 25]
+    following = server.next_arrays(
+        models[0], [reply(str(n), *m) for n, m in enumerate(zip(models, sizes, strict=True))]
+    )
+    shares = [1 / 3] * 3 if weighting == "uniform" else [s / 40 for s in sizes]
+    for name, array in following.items():
+        expected = sum(p * m[name].double() for p, m in zip(shares, models, strict=True))
+        torch.testing.assert_close(array.double(), expected, rtol=0, atol=1e-6)
+
+
+UNIFORM = {"fedrcl", "fedscl", "fedcl", "fedbabu", "fedcr"}  # their papers and code
+
+
+@pytest.mark.parametrize("method", STRATEGIES)
+def test_unless_asked_the_papers_weights_are_taken(method):
+    config = make_config(method=method)
+    assert config.rounds.weighting == "auto"
+    server = server_of(config)
+    if method not in ("fedreco", "local"):  # eq. (8); nothing to average
+        assert server.default_weighting == ("uniform" if method in UNIFORM else "examples")
+    if server.next_arrays.__func__ is Average.next_arrays:
+        zeros = server.initial_arrays(config, build_network(config, SHAPE, NUM_CLASSES))
+        zeros = {n: torch.zeros_like(a) for n, a in zeros.items()}
+        ones = {n: torch.ones_like(a) for n, a in zeros.items()}
+        following = server.next_arrays(zeros, [reply("a", ones, 1), reply("b", zeros, 3)])
+        share = 0.5 if method in UNIFORM else 0.25
+        assert all(torch.allclose(a, torch.full_like(a, share)) for a in following.values())
+
+
+def test_one_reply_is_the_next_model_to_the_bit():
+    one = initial(make_config(), seed=1)
+    server = server_of(make_config())
+    assert_same_bits(server.next_arrays(initial(make_config()), [reply("a", one, 7)]), one)
+
+
+def test_identical_clients_are_one_client():
+    one = initial(make_config(), seed=1)
+    replies = [reply(str(n), one, n + 1) for n in range(5)]
+    assert_close(server_of(make_config()).next_arrays(one, replies), one, rtol=0, atol=1e-6)
+
+
+def test_a_rate_of_zero_leaves_the_model():
+    config = make_config(lr=0.0, local_epochs=2)
+    w = initial(config, seed=5)
+    assert_same_bits(train(config, received=w).arrays, w)
+
+
+def test_one_full_batch_step_of_equal_clients_is_one_step_of_all():
+    config = make_config(batch_size=100, momentum=0.0)
+    w = initial(config, seed=5)
+    updates = [train(config, received=w, partition=n) for n in (0, 1)]
+    replies = [reply(str(n), u.arrays, 30) for n, u in enumerate(updates)]
+    together = train(config, received=w, of=1)
+    assert together.num_steps == 1
+    assert_close(server_of(config).next_arrays(w, replies), together.arrays, rtol=0, atol=1e-6)
+
+
+def test_counters_are_rounded_and_keep_their_type():
+    replies = [reply(str(n), {"counter": torch.tensor(n)}, 1) for n in (3, 4, 4)]
+    mean = weighted_mean(replies, [1.0, 1.0, 1.0])["counter"]
+    assert mean.dtype == torch.int64
+    assert mean == 4
+
+
+# --- FedAvgM --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("beta", "lr"), [(0.4, 1.0), (0.9, 0.5), (0.0, 1.0)])
+def test_fedavgm_is_the_recursion(beta, lr):
+    seen = walk(step_of("fedavgm", fedavgm__beta=beta, fedavgm__lr=lr), rounds=4)
+    w = arrays_from(0)
+    v = {n: torch.zeros_like(w[n]) for n in NAMES}
+    for t, got in enumerate(seen):
+        for n in NAMES:
+            v[n] = beta * v[n] + deltas(t)[n]
+            w[n] = w[n] + lr * v[n]
+            torch.testing.assert_close(got[n], w[n], rtol=1e-12, atol=1e-12)
+        w["buffer"] = w["buffer"] + deltas(t)["buffer"]
+        torch.testing.assert_close(got["buffer"], w["buffer"])
+
+
+def test_fedavgms_steps_of_a_constant_update_are_a_geometric_sum():
+    step = step_of("fedavgm", fedavgm__beta=0.4)
+    w = {"a": torch.zeros(1, dtype=torch.float64)}
+    for t in range(6):
+        following = step.step(w, {"a": w["a"] + 3}, ["a"])
+        moved = (following["a"] - w["a"]).item()
+        assert moved == pytest.approx(3 * (1 - 0.4 ** (t + 1)) / 0.6, rel=1e-12)
+        w = following
+
+
+# --- FedAdam --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["paper", "flower"])
+def test_fedadam_is_the_recursion(form):
+    keys = {"beta1": 0.8, "beta2": 0.95, "tau": 0.02, "lr": 0.3, "form": form}
+    seen = walk(step_of("fedadam", **{f"fedadam__{k}": v for k, v in keys.items()}), rounds=4)
+    w = {n: arrays_from(0)[n].flatten().tolist() for n in NAMES}
+    m = {n: [0.0] * len(w[n]) for n in NAMES}
+    v = {n: [0.02**2 if form == "paper" else 0.0] * len(w[n]) for n in NAMES}
+    for t, got in enumerate(seen):
+        lr = 0.3
+        if form == "flower":  # r = 1 in the first round
+            lr *= math.sqrt(1 - 0.95 ** (t + 2)) / (1 - 0.8 ** (t + 2))
+        for n in NAMES:
+            for k, d in enumerate(deltas(t)[n].flatten().tolist()):
+                m[n][k] = 0.8 * m[n][k] + 0.2 * d
+                v[n][k] = 0.95 * v[n][k] + 0.05 * d * d
+                w[n][k] += lr * m[n][k] / (math.sqrt(v[n][k]) + 0.02)
+            assert got[n].flatten().tolist() == pytest.approx(w[n], rel=1e-10)
+    buffer = arrays_from(0)["buffer"] + sum(deltas(t)["buffer"] for t in range(4))
+    torch.testing.assert_close(seen[-1]["buffer"], buffer)
+
+
+def one_adam_step(delta, **keys):
+    step = step_of("fedadam", **{f"fedadam__{k}": v for k, v in keys.items()})
+    w = {"a": torch.tensor([5.0, -1.0], dtype=torch.float64)}
+    return (step.step(w, {"a": w["a"] + delta}, ["a"])["a"] - w["a"]).tolist()
+
+
+@pytest.mark.parametrize(("form", "value"), [("paper", 0.00414822), ("flower", 0.00371230)])
+def test_fedadams_known_first_step(form, value):
+    assert one_adam_step(0.01, form=form) == pytest.approx([value] * 2, abs=5e-9)
+    assert one_adam_step(-0.01, form=form) == pytest.approx([-value] * 2, abs=5e-9)
+
+
+def test_fedadams_limits():
+    delta = torch.tensor([0.3, -0.07], dtype=torch.float64)
+    signs = one_adam_step(delta, beta1=0.0, beta2=0.0, lr=0.1, tau=0.01)
+    assert signs == pytest.approx([0.1 * d / (abs(d) + 0.01) for d in (0.3, -0.07)])
+    # b1 = 0, b2 = 1, eta_g = 2 tau: v stays tau^2, the average itself
+    assert one_adam_step(delta, beta1=0.0, beta2=1.0, lr=0.02, tau=0.01) == pytest.approx(
+        delta.tolist()
+    )
+
+
+# --- FedACG ---------------------------------------------------------------------------------------
+
+
+def test_fedacg_is_the_recursion_and_its_clients_start_ahead():
+    step, w = step_of("fedacg", fedacg__lambda=0.85), arrays_from(0)
+    m = {n: torch.zeros_like(w[n]) for n in NAMES}
+    for t in range(4):
+        sent = step.broadcast(w)
+        for n in NAMES:
+            torch.testing.assert_close(sent[n], w[n] + 0.85 * m[n], rtol=1e-12, atol=1e-12)
+        assert torch.equal(sent["buffer"], w["buffer"])
+        average = arrays_from(50 + t)  # whatever it is, it does become w
+        following = step.step(w, average, NAMES)
+        for n in NAMES:
+            delta = average[n] - (w[n] + 0.85 * m[n])
+            m[n] = 0.85 * m[n] + delta
+            torch.testing.assert_close(following[n], w[n] + m[n], rtol=1e-12, atol=1e-12)
+        assert_same_bits(following, average)
+        w = following
+    assert_close(step.state(), m, rtol=1e-12, atol=1e-12)
+
+
+def test_fedacgs_first_round_and_lambda_0_are_fedavgs():
+    step, w = step_of("fedacg"), arrays_from(0)
+    assert_same_bits(step.broadcast(w), w)
+    step = step_of("fedacg", fedacg__lambda=0.0)
+    plain = step_of("fedavg")
+    for one, two in zip(walk(step, 3), walk(plain, 3), strict=True):
+        assert_same_bits(one, two)
+
+
+def test_fedacg_is_fedavgm_where_updates_do_not_depend_on_the_start():
+    acg = walk(step_of("fedacg", fedacg__lambda=0.6), rounds=5)
+    avgm = walk(step_of("fedavgm", fedavgm__beta=0.6, fedavgm__lr=1.0), rounds=5)
+    for one, two in zip(acg, avgm, strict=True):
+        for n in NAMES:
+            torch.testing.assert_close(one[n], two[n], rtol=1e-12, atol=1e-12)
+
+
+def test_fedacgs_momentum_decays_while_clients_are_idle():
+    step, w = step_of("fedacg", fedacg__lambda=0.85), arrays_from(0)
+    w = step.step(w, arrays_from(1), NAMES)
+    before = step.state()
+    for t in range(1, 4):
+        sent = step.broadcast(w)
+        w = step.step(w, sent, NAMES)  # clients give back what they were sent
+        for n in NAMES:
+            torch.testing.assert_close(step.state()[n], 0.85**t * before[n], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedrcl", "ditto"])
+def test_fedacgs_client_pulls_towards_what_it_was_sent(method):
+    """beta ||theta - wh||^2, without 1/2: FedProx's term with mu = 2 beta, beside the method's."""
+    keys = {"local_epochs": 2, "momentum": 0.0}
+    w = initial(make_config(), seed=5)
+    pulled = train(
+        make_config(method=method, server_optimizer="fedacg", fedacg__beta=0.5, **keys), received=w
+    )
+    free = train(
+        make_config(method=method, server_optimizer="fedacg", fedacg__beta=0.0, **keys), received=w
+    )
+    plain = train(make_config(method=method, **keys), received=w)
+    assert_same_bits(free.arrays, plain.arrays)
+    assert "look-ahead" not in free.terms
+    distance = [sum((u.arrays[n] - w[n]).square().sum() for n in w) for u in (pulled, free)]
+    assert distance[0] < distance[1]
+    assert pulled.terms["look-ahead"] > 0
+    if method == "fedavg":
+        prox = train(make_config(method="fedprox", fedprox__mu=1.0, **keys), received=w)
+        assert_close(pulled.arrays, prox.arrays, rtol=0, atol=1e-7)
+        assert pulled.terms["look-ahead"] == pytest.approx(prox.terms["penalty"], rel=1e-4)
+
+
+# --- any local objective --------------------------------------------------------------------------
+
+OBJECTIVES = [n for n in METHODS if issubclass(METHODS[n], LocalObjective) and n != "scaffold"]
+
+
+@pytest.mark.parametrize("server", ["fedavgm", "fedadam", "fedacg"])
+@pytest.mark.parametrize("method", OBJECTIVES)
+def test_every_local_objective_trains_under_every_server_step(method, server):
+    """SCAFFOLD, which has a server step of its own, is refused: see test_compared_runs."""
+    config = make_config(method=method, server_optimizer=server, batch_size=32)
+    check_config(config)
+    now = make_round(config)
+    update = method_of(config).train(now)
+    assert ("look-ahead" in update.terms) == (server == "fedacg")
+    step = server_optimizer(config)
+    w = step.step(now.received, update.arrays, set(dict(now.model.named_parameters())))
+    assert all(array.isfinite().all() for array in w.values())
+    assert differ(w, now.received)
+
+
+@pytest.mark.parametrize("method", ["fedscl", "fedcl"])
+def test_without_others_in_the_batch_nothing_is_pushed_apart(method):
+    """FedSCL and FedCL with batches of one sample: FedAvg, to the bit."""
+    ours, plain = (train(make_config(method=m, batch_size=1)) for m in (method, "fedavg"))
+    assert ours.terms["penalty"] == 0
+    assert_same_bits(ours.arrays, plain.arrays)
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedavgm", "fedadam", "fedacg"])
+def test_a_step_goes_on_from_its_state_to_the_bit(name):
+    whole = walk(step_of(name), rounds=4)
+    first = step_of(name)
+    w = walk(first, rounds=2)[-1]
+    second = step_of(name)
+    second.load({k: v.clone() for k, v in first.state().items()})
+    for t in (2, 3):
+        sent = second.broadcast(w)
+        w = second.step(w, {n: sent[n] + deltas(t)[n] for n in sent}, NAMES)
+    assert_same_bits(w, whole[-1])

@@ -1,0 +1,265 @@
+"""The server's steps against hand-rolled ones in float64, Flower's own, and numbers on paper."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import FACTS, answer, random_arrays, same_bits, sent
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAdam, FedAvgM
+from torch import Tensor, nn
+
+from protocol.config import resolve_config
+from protocol.messages import RosterEntry, TrainReply, TrainRequest, array_record, tensors
+from protocol.messages import request_record as record_of
+from strategies.average import Average
+from strategies.server_optimizers import FedAdamOptions, FedAdamStep, FedAvgMOptions, FedAvgMStep
+from strategies.server_optimizers import server_optimizer as server_step_of
+
+shapes = {"conv": (2, 3), "fc": (5,)}
+
+
+def fedavgm(lr=1.0, beta=0.4):
+    return FedAvgMStep(FedAvgMOptions(lr=lr, beta=beta))
+
+
+def fedadam(lr=0.01, beta1=0.9, beta2=0.99, tau=0.001, form="paper"):
+    return FedAdamStep(FedAdamOptions(lr=lr, beta1=beta1, beta2=beta2, tau=tau, form=form))
+
+
+def averages(num_rounds):
+    """What the clients' average might be in each round: unrelated to the model before."""
+    return [random_arrays(shapes, seed=10 + r) for r in range(num_rounds)]
+
+
+def stepped(step, num_rounds=5):
+    """The models after each round, from one start."""
+    model, models = random_arrays(shapes, seed=1), []
+    for average in averages(num_rounds):
+        model = step.step(model, average, shapes.keys())
+        models.append(model)
+    return models
+
+
+def fedavgm_by_hand(w, average, v, lr, beta):
+    """One entry: v <- beta v + (A - w); w <- w + lr v."""
+    v = beta * v + (average - w)
+    return w + lr * v, v
+
+
+def fedadam_by_hand(w, average, m, v, server_round, lr, beta1, beta2, tau, form):
+    """One entry of m <- b1 m + (1-b1) D; v <- b2 v + (1-b2) D^2; w <- w + lr m / (sqrt v + tau)."""
+    delta = average - w
+    m = beta1 * m + (1 - beta1) * delta
+    v = beta2 * v + (1 - beta2) * delta * delta
+    if form == "flower":
+        lr *= math.sqrt(1 - beta2 ** (server_round + 1)) / (1 - beta1 ** (server_round + 1))
+    return w + lr * m / (math.sqrt(v) + tau), m, v
+
+
+def assert_close(array: Tensor, expected: dict[tuple[int, ...], float]):
+    for at, value in expected.items():
+        assert float(array[at]) == pytest.approx(value, rel=1e-11, abs=1e-13)
+
+
+@pytest.mark.parametrize(("lr", "beta"), [(1.0, 0.4), (0.3, 0.9), (2.0, 0.0)])
+def test_fedavgm_equals_its_equations_by_hand_over_five_rounds(lr, beta):
+    models = stepped(fedavgm(lr, beta))
+    for name, shape in shapes.items():
+        for at in np.ndindex(shape):
+            w, v = float(random_arrays(shapes, seed=1)[name][at]), 0.0
+            for average, model in zip(averages(5), models, strict=True):
+                w, v = fedavgm_by_hand(w, float(average[name][at]), v, lr, beta)
+                assert_close(model[name], {at: w})
+
+
+@pytest.mark.parametrize("form", ["paper", "flower"])
+@pytest.mark.parametrize(
+    ("lr", "beta1", "beta2", "tau"), [(0.01, 0.9, 0.99, 0.001), (0.1, 0.5, 0.7, 0.3)]
+)
+def test_fedadam_equals_its_equations_by_hand_over_five_rounds(form, lr, beta1, beta2, tau):
+    models = stepped(fedadam(lr, beta1, beta2, tau, form))
+    for name, shape in shapes.items():
+        for at in np.ndindex(shape):
+            w, m = float(random_arrays(shapes, seed=1)[name][at]), 0.0
+            v = tau * tau if form == "paper" else 0.0
+            rounds = zip(averages(5), models, strict=True)
+            for r, (average, model) in enumerate(rounds, start=1):
+                a = float(average[name][at])
+                w, m, v = fedadam_by_hand(w, a, m, v, r, lr, beta1, beta2, tau, form)
+                assert_close(model[name], {at: w})
+
+
+# --- numbers on paper, from baselines.md 14.3 and 15.4 ---------------------------------------
+
+
+def test_fedavgm_under_a_constant_difference_grows_to_its_geometric_sum():
+    step, w, delta, beta = fedavgm(beta=0.4), torch.zeros(3, dtype=torch.float64), 0.25, 0.4
+    for t in range(6):
+        before = w
+        w = step.step({"w": w}, {"w": w + delta}, ["w"])["w"]
+        expected = delta * (1 - beta ** (t + 1)) / (1 - beta)
+        assert (w - before).tolist() == pytest.approx([expected] * 3, rel=1e-12)
+
+
+@pytest.mark.parametrize(("form", "size"), [("paper", 0.00414822), ("flower", 0.00371230)])
+def test_fedadams_first_step_has_the_size_on_paper(form, size):
+    w = torch.tensor([0.5, -2.0], dtype=torch.float64)
+    delta = torch.tensor([0.01, -0.01], dtype=torch.float64)
+    moved = fedadam(form=form).step({"w": w}, {"w": w + delta}, ["w"])["w"] - w
+    assert moved.tolist() == pytest.approx([size, -size], abs=5e-9)
+
+
+def test_fedadam_without_memory_is_a_sign_step_softened_by_tau():
+    delta = torch.tensor([0.5, -0.02, 0.0], dtype=torch.float64)
+    w = torch.zeros(3, dtype=torch.float64)
+    moved = fedadam(lr=0.1, beta1=0.0, beta2=0.0, tau=0.01).step({"w": w}, {"w": delta}, ["w"])
+    expected = [0.1 * d / (abs(d) + 0.01) for d in delta.tolist()]
+    assert moved["w"].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_fedadam_that_never_adapts_is_fedavg():
+    step = fedadam(lr=2 * 0.3, beta1=0.0, beta2=1.0, tau=0.3)  # v stays tau^2
+    for model, average in zip(stepped(step), averages(5), strict=True):
+        for name in shapes:
+            torch.testing.assert_close(model[name], average[name], rtol=1e-12, atol=1e-13)
+
+
+def test_fedavgm_without_momentum_is_fedavg():
+    for model, average in zip(stepped(fedavgm(lr=1.0, beta=0.0)), averages(5), strict=True):
+        for name in shapes:
+            torch.testing.assert_close(model[name], average[name], rtol=1e-12, atol=1e-13)
+
+
+def test_fedavg_is_the_average_itself_bit_for_bit():
+    step = server_step_of(resolve_config({"server-optimizer": "fedavg"}))
+    average = averages(1)[0]
+    assert same_bits(step.step(random_arrays(shapes, seed=1), average, shapes.keys()), average)
+    assert step.state() == {}
+
+
+# --- Flower's own strategies as a second opinion ---------------------------------------------
+
+
+def by_flower(strategy, num_rounds=5):
+    """The models after each round of Flower's strategy, from the same start and averages."""
+    model = random_arrays(shapes, seed=1)
+    record = ArrayRecord({k: Array(v.numpy()) for k, v in model.items()})
+    strategy.current_arrays = record
+    if isinstance(strategy, FedAdam):
+        strategy.current_arrays = {k: v.numpy() for k, v in record.items()}
+    models = []
+    for server_round, average in enumerate(averages(num_rounds), start=1):
+        ask = sent([Message(RecordDict(), dst_node_id=1, message_type="train")])[0]
+        content = RecordDict(
+            {
+                "arrays": ArrayRecord({k: Array(v.numpy()) for k, v in average.items()}),
+                "metrics": MetricRecord({"num-examples": 3}),
+            }
+        )
+        arrays, _ = strategy.aggregate_train(server_round, [Message(content, reply_to=ask)])
+        if isinstance(strategy, FedAdam):
+            strategy.current_arrays = {k: v.numpy() for k, v in arrays.items()}
+        models.append({name: torch.from_numpy(a.numpy().copy()) for name, a in arrays.items()})
+    return models
+
+
+@pytest.mark.usefixtures("task_identity")
+@pytest.mark.parametrize(
+    ("ours", "flowers"),
+    [
+        (
+            lambda: fedadam(lr=0.05, form="flower"),
+            lambda: FedAdam(eta=0.05, beta_1=0.9, beta_2=0.99, tau=0.001),
+        ),
+        (
+            lambda: fedavgm(lr=0.7, beta=0.9),
+            lambda: FedAvgM(server_learning_rate=0.7, server_momentum=0.9),
+        ),
+    ],
+    ids=["fedadam", "fedavgm"],
+)
+def test_flowers_own_strategy_takes_the_same_steps(ours, flowers):
+    for mine, theirs in zip(stepped(ours()), by_flower(flowers()), strict=True):
+        for name in shapes:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-6, atol=1e-7)
+
+
+# --- state -----------------------------------------------------------------------------------
+
+steps = {
+    "fedavgm": lambda: fedavgm(beta=0.9),
+    "fedavgm, beta 0": lambda: fedavgm(beta=0.0),
+    "fedadam": fedadam,
+    "fedadam, flower": lambda: fedadam(form="flower"),
+}
+
+
+@pytest.mark.parametrize("make", steps.values(), ids=steps.keys())
+@pytest.mark.parametrize("stop_after", [0, 1, 3])
+def test_going_on_from_a_kept_state_is_as_if_never_interrupted(make, stop_after):
+    whole = stepped(make(), 6)
+    step, model = make(), random_arrays(shapes, seed=1)
+    for average in averages(6)[:stop_after]:
+        model = step.step(model, average, shapes.keys())
+    kept = {name: array.clone() for name, array in step.state().items()}
+    again = make()
+    again.load(kept)
+    for average, expected in zip(averages(6)[stop_after:], whole[stop_after:], strict=True):
+        model = again.step(model, average, shapes.keys())
+        assert same_bits(model, expected)
+
+
+@pytest.mark.parametrize("make", steps.values(), ids=steps.keys())
+def test_a_step_changes_neither_the_model_before_nor_the_average(make):
+    current, average = random_arrays(shapes, seed=1), random_arrays(shapes, seed=2)
+    make().step(current, average, shapes.keys())
+    assert same_bits(current, random_arrays(shapes, seed=1))
+    assert same_bits(average, random_arrays(shapes, seed=2))
+
+
+@pytest.mark.usefixtures("task_identity")
+@pytest.mark.parametrize("server", ["fedavg", "fedavgm", "fedadam"])
+def test_buffers_take_the_average_as_it_is_whatever_the_step(server):
+    """Momentum on a running variance can make it negative."""
+    torch.manual_seed(3)
+    network = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    strategy = Average(
+        resolve_config({"server-optimizer": server, "weighting": "uniform"}), network
+    )
+    strategy.roster = {7: RosterEntry("a", [4], [1], [1, 28, 28], "cnn", 8, "", 1)}
+    current = {name: array.clone() for name, array in network.state_dict().items()}
+    for server_round in (1, 2, 3):
+        theirs = {
+            name: torch.full_like(array, 10 * server_round) for name, array in current.items()
+        }
+        request = record_of(TrainRequest(strategy.config, FACTS, server_round, 0, False, "/run"))
+        [ask] = sent(
+            list(strategy.configure_train(server_round, array_record(current), request, None))
+        )
+        reply = TrainReply("a", server_round, theirs, {}, {"num-examples": 4.0})
+        record, _ = strategy.aggregate_train(server_round, [answer(ask, reply)])
+        current = tensors(record)
+        for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+            assert same_bits({name: current[name]}, {name: theirs[name]})
+    assert not [name for name in strategy.state() if "running" in name or "num_batches" in name]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"server-optimizer": "fedadm"}, "server-optimizer = 'fedadm'"),
+        (
+            {"server-optimizer": "fedavgm", "fedavgm.beta": 1.0},
+            "fedavgm.beta = 1.0: it has to be a number",
+        ),
+        ({"server-optimizer": "fedavgm", "fedavgm.lr": 0.0}, "fedavgm.lr = 0.0"),
+        ({"server-optimizer": "fedadam", "fedadam.tau": 0.0}, "fedadam.tau = 0.0"),
+        ({"server-optimizer": "fedadam", "fedadam.form": "torch"}, "one of paper, flower"),
+    ],
+)
+def test_a_step_that_makes_no_sense_is_refused_by_key(keys, words):
+    with pytest.raises(ValueError) as caught:
+        server_step_of(resolve_config(keys))
+    assert words in str(caught.value)
