@@ -17,7 +17,7 @@ from client_app.methods import method_of
 from client_app.setup import build_network, dataset_spec_of, open_source
 from client_app.worker import Worker
 from protocol.config import resolve_config
-from protocol.messages import TrainRequest, message_content, array_record, request_record
+from protocol.messages import TrainRequest, array_record, message_content, request_record
 from server_app.inline import InlineGrid
 
 SHAPE, NUM_CLASSES = (1, 28, 28), 3
