@@ -1,12 +1,13 @@
-"""What a client makes of query, train and evaluate; an error becomes one line, naming its cause.
+"""A client's answers to query, train and evaluate; an error becomes one line, naming its cause.
 
-Runs in the process of the ClientApp in simulation, in the resident worker (`client_app.worker_server`)
-where there is one.
+Runs in the process of the ClientApp in simulation, and in the resident worker
+(`client_app.worker_server`) where there is one.
 """
 
 import logging
 import time
 from collections.abc import Callable
+from functools import lru_cache
 
 import flwr
 import numpy as np
@@ -16,17 +17,13 @@ from flwr.app import Context, Error, Message, MessageType, RecordDict
 from client_app.evaluation import evaluate
 from client_app.method import Method, Update
 from client_app.methods import method_of
+from client_app.node_config import client_name, own_architecture, own_splits, state_folder
+from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
 from client_app.setup import device_for
-from client_app.worker import (
-    Worker,
-    client_name,
-    own_architecture,
-    own_splits,
-    representation_width,
-    state_folder,
-)
 from client_app.worker_client import client_failed, run_and_round
+from models import StagedModel
+from protocol.config import RunConfig
 from protocol.messages import (
     Arrays,
     RosterEntry,
@@ -40,7 +37,7 @@ from protocol.messages import (
 )
 
 log = logging.getLogger("keel.client")
-worker = Worker()  # one a process: what is costly to build and belongs to no client
+process_cache = ProcessCache()
 
 
 def answer(message: Message, context: Context) -> RecordDict | Error:
@@ -49,25 +46,27 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
         return handlers[message.metadata.message_type](message, context)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        is_mistake = isinstance(error, ValueError | FileNotFoundError)  # a line says it all
+        is_mistake = isinstance(error, ValueError | FileNotFoundError)  # needs no traceback
         try:
             client = client_name(context.node_config)
         except ValueError:
             client = "without a name"
         what = run_and_round(message)
         log.error("%s: client %s: %s", what, client, reason, exc_info=not is_mistake)
-        if message.metadata.message_type == MessageType.QUERY:  # the server has no name for it yet
+        if (
+            message.metadata.message_type == MessageType.QUERY
+        ):  # the server does not know its name yet
             reason = f"client {client}: {reason}"
         return Error(client_failed, reason)
 
 
 def roster(message: Message, context: Context) -> RecordDict:
-    """What this client says of itself before round 1."""
+    """This client's data and network, before round 1."""
     request, node = read_request(message), context.node_config
     config, data = request.config, request.data
     train, test = own_splits(config, data, node, with_images=False)
     name = own_architecture(config, node)
-    model = worker.network(config, data, name, "local", device_for("cpu"))
+    model = process_cache.network(config, data, name, "local", device_for("cpu"))
     entry = RosterEntry(
         client=client_name(node),
         label_counts=np.bincount(train.labels, minlength=data.num_classes).tolist(),
@@ -81,13 +80,22 @@ def roster(message: Message, context: Context) -> RecordDict:
     return roster_content(entry)
 
 
+@lru_cache(maxsize=4)  # the roster asks once a client, of networks that are the same
+def representation_width(config: RunConfig, model: StagedModel) -> int:
+    """Entries of the representation of one image where the method splits the network."""
+    split = method_of(config).split_stage(model)
+    image = torch.zeros(1, *model.input_shape, device=model.classifier.weight.device)
+    with torch.no_grad():
+        return model.eval().extract(image, split).numel()
+
+
 def begin(message: Message, context: Context, before_round: int) -> tuple[RoundContext, Method]:
-    """The round as its method reads it, with this client's state of a round < before_round."""
+    """The round's context, with this client's newest state of a round < before_round."""
     request, last_accepted_round = read_request(message), counted_round_of(message)
     method = method_of(request.config)
     records = message.content.array_records
     folder = state_folder(request, context.node_config)
-    ctx = worker.begin_round(
+    ctx = process_cache.begin_round(
         request,
         context.node_config,
         received=tensors(records["arrays"]),
@@ -99,7 +107,7 @@ def begin(message: Message, context: Context, before_round: int) -> tuple[RoundC
 
 
 def train_one_round(message: Message, context: Context) -> RecordDict:
-    """Train, keep what is kept, and answer with the update and its figures."""
+    """Train, save the client state, and answer with the update and its metrics."""
     started, cpu_started = time.perf_counter(), time.process_time()
     request = read_request(message)
     ctx, method = begin(message, context, before_round=request.round)
@@ -139,17 +147,17 @@ def check_state(method: Method, update: Update) -> None:
 
 
 def refuse_unless_finite(round_: int, groups: dict[str, Arrays]) -> None:
-    """ValueError if training diverged: a client must not keep what it could never recover from."""
+    """ValueError if training diverged: a client could never recover from such a state."""
     for name, arrays in groups.items():
         if not all_finite(arrays):
             raise ValueError(
-                f"round {round_}: local training left values that are not finite in {name!r}; what "
-                "was kept before stays. A smaller lr, or clip-norm, may help"
+                f"round {round_}: local training left values that are not finite in {name!r}; the "
+                "client state is unchanged. A smaller lr, or clip-norm, may help"
             )
 
 
 def evaluate_models(message: Message, context: Context) -> RecordDict:
-    """Accuracy and loss on the local test part: of the global model, of the personal one."""
+    """Accuracy and loss of the global and the personal model on the local test part."""
     request = read_request(message)
     ctx, method = begin(message, context, before_round=request.round + 1)
     metrics: dict[str, float] = {"num-examples": len(ctx.train_samples)}
@@ -165,7 +173,7 @@ def evaluate_models(message: Message, context: Context) -> RecordDict:
 def personal_metrics(
     method: Method, ctx: RoundContext, state: dict[str, Arrays]
 ) -> dict[str, float]:
-    """The personal model's figures, with the size of the local test part."""
+    """The personal model's metrics, with the size of the local test part."""
     metrics: dict[str, float] = {"num-test": len(ctx.test_samples)}
     model = method.personal_model(ctx, state)
     if model is not None:

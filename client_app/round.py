@@ -1,9 +1,9 @@
-"""One client in one round: everything that a method's client half reads."""
+"""One client in one round: everything that the client half of a method reads."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakSet
 
 import torch
@@ -12,27 +12,48 @@ from torch import Tensor
 from client_app.samples import Samples, Step, batch_size_for
 from models import StagedModel
 from protocol.config import RunConfig
-from protocol.messages import DatasetSpec
+from protocol.messages import Arrays, DatasetSpec
 from protocol.seeds import seed_of
 
-if TYPE_CHECKING:
-    from client_app.feature_cache import FrozenFeatureCache
-    from client_app.worker import Worker
 
-Arrays = dict[str, Tensor]
+class Networks(Protocol):
+    """The networks that a process reuses for all its clients; see client_app/process_cache.py."""
+
+    has_logged_full_cache: bool
+
+    def network(
+        self, config: RunConfig, data: DatasetSpec, name: str, slot: str, device: torch.device
+    ) -> StagedModel:
+        """The instance of network `name` in this slot ("local", "global", ...)."""
+
+    def initial_weights(self, name: str) -> Arrays:
+        """The weights that the run's seed gives the network `name`."""
+
+    def random_weights(self, config: RunConfig, data: DatasetSpec, name: str, seed: int) -> Arrays:
+        """Weights of the network `name` from this seed."""
+
+
+class Cache(Protocol):
+    """Cached representations; see client_app/feature_cache.py."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that it takes."""
+
+    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class RoundContext:
     """Client `client` in round `round` (from 1).
 
-    data: what labels and pixels of the run mean.
+    data: shape, classes and normalisation of the run's data set.
     received: the arrays that the server sent, on `device`; extra: what it sent beside them.
-    state: what this client kept, by group name, on the CPU; {} at its first participation.
-    last_accepted_round: the last round whose reply of this client the server used; 0: none.
+    state: the client state, by group name, on the CPU; {} at the first participation.
+    last_accepted_round: the last round in which this client's update was aggregated; 0: none.
     model: this client's network on `device`, its weights not yet set.
-    is_simulated: its data is a partition; its noise may come from the run's seed.
-    caches: those alive, which share the run's `cache-mb`.
+    is_simulated: its data is a partition, and its noise may come from the run's seed.
+    caches: those in use, which share the run's `cache-mb`.
     """
 
     config: RunConfig
@@ -48,12 +69,12 @@ class RoundContext:
     last_accepted_round: int
     model: StagedModel
     is_simulated: bool
-    worker: "Worker" = field(repr=False)
-    caches: "WeakSet[FrozenFeatureCache]" = field(default_factory=WeakSet, repr=False)
+    networks: Networks = field(repr=False)
+    caches: "WeakSet[Cache]" = field(default_factory=WeakSet, repr=False)
 
     @property
     def lr_factor(self) -> float:
-        """What every learning rate of this round is multiplied by."""
+        """The factor on every learning rate of this round."""
         return float(self.config.train.lr_decay ** (self.round - 1))
 
     def seed(self, *names: int | str) -> int:
@@ -67,7 +88,12 @@ class RoundContext:
 
     def initial_weights(self) -> Arrays:
         """The weights that the run's seed gives this client's network; the same for all clients."""
-        return self.worker.initial_weights(self.model.name)
+        return self.networks.initial_weights(self.model.name)
+
+    def random_weights(self, *names: int | str) -> Arrays:
+        """Random weights of this client's network, from its random stream `names`."""
+        seed = self.seed(*names)
+        return self.networks.random_weights(self.config, self.data, self.model.name, seed)
 
     def batches(self, stream: str, epoch: int = 0) -> Iterator[Step]:
         """One epoch of the training samples in the order of the stream (seed, round, client)."""
@@ -75,11 +101,16 @@ class RoundContext:
         size = batch_size_for(len(self.train_samples), self.config.train)
         return self.train_samples.batches(size, self.config.data, generator)
 
-    def frozen(self, name: str, arrays: Arrays) -> StagedModel:
-        """Another instance of this client's network with these weights, in eval mode, no gradient.
+    def network(self, slot: str, name: str = "") -> StagedModel:
+        """Another instance of this client's network (or `name`), with whatever weights it has.
 
-        One instance a name lives in the worker: a second call with a name overwrites the first.
+        There is one instance a slot: a second call with the same slot returns the first one.
         """
-        model = self.worker.network(self.config, self.data, self.model.name, name, self.device)
+        name = name or self.model.name
+        return self.networks.network(self.config, self.data, name, slot, self.device)
+
+    def frozen(self, slot: str, arrays: Arrays) -> StagedModel:
+        """`network(slot)` with these weights, in eval mode and without gradient."""
+        model = self.network(slot)
         model.load_state_dict(arrays)
         return model.eval().requires_grad_(False)

@@ -1,9 +1,10 @@
-"""What a client keeps between rounds: files in one folder of its own, in simulation and deployment.
+"""Client state: files in one folder for each client of a run, in simulation and deployment alike.
 
-A file is one version: everything kept after one round, `round-00012-<digest>.safetensors`. It is
-written beside and renamed, so a kill leaves the old versions; the digest of its content is in its
-name, so a damaged file is noticed. Versions that the server could still resume from stay: an
-older round can be trained again, and gives the same result again.
+A file is one version, the whole state after one round: `round-00012-<digest>.safetensors`. It is
+written under another name and renamed, so that an interrupted process leaves the old versions
+intact; the digest of its content is in its name, so that damage is noticed. Versions that the
+server could still resume from are kept: an earlier round can be trained again, with the same
+result.
 """
 
 import logging
@@ -11,16 +12,18 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 from safetensors.torch import load, save
 
+from protocol.array_names import with_current_names
 from protocol.files import digest, write_atomically
+from protocol.messages import Arrays
 
 log = logging.getLogger("keel.client")
-Arrays = dict[str, torch.Tensor]
 Groups = dict[str, Arrays]
 version_name = re.compile(r"round-(\d+)-([0-9a-f]{16})\.(safetensors|damaged)")
-begin_anew = "begin-anew"  # the name of a file by which an operator gives up what was lost
+# An operator creates the first file to give up lost state; the second is its old name.
+reset_markers = ("reset-state", "begin-anew")
+reset_record = re.compile(r"(?:state-was-reset|begun-anew)-(\d+)")  # the round that followed
 separator = "/"  # between group and array name; no parameter name has one
 
 
@@ -31,13 +34,13 @@ class StateFolder:
         self.folder = folder
 
     def load(self, before_round: int, last_accepted_round: int = 0) -> Groups:
-        """The newest version of a round < `before_round`; {} if this client kept nothing yet.
+        """The newest version of a round < `before_round`; {} if this client has no state yet.
 
-        last_accepted_round: the last round that the server knows this client to have trained; 0: none.
-        A damaged version is set aside as `*.damaged` and the next older one taken, with a warning.
-        ValueError if a damaged one is all there is, or nothing although the client has trained: a
-        fresh model must not replace what is lost in silence. A file `begin-anew` allows it; it is
-        renamed by the round that begins, which may be trained again.
+        last_accepted_round: the last round in which this client's update was aggregated; 0: none.
+        A damaged version is renamed to `*.damaged` and the next older one is read, with a warning.
+        ValueError if only damaged versions are left, or none although the client has trained: lost
+        state is never replaced silently. A file `reset-state` in the folder allows it once; the
+        round that follows renames it, and may be trained again.
         """
         for round_, path in reversed(self._versions()):
             if round_ >= before_round:
@@ -46,33 +49,41 @@ class StateFolder:
             if digest(content) in path.name:
                 if round_ < last_accepted_round:
                     log.warning(
-                        "%s is older than round %d, which the server counted: what this client "
-                        "kept since is lost",
+                        "%s is older than round %d, in which this client's update was aggregated: "
+                        "the state since then is lost",
                         *(path, last_accepted_round),
                     )
-                return _grouped(load(content))
+                return _grouped(with_current_names(load(content)))
             path.rename(path.with_suffix(".damaged"))
-            log.warning("%s is damaged (its digest differs) and was set aside as *.damaged", path)
+            log.warning("%s is damaged (its digest differs) and was renamed to *.damaged", path)
         damaged = [path for r, path in self._versions("damaged") if r < before_round]
         lost = ""
         if damaged:
             lost = f"{damaged[-1]} is damaged and there is no older version of this client's state"
         elif last_accepted_round:
-            lost = f"this client trained in round {last_accepted_round}, and {self.folder} keeps nothing"
+            lost = (
+                f"this client trained in round {last_accepted_round}, and {self.folder} holds no "
+                "state of it"
+            )
         if lost:
-            marker = self.folder / begin_anew
-            begun = [int(p.name[-5:]) for p in self.folder.glob("begun-anew-?????")]
-            if not marker.exists() and before_round > max(begun, default=0):
-                self.folder.mkdir(parents=True, exist_ok=True)  # whose owner may write there
-                raise ValueError(
-                    f"{lost}: restore it from a backup, or create the file {marker} on this "
-                    "client's machine to let it begin anew"
-                )
-            log.warning("%s: it begins anew, as %s says", lost, marker)
+            self._check_reset(before_round, lost)
         return {}
 
+    def _check_reset(self, before_round: int, lost: str) -> None:
+        """ValueError unless the operator has allowed to reset the lost state."""
+        found = [reset_record.fullmatch(p.name) for p in self.folder.glob("*-*")]
+        was_reset = before_round <= max((int(m[1]) for m in found if m), default=0)
+        markers = [self.folder / name for name in reset_markers]
+        if not was_reset and not any(marker.exists() for marker in markers):
+            self.folder.mkdir(parents=True, exist_ok=True)  # so that its owner may write there
+            raise ValueError(
+                f"{lost}: restore it from a backup, or create the file {markers[0]} on this "
+                "client's machine to let it start again without"
+            )
+        log.warning("%s: the client starts again without, as an operator has allowed", lost)
+
     def save(self, round_: int, groups: Groups) -> None:
-        """Keep `groups` as the version of this round; it replaces one of the same round."""
+        """Write the version of this round; it replaces those of this and later rounds."""
         flat = {
             f"{group}{separator}{name}": array.detach().cpu().contiguous()
             for group, arrays in groups.items()
@@ -80,7 +91,7 @@ class StateFolder:
         }
         content = save(flat)
         self.folder.mkdir(parents=True, exist_ok=True)
-        for part in self.folder.glob(".*.part"):  # of a process that was killed as it wrote
+        for part in self.folder.glob(".*.part"):  # of a process that was killed while writing
             part.unlink()
         older = [path for r, path in self._versions() if r >= round_]
         path = self.folder / f"round-{round_:05d}-{digest(content)}.safetensors"
@@ -88,11 +99,12 @@ class StateFolder:
         for stale in older:
             if stale != path:
                 stale.unlink()
-        with suppress(FileNotFoundError):
-            (self.folder / begin_anew).rename(self.folder / f"begun-anew-{round_:05d}")
+        for name in reset_markers:
+            with suppress(FileNotFoundError):
+                (self.folder / name).rename(self.folder / f"state-was-reset-{round_:05d}")
 
     def prune(self, checkpoint_round: int) -> None:
-        """Delete what no resume can ask for: all before the newest version <= checkpoint_round."""
+        """Delete versions that no resume can need: before the newest one <= checkpoint_round."""
         usable = [path for r, path in self._versions() if r <= checkpoint_round]
         for path in usable[:-1]:
             path.unlink()

@@ -29,8 +29,8 @@ from flwr.proto.message_pb2 import Context as ProtoContext
 from flwr.proto.message_pb2 import Message as ProtoMessage
 
 from client_app.handlers import answer
+from client_app.node_config import client_name, clients_folder
 from client_app.setup import device_for
-from client_app.worker import client_name, clients_folder
 from client_app.worker_client import (
     Frames,
     client_failed,

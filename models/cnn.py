@@ -1,7 +1,7 @@
 """Plain convolutional networks: the small CNNs of three papers, and VGG-9.
 
 Pooling comes before the ReLU: the values and gradients are those of ReLU then pool, at a quarter
-of the ReLU's cost. It may overwrite the pool's output, which no tap and no gradient needs.
+of the ReLU's cost. It may overwrite the pool's output, which no layer and no gradient needs.
 """
 
 from torch import nn
@@ -11,12 +11,12 @@ from models.staged import Stage, Trunk
 
 
 def cnn_fedintr(input_shape: tuple[int, int, int]) -> Trunk:
-    """FedIntR, section IV-A: three convolutions and two fully connected layers, all tapped."""
+    """FedIntR, section IV-A: three convolutions and two fully connected layers."""
     return _plain_cnn(input_shape, kernel=3, conv_widths=(8, 16, 32), fc_widths=(128, 96))
 
 
 def cnn_fedcka(input_shape: tuple[int, int, int]) -> Trunk:
-    """FedCKA, section 4.1. Its seven layers are the six stages and the tap "logits".
+    """FedCKA, section 4.1. Its seven layers are the six stages and "logits".
 
     fc1 to fc4 are what the paper calls the projection head.
     """

@@ -19,7 +19,7 @@ PROJECTION_TAILS: dict[str, Callable[[], nn.Module]] = {
     "mlp": nn.Identity,  # MOON
     "mlp-normalised": UnitLength,  # FedProc
 }
-PROJECTION_WIDTH = 256  # MOON's projection and FedIntR's tap heads
+PROJECTION_WIDTH = 256  # of MOON's projection and FedIntR's projection heads
 
 
 # `build` takes the input shape and, where the model offers a choice of norms, the norm layer.
@@ -51,7 +51,7 @@ def build_model(
     """The model `name`, in training mode, on the CPU.
 
     With a seed the weights depend on the arguments alone and no global random state is touched;
-    tap heads are drawn last, so the rest is the same with and without them.
+    projection heads are drawn last, so the rest is the same with and without them.
     norm: "group" (two groups) or "batch"; "" is the model's own choice.
     projection: "mlp" adds a last stage "projection", two linear layers down to 256 features;
     "mlp-normalised" scales these to unit length; "gaussian" (FedCR) is one layer to 512, of which
@@ -71,7 +71,7 @@ def build_model(
         raise ValueError(f"norm = {norm!r}: {name} has {allowed}; empty = its own")
     if projection not in ("none", "gaussian", *PROJECTION_TAILS):
         allowed = ", ".join([*PROJECTION_TAILS, "gaussian"])
-        raise ValueError(f"projection = {projection!r}: it is none, {allowed}")
+        raise ValueError(f"projection = {projection!r}: expected none, {allowed}")
 
     input_shape = (channels, image_size, image_size)
     layers = [NORMS[spec.norm_layer(norm)]] if spec.norms else []
@@ -88,39 +88,39 @@ def build_model(
             trunk = _projected(trunk, PROJECTION_TAILS[projection]())
         model = StagedModel(name, input_shape, num_classes, trunk)
         if projection_heads:
-            model.projection_heads = _tap_heads(model)
+            model.projection_heads = _projection_heads(model)
     return model
 
 
 def _projected(trunk: Trunk, tail: nn.Module) -> Trunk:
-    """The trunk with MOON's projection after its neck, as one more stage."""
-    body = nn.Sequential(trunk.neck, *_mlp(trunk.width, trunk.width))
+    """The trunk with MOON's projection on its features, as one more stage."""
+    body = nn.Sequential(trunk.to_features, *_mlp(trunk.width, trunk.width))
     stages = {**trunk.stages, "projection": Stage(body, tail)}
     return Trunk(stages, nn.Flatten(), PROJECTION_WIDTH)
 
 
 def _gaussian(trunk: Trunk) -> Trunk:
     """The trunk with one more stage: means and raw deviations of 256 features, [B, 512]."""
-    body = nn.Sequential(trunk.neck, nn.Linear(trunk.width, 2 * PROJECTION_WIDTH))
+    body = nn.Sequential(trunk.to_features, nn.Linear(trunk.width, 2 * PROJECTION_WIDTH))
     stages = {**trunk.stages, "projection": Stage(body, nn.Identity())}
     return Trunk(stages, FirstHalf(), PROJECTION_WIDTH)
 
 
-def _tap_heads(model: StagedModel) -> nn.ModuleDict:
-    """FedIntR's q_k, one a stage: [B, size of the tap] -> [B, 256].
+def _projection_heads(model: StagedModel) -> nn.ModuleDict:
+    """FedIntR's q_k, one a stage: [B, size of the stage's output] -> [B, 256].
 
-    As in the authors' code, the hidden width is 256, but the last fully connected tap's own.
+    As in the authors' code, the hidden width is 256, but the last stage's own if fully connected.
     """
     names = model.regularised_stages
     model.eval()  # the batch norms' statistics are not for this image
     with torch.no_grad():
-        _, taps = model.run(torch.zeros(1, *model.input_shape), names, to_logits=False)
+        _, outputs = model.run(torch.zeros(1, *model.input_shape), names, to_logits=False)
     model.train()
-    hidden = [PROJECTION_WIDTH] * len(taps)
-    if taps[-1].dim() == 2:
-        hidden[-1] = taps[-1].numel()
+    hidden = [PROJECTION_WIDTH] * len(outputs)
+    if outputs[-1].dim() == 2:
+        hidden[-1] = outputs[-1].numel()
     return nn.ModuleDict(
-        {n: _mlp(tap.numel(), h) for n, tap, h in zip(names, taps, hidden, strict=True)}
+        {n: _mlp(z.numel(), h) for n, z, h in zip(names, outputs, hidden, strict=True)}
     )
 
 

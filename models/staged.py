@@ -1,8 +1,9 @@
-"""A model as named stages in a row: what lets a method tap, cut short or split any network.
+"""A model as a chain of named stages: methods read, stop at or split any network at a layer.
 
-Everything is read off one chain of modules, each with the name of the tap it ends in:
+A network is one chain of modules, each with the name of the layer that it ends in:
     "conv1:pre", "conv1", "conv2:pre", "conv2", ..., "features", "logits"
-No method names a layer of a concrete model, and no model knows a method.
+The output of a layer is a representation. No method names a layer of a concrete model, and no model
+knows a method.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 
 
 class Stage(nn.Module):
-    """A body with the weights, then a tail without any: the activation, the pooling or both.
+    """Weights (`body`), then what has none (`tail`): the activation, the pooling or both.
 
-    The tap "<stage>:pre" lies between the two, so a tail must not overwrite its input.
+    The layer "<stage>:pre" lies between the two, so a tail must not overwrite its input.
     """
 
     def __init__(self, body: nn.Module, tail: nn.Module) -> None:
@@ -24,26 +25,26 @@ class Stage(nn.Module):
         self.tail = tail
 
     def forward(self, x: Tensor) -> Tensor:
-        """The stage's output, the tap of its name."""
+        """The stage's output, the layer of its name."""
         out: Tensor = self.tail(self.body(x))
         return out
 
 
 @dataclass(frozen=True)
 class Trunk:
-    """A network up to its classifier: what a model family builds."""
+    """A network up to its classifier; each model family builds one."""
 
     stages: dict[str, Stage]  # ordered input to output
-    neck: nn.Module  # the last stage's output -> [B, width]; no parameters
+    to_features: nn.Module  # the last stage's output -> [B, width]; no parameters
     width: int  # of the classifier's input
 
 
 class StagedModel(nn.Module):
-    """Ordered named stages, a parameter-free neck (pool or flatten) and a classifier.
+    """Ordered named stages, pooling or flattening to features, and a classifier.
 
-    `projection_heads` (FedIntR's q_k) are empty unless the model was built with them. They are part of the
-    state, but not of the forward pass, the extractor or the head: a method applies
-    `projection_heads[stage]` to `tap.flatten(1)` itself.
+    `projection_heads` (FedIntR's q_k) are empty unless the model was built with them. They are part
+    of the state, but not of the forward pass, the extractor or the head: a method applies
+    `projection_heads[stage]` to the stage's output, flattened, itself.
     """
 
     def __init__(
@@ -54,11 +55,11 @@ class StagedModel(nn.Module):
         self.input_shape = input_shape
         self.num_classes = num_classes
         self.stages = nn.ModuleDict(trunk.stages)
-        self.neck = trunk.neck
+        self.to_features = trunk.to_features
         self.classifier = nn.Linear(trunk.width, num_classes)
         self.projection_heads = nn.ModuleDict()
-        stage_taps = [tap for stage in trunk.stages for tap in (f"{stage}:pre", stage)]
-        self.layer_names = (*stage_taps, "features", "logits")
+        in_stages = [layer for stage in trunk.stages for layer in (f"{stage}:pre", stage)]
+        self.layer_names = (*in_stages, "features", "logits")
 
     @property
     def stage_names(self) -> tuple[str, ...]:
@@ -79,18 +80,18 @@ class StagedModel(nn.Module):
         """Logits [B, num_classes]."""
         for stage in self.stages.values():
             x = stage(x)
-        return _in_full(self.classifier(self.neck(x)))
+        return _in_full(self.classifier(self.to_features(x)))
 
     def run(
-        self, x: Tensor, taps: Sequence[str] = (), *, to_logits: bool = True
+        self, x: Tensor, layers: Sequence[str] = (), *, to_logits: bool = True
     ) -> tuple[Tensor | None, list[Tensor]]:
-        """Logits, and the taps in the order asked for; gradients flow through both.
+        """Logits, and the outputs of these layers in their order; gradients flow through both.
 
         "<stage>" is a stage's output, "<stage>:pre" its body's, "features" the classifier's input,
-        "logits" the classifier's output. With to_logits=False nothing after the last of the taps
-        runs, and None stands in for the logits.
+        "logits" the classifier's output. With to_logits=False nothing after the last of the layers
+        runs, and the logits are None.
         """
-        depths = [self._depth(tap) for tap in taps]
+        depths = [self._depth(layer) for layer in layers]
         chain = self._chain() if to_logits else self._chain()[: max(depths, default=0)]
         found: dict[int, Tensor] = {}
         for depth, module in enumerate(chain, start=1):
@@ -100,16 +101,16 @@ class StagedModel(nn.Module):
         return _in_full(x) if to_logits else None, [_in_full(found[d]) for d in depths]
 
     def extract(self, x: Tensor, split: str) -> Tensor:
-        """Output of stage `split`; of the neck, [B, feature_width], if it is the last stage."""
-        _, (h,) = self.run(x, [self._split_tap(split)], to_logits=False)
+        """Output of stage `split`; the features, [B, feature_width], if it is the last stage."""
+        _, (h,) = self.run(x, [self._split_layer(split)], to_logits=False)
         return h
 
     def predict(self, h: Tensor, split: str) -> Tensor:
-        """Logits from what `extract` returned for the same split."""
-        return self.resume(h, after=self._split_tap(split))
+        """Logits from the output of `extract` for the same split."""
+        return self.resume(h, after=self._split_layer(split))
 
     def resume(self, h: Tensor, after: str) -> Tensor:
-        """Logits from the tap `after`, as `run` returns it: a stage's output is not yet necked."""
+        """Logits from the output of layer `after`, as `run` returns it."""
         for module in self._chain()[self._depth(after) :]:
             h = module(h)
         return _in_full(h)
@@ -129,24 +130,24 @@ class StagedModel(nn.Module):
     def _chain(self) -> list[nn.Module]:
         """For each of `layer_names`, the module that computes it from the one before."""
         parts = [part for stage in self.stages.values() for part in stage.children()]
-        return [*parts, self.neck, self.classifier]
+        return [*parts, self.to_features, self.classifier]
 
-    def _depth(self, tap: str) -> int:
-        """How many modules of the chain it takes to compute `tap`."""
-        if tap not in self.layer_names:
-            raise ValueError(f"tap {tap!r}: {self.name} has {', '.join(self.layer_names)}")
-        return self.layer_names.index(tap) + 1
+    def _depth(self, layer: str) -> int:
+        """The number of modules of the chain that compute the layer."""
+        if layer not in self.layer_names:
+            raise ValueError(f"layer {layer!r}: {self.name} has {', '.join(self.layer_names)}")
+        return self.layer_names.index(layer) + 1
 
     def _stage_index(self, split: str) -> int:
         if split not in self.stages:
             raise ValueError(f"stage {split!r}: {self.name} has {', '.join(self.stages)}")
         return self.stage_names.index(split)
 
-    def _split_tap(self, split: str) -> str:
+    def _split_layer(self, split: str) -> str:
         is_last = self._stage_index(split) == len(self.stages) - 1
         return "features" if is_last else split
 
 
 def _in_full(x: Tensor) -> Tensor:
-    """What an autocast pass computed in bfloat16, as float32, which losses are taken in."""
+    """The bfloat16 output of an autocast pass as float32, in which losses are computed."""
     return x.float() if x.dtype is torch.bfloat16 else x

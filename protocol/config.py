@@ -53,8 +53,13 @@ RENAMED_KEYS = {
     "server": "server-optimizer",
     "rest-after": "backoff-after",
     "rest-rounds": "backoff-rounds",
+    "fedrep.body-epochs": "fedrep.extractor-epochs",
+    "fedpac.body-epochs": "fedpac.extractor-epochs",
 }
-RENAMED_VALUES = {("evaluate-clients", "participants"): "cohort"}
+RENAMED_VALUES = {
+    ("evaluate-clients", "participants"): "cohort",
+    ("fedbabu.part", "body"): "extractor",
+}
 
 
 def with_current_names(flat: Mapping[str, OptionValue]) -> FlatConfig:

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
 from client_app.evaluation import Score, evaluate
-from client_app.method import LocalObjective, Method
+from client_app.method import Method
 from client_app.methods import method_of
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of
@@ -164,8 +164,7 @@ def prepare(
     method = method_of(config)
     source = open_source(config)  # before any worker: they find it decoded
     model = model_for(config, source)
-    if isinstance(method, LocalObjective):
-        method.taps(model)  # refuses taps that this network does not have
+    method.check_model(model)
     initial = {name: array.clone() for name, array in model.state_dict().items()}
     strategy = strategy_for(config, model)
     device = device_for(config.train.device)
@@ -277,7 +276,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
     if config.privacy.epsilon:
         asked = [run.roster[m.metadata.dst_node_id].client for m in messages]
         run.folder.append_releases(server_round, asked)
-    resting = sorted(strategy.resting(server_round))
+    resting = sorted(strategy.backed_off(server_round))
     replies = run.exchange.ask(messages, rounds.round_timeout, f"round {server_round}")
     seconds["training"] = time.perf_counter() - started
 

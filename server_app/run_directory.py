@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from client_app.methods import method_of
+from protocol.array_names import with_current_names
 from protocol.config import RunConfig, keel_home, resolve_config
 from protocol.files import digest, write_atomically
 from protocol.messages import Arrays
@@ -215,6 +216,7 @@ def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:
     with safe_open(path, framework="pt") as file:
         metadata = json.loads(file.metadata()["about"])
         flat = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    flat = with_current_names(flat)
     arrays, state = (
         {k.removeprefix(p): v for k, v in flat.items() if k.startswith(p)}
         for p in ("model/", "state/")
@@ -301,7 +303,7 @@ def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return arrays, json.loads(file.metadata()["about"])
+            return with_current_names(arrays), json.loads(file.metadata()["about"])
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or cut short: {error}") from error
 

@@ -1,16 +1,14 @@
-"""The default server half: a weighted average of the replies, then the server's step.
+"""The default server half: a weighted average of the updates, then the server optimizer.
 
-Flower's `Strategy` with three things of its own, because a run has to repeat bit for bit and to
-survive a bad client: clients are sampled by name from the run's seed, replies are summed in the
-order of the clients' names, and what the firewall refuses is left out.
+It is Flower's `Strategy` with three properties that a repeatable and robust run needs: clients are
+sampled by name from the run's seed (strategies/sampling.py), replies are validated
+(strategies/validation.py), and summed in the order of the clients' names.
 """
 
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
@@ -23,60 +21,24 @@ from protocol.messages import (
     RosterEntry,
     TrainReply,
     array_record,
-    in_one_line,
     message_content,
-    payload_bytes,
-    read_reply,
     tensors,
 )
-from protocol.seeds import seed_of
+from strategies.aggregation import aggregate, check_aggregation, mean_metrics
 from strategies.backoff import Backoff
-from strategies.robust import check_aggregation, coordinate_wise, krum_selection
+from strategies.sampling import sample_cohort
 from strategies.server_optimizers import server_optimizer
-from strategies.validation import ExpectedReply, beyond_bound, norm, rejection_reason
+from strategies.validation import ExpectedReply, RoundReport, validate_replies
 
 log = logging.getLogger("keel.server")
 
 
-@dataclass
-class RoundReport:
-    """What became of one round's messages: good replies in the order of names, and the others.
-
-    left_out: client to reason, of errors, silence and the firewall; refused: how many by the last.
-    """
-
-    kept: list[TrainReply] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
-    rejected: int = 0
-    bytes_up: int = 0
-    bytes_down: int = 0
-
-
 class TooFewRepliesError(RuntimeError):
-    """A round had fewer good replies than `min-replies`."""
-
-
-def weighted_mean(replies: list[TrainReply], weights: list[float]) -> Arrays:
-    """sum_i p_i w_i with p_i = weights_i / sum of weights, added up in the order given.
-
-    Floating arrays are summed in their own precision; whole numbers (counters) are rounded.
-    """
-    total = sum(weights)
-    mean: Arrays = {}
-    for name, first in replies[0].arrays.items():
-        if first.is_floating_point():
-            mean[name] = first * (weights[0] / total)
-            for reply, weight in zip(replies[1:], weights[1:], strict=True):
-                mean[name].add_(reply.arrays[name], alpha=weight / total)
-        else:
-            values = [reply.arrays[name].double() for reply in replies]
-            summed = sum(v * w for v, w in zip(values, weights, strict=True))
-            mean[name] = (torch.as_tensor(summed) / total).round().to(first.dtype)
-    return mean
+    """A round had fewer accepted replies than `min-replies`."""
 
 
 class Average(Strategy):
-    """Weighted average and server step (`server`, `weighting`), for every method without its own.
+    """Weighted average and server optimizer, for every method without a server half of its own.
 
     roster: node id to the client behind it; may change between rounds (a restarted SuperNode).
     """
@@ -90,14 +52,14 @@ class Average(Strategy):
         self.report = RoundReport()
         self.current: Arrays = {}
         self.sent: Arrays = {}
-        self.asked: set[str] = set()
-        self.participants: set[str] = set()  # clients asked to train in the round under way
-        self.away: set[str] = set()  # clients that are not connected: not asked until they are
-        self.counted: dict[str, int] = {}  # each client's last round whose reply was used
+        self.addressed: set[str] = set()  # clients that the newest messages go to
+        self.cohort: set[str] = set()  # of the round under way
+        self.away: set[str] = set()  # clients that are not connected
+        self.last_accepted_rounds: dict[str, int] = {}  # by client
         rounds = config.rounds
         self.backoff = Backoff(rounds.backoff_after, rounds.backoff_rounds)
 
-    # --- what a method's own server half may override -------------------------------------------
+    # --- what a method's own server half may override -----------------------------------------
 
     def initial_arrays(self, model: StagedModel) -> Arrays:
         """What is broadcast in round 1: the part of the model that the method shares."""
@@ -110,34 +72,22 @@ class Average(Strategy):
         return {key: weights[key].clone() for key in keys}
 
     def expected(self, current: Arrays) -> Arrays:
-        """Arrays as a good reply has them: by name, shape and dtype."""
+        """Arrays with the names, shapes and dtypes of a valid reply's."""
         return current
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
-        """The next global arrays from the good replies: their average, then the server's step."""
+        """The next global arrays: the accepted replies' average, then the server optimizer."""
         weighting = self.config.rounds.weighting
         by_examples = (
             self.options.default_weighting if weighting == "auto" else weighting
         ) == "examples"
         weights = [r.metrics["num-examples"] if by_examples else 1.0 for r in replies]
-        trainable = self.trainable & current.keys()  # less what never travels (FedRep's head)
-        return self.server_optimizer.step(current, self.combined(replies, weights), trainable)
-
-    def combined(self, replies: list[TrainReply], weights: list[float]) -> Arrays:
-        """The replies' arrays as one set, as `aggregation` says; by default their weighted mean."""
-        rounds = self.config.rounds
-        if rounds.aggregation in ("median", "trimmed-mean"):
-            return coordinate_wise(replies, rounds)
-        if rounds.aggregation in ("krum", "multi-krum"):
-            chosen = krum_selection([self.update_of(reply) for reply in replies], rounds)
-            log.info(
-                "%s takes %s", rounds.aggregation, ", ".join(replies[i].client for i in chosen)
-            )
-            replies, weights = [replies[i] for i in chosen], [weights[i] for i in chosen]
-        return weighted_mean(replies, weights)
+        trainable = self.trainable & current.keys()  # without what is never sent (FedRep's head)
+        average = aggregate(replies, weights, self.config.rounds, self.update_of)
+        return self.server_optimizer.step(current, average, trainable)
 
     def update_of(self, reply: TrainReply) -> Arrays:
-        """How far the client moved the arrays that it was sent, weights and statistics alike."""
+        """The client's floating arrays (with BatchNorm's statistics) minus those it was sent."""
         sent = self.sent or self.current
         return {
             name: array - sent[name]
@@ -146,15 +96,15 @@ class Average(Strategy):
         }
 
     def check_cohort(self, cohort: int) -> None:
-        """ValueError, one line, where so many clients a round are not enough for what is asked."""
+        """ValueError, one line, if the aggregation is undefined for a cohort of this size."""
         check_aggregation(self.config.rounds, cohort)
 
     def extra(self) -> Arrays:
-        """What is broadcast beside the model."""
+        """What all clients are sent beside the model."""
         return {}
 
     def own_extra(self, client: str) -> Arrays:
-        """What this client alone is sent beside the model."""
+        """What only this client is sent beside the model."""
         return {}
 
     def extra_like(self) -> Arrays:
@@ -162,26 +112,28 @@ class Average(Strategy):
         return self.extra()
 
     def expected_extra(self) -> Arrays:
-        """Arrays beside the model as a good reply has them."""
+        """Arrays beside the model with the names, shapes and dtypes of a valid reply's."""
         return {}
 
     def own_state(self) -> Arrays:
-        """What this strategy keeps between rounds, beside the server step's moments."""
+        """This server half's state between rounds, beside the server optimizer's."""
         return {}
 
     def load_own(self, state: Arrays) -> None:
-        """Go on from what `own_state` gave."""
+        """Restore what `own_state` returned."""
 
     def state(self) -> Arrays:
-        """What the server's checkpoint has to hold beside the model."""
+        """The server's state for its checkpoint, beside the model."""
         step = {f"step/{name}": array for name, array in self.server_optimizer.state().items()}
         own = {f"own/{name}": array for name, array in self.own_state().items()}
         backoff = {f"attendance/{c}": a for c, a in self.backoff.state().items()}
-        counted = json.dumps(self.counted).encode()  # one array, however many clients there are
+        counted = json.dumps(
+            self.last_accepted_rounds
+        ).encode()  # one array, however many clients there are
         return step | own | backoff | {"counted": torch.tensor([*counted], dtype=torch.uint8)}
 
     def load(self, state: Arrays) -> None:
-        """Go on from a checkpoint's state."""
+        """Restore a checkpoint's state."""
         step, own, backoff = (
             {name[len(p) :]: array for name, array in state.items() if name.startswith(p)}
             for p in ("step/", "own/", "attendance/")
@@ -189,79 +141,78 @@ class Average(Strategy):
         self.server_optimizer.load(step)
         self.load_own(own)
         self.backoff.load(backoff)
-        self.counted = json.loads(bytes(state["counted"].tolist())) if "counted" in state else {}
+        self.last_accepted_rounds = (
+            json.loads(bytes(state["counted"].tolist())) if "counted" in state else {}
+        )
 
     # --- Flower's Strategy ---------------------------------------------------------------------
 
     def summary(self) -> None:
-        """One line on what will happen."""
+        """Log the method, the server optimizer and the number of clients."""
         rounds = self.config.rounds
         log.info(
-            "method %s, server %s, %d clients",
+            "method %s, server optimizer %s, %d clients",
             *(rounds.method, rounds.server_optimizer, len(self.roster)),
         )
 
     def sample(self, server_round: int) -> list[int]:
-        """Node ids of the clients that train in this round, in the order of their names.
+        """Node ids of the round's cohort, in the order of the clients' names."""
+        node_of = {entry.client: node for node, entry in self.roster.items()}
+        rounds, unavailable = self.config.rounds, self.backed_off(server_round)
+        share = rounds.fraction_train
+        names = sample_cohort(node_of, unavailable, share, rounds.seed, server_round)
+        return [node_of[name] for name in names]
 
-        Drawn without replacement from the run's seed, the round and the names of those that do not
-        rest.
+    def backed_off(self, server_round: int) -> set[str]:
+        """Clients that are not sampled in this round: disconnected, or failed too often.
+
+        Neither kind is left out where fewer than `min-replies` clients would remain.
         """
-        by_name = {entry.client: node for node, entry in self.roster.items()}
-        names = sorted(by_name.keys() - self.resting(server_round))
-        share = max(1, round(self.config.rounds.fraction_train * len(by_name)))
-        count = min(share, len(names))
-        rng = np.random.default_rng(seed_of(self.config.rounds.seed, server_round, "sampling"))
-        chosen = sorted(rng.choice(len(names), size=count, replace=False))
-        return [by_name[names[i]] for i in chosen]
-
-    def resting(self, server_round: int) -> set[str]:
-        """Clients that are not asked in this round: away, or at rest as they failed too often.
-
-        None of either kind where fewer than `min-replies` would be left.
-        """
-        names, least = {e.client for e in self.roster.values()}, self.config.rounds.min_replies
-        away = self.away if len(names - self.away) >= max(1, least) else set()
-        return away | self.backoff.resting(server_round, names - away, least)
+        clients = {entry.client for entry in self.roster.values()}
+        min_replies = self.config.rounds.min_replies
+        away = self.away if len(clients - self.away) >= max(1, min_replies) else set()
+        return away | self.backoff.backed_off(server_round, clients - away, min_replies)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """A train message for every sampled client; `config` is the instruction's record."""
+        """A train message for every sampled client; `config` is the request's record."""
         self.current = tensors(arrays)
         self.sent = self.server_optimizer.broadcast(self.current)
         if self.sent is not self.current:
             arrays = array_record(self.sent)
         nodes = self.sample(server_round)
-        self.participants = {self.roster[node].client for node in nodes}
+        self.cohort = {self.roster[node].client for node in nodes}
         return self.messages(MessageType.TRAIN, nodes, arrays, config)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """An evaluate message for every client, or for the participants where the run says so."""
+        """An evaluate message for every client, or for the cohort (`evaluate-clients`)."""
         nodes = sorted(self.roster, key=lambda node: self.roster[node].client)
         if self.config.rounds.evaluate_clients == "cohort":
-            nodes = [node for node in nodes if self.roster[node].client in self.participants]
+            nodes = [node for node in nodes if self.roster[node].client in self.cohort]
         return self.messages(MessageType.EVALUATE, nodes, arrays, config)
 
     def messages(
         self, kind: str, nodes: Iterable[int], arrays: ArrayRecord, config: ConfigRecord
     ) -> list[Message]:
-        """One message for each node; what they have in common is shared, and nobody changes it.
+        """One message for each node; what they have in common is shared and never modified.
 
-        A message that is older than the round may last is nobody's any more.
+        A message expires with the round's timeout.
         """
         extra = array_record(self.extra())
         messages = []
-        self.asked = set()
+        self.addressed = set()
         for node in nodes:
             client = self.roster[node].client
-            self.asked.add(client)
+            self.addressed.add(client)
             own, sent = self.own_extra(client), extra
             if own:
                 sent = ArrayRecord({**extra, **array_record(own, "own")})
-            content = message_content(config, arrays, sent, self.counted.get(client, 0))
+            content = message_content(
+                config, arrays, sent, self.last_accepted_rounds.get(client, 0)
+            )
             ttl = self.config.rounds.round_timeout
             messages.append(Message(content, dst_node_id=node, message_type=kind, ttl=ttl))
         return messages
@@ -269,92 +220,44 @@ class Average(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The next global arrays. TooFewRepliesError if fewer than `min-replies` are good.
+        """The next global arrays. TooFewRepliesError if fewer than `min-replies` are accepted.
 
-        `report` then says who was kept and who was left out and why.
+        `report` then says who was accepted and who was left out, and why.
         """
-        expected = self.expected(self.current)
-        self.report = self.screened(server_round, replies, expected, self.expected_extra())
-        kept, need = self.report.kept, self.config.rounds.min_replies
-        left_out = self.asked & self.report.left_out.keys()
-        tired = self.backoff.note(server_round, {reply.client for reply in kept}, left_out)
-        for client in tired:
+        rounds, expected = self.config.rounds, self.expected(self.current)
+        self.report = self._validated(server_round, replies, expected, self.expected_extra())
+        accepted = self.report.kept
+        failed = self.addressed & self.report.left_out.keys()
+        for client in self.backoff.note(server_round, {r.client for r in accepted}, failed):
             log.warning(
-                "round %d: client %s failed %d times in a row; it rests for %d rounds",
-                *(server_round, client, self.backoff.failures[client]),
-                self.config.rounds.backoff_rounds,
+                "round %d: client %s failed %d times in a row; it is not sampled for %d rounds",
+                *(server_round, client, self.backoff.failures[client], rounds.backoff_rounds),
             )
-        if len(kept) < need:
+        if len(accepted) < rounds.min_replies:
             reasons = "; ".join(f"{c}: {why}" for c, why in sorted(self.report.left_out.items()))
             raise TooFewRepliesError(
-                f"round {server_round}: {len(kept)} good replies, min-replies = {need}. {reasons}"
+                f"round {server_round}: {len(accepted)} accepted replies, min-replies = "
+                f"{rounds.min_replies}. {reasons}"
             )
-        following = self.next_arrays(self.current, kept)
-        self.counted |= {reply.client: reply.round for reply in kept}
-        return array_record(following), mean_metrics(kept)
+        following = self.next_arrays(self.current, accepted)
+        self.last_accepted_rounds |= {reply.client: reply.round for reply in accepted}
+        return array_record(following), mean_metrics(accepted)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Mean of the clients' figures; `report` holds each client's."""
-        self.report = self.screened(server_round, replies, {}, {})
+        """Mean of the clients' metrics; `report` holds each client's."""
+        self.report = self._validated(server_round, replies, {}, {})
         return mean_metrics(self.report.kept) if self.report.kept else None
 
-    def screened(
-        self,
-        server_round: int,
-        replies: Iterable[Message],
-        expected: Arrays,
-        expected_extra: Arrays,
+    def _validated(
+        self, server_round: int, replies: Iterable[Message], arrays: Arrays, extra: Arrays
     ) -> RoundReport:
-        """The replies sorted by client, the bad ones left out and named in the log."""
         declared = {
-            e.client: e.num_examples for e in self.roster.values() if e.client in self.asked
+            e.client: e.num_examples for e in self.roster.values() if e.client in self.addressed
         }
-        want = ExpectedReply(server_round, expected, expected_extra, declared)
-        report = RoundReport()
-        rejected: dict[str, str] = {}
-        kept: dict[str, TrainReply] = {}
-        for message in replies:
-            node = message.metadata.src_node_id
-            client = self.roster[node].client if node in self.roster else f"node {node}"
-            if message.has_error():
-                reason = message.error.reason or f"error {message.error.code}"
-                report.left_out[client] = in_one_line(reason)
-                continue
-            try:
-                report.bytes_up += payload_bytes(message)
-                reply = replace(read_reply(message), client=client)
-            except Exception as error:  # a client's bytes may raise anything
-                rejected[client] = in_one_line(f"unreadable: {type(error).__name__}: {error}")
-                continue
-            if client in kept:
-                log.warning("round %d: client %s: its second reply", server_round, client)
-                report.rejected += 1
-                continue
-            reason = rejection_reason(reply, want)
-            if reason:
-                rejected[client] = reason
-            else:
-                kept[client] = reply
-        if self.config.rounds.norm_bound != "off" and expected:
-            norms = {client: norm(self.update_of(reply)) for client, reply in kept.items()}
-            rejected |= beyond_bound(norms, self.config.rounds)
-        report.rejected += len(rejected)
-        report.left_out |= rejected
-        report.kept = [kept[client] for client in sorted(kept.keys() - rejected.keys())]
-        for client, reason in sorted(report.left_out.items()):
-            log.warning("round %d: left out client %s: %s", server_round, client, reason)
-        return report
+        expected = ExpectedReply(server_round, arrays, extra, declared)
+        return validate_replies(replies, self.roster, expected, self.config.rounds, self.update_of)
 
 
-def mean_metrics(replies: list[TrainReply]) -> MetricRecord:
-    """Each metric's mean over the clients that sent it, weighted by their number of examples."""
-    names = sorted({name for reply in replies for name in reply.metrics})
-    means: dict[str, float] = {}
-    for name in names:
-        having = [r for r in replies if name in r.metrics]
-        weights = [r.metrics["num-examples"] for r in having]
-        values = [r.metrics[name] for r in having]
-        means[name] = float(np.average(values, weights=weights))
-    return MetricRecord(dict(means))
+__all__ = ["Average", "RoundReport", "TooFewRepliesError"]

@@ -1,8 +1,8 @@
-"""Who is asked: a client that fails time after time is rested, and tried again later.
+"""Backoff: clients that fail repeatedly are not sampled for some rounds.
 
-A dead client costs a whole deadline in each round that it is asked. After `backoff-after` failures in
-a row it is left alone for `backoff-rounds` rounds; then one more failure rests it again, one success
-clears it.
+A dead client costs a whole timeout in each round in which it is sampled. After `backoff-after`
+failures in a row it is not sampled for `backoff-rounds` rounds. Then one more failure excludes it
+again, and one success clears it.
 """
 
 from collections.abc import Collection
@@ -13,44 +13,44 @@ from protocol.messages import Arrays
 
 
 class Backoff:
-    """Failures in a row of each client, and the last round of its rest."""
+    """Each client's failures in a row, and the last round in which it is not sampled."""
 
     def __init__(self, backoff_after: int, backoff_rounds: int) -> None:
         self.backoff_after, self.backoff_rounds = backoff_after, backoff_rounds
         self.failures: dict[str, int] = {}
-        self.rests_until: dict[str, int] = {}
+        self.last_rounds: dict[str, int] = {}
 
-    def resting(self, server_round: int, clients: Collection[str], at_least: int) -> set[str]:
-        """Which of the clients rest in this round: none if fewer than `at_least` would be left."""
+    def backed_off(self, server_round: int, clients: Collection[str], min_left: int) -> set[str]:
+        """The clients that are backed off in this round; none if fewer than `min_left` remain."""
         found = {
             client
             for client in clients
-            if server_round <= self.rests_until.get(client, 0) < server_round + self.backoff_rounds
+            if server_round <= self.last_rounds.get(client, 0) < server_round + self.backoff_rounds
         }
-        return found if len(clients) - len(found) >= max(1, at_least) else set()
+        return found if len(clients) - len(found) >= max(1, min_left) else set()
 
     def note(self, server_round: int, good: Collection[str], failed: Collection[str]) -> list[str]:
-        """Remember how this round went; the clients that rest from the next round on."""
+        """Record a round; returns the clients that are backed off from the next round on."""
         for client in good:
             self.failures.pop(client, None)
-            self.rests_until.pop(client, None)
+            self.last_rounds.pop(client, None)
         for client in failed:
             self.failures[client] = self.failures.get(client, 0) + 1
         if not self.backoff_after:
             return []
-        tired = sorted(c for c in failed if self.failures[c] >= self.backoff_after)
-        for client in tired:
-            self.rests_until[client] = server_round + self.backoff_rounds
-        return tired
+        new = sorted(c for c in failed if self.failures[c] >= self.backoff_after)
+        for client in new:
+            self.last_rounds[client] = server_round + self.backoff_rounds
+        return new
 
     def state(self) -> Arrays:
-        """[failures, last round of the rest] of each client that has failed lately."""
+        """[failures, last round of the backoff] of each client that has failed lately."""
         return {
-            client: torch.tensor([failures, self.rests_until.get(client, 0)])
+            client: torch.tensor([failures, self.last_rounds.get(client, 0)])
             for client, failures in self.failures.items()
         }
 
     def load(self, state: Arrays) -> None:
-        """Go on from what `state` gave."""
+        """Restore what `state` returned."""
         self.failures = {client: int(pair[0]) for client, pair in state.items()}
-        self.rests_until = {client: int(pair[1]) for client, pair in state.items() if pair[1]}
+        self.last_rounds = {client: int(pair[1]) for client, pair in state.items() if pair[1]}

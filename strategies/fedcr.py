@@ -1,10 +1,10 @@
-"""FedCR, server half: bodies averaged, the clients' class Gaussians multiplied.
+"""FedCR: average the extractors, multiply the clients' class Gaussians (server half).
 
-Source: Zhang et al., ICML 2023, PMLR 202, as its code: with a standard normal as one more expert,
+Zhang et al., ICML 2023, PMLR 202, as its code: with a standard normal as one more expert,
     1/S_k^2 = 1 + sum_i 1/S_ik^2,   M_k = S_k^2 sum_i M_ik / S_ik^2
 over the clients that saw class k, then G_k <- (1 - b2) G_k + b2 (M_k, S_k) on mean and deviation. A
-class nobody saw keeps its Gaussian, N(0, I) at first. The mean of the bodies is uniform in the
-paper.
+class nobody saw keeps its Gaussian, N(0, I) at first. The average of the extractors is
+uniform.
 """
 
 import torch
@@ -27,7 +27,7 @@ def product_of_experts(
 
 
 class FedCRServer(Average):
-    """Keeps the global Gaussian of every class."""
+    """Holds the global Gaussian of every class."""
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
@@ -43,7 +43,7 @@ class FedCRServer(Average):
         return {"M": self.m, "S": self.s, "seen": torch.zeros(len(self.m))}
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
-        """The bodies' average; then the product of the experts."""
+        """The extractors' average, then the product of the experts."""
         following = super().next_arrays(current, replies)
         means, deviations, seen = ([r.extra[k] for r in replies] for k in ("M", "S", "seen"))
         m, s, reported = product_of_experts(means, deviations, seen)
@@ -58,5 +58,5 @@ class FedCRServer(Average):
         return self.extra()
 
     def load_own(self, state: Arrays) -> None:
-        """Go on with these Gaussians."""
+        """Restore these Gaussians."""
         self.m, self.s = state["M"], state["S"]

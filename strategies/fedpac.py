@@ -1,13 +1,13 @@
-"""FedPAC, server half: bodies averaged, prototypes averaged, each client's head mixed from all.
+"""FedPAC: average extractors and prototypes, mix each client's head from all (server half).
 
-Source: Xu, Tong, Huang, ICLR 2023, arXiv 2306.11867. The head of client i is sum_j a_j head_j, with
+Xu, Tong, Huang, ICLR 2023, arXiv 2306.11867. The head of client i is sum_j a_j head_j, with
 a the solution of the quadratic programme
     min over the simplex of a' (diag(v) + G_i) a,   G_i[j, k] = <h_i - h_j, h_i - h_k>_F,
 over the clients of this round; entries of at most 1e-3 are dropped, the rest scaled to sum to 1.
 G_i is a Gram matrix, so with B' B = diag(v) + G_i the objective is q = ||B a||^2, and its minimum
 over the simplex is, up to scale, that of ||B x||^2 + (1' x - 1)^2 over x >= 0: at x = t a the best
 t leaves q / (1 + q), which grows with q. That is non-negative least squares, which SciPy's active
-set method solves exactly; where it fails client i keeps its own head, as the authors' code.
+set method solves exactly; where it fails client i keeps its own head, as in the authors' code.
 """
 
 import logging
@@ -27,7 +27,7 @@ smallest_share = 1e-3
 
 
 def head_mix(i: int, h: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """a [m]: how much of each client's head client i takes; >= 0, sums to 1.
+    """a [m]: the weight of each client's head in that of client i; >= 0, sums to 1.
 
     h [m, C * d] and v [m] of the m clients of the round.
     """
@@ -35,7 +35,7 @@ def head_mix(i: int, h: np.ndarray, v: np.ndarray) -> np.ndarray:
     own: np.ndarray = np.eye(m)[i]
     if v[i] <= 0:  # its own head costs nothing
         return own
-    scale = 1 / np.sqrt(v[i])  # so that the own head costs 1, and x is not lost beside the 1
+    scale = 1 / np.sqrt(v[i])  # the own head costs 1 then, so x is not lost beside the 1
     b = np.vstack([np.diag(np.sqrt(np.maximum(v, 0))), (h[i] - h).T]) * scale
     b = np.vstack([np.linalg.qr(b, mode="r"), np.ones(m)])
     try:
@@ -49,7 +49,7 @@ def head_mix(i: int, h: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 class FedPACServer(Average):
-    """Keeps prototypes and every client's mixed head; each client is sent its own."""
+    """Holds prototypes and every client's mixed head; each client is sent its own."""
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
@@ -60,11 +60,11 @@ class FedPACServer(Average):
         self.heads: dict[str, Arrays] = {}
 
     def extra(self) -> Arrays:
-        """Prototypes, once there are some."""
+        """Prototypes, from round 2 on."""
         return self.prototypes.arrays() if self.prototypes.is_known.any() else {}
 
     def own_extra(self, client: str) -> Arrays:
-        """This client's head, once it was mixed."""
+        """This client's mixed head, once it has taken part."""
         return self.heads.get(client, {})
 
     def extra_like(self) -> Arrays:
@@ -82,7 +82,7 @@ class FedPACServer(Average):
         }
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
-        """The bodies' average; new prototypes; the heads of this round's clients."""
+        """The extractors' average, new prototypes, and the heads of this round's clients."""
         following = super().next_arrays(current, replies)
         counts = [r.extra["counts"] for r in replies]
         sums = [r.extra["means"] * n[:, None] for r, n in zip(replies, counts, strict=True)]
@@ -109,7 +109,7 @@ class FedPACServer(Average):
         return self.prototypes.arrays() | heads
 
     def load_own(self, state: Arrays) -> None:
-        """Go on with these prototypes and heads."""
+        """Restore these prototypes and heads."""
         self.prototypes.load(state)
         self.heads = {}
         for name, array in state.items():

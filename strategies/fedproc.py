@@ -1,8 +1,8 @@
-"""FedProc, server half: the weighted average, and the global class prototypes.
+"""FedProc: the weighted average, and global class prototypes (server half).
 
-Source: Mu et al., FGCS 143 (2023), arXiv 2109.12273. c_k is the sum of the clients' sums over the
-sum of their counts, as the authors' code; a class nobody reports keeps its prototype, zeros at
-first.
+Mu et al., FGCS 143 (2023), arXiv 2109.12273. c_k is the sum of the clients' sums over the
+sum of their counts, as in the authors' code; a class that no client reports keeps its prototype,
+initially zeros.
 """
 
 import torch
@@ -22,7 +22,7 @@ class FedProcServer(Average):
         self.prototypes = Prototypes(model.num_classes, model.feature_width)
 
     def extra(self) -> Arrays:
-        """The prototypes; zeros are classes without one."""
+        """The prototypes; zeros for classes without one."""
         return {"prototypes": self.prototypes.values}
 
     def expected_extra(self) -> Arrays:
@@ -31,7 +31,7 @@ class FedProcServer(Average):
         return {"sums": sums, "counts": torch.zeros(len(sums))}
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
-        """The average; then new prototypes."""
+        """The average, then new prototypes."""
         following = super().next_arrays(current, replies)
         sums, counts = ([r.extra[key] for r in replies] for key in ("sums", "counts"))
         self.prototypes.update(sums, counts)
@@ -42,5 +42,5 @@ class FedProcServer(Average):
         return self.prototypes.arrays()
 
     def load_own(self, state: Arrays) -> None:
-        """Go on with these prototypes."""
+        """Restore these prototypes."""
         self.prototypes.load(state)

@@ -1,19 +1,20 @@
-"""FedReCo, server half: gradient steps on the shared extractor u_0, from the clients' g_i.
+"""FedReCo: gradient steps on the shared extractor u_0, from the clients' g_i (server half).
 
-Source: "Consensus Optimization at Representation", eq. (8):
+"Consensus Optimization at Representation", eq. (8):
     u_0 <- u_0 - eta_0 * (1/M) sum_i g_i,   g_i = grad_{u_0} H_i(u_i, u_0),
-the plain mean over the M clients that answered. The server never sees a client's u_i or v_i.
+the uniform mean over the M clients that replied. The server never sees a client's u_i or v_i.
 Client half: client_app/methods/fedreco.py.
 """
 
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, TrainReply
-from strategies.average import Average, weighted_mean
+from strategies.aggregation import weighted_mean
+from strategies.average import Average
 
 
 class FedReCoServer(Average):
-    """u_0's step; the arrays are u_0's parameters and buffers, the replies its gradients."""
+    """Steps on u_0; the arrays are u_0's parameters and buffers, the replies hold its gradients."""
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
@@ -35,7 +36,7 @@ class FedReCoServer(Average):
         return {name: array for name, array in current.items() if name in self.trainable}
 
     def update_of(self, reply: TrainReply) -> Arrays:
-        """g_i is what it adds."""
+        """g_i."""
         return reply.arrays
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:

@@ -1,4 +1,4 @@
-"""Global class prototypes as servers keep them: FedProc and FedPAC."""
+"""Global class prototypes on the server, for FedProc and FedPAC."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from protocol.messages import Arrays
 
 
 class Prototypes:
-    """A prototype for each class [C, d], and which are known [C]; zeros until then."""
+    """A prototype for each class [C, d], and which are known [C]; initially zeros."""
 
     def __init__(self, num_classes: int, width: int) -> None:
         self.values = torch.zeros(num_classes, width)
@@ -16,7 +16,7 @@ class Prototypes:
     def update(self, sums: list[Tensor], counts: list[Tensor]) -> None:
         """Mean over all clients' samples: sum of sums [C, d] over sum of counts [C].
 
-        A class that no client of this round has keeps its old prototype.
+        A class that no client of this round holds keeps its old prototype.
         """
         total = torch.stack(counts).sum(0)
         mean = torch.stack(sums).sum(0) / total.clamp_min(1)[:, None]
@@ -29,5 +29,5 @@ class Prototypes:
         return {"prototypes": self.values, "is-known": self.is_known}
 
     def load(self, arrays: Arrays) -> None:
-        """What `arrays` gave."""
+        """Restore what `arrays` returned."""
         self.values, self.is_known = arrays["prototypes"], arrays["is-known"]

@@ -1,11 +1,11 @@
-"""SCAFFOLD, server half: the average of the updates, and the control variate c.
+"""SCAFFOLD: the average of the updates, and the control variate c (server half).
 
-Source: Karimireddy et al., ICML 2020, arXiv 1910.06378, Algorithm 1, lines 16 and 17:
+Karimireddy et al., ICML 2020, arXiv 1910.06378, Algorithm 1, lines 16 and 17:
     w <- w + eta_g * mean over S of (w_i - w)        c <- c + (1/N) sum over S of (c_i^+ - c_i)
-with N all clients, not the sampled. The mean of the models follows `weighting` (by examples, as
-public code; uniform in the paper), that of c is uniform. Then c stays the mean of all c_i, also
-where a reply is lost: the client is told which of its rounds was counted last, as all clients are.
-Only a client that lost its c_i and began anew leaves its last share in c.
+with N the number of all clients, not of the cohort. The mean of the models follows `weighting` (by
+examples, as in public code; uniform in the paper), that of c is uniform. So c is the mean of all
+c_i, also where a reply is lost, because each client is told the last round in which its update was
+aggregated. Only a client whose lost c_i was reset leaves its last share in c.
 """
 
 from models import StagedModel
@@ -15,7 +15,7 @@ from strategies.average import Average
 
 
 class ScaffoldServer(Average):
-    """Keeps c, by parameter name, and sends it."""
+    """Holds c, by parameter name, and sends it."""
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
@@ -30,7 +30,7 @@ class ScaffoldServer(Average):
         return {f"dc.{name}": array for name, array in self.c.items()}
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
-        """Lines 16 and 17; buffers take the average."""
+        """Lines 16 and 17; buffers are averaged."""
         average = super().next_arrays(current, replies)
         num_clients = len(self.roster)
         for name in self.c:
@@ -45,7 +45,7 @@ class ScaffoldServer(Average):
         return self.c
 
     def load_own(self, state: Arrays) -> None:
-        """Go on with this c."""
-        if strange := state.keys() ^ self.c.keys():
-            raise ValueError(f"the checkpoint is not of this version: {sorted(strange)[0]!r} in c")
+        """Restore this c."""
+        if unknown := state.keys() ^ self.c.keys():
+            raise ValueError(f"the checkpoint is of another version: {sorted(unknown)[0]!r} in c")
         self.c = state

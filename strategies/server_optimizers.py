@@ -1,7 +1,7 @@
-"""The server's step as an optimiser: from the round's average to the next global model.
+"""Server optimizers: from the round's average to the next global model.
 
-The average A of the replies gives a pseudo-gradient w - A; FedAvg, FedAvgM and FedAdam are steps
-down it. Steps act on trainable arrays; buffers (BatchNorm's statistics) take the average as it is.
+The average A of the replies gives a pseudo-gradient w - A, which FedAvg, FedAvgM and FedAdam
+descend. They act on trainable arrays; buffers (BatchNorm's statistics) become the average.
 Arrays are float32 on the CPU, by parameter name.
 """
 
@@ -19,19 +19,19 @@ Arrays = dict[str, Tensor]
 
 
 class ServerOptimizer(Protocol):
-    """One way to step; its `state` (moments, by name) goes into the server's checkpoint."""
+    """A server update rule; its `state` (moments, by name) is part of the server's checkpoint."""
 
     def broadcast(self, current: Arrays) -> Arrays:
-        """What clients start from; the global model itself unless the step looks ahead."""
+        """What clients start from: the global model, or FedACG's look-ahead model."""
 
     def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
-        """The next global model from the average of what clients made of the broadcast."""
+        """The next global model from the average of the clients' models."""
 
     def state(self) -> Arrays:
-        """What has to be kept to go on as if never interrupted."""
+        """What a resumed run needs to give the same result."""
 
     def load(self, state: Arrays) -> None:
-        """Go on from a kept state."""
+        """Restore what `state` returned."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class FedAvgStep:
         return average
 
     def state(self) -> Arrays:
-        """Nothing is kept."""
+        """No state."""
         return {}
 
     def load(self, state: Arrays) -> None:
-        """Nothing to load."""
+        """No state."""
 
 
 class FedAvgMStep:
@@ -93,7 +93,7 @@ class FedAvgMStep:
         return dict(self.velocity)
 
     def load(self, state: Arrays) -> None:
-        """Go on with this momentum buffer."""
+        """Restore this momentum buffer."""
         self.velocity = dict(state)
 
 
@@ -146,17 +146,17 @@ class FedAdamStep:
         return moments | {self.counter: torch.tensor(self.num_steps)}
 
     def load(self, state: Arrays) -> None:
-        """Go on with these moments."""
+        """Restore these moments."""
         self.num_steps = int(state[self.counter])
         self.m = {k[2:]: t for k, t in state.items() if k.startswith("m.")}
         self.v = {k[2:]: t for k, t in state.items() if k.startswith("v.")}
 
 
 class FedACGStep:
-    """FedACG (Kim et al. 2024): clients start from wh = w + lambda m, where momentum will lead.
+    """FedACG (Kim et al. 2024): clients start from the look-ahead model wh = w + lambda m.
 
     m <- lambda m + (A - wh);  w <- w + m, which is A itself. The global model is w, never wh. The
-    client's term is in client_app/look_ahead.py.
+    clients' term is in client_app/server_optimizer_terms.py.
     """
 
     def __init__(self, options: FedACGOptions) -> None:
@@ -169,7 +169,7 @@ class FedACGStep:
         return current | ahead if ahead else current
 
     def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
-        """m and w; buffers take the average."""
+        """m and w; buffers become the average."""
         sent = self.broadcast(current)
         for name in sorted(trainable):
             delta = average[name] - sent[name]
@@ -181,7 +181,7 @@ class FedACGStep:
         return dict(self.m)
 
     def load(self, state: Arrays) -> None:
-        """Go on with this m."""
+        """Restore this m."""
         self.m = dict(state)
 
 

@@ -15,7 +15,7 @@ from flwr.app import Message
 import client_app.app
 from client_app.methods import method_of
 from client_app.setup import build_network, dataset_spec_of, open_source
-from client_app.worker import Worker
+from client_app.process_cache import ProcessCache
 from models.registry import BUILDERS
 from protocol.config import resolve_config
 from protocol.messages import TrainRequest, array_record, message_content, request_record
@@ -93,7 +93,7 @@ def make_round(
 ):
     """Client `partition`'s round `number`, with 60 / `of` training samples."""
     request = TrainRequest(config, facts(config), number, number - 1, False, "")
-    return (worker or Worker()).begin_round(
+    return (worker or ProcessCache()).begin_round(
         request,
         {"partition-id": partition, "num-partitions": of},
         received=initial(config) if received is None else received,

@@ -29,7 +29,8 @@ from PIL import Image
 from client_app.methods import method_of
 from client_app.setup import build_network, client_indices, open_source, pixels_of
 from client_app.state import StateFolder
-from client_app.worker import Worker, own_architecture
+from client_app.node_config import own_architecture
+from client_app.process_cache import ProcessCache
 from models.cnn import _plain_cnn
 from protocol.messages import TrainRequest, read_reply, read_roster
 from server_app.inline import run_inline
@@ -276,7 +277,7 @@ def test_a_site_trains_under_the_runs_labels_and_normalisation(tmp_path):
     config = make_config(source=f"folder:{shared}", model="cnn-fedreco")
     node = {"name": "site-a", "source": f"folder:{own}"}
     request = TrainRequest(config, facts(config), 1, 0, False, "")
-    now = Worker().begin_round(request, node, initial(config), {}, {})
+    now = ProcessCache().begin_round(request, node, initial(config), {}, {})
     assert now.label_counts.tolist() == [0, 12, 12]
     assert now.train_samples.pixels == pixels_of(config, open_source(config))
     assert now.train_samples.pixels != pixels_of(config, open_source(config, f"folder:{own}"))
@@ -460,7 +461,7 @@ def test_an_error_leaves_the_process_able_to_answer_the_next(tmp_path):
 
 
 def test_a_worker_forgets_the_networks_of_the_run_before():
-    worker, cpu = Worker(), torch.device("cpu")
+    worker, cpu = ProcessCache(), torch.device("cpu")
     one, two = make_config(seed=1), make_config(seed=2)
     data = facts(one)
     first = worker.network(one, data, "cnn-fedreco", "local", cpu)

@@ -23,7 +23,8 @@ from client_app.methods import method_of
 from client_app.methods.fedreco import Extractor, consensus_gradient, representation_distance
 from client_app.samples import Samples
 from client_app.setup import build_network
-from client_app.worker import Worker, representation_width
+from client_app.handlers import representation_width
+from client_app.process_cache import ProcessCache
 from models.cnn import _plain_cnn
 from strategies.fedreco import FedReCoServer
 
@@ -351,9 +352,9 @@ def test_first_contact_takes_u_0_and_a_head_from_the_runs_seed():
 
 
 def test_what_another_client_left_in_the_worker_does_not_show():
-    config, warm = reco(), Worker()
+    config, warm = reco(), ProcessCache()
     run_round(config, u_0_of(config, seed=3), worker=warm, partition=1)
-    mine, fresh = (run_round(config, worker=w) for w in (warm, Worker()))
+    mine, fresh = (run_round(config, worker=w) for w in (warm, ProcessCache()))
     assert_same_bits(mine.state["model"], fresh.state["model"])
     assert_same_bits(mine.arrays, fresh.arrays)
 

@@ -16,11 +16,11 @@ from client_fixtures import (
     train,
 )
 
-import client_app.worker
+import client_app.process_cache
 from client_app.evaluation import evaluate
 from client_app.feature_cache import FrozenFeatureCache
 from client_app.methods import method_of
-from client_app.trainer import representations
+from client_app.objective import representations
 
 METHODS = ("fedavg", "moon", "fedintr", "fedcka", "fedrcl", "fedrep")
 
@@ -75,7 +75,7 @@ def test_what_is_cached_is_what_the_local_network_would_say(precision):
     step = next(now.batches("batches"))
     first, again = frozen.of(step), frozen.of(step)
     with client_app.trainer.forward_in(precision, now.device):
-        _, taps = now.model.run(step.x, objective.taps(now.model))
+        _, taps = now.model.run(step.x, objective.layers(now.model))
     for z, z_first, z_again in zip(objective.represent(now.model, taps), first, again, strict=True):
         assert z.dtype == torch.float32
         assert torch.equal(z_first, z_again)
@@ -101,7 +101,7 @@ def test_on_a_cpu_tf32_is_fp32_and_the_settings_are_put_back():
 def test_threads_are_the_workers_share_or_as_asked(monkeypatch):
     before = torch.get_num_threads()
     try:
-        monkeypatch.setattr(client_app.worker, "threads_given", 3)
+        monkeypatch.setattr(client_app.process_cache, "available_threads", 3)
         make_round(make_config(threads=0))
         assert torch.get_num_threads() == 3
         make_round(make_config(threads=2))
@@ -141,9 +141,9 @@ def test_compile_wants_the_compiler_of_its_device(
     model.run = model.forward
     if missing:
         with pytest.raises(ValueError, match=re.escape(missing)):
-            client_app.worker.compile_passes(model, torch.device(device))
+            client_app.process_cache.compile_passes(model, torch.device(device))
     else:
-        client_app.worker.compile_passes(model, torch.device(device))
+        client_app.process_cache.compile_passes(model, torch.device(device))
 
 
 def test_compile_without_a_compiler_is_refused_before_round_1(tmp_path, monkeypatch):

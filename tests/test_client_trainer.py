@@ -22,7 +22,7 @@ from client_fixtures import (
 from client_app.feature_cache import FrozenFeatureCache
 from client_app.methods import method_of
 from client_app.setup import build_network
-from client_app.worker import Worker
+from client_app.process_cache import ProcessCache
 from models import StagedModel
 
 REGULARISED = ("fedprox", "moon", "fedintr", "fedcka")
@@ -141,7 +141,7 @@ def test_what_is_kept_is_the_model_sent_before_any_averaging(method):
 
 
 def test_kept_arrays_are_not_the_networks_own_memory():
-    config, worker = make_config(method="moon"), Worker()
+    config, worker = make_config(method="moon"), ProcessCache()
     update = train(config, worker=worker)
     before = {name: array.clone() for name, array in update.state["previous"].items()}
     train(config, worker=worker, partition=1)
@@ -172,7 +172,7 @@ def count_frozen_rows(monkeypatch):
     """A list that gets the batch size of every run of a frozen model."""
     rows, run = [], StagedModel.run
 
-    def counted(self, x, taps=(), *, to_logits=True):
+    def counted(self, x, layers=(), *, to_logits=True):
         if not self.classifier.weight.requires_grad:
             rows.append(len(x))
         return run(self, x, taps, to_logits=to_logits)
@@ -185,7 +185,7 @@ def count_frozen_body_rows(monkeypatch):
     """A list that gets the batch size of every run of a network up to its features."""
     rows, run = [], StagedModel.run
 
-    def counted(self, x, taps=(), *, to_logits=True):
+    def counted(self, x, layers=(), *, to_logits=True):
         if not to_logits:
             rows.append(len(x))
         return run(self, x, taps, to_logits=to_logits)
@@ -283,7 +283,7 @@ def test_a_head_trained_alone_reads_each_sample_of_the_body_once(monkeypatch):
 
 def test_frozen_models_run_no_further_than_the_last_tap():
     config = make_config(method="fedcka", model="cnn-fedcka", fedcka__num_layers=2)
-    worker = Worker()
+    worker = ProcessCache()
     now = make_round(config, state={"previous": initial(config, seed=5)}, worker=worker)
     ran = []
     for slot in ("global", "previous"):
@@ -295,7 +295,7 @@ def test_frozen_models_run_no_further_than_the_last_tap():
 
 
 def test_the_same_seed_round_and_client_give_the_same_bits_whoever_came_before():
-    config, warm = make_config(local_epochs=2, flip=True), Worker()
+    config, warm = make_config(local_epochs=2, flip=True), ProcessCache()
     train(config, worker=warm, partition=1)
     assert_same_bits(train(config, worker=warm).arrays, train(config).arrays)
 
@@ -317,7 +317,7 @@ def test_another_client_round_epoch_or_seed_has_another_batch_order():
 
 
 def with_dropout(now):
-    now.model.neck = torch.nn.Sequential(now.model.neck, torch.nn.Dropout(0.5))
+    now.model.to_features = torch.nn.Sequential(now.model.to_features, torch.nn.Dropout(0.5))
     return now
 
 

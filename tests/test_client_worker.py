@@ -17,13 +17,14 @@ from client_fixtures import (
     train,
 )
 
-import client_app.worker
+import client_app.process_cache
 from client_app.setup import open_source
-from client_app.worker import Worker, own_splits
+from client_app.node_config import own_splits
+from client_app.process_cache import ProcessCache
 
 
 def test_a_clients_samples_are_kept_for_its_next_round():
-    config, worker = make_config(flip=True), Worker()
+    config, worker = make_config(flip=True), ProcessCache()
     first = make_round(config, worker=worker).train_samples
     other = make_round(config, worker=worker, partition=1).train_samples
     again = make_round(config, number=2, worker=worker).train_samples
@@ -33,7 +34,7 @@ def test_a_clients_samples_are_kept_for_its_next_round():
 
 
 def test_another_run_has_other_samples():
-    config, worker = make_config(), Worker()
+    config, worker = make_config(), ProcessCache()
     first = make_round(config, worker=worker).train_samples
     assert make_round(make_config(seed=1), worker=worker).train_samples is not first
     assert make_round(config, worker=worker).train_samples is not first  # it was let go
@@ -41,8 +42,8 @@ def test_another_run_has_other_samples():
 
 def test_the_clients_played_last_are_kept_within_the_limit(monkeypatch):
     size = 12 * 28 * 28  # 60 samples over 5 clients
-    monkeypatch.setattr(client_app.worker, "samples_kept_bytes", 2 * size)
-    config, worker = make_config(), Worker()
+    monkeypatch.setattr(client_app.process_cache, "samples_cache_bytes", 2 * size)
+    config, worker = make_config(), ProcessCache()
 
     def samples_of(partition):
         return make_round(config, worker=worker, partition=partition, of=5).train_samples
@@ -52,7 +53,7 @@ def test_the_clients_played_last_are_kept_within_the_limit(monkeypatch):
     samples_of(2)  # in place of 1, which was played least lately
     assert samples_of(0) is kept[0]
     assert samples_of(1) is not kept[1]
-    monkeypatch.setattr(client_app.worker, "samples_kept_bytes", 0)
+    monkeypatch.setattr(client_app.process_cache, "samples_cache_bytes", 0)
     assert len(samples_of(3)) == 12  # the one that is played now always is
 
 
@@ -77,7 +78,7 @@ KEPT_OF_A_BLOCK = """
 import ctypes
 import sys
 from pathlib import Path
-from client_app.worker import Worker
+from client_app.process_cache import ProcessCache
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -91,7 +92,7 @@ def own_mb():
     return int(own_kb) / 1024
 
 if sys.argv[1] == "worker":
-    Worker()
+    ProcessCache()
 before = own_mb()
 block = libc.malloc(24 * 2**20)
 libc.memset(block, 1, 24 * 2**20)

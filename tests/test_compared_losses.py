@@ -19,7 +19,8 @@ from client_fixtures import (
     train,
 )
 
-from client_app.method import Batch, ModelParts
+from client_app.method import ModelParts
+from client_app.objective import Batch
 from client_app.methods import method_of
 from client_app.methods.fedavg import FedAvg
 from client_app.methods.fedcl import FedCL, repulsion
@@ -28,7 +29,8 @@ from client_app.methods.fedlc import FedLC, calibrated, loss_without_true_class
 from client_app.methods.fedmlb import FedMLB, hybrid_cross_entropy, pathway_divergence
 from client_app.methods.fedntd import FedNTD, not_true_divergence
 from client_app.methods.fedproc import FedProc, prototype_contrast, schedule
-from client_app.methods.fedrcl import FedRCL, unit_features
+from client_app.methods.fedrcl import FedRCL
+from client_app.similarity import unit_features
 from client_app.methods.fedscl import FedSCL
 from client_app.methods.fitnet import FitNet, feature_distance, pooled
 from client_app.setup import build_network
@@ -125,7 +127,7 @@ def test_fitnets_gradient_goes_to_the_local_features_alone():
 @pytest.mark.parametrize("with_logits", [True, False])
 def test_fitnets_levels_are_all_stages_before_their_activation_and_the_logits(with_logits):
     model = build_network(make_config(method="fitnet"), SHAPE, NUM_CLASSES)
-    taps = fitnet(logits=with_logits).taps(model)
+    taps = fitnet(logits=with_logits).layers(model)
     assert taps[:4] == ["conv1:pre", "conv2:pre", "fc1:pre", "fc2:pre"]
     assert taps[4:] == (["logits"] if with_logits else [])
 
@@ -156,7 +158,7 @@ def test_fedmlb_is_the_formula_on_mixed_networks_value_and_gradient(detach, temp
     frozen.requires_grad_(False)
     x, y = random(5, *SHAPE, seed=3), labels(5, NUM_CLASSES)
     method = FedMLB(lambda1=0.4, lambda2=7.0, temperature=temperature, detach_target=detach)
-    logits, taps = local.run(x, method.taps(local))
+    logits, taps = local.run(x, method.layers(local))
     got = method.penalty(batch_of(y=y, logits=logits, taps=taps, global_model=frozen, x=x))
 
     q = pathways_by_mixing(local, frozen, x)
@@ -355,7 +357,7 @@ def test_fedntds_two_forms(convex):
         expected = ce, 0.3 * 4 * ntd_in_loops(z, z_g, y, 2.0)
     got = method.supervised(batch).item(), method.penalty(batch).item()
     assert got == pytest.approx(expected, rel=1e-11)
-    assert method.taps(None) == ["logits"]
+    assert method.layers(None) == ["logits"]
 
 
 # --- FedProc --------------------------------------------------------------------------------------
@@ -529,7 +531,7 @@ def test_feddecorrs_penalty_is_beta_times_that_of_the_classifiers_input():
     method = FedDecorr(beta=0.3, form="code")
     expected = 0.3 * decorrelation_in_loops(z, "code")
     assert method.penalty(batch_of(taps=[z])).item() == pytest.approx(expected, rel=1e-9)
-    assert method.taps(None) == ["features"]
+    assert method.layers(None) == ["features"]
 
 
 # --- FedSCL and FedCL -----------------------------------------------------------------------------

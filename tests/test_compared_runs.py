@@ -15,7 +15,7 @@ from client_app.methods import METHODS, method_of
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, model_for, open_source, pixels_of
 from client_app.state import StateFolder
-from client_app.worker import Worker
+from client_app.process_cache import ProcessCache
 from protocol.config import resolve_config
 from protocol.messages import tensors
 from server_app.federation import idle_keys
@@ -259,7 +259,7 @@ def test_a_clients_model_as_loaded_is_the_one_that_was_judged(case):
     assert len(set(judged.values())) > 1
     for partition, client in enumerate(CLIENTS):
         node = {"partition-id": partition, "num-partitions": 3}
-        _, test = Worker().samples(
+        _, test = ProcessCache().samples(
             config, dataset_spec_of(config, open_source(config)), node, torch.device("cpu")
         )
         network = load_model(path, client=client).network

@@ -16,12 +16,13 @@ from client_fixtures import (
     train,
 )
 
-from client_app.method import LocalObjective
+from client_app.objective import LocalObjective
 from client_app.methods import METHODS, method_of
 from client_app.setup import build_network
 from protocol.messages import TrainReply
 from strategies import strategy_for
-from strategies.average import Average, weighted_mean
+from strategies.aggregation import weighted_mean
+from strategies.average import Average
 from strategies.server_optimizers import server_optimizer
 
 NAMES = ("a", "b")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.methods.fedcka import linear_view
+from client_app.similarity import linear_view
 from server_app.diagnostics.measures import (
     between_class_trace,
     cka_of_views,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from client_app.method import Batch
+from client_app.objective import Batch
 from client_app.methods.fedavg import FedAvg
 
 
@@ -35,6 +35,6 @@ def test_loss_is_the_mean_negative_log_probability_of_the_labels():
 def test_nothing_is_added_and_nothing_is_asked_of_the_trainer():
     method = FedAvg()
     assert method.penalty(random_batch(2, 3)) is None
-    assert method.taps(None) == []
+    assert method.layers(None) == []
     assert not method.uses_global
     assert not method.uses_previous

@@ -6,9 +6,9 @@ import statistics
 import pytest
 import torch
 
-from client_app.gram import centred_gram
-from client_app.method import Batch
-from client_app.methods.fedcka import SIMILARITIES, FedCKA, fedcka_penalty
+from client_app.similarity import centred_gram
+from client_app.objective import Batch
+from client_app.methods.fedcka import SIMILARITIES, FedCKA, cka_contrast
 from models import build_model
 
 CKA_NAMES = ["linear-cka", "kernel-cka"]
@@ -163,7 +163,7 @@ def test_gradient_is_that_of_the_penalty(name, width):
     a, g, p = (random_tap(7, width, seed=s) for s in (1, 2, 3))
     similarity = SIMILARITIES[name]
     assert torch.autograd.gradcheck(
-        lambda tap: fedcka_penalty([tap], [g], [p], similarity), a.requires_grad_()
+        lambda tap: cka_contrast([tap], [g], [p], similarity), a.requires_grad_()
     )
 
 
@@ -185,7 +185,7 @@ def test_penalty_equals_equation_2_as_printed(name):
 @pytest.mark.parametrize("name", SIMILARITIES)
 def test_first_participation_has_no_say(name):
     a, g = random_tap(8, 4, seed=1).requires_grad_(), random_tap(8, 4, seed=2)
-    loss = fedcka_penalty([a, a], [g, g], [g, g], SIMILARITIES[name])
+    loss = cka_contrast([a, a], [g, g], [g, g], SIMILARITIES[name])
     loss.backward()
     assert loss.item() == pytest.approx(math.log(2))
     assert a.grad.abs().max() < 1e-12
@@ -195,7 +195,7 @@ def test_first_participation_has_no_say(name):
 def test_a_step_against_the_gradient_moves_towards_the_global_tap(name):
     a, g, p = (random_tap(8, 4, seed=s) for s in (1, 2, 3))
     a.requires_grad_()
-    fedcka_penalty([a], [g], [p], SIMILARITIES[name]).backward()
+    cka_contrast([a], [g], [p], SIMILARITIES[name]).backward()
 
     def lead(tap):
         return alike(name, tap, g) - alike(name, tap, p)
@@ -226,7 +226,7 @@ def test_gradient_in_float32_holds_where_frozen_models_nearly_agree(name, has_ou
     for dtype in (torch.float32, torch.float64):
         tap = a.float().to(dtype).requires_grad_()
         frozen = [[t.float().to(dtype)] for t in (g, p)]
-        fedcka_penalty([tap], *frozen, SIMILARITIES[name]).backward()
+        cka_contrast([tap], *frozen, SIMILARITIES[name]).backward()
         gradients.append(tap.grad)
     found, exact = gradients
     assert (found - exact).norm() < 1e-2 * exact.norm()
@@ -254,7 +254,7 @@ def test_a_tap_that_does_not_vary_is_like_nothing_and_gets_no_gradient(name, dty
     g, p = (random_tap(*a.shape, seed=s).to(dtype) for s in (2, 3))
     assert alike(name, a, g).item() == 0
     assert alike(name, g, a).item() == 0
-    loss = fedcka_penalty([a], [g], [p], SIMILARITIES[name])
+    loss = cka_contrast([a], [g], [p], SIMILARITIES[name])
     if loss.requires_grad:
         loss.backward()
         assert (a.grad == 0).all()  # NaN would not be equal
@@ -267,14 +267,14 @@ def test_a_tap_that_is_dead_but_for_one_entry_gets_a_finite_gradient(name, entry
     a = torch.zeros(16, 100)
     a[3, 7] = entry
     g, p = (random_tap(*a.shape, seed=s).float() for s in (2, 3))
-    fedcka_penalty([a.requires_grad_()], [g], [p], SIMILARITIES[name]).backward()
+    cka_contrast([a.requires_grad_()], [g], [p], SIMILARITIES[name]).backward()
     assert a.grad.isfinite().all()
 
 
 def test_cosine_of_dead_units_is_zero_with_no_gradient():
     a = torch.zeros(4, 3, requires_grad=True)
     g, p = random_tap(4, 3, seed=1).float(), random_tap(4, 3, seed=2).float()
-    fedcka_penalty([a], [g], [p], SIMILARITIES["cosine"]).backward()
+    cka_contrast([a], [g], [p], SIMILARITIES["cosine"]).backward()
     assert alike("cosine", a, g).item() == 0
     assert (a.grad == 0).all()
 
@@ -282,7 +282,7 @@ def test_cosine_of_dead_units_is_zero_with_no_gradient():
 def test_a_dead_frozen_tap_leaves_the_other_comparison():
     a, g, p = random_tap(6, 8, seed=1), random_tap(6, 8, seed=2), torch.zeros(6, 8).double()
     expected = -math.log(1 / (1 + math.exp(-linear_cka_as_printed(a, g))))
-    assert fedcka_penalty([a], [g], [p]).item() == pytest.approx(expected, rel=1e-12)
+    assert cka_contrast([a], [g], [p]).item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", CKA_NAMES)
@@ -300,7 +300,7 @@ def test_kernel_cka_where_most_samples_coincide_tells_the_others_apart_at_any_sc
     for scale in (1e-4, 1.0, 1e4):
         x = torch.zeros(8, 3)
         x[0] = scale
-        fedcka_penalty([x.requires_grad_()], [g], [p], SIMILARITIES["kernel-cka"]).backward()
+        cka_contrast([x.requires_grad_()], [g], [p], SIMILARITIES["kernel-cka"]).backward()
         assert x.grad.isfinite().all()
         found.append(alike("kernel-cka", x, g).item())
     two_places = torch.zeros(8, 8).double()  # the kernel of infinitely narrow width
@@ -315,7 +315,7 @@ def test_layers_are_the_taps_nearest_the_input_and_the_logits_the_last():
 
     def taps(num_layers):
         method = FedCKA(mu=1.0, num_layers=num_layers, similarity="linear-cka")
-        return method.taps(model)
+        return method.layers(model)
 
     assert taps(2) == ["conv1", "conv2"]
     assert taps(7) == ["conv1", "conv2", "fc1", "fc2", "fc3", "fc4", "logits"]
@@ -333,7 +333,7 @@ def test_all_layers_of_a_real_model_train(name):
         build_model("cnn-fedcka", num_classes=3, channels=1, image_size=28, seed=seed)
         for seed in (1, 2, 3)
     ]
-    taps = [model.run(x, method.taps(model))[1] for model in models]
+    taps = [model.run(x, method.layers(model))[1] for model in models]
     method.penalty(batch_of(*taps)).backward()
     local, *frozen = models
     assert all(p.grad.isfinite().all() and p.grad.any() for p in local.stages.parameters())

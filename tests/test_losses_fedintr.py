@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from client_app.method import Batch, ModelParts
+from client_app.method import ModelParts
+from client_app.objective import Batch
 from client_app.methods.fedintr import FedIntR, similarity_weights
 from models import build_model
 
@@ -217,6 +218,6 @@ def test_all_stages_of_a_model_are_represented_but_not_an_added_projection():
     model = build_model(
         "cnn-fedintr", num_classes=3, channels=3, image_size=32, seed=0, projection_heads=True
     )
-    assert method.taps(model) == ["conv1", "conv2", "conv3", "fc1", "fc2"]
-    _, taps = model.run(torch.randn(2, 3, 32, 32), method.taps(model))
+    assert method.layers(model) == ["conv1", "conv2", "conv3", "fc1", "fc2"]
+    _, taps = model.run(torch.randn(2, 3, 32, 32), method.layers(model))
     assert [z.shape for z in method.represent(model, taps)] == [(2, 256)] * 5

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from client_app.method import Batch
-from client_app.methods.fedrcl import FedRCL, rcl_all, rcl_hard, unit_features
+from client_app.objective import Batch
+from client_app.methods.fedrcl import FedRCL, rcl_all, rcl_hard
+from client_app.similarity import unit_features
 from models import build_model
 
 
@@ -219,7 +220,7 @@ def test_a_sample_whose_units_are_all_dead_gives_nothing(mining):
 def test_levels_are_the_stages_of_the_network(options, expected):
     model = build_model("cnn-fedcka", num_classes=3, channels=1, image_size=28, seed=0)
     method = fedrcl(**options)
-    assert method.taps(model) == expected
+    assert method.layers(model) == expected
     assert not method.uses_global
     assert not method.uses_previous
     _, taps = model.run(torch.rand(6, 1, 28, 28), expected)

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from client_app.method import Batch, ModelParts
+from client_app.method import ModelParts
+from client_app.objective import Batch
 from client_app.methods.moon import MOON, model_contrastive_loss
 from models import build_model
 
@@ -124,7 +125,7 @@ def test_what_is_compared_is_the_classifiers_input(projection):
     model = build_model(
         "cnn-fedcka", num_classes=3, channels=1, image_size=28, seed=0, projection=projection
     )
-    logits, (z,) = model.run(torch.randn(2, 1, 28, 28), method.taps(model))
+    logits, (z,) = model.run(torch.randn(2, 1, 28, 28), method.layers(model))
     torch.testing.assert_close(model.classifier(z), logits)
     assert method.uses_global
     assert method.uses_previous

@@ -23,9 +23,9 @@ clients = ["a", "b", "c"]
 def test_k_failures_in_a_row_rest_a_client_from_the_next_round_on():
     backoff = Backoff(backoff_after=2, backoff_rounds=3)
     assert backoff.note(1, ["b", "c"], ["a"]) == []
-    assert backoff.resting(2, clients, 1) == set()
+    assert backoff.backed_off(2, clients, 1) == set()
     assert backoff.note(2, ["b", "c"], ["a"]) == ["a"]
-    resting = [r for r in range(1, 10) if "a" in backoff.resting(r, clients, 1)]
+    resting = [r for r in range(1, 10) if "a" in backoff.backed_off(r, clients, 1)]
     assert resting == [3, 4, 5]
 
 
@@ -35,7 +35,7 @@ def test_a_success_clears_the_count_and_one_failure_after_a_rest_is_enough():
         good, failed = (["a"], []) if is_good else ([], ["a"])
         assert backoff.note(number, good, failed) == []
     assert backoff.note(4, [], ["a"]) == ["a"]
-    assert backoff.resting(5, clients, 1) == {"a"}
+    assert backoff.backed_off(5, clients, 1) == {"a"}
     assert backoff.note(6, [], ["a"]) == ["a"]
     assert backoff.note(8, ["a"], []) == []
     assert backoff.note(9, [], ["a"]) == []
@@ -45,7 +45,7 @@ def test_never_with_zero():
     backoff = Backoff(backoff_after=0, backoff_rounds=3)
     for number in range(1, 9):
         assert backoff.note(number, [], clients) == []
-        assert backoff.resting(number + 1, clients, 1) == set()
+        assert backoff.backed_off(number + 1, clients, 1) == set()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_never_with_zero():
 def test_nobody_rests_where_too_few_would_be_left(tired, at_least, rests):
     backoff = Backoff(backoff_after=1, backoff_rounds=3)
     backoff.note(1, [], tired)
-    assert backoff.resting(2, clients, at_least) == set(rests)
+    assert backoff.backed_off(2, clients, at_least) == set(rests)
 
 
 def test_it_goes_on_from_its_state():

@@ -1,13 +1,14 @@
-"""Ditto, client half: FedAvg for all, and beside it a personal model held near the global one.
+"""Ditto: FedAvg, and beside it a personal model held near the global one (client half).
 
-Source: Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021,
-arXiv 2012.04221, Algorithm 1. Server half: the default weighted average, of the global models.
-Kept between rounds: the personal model v_i, never sent. Symbols: w the model as received.
+Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021,
+arXiv 2012.04221, Algorithm 1.
+Aggregation: weighted average of the global models. Client state: the personal model v_i, which is
+never sent. w: the model as received.
 
     v <- v - eta ( grad CE(v) + lambda (v - w) )
 
-The personal pass comes after the global one (the authors' code alternates batch by batch); it does
-not change what is sent, so the global model is FedAvg's.
+The personal pass follows the global one (the authors' code alternates batch by batch). It does not
+change what is sent, so the global model is FedAvg's.
 """
 
 from collections.abc import Mapping
@@ -18,11 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.drift import drift_from
-from client_app.method import Arrays, LocalObjective, Update
+from client_app.method import Update
+from client_app.objective import LocalObjective, train_on_objective
 from client_app.round import RoundContext
 from client_app.samples import Step
-from client_app.trainer import Duration, copy_of, descend, train_on_objective
+from client_app.trainer import Duration, copy_of, descend
 from models import StagedModel
+from protocol.messages import Arrays
 from protocol.options import at_least, option
 
 
@@ -33,7 +36,7 @@ class Ditto(LocalObjective):
     is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
     keeps: ClassVar[str] = "its personal model"
-    regularises: ClassVar[str] = "all weights of the personal model, to the global model's"
+    regularises: ClassVar[str] = "all weights of the personal model, towards the global model's"
     paper: ClassVar[str] = "Li et al. 2021 (Ditto)"
     extra_forwards: ClassVar[str] = "1, with backward"
 
@@ -46,7 +49,7 @@ class Ditto(LocalObjective):
     personal_epochs: int = option(at_least(0), "epochs on the personal model in each round")
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
-        """v_i as kept; at first the run's initial weights."""
+        """v_i; initially the run's initial weights."""
         ctx.model.load_state_dict(state.get("personal") or ctx.initial_weights())
         return ctx.model
 

@@ -1,25 +1,25 @@
-"""FedAvg, client half: cross entropy and nothing else.
+"""FedAvg: local SGD on cross entropy, and the weighted average (client half).
 
-Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
-Data", AISTATS 2017, arXiv 1602.05629, Algorithm 1 (ClientUpdate).
-Server half: the default weighted average. Kept between rounds: nothing.
-With `privacy.epsilon` > 0 what is sent is w plus the clipped and noised difference w_i - w, the
-baseline of FedReCo's Table 3. Departs from the paper in nothing else.
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+AISTATS 2017, arXiv 1602.05629, Algorithm 1 (ClientUpdate).
+Aggregation: weighted average. Client state: none.
+With `privacy.epsilon` > 0 a client sends w plus the clipped and noised difference w_i - w, the
+baseline of FedReCo's Table 3.
 """
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from client_app.method import LocalObjective, Update
+from client_app.method import Update
+from client_app.objective import LocalObjective, train_on_objective
 from client_app.privacy import privatise
 from client_app.round import RoundContext
-from client_app.trainer import train_on_objective
 
 
 def private_update(update: Update, ctx: RoundContext) -> Update:
-    """The update with its difference to the received model made private; as it is with epsilon 0.
+    """The update, its difference to the received model clipped and noised if epsilon > 0.
 
-    Parameters alone: the run refuses privacy for networks with buffers, which would go out bare.
+    Applies to parameters: the config refuses privacy for networks with BatchNorm's buffers.
     """
     if ctx.config.privacy.epsilon == 0:
         return update

@@ -1,22 +1,22 @@
-"""FedAvg-FT, client half: FedAvg; to evaluate, each client tunes a copy of the global model.
+"""FedAvg-FT: FedAvg; at evaluation each client tunes a copy of the global model (client half).
 
-Source: Collins et al., "FedAvg with Fine Tuning", NeurIPS 2022, arXiv 2205.13692. Server half: the
-default weighted average. Kept between rounds: nothing; the tuned model lives for one evaluation.
-
-FedReCo does not say what is tuned. Default: the head, 10 epochs at the run's rate, as FedRep's and
-FedCR's code; `part = "full"` tunes everything. The server's model is not touched.
+Collins et al., "FedAvg with Fine Tuning", NeurIPS 2022, arXiv 2205.13692.
+Aggregation: weighted average. Client state: none; the tuned model lives for one evaluation.
+FedReCo does not say what is tuned. The default is the head, for 10 epochs at the run's learning
+rate, as in FedRep's and FedCR's code; `part = "full"` tunes everything.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from client_app.method import Arrays, LocalObjective, Update
+from client_app.method import Update
 from client_app.methods.fedavg import private_update
-from client_app.parts import fine_tune
+from client_app.objective import LocalObjective, train_on_objective
 from client_app.round import RoundContext
-from client_app.trainer import train_on_objective
+from client_app.split_model import fine_tune
 from models import StagedModel
+from protocol.messages import Arrays
 from protocol.options import at_least, one_of, option
 
 
@@ -36,7 +36,7 @@ class FedAvgFT(LocalObjective):
     lr: float = option(at_least(0), "learning rate of tuning; 0: the run's")
 
     def train(self, ctx: RoundContext) -> Update:
-        """As FedAvg, its differential privacy included."""
+        """As FedAvg, with differential privacy if `privacy.epsilon` > 0."""
         return private_update(train_on_objective(self, ctx), ctx)
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:

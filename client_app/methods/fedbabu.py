@@ -1,22 +1,25 @@
-"""FedBABU, client half: only the body learns; every head stays as the seed drew it.
+"""FedBABU: only the feature extractor is trained; the head stays as initialised (client half).
 
-Source: Oh, Kim, Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification",
-ICLR 2022, arXiv 2106.06042. Server half: strategies/body.py (the paper's mean is uniform). Kept
-between rounds: nothing; the common head comes from the run's seed. At evaluation each client tunes
-its copy: the whole model by default, 5 epochs at rate 0.001, as the authors' notebook.
+Oh, Kim, Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification",
+ICLR 2022, arXiv 2106.06042.
+Aggregation: uniform average of the extractors. Client state: none; the common head comes from the
+run's seed.
 
-`fedper-like = true` trains a private head with the body instead, which is FedPer and what one
-public comparison calls FedBABU; then the head is kept.
+At evaluation each client tunes its copy: by default the whole model, for 5 epochs at learning rate
+0.001, as in the authors' notebook. `fedper-like = true` trains a private head with the extractor
+instead, which is FedPer and what one public comparison calls FedBABU; the head is then client
+state.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from client_app.method import Arrays, Method, Update
-from client_app.parts import body_of, fine_tune, head_of, train_part, under_own_head
+from client_app.method import Method, Update
 from client_app.round import RoundContext
+from client_app.split_model import extractor_of, fine_tune, head_of, train_part, with_own_head
 from models import StagedModel
+from protocol.messages import Arrays
 from protocol.options import (
     at_least,
     more_than,
@@ -30,7 +33,7 @@ from protocol.options import (
 
 @dataclass(frozen=True)
 class FedBABU(Method):
-    """Body aggregation under a frozen head."""
+    """Aggregation of extractors under a frozen head."""
 
     is_personal: ClassVar[bool] = True
     is_stateful: ClassVar[bool] = when_option("fedper_like")  # the private head
@@ -41,7 +44,7 @@ class FedBABU(Method):
     keeps: ClassVar[str] = "nothing (the head, if fedper-like)"
     paper: ClassVar[str] = "Oh et al. 2022"
 
-    part: str = option(one_of("full", "head", "body"), "what is tuned at evaluation")
+    part: str = option(one_of("full", "head", "extractor"), "what is tuned at evaluation")
     epochs: int = option(at_least(0), "epochs of tuning at evaluation", source="authors' notebook")
     lr: float = option(more_than(0), "learning rate of tuning", source="authors' notebook")
     fedper_like: bool = option(
@@ -49,15 +52,15 @@ class FedBABU(Method):
     )
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
-        """The same, tuned on this client's training samples."""
-        model = under_own_head(ctx, state)
+        """The received extractor and its head, tuned on this client's training samples."""
+        model = with_own_head(ctx, state)
         fine_tune(ctx, model, self.part, self.epochs, self.lr, momentum=0.9, decays=False)
         return model
 
     def train(self, ctx: RoundContext) -> Update:
-        """The body alone."""
-        model, train = under_own_head(ctx, ctx.state), ctx.config.train
-        part = "full" if self.fedper_like else "body"
+        """The extractor alone, or with a private head."""
+        model, train = with_own_head(ctx, ctx.state), ctx.config.train
+        part = "full" if self.fedper_like else "extractor"
         descent = train_part(ctx, model, part, train.local_epochs, train.lr, stream="batches")
         state = {"head": head_of(model)} if self.fedper_like else {}
-        return Update(body_of(model), descent.num_steps, descent.terms, state=state)
+        return Update(extractor_of(model), descent.num_steps, descent.terms, state=state)

@@ -1,10 +1,11 @@
-"""FedCR, client half: features are Gaussians, each class's held near a global one.
+"""FedCR: stochastic features, each class's held near a global Gaussian (client half).
 
-Source: Zhang et al., "FedCR: Personalized Federated Learning Based on Across-Client Common
-Representation with Conditional Mutual Information Regularization", ICML 2023, PMLR 202. Server
-half: strategies/fedcr.py, which averages bodies and multiplies the clients' experts. Kept between
-rounds: the head. Symbols: the body's last layer gives mu and s = softplus(raw) > 0 of a sample,
-[B, dz] each; z = mu + s eps; G_y = N(M_y, S_y^2) the global Gaussian of class y, N(0, I) at first.
+Zhang et al., "FedCR: Personalized Federated Learning Based on Across-Client Common Representation
+with Conditional Mutual Information Regularization", ICML 2023, PMLR 202. Server half:
+strategies/fedcr.py, which multiplies the clients' experts.
+Aggregation: uniform average of the extractors. Client state: the head.
+The extractor's last layer gives mu and s = softplus(raw) > 0 of a sample, [B, dz] each;
+z = mu + s eps; G_y = N(M_y, S_y^2): the global Gaussian of class y, initially N(0, I).
 
 Loss: mean over batch and `samples` draws of CE, plus beta KL( G_y || N(mu, s^2) ), summed over dz,
 mean over the batch: the direction of the authors' code. `reverse = true` is KL(local || global),
@@ -20,12 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from client_app.feature_cache import FrozenFeatureCache
-from client_app.method import Arrays, Method, ModelParts, Update
-from client_app.parts import body_of, head_of, under_own_head
+from client_app.method import Method, ModelParts, Update
 from client_app.round import RoundContext
 from client_app.samples import Step, batch_size_for
+from client_app.split_model import extractor_of, head_of, with_own_head
 from client_app.trainer import Duration, descend
 from models import StagedModel
+from protocol.messages import Arrays
 from protocol.options import at_least, between, option, true_or_false
 
 smallest = 1e-8  # standard deviations shrink like 1 / sqrt(samples): keep their logarithms finite
@@ -101,7 +103,7 @@ class Sampled(nn.Module):
 
 @dataclass(frozen=True)
 class FedCR(Method):
-    """Conditional mutual information regularisation; the body is shared, the head is not."""
+    """Conditional mutual information regularisation under a private head."""
 
     is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
@@ -111,7 +113,7 @@ class FedCR(Method):
     default_weighting: ClassVar[str] = "uniform"
     shared_part: ClassVar[str] = "extractor"
     keeps: ClassVar[str] = "its head"
-    regularises: ClassVar[str] = "stochastic features, to a global Gaussian for each class"
+    regularises: ClassVar[str] = "stochastic features, towards a global Gaussian for each class"
     paper: ClassVar[str] = "Zhang et al. 2023"
     extra_forwards: ClassVar[str] = "`fedcr.samples` of the head"
 
@@ -146,18 +148,18 @@ class FedCR(Method):
         return ModelParts(projection="gaussian")
 
     def depends_on_num_rounds(self) -> bool:
-        """The last round is another one if its heads are tuned."""
+        """The last round tunes the heads with `final-head-epochs`."""
         return self.final_head_epochs > 0
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> nn.Module:
-        """The same with sampled features; its head tuned after the last round if asked for."""
-        model = under_own_head(ctx, state)
+        """The network with sampled features, its head tuned after the last round if configured."""
+        model = with_own_head(ctx, state)
         if ctx.round == ctx.config.rounds.num_rounds and self.final_head_epochs:
             self.tune_head(ctx, model)
         return Sampled(model, self.samples, ctx.seed("evaluation"))
 
     def tune_head(self, ctx: RoundContext, model: StagedModel) -> None:
-        """The head alone on sampled features, as it is judged; the body stays."""
+        """Train the head alone, on sampled features as in evaluation."""
         duration = Duration(self.final_head_epochs, "epochs")
         last_stage = model.stage_names[-1]
         model.eval().requires_grad_(False)
@@ -176,9 +178,9 @@ class FedCR(Method):
         descend(ctx, list(head.parameters()), terms, lr=lr, duration=duration, stream="fine-tuning")
 
     def train(self, ctx: RoundContext) -> Update:
-        """Body and head together; the class products are gathered in the last epoch."""
+        """Extractor and head together; class products are collected in the last epoch."""
         train = ctx.config.train
-        model = under_own_head(ctx, ctx.state).train().requires_grad_(True)
+        model = with_own_head(ctx, ctx.state).train().requires_grad_(True)
         m, deviation = ctx.extra["M"], ctx.extra["S"].clamp_min(smallest)  # [C, dz]
         product = Product(model.num_classes, model.feature_width, ctx.device)
         last_stage = model.stage_names[-1]
@@ -204,7 +206,7 @@ class FedCR(Method):
         duration = Duration(train.local_epochs, "epochs")
         descent = descend(ctx, parameters, terms, lr=train.lr, duration=duration)
         return Update(
-            body_of(model),
+            extractor_of(model),
             descent.num_steps,
             descent.terms,
             extra=product.read(),

@@ -1,12 +1,13 @@
-"""FedDecorr, client half: the features' dimensions uncorrelated over the batch.
+"""FedDecorr: decorrelate the dimensions of the features over the batch (client half).
 
-Source: Shi et al., "Towards Understanding and Mitigating Dimensional Collapse in Heterogeneous
-Federated Learning", ICLR 2023, arXiv 2210.00226. Server half: the default weighted average. Kept
-between rounds: nothing. Symbols: z [n, d] what enters the classifier, n the batch size.
+Shi et al., "Towards Understanding and Mitigating Dimensional Collapse in Heterogeneous Federated
+Learning", ICLR 2023, arXiv 2210.00226.
+Aggregation: weighted average. Client state: none.
+z [n, d]: the classifier's input; n: the batch size.
 
-Default is the authors' code, with which their beta values were tuned: with x the standardised z,
-(1/n) times the mean over the d (d - 1) off-diagonal entries of (x'x)^2, that is (n-1)^2/n times the
-mean squared correlation. `form = "paper"` is (1/d^2) ||Corr||_F^2, about n times smaller.
+The default is the authors' code, with which their beta values were tuned: with x the standardised
+z, (1/n) times the mean over the d (d - 1) off-diagonal entries of (x'x)^2, that is (n-1)^2/n times
+the mean squared correlation. `form = "paper"` is (1/d^2) ||Corr||_F^2, about n times smaller.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from client_app.method import Batch, LocalObjective
+from client_app.objective import Batch, LocalObjective
 from models import StagedModel
 from protocol.options import at_least, one_of, option
 
@@ -54,11 +55,11 @@ class FedDecorr(LocalObjective):
         "code: off-diagonal mean; paper: (1/d^2) ||Corr||_F^2, about batch-size times smaller",
     )
 
-    def taps(self, model: StagedModel) -> list[str]:
-        """What enters the classifier."""
+    def layers(self, model: StagedModel) -> list[str]:
+        """The classifier's input."""
         return ["features"]
 
     def penalty(self, batch: Batch) -> Tensor:
         """beta times the decorrelation loss."""
-        (z,) = batch.taps
+        (z,) = batch.reps
         return self.beta * decorrelation(z, self.form)

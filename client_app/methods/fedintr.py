@@ -1,9 +1,10 @@
-"""FedIntR, client half: every tap like the global model's, the taps weighed by how alike they are.
+"""FedIntR: contrast every layer's representation, weighted by its similarity (client half).
 
-Source: Tun et al., "Federated Learning with Intermediate Representation Regularization",
-BigComp 2023, arXiv 2210.15827; its equation numbers below.
-Server half: the default weighted average. Kept between rounds: the model this client ended with.
-Symbols: z^k = q_k(flatten(tap k)), k = 1..K, with q_k the projection head of tap k, in the model.
+Tun et al., "Federated Learning with Intermediate Representation Regularization", BigComp 2023,
+arXiv 2210.15827. Equation numbers refer to it.
+Aggregation: weighted average. Client state: the local model of the previous participation.
+z^k = q_k(flatten(output of stage k)), k = 1..K, with q_k the projection head of stage k, a part of
+the model.
 
 Where the text leaves a choice, this is the authors' code: the cosines are averaged over the batch
 before the formulas (`reduction = "sample"`: formulas for each sample, then the mean), and gradient
@@ -19,13 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.method import Batch, LocalObjective, ModelParts
+from client_app.method import ModelParts
+from client_app.objective import Batch, LocalObjective
 from models import StagedModel
 from protocol.options import at_least, more_than, one_of, option, true_or_false
 
 
 def cosines(z: Sequence[Tensor], z_other: Sequence[Tensor]) -> Tensor:
-    """sim of eq. (3) for every tap and sample, [K, B]; gradient for `z` only.
+    """sim of eq. (3) for every layer and sample, [K, B]. Gradient flows through `z` only.
 
     Element k of both is z^k of the same batch in two models, [B, d].
     """
@@ -39,7 +41,7 @@ def representation_losses(s_g: Tensor, s_p: Tensor, tau: float) -> Tensor:
 
 
 def similarity_weights(s_g: Tensor, tau: float) -> Tensor:
-    """alpha_k, eq. (4), [K, ...]: the more alike a tap is, the more it weighs; sum over k is 1."""
+    """alpha_k, eq. (4), [K, ...]: larger the more similar a layer is to the global model's."""
     return torch.softmax(s_g / tau, dim=0)
 
 
@@ -56,7 +58,7 @@ class FedIntR(LocalObjective):
     uses_global: ClassVar[bool] = True
     uses_previous: ClassVar[bool] = True
     keeps: ClassVar[str] = "its previous local model"
-    regularises: ClassVar[str] = "all stages, to the global model's, from its own previous"
+    regularises: ClassVar[str] = "all stages, towards the global, away from the previous model"
     paper: ClassVar[str] = "Tun et al. 2023 (FedIntR)"
     extra_forwards: ClassVar[str] = "2"
 
@@ -80,19 +82,19 @@ class FedIntR(LocalObjective):
         """A projection head q_k for every stage."""
         return ModelParts(projection_heads=True)
 
-    def taps(self, model: StagedModel) -> list[str]:
+    def layers(self, model: StagedModel) -> list[str]:
         """All stages of the network."""
         return list(model.regularised_stages)
 
-    def represent(self, model: StagedModel, taps: list[Tensor]) -> list[Tensor]:
+    def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
         """z^k, [B, 256] each, by the projection heads of `model` itself."""
-        named = zip(self.taps(model), taps, strict=True)
-        return [model.projection_heads[name](tap.flatten(1)) for name, tap in named]
+        named = zip(self.layers(model), outputs, strict=True)
+        return [model.projection_heads[name](h.flatten(1)) for name, h in named]
 
     def penalty(self, batch: Batch) -> Tensor:
         """mu sum_k alpha_k l_k, the second term of eq. (5)."""
-        z = self.represent(batch.round.model, batch.taps)
-        s_g, s_p = cosines(z, batch.reps_global), cosines(z, batch.reps_previous)  # [K, B]
+        s_g = cosines(batch.reps, batch.reps_global)  # [K, B]
+        s_p = cosines(batch.reps, batch.reps_previous)
         if self.reduction == "batch":
             s_g, s_p = s_g.mean(1), s_p.mean(1)  # [K]
         if self.layer_weights == "similarity":
@@ -102,6 +104,5 @@ class FedIntR(LocalObjective):
         if self.detach:
             alpha = alpha.detach()
         losses = representation_losses(s_g, s_p, self.tau)
-        return (
-            self.mu * (alpha * losses).sum(0).mean()
-        )  # sum over k, then mean over samples, if any
+        # sum over k, then, with `reduction = "sample"`, mean over samples
+        return self.mu * (alpha * losses).sum(0).mean()

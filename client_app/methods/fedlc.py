@@ -1,12 +1,14 @@
-"""FedLC, client half: cross entropy with a larger margin for the classes this client has fewer of.
+"""FedLC: cross entropy with a larger margin for classes with fewer samples (client half).
 
-Source: Zhang et al., "Federated Learning with Label Distribution Skew via Logits Calibration",
-ICML 2022, arXiv 2209.00189. Server half: the default weighted average. Kept between rounds:
-nothing. Symbols: z_c logits, n_c this client's samples of class c.
+Zhang et al., "Federated Learning with Label Distribution Skew via Logits Calibration", ICML 2022,
+arXiv 2209.00189.
+Aggregation: weighted average. Client state: none.
+z_c: logits; n_c: this client's samples of class c.
 
-Default as all public code: cross entropy of the calibrated logits a_c = z_c - tau n_c^(-1/4).
-`exclude-true = true` is the paper's loss, whose denominator leaves out the true class; it is
-unbounded below. A class that the client does not hold has margin infinity: no part in the loss.
+The default is that of all public code: cross entropy of the calibrated logits
+a_c = z_c - tau n_c^(-1/4). `exclude-true = true` is the paper's loss, whose denominator leaves out
+the true class; it is unbounded below. A class that the client does not hold has margin infinity
+and no part in the loss. Evaluation uses the logits as they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,20 +19,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.method import Batch, LocalObjective
+from client_app.objective import Batch, LocalObjective
+from client_app.round import RoundContext
 from protocol.options import at_least, option, true_or_false
 
 
-def calibrated(z: Tensor, label_counts: Tensor, tau: float) -> Tensor:
-    """a_c = z_c - tau n_c^(-1/4), [B, C], in float32; -inf for a class without samples.
+def margins(label_counts: Tensor, tau: float) -> Tensor:
+    """tau n_c^(-1/4), [C], in float32; infinity for a class without samples.
 
-    z [B, C], label_counts [C] whole numbers.
+    label_counts [C]: whole numbers.
     """
-    if tau == 0:
-        return z
-    return z.float() - tau * label_counts.clamp_min(1).float().pow(-0.25).masked_fill(
-        label_counts == 0, torch.inf
-    )
+    powers = label_counts.clamp_min(1).float().pow(-0.25)
+    return tau * powers.masked_fill(label_counts == 0, torch.inf)
+
+
+def calibrated(z: Tensor, margin: Tensor) -> Tensor:
+    """a_c = z_c - margin_c, [B, C], in float32. z [B, C], margin [C]."""
+    return z.float() - margin
 
 
 def loss_without_true_class(a: Tensor, y: Tensor) -> Tensor:
@@ -41,7 +46,7 @@ def loss_without_true_class(a: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FedLC(LocalObjective):
-    """Calibrated cross entropy; evaluation uses the logits as they are."""
+    """Calibrated cross entropy."""
 
     regularises: ClassVar[str] = "logits, by the client's own label counts"
     paper: ClassVar[str] = "Zhang et al. 2022"
@@ -56,18 +61,22 @@ class FedLC(LocalObjective):
     )
 
     def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
-        """The paper's loss has no other logit to hold against that of a client's only class."""
+        """Refuse clients of one class with the paper's loss, which then has no denominator."""
         alone = sorted(c for c, counts in label_counts.items() if sum(n > 0 for n in counts) == 1)
         if self.exclude_true and self.tau > 0 and alone:
             raise ValueError(
                 f"fedlc.exclude-true = true: {len(alone)} clients hold one class only, the first "
-                f"is {alone[0]}: the loss has nothing to hold against it; it has to be false"
+                f"is {alone[0]}: the loss has no other class to compare with; it has to be false"
             )
         return ""
 
+    def begin_round(self, ctx: RoundContext) -> Tensor:
+        """The client's margins, [C]."""
+        return margins(ctx.label_counts, self.tau)
+
     def supervised(self, batch: Batch) -> Tensor:
         """The calibrated loss, a scalar."""
-        a = calibrated(batch.logits, batch.round.label_counts, self.tau)
+        a = calibrated(batch.logits, batch.prepared) if self.tau else batch.logits
         if self.exclude_true:
             return loss_without_true_class(a, batch.y)
         return F.cross_entropy(a, batch.y)

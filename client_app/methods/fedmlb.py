@@ -1,8 +1,9 @@
-"""FedMLB, client half: local features must also work inside the frozen global network.
+"""FedMLB: local features must also work inside the frozen global network (client half).
 
-Source: Kim, Kim, Han, "Multi-Level Branched Regularization for Federated Learning", ICML 2022,
-arXiv 2207.06936. Server half: the default weighted average. Kept between rounds: nothing.
-Symbols: p logits of the local network, q_j logits of pathway j: local stages 1..j, then the global
+Kim, Kim, Han, "Multi-Level Branched Regularization for Federated Learning", ICML 2022,
+arXiv 2207.06936.
+Aggregation: weighted average. Client state: none.
+p: logits of the local network; q_j: logits of pathway j, local stages 1..j, then the global
 network's stages j+1..L and its classifier; M pathways, one for every stage.
 
 The global weights are frozen, but gradient flows through them into the local features. As in the
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.method import Batch, LocalObjective
+from client_app.objective import Batch, LocalObjective
 from models import StagedModel
 from protocol.options import at_least, more_than, option, true_or_false
 
@@ -43,7 +44,7 @@ class FedMLB(LocalObjective):
     """Hybrid pathways through the global network."""
 
     uses_global_model: ClassVar[bool] = True
-    regularises: ClassVar[str] = "all stages, through the global network behind them"
+    regularises: ClassVar[str] = "all stages, through the rest of the global network"
     paper: ClassVar[str] = "Kim et al. 2022"
     extra_forwards: ClassVar[str] = "M partial ones, with backward"
 
@@ -60,16 +61,16 @@ class FedMLB(LocalObjective):
         source="authors' code: false",
     )
 
-    def taps(self, model: StagedModel) -> list[str]:
-        """Every stage: M cut points."""
+    def layers(self, model: StagedModel) -> list[str]:
+        """Every stage: M pathways."""
         return list(model.regularised_stages)
 
     def penalty(self, batch: Batch) -> Tensor:
         """lambda1 times the hybrid cross entropy plus lambda2 times the divergence."""
         network = batch.global_model
         assert network is not None
-        stages = self.taps(network)
-        q = [network.resume(tap, after=s) for s, tap in zip(stages, batch.taps, strict=True)]
+        stages = self.layers(network)
+        q = [network.resume(h, after=s) for s, h in zip(stages, batch.reps, strict=True)]
         targets = [q_j.detach() for q_j in q] if self.detach_target else q
         divergence = pathway_divergence(targets, batch.logits, self.temperature)
         return self.lambda1 * hybrid_cross_entropy(q, batch.y) + self.lambda2 * divergence

@@ -1,10 +1,11 @@
-"""FedNTD, client half: keep what the global model says of the classes that are not the true one.
+"""FedNTD: distil the global model's distribution over the not-true classes (client half).
 
-Source: Lee et al., "Preservation of the Global Knowledge by Not-True Distillation in Federated
-Learning", NeurIPS 2022, arXiv 2106.03097. Server half: the default weighted average. Kept between
-rounds: nothing. Symbols: z, z_g logits of the local and the global model, y the true class.
+Lee et al., "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning",
+NeurIPS 2022, arXiv 2106.03097.
+Aggregation: weighted average. Client state: none.
+z, z_g: logits of the local and the global model; y: the true class.
 
-Default: CE + beta tau^2 KL, the paper's. `convex = true` is (1 - beta) CE + beta KL with tau 1
+The default is the paper's CE + beta tau^2 KL. `convex = true` is (1 - beta) CE + beta KL with tau 1
 and no tau^2, the code behind FedRCL's tables (there beta = 0.3).
 """
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.method import Batch, LocalObjective
+from client_app.objective import Batch, LocalObjective
 from models import StagedModel
 from protocol.options import at_least, more_than, option, true_or_false
 
@@ -24,13 +25,13 @@ def not_true(z: Tensor, y: Tensor) -> Tensor:
     """The logits without the true class's, [B, C] -> [B, C - 1]."""
     batch, classes = z.shape
     others = torch.arange(classes - 1, device=z.device).expand(batch, -1)
-    return z.gather(1, others + (others >= y[:, None]).long())  # no mask: its size would be awaited
+    return z.gather(1, others + (others >= y[:, None]).long())  # a mask would wait for the device
 
 
 def not_true_divergence(z: Tensor, z_g: Tensor, y: Tensor, tau: float) -> Tensor:
     """KL(q_g || q_l) over the not-true classes, a scalar: sum over classes, mean over the batch.
 
-    z and z_g [B, C] of the same batch, y [B]; only `z` carries gradient.
+    z and z_g [B, C] of the same batch, y [B]. Gradient flows through `z` only.
     """
     log_q_l = F.log_softmax(not_true(z, y) / tau, dim=1)
     q_g = F.softmax(not_true(z_g.detach(), y) / tau, dim=1)
@@ -42,7 +43,7 @@ class FedNTD(LocalObjective):
     """Not-true distillation from the global model."""
 
     uses_global: ClassVar[bool] = True
-    regularises: ClassVar[str] = "not-true logits, to the global model's"
+    regularises: ClassVar[str] = "not-true logits, towards the global model's"
     paper: ClassVar[str] = "Lee et al. 2022"
     extra_forwards: ClassVar[str] = "1"
 
@@ -55,14 +56,14 @@ class FedNTD(LocalObjective):
     )
 
     def __post_init__(self) -> None:
-        """Refuse a convex form that is none: nothing, or less, would be left of cross entropy."""
+        """Refuse a convex form whose weight of cross entropy, 1 - beta, would not be positive."""
         if self.convex and self.beta >= 1:
             raise ValueError(
                 f"fedntd.beta = {self.beta!r} with fedntd.convex = true: cross entropy is weighted "
-                "by 1 - beta, so it has to be below 1; FedRCL's tables have 0.3"
+                "by 1 - beta, so beta has to be below 1; FedRCL's tables use 0.3"
             )
 
-    def taps(self, model: StagedModel) -> list[str]:
+    def layers(self, model: StagedModel) -> list[str]:
         """The logits."""
         return ["logits"]
 

@@ -1,15 +1,17 @@
-"""FedPAC, client half: features near the global class prototypes, a head mixed from all clients'.
+"""FedPAC: align features to global class prototypes, mix all clients' heads (client half).
 
-Source: Xu, Tong, Huang, "Personalized Federated Learning with Feature Alignment and Classifier
+Xu, Tong, Huang, "Personalized Federated Learning with Feature Alignment and Classifier
 Collaboration", ICLR 2023, arXiv 2306.11867. Server half: strategies/fedpac.py, which averages
-bodies and prototypes and mixes the heads. Kept between rounds: the head. Symbols: f features (what
-enters the head), p(k) this client's class frequencies, mu_k its class mean features, h[k] = p(k)
-mu_k, v the variance of h.
+prototypes and mixes the heads.
+Aggregation: weighted average of the extractors. Client state: the head.
+f: features (the head's input); p(k): this client's class frequencies; mu_k: its class mean
+features; h[k] = p(k) mu_k; v: the variance of h.
 
-Each round, with the received body: h and v; one epoch of the head at `head-lr`; `body-epochs` of
-the body on CE + lambda MSE(f, t_y), t_y the global prototype of the label, or where there is none
-this client's own mean before training; nothing in the first round. MSE is over batch and features,
-as the authors' code. Then the class means with the trained model.
+Each round, with the received extractor: h and v; one epoch of the head at `head-lr`;
+`extractor-epochs` of the extractor on CE + lambda MSE(f, t_y), with t_y the global prototype of the
+label, or this client's own mean before training where there is none; no alignment in the first
+round. MSE is over batch and features, as in the authors' code. Then the class means with the
+trained model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.method import Arrays, Method, Update
-from client_app.parts import body_of, head_of, train_part
+from client_app.method import Method, Update
 from client_app.prototypes import class_means, class_sums
 from client_app.round import RoundContext
 from client_app.samples import Step
+from client_app.split_model import extractor_of, head_of, train_part
 from client_app.trainer import Duration, descend
 from models import StagedModel
+from protocol.messages import Arrays
 from protocol.options import at_least, more_than, option
 
 
@@ -56,7 +59,7 @@ class FedPAC(Method):
     has_own_server_half: ClassVar[bool] = True
     shared_part: ClassVar[str] = "extractor"
     keeps: ClassVar[str] = "its head"
-    regularises: ClassVar[str] = "classifier's input, to the global class prototypes"
+    regularises: ClassVar[str] = "classifier's input, towards the global class prototypes"
     paper: ClassVar[str] = "Xu et al. 2023"
     extra_forwards: ClassVar[str] = "3 a round over all samples"
 
@@ -64,10 +67,10 @@ class FedPAC(Method):
         at_least(0), "weight of the feature alignment", source="authors' code: 1", key="lambda"
     )
     head_lr: float = option(more_than(0), "learning rate of the head", source="authors' code: 0.1")
-    body_epochs: int = option(at_least(0), "epochs on the extractor in each round")
+    extractor_epochs: int = option(at_least(0), "epochs on the extractor in each round")
 
     def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
-        """Clients that lack classes: their rows of h are zero, their targets the others' alone."""
+        """Warn of clients that lack classes: their rows of h are zero."""
         lacking = {c: sum(n == 0 for n in counts) for c, counts in sorted(label_counts.items())}
         named = [f"{client} ({n})" for client, n in lacking.items() if n]
         if not named:
@@ -79,14 +82,14 @@ class FedPAC(Method):
         )
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
-        """The received body under the head that the server mixed for this client, or its own."""
+        """The received extractor and the head that the server mixed for this client, or its own."""
         head = {k: v.to(ctx.device) for k, v in state.get("head", {}).items()}
         mixed = {k[5:]: v for k, v in ctx.extra.items() if k.startswith("head.")}
         ctx.model.load_state_dict(ctx.initial_weights() | ctx.received | head | mixed)
         return ctx.model
 
     def train(self, ctx: RoundContext) -> Update:
-        """Statistics, head, body, class means."""
+        """Statistics, head, extractor, class means."""
         model, train = self.personal_model(ctx, ctx.state), ctx.config.train
         sums, counts = class_sums(model, ctx.train_samples)
         own_means = class_means(sums, counts)
@@ -107,15 +110,21 @@ class FedPAC(Method):
                 losses["penalty"] = self.lambda_ * F.mse_loss(features, t[step.y])
             return losses
 
-        duration = Duration(self.body_epochs, "epochs")
-        body = descend(ctx, list(model.stages.parameters()), terms, lr=train.lr, duration=duration)
+        duration = Duration(self.extractor_epochs, "epochs")
+        parameters = list(model.stages.parameters())
+        extractor = descend(ctx, parameters, terms, lr=train.lr, duration=duration)
         trained_sums, _ = class_sums(model, ctx.train_samples)
-        mine = head_of(model)
-        extra = {f"head.{name}": array for name, array in mine.items()}
+        own_head = head_of(model)
+        extra = {f"head.{name}": array for name, array in own_head.items()}
         extra |= {"h": h, "v": v.reshape(1), "means": class_means(trained_sums, counts)}
-        num_steps = head.num_steps + body.num_steps
         extra["counts"] = counts
-        return Update(body_of(model), num_steps, body.terms, extra=extra, state={"head": mine})
+        return Update(
+            extractor_of(model),
+            head.num_steps + extractor.num_steps,
+            extractor.terms,
+            extra=extra,
+            state={"head": own_head},
+        )
 
 
 @torch.no_grad()

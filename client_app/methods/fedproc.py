@@ -1,9 +1,10 @@
-"""FedProc, client half: features near their class's global prototype, less and less so.
+"""FedProc: contrast features with global class prototypes, less and less so (client half).
 
-Source: Mu et al., "FedProc: Prototypical Contrastive Federated Learning on Non-IID Data", FGCS 143
-(2023), arXiv 2109.12273. Server half: strategies/fedproc.py, which averages the prototypes. Kept
-between rounds: nothing. Symbols: z a sample's 256 projected features, of length 1, which the
-classifier acts on; c_k the prototype of class k, of length 1; t = 0, 1, ... the round, T the total.
+Mu et al., "FedProc: Prototypical Contrastive Federated Learning on Non-IID Data", FGCS 143 (2023),
+arXiv 2109.12273. Server half: strategies/fedproc.py, which averages the prototypes.
+Aggregation: weighted average. Client state: none.
+z: a sample's 256 projected features, of unit length, which the classifier acts on; c_k: the
+prototype of class k, of unit length; t = 0, 1, ...: the round; T: the number of rounds.
 
 As the authors' code: no temperature, loss a_t CE + (1 - a_t) GPC with a_t = min(1, t / T), CE alone
 at t = 0. T is the run's number of rounds (their code has 100). Prototypes come from the trained
@@ -17,19 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.method import Arrays, Batch, LocalObjective, ModelParts, Update
+from client_app.method import ModelParts, Update
+from client_app.objective import Batch, LocalObjective, train_on_objective
 from client_app.prototypes import class_sums
 from client_app.round import RoundContext
-from client_app.trainer import train_on_objective
 from models import StagedModel
+from protocol.messages import Arrays
 
 
 def prototype_contrast(z: Tensor, y: Tensor, c: Tensor) -> Tensor:
     """GPC, a scalar: mean over the batch of -log( e^{z.c_y} / sum_k e^{z.c_k} ).
 
-    z [B, d] of length 1, y [B], c [C, d] prototypes of any length, constants. A class without a
-    prototype (a row of zeros) is left out of the sum, and its samples out of the mean; without any
-    sample left it is 0.
+    z [B, d] of unit length, y [B], c [C, d] prototypes of any length, constants. A class without a
+    prototype (a row of zeros) is left out of the sum, and its samples out of the mean; 0 if no
+    sample is left.
     """
     known = c.norm(dim=1) > 0  # [C]
     logits = (z @ F.normalize(c.detach(), dim=1).T).masked_fill(~known, -torch.inf)
@@ -49,7 +51,7 @@ class FedProc(LocalObjective):
     """Contrast with the global class prototypes."""
 
     has_own_server_half: ClassVar[bool] = True
-    regularises: ClassVar[str] = "projected features, to the global class prototypes"
+    regularises: ClassVar[str] = "projected features, towards the global class prototypes"
     paper: ClassVar[str] = "Mu et al. 2023"
     extra_forwards: ClassVar[str] = "1 a round over all samples"
 
@@ -61,25 +63,26 @@ class FedProc(LocalObjective):
         """The classifier acts on a projection of length 1."""
         return ModelParts(projection="mlp-normalised")
 
-    def taps(self, model: StagedModel) -> list[str]:
-        """What enters the classifier."""
+    def layers(self, model: StagedModel) -> list[str]:
+        """The classifier's input."""
         return ["features"]
+
+    def begin_round(self, ctx: RoundContext) -> float:
+        """a_t of this round."""
+        return schedule(ctx.round - 1, ctx.config.rounds.num_rounds)
 
     def supervised(self, batch: Batch) -> Tensor:
         """a_t CE."""
-        return self.weight(batch.round) * F.cross_entropy(batch.logits, batch.y)
+        a_t: float = batch.prepared
+        return a_t * F.cross_entropy(batch.logits, batch.y)
 
     def penalty(self, batch: Batch) -> Tensor | None:
         """(1 - a_t) GPC."""
-        (z,) = batch.taps
-        weight = 1 - self.weight(batch.round)
+        (z,) = batch.reps
+        weight: float = 1 - batch.prepared
         if weight == 0:
             return None
-        return weight * prototype_contrast(z, batch.y, batch.round.extra["prototypes"])
-
-    def weight(self, ctx: RoundContext) -> float:
-        """a_t of this round."""
-        return schedule(ctx.round - 1, ctx.config.rounds.num_rounds)
+        return weight * prototype_contrast(z, batch.y, batch.ctx.extra["prototypes"])
 
     def train(self, ctx: RoundContext) -> Update:
         """Local training, then this client's class sums with the model it ends with."""

@@ -1,10 +1,10 @@
-"""FedProx, client half: stay near the weights that the server sent.
+"""FedProx: keep the weights near those that the server sent (client half).
 
-Source: Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020,
-arXiv 1812.06127, eq. (2): h(w; w_g) = F(w) + (mu / 2) ||w - w_g||^2.
-Server half: the default weighted average. Kept between rounds: nothing.
-Departs from the paper in one thing: every client does all its local steps (no gamma-inexactness).
-`half = false` is the code behind FedRCL's tables: mu ||w - w_g||^2, as strong as twice the mu here.
+Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, arXiv 1812.06127,
+eq. (2): h(w; w_g) = F(w) + (mu / 2) ||w - w_g||^2.
+Aggregation: weighted average. Client state: none.
+Difference to the paper: every client completes its local steps (no gamma-inexactness).
+`half = false` is the code behind FedRCL's tables: mu ||w - w_g||^2.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from typing import ClassVar
 from torch import Tensor
 
 from client_app.drift import drift_from
-from client_app.method import Batch, LocalObjective
+from client_app.objective import Batch, LocalObjective
 from protocol.options import at_least, option, true_or_false
 
 
 @dataclass(frozen=True)
 class FedProx(LocalObjective):
-    """Weights, but not buffers, kept near the global model's."""
+    """Proximal term on the parameters, but not on buffers."""
 
     regularises: ClassVar[str] = "all weights, to the global model's"
     paper: ClassVar[str] = "Li et al. 2020"
@@ -32,6 +32,6 @@ class FedProx(LocalObjective):
     )
 
     def penalty(self, batch: Batch) -> Tensor:
-        """(mu / 2) ||w - w_g||^2; without `half` mu ||w - w_g||^2."""
-        distance = drift_from(batch.round.model, batch.round.received)
+        """(mu / 2) ||w - w_g||^2, eq. (2); mu ||w - w_g||^2 without `half`."""
+        distance = drift_from(batch.ctx.model, batch.ctx.received)
         return (self.mu / 2 if self.half else self.mu) * distance

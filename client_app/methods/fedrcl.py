@@ -1,16 +1,17 @@
-"""FedRCL, client half: features of one class alike, but at no level more alike than lambda.
+"""FedRCL: supervised contrast at every level, with a penalty on collapse (client half).
 
-Source: Seo, Kim, Kim, Han, "Relaxed Contrastive Learning for Federated Learning", CVPR 2024,
-arXiv 2401.04928; its equation numbers below.
-Server half: the plain mean (`weighting = "uniform"`). Kept between rounds: nothing, and no frozen
-model is needed. Symbols: phi_l(x) tap l, pooled and of length 1; s_ij = <phi(x_i), phi(x_j)>;
-positives of anchor i: the other samples of its class; lambda is the option `threshold`.
+Seo, Kim, Kim, Han, "Relaxed Contrastive Learning for Federated Learning", CVPR 2024,
+arXiv 2401.04928. Equation numbers refer to it.
+Aggregation: uniform average. Client state: none; no frozen model either.
+phi_l(x): the output of level l, averaged over positions and scaled to unit length;
+s_ij = <phi(x_i), phi(x_j)>; the positives of anchor i are the other samples of its class; lambda is
+the option `threshold`.
 
-`mining = "all"` is eq. (5), but for its sum over positives, which is a mean here. `mining = "hard"`
-is the authors' code, the source of their tables: of the positives only the least similar one (the
-anchor itself if it has none), of the rest only the two most similar of other classes; mean over all
-anchors. `beta = 0` is FedSCL, eq. (2); `levels = "last"` the ablation of Table 4. `pre-activation`
-takes each level before its closing ReLU, as the authors' code does; the text does not say.
+`mining = "all"` is eq. (5), with a mean over positives instead of its sum. `mining = "hard"` is the
+authors' code, the source of their tables: the least similar positive only (the anchor itself if it
+has none), the two most similar samples of other classes only, mean over all anchors. `beta = 0` is
+FedSCL, eq. (2); `levels = "last"` the ablation of Table 4. `pre-activation` takes each level before
+its closing ReLU, as the authors' code does; the text does not say.
 """
 
 from collections.abc import Callable
@@ -20,19 +21,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from client_app.method import Batch, LocalObjective
+from client_app.objective import Batch, LocalObjective
+from client_app.similarity import unit_features
 from models import StagedModel
 from protocol.options import at_least, between, more_than, one_of, option, true_or_false
-
-
-def unit_features(tap: Tensor) -> Tensor:
-    """phi: [B, C, ...] averaged over positions and scaled to length 1, [B, C].
-
-    A row of zeros stays one, with gradient 0.
-    """
-    phi = tap.flatten(2).mean(2) if tap.ndim > 2 else tap
-    length = phi.norm(dim=1, keepdim=True)
-    return torch.where(length > 0, phi / torch.where(length > 0, length, 1.0), 0.0)
 
 
 def log_sum_with_one(s: Tensor, tau: float) -> Tensor:
@@ -47,7 +39,7 @@ def log_sum_with_one(s: Tensor, tau: float) -> Tensor:
 def rcl_all(phi: Tensor, y: Tensor, tau: float, threshold: float, beta: float) -> Tensor:
     """L_RCL, eq. (5), a scalar: mean over the positives of an anchor, then over anchors with any.
 
-    phi [B, C] of length 1, y [B]. Without a positive in the batch 0, with gradient 0.
+    phi [B, C] of unit length, y [B]. 0, with gradient 0, without a positive in the batch.
     """
     s = phi @ phi.T  # [B, B]
     is_other = ~torch.eye(len(y), dtype=torch.bool, device=y.device)  # k != i
@@ -64,9 +56,9 @@ def rcl_all(phi: Tensor, y: Tensor, tau: float, threshold: float, beta: float) -
 
 
 def rcl_hard(phi: Tensor, y: Tensor, tau: float, threshold: float, beta: float) -> Tensor:
-    """As the authors' code, a scalar: eq. (5) with mined pairs, mean over all anchors.
+    """Eq. (5) with mined pairs, as the authors' code, a scalar: mean over all anchors.
 
-    phi [B, C] of length 1, y [B]. A batch of one class meets the divergence penalty alone.
+    phi [B, C] of unit length, y [B]. In a batch of one class only the divergence penalty acts.
     """
     s = phi @ phi.T  # [B, B]
     is_same = y[:, None] == y
@@ -85,8 +77,8 @@ MINING: dict[str, Callable[[Tensor, Tensor, float, float, float], Tensor]] = {
 }
 
 
-def level_taps(model: StagedModel, levels: str, pre_activation: bool) -> list[str]:
-    """The taps that are levels: all stages or the last, before their activation or after it."""
+def level_layers(model: StagedModel, levels: str, pre_activation: bool) -> list[str]:
+    """The layers that are levels: all stages or the last, before or after their activation."""
     stages = model.regularised_stages if levels == "all" else model.regularised_stages[-1:]
     return [f"{stage}:pre" if pre_activation else stage for stage in stages]
 
@@ -96,7 +88,7 @@ class FedRCL(LocalObjective):
     """Supervised contrast within the batch, at every level, with a penalty on collapse."""
 
     default_weighting: ClassVar[str] = "uniform"
-    regularises: ClassVar[str] = "all stages, of each other's samples in the batch"
+    regularises: ClassVar[str] = "all stages, samples of a batch against each other"
     paper: ClassVar[str] = "Seo et al. 2024 (FedRCL)"
 
     tau: float = option(more_than(0), "temperature", source="eq. (5); the paper: 0.05")
@@ -116,15 +108,16 @@ class FedRCL(LocalObjective):
         true_or_false(), "representations before the closing ReLU", source="authors' code"
     )
 
-    def taps(self, model: StagedModel) -> list[str]:
-        """All stages or the last, before their activation or after it."""
-        return level_taps(model, self.levels, self.pre_activation)
+    def layers(self, model: StagedModel) -> list[str]:
+        """All stages or the last, before or after their activation."""
+        return level_layers(model, self.levels, self.pre_activation)
+
+    def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
+        """phi_l, [B, C] each."""
+        return [unit_features(z) for z in outputs]
 
     def penalty(self, batch: Batch) -> Tensor:
         """(1/L) sum_l L_RCL(phi_l), section 4.4."""
         rcl = MINING[self.mining]
-        levels = [
-            rcl(unit_features(tap), batch.y, self.tau, self.threshold, self.beta)
-            for tap in batch.taps
-        ]
-        return torch.stack(levels).mean()
+        losses = [rcl(phi, batch.y, self.tau, self.threshold, self.beta) for phi in batch.reps]
+        return torch.stack(losses).mean()

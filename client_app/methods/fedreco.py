@@ -1,14 +1,14 @@
-"""FedReCo, client half: consensus of the clients' representations, nothing else is shared.
+"""FedReCo: consensus of the clients' representations; nothing else is shared (client half).
 
-Source: "Consensus Optimization at Representation", Algorithm 1; its equation numbers below.
-Server half: strategies/fedreco.py, which holds u_0 and steps on the mean of the clients' g_i.
-Kept between rounds: this client's whole model (u_i, v_i); losing it loses the personal model.
-Symbols: u_i extractor and v_i head of this client, u_0 the shared extractor, h the representation.
+"Consensus Optimization at Representation", Algorithm 1. Equation numbers refer to it. Server half:
+strategies/fedreco.py, which holds u_0 and steps on the mean of the clients' g_i.
+Client state: the whole model (u_i, v_i); losing it loses the personal model.
+u_i: extractor of this client; v_i: its head; u_0: the shared extractor; h: the representation.
 
-Only u_0's shape travels, so u_i may be any architecture whose representation is as wide.
+Only u_0's shape travels, so u_i may be any architecture whose representation has the same width.
 Momentum and weight decay of the run's config apply to the steps on u_i and v_i; with both 0 they
-are eqs. (6) and (7). Its preset has momentum 0.9: the paper's rates and batch size are in an
-appendix that is not public, and plain steps at the rates tried were too slow.
+are eqs. (6) and (7). The preset uses momentum 0.9: the paper's learning rates and batch size are in
+an appendix that is not public, and plain steps at the learning rates tried were too slow.
 """
 
 from collections.abc import Mapping
@@ -20,17 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from client_app.feature_cache import FrozenFeatureCache
-from client_app.method import Arrays, Method, Update
+from client_app.method import Method, Update
 from client_app.privacy import privatise
 from client_app.round import RoundContext
 from client_app.samples import Step
 from client_app.trainer import Duration, copy_of, descend
 from models import StagedModel
+from protocol.messages import Arrays
 from protocol.options import any_text, at_least, duration, option, parse_duration
 
 
 def representation_distance(h: Tensor, h_0: Tensor) -> Tensor:
-    """H_i of one batch, eq. (5), a scalar: squared distance, mean over samples, sum over entries.
+    """H_i of one batch, eq. (5), a scalar: squared distance, sum over entries, mean over samples.
 
     h and h_0 [B, ...]: representations of the same samples under u_i and u_0, equally wide.
     """
@@ -55,23 +56,23 @@ class Extractor(nn.Module):
             self.stages[name] = stage
             if name == split:
                 break
-        self.neck = model.neck if split == model.stage_names[-1] else nn.Identity()
+        self.to_features = model.to_features if split == model.stage_names[-1] else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """The representation of x [B, C, H, W], [B, ...]."""
         for stage in self.stages.values():
             x = stage(x)
-        out: Tensor = self.neck(x)
+        out: Tensor = self.to_features(x)
         return out.float()  # bfloat16 under `precision = "bf16"`
 
     def representation(self, x: Tensor) -> list[Tensor]:
-        """The same, as `FrozenFeatureCache` wants it."""
+        """The same, as a list for `FrozenFeatureCache`."""
         return [self(x)]
 
 
 @dataclass(frozen=True)
 class FedReCo(Method):
-    """Options of FedReCo, and its client's round."""
+    """Consensus at the representation."""
 
     is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
@@ -85,7 +86,7 @@ class FedReCo(Method):
     has_own_server_half: ClassVar[bool] = True
     default_weighting: ClassVar[str] = "uniform"
     keeps: ClassVar[str] = "its whole model (u_i, v_i)"
-    regularises: ClassVar[str] = "representation at the split, to u_0's"
+    regularises: ClassVar[str] = "representation at the split, towards u_0's"
     paper: ClassVar[str] = "FedReCo"
     extra_forwards: ClassVar[str] = "1"
 
@@ -101,29 +102,29 @@ class FedReCo(Method):
     k_u: str = option(duration(), "steps on u_i in each round", source="Algorithm 1; 1 epoch")
     k_v: str = option(duration(), "steps on v_i in each round", source="Algorithm 1; 1 epoch")
 
-    def split_of(self, model: StagedModel) -> str:
-        """The last stage of the extractor: the split asked for, or all but the classifier."""
+    def split_stage(self, model: StagedModel) -> str:
+        """The last stage of the extractor: `split`, or all stages."""
         return self.split or model.stage_names[-1]
 
     def own_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
-        """(u_i, v_i): as kept; at first contact u_i = u_0 where that fits, v_i from the seed."""
+        """(u_i, v_i); initially u_i = u_0 where that fits, and v_i from the run's seed."""
         model = ctx.model
         if "model" in state:
             model.load_state_dict(state["model"])
             return model
         model.load_state_dict(ctx.initial_weights())
         if model.name == ctx.config.model.model:
-            Extractor(model, self.split_of(model)).load_state_dict(ctx.received)
+            Extractor(model, self.split_stage(model)).load_state_dict(ctx.received)
         return model
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
-        """This client's own model; nothing of the server's."""
+        """(u_i, v_i)."""
         return self.own_model(ctx, state)
 
     def train(self, ctx: RoundContext) -> Update:
         """Algorithm 1, lines 6 to 18."""
         model = self.own_model(ctx, ctx.state).train().requires_grad_(True)
-        split = self.split_of(model)
+        split = self.split_stage(model)
         u_i, u_0 = Extractor(model, split), self.shared_extractor(ctx)
         u = list(u_i.parameters())
         in_u = {id(p) for p in u}
@@ -149,22 +150,23 @@ class FedReCo(Method):
 
         u_i.eval()
         head = descend(ctx, v, head_terms, lr=self.eta_v, duration=k_v, stream="head")
-        model.eval()  # v_i is fixed: its norms' statistics too
+        model.eval()  # v_i is fixed, its norm statistics included
         u_i.train()
-        body = descend(ctx, u, extractor_terms, lr=self.eta_u, duration=k_u, stream="extractor")
+        extractor = descend(
+            ctx, u, extractor_terms, lr=self.eta_u, duration=k_u, stream="extractor"
+        )
 
         step = next(ctx.batches("release"))
         with torch.no_grad():
             h = u_i.eval()(step.x)
         g_i = consensus_gradient(u_0.requires_grad_(True), step.x, h)  # line 18
-        num_steps = head.num_steps + body.num_steps
+        num_steps = head.num_steps + extractor.num_steps
         state = {"model": copy_of(model)}
-        return Update(privatise(g_i, ctx), num_steps, body.terms, state=state)
+        return Update(privatise(g_i, ctx), num_steps, extractor.terms, state=state)
 
     def shared_extractor(self, ctx: RoundContext) -> Extractor:
         """u_0 as received, in eval mode and without gradient."""
-        config = ctx.config
-        shared = ctx.worker.network(config, ctx.data, config.model.model, "global", ctx.device)
-        u_0 = Extractor(shared, self.split_of(shared))
+        shared = ctx.network("global", ctx.config.model.model)
+        u_0 = Extractor(shared, self.split_stage(shared))
         u_0.load_state_dict(ctx.received)
         return u_0.eval().requires_grad_(False)

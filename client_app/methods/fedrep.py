@@ -1,28 +1,30 @@
-"""FedRep, client half: one body for all, a head of its own for each client.
+"""FedRep: a shared feature extractor, and a head of its own for each client (client half).
 
-Source: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning",
-ICML 2021, arXiv 2102.07078, Algorithm 1. Server half: strategies/body.py, which averages the bodies
-(by examples, as the authors' code; `weighting = "uniform"` is the paper). Kept between rounds: the
-head. Each round: the received body; `head-epochs` on the head, then `body-epochs` on the body.
+Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021,
+arXiv 2102.07078, Algorithm 1.
+Aggregation: weighted average of the extractors, by examples as in the authors' code
+(`weighting = "uniform"` is the paper). Client state: the head.
 
-FedReCo's tables train 1 + 1 epochs, FedRep's own 10 + 1. `final-head-epochs` tunes the head after
-the last round, as the authors' code does with 10. All heads begin the same, from the run's seed.
+Each round: the received extractor; `head-epochs` on the head, then `extractor-epochs` on the
+extractor. FedReCo's tables train 1 + 1 epochs, FedRep's own 10 + 1. `final-head-epochs` tunes the
+head after the last round, as the authors' code does with 10. All heads start from the run's seed.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from client_app.method import Arrays, Method, Update
-from client_app.parts import body_of, fine_tune, head_of, train_part, under_own_head
+from client_app.method import Method, Update
 from client_app.round import RoundContext
+from client_app.split_model import extractor_of, fine_tune, head_of, train_part, with_own_head
 from models import StagedModel
+from protocol.messages import Arrays
 from protocol.options import at_least, option
 
 
 @dataclass(frozen=True)
 class FedRep(Method):
-    """Alternating head and body."""
+    """Alternating training of head and extractor."""
 
     is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
@@ -37,26 +39,27 @@ class FedRep(Method):
         "epochs on the head in each round",
         source="10 in FedRep's tables, 1 in FedReCo's",
     )
-    body_epochs: int = option(at_least(0), "epochs on the extractor in each round")
+    extractor_epochs: int = option(at_least(0), "epochs on the extractor in each round")
     final_head_epochs: int = option(
         at_least(0), "epochs on the head after the last round", source="authors' code: 10"
     )
 
     def depends_on_num_rounds(self) -> bool:
-        """The last round is another one if its heads are tuned."""
+        """The last round tunes the heads with `final-head-epochs`."""
         return self.final_head_epochs > 0
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
-        """The same, its head tuned after the last round if asked for."""
-        model = under_own_head(ctx, state)
+        """The received extractor and its own head, tuned after the last round if so configured."""
+        model = with_own_head(ctx, state)
         if ctx.round == ctx.config.rounds.num_rounds and self.final_head_epochs:
             fine_tune(ctx, model, "head", self.final_head_epochs, ctx.config.train.lr)
         return model
 
     def train(self, ctx: RoundContext) -> Update:
-        """Head, then body, each with an optimiser of its own."""
-        model, lr = under_own_head(ctx, ctx.state), ctx.config.train.lr
+        """Head, then extractor, each with an optimizer of its own."""
+        model, lr = with_own_head(ctx, ctx.state), ctx.config.train.lr
         head = train_part(ctx, model, "head", self.head_epochs, lr, stream="head")
-        body = train_part(ctx, model, "body", self.body_epochs, lr, stream="batches")
-        num_steps = head.num_steps + body.num_steps
-        return Update(body_of(model), num_steps, body.terms, state={"head": head_of(model)})
+        extractor = train_part(ctx, model, "extractor", self.extractor_epochs, lr, stream="batches")
+        num_steps = head.num_steps + extractor.num_steps
+        state = {"head": head_of(model)}
+        return Update(extractor_of(model), num_steps, extractor.terms, state=state)

@@ -1,8 +1,8 @@
-"""FedAvg + FitNet, client half: pooled features of every level near the global model's.
+"""FedAvg + FitNet: pooled features of every level near the global model's (client half).
 
-Source: Romero et al., "FitNets: Hints for Thin Deep Nets", ICLR 2015, arXiv 1412.6550, eq. (3),
-with the received global model as the teacher, as FedRCL's tables compare it.
-Server half: the default weighted average. Kept between rounds: nothing.
+Romero et al., "FitNets: Hints for Thin Deep Nets", ICLR 2015, arXiv 1412.6550, eq. (3), with the
+received global model as the teacher, as FedRCL's tables compare it.
+Aggregation: weighted average. Client state: none.
 
 FedRCL publishes no FitNet configuration. This is the generic feature distillation of its released
 client: teacher and student have one architecture, so there is no regressor and no 1/2; the mean
@@ -17,20 +17,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from client_app.method import Batch, LocalObjective
+from client_app.objective import Batch, LocalObjective
+from client_app.similarity import pooled
 from models import StagedModel
 from protocol.options import at_least, option, true_or_false
-
-
-def pooled(tap: Tensor) -> Tensor:
-    """A tap [B, C, ...] averaged over positions, [B, C]."""
-    return tap.flatten(2).mean(2) if tap.ndim > 2 else tap
 
 
 def feature_distance(f: Sequence[Tensor], f_g: Sequence[Tensor]) -> Tensor:
     """FD, a scalar: mean square over batch and entries, then mean over levels.
 
-    Element l of both is level l of the same batch, [B, ...]; only `f` carries gradient.
+    Element l of both is level l of the same batch, [B, ...]. Gradient flows through `f` only.
     """
     pairs = zip(f, f_g, strict=True)
     return torch.stack([(a - b.detach()).square().mean() for a, b in pairs]).mean()
@@ -41,7 +37,7 @@ class FitNet(LocalObjective):
     """Feature distillation from the global model."""
 
     uses_global: ClassVar[bool] = True
-    regularises: ClassVar[str] = "all stages and the logits, to the global model's"
+    regularises: ClassVar[str] = "all stages and the logits, towards the global model's"
     paper: ClassVar[str] = "Romero et al. 2015"
     extra_forwards: ClassVar[str] = "1"
 
@@ -53,16 +49,15 @@ class FitNet(LocalObjective):
         true_or_false(), "average over positions; false: compare whole maps", source="FedRCL's code"
     )
 
-    def taps(self, model: StagedModel) -> list[str]:
+    def layers(self, model: StagedModel) -> list[str]:
         """Every stage before its activation, and the logits."""
         stages = [f"{stage}:pre" for stage in model.regularised_stages]
         return [*stages, "logits"] if self.logits else stages
 
-    def represent(self, model: StagedModel, taps: list[Tensor]) -> list[Tensor]:
-        """The taps, pooled if asked for."""
-        return [pooled(tap) for tap in taps] if self.pooled else taps
+    def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
+        """f_l, averaged over positions with `pooled`."""
+        return [pooled(z) for z in outputs] if self.pooled else outputs
 
     def penalty(self, batch: Batch) -> Tensor:
         """lambda FD."""
-        f = self.represent(batch.round.model, batch.taps)
-        return self.lambda_ * feature_distance(f, batch.reps_global)
+        return self.lambda_ * feature_distance(batch.reps, batch.reps_global)

@@ -1,7 +1,7 @@
-"""Local-only training, client half: no federation at all, the honest lower bound.
+"""Local training only: no federation, the lower bound (client half).
 
-Server half: strategies/local.py, which has nothing to send or to average. Kept between rounds: this
-client's whole model, begun from the run's common weights and trained `local-epochs` a round.
+Aggregation: none, nothing is sent. Client state: the whole model, which starts from the run's
+common weights and is trained for `local-epochs` in each round.
 """
 
 from collections.abc import Mapping
@@ -11,16 +11,17 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.method import Arrays, Method, Update
+from client_app.method import Method, Update
 from client_app.round import RoundContext
 from client_app.samples import Step
 from client_app.trainer import Duration, copy_of, descend
 from models import StagedModel
+from protocol.messages import Arrays
 
 
 @dataclass(frozen=True)
 class LocalOnly(Method):
-    """SGD on the client's own labels, for ever."""
+    """SGD on the client's own labels."""
 
     is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
@@ -32,12 +33,12 @@ class LocalOnly(Method):
     paper: ClassVar[str] = "the lower bound"
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
-        """The model as kept, or the run's initial weights."""
+        """The client's model, initially the run's initial weights."""
         ctx.model.load_state_dict(state.get("model") or ctx.initial_weights())
         return ctx.model
 
     def train(self, ctx: RoundContext) -> Update:
-        """Go on from where the last round ended."""
+        """Continue from the model of the last round."""
         model = self.personal_model(ctx, ctx.state).train().requires_grad_(True)
 
         def terms(step: Step) -> dict[str, Tensor]:

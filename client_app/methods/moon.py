@@ -1,13 +1,12 @@
-"""MOON, client half: features like the global model's, unlike this client's previous ones.
+"""MOON: contrast the features with those of the global and the previous local model (client half).
 
-Source: Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, arXiv 2103.16257.
-Server half: the default weighted average. Kept between rounds: the model this client ended with.
-Symbols: z, z_g, z_p the classifier's input in the local, global and previous local model.
+Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, arXiv 2103.16257.
+Aggregation: weighted average. Client state: the local model of the previous participation.
+z, z_g, z_p: the classifier's input in the local, global and previous local model.
 
-At a client's first participation the previous model is the one received: the term is the constant
-mu log 2 and, its gradient being zero, is left out. `first-use = "official"` is the authors' code:
-left out in the run's first round alone; a client first sampled later contrasts with a random
-initialisation of its own.
+At a client's first participation the previous model is the global one: the term is the constant
+mu log 2 and is left out. `first-use = "official"` is the authors' code: left out in the run's first
+round only, while a client first sampled later contrasts with random weights of its own.
 `projection = "mlp"` adds the paper's projection head before the classifier, averaged like the rest;
 "none" compares the network's own features.
 """
@@ -18,20 +17,22 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.method import Arrays, Batch, LocalObjective, ModelParts
+from client_app.method import ModelParts
+from client_app.objective import Batch, LocalObjective
 from client_app.round import RoundContext
 from models import StagedModel
+from protocol.messages import Arrays
 from protocol.options import at_least, more_than, one_of, option
 
 
 def model_contrastive_loss(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> Tensor:
-    """l_con, eq. (3), a scalar > 0: the mean over the batch.
+    """l_con, eq. (3), mean over the batch, a scalar > 0. Gradient flows through `z` only.
 
-    z, z_g and z_p [B, d]: row b of each is sample b; only `z` carries gradient.
+    z, z_g and z_p: [B, d], row b of each is sample b.
     """
     s_g = F.cosine_similarity(z, z_g.detach(), dim=1)  # [B]
     s_p = F.cosine_similarity(z, z_p.detach(), dim=1)
-    # -log( e^{s_g/tau} / (e^{s_g/tau} + e^{s_p/tau}) ) without overflow
+    # -log( e^{s_g/tau} / (e^{s_g/tau} + e^{s_p/tau}) ), overflow-safe
     return F.softplus((s_p - s_g) / tau).mean()
 
 
@@ -43,7 +44,9 @@ class MOON(LocalObjective):
     uses_global: ClassVar[bool] = True
     uses_previous: ClassVar[bool] = True
     keeps: ClassVar[str] = "its previous local model"
-    regularises: ClassVar[str] = "classifier's input, to the global model's, from its own previous"
+    regularises: ClassVar[str] = (
+        "classifier's input, towards the global, away from the previous model"
+    )
     paper: ClassVar[str] = "Li et al. 2021"
     extra_forwards: ClassVar[str] = "2"
 
@@ -67,18 +70,16 @@ class MOON(LocalObjective):
         return ModelParts(projection=self.projection)
 
     def first_previous(self, ctx: RoundContext) -> Arrays | None:
-        """As the authors' code, from round 2: weights that nobody ever trained."""
+        """Random weights from round 2 on with `first-use = "official"`."""
         if self.first_use == "received" or ctx.round == 1:
             return None
-        return ctx.worker.random_weights(
-            ctx.config, ctx.data, ctx.model.name, ctx.seed("first-use")
-        )
+        return ctx.random_weights("first-use")
 
-    def taps(self, model: StagedModel) -> list[str]:
-        """What enters the classifier."""
+    def layers(self, model: StagedModel) -> list[str]:
+        """The classifier's input."""
         return ["features"]
 
     def penalty(self, batch: Batch) -> Tensor:
         """mu l_con, eq. (4)."""
-        (z,), (z_g,), (z_p,) = batch.taps, batch.reps_global, batch.reps_previous
+        (z,), (z_g,), (z_p,) = batch.reps, batch.reps_global, batch.reps_previous
         return self.mu * model_contrastive_loss(z, z_g, z_p, self.tau)

@@ -1,17 +1,19 @@
-"""SCAFFOLD, client half: every step corrected by how this client's gradients differ from all.
+"""SCAFFOLD: correct every step by the client's control variate (client half).
 
-Source: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML
-2020, arXiv 1910.06378, Algorithm 1, option II. Server half: strategies/scaffold.py, which keeps c.
-Kept between rounds: the control variate c_i, the one before, and the round that made it. Symbols: w
-the model received, w_i the one it ends with, K the steps taken, eta their rate. Parameters only: c
-does not apply to buffers. The server says which round's reply of this client it counted last: where
-the newest was lost or refused, the client goes back to the c_i before it, as the server never saw
-it move, and c stays the mean of all c_i.
+Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020,
+arXiv 1910.06378, Algorithm 1, option II. Server half: strategies/scaffold.py, which holds c.
+Aggregation: weighted average of the models, uniform average of the control variates.
+Client state: the control variate c_i, the one before it, and the round that made it.
+w: the model received; w_i: the trained model; K: the number of steps; eta: their learning rate.
 
-The paper is plain SGD. With momentum rho, `momentum-form = "corrected"` (default) puts the
+Only parameters have control variates, buffers have none. The server tells each client the last
+round in which its update was aggregated. Where a newer update was lost or rejected, the client
+returns to the c_i before it, so that c remains the mean of all c_i.
+
+The paper uses plain SGD. With momentum rho, `momentum-form = "corrected"` (default) puts the
 corrected gradient into the momentum and replaces K by K_rho, the sum of the weights that a momentum
-step gives the K gradients; `niid-bench` leaves the momentum its raw gradient, corrects the
-parameters after it and keeps K, which inflates c_i by up to 1 / (1 - rho): MOON's family of code.
+step gives the K gradients. `niid-bench`, MOON's family of code, leaves the momentum its raw
+gradient, corrects the parameters after it and keeps K, which makes c_i up to 1 / (1 - rho) larger.
 """
 
 import logging
@@ -21,9 +23,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from client_app.method import Arrays, LocalObjective, Update
+from client_app.method import Update
+from client_app.objective import LocalObjective, objective_terms
 from client_app.round import RoundContext
-from client_app.trainer import Duration, copy_of, descend, objective_terms
+from client_app.trainer import Duration, copy_of, descend
+from protocol.messages import Arrays
 from protocol.options import more_than, one_of, option
 
 log = logging.getLogger("keel.client")
@@ -40,18 +44,20 @@ def next_control_variate(c_i: Tensor, c: Tensor, w: Tensor, w_i: Tensor, k_eta: 
     return c_i - c + (w - w_i) / k_eta
 
 
-def counted_control_variate(ctx: RoundContext) -> Arrays:
-    """c_i as the server knows it; {} for zeros.
+def accepted_control_variate(ctx: RoundContext) -> Arrays:
+    """c_i of the last update that was aggregated; {} for zeros.
 
-    State: "control" of the round "control-made", and "control-before", what it was made from.
+    State: "control" of the round "control-made", and "control-before", which it was made from.
     """
     if not ctx.state:
         return {}
-    if int(ctx.state["control-made"]["round"]) <= ctx.last_accepted_round:  # less: state was lost
+    if (
+        int(ctx.state["control-made"]["round"]) <= ctx.last_accepted_round
+    ):  # smaller: state was lost
         return ctx.state["control"]
     log.warning(
-        "client %s, round %d: its reply of round %d was not counted; it goes back to its control "
-        "variate of before",
+        "client %s, round %d: its update of round %d was not aggregated; it returns to its control "
+        "variate before that",
         *(ctx.client, ctx.round, int(ctx.state["control-made"]["round"])),
     )
     return ctx.state["control-before"]
@@ -64,7 +70,7 @@ class Scaffold(LocalObjective):
     is_stateful: ClassVar[bool] = True
     supports_server_optimizer: ClassVar[bool] = False
     has_own_server_half: ClassVar[bool] = True
-    keeps: ClassVar[str] = "its control variate c_i, and the one before"  # a reply may be lost
+    keeps: ClassVar[str] = "its control variate c_i, and the one before"  # an update may be lost
     regularises: ClassVar[str] = "every gradient, by control variates"
     paper: ClassVar[str] = "Karimireddy et al. 2020"
 
@@ -82,9 +88,9 @@ class Scaffold(LocalObjective):
         model.train().requires_grad_(True)
         parameters = dict(model.named_parameters())
         c = {name: ctx.extra[f"c.{name}"] for name in parameters}
-        kept = counted_control_variate(ctx)
+        accepted = accepted_control_variate(ctx)
         c_i = {
-            n: kept[n].to(ctx.device) if kept else torch.zeros_like(p)
+            n: accepted[n].to(ctx.device) if accepted else torch.zeros_like(p)
             for n, p in parameters.items()
         }
         corrections = [c[name] - c_i[name] for name in parameters]
@@ -114,7 +120,7 @@ class Scaffold(LocalObjective):
             steps = momentum_steps(descent.num_steps, train.momentum)
         k_eta = steps * descent.total_lr / max(1, descent.num_steps)
         following: Arrays = c_i
-        if k_eta > 0:  # no step, or a rate of 0, says nothing of the gradients
+        if k_eta > 0:  # without a step c_i cannot be estimated
             following = {
                 n: next_control_variate(c_i[n], c[n], ctx.received[n], arrays[n], k_eta)
                 for n in parameters

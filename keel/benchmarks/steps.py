@@ -15,9 +15,9 @@ from torch import Tensor
 
 from client_app.methods import method_of
 from client_app.methods.fedintr import cosines, representation_losses, similarity_weights
+from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
 from client_app.setup import dataset_spec_of, model_for, open_source
-from client_app.worker import Worker
 from keel.benchmarks import bare
 from keel.benchmarks.engine import W1
 from keel.benchmarks.report import Row
@@ -46,7 +46,7 @@ def weights(config: RunConfig, seed: int) -> dict[str, Tensor]:
     return model_for(config, open_source(config), seed=seed).state_dict()
 
 
-def client_round(keys: Keys, worker: Worker) -> RoundContext:
+def client_round(keys: Keys, cache: ProcessCache) -> RoundContext:
     """Round 2 of a client that holds the whole source."""
     config = resolve_config({"partition": "iid", "device": "cpu", **keys})
     w = weights(config, 1)
@@ -56,7 +56,7 @@ def client_round(keys: Keys, worker: Worker) -> RoundContext:
         sent = {n: a for n, a in w.items() if not n.startswith("classifier")}
     zeros, one = {n: torch.zeros_like(w[n]) for n in names}, torch.tensor(1)
     control = {"control": zeros, "control-before": zeros, "control-made": {"round": one}}
-    return worker.begin_round(
+    return cache.begin_round(
         TrainRequest(config, dataset_spec_of(config, open_source(config)), 2, 1, False, ""),
         {"partition-id": 0, "num-partitions": 1},
         received=sent,
@@ -68,15 +68,14 @@ def client_round(keys: Keys, worker: Worker) -> RoundContext:
 
 def local_training(keys: Keys) -> Run:
     """Local training of one round, from the same weights each time."""
-    worker = Worker()
-    now = client_round(keys, worker)
+    now = client_round(keys, ProcessCache())
     return lambda: method_of(now.config).train(now)
 
 
 def plain_fedintr(keys: Keys) -> Run:
     """FedIntR as its authors' code runs it: three whole forward passes in every step."""
     config = resolve_config({"partition": "iid", "device": "cpu", **keys})
-    now = client_round(keys, Worker())
+    now = client_round(keys, ProcessCache())
     source = open_source(config)
     x_all = torch.stack([x for b, _ in now.train_samples.in_order() for x in b]).contiguous()
 
@@ -211,7 +210,7 @@ def overheads(folder: Path, quick: bool) -> Iterator[Row]:
             "fedreco.k-v": f"{epochs} epochs",
             "fedreco.k-u": f"{epochs} epochs",
             "fedrep.head-epochs": epochs,
-            "fedrep.body-epochs": epochs,
+            "fedrep.extractor-epochs": epochs,
         }
         personal = methods_of(folder, "cnn-fedintr", num, ["fedrep", "fedreco"], **keys)
         what = f"cnn-fedintr, batch 512, {epochs} + {epochs} epochs"

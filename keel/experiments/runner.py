@@ -33,7 +33,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from client_app.method import LocalObjective
 from client_app.methods import method_of
 from client_app.setup import client_indices, model_for, open_source
 from keel.experiments.measure import points_of
@@ -117,8 +116,8 @@ def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue])
 def check_network(config: RunConfig) -> None:
     """ValueError where the method reads of the network what it does not have."""
     method = method_of(config)
-    if isinstance(method, LocalObjective):
-        method.taps(model_for(config, open_source(config)))
+    if method.is_local_objective:
+        method.check_model(model_for(config, open_source(config)))
 
 
 def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:

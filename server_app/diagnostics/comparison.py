@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client_app.methods.fedcka import linear_view
 from client_app.samples import Samples
 from client_app.setup import pixels_of
+from client_app.similarity import linear_view
 from data.sources import Source
 from models import StagedModel
 from protocol.config import RunConfig, refuse_unknown

@@ -13,20 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.drift import squared_distance
-from client_app.methods.fedcka import linear_alignment
-from client_app.methods.fedrcl import unit_features
+from client_app.similarity import linear_alignment, unit_features
 
 resolution = 1e-12  # variances below so much of the largest are rounding of float32 features
 nothing = 1e-20  # ... and all of them are, below so much of the mean square
 
 
 def cka_of_views(x: Tensor, y: Tensor) -> float:
-    """Linear CKA, FedCKA eq. (3), from 0 to 1, of two `linear_view`s of the same samples.
-
-    Views of taps of unlike widths are of unlike form: a narrow one is brought to its Gram matrix.
-    """
-    if (x.shape[0] == x.shape[1]) != (y.shape[0] == y.shape[1]):
-        x, y = (view if view.shape[0] == view.shape[1] else view @ view.T for view in (x, y))
+    """Linear CKA, FedCKA eq. (3), from 0 to 1, of two `linear_view`s of the same samples."""
     return linear_alignment(x, y).item()
 
 

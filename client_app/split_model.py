@@ -1,4 +1,4 @@
-"""A network in two parts: the body (all stages) and the head (the classifier)."""
+"""A network split into a feature extractor (all stages) and a head (the classifier)."""
 
 from collections.abc import Mapping
 
@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from client_app.feature_cache import FrozenFeatureCache
-from client_app.method import Arrays
 from client_app.round import RoundContext
 from client_app.samples import Step
 from client_app.trainer import Descent, Duration, descend
 from models import StagedModel
+from protocol.messages import Arrays
 
 
 def head_of(model: StagedModel) -> Arrays:
@@ -19,15 +19,15 @@ def head_of(model: StagedModel) -> Arrays:
     return {name: weights[name].detach().clone() for name in model.head_keys(model.stage_names[-1])}
 
 
-def body_of(model: StagedModel) -> Arrays:
+def extractor_of(model: StagedModel) -> Arrays:
     """Copies of all other arrays, by their names in the whole model."""
     weights = model.state_dict()
     names = model.extractor_keys(model.stage_names[-1])
     return {name: weights[name].detach().clone() for name in names}
 
 
-def under_own_head(ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
-    """The client's network: the received body under the head that it kept, at first the seed's."""
+def with_own_head(ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
+    """The client's network: the received extractor and its own head, initially the run seed's."""
     head = {name: array.to(ctx.device) for name, array in state.get("head", {}).items()}
     ctx.model.load_state_dict(ctx.initial_weights() | ctx.received | head)
     return ctx.model
@@ -43,17 +43,17 @@ def train_part(
     momentum: float | None = None,
     decays: bool = True,
 ) -> Descent:
-    """Epochs of cross entropy on one part of the model: head, body or full; the rest is frozen.
+    """Epochs of cross entropy on one part of the model: head, extractor or full.
 
-    A frozen body is in eval mode, so that BatchNorm's statistics stay too. momentum: the run's if
-    None; another one comes without weight decay, as the fine-tuning that asks for it. decays: as
-    the run's rate does.
+    The rest is frozen; a frozen extractor is in eval mode, so that BatchNorm's statistics stay too.
+    momentum: the run's if None; with another one there is no weight decay, as in the fine-tuning
+    that asks for it. decays: as the run's learning rate does.
     """
-    chosen: nn.Module = {"head": model.classifier, "body": model.stages, "full": model}[part]
+    trained: nn.Module = {"head": model.classifier, "extractor": model.stages, "full": model}[part]
     model.eval().requires_grad_(False)
-    chosen.train().requires_grad_(True)
+    trained.train().requires_grad_(True)
     duration = Duration(epochs, "epochs")
-    features = FrozenFeatureCache(  # under a head that is trained alone
+    features = FrozenFeatureCache(  # read where the head is trained alone
         ctx,
         lambda x: model.run(x, ["features"], to_logits=False)[1],
         is_read_again=duration.reads_again(ctx),
@@ -69,7 +69,7 @@ def train_part(
 
     return descend(
         ctx,
-        list(chosen.parameters()),
+        list(trained.parameters()),
         terms,
         lr=lr,
         duration=duration,

@@ -1,0 +1,115 @@
+"""What a client's node config determines: its name, data, network and where its state is."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from client_app.setup import client_indices, open_source
+from client_app.state import StateFolder
+from client_app.worker_client import worker_variable
+from data.sources import ImageSplit, Source
+from protocol.config import RunConfig, keel_home
+from protocol.messages import DatasetSpec, TrainRequest
+
+NodeConfig = Mapping[str, bool | int | float | str]
+
+
+def client_name(node_config: NodeConfig) -> str:
+    """The client's stable name: `name` of its node config, else from its partition's number."""
+    if "name" in node_config:
+        return str(node_config["name"])
+    if "partition-id" in node_config:
+        return f"client-{int(node_config['partition-id']):04d}"
+    raise ValueError(
+        "this SuperNode's node config has neither 'name' nor 'partition-id': start it with "
+        '--node-config \'name="site-a" source="folder:/data"\''
+    )
+
+
+def own_splits(
+    config: RunConfig, data: DatasetSpec, node_config: NodeConfig, with_images: bool = True
+) -> tuple[ImageSplit, ImageSplit]:
+    """(training, local test) images and labels of this client; labels alone without `with_images`.
+
+    From its own data where its node config names a `source`; else its partition of the run's data
+    set. Labels are the run's (`data`). ValueError, naming what differs, where the two do not agree.
+    """
+    if "source" in node_config:
+        source = open_source(config, str(node_config["source"]))
+        labels = labels_in_run(client_name(node_config), source, data)
+        train, test = (
+            ImageSplit(split.images, labels[split.labels]) for split in (source.train, source.test)
+        )
+        return train, test
+    if "partition-id" not in node_config:
+        raise ValueError(
+            f"{client_name(node_config)}: its node config names no data: add "
+            'source="folder:PATH" or source="npz:PATH"'
+        )
+    source = open_source(config)
+    for what, mine, runs in (
+        ("the image shape", source.image_shape, data.image_shape),
+        ("the classes", source.class_names, data.class_names),
+    ):
+        if mine != runs:  # another copy of the data set, on another machine
+            raise ValueError(
+                f"{client_name(node_config)}: the run's source {source.name} has {what} {mine} "
+                f"here, and {runs} on the server: expected the same on both"
+            )
+    train = source.train
+    parts = client_indices(
+        config, int(node_config["partition-id"]), int(node_config["num-partitions"])
+    )
+    own, test = (
+        ImageSplit(train.images[part if with_images else part[:0]], train.labels[part])
+        for part in parts
+    )
+    return own, test
+
+
+def labels_in_run(client: str, own: Source, run: DatasetSpec) -> np.ndarray:
+    """The run's label of each class of a client's own data, found by the class's name.
+
+    Class names that are the labels themselves (as those of an npz file) are taken as labels.
+    ValueError naming a class that the run does not have.
+    """
+    numbers = tuple(str(n) for n in range(own.num_classes))
+    names = numbers[: run.num_classes] if own.class_names == numbers else run.class_names
+    unknown = [name for name in own.class_names if name not in names]
+    if unknown:
+        raise ValueError(
+            f"{client}: its own data has the class {unknown[0]!r}, the run has {', '.join(names)}"
+        )
+    return np.array([names.index(name) for name in own.class_names])
+
+
+def own_architecture(config: RunConfig, node_config: NodeConfig) -> str:
+    """The name of this client's network, from its node config, `client-models`, or the run's."""
+    if "model" in node_config:
+        return str(node_config["model"])
+    names = config.client_models
+    if names and "partition-id" in node_config:
+        return names[int(node_config["partition-id"]) % len(names)]
+    return config.model.model
+
+
+def clients_folder() -> Path:
+    """The state of deployed clients, one folder a run; usually a volume of its own."""
+    return keel_home() / "clients"
+
+
+def state_folder(request: TrainRequest, node_config: NodeConfig) -> StateFolder:
+    """Where this client's state of this run is stored.
+
+    In deployment under `state-dir` of its node config or in $KEEL_HOME/clients, by the name of the
+    run directory, which a resumed run keeps (Flower's run id changes); in simulation in the run
+    directory, which is on this machine.
+    """
+    name, run_dir = client_name(node_config), Path(request.run_dir)
+    if "state-dir" in node_config:
+        return StateFolder(Path(str(node_config["state-dir"])) / run_dir.name / name)
+    if os.environ.get(worker_variable) or not run_dir.is_dir():
+        return StateFolder(clients_folder() / run_dir.name / name)
+    return StateFolder(run_dir / "clients" / name)

@@ -1,0 +1,182 @@
+"""A local objective: a loss on one batch, and the local training that minimises it.
+
+The trainer provides batches, frozen models, the optimizer and client state; a subclass of
+`LocalObjective` says which layers it compares and how.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from client_app.feature_cache import FrozenFeatureCache
+from client_app.method import Method, Update
+from client_app.precision import forward_in, losses_in_float32
+from client_app.round import RoundContext
+from client_app.samples import Step
+from client_app.server_optimizer_terms import server_optimizer_terms
+from client_app.trainer import Duration, copy_of, descend
+from models import StagedModel
+from protocol.messages import Arrays
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step of local training, as a local objective sees it. B is the batch size.
+
+    x [B, C, H, W] augmented, y [B], logits [B, num_classes] of the local model. `reps`,
+    `reps_global` and `reps_previous` are what `LocalObjective.represent` returns for this batch in
+    the local model (with gradient), the global model and the previous local model (constants);
+    the last two are empty where the objective does not use that model. global_model: the frozen
+    network itself. prepared: what `LocalObjective.begin_round` returned.
+    """
+
+    ctx: RoundContext
+    x: Tensor
+    y: Tensor
+    logits: Tensor
+    reps: list[Tensor]
+    reps_global: list[Tensor]
+    reps_previous: list[Tensor]
+    global_model: StagedModel | None = None
+    prepared: Any = None
+
+
+@dataclass(frozen=True)
+class LocalObjective(Method):
+    """A loss on one batch: `supervised` plus `penalty`; plain cross entropy unless overridden."""
+
+    is_local_objective: ClassVar[bool] = True
+    # Which of the frozen models the penalty reads; `uses_previous` needs `is_stateful`.
+    uses_global: ClassVar[bool] = False  # `Batch.reps_global`
+    uses_global_model: ClassVar[bool] = False  # `Batch.global_model`
+    uses_previous: ClassVar[bool] = False  # `Batch.reps_previous`
+
+    def layers(self, model: StagedModel) -> list[str]:
+        """Names of the layers whose representations are compared; none by default."""
+        return []
+
+    def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
+        """What is compared between models, [B, ...] each; by default the layers' outputs.
+
+        For a frozen model it is a constant of the sample, which is cached.
+        """
+        return outputs
+
+    def begin_round(self, ctx: RoundContext) -> Any:
+        """What is computed once a round, before training; each batch has it as `prepared`."""
+        return None
+
+    def first_previous(self, ctx: RoundContext) -> Arrays | None:
+        """Weights of the previous model at a client's first participation; None: no penalty."""
+        return None
+
+    def supervised(self, batch: Batch) -> Tensor:
+        """The loss on the labels, a scalar: cross entropy, mean over the batch."""
+        return F.cross_entropy(batch.logits, batch.y)
+
+    def penalty(self, batch: Batch) -> Tensor | None:
+        """The regulariser times its weight, a scalar; None where there is none.
+
+        If `uses_previous`, it is not called at a client's first participation (unless
+        `first_previous` returns weights): the previous model is then the global one, the term is
+        constant and its gradient zero.
+        """
+        return None
+
+    def check_model(self, model: StagedModel) -> None:
+        """ValueError if the network lacks a layer that is compared."""
+        self.layers(model)
+
+    def train(self, ctx: RoundContext) -> Update:
+        """Local training as in FedAvg, on this objective."""
+        return train_on_objective(self, ctx)
+
+
+def representations(
+    objective: LocalObjective, model: StagedModel, ctx: RoundContext
+) -> Callable[[Tensor], list[Tensor]]:
+    """The function from a batch x to its representations in a frozen model, run no further."""
+    layers, precision = objective.layers(model), ctx.config.train.precision
+
+    def compute(x: Tensor) -> list[Tensor]:
+        with forward_in(precision, x.device):
+            _, outputs = model.run(x, layers, to_logits=False)
+        with losses_in_float32(precision, x.device):  # as for the local model
+            return objective.represent(model, outputs)
+
+    return compute
+
+
+def objective_terms(
+    objective: LocalObjective, ctx: RoundContext, model: StagedModel
+) -> Callable[[Step], dict[str, Tensor]]:
+    """The function from a batch to its loss terms: `supervised`, and `penalty` if there is one.
+
+    Builds the frozen models that the objective uses, from the received arrays and client state.
+    """
+    prepared = objective.begin_round(ctx)
+    previous = ctx.state.get("previous") or objective.first_previous(ctx)
+    has_penalty = not (objective.uses_previous and previous is None)
+    used = {}
+    if has_penalty and objective.uses_global:
+        used["global"] = ctx.received
+    if has_penalty and objective.uses_previous and previous is not None:
+        used["previous"] = previous
+    frozen = {
+        slot: FrozenFeatureCache(
+            ctx,
+            representations(objective, ctx.frozen(slot, arrays), ctx),
+            is_read_again=ctx.config.train.local_epochs > 1,
+        )
+        for slot, arrays in used.items()
+    }
+    global_model = None
+    if has_penalty and objective.uses_global_model:
+        global_model = ctx.frozen("global", ctx.received)
+    layers = objective.layers(model) if has_penalty else []
+
+    def terms_of(step: Step) -> dict[str, Tensor]:
+        logits, outputs = model.run(step.x, layers)
+        assert logits is not None
+        with losses_in_float32(ctx.config.train.precision, ctx.device):
+            batch = Batch(
+                ctx=ctx,
+                x=step.x,
+                y=step.y,
+                logits=logits,
+                reps=objective.represent(model, outputs) if has_penalty else [],
+                reps_global=frozen["global"].of(step) if "global" in frozen else [],
+                reps_previous=frozen["previous"].of(step) if "previous" in frozen else [],
+                global_model=global_model,
+                prepared=prepared,
+            )
+            terms = {"supervised": objective.supervised(batch)}
+            penalty = objective.penalty(batch) if has_penalty else None
+            if penalty is not None:
+                terms["penalty"] = penalty
+            return terms | server_optimizer_terms(ctx, model)
+
+    return terms_of
+
+
+def train_on_objective(objective: LocalObjective, ctx: RoundContext) -> Update:
+    """Local training: `local-epochs` of SGD from the received model on supervised + penalty.
+
+    The client state is the trained local model where the objective `uses_previous`.
+    """
+    train, model = ctx.config.train, ctx.model
+    model.load_state_dict(ctx.received)
+    model.train().requires_grad_(True)
+    descent = descend(
+        ctx,
+        list(model.parameters()),
+        objective_terms(objective, ctx, model),
+        lr=train.lr,
+        duration=Duration(train.local_epochs, "epochs"),
+    )
+    arrays = copy_of(model)
+    state = {"previous": arrays} if objective.uses_previous else {}
+    return Update(arrays, descent.num_steps, descent.terms, state=state)

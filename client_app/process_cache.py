@@ -1,0 +1,143 @@
+"""What a process reuses for all the clients that it simulates or serves: networks and samples.
+
+Nothing here belongs to a client: a run gives the same result whichever process trains whom.
+"""
+
+import os
+import shlex
+import shutil
+
+import torch
+
+from client_app.memory import keep_freed_memory
+from client_app.node_config import NodeConfig, client_name, own_architecture, own_splits
+from client_app.round import RoundContext
+from client_app.samples import Pixels, Samples
+from client_app.setup import build_network, device_for
+from models import StagedModel
+from protocol.config import RunConfig
+from protocol.messages import Arrays, DatasetSpec, TrainRequest
+
+# As this process found it: OMP_NUM_THREADS, which Ray sets to a client's share, or all cores.
+available_threads = torch.get_num_threads()
+
+samples_cache_bytes = 256 * 2**20  # in each process
+
+
+def compile_passes(model: StagedModel, device: torch.device) -> None:
+    """Compile the model's forward passes, to the logits or to a layer, at their first use.
+
+    ValueError, before round 1, where the compiler that torch calls for this device is missing:
+    $CXX or g++ for its C++ on a CPU, $CC, gcc or clang for Triton's C on a GPU.
+    """
+    kind, variable, names = "C++", "CXX", ["g++"]
+    if device.type == "cuda":
+        kind, variable, names = "C", "CC", ["gcc", "clang"]
+    if given := os.environ.get(variable):
+        names = shlex.split(given)[:1]  # of "ccache g++" too
+    if not any(shutil.which(name) for name in names):
+        raise ValueError(
+            f"compile = true: torch needs a {kind} compiler on {device.type}, and there is no "
+            f"{' or '.join(names)} here: install one, set {variable}, or set compile = false"
+        )
+    for name in ("forward", "run"):
+        setattr(model, name, torch.compile(getattr(model, name)))
+
+
+class ProcessCache:
+    """Builds each network once a process and lends it to one client after the other."""
+
+    def __init__(self) -> None:
+        keep_freed_memory()
+        self._key: tuple[object, ...] = ()
+        self._networks: dict[tuple[str, str], StagedModel] = {}
+        self._initial: dict[str, Arrays] = {}
+        self._samples: dict[frozenset[tuple[str, object]], tuple[Samples, Samples]] = {}
+        self.has_logged_full_cache = False  # in this run; see `FrozenFeatureCache`
+
+    def _clear_for_run(self, config: RunConfig, data: DatasetSpec, device: torch.device) -> None:
+        if (config, data, device) != self._key:
+            self._key = (config, data, device)
+            self._networks, self._initial, self._samples = {}, {}, {}
+            self.has_logged_full_cache = False
+
+    def samples(
+        self, config: RunConfig, data: DatasetSpec, node_config: NodeConfig, device: torch.device
+    ) -> tuple[Samples, Samples]:
+        """(training, local test) samples of this client, cached for its next round.
+
+        The most recent clients' samples are cached, up to `samples_cache_bytes`.
+        """
+        self._clear_for_run(config, data, device)
+        client = frozenset(node_config.items())
+        own = self._samples.pop(client, None)
+        if own is None:
+            pixels = Pixels(data.mean, data.std)
+            splits = own_splits(config, data, node_config)
+            train, test = (Samples(s.images, s.labels, pixels, device) for s in splits)
+            own = (train, test)
+        self._samples[client] = own  # the newest is the last
+        forms = 2 if config.data.flip else 1  # with flips: plain and mirrored
+        sizes = {c: sum(forms * s.images.nbytes for s in pair) for c, pair in self._samples.items()}
+        for other in list(self._samples)[:-1]:
+            if sum(sizes.values()) > samples_cache_bytes:
+                del self._samples[other], sizes[other]
+        return own
+
+    def network(
+        self, config: RunConfig, data: DatasetSpec, name: str, slot: str, device: torch.device
+    ) -> StagedModel:
+        """The network `name` of this run: one instance a slot ("local", "global", ...)."""
+        self._clear_for_run(config, data, device)
+        if (name, slot) not in self._networks:
+            model = build_network(config, data.image_shape, data.num_classes, name)
+            self._initial[name] = {k: v.clone() for k, v in model.state_dict().items()}
+            self._networks[name, slot] = model.to(device)
+            if config.train.compile:
+                compile_passes(model, device)
+        return self._networks[name, slot]
+
+    def initial_weights(self, name: str) -> Arrays:
+        """The weights that the run's seed gives the network `name`, which has been built before."""
+        return self._initial[name]
+
+    def random_weights(self, config: RunConfig, data: DatasetSpec, name: str, seed: int) -> Arrays:
+        """The weights that this seed gives the network `name`."""
+        return build_network(config, data.image_shape, data.num_classes, name, seed).state_dict()
+
+    def begin_round(
+        self,
+        request: TrainRequest,
+        node_config: NodeConfig,
+        received: Arrays,
+        extra: Arrays,
+        state: dict[str, Arrays],
+        last_accepted_round: int = 0,
+    ) -> RoundContext:
+        """Everything that a method's client half reads in this round."""
+        config, data = request.config, request.data
+        torch.set_num_threads(config.train.threads or available_threads)
+        device = device_for(str(node_config.get("device", config.train.device)))
+        train, test = self.samples(config, data, node_config, device)
+        return RoundContext(
+            config=config,
+            data=data,
+            client=client_name(node_config),
+            round=request.round,
+            device=device,
+            train_samples=train,
+            test_samples=test,
+            received=_on(device, received),
+            extra=_on(device, extra),
+            state=state,
+            last_accepted_round=last_accepted_round,
+            model=self.network(
+                config, data, own_architecture(config, node_config), "local", device
+            ),
+            is_simulated="source" not in node_config,
+            networks=self,
+        )
+
+
+def _on(device: torch.device, arrays: Arrays) -> Arrays:
+    return {name: array.to(device) for name, array in arrays.items()}

@@ -1,0 +1,121 @@
+"""Aggregation of the clients' arrays: the weighted mean, and robust aggregations.
+
+median and trimmed-mean: per coordinate (Yin et al. 2018, arXiv 1803.01498). krum, multi-krum:
+Blanchard et al. 2017, arXiv 1703.02757: of n updates, those with the smallest sum of squared
+distances to their n - f - 2 nearest; Krum takes one, Multi-Krum the weighted mean of several. Both
+use Flower's functions.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.serverapp.strategy.fedtrimmedavg import trim_mean
+from flwr.serverapp.strategy.multikrum import select_multikrum
+
+from protocol.config import RoundsConfig
+from protocol.messages import Arrays, TrainReply
+
+log = logging.getLogger("keel.server")
+
+
+def weighted_mean(replies: Sequence[TrainReply], weights: Sequence[float]) -> Arrays:
+    """sum_i p_i w_i with p_i = weights_i / sum of weights, added up in the order of the replies.
+
+    Floating arrays are summed in their own precision; integers (counters) are rounded.
+    """
+    total = sum(weights)
+    mean: Arrays = {}
+    for name, first in replies[0].arrays.items():
+        if first.is_floating_point():
+            mean[name] = first * (weights[0] / total)
+            for reply, weight in zip(replies[1:], weights[1:], strict=True):
+                mean[name].add_(reply.arrays[name], alpha=weight / total)
+        else:
+            values = [reply.arrays[name].double() for reply in replies]
+            summed = sum(v * w for v, w in zip(values, weights, strict=True))
+            mean[name] = (torch.as_tensor(summed) / total).round().to(first.dtype)
+    return mean
+
+
+def aggregate(
+    replies: Sequence[TrainReply],
+    weights: Sequence[float],
+    rounds: RoundsConfig,
+    update_of: Callable[[TrainReply], Arrays],
+) -> Arrays:
+    """The replies' arrays combined as `aggregation` says. update_of: new minus old arrays."""
+    if rounds.aggregation in ("median", "trimmed-mean"):
+        return coordinate_wise(replies, rounds)
+    if rounds.aggregation in ("krum", "multi-krum"):
+        chosen = krum_selection([update_of(reply) for reply in replies], rounds)
+        names = ", ".join(replies[i].client for i in chosen)
+        log.info("%s selects %s", rounds.aggregation, names)
+        replies, weights = [replies[i] for i in chosen], [weights[i] for i in chosen]
+    return weighted_mean(replies, weights)
+
+
+def mean_metrics(replies: Sequence[TrainReply]) -> MetricRecord:
+    """Each metric's mean over the clients that sent it, weighted by their number of examples."""
+    names = sorted({name for reply in replies for name in reply.metrics})
+    means: dict[str, float] = {}
+    for name in names:
+        senders = [r for r in replies if name in r.metrics]
+        weights = [r.metrics["num-examples"] for r in senders]
+        means[name] = float(np.average([r.metrics[name] for r in senders], weights=weights))
+    return MetricRecord(dict(means))
+
+
+def check_aggregation(rounds: RoundsConfig, cohort: int) -> None:
+    """ValueError, one line, if the aggregation is undefined for this number of clients a round."""
+    if rounds.aggregation == "trimmed-mean" and int(rounds.trim_fraction * cohort) == 0:
+        raise ValueError(
+            f"trim-fraction = {rounds.trim_fraction:g}: of {cohort} clients a round it trims none; "
+            f"expected at least {1 / cohort:.2g}"
+        )
+    min_cohort = 2 * rounds.num_malicious + 3
+    if rounds.aggregation in ("krum", "multi-krum") and cohort < min_cohort:
+        raise ValueError(
+            f"num-malicious = {rounds.num_malicious}: {rounds.aggregation} needs "
+            f"2 * {rounds.num_malicious} + 3 = {min_cohort} clients a round, there are {cohort}"
+        )
+
+
+def coordinate_wise(replies: Sequence[TrainReply], rounds: RoundsConfig) -> Arrays:
+    """The median or trimmed mean of every coordinate; integers are rounded."""
+    found: Arrays = {}
+    for name, like in replies[0].arrays.items():
+        stacked = np.stack([reply.arrays[name].numpy() for reply in replies])
+        if rounds.aggregation == "median":  # as in Flower's FedMedian, which has no function for it
+            value = np.median(stacked, axis=0)
+        else:
+            value = trim_mean(stacked, rounds.trim_fraction)
+        combined = torch.from_numpy(np.asarray(value))
+        if not like.is_floating_point():
+            combined = combined.round()
+        found[name] = combined.to(like.dtype)
+    return found
+
+
+def krum_selection(updates: Sequence[Arrays], rounds: RoundsConfig) -> list[int]:
+    """Which of the updates Krum (one) or Multi-Krum (`num-selected`) takes, in ascending order.
+
+    num-selected = 0: all but the `num-malicious`.
+    """
+    # double precision, because distances come from differences of squares
+    contents = [
+        RecordDict(
+            {
+                "arrays": ArrayRecord({k: a.double() for k, a in update.items()}),
+                "which": ConfigRecord({"which": i}),
+            }
+        )
+        for i, update in enumerate(updates)
+    ]
+    f, count = rounds.num_malicious, 1
+    if rounds.aggregation == "multi-krum":
+        count = rounds.num_selected or max(1, len(updates) - f)
+    chosen = select_multikrum(contents, num_malicious_nodes=f, num_nodes_to_select=count)
+    return sorted(int(c.config_records["which"]["which"]) for c in chosen)  # type: ignore[arg-type]
