@@ -41,7 +41,7 @@ from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
 from server_app.diagnostics.plots import plot_rounds
 from server_app.exchange import Exchange
-from server_app.history import Line, without_clients
+from server_app.history import Line, finite_or_null, without_clients
 from server_app.manifest import begin_manifest, finish_manifest, note_round
 from server_app.observers import RunInfo, RunObserver
 from server_app.record import client_fields, score_fields, training_fields
@@ -323,6 +323,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     run.exchange.drain()
     line["late"] = run.exchange.take_late()
     line["seconds"] = {name: round(value, 4) for name, value in seconds.items()}
+    line = finite_or_null(line)
     run.directory.append_history(line)  # before the checkpoint: a resume drops what is ahead of it
     checkpoint_digest = run.directory.save_checkpoint(
         Checkpoint(server_round, tensors(following), strategy.state()), config.model.model
