@@ -21,10 +21,10 @@ from protocol.files import write_atomically
 from protocol.messages import Arrays
 from server_app.diagnostics.comparison import (
     DIAGNOSTICS,
+    NUM_PROBE_SAMPLES,
     Comparison,
     chosen_diagnostics,
     probe_of,
-    probe_samples,
 )
 from server_app.diagnostics.plots import plot_models
 from server_app.history import finite_or_null
@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("folder", metavar="RUN_FOLDER", type=Path)
     parser.add_argument("models", metavar="MODEL", nargs="*")
     parser.add_argument("--only", default="all", help=f"of {', '.join(DIAGNOSTICS)}; default all")
-    parser.add_argument("--samples", type=int, default=probe_samples, help="of the test set")
+    parser.add_argument("--samples", type=int, default=NUM_PROBE_SAMPLES, help="of the test set")
     parser.add_argument("--output", type=Path, help="default RUN_FOLDER/diagnostics-models")
     given = parser.parse_args()
     folder = given.folder.expanduser().absolute()
