@@ -23,9 +23,9 @@ from client_app.setup import build_network, model_for, open_source
 from models.cnn import _plain_cnn
 from protocol.config import resolve_config
 from protocol.messages import RosterEntry
+from server_app.checks import check_config
 from server_app.diagnostics.comparison import DIAGNOSTICS, chosen_diagnostics, probe_of
 from server_app.diagnostics.monitor import Monitor
-from server_app.federation import check_config
 
 Run = Callable[..., Path]
 TAPS = ["conv1", "conv2", "fc1", "fc2", "features", "logits"]  # of cnn-fedreco

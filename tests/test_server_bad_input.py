@@ -15,7 +15,8 @@ from PIL import Image
 
 import server_app.inline
 from protocol.config import default_config
-from server_app.federation import check_config, run_federation
+from server_app.checks import check_config
+from server_app.federation import run_federation
 from server_app.inline import InlineGrid, run_inline
 
 Keel = Callable[..., str]
