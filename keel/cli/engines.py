@@ -87,6 +87,7 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
         except BaseException:
             terminal.phase("stopping")
             flower.stop()
+            terminal.last_round = SavedRun(job.directory).rounds
             raise
         state = SavedRun(job.directory).state
         if state != FINISHED:

@@ -4,7 +4,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from keel.cli.overrides import checked_config, parse_overrides
-from keel.runs import SavedRun, find_run, runs_directory
+from keel.runs import FINISHED, SavedRun, find_run, runs_directory
 from protocol.config import RunConfig
 from protocol.options import OptionValue
 
@@ -119,6 +119,12 @@ def resume(
     saved = find_run(run)
     if saved.is_running:
         raise ValueError(f"{saved.name} is running: `keel status {saved.name}` shows it")
+    expected = int(overrides.get("num-rounds", saved.config["num-rounds"]))
+    if saved.rounds >= expected and saved.state == FINISHED:
+        raise ValueError(
+            f"{saved.name} has finished its {saved.rounds} rounds: give more, such as "
+            f"num-rounds={2 * saved.rounds}"
+        )
     options = EngineOptions(
         *(engine, None, cpus_per_client, gpus_per_client, federation, root_certificates)
     )
@@ -153,18 +159,18 @@ def execute(
     from keel.cli.plan import plan_rows
     from keel.cli.progress import Terminal, print_plan
 
-    directory = resumed.directory if resumed else None
-    if options.engine is Engine.flower and directory is None:
-        directory = new_directory(config)
-        overrides = {**overrides, "run-name": directory.name}
     job = engines.Job(
-        *(overrides, num_clients, directory),
+        *(overrides, num_clients, resumed.directory if resumed else None),
         1 if options.cpus_per_client is None else options.cpus_per_client,
         options.gpus_per_client or 0,
         *(options.federation, options.root_certificates),
     )
     terminal = Terminal(config.rounds.num_rounds, quiet)
     print_plan(terminal.console, plan_rows(config, job, resumed.rounds if resumed else 0))
+    if options.engine is Engine.flower and not resumed:
+        directory = new_directory(config)
+        named = {**overrides, "run-name": directory.name}
+        job = replace(job, overrides=named, directory=directory)
     engine = {
         Engine.inline: engines.run_in_process,
         Engine.flower: engines.run_on_flower,
