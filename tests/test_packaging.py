@@ -27,7 +27,7 @@ def declared():
     """Every distribution of [project.dependencies] and of the extras for users."""
     lines = list(project["project"]["dependencies"])
     for extra, requirements in project["project"]["optional-dependencies"].items():
-        lines += requirements if extra not in ("dev", "test") else []
+        lines += requirements if extra not in ("dev", "docs", "test") else []
     names = {canonicalize_name(Requirement(line).name) for line in lines}
     return names.union(*(BROUGHT_ALONG[name] for name in names & BROUGHT_ALONG.keys()))
 
