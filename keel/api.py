@@ -1,9 +1,9 @@
 """The Python API: start runs and read what they left.
 
-    import keel
-    run = keel.run(method="fedcka", num_rounds=5, clients=10, **{"fedcka.mu": 5})
-    run.history          # a pandas DataFrame if pandas is installed, else a list of dicts
-    run.model().predict(images)
+import keel
+run = keel.run(method="fedcka", num_rounds=5, clients=10, **{"fedcka.mu": 5})
+run.history          # a pandas DataFrame if pandas is installed, else a list of dicts
+run.model().predict(images)
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ class Run:
         rows = self._saved.rows()
         if find_spec("pandas") is None:
             return rows
-        import pandas
+        import pandas  # type: ignore[import-untyped,unused-ignore]
 
         return pandas.DataFrame(rows).set_index("round") if rows else pandas.DataFrame()
 
@@ -71,6 +71,8 @@ class Run:
 
     def plot(self) -> "Figure":
         """Accuracy over rounds as a matplotlib figure, which a notebook shows."""
+        import matplotlib.pyplot  # noqa: F401  # tells a notebook how to show a figure
+
         from keel.cli.plots import accuracy_figure
 
         return accuracy_figure([self._saved])

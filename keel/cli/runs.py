@@ -162,7 +162,7 @@ def stop(run: RunName) -> None:
         raise RuntimeError(f"cannot tell which process writes {saved.directory}")
     if is_flower(pid):
         raise ValueError(
-            f"{saved.name} was started by `flwr run` (process {pid}): stop it with `flwr stop RUN_ID`"
+            f"{saved.name} was started by `flwr run` (process {pid}): use `flwr stop RUN_ID`"
         )
     os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -188,7 +188,7 @@ def is_flower(pid: int) -> bool:
 
 def compare(
     runs: Annotated[list[str], typer.Argument(help="Paths, names, or beginnings of names.")],
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the table to this file.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the table here.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Where the plot goes. Default: $KEEL_HOME/compare.png.")
     ] = None,
