@@ -4,7 +4,7 @@ from client_app.methods import METHODS, method_of
 from models import build_model
 from protocol.config import resolve_config
 from protocol.messages import Arrays
-from strategies import STRATEGIES
+from strategies import strategy_for
 
 columns = ("method", "paper", "regularises", "kept on the client", "traffic", "extra forwards")
 
@@ -27,8 +27,8 @@ def traffic(name: str) -> float:
             (parts.projection, parts.projection_heads),
         )
     )
-    strategy = STRATEGIES[name](config, own)
-    model = strategy.initial_arrays(config, own)
+    strategy = strategy_for(config, own)
+    model = strategy.initial_arrays(own)
     down = [model, strategy.extra_like()]
     up = [strategy.expected(model), strategy.expected_extra()]
     fedavg = 2 * size_bytes(plain.state_dict())
@@ -46,7 +46,7 @@ def method_table() -> str:
     for name, cls in METHODS.items():
         mark = f"`{name}`" + (" (personal)" if cls.is_personal else "")
         cells = (cls.paper, cls.regularises, cls.keeps, f"{traffic(name):.2f}")
-        rows.append((mark, *cells, cls.extra_forwards()))
+        rows.append((mark, *cells, cls.extra_forwards))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
