@@ -14,8 +14,8 @@ from flwr.app import Message
 
 import client_app.app
 from client_app.methods import method_of
-from client_app.setup import build_network, dataset_spec_of, open_source
 from client_app.process_cache import ProcessCache
+from client_app.setup import build_network, dataset_spec_of, open_source
 from models.registry import BUILDERS
 from protocol.config import resolve_config
 from protocol.messages import TrainRequest, array_record, message_content, request_record

@@ -27,10 +27,10 @@ from flwr.app import ConfigRecord, RecordDict
 from PIL import Image
 
 from client_app.methods import method_of
-from client_app.setup import build_network, client_indices, open_source, pixels_of
-from client_app.state import StateFolder
 from client_app.node_config import own_architecture
 from client_app.process_cache import ProcessCache
+from client_app.setup import build_network, client_indices, open_source, pixels_of
+from client_app.state import StateFolder
 from models.cnn import _plain_cnn
 from protocol.messages import TrainRequest, read_reply, read_roster
 from server_app.inline import run_inline

@@ -21,8 +21,8 @@ from client_fixtures import (
 
 from client_app.feature_cache import FrozenFeatureCache
 from client_app.methods import method_of
-from client_app.setup import build_network
 from client_app.process_cache import ProcessCache
+from client_app.setup import build_network
 from models import StagedModel
 
 REGULARISED = ("fedprox", "moon", "fedintr", "fedcka")

@@ -18,9 +18,9 @@ from client_fixtures import (
 )
 
 import client_app.process_cache
-from client_app.setup import open_source
 from client_app.node_config import own_splits
 from client_app.process_cache import ProcessCache
+from client_app.setup import open_source
 
 
 def test_a_clients_samples_are_kept_for_its_next_round():

@@ -20,7 +20,6 @@ from client_fixtures import (
 )
 
 from client_app.method import ModelParts
-from client_app.objective import Batch
 from client_app.methods import method_of
 from client_app.methods.fedavg import FedAvg
 from client_app.methods.fedcl import FedCL, repulsion
@@ -30,10 +29,11 @@ from client_app.methods.fedmlb import FedMLB, hybrid_cross_entropy, pathway_dive
 from client_app.methods.fedntd import FedNTD, not_true_divergence
 from client_app.methods.fedproc import FedProc, prototype_contrast, schedule
 from client_app.methods.fedrcl import FedRCL
-from client_app.similarity import unit_features
 from client_app.methods.fedscl import FedSCL
 from client_app.methods.fitnet import FitNet, feature_distance, pooled
+from client_app.objective import Batch
 from client_app.setup import build_network
+from client_app.similarity import unit_features
 
 
 def random(*shape, seed, scale=1.0):

@@ -26,9 +26,9 @@ from scipy.optimize import minimize
 from client_app.methods import fedcr, method_of
 from client_app.methods.fedcr import Product, Sampled, divergence, gaussian, sampled_cross_entropy
 from client_app.methods.fedpac import head_statistics, targets
-from client_app.split_model import train_part
 from client_app.prototypes import class_means, class_sums
 from client_app.setup import build_network
+from client_app.split_model import train_part
 from client_app.trainer import copy_of
 from protocol.messages import TrainReply
 from strategies.fedcr import FedCRServer, product_of_experts

@@ -16,8 +16,8 @@ from client_fixtures import (
     train,
 )
 
-from client_app.objective import LocalObjective
 from client_app.methods import METHODS, method_of
+from client_app.objective import LocalObjective
 from client_app.setup import build_network
 from protocol.messages import TrainReply
 from strategies import strategy_for

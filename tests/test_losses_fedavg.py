@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from client_app.objective import Batch
 from client_app.methods.fedavg import FedAvg
+from client_app.objective import Batch
 
 
 def random_batch(batch_size, num_classes):

@@ -6,9 +6,9 @@ import statistics
 import pytest
 import torch
 
-from client_app.similarity import centred_gram
-from client_app.objective import Batch
 from client_app.methods.fedcka import SIMILARITIES, FedCKA, cka_contrast
+from client_app.objective import Batch
+from client_app.similarity import centred_gram
 from models import build_model
 
 CKA_NAMES = ["linear-cka", "kernel-cka"]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from client_app.method import ModelParts
-from client_app.objective import Batch
 from client_app.methods.fedintr import FedIntR, similarity_weights
+from client_app.objective import Batch
 from models import build_model
 
 TAU = 0.3

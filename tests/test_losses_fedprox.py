@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from client_app.drift import squared_distance
-from client_app.objective import Batch
 from client_app.methods.fedprox import FedProx
+from client_app.objective import Batch
 
 SHAPES = [(3, 4), (4,), (2, 3, 2, 2), (1,)]  # unequal, so that mean and sum differ by array
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from client_app.objective import Batch
 from client_app.methods.fedrcl import FedRCL, rcl_all, rcl_hard
+from client_app.objective import Batch
 from client_app.similarity import unit_features
 from models import build_model
 

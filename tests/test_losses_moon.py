@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from client_app.method import ModelParts
-from client_app.objective import Batch
 from client_app.methods.moon import MOON, model_contrastive_loss
+from client_app.objective import Batch
 from models import build_model
 
 

@@ -21,8 +21,8 @@ import protocol.catalogue
 import strategies
 from client_app.handlers import check_state
 from client_app.method import Method, Update
-from client_app.objective import LocalObjective
 from client_app.methods import METHODS, method_of
+from client_app.objective import LocalObjective
 from client_app.setup import build_network
 from protocol.catalogue import MethodSpec, method_names, method_spec
 from protocol.config import default_config
