@@ -1,4 +1,4 @@
-"""`keel status`, `list`, `stop`, `compare`, `predict`, `export`: reading runs, whatever they hold."""
+"""`keel status`, `list`, `stop`, `compare`, `predict`, `export`: reading whatever runs hold."""
 
 import csv
 import importlib.util
