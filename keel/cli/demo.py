@@ -13,9 +13,9 @@ SETTING: dict[str, OptionValue] = {
     "image-size": 28,  # the smallest: FedIntR's projection heads grow with the image
     "model": "cnn-fedreco",
     "partition": "dirichlet",
-    "alpha": 0.1,
+    "alpha": 0.05,
     "num-rounds": 10,
-    "local-epochs": 2,
+    "local-epochs": 3,
     "batch-size": 32,
     "lr": 0.05,
 }
@@ -24,7 +24,7 @@ SETTING: dict[str, OptionValue] = {
 def demo() -> int:
     """Compare FedAvg with FedIntR on handwritten digits, in about a minute."""
     print(
-        f"{CLIENTS} clients hold different digits: a Dirichlet split with alpha = {SETTING['alpha']}. "
+        f"{CLIENTS} clients hold different digits (Dirichlet split, alpha = {SETTING['alpha']}). "
         f"Twice they train\none model in {SETTING['num-rounds']} rounds: with FedAvg, then with "
         "FedIntR, which adds a contrastive loss on\nthe representations of every layer.",
         flush=True,
