@@ -17,6 +17,7 @@ RUNS, AROUND = "Runs", "Around a run"
 # name: (module, panel of the help, first line of the help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("run", RUNS, "Train: `keel run method=fedintr num-rounds=10`."),
+    "demo": ("demo", RUNS, "Compare FedAvg with FedIntR on handwritten digits."),
     "resume": ("run", RUNS, "Continue an interrupted run from its last checkpoint."),
     "status": ("runs", RUNS, "Show how a run is doing; the newest by default."),
     "list": ("runs", RUNS, "List the runs: method, data, rounds, accuracy, state, age."),
