@@ -152,9 +152,7 @@ def listen(path: Path) -> socket.socket:
         except (ConnectionError, TimeoutError):
             path.unlink()  # left by a worker that was killed
         else:
-            raise ValueError(
-                f"{path}: the worker with process id {other['pid']} already listens there"
-            )
+            raise ValueError(f"{path}: the worker with process id {other['pid']} listens there")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
@@ -172,9 +170,7 @@ def delete_old_state(days: float) -> None:
     oldest = time.time() - days * 86400
     for run in clients_folder().iterdir():
         if max(path.stat().st_mtime for path in [run, *run.rglob("*")]) < oldest:
-            log.warning(
-                "client state of run %s deleted: not written to for %g days", run.name, days
-            )
+            log.warning("client state of run %s deleted: unchanged for %g days", run.name, days)
             shutil.rmtree(run)
 
 
@@ -200,7 +196,7 @@ def main() -> int:
         "--keep-days",
         type=float,
         default=float(os.environ.get("KEEL_KEEP_DAYS") or 0),
-        help="delete the client state of runs not written to for so long; 0: never; or $KEEL_KEEP_DAYS",
+        help="delete client state unchanged for so long; 0: never; or $KEEL_KEEP_DAYS",
     )
     arguments = parser.parse_args()
     logging.basicConfig(format="%(asctime)s worker %(message)s", datefmt="%H:%M:%S")

@@ -56,10 +56,8 @@ class SuperLinkClient:
                 timeout=command_timeout_s,
                 check=False,
             )
-        except subprocess.TimeoutExpired as error:
-            raise CommandTimeout(
-                f"flwr {' '.join(words)}: no end after {error.timeout} s"
-            ) from None
+        except subprocess.TimeoutExpired:
+            raise CommandTimeout(f"flwr {' '.join(words)}: timed out") from None
         if done.returncode:
             raise RuntimeError(f"flwr {' '.join(words)}: {done.stdout}{done.stderr}")
         return done.stdout

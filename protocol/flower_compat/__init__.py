@@ -57,7 +57,7 @@ def bound_superlink_retries(grid: Grid, max_time_s: float) -> None:
     if is_in_process_grid(grid):
         return
     invoker = getattr(grid, "_retry_invoker", None)
-    if not hasattr(invoker, "max_time"):
+    if invoker is None or not hasattr(invoker, "max_time"):
         raise FlowerChanged(f"{type(grid).__name__}._retry_invoker.max_time")
     invoker.max_time = max_time_s
 
@@ -99,7 +99,7 @@ superlink_unavailable = "Connection to the SuperLink is unavailable"  # printed 
 
 def message_to_bytes(message: Message) -> bytes:
     """The message, serialised."""
-    return message_to_proto(message).SerializeToString()
+    return bytes(message_to_proto(message).SerializeToString())
 
 
 def message_from_bytes(content: bytes) -> Message:
@@ -109,7 +109,7 @@ def message_from_bytes(content: bytes) -> Message:
 
 def context_to_bytes(context: Context) -> bytes:
     """The context, serialised."""
-    return context_to_proto(context).SerializeToString()
+    return bytes(context_to_proto(context).SerializeToString())
 
 
 def context_from_bytes(content: bytes) -> Context:
@@ -119,7 +119,7 @@ def context_from_bytes(content: bytes) -> Context:
 
 def records_to_bytes(records: RecordDict) -> bytes:
     """The content of a message, serialised."""
-    return recorddict_to_proto(records).SerializeToString()
+    return bytes(recorddict_to_proto(records).SerializeToString())
 
 
 def records_from_bytes(content: bytes) -> RecordDict:
