@@ -9,7 +9,7 @@ import typer
 
 from keel.deployment.findings import Finding
 
-app = typer.Typer(no_args_is_help=False)
+app = typer.Typer(add_completion=False)
 
 Credentials = Annotated[
     Path | None, typer.Option(help="This machine's credentials directory.", show_default=False)

@@ -197,7 +197,7 @@ def check_ray() -> Iterator[Finding]:
             version = metadata.version("ray")
         except metadata.PackageNotFoundError:
             version = ""
-        if required.specifier.contains(version):
+        if version and required.specifier.contains(version):
             cluster = os.environ.get("RAY_ADDRESS")
             yield fine(f"Ray {version}" + (f", cluster {cluster}" if cluster else ""))
         else:
