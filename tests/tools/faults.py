@@ -149,9 +149,8 @@ def one_run(
     outcome, started = Outcome(method), time.monotonic()
     runs = local.root / "server" / "keel" / "runs"
     before = set(runs.glob("*"))
-    submit_until(
-        local, common | methods[method] | {"num-rounds": rounds}, started + start_timeout_s
-    )
+    overrides = common | methods[method] | {"num-rounds": rounds}
+    submit_until(local, overrides, started + start_timeout_s)
     while not (new := set(runs.glob("*")) - before):
         if time.monotonic() - started > start_timeout_s:
             raise TimeoutError(f"{method}: the run has not started after {start_timeout_s:g} s")
