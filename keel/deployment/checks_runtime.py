@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from client_app.worker_client import code_digest
 from client_app.worker_socket import worker_status
 from keel.deployment.findings import Finding, check, fine, problem
-from protocol.config import app_folder, keel_home, resolve_config
+from protocol.config import keel_home, project_file, resolve_config
 
 min_disk_bytes = 2 * 2**30  # a few models' checkpoints and decoded data
 min_memory_bytes = 2 * 2**30  # Ray, a worker and a server with torch
@@ -52,14 +52,9 @@ def check_versions(code: str = "") -> Iterator[Finding]:
 
 
 def requirements() -> list[Requirement]:
-    """The packages that Keel needs: of the checkout or image, else of the installed package."""
-    pyproject = app_folder / "pyproject.toml"
-    if pyproject.exists():
-        lines = tomllib.loads(pyproject.read_text())["project"]["dependencies"]
-    else:
-        lines = metadata.requires("keel") or []
-    found = map(Requirement, lines)
-    return [r for r in found if not r.marker or r.marker.evaluate({"extra": ""})]
+    """The packages that Keel needs."""
+    project = tomllib.loads(project_file().read_text())["project"]
+    return [Requirement(line) for line in project["dependencies"]]
 
 
 @check
