@@ -261,7 +261,7 @@ def deploy_and_run(
 ) -> tuple[bool, str]:
     """Deploy on this machine and run once; whether the run finished, and its log.
 
-    app: directory of the Flower app. root: where logs and state stay; None: in a temporary directory.
+    app: directory of the Flower app. root: of logs and state; None: a temporary directory.
     """
     with contextlib.ExitStack() as stack:
         if root is None:
