@@ -19,7 +19,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 
 class Registration(Enum):
-    """What a SuperLink says of a key."""
+    """A SuperLink's answer about a key."""
 
     KNOWN = "known"
     UNKNOWN = "unknown"
@@ -30,7 +30,7 @@ class Registration(Enum):
 def registration_of(
     key: ec.EllipticCurvePrivateKey, address: str, ca: bytes, timeout_s: float
 ) -> tuple[Registration, str]:
-    """What the SuperLink at `address` (its Fleet API) says of this key, and its words."""
+    """The answer of the SuperLink at `address` (its Fleet API) about this key, and its details."""
     channel = create_channel(
         server_address=address,
         insecure=False,

@@ -1,7 +1,7 @@
 """`flower-superexec` for a client: ClientApp processes that start at once.
 
 Replaces: `get_executor` in the executor's loop. Why: Flower starts a Python for every message,
-which imports Flower anew, a second of CPU. Here the executor has Flower imported and forks: still
+which imports Flower again, a second of CPU. Here the executor has Flower imported and forks: still
 one process for each message. Keel's client code is not imported here; the child takes it from the
 run's bundle. Public way: none; the kinds of executor are fixed in Flower.
 """

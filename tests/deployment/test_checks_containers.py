@@ -31,7 +31,7 @@ def at_a_client(made, tmp_path, monkeypatch):
     return look
 
 
-def test_where_containers_run_it_looks_inside_them(at_a_client):
+def test_checks_run_inside_the_containers(at_a_client):
     lines = at_a_client(
         'if [ "$1" = ps ]; then\n'
         "  printf 'web\\tshop\\texecutor\\tUp 2 hours\\n'\n"
@@ -54,7 +54,7 @@ def test_where_containers_run_it_looks_inside_them(at_a_client):
     assert not any("device: cpu" in line for line in lines)
 
 
-def test_where_none_runs_it_looks_at_the_machine_and_where_it_may_not_look_it_says_so(at_a_client):
+def test_without_containers_the_machine_is_checked_and_without_permission_it_says_so(at_a_client):
     lines = at_a_client("exit 0")
     assert "ok       device: cpu" in lines
     lines = at_a_client("echo 'permission denied: docker.sock' >&2; exit 1")
@@ -65,7 +65,7 @@ def test_where_none_runs_it_looks_at_the_machine_and_where_it_may_not_look_it_sa
     assert lines[-2] == "PROBLEM  k-wo: the doctor did not finish there: gone"
 
 
-def test_a_container_whose_other_half_has_ended_is_a_problem(at_a_client):
+def test_a_missing_container_of_a_deployment_is_a_problem(at_a_client):
     rows = {
         "keel-a": ["supernode", "worker"],
         "keel-b": ["executor"],
@@ -91,7 +91,7 @@ def test_a_container_whose_other_half_has_ended_is_a_problem(at_a_client):
     ]
 
 
-def test_options_that_say_nothing_to_containers_are_named(at_a_client, tmp_path):
+def test_options_that_containers_do_not_use_are_named(at_a_client, tmp_path):
     script = (
         'if [ "$1" = ps ]; then\n'
         '  for s in supernode executor worker; do printf "k-$s\\tkeel-a\\t$s\\tUp\\n"; done\n'

@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
     assert "run the doctor as root" in result(check_private_files(tmp_path, ["client.key"]))[1]
 
 
-def test_what_keeps_a_check_from_looking_is_one_line(made, tmp_path, monkeypatch):
+def test_an_exception_in_a_check_is_a_problem_of_one_line(made, tmp_path, monkeypatch):
     is_problem, text = result(
         check_key("localhost:1", tmp_path / "ca.pem", made / "site-a/client.key")
     )

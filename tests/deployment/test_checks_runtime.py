@@ -17,7 +17,7 @@ from keel.deployment.checks_runtime import (
 )
 
 
-def test_versions_in_order_and_one_that_differs(monkeypatch):
+def test_versions_that_match_and_one_that_differs(monkeypatch):
     is_problem, text = result(check_versions())
     assert not is_problem
     assert "flwr 1.39" in text

@@ -321,7 +321,7 @@ def test_the_code_of_a_run_reaches_no_network_but_its_supernode(local):
     assert compose.within("executor-0", code).split() == ["supernode"]
 
 
-def test_names_that_the_code_of_a_run_looks_up_are_asked_of_nobody(local, asked):
+def test_names_that_the_code_of_a_run_looks_up_reach_no_resolver(local, asked):
     """A name can carry data out: older engines ask the machine's resolver for an inner network."""
     compose, _ = local
     code = (
@@ -370,14 +370,14 @@ def test_the_code_of_a_run_reaches_no_service_of_its_machine(local, docker):
     }
 
 
-def test_containers_run_as_nobody_in_particular_and_hold_no_secret(local, docker, image):
+def test_containers_run_unprivileged_and_hold_no_secret(local, docker, image):
     compose, _ = local
     assert compose.within("executor-0", "import os; print(os.getuid())").strip() == "10001"
     found = sh("docker", "run", "--rm", image, "find", "/app", "-name", "*.key", env=docker)
     assert found.strip() == ""
 
 
-def test_the_image_s_size_is_said(docker, image, capsys):
+def test_the_size_of_the_image(docker, image, capsys):
     size = int(sh("docker", "image", "inspect", "--format", "{{.Size}}", image, env=docker))
     with capsys.disabled():
         print(f"\nimage: {size / 2**20:.0f} MiB")

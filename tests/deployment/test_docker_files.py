@@ -18,13 +18,13 @@ files = {name: yaml.safe_load((docker / f"compose.{name}.yml").read_text())
          for name in ("server", "client", "local")}  # fmt: skip
 
 
-def test_the_image_s_requirements_are_the_project_s_less_the_simulation():
+def test_the_image_has_the_project_requirements_without_simulation():
     project = tomllib.loads((app_folder / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["tensorboard"]]
-    wanted = {(r.name, str(r.specifier)) for r in map(Requirement, lines)}
+    expected = {(r.name, str(r.specifier)) for r in map(Requirement, lines)}
     lines = (docker / "requirements.txt").read_text().splitlines()
     listed = [Requirement(line) for line in lines if not line.startswith("#")]
-    assert {(r.name, str(r.specifier)) for r in listed} == wanted
+    assert {(r.name, str(r.specifier)) for r in listed} == expected
     assert not any(r.extras for r in listed)
 
 
@@ -78,7 +78,7 @@ def test_the_worker_is_a_service_without_a_network_that_the_executor_waits_for(n
     assert not any("credentials" in volume for volume in worker["volumes"])
 
 
-def test_the_socket_s_directory_is_writable_for_every_user_of_the_image():
+def test_the_directory_of_the_socket_is_writable_for_every_user():
     lines = (docker / "Dockerfile").read_text()
     assert "mkdir /state /run/keel && chmod 1777 /state /run/keel" in lines
 

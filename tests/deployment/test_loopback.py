@@ -61,7 +61,7 @@ def new_run(local: Loopback, overrides) -> tuple[int, Path]:
     return run_id, new.pop()
 
 
-def kept_by_clients(local: Loopback, run: Path) -> dict[str, set[str]]:
+def state_of_clients(local: Loopback, run: Path) -> dict[str, set[str]]:
     """Names of the newest state files; a name holds the round and the content's digest."""
     return {
         name: {max(path.name for path in folder.glob("round-*"))}
@@ -70,7 +70,7 @@ def kept_by_clients(local: Loopback, run: Path) -> dict[str, set[str]]:
     }
 
 
-def kept_inline(run: Path) -> dict[str, set[str]]:
+def state_inline(run: Path) -> dict[str, set[str]]:
     return {
         folder.name: {max(path.name for path in folder.glob("round-*"))}
         for folder in (run / "clients").iterdir()
@@ -110,12 +110,12 @@ def server_app_pid(local: Loopback) -> int:
     return pid
 
 
-def test_the_model_is_the_inline_engine_s_to_the_bit_and_so_is_what_clients_keep(deployed, inline):
+def test_model_and_client_state_equal_those_of_the_inline_engine_bit_for_bit(deployed, inline):
     run_id, run = new_run(deployed, KEYS)
     assert wait_for_end(deployed, run_id, run) == "finished:completed"
     assert summary_of(run)["status"] == "finished"
     assert same_bits(final_model(run), final_model(inline))
-    assert kept_by_clients(deployed, run) == kept_inline(inline)
+    assert state_of_clients(deployed, run) == state_inline(inline)
     assert all(line["left_out"] == {} for line in history_of(run))
 
 
@@ -131,7 +131,7 @@ def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bit
     assert summary_of(run)["status"] == "finished"
     assert [line["round"] for line in history_of(run)] == [1, 2, 3]
     assert same_bits(final_model(run), final_model(inline))
-    assert kept_by_clients(deployed, run) == kept_inline(inline)
+    assert state_of_clients(deployed, run) == state_inline(inline)
     listed = {row["run-id"] for row in deployed.superlink.flwr_json("list", connection)["runs"]}
     assert {str(run_id), str(resumed)} <= listed  # the restarted SuperLink knows its runs
     for name in ("superlink", "worker-client-0000"):
@@ -157,9 +157,9 @@ def test_a_supernode_and_an_executor_killed_come_back_and_rounds_without_them_sa
         again = all(deployed.processes[name].starts > starts[name] for name in starts)
         back = again and rows[-1]["round"] > disturbed + 1
     deployed.superlink.stop(run_id)
-    kept = kept_by_clients(deployed, run)
-    assert kept.keys() == {"client-0000", "client-0001"}
-    for name in kept:  # trained on from what it kept: its own versions, none damaged
+    states = state_of_clients(deployed, run)
+    assert states.keys() == {"client-0000", "client-0001"}
+    for name in states:  # trained on from its own state: every version intact
         folder = deployed.root / name / "keel" / "clients" / run.name / name
         assert not list(folder.glob("*.damaged"))
         assert max(int(path.name.split("-")[1]) for path in folder.glob("round-*")) > disturbed

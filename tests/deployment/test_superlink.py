@@ -1,4 +1,4 @@
-"""What speaks to the SuperLink goes on when one look at it fails."""
+"""The client of a SuperLink: failures that pass, and those that do not."""
 
 import subprocess
 
@@ -18,8 +18,8 @@ def client(tmp_path, monkeypatch):
 ended = {"status": "finished:completed"}
 
 
-def says(client, monkeypatch, looks):
-    """From now on the client finds these, one after the other."""
+def replies(client, monkeypatch, looks):
+    """Let the client find these, one after the other."""
     left = iter(looks)
 
     def run_info(run_id):
@@ -31,24 +31,26 @@ def says(client, monkeypatch, looks):
     monkeypatch.setattr(client, "run_info", run_info)
 
 
-def test_a_look_that_fails_is_made_again(client, monkeypatch):
+def test_a_failing_request_is_repeated(client, monkeypatch):
     hangs = CommandTimeout("flwr list: timed out")
     away, busy, locked = (
         RuntimeError(text) for text in (f"flwr list: {SUPERLINK_UNAVAILABLE_MESSAGE}", "503", "500")
     )
     looks = [{"status": "running"}, *(20 * [away]), *(20 * [hangs]), *(20 * [busy, locked])]
-    says(client, monkeypatch, [*looks, *(4 * [busy]), {"status": "running"}, *(4 * [busy]), ended])
+    replies(
+        client, monkeypatch, [*looks, *(4 * [busy]), {"status": "running"}, *(4 * [busy]), ended]
+    )
     assert client.wait(7, 60) == "finished:completed"
 
 
 def test_a_superlink_that_keeps_refusing_ends_the_wait(client, monkeypatch):
     unknown = RuntimeError("flwr list: Run ID not found.")
-    says(client, monkeypatch, [*(5 * [unknown]), ended])
+    replies(client, monkeypatch, [*(5 * [unknown]), ended])
     with pytest.raises(RuntimeError, match="Run ID not found"):
         client.wait(7, 60)
 
 
-def test_a_superlink_that_never_answers_is_given_up_at_the_deadline(client, monkeypatch):
+def test_a_superlink_that_never_answers_is_a_timeout(client, monkeypatch):
     def run_info(run_id):
         raise RuntimeError(SUPERLINK_UNAVAILABLE_MESSAGE.replace(". ", ".\n\n"))
 

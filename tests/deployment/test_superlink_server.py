@@ -1,6 +1,6 @@
-"""A message that did not arrive is given again, a few times; any other never is.
+"""A message that did not arrive is delivered again, a few times; any other never is.
 
-With Flower's own state on a file, its object store, and its handlers behind ours.
+Uses Flower's own state in a file, its object store and its handlers.
 """
 
 import time
@@ -94,7 +94,7 @@ def ids(*messages):
     return [each.metadata.message_id for each in messages]
 
 
-def test_what_was_confirmed_is_not_given_again(link):
+def test_a_confirmed_message_is_not_delivered_again(link):
     one = link.send("one")
     assert link.ask() == ids(one)
     link.confirm(one)
@@ -103,7 +103,7 @@ def test_what_was_confirmed_is_not_given_again(link):
     assert link.ask() == ids(two)
 
 
-def test_who_asks_again_without_having_confirmed_gets_it_again(link):
+def test_an_unconfirmed_message_is_delivered_again(link):
     one = link.send("one")
     assert link.ask() == ids(one)
     assert link.ask(link.other) == []  # says nothing of it
@@ -112,7 +112,7 @@ def test_who_asks_again_without_having_confirmed_gets_it_again(link):
     assert link.ask() == []
 
 
-def test_it_is_given_again_after_the_superlink_was_killed(link):
+def test_it_is_delivered_again_after_the_superlink_was_killed(link):
     one = link.send("one")
     assert link.ask() == ids(one)
     link.start()
@@ -128,14 +128,14 @@ def test_a_message_that_never_arrives_does_not_block_its_node(link):
     assert link.ask() == ids(following)
 
 
-def test_a_message_of_a_run_that_has_ended_is_not_given_again(link):
+def test_a_message_of_a_run_that_has_ended_is_not_delivered_again(link):
     one = link.send("one")
     assert link.ask() == ids(one)
     link.state.finish_task(link.task, SubStatus.COMPLETED, "")
     assert link.ask() == []
 
 
-def test_a_message_that_is_not_whole_yet_is_given_again_once_it_is(link):
+def test_an_incomplete_message_is_delivered_again_once_it_is_complete(link):
     one = link.send("one", is_whole=False)
     assert link.ask() == ids(one)  # as Flower does: the node waits for the rest, and gives up
     assert link.ask() == []
@@ -143,7 +143,7 @@ def test_a_message_that_is_not_whole_yet_is_given_again_once_it_is(link):
     assert link.ask() == ids(one)
 
 
-def test_a_message_whose_time_is_over_is_not_given_again(link, monkeypatch):
+def test_an_expired_message_is_not_delivered_again(link, monkeypatch):
     one = link.send("one", ttl=60.0)
     assert link.ask() == ids(one)
     later = time.time() + 61
@@ -152,7 +152,7 @@ def test_a_message_whose_time_is_over_is_not_given_again(link, monkeypatch):
     assert not link.redelivery.counts
 
 
-def test_a_message_that_was_answered_without_a_confirmation_is_not_given_again(link):
+def test_a_message_that_was_answered_without_a_confirmation_is_not_delivered_again(link):
     one = link.send("one")  # as one is whose app the node does not trust
     assert link.ask() == ids(one)
     reply = Message(RecordDict(), reply_to=one)

@@ -143,7 +143,7 @@ def test_a_worker_killed_in_its_work_is_asked_again_and_gives_the_same_bits(hand
     assert handed_over.pid != killed
 
 
-def test_a_worker_that_dies_on_a_message_twice_is_an_error_of_one_line(
+def test_a_worker_that_dies_twice_on_a_message_is_an_error_of_one_line(
     tmp_path, monkeypatch, caplog
 ):
     path = tmp_path / "worker.sock"
@@ -235,7 +235,7 @@ def test_a_second_worker_at_a_socket_is_refused_and_a_stale_socket_is_not(reside
         assert stale.stat().st_mode & 0o777 == 0o600
 
 
-def test_runs_untouched_for_long_are_forgotten_if_asked(tmp_path, monkeypatch):
+def test_old_client_state_is_deleted_if_asked(tmp_path, monkeypatch):
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     for name, days in (("old", 40), ("recent", 2)):
         kept = tmp_path / "clients" / name / "site-a" / "round-00001.safetensors"
