@@ -67,8 +67,14 @@ def loopback(
     """
     from keel.cli.engines import app_directory
     from keel.cli.overrides import checked_config, parse_overrides
-    from keel.deployment.loopback import deploy_and_run
     from protocol.config import keel_home
+
+    try:
+        from keel.deployment.loopback import deploy_and_run
+    except ModuleNotFoundError:
+        raise ValueError(
+            "the container image has no loopback: use a checkout or `pip install`"
+        ) from None
 
     keys = {"output-dir": str(keel_home() / "runs")} | parse_overrides(overrides or [])
     checked_config(keys)  # a mistake shows here rather than in a log

@@ -24,7 +24,12 @@ def register_all(keys: Path, superlink: SuperLinkClient) -> list[str]:
 
 def register(credentials: Path, address: str, wait_s: float) -> list[str]:
     """Register the keys in credentials/clients at this SuperLink, which has `wait_s` to start."""
+    ca = credentials / "ca.pem"
+    if not ca.exists():
+        raise FileNotFoundError(
+            f"{ca} is missing: expected the server's directory of `keel deploy credentials`"
+        )
     with tempfile.TemporaryDirectory() as home:
-        client = SuperLinkClient(Path(home), address, credentials / "ca.pem")
-        wait_for_server(address, credentials / "ca.pem", wait_s)
+        client = SuperLinkClient(Path(home), address, ca)
+        wait_for_server(address, ca, wait_s)
         return register_all(credentials / "clients", client)

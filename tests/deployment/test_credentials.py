@@ -17,6 +17,7 @@ import keel.deployment.credentials
 from keel.cli.deploy import app
 from keel.deployment.credentials import certificate_names, make_credentials
 from keel.deployment.reach import handshake
+from keel.deployment.register import register
 from keel.deployment.superlink import app_folder
 
 
@@ -204,6 +205,11 @@ def test_the_umask_does_not_open_private_files(tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "x/client.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_registering_without_credentials_names_the_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"ca\.pem is missing: expected the server's"):
+        register(tmp_path, "localhost:1", 0.0)
 
 
 def test_the_command_takes_names_repeated_or_with_commas(tmp_path):
