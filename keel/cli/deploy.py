@@ -73,7 +73,7 @@ def loopback(
         from keel.deployment.loopback import deploy_and_run
     except ModuleNotFoundError:
         raise ValueError(
-            "the container image has no loopback: use a checkout or `pip install`"
+            "the image has no loopback: use a checkout or `pip install`"
         ) from None
 
     keys = {"output-dir": str(keel_home() / "runs")} | parse_overrides(overrides or [])

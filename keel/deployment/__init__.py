@@ -1,1 +1,1 @@
-"""Keel on several machines: credentials, registration, health checks, and a trial on one machine."""
+"""Keel on several machines: credentials, registration, health checks, and a local trial."""
