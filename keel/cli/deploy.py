@@ -72,9 +72,7 @@ def loopback(
     try:
         from keel.deployment.loopback import deploy_and_run
     except ModuleNotFoundError:
-        raise ValueError(
-            "the image has no loopback: use a checkout or `pip install`"
-        ) from None
+        raise ValueError("the image has no loopback: use a checkout or `pip install`") from None
 
     keys = {"output-dir": str(keel_home() / "runs")} | parse_overrides(overrides or [])
     checked_config(keys)  # a mistake shows here rather than in a log
