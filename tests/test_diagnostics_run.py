@@ -263,7 +263,7 @@ def test_real_sites_that_send_no_weights_cannot_be_measured():
     source = open_source(config)
     model = build_network(config, source.image_shape, source.num_classes)
     site = RosterEntry("site-a", [1], [1], [1, 28, 28], config.model.model, 84, "", 0)
-    with pytest.raises(ValueError, match="only a simulation can be measured"):
+    with pytest.raises(ValueError, match="measured in simulation only"):
         Monitor(config, method_of(config), source, model, {}, [site])
 
 
