@@ -40,10 +40,10 @@ test-deployment: $(READY)  ## network namespaces, containers; as root, installs 
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m deployment --timeout 3600 -rs
 
 bench: $(READY)  ## speed, as ratios against bare loops and FedAvg: bench.json, bench.md
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m keel.benchmarks
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m keel bench
 
 bench-gpu: $(READY)  ## the same for a GPU: bench-gpu.json, bench-gpu.md; CIFAR10=/data/cifar10-jpg
-	$(BIN)/python -m keel.benchmarks.gpu $(if $(CIFAR10),--cifar10 '$(CIFAR10)')
+	$(BIN)/python -m keel bench --gpu $(if $(CIFAR10),--cifar10 '$(CIFAR10)')
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
