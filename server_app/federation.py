@@ -12,14 +12,14 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
 from client_app.evaluation import Score, evaluate
-from client_app.look_ahead import FedACGClient
 from client_app.method import LocalObjective, Method
-from client_app.methods import METHODS, method_of
+from client_app.methods import method_of
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of
 from data.sources import Source
 from models import StagedModel
-from protocol.config import RunConfig, all_group_keys, default_config, resolve_config
+from protocol.catalogue import method_names, server_optimizer_names
+from protocol.config import RunConfig, resolve_config
 from protocol.messages import (
     Arrays,
     RosterEntry,
@@ -32,7 +32,7 @@ from protocol.messages import (
     tensors,
 )
 from protocol.options import OptionValue
-from protocol.privacy import check_privacy, composed_budget
+from protocol.privacy import composed_budget
 from server_app.diagnostics.comparison import chosen_diagnostics
 from server_app.diagnostics.monitor import Monitor
 from server_app.diagnostics.plots import plot_rounds
@@ -56,13 +56,11 @@ from server_app.run_directory import (
     open_run_directory,
     save_arrays,
 )
-from strategies import STRATEGIES, Average
+from strategies import Average, strategy_for
 from strategies.average import RoundReport, TooFewRepliesError
-from strategies.server_optimizers import SERVER_OPTIMIZERS
 
 log = logging.getLogger("keel.server")
 roster_file = "roster.json"  # in the run's folder: who takes part
-private_methods = ("fedavg", "fedavg-ft", "fedreco")
 
 
 class DivergedError(RuntimeError):
@@ -99,58 +97,19 @@ class Run:
 
 
 def check_config(config: RunConfig) -> None:
-    """ValueError, one line, for options that make no sense together: before anything is trained."""
-    method = method_of(config)
-    check_privacy(config.privacy)
+    """ValueError, one line, for what `protocol.config.validate` cannot know: before training."""
+    method_of(config)
     chosen_diagnostics(config.rounds.diagnostics)
-    rounds = config.rounds
-    if config.privacy.epsilon and rounds.method not in private_methods:
-        raise ValueError(
-            f"privacy.epsilon = {config.privacy.epsilon}: method {rounds.method} sends nothing "
-            f"that is clipped and noised; methods that do: {', '.join(private_methods)}"
-        )
-    if (
-        rounds.server_optimizer != "fedavg"
-        and not STRATEGIES[rounds.method].supports_server_optimizer
-    ):
-        raise ValueError(
-            f"server-optimizer = {rounds.server_optimizer!r}: {rounds.method} has a server step of its own; server-optimizer has "
-            "to be fedavg with it"
-        )
-    if rounds.aggregation != "mean" and not STRATEGIES[rounds.method].supports_server_optimizer:
-        raise ValueError(
-            f"aggregation = {rounds.aggregation!r}: {rounds.method} has a server step of its own; "
-            "aggregation has to be mean with it"
-        )
-    check_tensorboard(rounds)
-    if rounds.server_optimizer == "fedacg":
-        beta = config.table("fedacg", FedACGClient).beta  # clients read it: checked here already
-        if beta and not isinstance(method, LocalObjective):
-            raise ValueError(
-                f"fedacg.beta = {beta}: {rounds.method} trains without FedACG's client term; it "
-                "has to be 0 with it"
-            )
-    if config.model.client_models and rounds.method != "fedreco":
-        raise ValueError("client-models: only method = 'fedreco' lets clients differ in network")
-    if method.is_personal and rounds.evaluate_clients == "none" and not method.has_global_model:
-        raise ValueError(
-            f"evaluate-clients = 'none': {rounds.method} has no global model, so nothing would be "
-            "evaluated; it has to be auto, participants or all"
-        )
-    for name, cls in METHODS.items():  # a value that no method could take is a mistake anyway
-        config.table(name, cls)
-    for step in SERVER_OPTIMIZERS.values():
-        step(config)
-    tables = {key.partition(".")[0] for key in default_config().keys() - all_group_keys()}
-    assert tables <= METHODS.keys() | SERVER_OPTIMIZERS.keys()
+    check_tensorboard(config.rounds)
 
 
 def idle_keys(config: RunConfig, given: Mapping[str, OptionValue]) -> list[str]:
     """What to warn of, a line each: keys given that do nothing in this run, models never judged."""
     rounds, method = config.rounds, method_of(config)
-    tables = (METHODS.keys() | SERVER_OPTIMIZERS.keys()) - {rounds.method, rounds.server_optimizer}
+    tables = {*method_names(), *server_optimizer_names()} - {rounds.method, rounds.server_optimizer}
     lines = [
-        f"{key} is given and does nothing: method is {rounds.method}, server {rounds.server_optimizer}"
+        f"{key} is given and does nothing: method is {rounds.method}, server "
+        f"{rounds.server_optimizer}"
         for key in sorted(given)
         if key.partition(".")[0] in tables and "." in key
     ]
@@ -205,15 +164,10 @@ def prepare(
     method = method_of(config)
     source = open_source(config)  # before any worker: they find it decoded
     model = model_for(config, source)
-    if config.privacy.epsilon and config.rounds.method != "fedreco" and list(model.buffers()):
-        raise ValueError(
-            f"privacy.epsilon = {config.privacy.epsilon}: {config.model.model} with BatchNorm "
-            "would send its statistics without noise; norm has to be 'group'"
-        )
     if isinstance(method, LocalObjective):
         method.taps(model)  # refuses taps that this network does not have
     initial = {name: array.clone() for name, array in model.state_dict().items()}
-    strategy = STRATEGIES[config.rounds.method](config, model)
+    strategy = strategy_for(config, model)
     device = device_for(config.train.device)
     test = Samples(
         np.asarray(source.test.images),
@@ -240,7 +194,7 @@ def prepare(
     if config.rounds.diagnostics:
         entries = list(roster.values())
         monitor = Monitor(config, method, source, model.to(device), initial, entries)
-    start = Checkpoint(0, strategy.initial_arrays(config, model), {})
+    start = Checkpoint(0, strategy.initial_arrays(model), {})
     if resumed and resumed.has_rounds():  # one that ended in round 1 begins again
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
         strategy.load(start.state)

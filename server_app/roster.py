@@ -369,7 +369,10 @@ def check_roster(config: RunConfig, entries: list[RosterEntry], source: Source) 
                 f"client {first.client}: {what} {found}, the run's source {source.name} has "
                 f"{wanted}: they have to agree"
             )
-    if any(e.model != config.model.model for e in entries) and config.rounds.method != "fedreco":
+    if (
+        any(e.model != config.model.model for e in entries)
+        and not method_of(config).supports_mixed_architectures
+    ):
         other = next(e for e in entries if e.model != config.model.model)
         raise ValueError(
             f"client {other.client} trains {other.model}, the run {config.model.model}: only "

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from client_fixtures import add_model
 from conftest import NUM_CLIENTS, SMALL, final_model, history_of, resume, same_bits, without_times
 from safetensors.torch import load_file
 from test_diagnostics_measures import cka_as_printed, covariances
@@ -20,7 +21,6 @@ import server_app.inline
 from client_app.methods import method_of
 from client_app.setup import build_network, model_for, open_source
 from models.cnn import _plain_cnn
-from models.registry import MODELS, Architecture
 from protocol.config import resolve_config
 from protocol.messages import RosterEntry
 from server_app.diagnostics.comparison import DIAGNOSTICS, chosen_diagnostics, probe_of
@@ -205,7 +205,7 @@ def test_clients_of_another_architecture_are_compared_at_features_and_logits(run
     def build(input_shape):
         return _plain_cnn(input_shape, kernel=3, conv_widths=(4,), fc_widths=(84,))
 
-    monkeypatch.setitem(MODELS, "small-cnn", Architecture(build))
+    add_model(monkeypatch, "small-cnn", build)
     models = {"method": "fedreco", "client-models": "cnn-fedreco, small-cnn"}
     folder = run(PERSONAL | models | {"diagnostics": "all"}, num_clients=2)
     numbers = history_of(folder)[-1]["diagnostics"]

@@ -32,6 +32,7 @@ def private_update(update: Update, ctx: RoundContext) -> Update:
 class FedAvg(LocalObjective):
     """Local SGD on the clients' own labels."""
 
+    supports_privacy: ClassVar[bool] = True
     paper: ClassVar[str] = "McMahan et al. 2017"
 
     def train(self, ctx: RoundContext) -> Update:
