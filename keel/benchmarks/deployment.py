@@ -32,12 +32,12 @@ class StockLoopback(Loopback):
         env = self.environment(name)
         del env["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"]
         supernode = self.supernode_command(name, node_config)
-        self.keep(f"supernode-{name}", name, ["flower-supernode", *supernode[3:]], env)
+        self.start(f"supernode-{name}", name, ["flower-supernode", *supernode[3:]], env)
         secret = str(self.credentials / name / "executor.secret")
         address = f"127.0.0.1:{self.runtime_ports[name]}"
         command = ["flower-superexec", "--insecure", "--runtime-api-address", address]
         command += ["--superexec-auth-secret-file", secret]
-        self.keep(f"executor-{name}", name, command, env)
+        self.start(f"executor-{name}", name, command, env)
 
 
 def cost(local: Loopback, rounds: int) -> tuple[float, dict[str, int]]:
@@ -46,9 +46,9 @@ def cost(local: Loopback, rounds: int) -> tuple[float, dict[str, int]]:
     status = local.superlink.wait(run_id, run_limit_s)
     if status != "finished:completed":
         raise RuntimeError(f"run {run_id}: {status}")
-    [path] = (local.folder / "server" / "keel" / "runs").glob("*/history.jsonl")
+    [path] = (local.root / "server" / "keel" / "runs").glob("*/history.jsonl")
     training_s = [line["seconds"]["training"] for line in read_history(path)[1:]]
-    return statistics.median(training_s), local.superlink.listed(run_id)["network-traffic"]
+    return statistics.median(training_s), local.superlink.run_info(run_id)["network-traffic"]
 
 
 def round_cost(options: BenchOptions) -> Iterator[Row]:
