@@ -309,9 +309,15 @@ def keel_home() -> Path:
     return Path(os.environ.get("KEEL_HOME") or Path.home() / ".keel").expanduser().absolute()
 
 
+def project_file() -> Path:
+    """pyproject.toml: of the wheel if Keel is installed from one, else of the checkout or bundle."""
+    installed = app_folder / "protocol" / "pyproject.toml"
+    return installed if installed.exists() else app_folder / "pyproject.toml"
+
+
 @lru_cache(maxsize=1)
 def _project() -> dict[str, Any]:
-    return tomllib.loads((app_folder / "pyproject.toml").read_text())
+    return tomllib.loads(project_file().read_text())
 
 
 def keel_version() -> str:
