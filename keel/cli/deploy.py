@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Deploy a federation over machines, or on one.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Deploy a federation over machines, or on one."
+)
 
 
 @app.command()

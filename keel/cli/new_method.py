@@ -61,10 +61,10 @@ class FedNew(LocalObjective):
 '''
 
 SERVER_FLAG = "    has_own_server_half: ClassVar[bool] = True\n"
-SERVER_OPTION = '''    eta: float = option(
+SERVER_OPTION = """    eta: float = option(
         between(0, 1, open_low=True), "server step towards the average", source="eq. (3)"
     )
-'''
+"""
 
 SERVER_HALF = '''"""FedNew: move the global model part of the way to the clients' average (server side).
 
@@ -155,7 +155,7 @@ def test_mu_zero_is_fedavg_bit_for_bit(tmp_path):
     assert any(not torch.equal(weighted[name], array) for name, array in fedavg.items())
 '''
 
-SERVER_TEST = '''
+SERVER_TEST = """
 
 def test_server_moves_by_eta_towards_the_average(tmp_path):
     keys = {"method": "fed-new", "num-rounds": 1}
@@ -165,7 +165,7 @@ def test_server_moves_by_eta_towards_the_average(tmp_path):
     for name, array in damped.items():
         expected = start[name] + 0.25 * (average[name] - start[name])
         torch.testing.assert_close(array, expected)
-'''
+"""
 
 TABLE = """
 [tool.flwr.app.config.fed-new]
@@ -175,7 +175,9 @@ SERVER_DEFAULT = "eta = 1.0                      # server step towards the avera
 
 
 def new_method(
-    name: Annotated[str, typer.Argument(help="Lower case, as in `method=NAME`: fedprox, fedavg-ft.")],
+    name: Annotated[
+        str, typer.Argument(help="Lower case, as in `method=NAME`: fedprox, fedavg-ft.")
+    ],
     server_half: Annotated[
         bool, typer.Option("--server-half", help="Write the server half in strategies/ too.")
     ] = False,
