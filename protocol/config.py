@@ -10,6 +10,7 @@ import difflib
 import json
 import logging
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ RENAMED_KEYS = {
 RENAMED_VALUES = {("evaluate-clients", "participants"): "cohort"}
 
 
-def with_current_names(flat: Mapping[str, OptionValue]) -> FlatConfig:
+def with_current_names(flat: Mapping[str, OptionValue], warn: bool = True) -> FlatConfig:
     """The same config under today's names of keys and values; each old one logs a warning.
 
     ValueError if a key is given under both of its names.
@@ -68,9 +69,10 @@ def with_current_names(flat: Mapping[str, OptionValue]) -> FlatConfig:
         if name != key:
             if name in flat:
                 raise ValueError(f"{key} and {name} are the same key: give {name} only")
-            log.warning("%s is now called %s; the old name works until Keel 0.3", key, name)
+            if warn:
+                log.warning("%s is now called %s; the old name works until Keel 0.3", key, name)
         new_value = RENAMED_VALUES.get((name, str(value)), value)
-        if new_value != value:
+        if new_value != value and warn:
             log.warning("%s = %r is now called %r", name, value, new_value)
         renamed[name] = new_value
     return renamed
@@ -194,6 +196,14 @@ class PrivacyConfig:
     )
 
 
+RUN_NAME_RULE = "1 to 64 of the characters A-Z a-z 0-9 . _ -, not beginning with a dot"
+
+
+def is_run_name(name: str) -> bool:
+    """Whether `name` can name a run directory; "" leaves the choice to Keel."""
+    return not name or re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) is not None
+
+
 @dataclass(frozen=True)
 class RoundsConfig:
     """The run: who takes part, how long, whose updates count, what is evaluated and written."""
@@ -246,6 +256,10 @@ class RoundsConfig:
         true_or_false(), "write TensorBoard events to the run directory; needs keel[tensorboard]"
     )
     output_dir: str = option(any_text(), 'parent of run directories; "": $KEEL_HOME/runs')
+    run_name: str = option(
+        Constraint(is_run_name, RUN_NAME_RULE),
+        'name of the run directory, which must not exist; "": time, method and data',
+    )
     resume: str = option(any_text(), "run directory to resume")
     evaluate_every: int = option(
         at_least(1), "rounds between evaluations; the last round is always evaluated"
