@@ -63,15 +63,17 @@ def loopback(
 
     Every process is a real one: SuperLink, SuperNodes, executors, resident workers, over TLS.
 
-    Example: keel deploy loopback --clients 3 'method="fedintr"' num-rounds=5
+    Example: keel deploy loopback --clients 3 method=fedintr num-rounds=5
     """
+    from keel.cli.engines import app_directory
+    from keel.cli.overrides import checked_config, parse_overrides
     from keel.deployment.loopback import deploy_and_run
-    from protocol.config import keel_home, resolve_config
-    from server_app.inline import parse_overrides
+    from protocol.config import keel_home
 
     keys = {"output-dir": str(keel_home() / "runs")} | parse_overrides(overrides or [])
-    resolve_config(keys)  # a mistake shows here rather than in a log
-    finished, log = deploy_and_run(keys, clients, folder, timeout)
+    checked_config(keys)  # a mistake shows here rather than in a log
+    with app_directory() as app:
+        finished, log = deploy_and_run(app, keys, clients, folder, timeout)
     print(log)
     if not finished:
         raise typer.Exit(1)

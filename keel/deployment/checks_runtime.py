@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from client_app.worker_client import code_digest
 from client_app.worker_socket import worker_status
 from keel.deployment.findings import Finding, check, fine, problem
-from protocol.config import app_folder, keel_home, resolve_config
+from protocol.config import keel_home, project_file, resolve_config
 
 min_disk_bytes = 2 * 2**30  # a few models' checkpoints and decoded data
 min_memory_bytes = 2 * 2**30  # Ray, a worker and a server with torch
@@ -52,14 +52,9 @@ def check_versions(code: str = "") -> Iterator[Finding]:
 
 
 def requirements() -> list[Requirement]:
-    """The packages that Keel needs: of the checkout or image, else of the installed package."""
-    pyproject = app_folder / "pyproject.toml"
-    if pyproject.exists():
-        lines = tomllib.loads(pyproject.read_text())["project"]["dependencies"]
-    else:
-        lines = metadata.requires("keel") or []
-    found = map(Requirement, lines)
-    return [r for r in found if not r.marker or r.marker.evaluate({"extra": ""})]
+    """The packages that Keel needs."""
+    project = tomllib.loads(project_file().read_text())["project"]
+    return [Requirement(line) for line in project["dependencies"]]
 
 
 @check
@@ -229,9 +224,7 @@ def check_entry_points() -> Iterator[Finding]:
 
 @check
 def check_data_sets() -> Iterator[Finding]:
-    """Which data sets are there; decoded ones and downloads, with their sizes."""
-    from data.sources import DEBIAN_DATASETS
-
+    """The size of Keel's directories, and the data sets that are downloaded or decoded there."""
     home = keel_home()
     sizes = {
         name: sum(p.stat().st_size for p in (home / name).rglob("*") if p.is_file())
@@ -239,13 +232,10 @@ def check_data_sets() -> Iterator[Finding]:
     }
     used = ", ".join(f"{name} {size / GiB:.1f} GiB" for name, size in sizes.items())
     yield fine(f"caches: {used} in {home}")
-    there = sorted(
-        {path.name for path in (home / "cache").glob("*-*") if path.is_dir()}
-        | {path.name for path in (home / "data").glob("*")}
-    )
-    debian = sorted(path.name for path in DEBIAN_DATASETS.glob("*"))
-    names = ["digits (built in)", *(f"{name} (Debian package)" for name in debian), *there]
-    yield fine(f"data sets: {', '.join(names)}; others are downloaded at their first use")
+    names = {path.name.rpartition("-")[0] for path in (home / "cache").glob("*-*")}  # less digest
+    names |= {path.name for path in (home / "data").glob("*")}
+    here = ", ".join(sorted(names)) or "none"
+    yield fine(f"data sets downloaded or decoded: {here}; `keel datasets` lists all")
 
 
 def check_simulation() -> Iterator[Finding]:

@@ -253,17 +253,21 @@ def partitions(count: int) -> dict[str, dict[str, OptionValue]]:
 
 
 def deploy_and_run(
-    overrides: Mapping[str, OptionValue], num_clients: int, root: Path | None, timeout_s: float
+    app: Path,
+    overrides: Mapping[str, OptionValue],
+    num_clients: int,
+    root: Path | None,
+    timeout_s: float,
 ) -> tuple[bool, str]:
     """Deploy on this machine and run once; whether the run finished, and its log.
 
-    root: where logs and state stay; None: in a temporary directory.
+    app: directory of the Flower app. root: of logs and state; None: a temporary directory.
     """
     with contextlib.ExitStack() as stack:
         if root is None:
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-")))
         root.mkdir(parents=True, exist_ok=True)
         local = stack.enter_context(running(root, partitions(num_clients)))
-        run_id = local.superlink.submit(overrides)
+        run_id = local.superlink.submit(overrides, app)
         status = local.superlink.wait(run_id, timeout_s)
         return status == "finished:completed", local.superlink.log(run_id)

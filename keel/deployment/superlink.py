@@ -79,10 +79,10 @@ class SuperLinkClient:
         nodes: list[dict[str, Any]] = self.flwr_json("supernode", "list", connection)["nodes"]
         return nodes
 
-    def submit(self, overrides: Mapping[str, OptionValue]) -> int:
-        """Start a run; its id."""
+    def submit(self, overrides: Mapping[str, OptionValue], app: Path = app_folder) -> int:
+        """Start a run of the Flower app in `app`; its id."""
         words = ["--run-config", run_config(overrides)]
-        return int(self.flwr_json("run", str(app_folder), connection, *words)["run-id"])
+        return int(self.flwr_json("run", str(app), connection, *words)["run-id"])
 
     def run_info(self, run_id: int) -> dict[str, Any]:
         """What the SuperLink knows about a run: status, network-traffic, ..."""

@@ -1,8 +1,9 @@
 """What Keel uses of Flower 1.39 beyond its public API, and every patch of Flower's processes.
 
 No other module of Keel imports from `flwr` anything but `flwr.app`, `flwr.serverapp`,
-`flwr.clientapp` and `flwr.__version__`. Each entry names what it replaces, why, and the public way
-if there is one; `tests/test_flower_compat.py` checks each of them against the installed version.
+`flwr.clientapp` and `flwr.__version__`. Each entry says what it replaces, why, and the public way
+if there is one; tests/test_flower_compat.py and tests/test_flower_processes.py check each against
+the installed Flower.
 
 This module is cheap to import and free of torch. The patched processes have a module each:
 
@@ -14,9 +15,10 @@ This module is cheap to import and free of torch. The patched processes have a m
 
 import sys
 from types import ModuleType
+from typing import Any
 
 from flwr.app import Context, Message, RecordDict
-from flwr.common.constant import ErrorCode as ErrorCode
+from flwr.common.constant import ErrorCode
 from flwr.common.serde import (
     context_from_proto,
     context_to_proto,
@@ -28,66 +30,78 @@ from flwr.common.serde import (
 from flwr.proto.message_pb2 import Context as ContextProto
 from flwr.proto.message_pb2 import Message as MessageProto
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
-from flwr.serverapp import Grid
-from flwr.supercore.exit import add_exit_handler as add_exit_handler
+from flwr.supercore.exit import add_exit_handler
 from flwr.supercore.task_identity import TaskIdentity
 
+# --- server and inline engine --------------------------------------------------------------------
 
-class FlowerChanged(RuntimeError):
-    """The installed Flower is not the one that this module was written for."""
+# Error codes of replies. Flower documents `Error.code` and has no public list of its values.
+NO_REPLY = ErrorCode.UNKNOWN  # ours, for a reply that never came
+NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE  # the SuperNode is no longer connected
+UNDELIVERED = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+CRASHED = (ErrorCode.CLIENT_APP_CRASHED, *UNDELIVERED)  # the ClientApp died on the message
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what}: not as in Flower 1.39, which Keel needs; install that version")
 
+def is_in_process_grid(grid: object) -> bool:
+    """Whether all nodes exist from the start and none can leave or return: a simulation.
 
-# --- server ----------------------------------------------------------------------------------
-def is_in_process_grid(grid: Grid) -> bool:
-    """Whether all clients are there from the start, or never: a simulation.
-
-    Uses: the name of the simulation's grid type. Public way: none; `Grid` does not say.
+    Replaces nothing. Flower gives a ServerApp no public way to tell a simulation's grid from a
+    deployment's: its class is recognised by name, as importing it would load the whole SuperLink.
+    Grids of our own say it with an attribute `is_in_process`.
     """
-    return type(grid).__name__ in ("InMemoryGrid", "InlineGrid")
+    return bool(getattr(grid, "is_in_process", type(grid).__name__ == "InMemoryGrid"))
 
 
-def bound_superlink_retries(grid: Grid, max_time_s: float) -> None:
-    """Let a deployment's grid give up after `max_time_s` without a SuperLink.
+def bound_superlink_retries(grid: object, seconds: float) -> None:
+    """Let a deployment's grid raise once its SuperLink has been out of reach for this long.
 
-    Replaces: endless retries, which leave a run's process behind for good. Public way: none.
+    Replaces the limit of the grid's private retry invoker, which retries for ever, so that a
+    ServerApp whose SuperLink is gone would never end. No public way. Does nothing in simulation.
     """
-    if is_in_process_grid(grid):
-        return
     invoker = getattr(grid, "_retry_invoker", None)
-    if invoker is None or not hasattr(invoker, "max_time"):
-        raise FlowerChanged(f"{type(grid).__name__}._retry_invoker.max_time")
-    invoker.max_time = max_time_s
+    if invoker is not None:
+        invoker.max_time = seconds
 
 
 def begin_task(run_id: int) -> None:
-    """Set what Flower's runtimes set before they start an app: without it, no Message can be made.
+    """Let this process create messages, as server and clients of this run.
 
-    Uses: `flwr.supercore.task_identity`. Public way: none outside Flower's runtimes.
+    Replaces what Flower's runtimes set before they start an app; `Message` reads it on creation and
+    raises without it. No public way to create messages outside Flower's runtimes.
     """
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = run_id, 1, 1
 
 
 def assign_message_id(message: Message, message_id: str) -> None:
-    """Give a message the id that a grid gives it as it is sent.
+    """Give a message its id, as sending it through one of Flower's grids does.
 
-    Uses: `Metadata._message_id`. Public way: none; `message_id` has no setter.
+    Replaces the read-only `Metadata.message_id`, which only Flower's own grids set. No public way.
     """
-    message.metadata.__dict__["_message_id"] = message_id
-    if message.metadata.message_id != message_id:
-        raise FlowerChanged("Metadata._message_id")
+    _metadata(message)["_message_id"] = message_id
 
 
 def assign_source_node(message: Message, node_id: int) -> None:
-    """Give a reply the node it stands for, where the SuperLink answered in that node's place.
+    """Set the node that a reply counts as coming from.
 
-    Uses: `Metadata._src_node_id`. Public way: none; `src_node_id` has no setter.
+    Replaces the read-only `Metadata.src_node_id`: errors come from the SuperLink in a client's
+    place, and a restarted SuperNode has another id. Flower's own error replies do the same. No
+    public way.
     """
-    message.metadata.__dict__["_src_node_id"] = node_id
-    if message.metadata.src_node_id != node_id:
-        raise FlowerChanged("Metadata._src_node_id")
+    _metadata(message)["_src_node_id"] = node_id
+
+
+def _metadata(message: Message) -> dict[str, Any]:
+    return message.metadata.__dict__
+
+
+def on_process_exit(function: Any) -> None:
+    """Call this when Flower ends the ServerApp's process: `flwr stop`, a signal, a lost SuperLink.
+
+    Flower ends it with `os._exit`, past every `finally` of a ServerApp in a thread (simulation).
+    Flower's own handlers are registered in the same way; the function is not part of its documented
+    API.
+    """
+    add_exit_handler(function)
 
 
 # --- deployment ------------------------------------------------------------------------------
@@ -125,6 +139,13 @@ def records_to_bytes(records: RecordDict) -> bytes:
 def records_from_bytes(content: bytes) -> RecordDict:
     """Inverse of `records_to_bytes`."""
     return recorddict_from_proto(RecordDictProto.FromString(content))
+
+
+class FlowerChanged(RuntimeError):
+    """The installed Flower is not the one that this package was written for."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}: not as in Flower 1.39, which Keel needs; install that version")
 
 
 def replace(module: ModuleType, name: str, replacement: object, expected: object) -> None:

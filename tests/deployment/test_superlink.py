@@ -64,5 +64,5 @@ def test_a_command_that_hangs_is_an_error_of_one_line(client, monkeypatch):
         raise subprocess.TimeoutExpired(command, options["timeout"])
 
     monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(CommandTimeout, match="^flwr stop 7 deployment: timed out"):
+    with pytest.raises(CommandTimeout, match="flwr stop 7 deployment: timed out"):
         client.stop(7)

@@ -121,9 +121,9 @@ def test_it_is_given_again_after_the_superlink_was_killed(link):
 
 def test_a_message_that_never_arrives_does_not_block_its_node(link):
     broken = link.send("broken")
-    assert [link.ask() for _ in range(max_redeliveries + 2)] == [ids(broken)] * (
-        max_redeliveries + 1
-    ) + [[]]
+    for _ in range(1 + max_redeliveries):
+        assert link.ask() == ids(broken)
+    assert link.ask() == []
     following = link.send("following")
     assert link.ask() == ids(following)
 

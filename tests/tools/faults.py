@@ -22,12 +22,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from client_app.state import StateFolder
 from keel.deployment.loopback import Loopback, partitions, running
 from protocol.options import OptionValue
 from protocol.processes import descendants
+from server_app.history import read_history
 from server_app.inline import run_inline
 
 kinds = ("serverapp", "superlink", "supernode", "executor", "worker")
@@ -84,13 +84,6 @@ def kill(local: Loopback, kind: str, client: str) -> bool:
     return False
 
 
-def history(folder: Path) -> list[dict[str, Any]]:
-    """The complete lines of history.jsonl."""
-    path = folder / "history.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
-
-
 def status(folder: Path) -> str:
     """The status in the run's summary; "" if there is none yet."""
     path = folder / "summary.json"
@@ -100,7 +93,7 @@ def status(folder: Path) -> str:
 def lost_models(local: Loopback, folder: Path) -> list[str]:
     """Clients whose state is damaged, or older than their last accepted round."""
     last: dict[str, int] = {}
-    for line in history(folder):
+    for line in read_history(folder):
         last |= dict.fromkeys(line["participants"], int(line["round"]))
     lost = []
     for client, round_ in last.items():
@@ -117,7 +110,7 @@ def lost_models(local: Loopback, folder: Path) -> list[str]:
 
 def accuracy(folder: Path) -> float:
     """The last evaluation: of the personal models if there are any, else of the global one."""
-    for line in reversed(history(folder)):
+    for line in reversed(read_history(folder)):
         for key, entry in (("personal", "mean"), ("global", "accuracy")):
             if key in line:
                 return float(line[key][entry])
@@ -149,9 +142,8 @@ def one_run(
     outcome, started = Outcome(method), time.monotonic()
     runs = local.root / "server" / "keel" / "runs"
     before = set(runs.glob("*"))
-    submit_until(
-        local, common | methods[method] | {"num-rounds": rounds}, started + start_timeout_s
-    )
+    overrides = common | methods[method] | {"num-rounds": rounds}
+    submit_until(local, overrides, started + start_timeout_s)
     while not (new := set(runs.glob("*")) - before):
         if time.monotonic() - started > start_timeout_s:
             raise TimeoutError(f"{method}: the run has not started after {start_timeout_s:g} s")
@@ -185,7 +177,7 @@ def one_run(
             next_kill = time.monotonic() + draw.uniform(*pause_s)
         time.sleep(0.2)
     outcome.seconds = time.monotonic() - started
-    outcome.left_out = sum(len(line["left_out"]) for line in history(folder))
+    outcome.left_out = sum(len(line["left_out"]) for line in read_history(folder))
     outcome.lost = lost_models(local, folder)
     with contextlib.suppress(ValueError):
         outcome.accuracy = accuracy(folder)
