@@ -14,7 +14,7 @@ def forward(old: str, *new: str) -> None:
 
 
 def with_commas(words: list[str]) -> list[str]:
-    """`--names a b` and `--clients a b` of `deployment.credentials` as `--name a,b`, `--client a,b`."""
+    """`--names a b --clients c d` of `deployment.credentials` as `--name a,b --client c,d`."""
     joined: list[str] = []
     for word in words:
         if joined and joined[-2:-1] in (["--name"], ["--client"]) and not word.startswith("-"):

@@ -25,7 +25,7 @@ from data.partitions import partition_indices
 from keel.benchmarks.report import BenchOptions, Row
 from keel.benchmarks.sources import Keys, random_source, workload_source
 from keel.deployment.loopback import free_ports
-from keel.deployment.superlink import as_words, environment
+from keel.deployment.superlink import environment, run_config
 from protocol.config import app_folder
 from server_app.history import read_history
 
@@ -139,7 +139,7 @@ def keel_rounds(home: Path, keys: Keys, num_clients: int) -> tuple[float, list[R
         out, log = app.parent / "runs", app.parent / "log"
         federation = f"num-supernodes={num_clients} client-resources-num-cpus=1"
         command = ["flwr", "run", ".", "--stream", "--federation-config", federation]
-        command += ["--run-config", as_words({**keys, "output-dir": str(out)})]
+        command += ["--run-config", run_config({**keys, "output-dir": str(out)})]
         with log.open("w") as stream:
             flwr = subprocess.Popen(command, cwd=app, env=env, stdout=stream, stderr=stream)
         started = time.perf_counter()
@@ -200,7 +200,7 @@ def median_wall(costs: list[RoundCost]) -> float:
 
 
 def against_bare(options: BenchOptions) -> Iterator[Row]:
-    """W1 and W2: medians over all rounds of all repetitions, Keel and two processes taking turns.
+    """W1 and W2: medians over all rounds and repetitions; Keel and two processes take turns.
 
     One bare process runs W1 once, for comparison. A worker's memory is given beyond that of a worker
     with a hundredth of the data.

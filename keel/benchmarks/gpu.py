@@ -64,7 +64,7 @@ def product_rate(device: str, precision: str, size: int) -> float:
 
 
 def operations(run: Run) -> int:
-    """Floating-point operations of the products and convolutions of one run, forward and backward."""
+    """Floating-point operations of all products and convolutions of one run."""
     counter = FlopCounterMode(display=False)
     with counter:
         run()

@@ -1,7 +1,7 @@
-"""Local training alone, in one process on one core: each method against FedAvg or its plain form.
+"""Local training alone, on one core: each method against FedAvg or its plain form.
 
-Measures processor seconds, which other work on the machine disturbs least: the minimum of interleaved
-repetitions. One client, random images, a previous local model that differs from the global one.
+Measures processor seconds, which other work on the machine disturbs least: the minimum of
+interleaved repetitions. One client, random images, a previous local model that differs from the global one.
 """
 
 import time
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from client_app.process_cache import ProcessCache
 from torch import Tensor
 
 from client_app.methods import method_of
 from client_app.methods.fedintr import cosines, representation_losses, similarity_weights
 from client_app.round import RoundContext
 from client_app.setup import dataset_spec_of, model_for, open_source
-from client_app.worker import Worker
 from keel.benchmarks import bare
 from keel.benchmarks.engine import W1
 from keel.benchmarks.report import BenchOptions, Row
@@ -34,7 +34,7 @@ def weights(config: RunConfig, seed: int) -> dict[str, Tensor]:
     return model_for(config, open_source(config), seed=seed).state_dict()
 
 
-def client_round(keys: Keys, worker: Worker) -> RoundContext:
+def client_round(keys: Keys, cache: ProcessCache) -> RoundContext:
     """Round 2 of a client that has the whole source."""
     config = resolve_config({"partition": "iid", "device": "cpu", **keys})
     w = weights(config, 1)
@@ -44,7 +44,7 @@ def client_round(keys: Keys, worker: Worker) -> RoundContext:
         sent = {n: a for n, a in w.items() if not n.startswith("classifier")}
     zeros, one = {n: torch.zeros_like(w[n]) for n in names}, torch.tensor(1)
     control = {"control": zeros, "control-before": zeros, "control-made": {"round": one}}
-    return worker.begin_round(
+    return cache.begin_round(
         TrainRequest(config, dataset_spec_of(config, open_source(config)), 2, 1, False, ""),
         {"partition-id": 0, "num-partitions": 1},
         received=sent,
@@ -56,15 +56,14 @@ def client_round(keys: Keys, worker: Worker) -> RoundContext:
 
 def local_training(keys: Keys) -> Run:
     """Local training of one round; every call starts from the same weights."""
-    worker = Worker()
-    ctx = client_round(keys, worker)
+    ctx = client_round(keys, ProcessCache())
     return lambda: method_of(ctx.config).train(ctx)
 
 
 def plain_fedintr(keys: Keys) -> Run:
     """FedIntR as in its authors' code: three whole forward passes in every step."""
     config = resolve_config({"partition": "iid", "device": "cpu", **keys})
-    ctx = client_round(keys, Worker())
+    ctx = client_round(keys, ProcessCache())
     source = open_source(config)
     x_all = torch.stack([x for b, _ in ctx.train_samples.in_order() for x in b]).contiguous()
 

@@ -85,8 +85,8 @@ def methods(
 
 
 traffic_how = (
-    "Traffic: bytes sent and received in a round, relative to FedAvg, on cnn-fedintr. Extra forwards: "
-    "forward passes per training step besides the local model's, before caching."
+    "Traffic: bytes sent and received in a round, relative to FedAvg, on cnn-fedintr. "
+    "Extra forwards: forward passes per training step besides the local model's, before caching."
 )
 
 
@@ -148,7 +148,10 @@ def option_rows(options: type, prefix: str) -> list[Row]:
 def traffic_of_all() -> dict[str, float]:
     """Every method's `traffic`, from the cache."""
     key = [digest_of("strategies/*.py", "models/*.py", "client_app/methods/*.py"), method_names()]
-    return cached("traffic", key, lambda: {name: traffic(name) for name in method_names()})
+    found: dict[str, float] = cached(
+        "traffic", key, lambda: {name: traffic(name) for name in method_names()}
+    )
+    return found
 
 
 def traffic(name: str) -> float:
@@ -221,7 +224,8 @@ def model_speed(name: str, again: bool = False) -> Row:
         return measure(name)
 
     key = [platform.node(), version("torch"), digest_of("models/*.py")]
-    return cached(f"speed-{name}", key, compute, again)
+    speed: Row = cached(f"speed-{name}", key, compute, again)
+    return speed
 
 
 def layer_rows(name: str) -> list[Row]:
@@ -380,7 +384,9 @@ def expected_seconds(preset: str, again: bool = False) -> float:
     config = resolve_config({"preset": preset})
     rounds, data, spec = config.rounds, config.data, model_spec(config.model.model).input
     [info] = [info for info in list_sources() if info.name == data.source]
-    assert info.num_train and info.num_test and info.image_shape
+    assert info.num_train
+    assert info.num_test
+    assert info.image_shape
     speed = model_speed(config.model.model, again)
     pixels = data.image_size or spec.image_size or info.image_shape[1]
     area = (pixels / (spec.image_size or 32)) ** 2

@@ -68,8 +68,7 @@ SERVER_OPTION = """    eta: float = option(
 
 SERVER_HALF = '''"""FedNew: move the global model part of the way to the clients' average (server side).
 
-w <- w + eta (sum_i p_i w_i - w), eq. (3) of the source in client_app/methods/fednew.py; eta = 1 is
-the weighted average.
+w <- w + eta (sum_i p_i w_i - w), eq. (3) of the source; eta = 1 is the weighted average.
 """
 
 import torch
@@ -79,13 +78,13 @@ from strategies.average import Average
 
 
 class FedNewServer(Average):
-    """The weighted average, damped by `fed-new.eta`."""
+    """The weighted average, damped by the option `eta`."""
 
-    def combined(self, replies: list[TrainReply], weights: list[float]) -> Arrays:
+    def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """w + eta (average - w) for floating arrays; counters are averaged."""
-        average = super().combined(replies, weights)
+        average = super().next_arrays(current, replies)
         return {
-            name: torch.lerp(self.current[name], array, self.options.eta)
+            name: torch.lerp(current[name], array, self.options.eta)
             if array.is_floating_point()
             else array
             for name, array in average.items()
@@ -185,7 +184,7 @@ def new_method(
     """Write the files of a new method: client half, test, config table.
 
     They are a complete example, the squared distance of the features to the global model's: change
-    it into your method. `make check` passes as they are; `keel check-method NAME` checks the result.
+    it into your method. `make check` passes as they are; `keel check-method NAME` tests any method.
     """
     files = method_files(name, server_half)
     pyproject = app_folder / "pyproject.toml"
