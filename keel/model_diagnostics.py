@@ -115,6 +115,6 @@ def check_shapes(model: str, arrays: Arrays, network: StagedModel) -> None:
         shape = list(expected[name].shape) if name in expected else "missing"
         if shape != list(array.shape):
             raise ValueError(
-                f"{model}: array {name!r} is {list(array.shape)}; in the run's {network.name} it is "
-                f"{shape}"
+                f"{model}: array {name!r} is {list(array.shape)}; in the run's {network.name} it "
+                f"is {shape}"
             )

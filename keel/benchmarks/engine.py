@@ -202,8 +202,8 @@ def median_wall(costs: list[RoundCost]) -> float:
 def against_bare(options: BenchOptions) -> Iterator[Row]:
     """W1 and W2: medians over all rounds and repetitions; Keel and two processes take turns.
 
-    One bare process runs W1 once, for comparison. A worker's memory is given beyond that of a worker
-    with a hundredth of the data.
+    One bare process runs W1 once, for comparison. Memory is what a worker needs beyond one with a
+    hundredth of the data.
     """
     home, rounds = options.home, 2 if options.is_quick else options.rounds
     source = {"source": workload_source(options)}

@@ -1,7 +1,8 @@
 """Local training alone, on one core: each method against FedAvg or its plain form.
 
 Measures processor seconds, which other work on the machine disturbs least: the minimum of
-interleaved repetitions. One client, random images, a previous local model that differs from the global one.
+interleaved repetitions. One client, random images, and a previous local model that differs
+from the global one.
 """
 
 import time

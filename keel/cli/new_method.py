@@ -66,7 +66,7 @@ SERVER_OPTION = """    eta: float = option(
     )
 """
 
-SERVER_HALF = '''"""FedNew: move the global model part of the way to the clients' average (server side).
+SERVER_HALF = '''"""FedNew: a damped step towards the clients' average (server side).
 
 w <- w + eta (sum_i p_i w_i - w), eq. (3) of the source; eta = 1 is the weighted average.
 """

@@ -1,6 +1,7 @@
 """keel methods, models, datasets and presets against the registries they list."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,9 @@ from keel.cli import catalog
 from keel.cli.main import main
 from protocol.catalogue import method_names, model_names, model_spec
 from protocol.config import app_folder, default_config, presets
+
+
+README = app_folder / "README.md"
 
 
 @pytest.fixture
@@ -65,9 +69,19 @@ def test_the_markdown_table_has_one_row_a_method(capsys):
     assert [row.split("`")[1] for row in rows] == list(method_names())
 
 
+def test_the_readmes_table_is_current(capsys):
+    """Its rows are those printed; a new method may wait for its row."""
+    assert main(["methods", "--markdown"]) == 0
+    printed = set(capsys.readouterr().out.splitlines())
+    rows = re.findall(r"^\| `[a-z-]+`(?: \(personal\))? \|.*$", README.read_text(), re.M)
+    assert rows
+    assert [row for row in rows if row not in printed] == []
+
+
 def test_a_listing_imports_no_torch_once_traffic_is_known(capsys):
     assert main(["methods"]) == 0  # fills the cache
-    code = "import sys; from keel.cli.main import main; main(['methods']); sys.exit('torch' in sys.modules)"
+    code = "import sys; from keel.cli.main import main; main(['methods'])"
+    code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 

@@ -32,6 +32,7 @@ def run(checkout, *words):
     )
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(
     ("name", "words"), [("fedpull", []), ("damped-pull", ["--server-half"])], ids=["one", "both"]
 )
@@ -45,9 +46,8 @@ def test_a_new_method_passes_its_own_test_and_the_linter(checkout, name, words):
     for command in (["check"], ["format", "--check"]):
         lint = run(checkout, "ruff", *command, *python)
         assert lint.returncode == 0, lint.stdout
-    tested = run(
-        checkout, "pytest", "-q", "-p", "no:cacheprovider", f"tests/methods/test_{stem}.py"
-    )
+    words = ("pytest", "-q", "-p", "no:cacheprovider", f"tests/methods/test_{stem}.py")
+    tested = run(checkout, *words)
     assert tested.returncode == 0, tested.stdout[-2000:]
     config = tomllib.loads((checkout / "pyproject.toml").read_text())["tool"]["flwr"]["app"][
         "config"
