@@ -1,5 +1,5 @@
 # Two commands for a newcomer: `make demo` and `make test`. Both make their own environment first.
-# Several machines: docs/deployment.md.
+# Several machines: docs/how-to/deployment.md.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
