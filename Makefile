@@ -10,7 +10,7 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION = 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: help env demo test test-slow test-deployment bench bench-gpu lint clean \
+.PHONY: help env demo test test-slow test-deployment bench bench-gpu docs lint clean \
   credentials register image deploy-server deploy-client deploy-local end-local doctor
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /: /'
@@ -44,6 +44,10 @@ bench: $(READY)  ## speed, as ratios against bare loops and FedAvg: bench.json, 
 
 bench-gpu: $(READY)  ## the same for a GPU: bench-gpu.json, bench-gpu.md; CIFAR10=/data/cifar10-jpg
 	$(BIN)/python -m keel.benchmarks.gpu $(if $(CIFAR10),--cifar10 '$(CIFAR10)')
+
+docs: $(READY)  ## the documentation as a site, in build/site
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(BIN)/python -m mkdocs build --quiet
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
