@@ -46,7 +46,8 @@ bench-gpu: $(READY)  ## the same for a GPU: bench-gpu.json, bench-gpu.md; CIFAR1
 	$(BIN)/python -m keel.benchmarks.gpu $(if $(CIFAR10),--cifar10 '$(CIFAR10)')
 
 docs: $(READY)  ## the documentation as a site, in build/site
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@$(BIN)/python -c 'import mkdocs, mkdocstrings_handlers.python, l2m4m' 2>/dev/null \
+	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	$(BIN)/python -m mkdocs build --quiet
 
 lint: $(READY)  ## ruff and mypy
