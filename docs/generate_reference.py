@@ -32,7 +32,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 def code(value: object) -> str:
     """A config value as one writes it on the command line; an empty string is marked as such."""
-    text = {True: "true", False: "false"}.get(value, str(value)) if value is not None else ""  # type: ignore[call-overload]
+    text = str(value).lower() if isinstance(value, bool) else str(value)
     return f"`{text}`" if text else "(empty)"
 
 
@@ -68,6 +68,7 @@ def option_rows(options: type[Any], prefix: str = "") -> list[tuple[str, ...]]:
     return rows
 
 
+unlisted = {"help", "install_completion", "show_completion"}
 option_header = ("key", "type", "default", "allowed", "meaning")
 
 
@@ -155,7 +156,7 @@ def command_parts(name: str, command: click.Command, level: int) -> list[str]:
     parts = [f"{'#' * level} {name}", f"```\n{usage}\n```", paragraphs(command.help)]
     rows = []
     for parameter in command.get_params(context):
-        if parameter.name == "help" or getattr(parameter, "hidden", False):
+        if parameter.name in unlisted or getattr(parameter, "hidden", False):
             continue
         names = [*parameter.opts, *parameter.secondary_opts]
         shown = ", ".join(f"`{n}`" for n in names if n.startswith("-")) or (
