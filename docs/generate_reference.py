@@ -1,6 +1,6 @@
 """The generated pages of docs/reference: commands, methods and config keys, from the code itself.
 
-An mkdocs hook: `on_files` adds them to the site. `python docs/generate_reference.py FOLDER` writes them to a folder.
+An mkdocs hook: `on_files` adds them to the site. Called with a folder, it writes them there.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ def option_rows(options: type[Any], prefix: str = "") -> list[tuple[str, ...]]:
     return rows
 
 
-unlisted = {"help", "install_completion", "show_completion"}
+unlisted = {"--help", "--install-completion", "--show-completion"}
 option_header = ("key", "type", "default", "allowed", "meaning")
 
 
@@ -83,8 +83,9 @@ def config_page() -> str:
     ]
     parts = [
         "# Config keys",
-        "Any key can be set on the command line: `keel run KEY=VALUE ...`. A preset overrides the defaults; keys given "
-        "explicitly override the preset. A method's options are on the page [Methods](methods.md).",
+        "Any key can be set on the command line: `keel run KEY=VALUE ...`. A preset overrides the "
+        "defaults; keys given explicitly override the preset. A method's options are on the page "
+        "[Methods](methods.md).",
     ]
     for title, options, prefix in groups:
         parts += [f"## {title}", table(option_header, option_rows(options, prefix))]
@@ -122,8 +123,9 @@ def methods_page() -> str:
     """Every method with its documentation, capabilities and options."""
     parts = [
         "# Methods",
-        "Select one with `keel run method=NAME`. The text is the documentation at the top of the method's file in "
-        "`client_app/methods/`, which names the paper, the equations and the differences from them.",
+        "Select one with `keel run method=NAME`. The text is the documentation at the top of the "
+        "method's file in `client_app/methods/`, which names the paper, the equations and the "
+        "differences from them.",
     ]
     for name in catalogue.method_names():
         spec = catalogue.method_spec(name)
@@ -141,8 +143,8 @@ def commands_page() -> str:
     """Every command with its arguments and options."""
     parts = [
         "# Commands",
-        "`keel COMMAND --help` shows the same in a terminal. Exit codes: 0 finished, 1 failed, 2 refused "
-        "before anything was trained, 130 interrupted.",
+        "`keel COMMAND --help` shows the same in a terminal. Exit codes: 0 finished, 1 failed, "
+        "2 refused before anything was trained, 130 interrupted.",
     ]
     for name in command_line.COMMANDS:
         parts += command_parts(f"keel {name}", command_line.load(name), level=2)
@@ -156,7 +158,7 @@ def command_parts(name: str, command: click.Command, level: int) -> list[str]:
     parts = [f"{'#' * level} {name}", f"```\n{usage}\n```", paragraphs(command.help)]
     rows = []
     for parameter in command.get_params(context):
-        if parameter.name in unlisted or getattr(parameter, "hidden", False):
+        if unlisted.intersection(parameter.opts) or getattr(parameter, "hidden", False):
             continue
         names = [*parameter.opts, *parameter.secondary_opts]
         shown = ", ".join(f"`{n}`" for n in names if n.startswith("-")) or (

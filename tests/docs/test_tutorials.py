@@ -1,4 +1,4 @@
-"""The tutorials in docs/how-to/own-method.md: every titled code block is a file of a copy, and runs there."""
+"""The tutorials in docs/how-to/own-method.md: each titled block is a file of a copy, and runs."""
 
 import os
 import re
