@@ -79,11 +79,9 @@ def command_lines(page: Path) -> Iterator[list[str]]:
         r"^ *```(?:sh|bash|console)?\n(.*?)^ *```", page.read_text(), re.S | re.M
     ):
         for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-                words = words[1:]  # environment variables
-            if words and words[0] == "keel":
-                yield words[1:]
+            line = re.sub(r"^([A-Z_]+=\S+ +)*", "", line.strip())  # environment variables
+            if line.startswith("keel "):
+                yield shlex.split(line, comments=True)[1:]
 
 
 all_lines = [(named(page), line) for page in public_pages for line in command_lines(page)]
