@@ -1,6 +1,5 @@
 """What the pages say is there: files that they link, commands and config keys that they show."""
 
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import pytest
 from keel.cli import main as command_line
 from protocol.config import default_config
 
-repository = Path(__file__).parent.parent.parent
+repository = Path(__file__).parents[2]
 docs = repository / "docs"
 root_pages = [
     repository / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")
@@ -108,25 +107,6 @@ def test_commands_options_and_keys_are_known(page: str, words: list[str]) -> Non
             key for key in keys if key != "KEY" and key.partition(".")[0] not in tutorial_methods
         ]
         assert set(keys) <= default_config().keys()
-
-
-def test_the_diagnostics_example_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
-    text = (docs / "how-to/diagnostics.md").read_text()
-    [block] = re.findall(r"<!-- a test runs this -->\n```\n(.*?)```", text, re.S)
-    run, diagnose = (shlex.split(line) for line in block.replace("\\\n", " ").splitlines())
-    assert command_line.main([*run[1:], "--engine", "inline"]) == 0, capsys.readouterr().err
-    [directory] = (tmp_path / "runs").iterdir()
-    words = [str(directory) if word == "RUN" else word for word in diagnose[1:]]
-    assert command_line.main(words) == 0, capsys.readouterr().err
-    last = json.loads((directory / "history.jsonl").read_text().splitlines()[-1])
-    for measure in re.findall(r"^\| `([a-z-]+)` \|", text, re.M):
-        assert measure in last["diagnostics"]
-    for place in ("diagnostics", "diagnostics-models"):
-        for picture in ("cka.png", "features.png"):
-            assert (directory / place / picture).read_bytes().startswith(b"\x89PNG")
 
 
 # --- language -----------------------------------------------------------------------------------

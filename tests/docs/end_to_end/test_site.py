@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("mkdocs", reason="the extra docs is not installed")
-repository = Path(__file__).parent.parent.parent
+repository = Path(__file__).parents[3]
 loading = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 no_request = {"canonical", "next", "prev"}  # relations of <link> that browsers do not fetch
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-repository = Path(__file__).parent.parent.parent
+repository = Path(__file__).parents[3]
 page = (repository / "docs/how-to/own-method.md").read_text()
 packages = ["client_app", "data", "keel", "models", "protocol", "server_app", "strategies"]
 
@@ -46,13 +46,9 @@ def test_the_page_has_both_halves_options_and_a_test_of_each_method() -> None:
     assert titles.count("pyproject.toml") == 2
 
 
-@pytest.mark.parametrize("name", ["feddyn", "fedproto"])
-def test_the_tutorials_tests_pass(name: str, copy_with_tutorials: Path) -> None:
+def test_the_tutorials_tests_pass(copy_with_tutorials: Path) -> None:
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            f"tests/test_client_methods_{name}.py",
-        ],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"],
         cwd=copy_with_tutorials,
         env=os.environ | {"PYTHONPATH": str(copy_with_tutorials)},
         capture_output=True,
