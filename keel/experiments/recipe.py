@@ -192,7 +192,7 @@ def parse_recipe(text: str, path: Path) -> Recipe:
     except ValueError as error:
         raise ValueError(f"{path}, {error}") from error
     if not isinstance(top, Lines):
-        refuse(1, "a recipe is a mapping; see docs/how-to/experiments.md")
+        refuse(1, "a recipe is a mapping; see docs/experiments.md")
     return _Parser(path, text, top, refuse).recipe()
 
 
