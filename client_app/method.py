@@ -76,6 +76,10 @@ class Method:
     has_global_model: ClassVar[bool] = True
     # Clients send what they trained (FedReCo's send gradients, local's nothing).
     sends_weights: ClassVar[bool] = True
+    # What is sent is clipped and noised where `privacy.epsilon` > 0.
+    supports_privacy: ClassVar[bool] = False
+    # Clients may train different architectures.
+    supports_mixed_architectures: ClassVar[bool] = False
     # What a client keeps between rounds, in words for the README's table.
     keeps: ClassVar[str] = "nothing"
     # What is regularised, in words for the README's table, and where it comes from.

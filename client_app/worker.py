@@ -24,7 +24,7 @@ from client_app.worker_client import worker_variable
 from data.sources import ImageSplit, Source
 from models import StagedModel
 from protocol.config import RunConfig, keel_home
-from protocol.messages import Arrays, DatasetSpec, TrainRequest
+from protocol.messages import Arrays, DatasetSpec, RoundRequest
 
 # As this process found it: OMP_NUM_THREADS, which Ray sets to a client's share, or all cores.
 threads_given = torch.get_num_threads()
@@ -198,7 +198,7 @@ class Worker:
 
     def begin_round(
         self,
-        request: TrainRequest,
+        request: RoundRequest,
         node_config: NodeConfig,
         received: Arrays,
         extra: Arrays,
@@ -239,7 +239,7 @@ def clients_folder() -> Path:
     return keel_home() / "clients"
 
 
-def state_folder(request: TrainRequest, node_config: NodeConfig) -> StateFolder:
+def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
     """Where this client keeps its state of this run.
 
     In deployment under `state-dir` of its node config or in $KEEL_HOME/clients, by the name of the

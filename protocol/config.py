@@ -9,6 +9,7 @@ import difflib
 import json
 import logging
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 import yaml
 
 from protocol.options import (
+    Constraint,
     OptionValue,
     any_text,
     at_least,
@@ -46,7 +48,7 @@ RENAMED_KEYS = {
 RENAMED_VALUES = {("evaluate-clients", "participants"): "cohort"}
 
 
-def with_current_names(flat: Mapping[str, OptionValue]) -> FlatConfig:
+def with_current_names(flat: Mapping[str, OptionValue], warn: bool = True) -> FlatConfig:
     """The same config under today's names of keys and values; each old one logs a warning.
 
     ValueError if a key is given under both of its names.
@@ -57,9 +59,10 @@ def with_current_names(flat: Mapping[str, OptionValue]) -> FlatConfig:
         if name != key:
             if name in flat:
                 raise ValueError(f"{key} and {name} are the same key: give {name} only")
-            log.warning("%s is now called %s; the old name works until Keel 0.3", key, name)
+            if warn:
+                log.warning("%s is now called %s; the old name works until Keel 0.3", key, name)
         new_value = RENAMED_VALUES.get((name, str(value)), value)
-        if new_value != value:
+        if new_value != value and warn:
             log.warning("%s = %r is now called %r", name, value, new_value)
         renamed[name] = new_value
     return renamed
@@ -125,6 +128,14 @@ class PrivacyConfig:
     sensitivity: str = option(one_of("local", "central"))
 
 
+RUN_NAME_RULE = "1 to 64 of the characters A-Z a-z 0-9 . _ -, not beginning with a dot"
+
+
+def is_run_name(name: str) -> bool:
+    """Whether `name` can name a run directory; "" leaves the choice to Keel."""
+    return not name or re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) is not None
+
+
 @dataclass(frozen=True)
 class RoundsConfig:
     """The run: who takes part, how long, whose updates count, what is evaluated and written."""
@@ -150,6 +161,7 @@ class RoundsConfig:
     num_selected: int = option(at_least(0))
     tensorboard: bool = option(true_or_false())
     output_dir: str = option(any_text())
+    run_name: str = option(Constraint(is_run_name, RUN_NAME_RULE))
     resume: str = option(any_text())
     evaluate_every: int = option(at_least(1))
     evaluate_global: bool = option(true_or_false())
@@ -187,9 +199,15 @@ def keel_home() -> Path:
     return Path(os.environ.get("KEEL_HOME") or Path.home() / ".keel").expanduser().absolute()
 
 
+def project_file() -> Path:
+    """pyproject.toml: of the wheel if Keel is installed from one, else of the checkout or bundle."""
+    installed = app_folder / "protocol" / "pyproject.toml"
+    return installed if installed.exists() else app_folder / "pyproject.toml"
+
+
 @lru_cache(maxsize=1)
 def _project() -> dict[str, Any]:
-    return tomllib.loads((app_folder / "pyproject.toml").read_text())
+    return tomllib.loads(project_file().read_text())
 
 
 def keel_version() -> str:

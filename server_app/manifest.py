@@ -2,7 +2,8 @@
 
 Digests of Keel's sources, of the split, of the first rounds' checkpoints and, once the run has
 ended, of its files; package versions; how many clients there were. For information: Keel's version
-and commit, and the machines that a simulation trained on. `python -m keel.experiments verify` reads it.
+and commit, and the machines that a simulation trained on. `python -m keel.experiments verify` reads
+it.
 """
 
 import hashlib

@@ -12,8 +12,6 @@ manifest.json         versions, and digests of split, files and first rounds: se
 import fcntl
 import json
 import logging
-import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,9 +26,18 @@ from protocol.config import RunConfig, keel_home, resolve_config
 from protocol.files import digest, write_atomically
 from protocol.messages import Arrays
 from protocol.options import OptionValue
+from server_app.history import (
+    HISTORY_FILE,
+    Line,
+    append_history,
+    append_line,
+    read_history,
+    truncate_history,
+)
+from server_app.summary import read_config_file
 
 log = logging.getLogger("keel.server")
-kept_checkpoints = 2
+NUM_CHECKPOINTS = 2
 lock_attempts = 5
 
 
@@ -82,19 +89,14 @@ class RunDirectory:
             self._log = None
         self._lock.close()
 
-    @property
-    def history_path(self) -> Path:
-        """history.jsonl."""
-        return self.path / "history.jsonl"
-
-    def save_config(self, config: RunConfig, given: Mapping[str, OptionValue]) -> None:
-        """Write config.json; `given` are the keys that the user set."""
-        text = json.dumps({"config": dict(config.flat), "given": dict(given)}, indent=2)
+    def save_config(self, config: RunConfig, overrides: Mapping[str, OptionValue]) -> None:
+        """Write config.json; `overrides` are the keys that the user set."""
+        text = json.dumps({"config": dict(config.flat), "overrides": dict(overrides)}, indent=2)
         write_atomically(self.path / "config.json", text.encode())
 
     def append_history(self, line: Mapping[str, Any]) -> None:
-        """Add one round's line."""
-        append_line(self.history_path, json.dumps(only_finite(line), allow_nan=False))
+        """Append one round's line."""
+        append_history(self.path / HISTORY_FILE, line)
 
     def append_releases(self, server_round: int, clients: list[str]) -> None:
         """Note who will be asked for a private release; never truncated, whatever is resumed."""
@@ -121,16 +123,13 @@ class RunDirectory:
         everybody = sorted({client for clients in asked for client in clients}) or ["unknown"]
         return asked + damaged * [everybody]
 
-    def read_history(self) -> list[dict[str, Any]]:
-        """All rounds' lines so far; see the function of the same name."""
-        return read_history(self.history_path)
+    def read_history(self) -> list[Line]:
+        """The lines of all rounds so far."""
+        return read_history(self.path)
 
-    def truncate_history(self, last_round: int) -> list[dict[str, Any]]:
-        """Drop the lines of rounds that a resume will run again; return the others."""
-        lines = [line for line in self.read_history() if line["round"] <= last_round]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        write_atomically(self.history_path, text.encode())
-        return lines
+    def truncate_history(self, last_round: int) -> list[Line]:
+        """Drop the lines of rounds that a resume repeats; return the others."""
+        return truncate_history(self.path / HISTORY_FILE, last_round)
 
     def save_checkpoint(self, checkpoint: Checkpoint, model: str) -> str:
         """Write this round's checkpoint, delete all but it and those of the round before.
@@ -149,7 +148,7 @@ class RunDirectory:
         content_digest = digest(content)
         name = f"round-{checkpoint.round:05d}-{content_digest}.safetensors"
         write_atomically(folder / name, content)
-        oldest = checkpoint.round - kept_checkpoints + 1
+        oldest = checkpoint.round - NUM_CHECKPOINTS + 1
         for other in folder.glob("round-*.safetensors"):
             if other.name != name and not oldest <= round_of(other) < checkpoint.round:
                 other.unlink()
@@ -176,38 +175,9 @@ class RunDirectory:
         raise ValueError(f"resume = {str(self.path)!r}: no readable checkpoint in it ({state})")
 
 
-def append_line(path: Path, line: str) -> None:
-    """Add a line, on the disk when this returns; one before that was cut short is ended first."""
-    with path.open("ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                line = "\n" + line
-        file.write(line.encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def round_of(checkpoint: Path) -> int:
     """The round in the name of a checkpoint."""
     return int(checkpoint.name.split("-")[1])
-
-
-def read_history(path: Path) -> list[dict[str, Any]]:
-    """The lines of a history.jsonl so far; a last line that is not whole (yet) is left out.
-
-    ValueError naming the line if another one is damaged.
-    """
-    if not path.exists():
-        return []
-    whole, _, _ = path.read_text().rpartition("\n")
-    lines = []
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-    return lines
 
 
 def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:
@@ -230,13 +200,37 @@ def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:
     return Checkpoint(int(metadata["round"]), arrays, state)
 
 
+def named_directory(config: RunConfig) -> Path | None:
+    """The directory that `run-name` asks for; None without one. ValueError if it exists."""
+    name = config.rounds.run_name
+    if not name:
+        return None
+    path = runs_directory(config) / name
+    if path.exists():
+        raise ValueError(
+            f"run-name = {name!r}: {path} exists: choose another name, or continue that run with "
+            f"resume={str(path)!r}"
+        )
+    return path
+
+
+def runs_directory(config: RunConfig) -> Path:
+    """Where the run's directory is made."""
+    return Path(config.rounds.output_dir or keel_home() / "runs").expanduser()
+
+
 def new_run_directory(config: RunConfig) -> RunDirectory:
-    """A fresh, empty folder named after time, method and data; never an existing one."""
-    base = Path(config.rounds.output_dir or keel_home() / "runs").expanduser()
-    source = config.data.source.partition(":")[0]
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.rounds.method}-{source}"
+    """A new, empty directory: `run-name`, else time, method and data; never an existing one."""
+    base, named = runs_directory(config), named_directory(config)
+    stem = "-".join(
+        (
+            time.strftime("%Y%m%d-%H%M%S"),
+            config.rounds.method,
+            config.data.source.partition(":")[0],
+        )
+    )
     for attempt in range(1000):
-        path = base / (f"{stem}-{attempt}" if attempt else stem)
+        path = named or base / (f"{stem}-{attempt}" if attempt else stem)
         try:
             path.mkdir(parents=True)
         except FileExistsError:
@@ -244,45 +238,47 @@ def new_run_directory(config: RunConfig) -> RunDirectory:
         except OSError as error:
             raise ValueError(f"output-dir: {path} cannot be made: {error.strerror}") from error
         return RunDirectory(path)
-    raise ValueError(f"output-dir: {base} holds a thousand runs of this second")
+    raise ValueError(f"output-dir: {base} holds a thousand runs that started in this second")
 
 
 def open_run_directory(
-    path: str, given: Mapping[str, OptionValue]
+    path: str, overrides: Mapping[str, OptionValue]
 ) -> tuple[RunDirectory, RunConfig, dict[str, OptionValue]]:
-    """(folder, config, keys given) of a run to resume; `num-rounds` alone may be new.
+    """(directory, config, overrides) of a run to resume; only `num-rounds` may be new.
 
-    ValueError, one line, if it is no run's folder or if other keys are given.
+    ValueError, one line, if it is not a run directory, if other keys are given, or if today's
+    defaults would make another run of it.
     """
-    folder = Path(path).expanduser()
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"resume = {path!r}: there is no config.json in it: not a run's folder")
+    directory = Path(path).expanduser()
     try:
-        kept = json.loads((folder / "config.json").read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{folder / 'config.json'} is damaged or cut short: {error}") from error
-    changed = sorted(given.keys() - {"resume", "num-rounds"})
+        saved, saved_overrides = read_config_file(directory)
+    except ValueError as error:
+        raise ValueError(f"resume = {path!r}: {error}") from error
+    changed = sorted(overrides.keys() - {"resume", "num-rounds"})
     if changed:
         raise ValueError(
-            f"resume goes on with the run's own config: {changed[0]} cannot be given with it; "
-            "num-rounds alone can"
+            f"resume = {path!r}: {changed[0]} cannot be changed: a resumed run keeps its config; "
+            f"only "
+            "num-rounds can be given with it"
         )
-    merged = kept["given"] | {k: v for k, v in given.items() if k == "num-rounds"}
+    merged = saved_overrides | {k: v for k, v in overrides.items() if k == "num-rounds"}
     config = resolve_config(merged)
-    is_longer = config.flat["num-rounds"] != kept["config"].get("num-rounds")
-    if is_longer and method_of(config).depends_on_num_rounds():
+    num_rounds = config.rounds.num_rounds
+    if num_rounds != saved["num-rounds"] and method_of(config).depends_on_num_rounds():
         raise ValueError(
-            f"num-rounds = {config.flat['num-rounds']}: {config.rounds.method} depends on their "
-            f"number, which was {kept['config'].get('num-rounds')}: it cannot change on resume"
+            f"num-rounds = {num_rounds}: the result of {config.rounds.method} depends on it: it "
+            f"was "
+            f"{saved['num-rounds']} and cannot change on resume"
         )
-    now, then = dict(config.flat), kept["config"] | {"num-rounds": config.flat["num-rounds"]}
-    if now != then:
-        key = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))[0]
-        raise ValueError(
-            f"resume = {path!r}: the defaults changed since: {key} was {then.get(key)!r}, is "
-            f"{now.get(key)!r}"
-        )
-    return RunDirectory(folder), config, merged
+    expected = saved | {"num-rounds": num_rounds}
+    for key, value in config.flat.items():
+        if value != expected.get(key):
+            raise ValueError(
+                f"resume = {path!r}: the defaults changed since: {key} was {expected.get(key)!r}, "
+                f"is "
+                f"{value!r}; give {key} explicitly in a new run"
+            )
+    return RunDirectory(directory), config, merged
 
 
 def one_line(about: Mapping[str, Any]) -> dict[str, str]:
@@ -304,12 +300,3 @@ def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
             return arrays, json.loads(file.metadata()["about"])
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or cut short: {error}") from error
-
-
-def only_finite(value: Any) -> Any:
-    """The value with None (null) for every NaN and infinity in it, which JSON has no word for."""
-    if isinstance(value, dict):
-        return {key: only_finite(each) for key, each in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -1,39 +1,34 @@
-"""How a run is doing, for people; reads the run's folder and changes nothing in it.
-
-python -m server_app.status [RUN_FOLDER]      the newest run under $KEEL_HOME/runs by default
-"""
+"""The state of a run, read from its directory without changing anything in it; needs no torch."""
 
 import argparse
 import fcntl
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from protocol.config import keel_home
-from server_app.report import clock, curves
-from server_app.run_directory import read_history
+from server_app.history import CURVES, curve, duration, read_history
+from server_app.summary import read_config_file, read_summary
 
-lately = 10  # rounds
+NUM_RECENT = 10  # rounds whose left out clients are shown
 
 
 def newest_run(base: Path) -> Path:
-    """The run folder that was written to last; ValueError if there is none."""
+    """The run directory that was written to last; ValueError if there is none."""
     found = [path.parent for path in base.glob("*/config.json")]
     if not found:
-        raise ValueError(f"there is no run in {base}; give a run's folder")
+        raise ValueError(f"there is no run in {base}: name a run directory")
     return max(found, key=last_change)
 
 
-def last_change(folder: Path) -> float:
-    """When the run last wrote a round, or began."""
-    paths = (folder / "history.jsonl", folder / "config.json")
+def last_change(directory: Path) -> float:
+    """When the run last wrote a round, or started."""
+    paths = (directory / "history.jsonl", directory / "config.json")
     return max(path.stat().st_mtime for path in paths if path.exists())
 
 
-def is_being_written(folder: Path) -> bool:
-    """A living process holds the folder."""
-    path = folder / ".lock"
+def is_being_written(directory: Path) -> bool:
+    """Whether a living process on this machine writes the run directory."""
+    path = directory / ".lock"
     if not path.exists():
         return False
     with path.open() as file:
@@ -44,48 +39,50 @@ def is_being_written(folder: Path) -> bool:
     return False
 
 
-def status_lines(folder: Path) -> list[str]:
-    """The status in a few lines; ValueError, one line, if it is no run's folder."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json: it is not a run's folder")
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())["config"]
-    history = read_history(folder / "history.jsonl")
-    path = folder / "summary.json"
-    status = json.loads(path.read_text())["status"] if path.exists() else "running"
-    if is_being_written(folder):
-        status = "running"
-    elif status == "running":
-        status = f"killed: it goes on with resume={str(folder)!r}"
+def run_status(directory: Path) -> str:
+    """running, finished, stopped, killed, or failed: with the reason."""
+    status = str(read_summary(directory)["status"])
+    if is_being_written(directory):
+        return "running"
+    return "killed" if status in ("running", "starting") else status
+
+
+def status_lines(directory: Path) -> list[str]:
+    """The status in a few lines; ValueError, one line, if it is not a run directory."""
+    config, _ = read_config_file(directory)
+    history, status = read_history(directory), run_status(directory)
+    if status == "killed":
+        status += f": continue it with resume={str(directory)!r}"
     seconds = sum(sum(line["seconds"].values()) for line in history)
     lines = [
-        f"run       {folder}",
-        f"what      {config['method']}, server optimizer {config.get('server-optimizer', config.get('server'))}, {config['source']}, "
-        f"{config['model']}",
+        f"run       {directory}",
+        f"what      {config['method']}, server optimizer {config['server-optimizer']}, "
+        f"{config['source']}, {config['model']}",
         f"status    {status}",
         f"round     {history[-1]['round'] if history else 0} of {config['num-rounds']}, "
-        f"{clock(seconds)} of rounds",
+        f"{duration(seconds)} of rounds",
     ]
-    for key, name, words in curves:
-        points = [(line["round"], line[key][name]) for line in history if key in line]
-        if points:
-            shown = ", ".join(f"{100 * value:.2f} % ({number})" for number, value in points[-3:])
-            lines.append(f"accuracy  {words}: {shown}")
-    for line in history[-lately:]:
+    for key, name, description in CURVES:
+        if points := curve(history, key, name)[-3:]:
+            shown = ", ".join(f"{100 * value:.2f} % ({number})" for number, value in points)
+            lines.append(f"accuracy  {description}: {shown}")
+    for line in history[-NUM_RECENT:]:
         for client, reason in line["left_out"].items():
             lines.append(f"left out  round {line['round']}: {client}: {reason}")
-    if history and history[-1].get("resting"):
-        lines.append(f"resting   {', '.join(history[-1]['resting'])}")
+    if history and history[-1].get("backed_off"):
+        lines.append(f"not asked {', '.join(history[-1]['backed_off'])}")
     return lines
 
 
 def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m server_app.status", description=__doc__)
-    parser.add_argument("folder", nargs="?", metavar="RUN_FOLDER", type=Path)
-    given: Path | None = parser.parse_args().folder
+    """The deprecated command line; `keel status [RUN]` replaces it."""
+    parser = argparse.ArgumentParser(prog="python -m server_app.status", description=main.__doc__)
+    parser.add_argument("directory", nargs="?", metavar="RUN_DIRECTORY", type=Path)
+    directory: Path | None = parser.parse_args().directory
+    print("python -m server_app.status works until Keel 0.3; use: keel status", file=sys.stderr)
     try:
-        folder = given.expanduser() if given else newest_run(keel_home() / "runs")
-        print("\n".join(status_lines(folder)))
+        directory = directory.expanduser() if directory else newest_run(keel_home() / "runs")
+        print("\n".join(status_lines(directory)))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -19,9 +19,10 @@ from client_app.samples import Pixels
 from client_app.setup import build_network
 from client_app.state import StateFolder
 from models import StagedModel
-from protocol.config import config_from_json, default_config
+from protocol.config import config_from_json
 from protocol.messages import Arrays
 from server_app.run_directory import read_arrays
+from server_app.summary import read_config_file
 
 OWN_STATE = "state/own/"  # in a checkpoint: what the method's strategy keeps
 
@@ -70,8 +71,7 @@ def load_model(folder: str | Path, client: str = "") -> TrainedModel:
     if not (path / "model.safetensors").is_file():
         raise ValueError(f"{path} has no model.safetensors: it is not the folder of a finished run")
     arrays, about = read_arrays(path / "model.safetensors")
-    kept = json.loads((path / "config.json").read_text())["config"]
-    config = config_from_json(json.dumps(default_config() | kept))
+    config = config_from_json(json.dumps(read_config_file(path)[0]))
     shape = tuple(int(n) for n in about["shape"].split(","))
     class_names = tuple(about["classes"].split("\n"))
     mean, std = (tuple(map(float, about[key].split(","))) for key in ("mean", "std"))

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import server_app.report
+from data.sources import Source, load_source
 from keel.deployment.loopback import free_ports
 from keel.deployment.superlink import toml
 from protocol.messages import DatasetSpec, TrainReply, reply_content
@@ -47,6 +49,17 @@ FACTS = DatasetSpec(
 )  # where only a record is needed
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests in end_to_end/, and keep those that share a costly fixture on one worker."""
+    for item in items:
+        if "end_to_end" in item.path.parts:
+            item.add_marker(pytest.mark.end_to_end)
+        for fixture in ("superlink", "deployed", "keel"):
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group(fixture))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def keel_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """$KEEL_HOME for the whole session: no test reads or writes the user's own."""
@@ -54,6 +67,12 @@ def keel_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KEEL_HOME", str(home))
         yield home
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Source]:
+    """load_source with its directories below tmp_path."""
+    return partial(load_source, data_dir=tmp_path / "data", cache_dir=tmp_path / "cache")
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from conftest import SMALL, history_of, resume, summary_of
 import server_app.report
 import server_app.status
 from client_app.methods import METHODS
+from protocol.config import keel_version
 from server_app.inline import InlineGrid, run_inline
 from server_app.run_directory import RunDirectory
 from server_app.status import newest_run, status_lines
@@ -273,4 +274,4 @@ def test_the_roster_is_in_the_folder(tmp_path):
         assert row["image_shape"] == [1, 32, 32]
         assert row["model"] == "cnn-fedreco"
         assert row["versions"].startswith("flwr 1.39")
-        assert row["keel"] == "0.1.0"
+        assert row["keel"] == keel_version()

@@ -33,6 +33,7 @@ class FedAvg(LocalObjective):
     """Local SGD on the clients' own labels."""
 
     paper: ClassVar[str] = "McMahan et al. 2017"
+    supports_privacy: ClassVar[bool] = True
 
     def train(self, ctx: RoundContext) -> Update:
         """ClientUpdate, with differential privacy if the run asks for it."""

@@ -24,6 +24,7 @@ from protocol.options import at_least, one_of, option
 class FedAvgFT(LocalObjective):
     """Fine-tuning at evaluation."""
 
+    supports_privacy: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
     adapts_global: ClassVar[bool] = True
     paper: ClassVar[str] = "Collins et al. 2022"

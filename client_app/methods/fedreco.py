@@ -76,6 +76,8 @@ class FedReCo(Method):
     is_personal: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
     sends_weights: ClassVar[bool] = False
+    supports_privacy: ClassVar[bool] = True
+    supports_mixed_architectures: ClassVar[bool] = True
     keeps: ClassVar[str] = "its whole model (u_i, v_i)"
     regularises: ClassVar[str] = "representation at the split, to u_0's"
     paper: ClassVar[str] = "FedReCo"

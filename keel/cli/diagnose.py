@@ -27,7 +27,8 @@ from server_app.diagnostics.comparison import (
     probe_samples,
 )
 from server_app.diagnostics.plots import plot_models
-from server_app.run_directory import only_finite, read_arrays
+from server_app.history import finite_or_null
+from server_app.run_directory import read_arrays
 from server_app.trained import load_model
 
 
@@ -103,7 +104,7 @@ def diagnose(folder: Path, models: Sequence[str], names: str, samples: int, outp
         "diagnostics": numbers,
     }
     output.mkdir(parents=True)
-    text = json.dumps(only_finite(about), indent=2, allow_nan=False)
+    text = json.dumps(finite_or_null(about), indent=2, allow_nan=False)
     write_atomically(output / "numbers.json", text.encode())
     title = f"{config.rounds.method}, {config.data.source}, {config.model.model}"
     plot_models(numbers, title, output)
