@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load, save
 
 from protocol.files import digest, write_atomically
+from protocol.messages import with_current_names
 
 log = logging.getLogger("keel.client")
 Arrays = dict[str, torch.Tensor]
@@ -106,7 +107,7 @@ class StateFolder:
 
 def _grouped(flat: Arrays) -> Groups:
     groups: Groups = {}
-    for name, array in flat.items():
+    for name, array in with_current_names(flat).items():
         group, _, rest = name.partition(separator)
         groups.setdefault(group, {})[rest] = array
     return groups

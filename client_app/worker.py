@@ -20,7 +20,7 @@ from client_app.round import RoundContext
 from client_app.samples import Pixels, Samples
 from client_app.setup import build_network, client_indices, device_for, open_source
 from client_app.state import StateFolder
-from client_app.worker_client import worker_variable
+from client_app.worker_socket import worker_variable
 from data.sources import ImageSplit, Source
 from models import StagedModel
 from protocol.config import RunConfig, keel_home

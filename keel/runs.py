@@ -88,16 +88,31 @@ class SavedRun:
             return 0
 
     @property
+    def headline(self) -> tuple[str, str]:
+        """The curve that stands for the run: a key of the history's lines, and the name within it.
+
+        ValueError if the history is damaged.
+        """
+        curves = [(key, "accuracy" if key == "global" else "mean") for key in HEADLINE]
+        return next((pair for pair in curves if curve(self.history, *pair)), curves[0])
+
+    @property
     def accuracy(self) -> float | None:
         """The last value of the headline curve, in [0, 1]; None if there is none."""
         try:
-            for key in HEADLINE:
-                points = curve(self.history, key, "accuracy" if key == "global" else "mean")
-                if points:
-                    return points[-1][1]
+            points = curve(self.history, *self.headline)
         except DAMAGE:
-            pass
-        return None
+            return None
+        return points[-1][1] if points else None
+
+    def rows(self) -> list[dict[str, float]]:
+        """Every round's numbers under flat names. ValueError if the history is damaged."""
+        from server_app.observers import scalars
+
+        return [
+            {"round": line["round"], "participants": len(line["participants"]), **scalars(line)}
+            for line in self.history
+        ]
 
     @property
     def source(self) -> str:

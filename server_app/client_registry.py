@@ -17,11 +17,11 @@ from server_app.exchange import Exchange
 from server_app.roster import check_roster, shortened
 
 log = logging.getLogger("keel.server")
-settle_s = 1.0  # the time after which no more nodes of a simulation are expected
+SETTLE_S = 1.0  # the time after which no more nodes of a simulation are expected
 QUERY_TIMEOUT_S = 30.0  # for the reply of a SuperNode that connects during the run
-return_timeout_s = 90.0  # a resume waits this long for its clients; Flower readmits a node after 60
+RETURN_TIMEOUT_S = 90.0  # a resume waits this long for its clients; Flower readmits a node after 60
 RETRY_AFTER_S = 60.0  # an unusable node is queried again after this time
-max_queries = 64  # simulated clients queried at a time
+MAX_QUERIES = 64  # simulated clients queried at a time
 MAX_ATTEMPTS = 3  # queries of a node whose ClientApp crashes
 
 
@@ -87,13 +87,13 @@ class ClientRegistry:
         TimeoutError if they are fewer than `min-replies`.
         """
         rounds = self.config.rounds
-        deadline = time.monotonic() + min(return_timeout_s, rounds.start_timeout)
+        deadline = time.monotonic() + min(RETURN_TIMEOUT_S, rounds.start_timeout)
         while True:
             left_s = deadline - time.monotonic()
-            self.absent(self.refresh(max(settle_s, left_s)))
+            self.absent(self.refresh(max(SETTLE_S, left_s)))
             if not self.missing or left_s <= 0:
                 break
-            time.sleep(settle_s)
+            time.sleep(SETTLE_S)
         num_connected = len(self.roster) - len(self.missing)
         if num_connected < rounds.min_replies:
             raise TimeoutError(
@@ -189,7 +189,7 @@ def wait_for_nodes(grid: Grid, num_clients: int, deadline: float) -> list[int]:
         time.sleep(0.1)
         before, nodes = nodes, sorted(grid.get_node_ids())
         if num_clients and nodes and before == nodes and len(nodes) < expected:
-            time.sleep(settle_s)
+            time.sleep(SETTLE_S)
             if is_in_process_grid(grid) and sorted(grid.get_node_ids()) == nodes:
                 raise ValueError(
                     f"num-clients = {num_clients}, but the federation has {len(nodes)} SuperNodes: "
@@ -240,12 +240,12 @@ def replies_of(
 ) -> Iterator[tuple[int, Message]]:
     """Each of these nodes, in their order, with its reply to the query.
 
-    Simulated nodes are queried `max_queries` at a time: thousands of live messages fragment the
+    Simulated nodes are queried `MAX_QUERIES` at a time: thousands of live messages fragment the
     memory of the server's process. SuperNodes are queried all at once, so that none waits for
     another.
     """
     exchange = Exchange(grid)
-    size = max_queries if is_in_process_grid(grid) else max(1, len(nodes))
+    size = MAX_QUERIES if is_in_process_grid(grid) else max(1, len(nodes))
     content = RecordDict({"round": query})  # shared by all messages and never changed
     for start in range(0, len(nodes), size):
         part = nodes[start : start + size]

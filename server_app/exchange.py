@@ -16,8 +16,8 @@ from protocol.flower_compat import NO_REPLY, NODE_UNAVAILABLE, UNDELIVERED, assi
 
 log = logging.getLogger("keel.server")
 MIN_POLL_S, MAX_POLL_S, POLL_GROWTH = 0.02, 0.5, 1.2
-return_timeout_s = 30.0  # for a SuperNode that went away to return
-look_every_s = 1.0  # interval of looking for it
+RETURN_TIMEOUT_S = 30.0  # for a SuperNode that went away to return
+LOOK_EVERY_S = 1.0  # interval of looking for it
 MAX_LATE_ASKS = 5  # a reply that never came is forgotten after this many further asks
 
 # node: the node that its client, which went away, is connected as now
@@ -60,7 +60,7 @@ class Exchange:
             if self.returned is None:
                 replies[node] = error
                 return
-            away.setdefault(node, (time.monotonic() + return_timeout_s, error))
+            away.setdefault(node, (time.monotonic() + RETURN_TIMEOUT_S, error))
             log.warning("%s: client %s is not connected", what, self.name(node))
 
         for message in self.push(list(asked.values()), waiting):
@@ -78,7 +78,7 @@ class Exchange:
                     note_gone(source, failure(asked[source], reason, reply.error.code))
                 else:
                     replies[source] = reply
-            if away and time.monotonic() - looked_at >= look_every_s:
+            if away and time.monotonic() - looked_at >= LOOK_EVERY_S:
                 looked_at = time.monotonic()
                 node_now |= self.send_again(asked, away, waiting, deadline, what)
             for node, (until, error) in list(away.items()):

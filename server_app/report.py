@@ -19,7 +19,7 @@ from server_app.observers import RoundLog, RunInfo, RunObserver, TensorBoardEven
 from server_app.summary import iso_time, read_summary, summarise, write_summary
 
 log = logging.getLogger("keel.server")
-write_every_s = 2.0  # how often summary.json is written while rounds are shorter than this
+WRITE_EVERY_S = 2.0  # how often summary.json is written while rounds are shorter than this
 
 Privacy = dict[str, Any] | None
 
@@ -81,7 +81,7 @@ class Reporter:
     def round_done(self, line: Line) -> None:
         """A round is on disk."""
         self.history.append(without_clients(line))
-        if time.monotonic() - self.written_at > write_every_s:
+        if time.monotonic() - self.written_at > WRITE_EVERY_S:
             self.write("running")
         for observer in self.observers:
             observer.on_round(line)

@@ -5,8 +5,8 @@ It holds what a list of runs shows, so that no reader has to open the history.
 
 import json
 import statistics
-import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -132,5 +132,5 @@ def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
 
 
 def iso_time(seconds: float) -> str:
-    """A time of `time.time` in local time, with its offset: 2026-01-31T12:00:00+0100."""
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(seconds))
+    """A time of `time.time` in local time, with its offset: 2026-01-31T12:00:00+01:00."""
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")

@@ -1,6 +1,6 @@
 """What the reporter holds in memory does not grow with the number of clients."""
 
-from server_app.report import without_clients
+from server_app.history import without_clients
 
 
 def test_a_line_is_kept_without_what_it_says_of_single_clients():

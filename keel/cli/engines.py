@@ -1,11 +1,12 @@
 """The three ways to execute a run: in this process, on Flower's simulation, on a deployment.
 
 Each takes a `Job` and a `Terminal` that follows the run, returns once the run has finished, and
-raises RuntimeError, one line, if it failed. KeyboardInterrupt means that the run was stopped cleanly.
+raises RuntimeError, one line, if it failed. After KeyboardInterrupt the run was stopped cleanly.
 """
 
 import json
 import os
+import queue
 import re
 import shutil
 import signal
@@ -22,15 +23,17 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from keel.cli.progress import Terminal
-from keel.runs import FINISHED, LOCK_FILE, SavedRun, read_history
-from protocol.config import app_folder, keel_home
+from keel.runs import FINISHED, LOCK_FILE, SavedRun
+from protocol.config import app_folder, keel_home, project_file
 from protocol.options import OptionValue
+from server_app.history import read_history
 
 POLL_S = 0.3
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0  # for a run to write its summary after `flwr stop`
 END_TIMEOUT_S = 10.0  # for processes to end after SIGTERM
 MARK = "KEEL_ENGINE"  # environment variable of every process that an engine started
+APP_PACKAGES = ("client_app", "data", "models", "protocol", "server_app", "strategies")
 STARTED = re.compile(r"started run (\d+)")
 
 
@@ -52,10 +55,12 @@ class Job:
 
     def federation_config(self) -> str:
         """The simulation's size as `flwr run --federation-config` takes it."""
-        words = f"num-supernodes={self.num_clients} client-resources-num-cpus={self.cpus_per_client:g}"
-        if self.gpus_per_client:
-            words += f" client-resources-num-gpus={self.gpus_per_client!r}"
-        return words
+        words = {
+            "num-supernodes": self.num_clients,
+            "client-resources-num-cpus": f"{self.cpus_per_client:g}",
+            "client-resources-num-gpus": self.gpus_per_client,
+        }
+        return " ".join(f"{key}={value}" for key, value in words.items() if value)
 
 
 # --- inline --------------------------------------------------------------------------------------
@@ -87,6 +92,7 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
         except BaseException:
             terminal.phase("stopping")
             flower.stop()
+            terminal.last_round = SavedRun(job.directory).rounds
             raise
         state = SavedRun(job.directory).state
         if state != FINISHED:
@@ -263,8 +269,7 @@ class FlowerRun:
         self.process: subprocess.Popen[str] | None = None
         self.run_id = ""
         self.ended = threading.Event()
-        self.condition = threading.Condition()
-        self.printed: list[str] = []
+        self.printed: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: the end
 
     def start(self, job: Job, words: Sequence[str]) -> None:
         """Submit the run."""
@@ -289,12 +294,9 @@ class FlowerRun:
                 log.flush()
                 if not self.run_id and (found := STARTED.search(line)):
                     self.run_id = found[1]
-                with self.condition:
-                    self.printed.append(line.rstrip())
-                    self.condition.notify_all()
+                self.printed.put(line.rstrip())
+        self.printed.put(None)
         self.ended.set()
-        with self.condition:
-            self.condition.notify_all()
 
     def wait(self, seconds: float) -> bool:
         """Wait; whether the run still goes on."""
@@ -302,15 +304,8 @@ class FlowerRun:
 
     def lines(self) -> Iterator[str]:
         """The lines that flwr prints, as they come."""
-        done = 0
-        while True:
-            with self.condition:
-                self.condition.wait_for(lambda: len(self.printed) > done or self.ended.is_set(), 1)
-                new = self.printed[done:]
-            yield from new
-            done += len(new)
-            if self.ended.is_set() and done == len(self.printed):
-                return
+        while (line := self.printed.get()) is not None:
+            yield line
 
     def stop(self) -> None:
         """`flwr stop`, then wait until the run has written its summary and the log has ended."""
@@ -334,10 +329,11 @@ class FlowerRun:
 
     def reason(self) -> str:
         """Why it failed, in one line: Keel's error if there is one, else flwr's last line."""
-        errors = [line for line in self.printed if " error: " in line or line.startswith("Error:")]
-        if errors:
-            return re.sub(r"^(.* error: |Error: )", "", errors[-1])
-        return next((line for line in reversed(self.printed) if line.strip()), "flwr said nothing")
+        lines = self.log_path.read_text().splitlines() if self.log_path.exists() else []
+        errors = [line for line in lines if " error: " in line or line.startswith("Error:")]
+        return (
+            re.sub(r"^(.* error: |Error: )", "", errors[-1]) if errors else last_line(self.log_path)
+        )
 
     def flwr(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """`flwr` with these words."""
@@ -373,5 +369,14 @@ def last_line(path: Path) -> str:
 
 @contextmanager
 def app_directory() -> Iterator[Path]:
-    """The Flower app: the checkout, or a copy of the installed packages for as long as it is needed."""
-    yield app_folder
+    """The Flower app: the checkout, or a temporary copy of the installed packages."""
+    if (app_folder / "pyproject.toml").exists():
+        yield app_folder
+        return
+    with tempfile.TemporaryDirectory(prefix="keel-app-") as folder:
+        for package in APP_PACKAGES:
+            skip = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(app_folder / package, Path(folder, package), ignore=skip)
+        shutil.copy(project_file(), Path(folder, "pyproject.toml"))
+        Path(folder, "LICENSE").write_text("Apache-2.0\n")
+        yield Path(folder)

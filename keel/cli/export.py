@@ -1,6 +1,7 @@
 """A run's model as ONNX or TorchScript, with its normalisation inside."""
 
 import json
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,9 +17,9 @@ class Classifier(nn.Module):
     def __init__(self, model: TrainedModel) -> None:
         super().__init__()
         self.network = model.network
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (model.pixels.mean, model.pixels.std))
-        self.register_buffer("mean", 255 * mean)
-        self.register_buffer("std", 255 * std)
+        mean, std = model.pixels.mean, model.pixels.std
+        self.mean = nn.Buffer(255 * torch.tensor(mean).view(1, -1, 1, 1))
+        self.std = nn.Buffer(255 * torch.tensor(std).view(1, -1, 1, 1))
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Logits [N, num_classes]."""
@@ -29,20 +30,21 @@ class Classifier(nn.Module):
 def export_model(directory: Path, client: str, to: str, path: Path) -> None:
     """Write the run's final global model, or a client's personal one; `to` is onnx or torchscript.
 
-    The names of the classes are stored with it: as metadata "classes" or as extra file classes.json.
+    The class names are stored with it: as metadata "classes", or as the extra file classes.json.
     ValueError, one line, if a package is missing or the run holds no such model.
     """
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if to == "onnx" and missing:
-        raise ValueError(
-            f"--to onnx: not installed: {', '.join(missing)}; `pip install 'keel[export]'` brings them"
-        )
+        raise ValueError(f"--to onnx needs {' and '.join(missing)}: pip install 'keel[export]'")
     model = load_model(directory, client)
     classifier = Classifier(model).eval()
     example = torch.zeros(2, *model.network.input_shape)  # a batch of 1 would be taken for fixed
     classes = json.dumps(model.class_names)
     if to == "torchscript":
-        traced = torch.jit.trace(classifier, example)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore", FutureWarning)  # torch recommends torch.export
+            # without torch's own check, which takes the names of two traces for a difference
+            traced = torch.jit.trace(classifier, example, check_trace=False)  # type: ignore[no-untyped-call]
         torch.jit.save(traced, str(path), _extra_files={"classes.json": classes})
         return
     import onnx

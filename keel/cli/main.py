@@ -1,7 +1,7 @@
 """The `keel` command: a table of commands, each imported only when it is called.
 
-To add one: a line in COMMANDS. The module offers a Typer `app` (with one command, or with one of that
-name), or a function named after the command, hyphens as underscores.
+To add one: a line in COMMANDS. The module offers a Typer `app` (with one command, or with one of
+that name), or a function named after the command, hyphens as underscores.
 """
 
 import sys

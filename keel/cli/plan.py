@@ -2,8 +2,9 @@
 
 import shlex
 
+from data.sources import SourceInfo
 from keel.cli.engines import Job
-from keel.cli.sizes import DataSize, data_size, parameter_count
+from keel.cli.sizes import data_size, parameter_count
 from protocol.config import DataConfig, RunConfig
 
 PARTITION_KEYS = {
@@ -48,14 +49,14 @@ def options_text(config: RunConfig, table: str) -> str:
     return f" ({', '.join(words)})" if words else ""
 
 
-def data_text(data: DataConfig, size: DataSize | None) -> str:
+def data_text(data: DataConfig, size: SourceInfo | None) -> str:
     """The source, its size and shape if they are known, and the partition."""
-    if size:
-        shape = " x ".join(map(str, size.shape))
+    if size and size.image_shape:
+        shape = " x ".join(map(str, size.image_shape))
         images = f"{size.num_train:,} training and {size.num_test:,} test images"
         text = f"{data.source}: {images}, {shape}, {size.num_classes} classes"
     else:
-        text = f"{data.source}: not read on this machine yet, sizes follow"
+        text = f"{data.source}: sizes follow once it is read"
     if data.data_fraction < 1:
         text += f"; {100 * data.data_fraction:g} % of the training images"
     keys = PARTITION_KEYS.get(data.partition, ())
@@ -63,7 +64,7 @@ def data_text(data: DataConfig, size: DataSize | None) -> str:
     return f"{text}; partition {data.partition}{options}"
 
 
-def model_text(config: RunConfig, size: DataSize | None) -> str:
+def model_text(config: RunConfig, size: SourceInfo | None) -> str:
     """The model, or all models of the clients, with parameter counts where they are known."""
     names = [name.strip() for name in config.model.client_models.split(",") if name.strip()]
     texts = []

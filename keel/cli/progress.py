@@ -5,7 +5,7 @@ On a terminal a bar with the time left follows the lines; elsewhere there are pl
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ class Terminal(logging.Handler):
     def __init__(self, num_rounds: int, quiet: bool = False) -> None:
         super().__init__(logging.WARNING)
         self.console = Console(highlight=False, soft_wrap=True, quiet=quiet)
-        self.num_rounds = num_rounds
+        self.num_rounds, self.has_sizes = num_rounds, True
         self.directory: Path | None = None
         self.last_round = self.num_done = 0
         self.started = time.monotonic()
@@ -60,6 +60,10 @@ class Terminal(logging.Handler):
         """Print a line above the bar."""
         self.console.print(markup)
 
+    def row(self, label: str, text: str) -> None:
+        """Print a row of the plan."""
+        self.say(f"[bold]{label:<9}[/]  {escape(text)}")
+
     def phase(self, text: str) -> None:
         """Name what the bar is waiting for."""
         self.bar.update(self.task, description=text)
@@ -69,10 +73,15 @@ class Terminal(logging.Handler):
         self.directory, self.last_round = directory, last_round
         self.started = time.monotonic()
         self.bar.update(self.task, description="training", completed=last_round)
-        self.say(f"directory  {escape(str(directory))}")
+        self.row("directory", str(directory))
 
     def on_run_start(self, info: Any) -> None:
         """Of `RunObserver`."""
+        if not self.has_sizes:
+            shape = " x ".join(map(str, info.image_shape))
+            images = f"{info.num_train:,} training and {info.num_test:,} test images"
+            self.row("data", f"{images}, {shape}, {info.num_classes} classes")
+            self.row("model", f"{info.model}, {info.num_parameters:,} parameters")
         self.begin(info.directory, info.last_round)
 
     def on_round(self, line: Mapping[str, Any]) -> None:
@@ -96,7 +105,9 @@ class Terminal(logging.Handler):
         if self.directory:
             name = self.directory.name
             took = duration(time.monotonic() - self.started)
-            self.say(f"[green]finished[/] in {took}; next: keel status|compare|predict|export {name}")
+            self.say(
+                f"[green]finished[/] in {took}; see keel status, compare, predict, export {name}"
+            )
 
     def stopped(self) -> None:
         """Say what an interrupted run left."""
@@ -104,7 +115,8 @@ class Terminal(logging.Handler):
             self.say("[yellow]interrupted[/] before round 1: there is nothing to resume")
             return
         name = self.directory.name
-        self.say(f"[yellow]stopped[/] after round {self.last_round}; to continue: keel resume {name}")
+        done = f"[yellow]stopped[/] after round {self.last_round}"
+        self.say(f"{done}; to continue: keel resume {name}")
 
 
 def round_line(line: Mapping[str, Any], num_rounds: int, left: str) -> str:
@@ -120,9 +132,3 @@ def round_line(line: Mapping[str, Any], num_rounds: int, left: str) -> str:
     if line["left_out"]:
         columns.append(f"[yellow]{len(line['left_out'])} left out[/]")
     return "   ".join([*columns, left] if left else columns)
-
-
-def print_plan(console: Console, rows: Sequence[tuple[str, str]]) -> None:
-    """Print label and text of each row."""
-    for label, text in rows:
-        console.print(f"[bold]{label:<9}[/]  {escape(text)}", soft_wrap=True)

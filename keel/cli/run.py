@@ -4,7 +4,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from keel.cli.overrides import checked_config, parse_overrides
-from keel.runs import SavedRun, find_run, runs_directory
+from keel.runs import FINISHED, SavedRun, find_run, runs_directory
 from protocol.config import RunConfig
 from protocol.options import OptionValue
 
@@ -40,12 +40,12 @@ class EngineOptions:
     root_certificates: Path | None = None
 
     def __post_init__(self) -> None:
-        given = {"--cpus-per-client": self.cpus_per_client, "--gpus-per-client": self.gpus_per_client}
-        for name, value in given.items():
+        for name in ("cpus_per_client", "gpus_per_client"):
+            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
             if value is not None and self.engine is not Engine.flower:
-                raise ValueError(f"{name} needs --engine flower; this is --engine {self.engine}")
+                raise ValueError(f"{flag} needs --engine flower; this is --engine {self.engine}")
             if value is not None and value < 0:
-                raise ValueError(f"{name} {value:g}: expected a number >= 0")
+                raise ValueError(f"{flag} {value:g}: expected a number >= 0")
         if self.clients is not None and self.clients < 1:
             raise ValueError(f"--clients {self.clients}: expected a number >= 1")
         if bool(self.federation) != (self.engine is Engine.deployment):
@@ -64,10 +64,10 @@ Clients = Annotated[
     typer.Option(help="Number of simulated clients; else num-clients of the config, else 10."),
 ]
 EngineName = Annotated[
-    Engine, typer.Option("--engine", help="inline: this process; flower: `flwr run`, several workers.")
+    Engine, typer.Option("--engine", help="inline: in this process; flower: by `flwr run`.")
 ]
 Cpus = Annotated[float | None, typer.Option(help="CPUs of a worker, --engine flower. Default 1.")]
-Gpus = Annotated[float | None, typer.Option(help="GPUs of a worker, such as 0.25, --engine flower.")]
+Gpus = Annotated[float | None, typer.Option(help="GPUs of a worker, such as 0.25; as above.")]
 Federation = Annotated[
     str, typer.Option(help="Of --engine deployment: a name in Flower's config.toml, or HOST:PORT.")
 ]
@@ -115,10 +115,16 @@ def resume(
     """Continue an interrupted run from its last checkpoint; num-rounds=N alone may be changed."""
     overrides = parse_overrides(words or [])
     if changed := sorted(overrides.keys() - {"num-rounds"}):
-        raise ValueError(f"{changed[0]}: a resumed run keeps its config; only num-rounds may change")
+        raise ValueError(f"{changed[0]}: a resumed run keeps its config, except for num-rounds")
     saved = find_run(run)
     if saved.is_running:
         raise ValueError(f"{saved.name} is running: `keel status {saved.name}` shows it")
+    expected = int(overrides.get("num-rounds", saved.config["num-rounds"]))
+    if saved.rounds >= expected and saved.state == FINISHED:
+        raise ValueError(
+            f"{saved.name} has finished its {saved.rounds} rounds: give more, such as "
+            f"num-rounds={2 * saved.rounds}"
+        )
     options = EngineOptions(
         *(engine, None, cpus_per_client, gpus_per_client, federation, root_certificates)
     )
@@ -151,20 +157,23 @@ def execute(
 
     from keel.cli import engines
     from keel.cli.plan import plan_rows
-    from keel.cli.progress import Terminal, print_plan
+    from keel.cli.progress import Terminal
 
-    directory = resumed.directory if resumed else None
-    if options.engine is Engine.flower and directory is None:
-        directory = new_directory(config)
-        overrides = {**overrides, "run-name": directory.name}
     job = engines.Job(
-        *(overrides, num_clients, directory),
+        *(overrides, num_clients, resumed.directory if resumed else None),
         1 if options.cpus_per_client is None else options.cpus_per_client,
         options.gpus_per_client or 0,
         *(options.federation, options.root_certificates),
     )
     terminal = Terminal(config.rounds.num_rounds, quiet)
-    print_plan(terminal.console, plan_rows(config, job, resumed.rounds if resumed else 0))
+    rows = plan_rows(config, job, resumed.rounds if resumed else 0)
+    terminal.has_sizes = "parameters" in dict(rows)["model"]
+    for label, text in rows:
+        terminal.row(label, text)
+    if options.engine is Engine.flower and not resumed:
+        directory = new_directory(config)
+        named = {**overrides, "run-name": directory.name}
+        job = replace(job, overrides=named, directory=directory)
     engine = {
         Engine.inline: engines.run_in_process,
         Engine.flower: engines.run_on_flower,
@@ -208,7 +217,7 @@ def with_clients(
 
 
 def new_directory(config: RunConfig) -> Path:
-    """A run directory that does not exist yet, named as run-name says or after time, method, data."""
+    """A new run directory, named as run-name says, else after time, method and data."""
     rounds = config.rounds
     base = Path(rounds.output_dir).expanduser() if rounds.output_dir else runs_directory()
     source = config.data.source.partition(":")[0]

@@ -18,7 +18,6 @@ from rich.table import Table
 from keel.runs import DAMAGE, RUNNING, SavedRun, all_runs, find_run, is_locked, lock_holder
 from protocol.config import keel_home
 from server_app.history import CURVES, curve, duration
-from server_app.summary import HEADLINE
 
 RECENT_ROUNDS = 10  # whose left out clients `status` names
 STOP_TIMEOUT_S = 90.0
@@ -163,7 +162,7 @@ def stop(run: RunName) -> None:
         raise RuntimeError(f"cannot tell which process writes {saved.directory}")
     if is_flower(pid):
         raise ValueError(
-            f"{saved.name} was started by `flwr run` (process {pid}): stop it with `flwr stop RUN_ID`"
+            f"{saved.name} was started by `flwr run` (process {pid}): use `flwr stop RUN_ID`"
         )
     os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -189,7 +188,7 @@ def is_flower(pid: int) -> bool:
 
 def compare(
     runs: Annotated[list[str], typer.Argument(help="Paths, names, or beginnings of names.")],
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the table to this file.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the table here.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Where the plot goes. Default: $KEEL_HOME/compare.png.")
     ] = None,
@@ -217,7 +216,10 @@ def compare(
                 writer.writerow(row | {key: run.config.get(key) for key in keys})
         print(f"table: {csv_file}")
     path = (plot or keel_home() / "compare.png").expanduser()
-    plot_runs(found, keys, path)
+    from keel.cli.plots import accuracy_figure
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    accuracy_figure(found, keys).savefig(path, dpi=150)
     print(f"plot: {path}")
 
 
@@ -229,7 +231,7 @@ def differing_keys(runs: Sequence[SavedRun]) -> list[str]:
 
 def comparison_row(run: SavedRun) -> dict[str, Any]:
     """What `compare` says of a run."""
-    key, name = headline_of(run)
+    key, name = run.headline
     values = [value for _, value in curve(run.history, key, name)]
     seconds = sum(sum(line["seconds"].values()) for line in run.history)
     return {
@@ -243,39 +245,9 @@ def comparison_row(run: SavedRun) -> dict[str, Any]:
     }
 
 
-def headline_of(run: SavedRun) -> tuple[str, str]:
-    """The curve that stands for the run, as its key and the name within it."""
-    names = [(key, "accuracy" if key == "global" else "mean") for key in HEADLINE]
-    return next((pair for pair in names if curve(run.history, *pair)), names[1])
-
-
 def percent(value: float | None) -> str:
     """A share as a percentage."""
     return "" if value is None else f"{100 * value:.2f} %"
-
-
-def plot_runs(runs: Sequence[SavedRun], keys: Sequence[str], path: Path) -> None:
-    """Accuracy over rounds of every run as one figure; a run's label is what differs, if short."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for run in runs:
-        points = curve(run.history, *headline_of(run))
-        label = ", ".join(f"{key} {run.config.get(key)}" for key in keys)
-        if not label or len(label) > 60:
-            label = run.name
-        rounds, values = [number for number, _ in points], [100 * value for _, value in points]
-        axes.plot(rounds, values, label=label, marker="o" if len(points) < 40 else None, ms=3)
-    axes.set(xlabel="round", ylabel="accuracy (%)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -318,7 +290,7 @@ def read_image(path: Path) -> Any:
 
     try:
         with Image.open(path.expanduser()) as image:
-            return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
+            return np.array(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
     except Exception as error:  # each of Pillow's decoders has its own
@@ -360,12 +332,7 @@ def export(
 
 def write_csv(run: SavedRun, path: Path) -> None:
     """Every round's numbers as a row."""
-    from server_app.observers import scalars
-
-    rows = [
-        {"round": line["round"], "participants": len(line["participants"]), **scalars(line)}
-        for line in run.history
-    ]
+    rows = run.rows()
     if not rows:
         raise ValueError(f"{run.name} has no finished round: there is nothing to export")
     columns = list(dict.fromkeys(name for row in rows for name in row))

@@ -55,4 +55,15 @@ def test_deploy_client_gives_away_its_own_secrets_alone(make):
 
 def test_make_doctor_hands_on_what_it_is_given(make):
     _, lines = make("doctor", "READY=", "BIN=echo called with", "ARGS=client --fleet a:1")
-    assert lines == ["called with/python -m keel.deployment.doctor client --fleet a:1"]
+    assert lines == ["called with/python -m keel doctor client --fleet a:1"]
+
+
+def test_make_credentials_repeats_the_options_for_each_name(make):
+    _, lines = make(
+        "credentials", "READY=", "BIN=echo called with", "NAMES=fl.example.org 10.0.0.1",
+        "CLIENTS=site-a site-b",
+    )  # fmt: skip
+    assert lines == [
+        "called with/python -m keel deploy credentials --folder here --name fl.example.org "
+        "--name 10.0.0.1 --client site-a --client site-b"
+    ]

@@ -1,19 +1,17 @@
 """What speaks to the SuperLink goes on when one look at it fails."""
 
 import subprocess
-import sys
 
 import pytest
 from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
 
-import keel.deployment.loopback
 import keel.deployment.superlink
-from keel.deployment.superlink import SuperLinkClient
+from keel.deployment.superlink import CommandTimeout, SuperLinkClient
 
 
 @pytest.fixture
 def client(tmp_path, monkeypatch):
-    monkeypatch.setattr(keel.deployment.superlink, "look_every_s", 0.01)
+    monkeypatch.setattr(keel.deployment.superlink, "poll_s", 0.01)
     return SuperLinkClient(tmp_path, "localhost:1", tmp_path / "ca.pem")
 
 
@@ -24,17 +22,17 @@ def says(client, monkeypatch, looks):
     """From now on the client finds these, one after the other."""
     left = iter(looks)
 
-    def listed(run_id):
+    def run_info(run_id):
         look = next(left)
         if isinstance(look, Exception):
             raise look
         return look
 
-    monkeypatch.setattr(client, "listed", listed)
+    monkeypatch.setattr(client, "run_info", run_info)
 
 
 def test_a_look_that_fails_is_made_again(client, monkeypatch):
-    hangs = subprocess.TimeoutExpired("flwr", 100)
+    hangs = CommandTimeout("flwr list: timed out")
     away, busy, locked = (
         RuntimeError(text) for text in (f"flwr list: {SUPERLINK_UNAVAILABLE_MESSAGE}", "503", "500")
     )
@@ -51,21 +49,20 @@ def test_a_superlink_that_keeps_refusing_ends_the_wait(client, monkeypatch):
 
 
 def test_a_superlink_that_never_answers_is_given_up_at_the_deadline(client, monkeypatch):
-    def listed(run_id):
+    def run_info(run_id):
         raise RuntimeError(SUPERLINK_UNAVAILABLE_MESSAGE.replace(". ", ".\n\n"))
 
-    monkeypatch.setattr(client, "listed", listed)
+    monkeypatch.setattr(client, "run_info", run_info)
     with pytest.raises(
-        TimeoutError, match=r"run 7 is not known \(Connection to .*configuration.\) after 0.1 s"
+        TimeoutError, match=r"run 7 is unknown \(Connection to .*configuration.\) after 0.1 s"
     ):
         client.wait(7, 0.1)
 
 
-def test_a_command_that_hangs_ends_the_loopback_with_one_line(tmp_path, monkeypatch, capsys):
-    def running(*_):
-        raise subprocess.TimeoutExpired(["flwr", "run"], 100)
+def test_a_command_that_hangs_is_an_error_of_one_line(client, monkeypatch):
+    def run(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
 
-    monkeypatch.setattr(keel.deployment.loopback, "running", running)
-    monkeypatch.setattr(sys, "argv", ["loopback", "--folder", str(tmp_path)])
-    assert keel.deployment.loopback.main() == 1
-    assert capsys.readouterr().err.startswith("error: Command '['flwr', 'run']' timed out")
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(CommandTimeout, match="flwr stop 7 deployment: timed out"):
+        client.stop(7)

@@ -11,13 +11,14 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
-from keel.deployment.supernode import AnsweringNodeState
+from protocol.flower_compat import assign_message_id
+from protocol.flower_compat.supernode import AnsweringNodeState
 
 run_id = 7
 
 
 def with_id(message: Message) -> Message:
-    message.metadata.__dict__["_message_id"] = message.object_id
+    assign_message_id(message, message.object_id)
     return message
 
 

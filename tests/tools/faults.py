@@ -1,12 +1,12 @@
-"""Kills processes of a loopback deployment at random moments, and counts what was lost.
+"""Kills processes of a loopback deployment at random moments and counts what was lost.
 
-    python -m keel.deployment.faults --kills 100 --seed 0
+    python -m tests.tools.faults --kills 100 --seed 0
 
 Runs FedReCo and FedIntR on `digits` in turn. Every few seconds one process gets SIGKILL: the
-ServerApp, the SuperLink, a client's SuperNode, its executor, or its worker, each as likely. A
-killed ServerApp's run is resumed. A personal model is lost if what its client keeps at the end is
-damaged, or older than the last round that the server had the client in. Prints a table; the
-accuracies beside it are of the same runs undisturbed.
+ServerApp, the SuperLink, a client's SuperNode, its executor or its worker, each equally likely. The
+run of a killed ServerApp is resumed. A personal model is lost if its client's state is damaged at
+the end, or older than the last round in which the server accepted it. Prints a table, with the
+accuracies of the same runs undisturbed.
 """
 
 import argparse
@@ -22,13 +22,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from subprocess import TimeoutExpired
-from typing import Any
 
 from client_app.state import StateFolder
 from keel.deployment.loopback import Loopback, partitions, running
-from keel.deployment.processes import descendants
 from protocol.options import OptionValue
+from protocol.processes import descendants
+from server_app.history import read_history
 from server_app.inline import run_inline
 
 kinds = ("serverapp", "superlink", "supernode", "executor", "worker")
@@ -52,12 +51,12 @@ common: dict[str, OptionValue] = {
     "round-timeout": 100.0,
     "device": "cpu",
 }
-run_starts_s, between_resumes_s = 300.0, 5.0
+start_timeout_s, resume_pause_s = 300.0, 5.0
 
 
 @dataclass
 class Outcome:
-    """What became of one run."""
+    """The result of one run."""
 
     method: str
     finished: bool = False
@@ -70,14 +69,14 @@ class Outcome:
 
 
 def kill(local: Loopback, kind: str, client: str) -> bool:
-    """SIGKILL one process of this kind; False if there is none just now."""
+    """SIGKILL one process of this kind; False if none is running."""
     if kind == "serverapp":
         below = descendants(local.pid("serverapp-executor"))
         found = [pid for pid, command in below.items() if "flwr-serverapp" in command]
     else:
         name = kind if kind == "superlink" else f"{kind}-{client}"
-        running_now = local.kept[name].process.poll() is None
-        found = [local.pid(name)] if running_now else []
+        is_running = local.processes[name].process.poll() is None
+        found = [local.pid(name)] if is_running else []
     for pid in found[:1]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -85,53 +84,46 @@ def kill(local: Loopback, kind: str, client: str) -> bool:
     return False
 
 
-def history(folder: Path) -> list[dict[str, Any]]:
-    """The lines of history.jsonl that are there."""
-    path = folder / "history.jsonl"
-    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""  # a kill may cut a line
-    return [json.loads(line) for line in whole.splitlines()]
-
-
 def status(folder: Path) -> str:
-    """The run's own final status; "" while there is none."""
+    """The status in the run's summary; "" if there is none yet."""
     path = folder / "summary.json"
     return str(json.loads(path.read_text())["status"]) if path.exists() else ""
 
 
 def lost_models(local: Loopback, folder: Path) -> list[str]:
-    """Clients whose kept state is damaged, or older than the last round they were in."""
+    """Clients whose state is damaged, or older than their last accepted round."""
     last: dict[str, int] = {}
-    for line in history(folder):
+    for line in read_history(folder):
         last |= dict.fromkeys(line["participants"], int(line["round"]))
     lost = []
     for client, round_ in last.items():
-        kept = local.folder / client / "keel" / "clients" / folder.name / client
-        newest = max((int(p.name.split("-")[1]) for p in kept.glob("round-*")), default=0)
+        state = local.root / client / "keel" / "clients" / folder.name / client
+        newest = max((int(p.name.split("-")[1]) for p in state.glob("round-*")), default=0)
         try:
-            is_whole = bool(StateFolder(kept).load(newest + 1))
+            is_complete = bool(StateFolder(state).load(newest + 1))
         except ValueError:
-            is_whole = False
-        if list(kept.glob("*.damaged")) or not is_whole or newest < round_:
+            is_complete = False
+        if list(state.glob("*.damaged")) or not is_complete or newest < round_:
             lost.append(client)
     return lost
 
 
 def accuracy(folder: Path) -> float:
-    """The last evaluation: of the personal models where there are any, else of the global one."""
-    for line in reversed(history(folder)):
+    """The last evaluation: of the personal models if there are any, else of the global one."""
+    for line in reversed(read_history(folder)):
         for key, entry in (("personal", "mean"), ("global", "accuracy")):
             if key in line:
                 return float(line[key][entry])
-    raise ValueError(f"{folder}: nothing was evaluated")
+    raise ValueError(f"{folder}: no evaluation")
 
 
 def submit_until(local: Loopback, keys: dict[str, OptionValue], deadline: float) -> None:
-    """Submit a run, again while the SuperLink is away (killed in the run before, just now)."""
+    """Submit a run; try again while the SuperLink is down, killed in the previous run."""
     while True:
         try:
             local.superlink.submit(keys)
             return
-        except (RuntimeError, TimeoutExpired):
+        except RuntimeError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(1)
@@ -146,21 +138,21 @@ def one_run(
     pause_s: tuple[float, float],
     limit_s: float,
 ) -> Outcome:
-    """A run with kills until it has finished, the kills are used up, or the limit is reached."""
+    """One run with kills, until it has finished or the limit is reached."""
     outcome, started = Outcome(method), time.monotonic()
-    runs = local.folder / "server" / "keel" / "runs"
+    runs = local.root / "server" / "keel" / "runs"
     before = set(runs.glob("*"))
-    submit_until(local, common | methods[method] | {"num-rounds": rounds}, started + run_starts_s)
+    overrides = common | methods[method] | {"num-rounds": rounds}
+    submit_until(local, overrides, started + start_timeout_s)
     while not (new := set(runs.glob("*")) - before):
-        if time.monotonic() - started > run_starts_s:
-            raise TimeoutError(f"{method}: the run has not begun after {run_starts_s:g} s")
+        if time.monotonic() - started > start_timeout_s:
+            raise TimeoutError(f"{method}: the run has not started after {start_timeout_s:g} s")
         time.sleep(0.2)
     folder = new.pop()
     next_kill = time.monotonic() + draw.uniform(*pause_s)
     resume_at = 0.0
     while time.monotonic() - started < limit_s:
-        said = status(folder)
-        if said == "finished":
+        if status(folder) == "finished":
             outcome.finished = True
             break
         alive = any(
@@ -169,9 +161,9 @@ def one_run(
         )
         now = time.monotonic()
         if not alive and not resume_at:
-            resume_at = now + between_resumes_s
+            resume_at = now + resume_pause_s
         elif not alive and now >= resume_at:
-            with contextlib.suppress(RuntimeError, TimeoutExpired):  # the SuperLink may be away
+            with contextlib.suppress(RuntimeError):  # the SuperLink may be away
                 local.superlink.submit({"resume": str(folder)})
                 outcome.resumes += 1
             resume_at = time.monotonic() + 60
@@ -185,7 +177,7 @@ def one_run(
             next_kill = time.monotonic() + draw.uniform(*pause_s)
         time.sleep(0.2)
     outcome.seconds = time.monotonic() - started
-    outcome.left_out = sum(len(line["left_out"]) for line in history(folder))
+    outcome.left_out = sum(len(line["left_out"]) for line in read_history(folder))
     outcome.lost = lost_models(local, folder)
     with contextlib.suppress(ValueError):
         outcome.accuracy = accuracy(folder)
@@ -193,7 +185,7 @@ def one_run(
 
 
 def table(outcomes: Sequence[Outcome], undisturbed: dict[str, float]) -> str:
-    """The outcomes as a Markdown table, one line a run, and their sum."""
+    """The outcomes as a Markdown table, one line for each run, and their sum."""
     lines = [
         "| run | kills: " + ", ".join(kinds) + " | resumed | left out | finished | models lost "
         "| accuracy | undisturbed | seconds |",
@@ -216,7 +208,7 @@ def table(outcomes: Sequence[Outcome], undisturbed: dict[str, float]) -> str:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m keel.deployment.faults", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.faults", description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=4)
@@ -231,8 +223,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="keel-faults-") as name:
         undisturbed = {}
         for method, keys in methods.items():
-            whole = common | keys | {"num-rounds": arguments.rounds, "output-dir": f"{name}/inline"}
-            undisturbed[method] = accuracy(run_inline(whole, arguments.clients))
+            overrides = common | keys | {"num-rounds": arguments.rounds}
+            overrides |= {"output-dir": f"{name}/inline"}
+            undisturbed[method] = accuracy(run_inline(overrides, arguments.clients))
         with running(Path(name), partitions(arguments.clients)) as local:
             left = arguments.kills
             while left > 0 and (limit_s := deadline - time.monotonic()) > 0:
