@@ -14,7 +14,7 @@ import torch
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 
 from client_app.evaluation import evaluate
-from client_app.method import Method
+from client_app.method import Method, Update
 from client_app.methods import method_of
 from client_app.round import RoundContext
 from client_app.setup import device_for
@@ -98,7 +98,7 @@ def begin(
         context.node_config,
         received=tensors(records["arrays"]),
         extra=tensors(records.get("extra")),
-        state=folder.load(before_round, last_accepted_round if method.keeps_state else 0),
+        state=folder.load(before_round, last_accepted_round if method.is_stateful else 0),
         last_accepted_round=last_accepted_round,
     )
     return ctx, method
@@ -110,6 +110,7 @@ def train_one_round(message: Message, context: Context) -> RecordDict:
     request = read_request(message, TrainRequest)
     ctx, method = begin(request, message, context, before_round=request.round)
     update = method.train(ctx)
+    check_state(method, update)
     metrics = {f"loss.{name}": value for name, value in update.terms.items()}
     metrics |= {
         "num-examples": len(ctx.train_samples),
@@ -128,6 +129,19 @@ def train_one_round(message: Message, context: Context) -> RecordDict:
     return reply_content(
         TrainReply(ctx.client, request.round, update.arrays, update.extra, metrics)
     )
+
+
+def check_state(method: Method, update: Update) -> None:
+    """TypeError where a method returns client state that its flag denies, or none that it promises.
+
+    State of a method that is not stateful could be lost without anyone noticing.
+    """
+    if bool(update.state) != method.is_stateful:
+        name, has = type(method).__name__, "returned" if update.state else "returned no"
+        raise TypeError(
+            f"{name}.train {has} client state in Update.state, and {name}.is_stateful is "
+            f"{method.is_stateful}: set the flag to {not method.is_stateful}, or change the state"
+        )
 
 
 def refuse_unless_finite(round_: int, groups: dict[str, Arrays]) -> None:

@@ -6,26 +6,17 @@ the look-ahead model wh. The client's loss gains beta ||theta - wh||^2, without 
 code.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from client_app.drift import drift_from
 from client_app.round import RoundContext
 from models import StagedModel
-from protocol.options import at_least, option
-
-
-@dataclass(frozen=True)
-class FedACGClient:
-    """The key of `fedacg.*` that clients read."""
-
-    beta: float = option(at_least(0))
 
 
 def look_ahead_term(ctx: RoundContext, model: StagedModel) -> Tensor | None:
-    """beta ||theta - wh||^2, a scalar; None under another server step, or with beta 0."""
-    if ctx.config.rounds.server_optimizer != "fedacg":
+    """beta ||theta - wh||^2, a scalar; None under another server optimizer, or with beta 0."""
+    options = ctx.config.server_optimizer_options()
+    if not options.client_term:
         return None
-    beta = ctx.config.table("fedacg", FedACGClient).beta
+    beta: float = getattr(options, options.client_term)
     return beta * drift_from(model, ctx.received) if beta else None

@@ -68,28 +68,45 @@ class Update:
 class Method:
     """Client half of a method."""
 
-    # Personal methods are judged by each client's own model, the others by the global one.
+    # Capability flags: all that the rest of Keel knows of a method. They are read without importing
+    # this package (protocol/catalogue.py), so a subclass sets them to literals, or lets them follow
+    # a boolean option with `when_option` and `unless_option` of protocol.options.
+    #
+    # `Update.state` holds client state, without which a client cannot take part again.
+    is_stateful: ClassVar[bool] = False
+    # Each client is evaluated with a model of its own (`personal_model`).
     is_personal: ClassVar[bool] = False
-    # The personal model is made from the newest global arrays: it is judged once they are known.
+    # The personal model is made from the newest global arrays: evaluated once these are known.
     adapts_global: ClassVar[bool] = False
-    # The server holds one whole model for all (FedReCo's holds only a shared extractor).
+    # The server holds a whole model (FedReCo's holds only a shared extractor).
     has_global_model: ClassVar[bool] = True
-    # Clients send what they trained (FedReCo's send gradients, local's nothing).
+    # `Update.arrays` are weights (FedReCo's are gradients, those of `local` are empty).
     sends_weights: ClassVar[bool] = True
-    # What is sent is clipped and noised where `privacy.epsilon` > 0.
-    supports_privacy: ClassVar[bool] = False
-    # Clients may train different architectures.
+    # `Update.arrays` is the output of one loss on one model: see client_app/objective.py.
+    is_local_objective: ClassVar[bool] = False
+    # Clients may train different networks (`client-models`).
     supports_mixed_architectures: ClassVar[bool] = False
-    # What a client keeps between rounds, in words for the README's table.
-    keeps: ClassVar[str] = "nothing"
-    # What is regularised, in words for the README's table, and where it comes from.
-    regularises: ClassVar[str] = "nothing"
-    paper: ClassVar[str] = ""
+    # `Update.arrays` is clipped and noised if `privacy.epsilon` > 0.
+    supports_privacy: ClassVar[bool] = False
+    # The server may take any aggregation and any server optimizer.
+    supports_server_optimizer: ClassVar[bool] = True
+    # The average may be weighted by examples and uniformly; else by `default_weighting` alone.
+    supports_weighting: ClassVar[bool] = True
+    # Running statistics of BatchNorm are trained and averaged.
+    supports_batch_norm: ClassVar[bool] = True
+    # strategies/<name>.py holds the server half; else it is `strategies.Average`.
+    has_own_server_half: ClassVar[bool] = False
+    # `weighting = "auto"`, "examples" or "uniform": the paper's.
+    default_weighting: ClassVar[str] = "examples"
+    # What is sent and averaged: "model", "extractor" (all but the classifier) or "nothing".
+    shared_part: ClassVar[str] = "model"
 
-    @classmethod
-    def extra_forwards(cls) -> str:
-        """Forward passes beside the local model's for each step of its training, before caching."""
-        return "0"
+    # Documentation only: nothing depends on these.
+    paper: ClassVar[str] = ""
+    regularises: ClassVar[str] = "nothing"
+    keeps: ClassVar[str] = "nothing"
+    # forward passes beside the local model's, for each step, before caching
+    extra_forwards: ClassVar[str] = "0"
 
     def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
         """What to warn of before round 1, one line; "" if nothing.
@@ -98,11 +115,6 @@ class Method:
         naming the clients, where this method cannot train on what they hold.
         """
         return ""
-
-    @property
-    def keeps_state(self) -> bool:
-        """A client that has trained keeps something: without it, it cannot go on as it was."""
-        return not self.keeps.startswith("nothing")
 
     def depends_on_num_rounds(self) -> bool:
         """A run resumed with another number of rounds would not be the same run."""
@@ -113,8 +125,11 @@ class Method:
         return ModelParts()
 
     def train(self, ctx: "RoundContext") -> Update:
-        """Train for one round: read what was received and kept, return what is sent and kept."""
-        raise NotImplementedError
+        """Train for one round, from what was received and the client state in `ctx`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} overrides nothing: override `train`, or derive from "
+            "LocalObjective and override `supervised` or `penalty`"
+        )
 
     def personal_model(self, ctx: "RoundContext", state: Mapping[str, Arrays]) -> nn.Module | None:
         """The model that this client would use on its own data, or None: the global model."""
@@ -129,16 +144,12 @@ class LocalObjective(Method):
     they read, what of them they compare (`represent`), and the penalty, already weighted.
     """
 
+    is_local_objective: ClassVar[bool] = True
     uses_global: ClassVar[bool] = False  # `Batch.reps_global` is wanted
     uses_global_model: ClassVar[bool] = False  # `Batch.global_model` is wanted
     uses_previous: ClassVar[bool] = (
         False  # `Batch.reps_previous` is wanted; the local model is kept
     )
-
-    @classmethod
-    def extra_forwards(cls) -> str:
-        """One for each frozen model that is used."""
-        return str(int(cls.uses_global) + int(cls.uses_previous))
 
     def taps(self, model: StagedModel) -> list[str]:
         """Names of the taps that are read; none by default."""

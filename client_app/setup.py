@@ -10,7 +10,8 @@ from client_app.methods import method_of
 from client_app.samples import Pixels
 from data.partitions import partition_indices, split_local_test, stratified_share
 from data.sources import Source, load_source
-from models import StagedModel, build_model, input_spec
+from models import StagedModel, build_model
+from protocol.catalogue import model_spec
 from protocol.config import RunConfig, keel_home
 from protocol.messages import DatasetSpec
 from protocol.seeds import seed_of
@@ -18,13 +19,13 @@ from protocol.seeds import seed_of
 
 def open_source(config: RunConfig, spec: str = "") -> Source:
     """The run's data source (or `spec`), decoded at most once a machine, memory-mapped."""
-    data, recipe = config.data, input_spec(config.model.model)
+    data, expected = config.data, model_spec(config.model.model).input
     return _open_source(
         spec or data.source,
         Path(data.data_dir).expanduser() if data.data_dir else keel_home() / "data",
         keel_home() / "cache",
-        data.image_size or recipe.image_size,
-        data.channels or recipe.channels,
+        data.image_size or expected.image_size,
+        data.channels or expected.channels,
     )
 
 

@@ -53,15 +53,6 @@ class Duration:
         )
 
 
-def parse_duration(key: str, text: str) -> Duration:
-    """From "1 epoch", "2 epochs" or "20 steps"; ValueError naming the key for anything else."""
-    count, _, unit = text.partition(" ")
-    unit = unit if unit.endswith("s") else unit + "s"
-    if not count.isdecimal() or unit not in ("epochs", "steps"):
-        raise ValueError(f"{key} = {text!r}: it has to be like '1 epoch', '2 epochs' or '20 steps'")
-    return Duration(int(count), unit)
-
-
 @dataclass(frozen=True)
 class Descent:
     """What a descent did: mean of each loss term, steps taken, sum of their learning rates."""

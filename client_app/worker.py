@@ -107,7 +107,7 @@ def own_architecture(config: RunConfig, node_config: NodeConfig) -> str:
     """The name of this client's network: of its node config, of `client-models`, or the run's."""
     if "model" in node_config:
         return str(node_config["model"])
-    names = [name.strip() for name in config.model.client_models.split(",") if name.strip()]
+    names = config.client_models
     if names and "partition-id" in node_config:
         return names[int(node_config["partition-id"]) % len(names)]
     return config.model.model

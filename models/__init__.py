@@ -1,6 +1,6 @@
-"""Networks as ordered, named stages; `registry.MODELS` lists them."""
+"""Networks as ordered, named stages; protocol/models.py lists them."""
 
-from models.registry import MODELS, Recipe, build_model, input_spec
+from models.registry import build_model
 from models.staged import Stage, StagedModel
 
-__all__ = ["MODELS", "Recipe", "Stage", "StagedModel", "build_model", "input_spec"]
+__all__ = ["Stage", "StagedModel", "build_model"]

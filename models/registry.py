@@ -1,8 +1,7 @@
-"""Models by name: the table, and the one function that builds them."""
+"""Builds a model by its name; protocol/models.py says what can be known without building it."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from models.resnet import resnet18, resnet20, resnet50
 from models.shufflenet import shufflenet
 from models.squeezenet import squeezenet
 from models.staged import Stage, StagedModel, Trunk
+from protocol.models import MODELS
 
 PROJECTION_TAILS: dict[str, Callable[[], nn.Module]] = {
     "mlp": nn.Identity,  # MOON
@@ -22,41 +22,19 @@ PROJECTION_TAILS: dict[str, Callable[[], nn.Module]] = {
 PROJECTION_WIDTH = 256  # MOON's projection and FedIntR's tap heads
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """The input that a model's paper gives it; 0 = as the data source has it."""
-
-    image_size: int
-    channels: int
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """`build` takes the input shape; where there is a choice of norms, that layer as well."""
-
-    build: Callable[..., Trunk]
-    norms: tuple[str, ...] = ()  # the first is the default; empty: the model has no norm layer
-    projection: str = "none"  # used where none is asked for
-    recipe: Recipe = Recipe(image_size=0, channels=0)
-
-
-MODELS: dict[str, Architecture] = {
-    "cnn-fedintr": Architecture(cnn_fedintr, recipe=Recipe(image_size=32, channels=3)),
-    "cnn-fedcka": Architecture(cnn_fedcka),
-    "cnn-fedreco": Architecture(cnn_fedreco),
-    "resnet20": Architecture(resnet20, norms=("batch", "group")),
-    "resnet18": Architecture(resnet18, norms=("group", "batch")),
-    "resnet50": Architecture(resnet50, norms=("batch", "group"), projection="mlp"),
-    "vgg9": Architecture(vgg9, norms=("group", "batch")),
-    "mobilenet-v2": Architecture(mobilenet_v2, norms=("group", "batch")),
-    "shufflenet": Architecture(shufflenet, norms=("group", "batch")),
-    "squeezenet": Architecture(squeezenet, norms=("group", "batch")),
+# `build` takes the input shape and, where the model offers a choice of norms, the norm layer.
+BUILDERS: dict[str, Callable[..., Trunk]] = {
+    "cnn-fedintr": cnn_fedintr,
+    "cnn-fedcka": cnn_fedcka,
+    "cnn-fedreco": cnn_fedreco,
+    "resnet20": resnet20,
+    "resnet18": resnet18,
+    "resnet50": resnet50,
+    "vgg9": vgg9,
+    "mobilenet-v2": mobilenet_v2,
+    "shufflenet": shufflenet,
+    "squeezenet": squeezenet,
 }
-
-
-def input_spec(name: str) -> Recipe:
-    """What images the model wants."""
-    return _architecture(name).recipe
 
 
 def build_model(
@@ -79,29 +57,31 @@ def build_model(
     "mlp-normalised" scales these to unit length; "gaussian" (FedCR) is one layer to 512, of which
     the classifier reads the first half. "none" adds one to resnet50 alone, "mlp".
     """
-    architecture = _architecture(name)
+    if name not in MODELS:
+        raise ValueError(f"model = {name!r}: expected one of {', '.join(MODELS)}")
+    spec = MODELS[name]
     if channels not in (1, 3):
         raise ValueError(f"channels = {channels!r}: {name} takes images of 1 or 3 channels")
     if not 28 <= image_size <= 64:
         raise ValueError(f"image-size = {image_size!r}: {name} takes squares of 28 to 64 pixels")
     if num_classes < 2:
         raise ValueError(f"num-classes = {num_classes!r}: a classifier needs at least 2 classes")
-    if norm and norm not in architecture.norms:
-        allowed = ", ".join(architecture.norms) or "no choice, as it has no norm layer"
+    if norm and norm not in spec.norms:
+        allowed = ", ".join(spec.norms) or "no choice, as it has no norm layer"
         raise ValueError(f"norm = {norm!r}: {name} has {allowed}; empty = its own")
     if projection not in ("none", "gaussian", *PROJECTION_TAILS):
         allowed = ", ".join([*PROJECTION_TAILS, "gaussian"])
         raise ValueError(f"projection = {projection!r}: it is none, {allowed}")
 
     input_shape = (channels, image_size, image_size)
-    layers = [NORMS[norm or architecture.norms[0]]] if architecture.norms else []
+    layers = [NORMS[spec.norm_layer(norm)]] if spec.norms else []
     if projection == "none":
-        projection = architecture.projection
+        projection = spec.projection
     with nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
         if seed is not None:
             # torch.manual_seed would reseed the GPUs too.
             torch.default_generator.manual_seed(seed)
-        trunk = architecture.build(input_shape, *layers)
+        trunk = BUILDERS[name](input_shape, *layers)
         if projection == "gaussian":
             trunk = _gaussian(trunk)
         elif projection != "none":
@@ -110,12 +90,6 @@ def build_model(
         if projection_heads:
             model.projection_heads = _tap_heads(model)
     return model
-
-
-def _architecture(name: str) -> Architecture:
-    if name not in MODELS:
-        raise ValueError(f"model = {name!r}: it is one of {', '.join(MODELS)}")
-    return MODELS[name]
 
 
 def _projected(trunk: Trunk, tail: nn.Module) -> Trunk:

@@ -1,8 +1,9 @@
 """The run config: flat keys from pyproject.toml, presets and overrides, parsed once, typed.
 
 Order of precedence: overrides (`--run-config`), then the preset, then pyproject.toml.
-Tables such as `fedintr.*` hold the options of one method or server step; its own half parses them
-(`RunConfig.table`), so that a new method touches nothing here.
+Tables such as `fedintr.*` hold the options of one method or server optimizer, declared where it is
+implemented (`protocol.catalogue`), so that a new method touches nothing here. Nothing here imports
+torch: a mistake is refused in a fraction of a second.
 """
 
 import difflib
@@ -19,6 +20,14 @@ from typing import Any, TypeVar
 
 import yaml
 
+from protocol.catalogue import (
+    method_names,
+    method_spec,
+    model_names,
+    model_spec,
+    server_optimizer_names,
+    server_optimizer_spec,
+)
 from protocol.options import (
     Constraint,
     OptionValue,
@@ -26,6 +35,7 @@ from protocol.options import (
     at_least,
     between,
     keys_of,
+    matching,
     more_than,
     one_of,
     option,
@@ -68,64 +78,122 @@ def with_current_names(flat: Mapping[str, OptionValue], warn: bool = True) -> Fl
     return renamed
 
 
+# `data.sources` reads them; PATH is an absolute path.
+SOURCES = (
+    "digits", "fashion-mnist", "mnist", "cifar10", "cifar100", "svhn", "tiny-imagenet",
+    "folder:PATH", "npz:PATH",
+)  # fmt: skip
+
+
+def source_name() -> Constraint:
+    """The name of a data source, PATH filled in where it has one."""
+    patterns = [name.replace("PATH", ".+") for name in SOURCES]
+    return matching("|".join(patterns), "one of " + ", ".join(SOURCES))
+
+
+def device_name() -> Constraint:
+    """A torch device, or auto."""
+    return matching(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", "auto, cpu, cuda or cuda:N")
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where the samples come from, how they are split over clients, and how they are augmented."""
 
-    source: str = option(any_text())
-    data_dir: str = option(any_text())
-    data_fraction: float = option(between(0, 1, open_low=True))
-    image_size: int = option(between(0, 64))
-    channels: int = option(between(0, 3))
-    normalise: str = option(one_of("source", "half"))
-    partition: str = option(one_of("iid", "dirichlet", "dirichlet-balanced", "classes", "shards"))
-    alpha: float = option(more_than(0))
-    classes_per_client: int = option(at_least(1))
-    shards_per_client: int = option(at_least(1))
-    min_samples: int = option(at_least(1))
-    local_test_fraction: float = option(between(0, 1, open_high=True))
-    flip: bool = option(true_or_false())
-    crop_padding: int = option(between(0, 16))
-    rotation: float = option(between(0, 180))
+    source: str = option(source_name(), "the data set")
+    data_dir: str = option(
+        any_text(), 'folder of downloaded data sets; "": $KEEL_HOME/data, else ~/.keel/data'
+    )
+    data_fraction: float = option(
+        between(0, 1, open_low=True),
+        "share of the training set that is split over the clients, the same of each class",
+    )
+    image_size: int = option(
+        between(0, 64), "pixels, 28 to 64; 0: the model's input size, else the source's own"
+    )
+    channels: int = option(
+        between(0, 3), "1 or 3; 0: the model's number of channels, else the source's own"
+    )
+    normalise: str = option(
+        one_of("source", "half"), "by the source's own mean and deviation, or half: both 0.5"
+    )
+    partition: str = option(
+        one_of("iid", "dirichlet", "dirichlet-balanced", "classes", "shards"),
+        "how the training set is split over the clients",
+    )
+    alpha: float = option(more_than(0), "concentration of both Dirichlet partitions")
+    classes_per_client: int = option(at_least(1), "for partition = classes")
+    shards_per_client: int = option(at_least(1), "for partition = shards")
+    min_samples: int = option(
+        at_least(1), "partition = dirichlet is redrawn until every client has this many samples"
+    )
+    local_test_fraction: float = option(
+        between(0, 1, open_high=True), "share of a client's samples held out as its local test part"
+    )
+    flip: bool = option(true_or_false(), "random horizontal flip in training")
+    crop_padding: int = option(between(0, 16), "random crop after padding by this many pixels")
+    rotation: float = option(between(0, 180), "random rotation by up to this many degrees")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which network; its parts that a method adds are the method's business."""
+    """Which network; what a method adds to it is declared by the method."""
 
-    model: str = option(any_text())
-    client_models: str = option(any_text())
-    norm: str = option(one_of("", "group", "batch"))
+    model: str = option(any_text(), "the network; see `keel models`")
+    client_models: str = option(
+        any_text(),
+        "networks with commas between: client number i trains entry i modulo their count, "
+        "for methods that support mixed architectures",
+    )
+    norm: str = option(
+        one_of("", "group", "batch"), 'norm layer where the model offers a choice; "": its default'
+    )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Local training: SGD over a client's own samples."""
 
-    local_epochs: int = option(at_least(0))
-    batch_size: int = option(at_least(1))
-    batches_per_epoch: int = option(at_least(0))
-    lr: float = option(at_least(0))
-    lr_decay: float = option(between(0, 1, open_low=True))
-    lr_decay_epoch: float = option(between(0, 1, open_low=True))
-    momentum: float = option(between(0, 1, open_high=True))
-    weight_decay: float = option(at_least(0))
-    clip_norm: float = option(at_least(0))
-    device: str = option(any_text())
-    threads: int = option(at_least(0))
-    precision: str = option(one_of("fp32", "tf32", "bf16"))
-    compile: bool = option(true_or_false())
-    cache_mb: int = option(at_least(0))
+    local_epochs: int = option(at_least(0), "epochs a client trains in each round")
+    batch_size: int = option(at_least(1), "samples in a batch")
+    batches_per_epoch: int = option(
+        at_least(0), "> 0: the batch size is a client's samples divided by this, rounded up"
+    )
+    lr: float = option(at_least(0), "learning rate")
+    lr_decay: float = option(
+        between(0, 1, open_low=True), "the learning rate is lr * lr-decay ** (round - 1)"
+    )
+    lr_decay_epoch: float = option(
+        between(0, 1, open_low=True), "... * lr-decay-epoch ** (local epoch, from 0)"
+    )
+    momentum: float = option(between(0, 1, open_high=True), "momentum of SGD")
+    weight_decay: float = option(at_least(0), "weight decay of SGD")
+    clip_norm: float = option(at_least(0), "the gradient's norm is clipped to this; 0: no clipping")
+    device: str = option(device_name(), "auto: cuda where there is one; cpu, cuda, cuda:1, ...")
+    threads: int = option(
+        at_least(0), "CPU threads of torch in each worker; 0: as many as the worker was assigned"
+    )
+    precision: str = option(
+        one_of("fp32", "tf32", "bf16"),
+        "of training: fp32; tf32: matrix products on a GPU; bf16: forward passes",
+    )
+    compile: bool = option(true_or_false(), "torch.compile the networks; pays off in long GPU runs")
+    cache_mb: int = option(
+        at_least(0), "memory for cached representations of frozen models; 0: recompute them"
+    )
 
 
 @dataclass(frozen=True)
 class PrivacyConfig:
-    """Clipping and Gaussian noise on what a client sends; epsilon and delta are of one release."""
+    """Clipping and Gaussian noise on what a client sends; epsilon and delta are per release."""
 
-    epsilon: float = option(at_least(0))
-    delta: float = option(between(0, 1, open_low=True, open_high=True))
-    clip_norm: float = option(more_than(0))
-    sensitivity: str = option(one_of("local", "central"))
+    epsilon: float = option(at_least(0), "of one release, below 1; 0: no noise, no clipping")
+    delta: float = option(between(0, 1, open_low=True, open_high=True), "of one release")
+    clip_norm: float = option(more_than(0), "C: a release is scaled down to this norm")
+    sensitivity: str = option(
+        one_of("local", "central"),
+        "local: 2C, for any two data sets; central: C, for one clipped contribution",
+    )
 
 
 RUN_NAME_RULE = "1 to 64 of the characters A-Z a-z 0-9 . _ -, not beginning with a dot"
@@ -140,40 +208,81 @@ def is_run_name(name: str) -> bool:
 class RoundsConfig:
     """The run: who takes part, how long, whose updates count, what is evaluated and written."""
 
-    preset: str = option(any_text())
-    method: str = option(any_text())
-    server_optimizer: str = option(any_text())
-    weighting: str = option(one_of("auto", "examples", "uniform"))
-    seed: int = option(at_least(0))
-    num_rounds: int = option(at_least(1))
-    num_clients: int = option(at_least(0))
-    fraction_train: float = option(between(0, 1, open_low=True))
-    min_replies: int = option(at_least(1))
-    round_timeout: float = option(more_than(0))
-    start_timeout: float = option(more_than(0))
-    backoff_after: int = option(at_least(0))
-    backoff_rounds: int = option(at_least(1))
-    norm_bound: str = option(one_of("off", "fixed", "median"))
-    norm_bound_value: float = option(more_than(0))
-    aggregation: str = option(one_of("mean", "median", "trimmed-mean", "krum", "multi-krum"))
-    trim_fraction: float = option(between(0, 0.5, open_low=True, open_high=True))
-    num_malicious: int = option(at_least(0))
-    num_selected: int = option(at_least(0))
-    tensorboard: bool = option(true_or_false())
-    output_dir: str = option(any_text())
-    run_name: str = option(Constraint(is_run_name, RUN_NAME_RULE))
-    resume: str = option(any_text())
-    evaluate_every: int = option(at_least(1))
-    evaluate_global: bool = option(true_or_false())
-    evaluate_clients: str = option(one_of("auto", "none", "cohort", "all"))
-    last_rounds: int = option(at_least(1))
-    diagnostics: str = option(any_text())
-    diagnostics_every: int = option(at_least(1))
+    preset: str = option(any_text(), "named paper settings; explicit keys override them")
+    method: str = option(any_text(), "the method; see `keel methods`")
+    server_optimizer: str = option(any_text(), "the server's update rule")
+    weighting: str = option(
+        one_of("auto", "examples", "uniform"),
+        "of the clients' updates; auto: the paper's",
+    )
+    seed: int = option(
+        at_least(0), "of all randomness: weights, partition, sampling, batch order, dropout"
+    )
+    num_rounds: int = option(at_least(1), "number of rounds")
+    num_clients: int = option(
+        at_least(0), "expected number of clients; 0: as many as the federation has"
+    )
+    fraction_train: float = option(
+        between(0, 1, open_low=True), "share of the clients that are sampled in a round"
+    )
+    min_replies: int = option(at_least(1), "a round with fewer accepted replies ends the run")
+    round_timeout: float = option(more_than(0), "seconds to wait for the replies of a round")
+    start_timeout: float = option(more_than(0), "seconds to wait for the clients before round 1")
+    backoff_after: int = option(
+        at_least(0),
+        "failures in a row after which a client is not sampled for a while; 0: never",
+    )
+    backoff_rounds: int = option(at_least(1), "rounds that such a client is not sampled")
+    norm_bound: str = option(
+        one_of("off", "fixed", "median"), "bound on the norm of a client's update"
+    )
+    norm_bound_value: float = option(
+        more_than(0), "fixed: the largest norm; median: factor on the round's median norm"
+    )
+    aggregation: str = option(
+        one_of("mean", "median", "trimmed-mean", "krum", "multi-krum"), "of the clients' updates"
+    )
+    trim_fraction: float = option(
+        between(0, 0.5, open_low=True, open_high=True),
+        "trimmed-mean: share of the values removed at each end",
+    )
+    num_malicious: int = option(
+        at_least(0), "krum, multi-krum: f, the number of malicious clients a round to tolerate"
+    )
+    num_selected: int = option(
+        at_least(0), "multi-krum: number of updates that are averaged; 0: all but num-malicious"
+    )
+    tensorboard: bool = option(
+        true_or_false(), "write TensorBoard events to the run directory; needs keel[tensorboard]"
+    )
+    output_dir: str = option(any_text(), 'parent of run directories; "": $KEEL_HOME/runs')
+    run_name: str = option(
+        Constraint(is_run_name, RUN_NAME_RULE),
+        'name of the run directory, which must not exist; "": time, method and data',
+    )
+    resume: str = option(any_text(), "run directory to resume")
+    evaluate_every: int = option(
+        at_least(1), "rounds between evaluations; the last round is always evaluated"
+    )
+    evaluate_global: bool = option(
+        true_or_false(), "evaluate the global model on the source's test set"
+    )
+    evaluate_clients: str = option(
+        one_of("auto", "none", "cohort", "all"),
+        "whose local test parts are evaluated on; auto: all for personal methods",
+    )
+    last_rounds: int = option(
+        at_least(1), "the summary's mean and median are over this many last evaluations"
+    )
+    diagnostics: str = option(
+        any_text(), "measures of the local models: names with commas between, or all"
+    )
+    diagnostics_every: int = option(at_least(1), "rounds between diagnostics")
 
 
 @dataclass(frozen=True, eq=False)
 class RunConfig:
-    """A whole, checked config. `flat` holds every key with its final value.
+    """A whole config, parsed. `flat` holds every key with its final value.
 
     Compared by identity, so that it can key what is built from it once a process.
     """
@@ -185,9 +294,24 @@ class RunConfig:
     privacy: PrivacyConfig
     flat: Mapping[str, OptionValue]
 
+    @property
+    def client_models(self) -> list[str]:
+        """The networks of `client-models`; [] where all clients train the run's."""
+        return [name.strip() for name in self.model.client_models.split(",") if name.strip()]
+
     def table(self, name: str, cls: type[T]) -> T:
-        """The options dataclass `cls` from the keys `name.*`: one method's, or a server step's."""
+        """The options dataclass `cls` from the keys `name.*`, of a method or server optimizer."""
         return parse_options(cls, self.flat, prefix=f"{name}.")
+
+    def method_options(self) -> Any:
+        """The method's options and capability flags, of the type `MethodSpec.options`."""
+        name = self.rounds.method
+        return self.table(name, method_spec(name).options)
+
+    def server_optimizer_options(self) -> Any:
+        """The server optimizer's options, of the type `ServerOptimizerSpec.options`."""
+        name = self.rounds.server_optimizer
+        return self.table(name, server_optimizer_spec(name).options)
 
     def to_json(self) -> str:
         """One line that `config_from_json` reads back; what clients are sent."""
@@ -240,7 +364,7 @@ def presets() -> dict[str, FlatConfig]:
     return loaded
 
 
-most_shown = 60  # names in a line
+max_shown = 60  # names in a line
 
 
 def refuse_unknown(what: str, name: str, allowed: list[str]) -> None:
@@ -250,8 +374,8 @@ def refuse_unknown(what: str, name: str, allowed: list[str]) -> None:
     near = difflib.get_close_matches(name, allowed, n=1)
     hint = f"; did you mean {near[0]}?" if near else "."
     table = [key for key in allowed if key.startswith(name.partition(".")[0] + ".")]
-    shown = table if len(allowed) > most_shown and table else allowed
-    if near and len(shown) > most_shown:
+    shown = table if len(allowed) > max_shown and table else allowed
+    if near and len(shown) > max_shown:
         raise ValueError(f"{what} = {name!r} is unknown{hint}")
     raise ValueError(f"{what} = {name!r} is unknown{hint} Allowed: {', '.join(sorted(shown))}")
 
@@ -259,7 +383,8 @@ def refuse_unknown(what: str, name: str, allowed: list[str]) -> None:
 def resolve_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
     """The run's config from the keys that the user gave.
 
-    ValueError, one line, for an unknown key or preset and for a value that is not allowed.
+    ValueError, one line, for an unknown key, preset, method or other name, for a value that is not
+    allowed, and for values that contradict each other (`validate`).
     """
     overrides = with_current_names(overrides)
     flat = default_config()
@@ -271,7 +396,9 @@ def resolve_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
         refuse_unknown("preset", str(preset), list(presets()))
         flat |= presets()[str(preset)]
     flat |= overrides
-    return _parse(flat)
+    config = _parse(flat)
+    validate(config)
+    return config
 
 
 @lru_cache(maxsize=16)
@@ -285,24 +412,128 @@ def _parse(flat: FlatConfig) -> RunConfig:
     model, train = parse_options(ModelConfig, flat), parse_options(TrainConfig, flat)
     privacy = parse_options(PrivacyConfig, flat, prefix="privacy.")
     if data.channels == 2:
-        raise ValueError("channels = 2: it has to be 0 (the source's own), 1 or 3")
+        raise ValueError("channels = 2: expected 0 (the source's own), 1 or 3")
     if 0 < data.image_size < 28:
-        raise ValueError(f"image-size = {data.image_size}: it has to be 0, or from 28 to 64")
+        raise ValueError(f"image-size = {data.image_size}: expected 0, or 28 to 64")
     config = RunConfig(rounds, data, model, train, privacy, flat)
     for name in ("resume", "output-dir", "data-dir"):
         path = Path(str(flat[name])).expanduser()
         if flat[name] and not path.is_absolute():
             raise ValueError(
-                f"{name} = {str(flat[name])!r}: it has to be an absolute path; a Flower run has a "
-                f"working directory of its own. From here it would be {path.absolute()}"
+                f"{name} = {str(flat[name])!r}: expected an absolute path, because a Flower run "
+                f"has a working directory of its own; from here it would be {path.absolute()}"
             )
     return config
+
+
+def validate(config: RunConfig) -> None:
+    """ValueError, one line, for unknown names and for keys that contradict each other.
+
+    Everything that can be checked without torch, data or clients.
+    """
+    _validate_names(config)
+    _validate_method(config)
+    for name in _changed_tables(config):  # a value that nothing accepts is a mistake in any run
+        if name in method_names():
+            config.table(name, method_spec(name).options)
+        else:
+            config.table(name, server_optimizer_spec(name).options)
+
+
+def _validate_names(config: RunConfig) -> None:
+    rounds, model = config.rounds, config.model
+    refuse_unknown("method", rounds.method, list(method_names()))
+    refuse_unknown("server-optimizer", rounds.server_optimizer, list(server_optimizer_names()))
+    refuse_unknown("model", model.model, list(model_names()))
+    for name in config.client_models:
+        refuse_unknown("client-models", name, list(model_names()))
+    norms = model_spec(model.model).norms
+    if model.norm and model.norm not in norms:
+        allowed = f"expected {' or '.join(norms)}" if norms else "it has no norm layer"
+        raise ValueError(f"norm = {model.norm!r}: {model.model}: {allowed}; empty: its default")
+    kind, _, path = config.data.source.partition(":")
+    if path and not Path(path).expanduser().is_absolute():
+        raise ValueError(
+            f"source = {config.data.source!r}: expected an absolute path, because a Flower run has "
+            f"a working directory of its own; from here it would be {kind}:{Path(path).absolute()}"
+        )
+
+
+def _validate_method(config: RunConfig) -> None:
+    """What the run asks of its method against the method's capability flags."""
+    rounds, model, epsilon = config.rounds, config.model, config.privacy.epsilon
+    name, method, server = rounds.method, config.method_options(), config.server_optimizer_options()
+    has_batch_norm = model_spec(model.model).norm_layer(model.norm) == "batch"
+    if epsilon >= 1:
+        raise ValueError(
+            f"privacy.epsilon = {epsilon}: the Gaussian mechanism's formula needs a number below 1 "
+            "for one release; 0 turns noise and clipping off"
+        )
+    if epsilon and not method.supports_privacy:
+        able = [other for other in method_names() if method_spec(other).supports_privacy]
+        raise ValueError(
+            f"privacy.epsilon = {epsilon}: method {name} sends nothing that is clipped and noised; "
+            f"expected 0, or one of the methods {', '.join(able)}"
+        )
+    if has_batch_norm and not method.supports_batch_norm:
+        raise ValueError(
+            f"model = {model.model!r} with BatchNorm: under {name} nobody updates the shared "
+            "model's running statistics, which would stay 0 and 1; norm has to be 'group'"
+        )
+    if epsilon and has_batch_norm:
+        raise ValueError(
+            f"privacy.epsilon = {epsilon}: {model.model} with BatchNorm would send its statistics "
+            "without noise; norm has to be 'group'"
+        )
+    if not method.supports_server_optimizer:
+        for key, value, plain in (
+            ("server-optimizer", rounds.server_optimizer, "fedavg"),
+            ("aggregation", rounds.aggregation, "mean"),
+        ):
+            if value != plain:
+                raise ValueError(
+                    f"{key} = {value!r}: {name} has a server update of its own; {key} has to be "
+                    f"{plain} with it"
+                )
+    if not method.supports_weighting and rounds.weighting not in ("auto", method.default_weighting):
+        raise ValueError(
+            f"weighting = {rounds.weighting!r}: the server update of {name} is defined for "
+            f"{method.default_weighting} weights; weighting has to be auto or "
+            f"{method.default_weighting}"
+        )
+    term = server.client_term
+    weight = getattr(server, term) if term else 0
+    if weight and not method.is_local_objective:
+        raise ValueError(
+            f"{rounds.server_optimizer}.{term} = {weight}: {name} trains without the clients' term "
+            f"of {rounds.server_optimizer}; it has to be 0 with it"
+        )
+    if config.client_models and not method.supports_mixed_architectures:
+        able = [n for n in method_names() if method_spec(n).supports_mixed_architectures]
+        raise ValueError(
+            f"client-models = {model.client_models!r}: with {name} all clients train one network; "
+            f"leave the key out, or use one of the methods {', '.join(able)}"
+        )
+    if rounds.evaluate_clients == "none" and method.is_personal and not method.has_global_model:
+        raise ValueError(
+            f"evaluate-clients = 'none': {name} has no global model, so nothing would be "
+            "evaluated; it has to be auto, cohort or all"
+        )
+
+
+def _changed_tables(config: RunConfig) -> list[str]:
+    """Tables of methods and server optimizers in which a value is not the default."""
+    defaults = _defaults()
+    changed = {key for key, value in config.flat.items() if value != defaults.get(key)}
+    tables = {key.partition(".")[0] for key in changed - all_group_keys() if "." in key}
+    return sorted(tables & {*method_names(), *server_optimizer_names()})
 
 
 group_types = (RoundsConfig, DataConfig, ModelConfig, TrainConfig)
 
 
-def all_group_keys() -> set[str]:
-    """Every key outside the tables of methods and server steps."""
+@lru_cache(maxsize=1)
+def all_group_keys() -> frozenset[str]:
+    """Every key outside the tables of methods and server optimizers."""
     keys = {key for cls in group_types for key in keys_of(cls)}
-    return keys | {f"privacy.{key}" for key in keys_of(PrivacyConfig)}
+    return frozenset(keys | {f"privacy.{key}" for key in keys_of(PrivacyConfig)})

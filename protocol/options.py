@@ -1,16 +1,17 @@
-"""Typed options from flat keys: one dataclass field is one key, checked once, by name.
+"""Typed options from flat keys: one dataclass field is one key, parsed and checked once.
 
-A group of options is a frozen dataclass whose fields carry what is allowed:
+A group of options is a frozen dataclass whose fields carry a constraint and a description:
 
     @dataclass(frozen=True)
     class FedProx:
-        mu: float = option(at_least(0))
+        mu: float = option(at_least(0), "weight of the proximal term", source="eq. (2)")
 
-Defaults live in pyproject.toml alone, so a field has none and every key must be given.
+Defaults are stated in pyproject.toml alone, so a field has none and every key must be given.
 """
 
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,10 +25,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a value may be: a test for it, and the words that say it to a user."""
+    """Which values an option accepts. choices: all of them, where they are few."""
 
     holds: Callable[[Any], bool]
-    words: str
+    description: str
+    choices: tuple[str, ...] = ()
 
 
 def at_least(low: float) -> Constraint:
@@ -43,17 +45,17 @@ def more_than(low: float) -> Constraint:
 def between(
     low: float, high: float, *, open_low: bool = False, open_high: bool = False
 ) -> Constraint:
-    """A number in an interval, closed unless said otherwise."""
-    words = f"a number in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
+    """A number in an interval, which is closed by default."""
+    interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
     return Constraint(
         lambda v: (v > low if open_low else v >= low) and (v < high if open_high else v <= high),
-        words,
+        f"a number in {interval}",
     )
 
 
 def one_of(*names: str) -> Constraint:
     """One of these strings."""
-    return Constraint(lambda v: v in names, "one of " + ", ".join(names))
+    return Constraint(lambda v: v in names, "one of " + ", ".join(names), names)
 
 
 def any_text() -> Constraint:
@@ -62,13 +64,57 @@ def any_text() -> Constraint:
 
 
 def true_or_false() -> Constraint:
-    """Any truth value."""
+    """Either truth value."""
     return Constraint(lambda v: True, "true or false")
 
 
-def option(allowed: Constraint, key: str = "") -> Any:
-    """A dataclass field read from the key of the same name, with hyphens (or from `key`)."""
-    return dataclasses.field(metadata={"allowed": allowed, "key": key})
+def matching(pattern: str, description: str) -> Constraint:
+    """A string that matches the whole regular expression."""
+    return Constraint(lambda v: re.fullmatch(pattern, v) is not None, description)
+
+
+def duration() -> Constraint:
+    """A string such as "1 epoch", "2 epochs" or "20 steps"; see `parse_duration`."""
+    return matching(r"\d+ (epoch|step)s?", "like '1 epoch', '2 epochs' or '20 steps'")
+
+
+def parse_duration(text: str) -> tuple[int, str]:
+    """(count, "epochs" or "steps") of a string that `duration` accepts."""
+    count, _, unit = text.partition(" ")
+    return int(count), unit.rstrip("s") + "s"
+
+
+def option(
+    constraint: Constraint, description: str = "", *, source: str = "", key: str = ""
+) -> Any:
+    """A dataclass field read from the key of the same name, with hyphens (or from `key`).
+
+    source: the equation, paper or code that the option comes from.
+    """
+    about = {"constraint": constraint, "description": description, "source": source, "key": key}
+    return dataclasses.field(metadata=about)
+
+
+class OptionFlag:
+    """A capability flag that follows a boolean option; see `when_option`, `unless_option`."""
+
+    def __init__(self, name: str, negate: bool) -> None:
+        self.name, self.negate = name, negate
+
+    def __get__(self, options: object, owner: type) -> bool:
+        """The flag of parsed options; read from the class, its value while the option is false."""
+        is_on = False if options is None else bool(getattr(options, self.name))
+        return is_on != self.negate
+
+
+def when_option(name: str) -> Any:
+    """A class flag that is true where the boolean option `name` is."""
+    return OptionFlag(name, negate=False)
+
+
+def unless_option(name: str) -> Any:
+    """A class flag that is true where the boolean option `name` is false."""
+    return OptionFlag(name, negate=True)
 
 
 def key_of(field: "dataclasses.Field[Any]") -> str:
@@ -84,31 +130,25 @@ def keys_of(cls: type) -> list[str]:
 def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str = "") -> T:
     """An instance of the options dataclass `cls` from the flat config `values`.
 
-    Reads the keys prefix + key. ValueError, one line, with the key, the value and what is allowed:
-    for a key that is missing, of another type, or out of range.
+    Reads the keys prefix + key. ValueError, one line, with the key, the value and what is allowed
+    if a key is missing, of another type, or out of range.
     """
     types = typing.get_type_hints(cls)
     parsed: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # T is always a dataclass
-        key, want = prefix + key_of(field), types[field.name]
-        allowed: Constraint = field.metadata["allowed"]
+        key, expected = prefix + key_of(field), types[field.name]
+        constraint: Constraint = field.metadata["constraint"]
         if key not in values:
-            raise ValueError(f"{key} is missing from the config: {allowed.words}")
+            raise ValueError(f"{key} is missing from the config: expected {constraint.description}")
         value = values[key]
-        if want is float and type(value) is int:
+        if expected is float and type(value) is int:
             value = float(value)
-        if type(value) is not want:
+        if type(value) is not expected:
             raise ValueError(
-                f"{key} = {value!r}: {type_names[want]} is needed ({allowed.words}), "
+                f"{key} = {value!r}: expected {type_names[expected]} ({constraint.description}), "
                 f"not {type(value).__name__}"
             )
-        if not allowed.holds(value):
-            raise ValueError(f"{key} = {value!r}: it has to be {allowed.words}")
+        if not constraint.holds(value):
+            raise ValueError(f"{key} = {value!r}: expected {constraint.description}")
         parsed[field.name] = value
     return cls(**parsed)
-
-
-def dump_options(instance: object, prefix: str = "") -> dict[str, OptionValue]:
-    """The flat keys and values that `parse_options` reads back to an equal instance."""
-    fields = dataclasses.fields(instance)  # type: ignore[arg-type]  # any options dataclass
-    return {prefix + key_of(f): getattr(instance, f.name) for f in fields}

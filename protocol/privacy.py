@@ -12,15 +12,6 @@ from dp_accounting.rdp import RdpAccountant
 from protocol.config import PrivacyConfig
 
 
-def check_privacy(privacy: PrivacyConfig) -> None:
-    """ValueError where the Gaussian mechanism's formula does not hold: it needs epsilon < 1."""
-    if privacy.epsilon >= 1:
-        raise ValueError(
-            f"privacy.epsilon = {privacy.epsilon}: the Gaussian mechanism's formula needs a number "
-            "below 1 for one release; 0 turns noise and clipping off"
-        )
-
-
 def noise_multiplier(epsilon: float, delta: float) -> float:
     """sigma / sensitivity of one (epsilon, delta) release: sqrt(2 ln(1.25 / delta)) / epsilon."""
     return math.sqrt(2 * math.log(1.25 / delta)) / epsilon

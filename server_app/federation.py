@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from client_app.evaluation import Score, evaluate
-from client_app.method import Method
+from client_app.method import LocalObjective, Method
 from client_app.methods import method_of
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of
@@ -36,12 +36,12 @@ from protocol.messages import (
 )
 from protocol.options import OptionValue
 from protocol.privacy import composed_budget
-from server_app.checks import check_config, check_model, config_warnings
+from server_app.checks import check_config, config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
 from server_app.diagnostics.plots import plot_rounds
 from server_app.exchange import Exchange
-from server_app.history import Line, without_clients
+from server_app.history import Line, finite_or_null, without_clients
 from server_app.manifest import begin_manifest, finish_manifest, note_round
 from server_app.observers import RunInfo, RunObserver
 from server_app.record import client_fields, score_fields, training_fields
@@ -56,7 +56,7 @@ from server_app.run_directory import (
     open_run_directory,
     save_arrays,
 )
-from strategies import STRATEGIES, Average
+from strategies import Average, strategy_for
 from strategies.average import RoundReport, TooFewRepliesError
 
 log = logging.getLogger("keel.server")
@@ -134,9 +134,10 @@ def prepare(
     method = method_of(config)
     source = open_source(config)  # decoded here, before any client opens it
     model = model_for(config, source)
-    check_model(config, method, model)
+    if isinstance(method, LocalObjective):
+        method.taps(model)  # raises for layers that this network does not have
     initial_weights = {name: array.clone() for name, array in model.state_dict().items()}
-    strategy = STRATEGIES[config.rounds.method](config, model)
+    strategy = strategy_for(config, model)
     device = device_for(config.train.device)
     test_samples = Samples(
         np.asarray(source.test.images),
@@ -168,7 +169,7 @@ def prepare(
     if config.rounds.diagnostics:
         monitor = Monitor(config, method, source, model.to(device), initial_weights, entries)
 
-    start = Checkpoint(0, strategy.initial_arrays(config, model), {})
+    start = Checkpoint(0, strategy.initial_arrays(model), {})
     if resumed and resumed.has_rounds():  # a run interrupted in round 1 starts again
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
         strategy.load(start.state)
@@ -323,6 +324,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     run.exchange.drain()
     line["late"] = run.exchange.take_late()
     line["seconds"] = {name: round(value, 4) for name, value in seconds.items()}
+    line = finite_or_null(line)
     run.directory.append_history(line)  # before the checkpoint: a resume drops what is ahead of it
     checkpoint_digest = run.directory.save_checkpoint(
         Checkpoint(server_round, tensors(following), strategy.state()), config.model.model

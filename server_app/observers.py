@@ -116,8 +116,9 @@ def round_text(line: Line, info: RunInfo, seconds_left: float) -> str:
         if key in line and name != "worst_decile":
             model, _, where = description.partition(", ")
             parts.append(f"accuracy {100 * line[key][name]:.2f} % ({model}, {where})")
-    loss = line["losses"].get("supervised")
-    parts.append("loss not finite" if loss is None else f"loss {loss:.4f}")
+    if "supervised" in line["losses"]:
+        loss = line["losses"]["supervised"]
+        parts.append("loss not finite" if loss is None else f"loss {loss:.4f}")
     if line["left_out"]:
         parts.append(f"{len(line['left_out'])} left out")
     parts.append(f"{sum(line['seconds'].values()):.1f} s")

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from client_app.method import Method
-from client_app.methods import METHODS, method_of
+from client_app.methods import method_of
 from data.sources import Source
+from protocol.catalogue import method_names, method_spec
 from protocol.config import RunConfig
 from protocol.files import write_atomically
 from protocol.messages import RosterEntry, roster_entry
@@ -111,7 +112,7 @@ def check_roster(config: RunConfig, entries: Sequence[RosterEntry], source: Sour
     method = method_of(config)
     others = [e for e in by_name if e.model != config.model.model]
     if others and not method.supports_mixed_architectures:
-        able = ", ".join(n for n, cls in METHODS.items() if cls.supports_mixed_architectures)
+        able = ", ".join(n for n in method_names() if method_spec(n).supports_mixed_architectures)
         raise ValueError(
             f"client {others[0].client} trains {others[0].model}, the run {config.model.model}: "
             f"methods "

@@ -1,38 +1,38 @@
-"""The server half of every method, by name; most use the weighted average."""
+"""The server half of every method: `Average`, unless the method says that it has its own.
 
-from strategies.average import Average, UniformAverage
-from strategies.body import SharedBody, UniformBody
-from strategies.fedcr import FedCRServer
-from strategies.fedpac import FedPACServer
-from strategies.fedproc import FedProcServer
-from strategies.fedreco import FedReCoServer
-from strategies.local import NoExchange
-from strategies.scaffold import ScaffoldServer
+A method with `has_own_server_half` has one in strategies/<name>.py.
+"""
 
-STRATEGIES: dict[str, type[Average]] = {
-    "fedavg": Average,
-    "fedprox": Average,
-    "scaffold": ScaffoldServer,
-    "moon": Average,
-    "fedintr": Average,
-    "fedcka": Average,
-    "fedrcl": UniformAverage,
-    "fedscl": UniformAverage,
-    "fedcl": UniformAverage,
-    "fitnet": Average,
-    "fedmlb": Average,
-    "fedlc": Average,
-    "fedntd": Average,
-    "fedproc": FedProcServer,
-    "feddecorr": Average,
-    "fedreco": FedReCoServer,
-    "local": NoExchange,
-    "fedavg-ft": Average,
-    "ditto": Average,
-    "fedrep": SharedBody,
-    "fedbabu": UniformBody,
-    "fedpac": FedPACServer,
-    "fedcr": FedCRServer,
-}
+import importlib
+from importlib.util import find_spec
 
-__all__ = ["STRATEGIES", "Average"]
+from models import StagedModel
+from protocol.catalogue import method_spec, method_stem
+from protocol.config import RunConfig
+from strategies.average import Average
+
+
+def server_half(method: str) -> type[Average]:
+    """The class of a method's server half. ValueError where its own is missing."""
+    if not method_spec(method).has_own_server_half:
+        return Average
+    stem = method_stem(method)
+    halves: list[type[Average]] = []
+    if find_spec(f"{__name__}.{stem}"):
+        module = importlib.import_module(f"{__name__}.{stem}")
+        classes = [value for value in vars(module).values() if isinstance(value, type)]
+        halves = [c for c in classes if issubclass(c, Average) and c.__module__ == module.__name__]
+    if len(halves) != 1:
+        raise ValueError(
+            f"method {method} has has_own_server_half = True, and strategies/{stem}.py defines "
+            f"{len(halves)} subclasses of Average: expected one"
+        )
+    return halves[0]
+
+
+def strategy_for(config: RunConfig, model: StagedModel) -> Average:
+    """The server half of the run's method, for this network."""
+    return server_half(config.rounds.method)(config, model)
+
+
+__all__ = ["Average", "server_half", "strategy_for"]

@@ -9,7 +9,6 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -84,6 +83,7 @@ class Average(Strategy):
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         self.config = config
+        self.options = config.method_options()  # with the method's capability flags
         self.roster: Mapping[int, RosterEntry] = {}
         self.trainable = {name for name, _ in model.named_parameters()}
         self.server_optimizer = server_optimizer(config)
@@ -97,15 +97,17 @@ class Average(Strategy):
         rounds = config.rounds
         self.backoff = Backoff(rounds.backoff_after, rounds.backoff_rounds)
 
-    default_weighting: ClassVar[str] = "examples"  # what the method's paper does
-    supports_server_optimizer: ClassVar[bool] = True  # other `server` steps than the plain average
+    # --- what a method's own server half may override -------------------------------------------
 
-    # --- what a method's server half may want otherwise ---------------------------------------
-
-    @classmethod
-    def initial_arrays(cls, config: RunConfig, model: StagedModel) -> Arrays:
-        """What is broadcast in round 1: the whole model."""
-        return {name: array.clone() for name, array in model.state_dict().items()}
+    def initial_arrays(self, model: StagedModel) -> Arrays:
+        """What is broadcast in round 1: the part of the model that the method shares."""
+        weights = model.state_dict()
+        keys = {
+            "model": list(weights),
+            "extractor": model.extractor_keys(model.stage_names[-1]),
+            "nothing": [],
+        }[self.options.shared_part]
+        return {key: weights[key].clone() for key in keys}
 
     def expected(self, current: Arrays) -> Arrays:
         """Arrays as a good reply has them: by name, shape and dtype."""
@@ -113,8 +115,10 @@ class Average(Strategy):
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The next global arrays from the good replies: their average, then the server's step."""
-        asked = self.config.rounds.weighting
-        by_examples = (self.default_weighting if asked == "auto" else asked) == "examples"
+        weighting = self.config.rounds.weighting
+        by_examples = (
+            self.options.default_weighting if weighting == "auto" else weighting
+        ) == "examples"
         weights = [r.metrics["num-examples"] if by_examples else 1.0 for r in replies]
         trainable = self.trainable & current.keys()  # less what never travels (FedRep's head)
         return self.server_optimizer.step(current, self.combined(replies, weights), trainable)
@@ -153,12 +157,8 @@ class Average(Strategy):
         """What this client alone is sent beside the model."""
         return {}
 
-    def extra_for(self, client: str) -> Arrays:
-        """All that this client is sent beside the model."""
-        return self.extra() | self.own_extra(client)
-
     def extra_like(self) -> Arrays:
-        """Arrays as `extra_for` gives them once the run is under way."""
+        """What a client is sent beside the model once the run is under way, by shape."""
         return self.extra()
 
     def expected_extra(self) -> Arrays:
@@ -358,9 +358,3 @@ def mean_metrics(replies: list[TrainReply]) -> MetricRecord:
         values = [r.metrics[name] for r in having]
         means[name] = float(np.average(values, weights=weights))
     return MetricRecord(dict(means))
-
-
-class UniformAverage(Average):
-    """The plain mean, for methods whose papers weigh all clients the same."""
-
-    default_weighting = "uniform"

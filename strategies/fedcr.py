@@ -7,22 +7,12 @@ class nobody saw keeps its Gaussian, N(0, I) at first. The mean of the bodies is
 paper.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, TrainReply
-from protocol.options import between, option
-from strategies.body import SharedBody
-
-
-@dataclass(frozen=True)
-class FedCRServerOptions:
-    """The key of `fedcr.*` that the server reads."""
-
-    b2: float = option(between(0, 1))
+from strategies.average import Average
 
 
 def product_of_experts(
@@ -36,14 +26,11 @@ def product_of_experts(
     return weighted / precision, precision.rsqrt(), torch.stack(seen).sum(0) > 0
 
 
-class FedCRServer(SharedBody):
+class FedCRServer(Average):
     """Keeps the global Gaussian of every class."""
-
-    default_weighting = "uniform"
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
-        self.options = config.table("fedcr", FedCRServerOptions)
         shape = (model.num_classes, model.feature_width)
         self.m, self.s = torch.zeros(shape), torch.ones(shape)
 

@@ -19,7 +19,7 @@ from scipy.optimize import nnls
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, TrainReply
-from strategies.body import SharedBody
+from strategies.average import Average
 from strategies.prototypes import Prototypes
 
 log = logging.getLogger("keel.server")
@@ -48,7 +48,7 @@ def head_mix(i: int, h: np.ndarray, v: np.ndarray) -> np.ndarray:
     return kept / kept.sum() if kept.any() else shares
 
 
-class FedPACServer(SharedBody):
+class FedPACServer(Average):
     """Keeps prototypes and every client's mixed head; each client is sent its own."""
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:

@@ -6,52 +6,27 @@ the plain mean over the M clients that answered. The server never sees a client'
 Client half: client_app/methods/fedreco.py.
 """
 
-from dataclasses import dataclass
-
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, TrainReply
-from protocol.options import any_text, at_least, option
 from strategies.average import Average, weighted_mean
-
-
-@dataclass(frozen=True)
-class FedReCoServerOptions:
-    """The keys of `fedreco.*` that the server reads."""
-
-    split: str = option(any_text())
-    eta_0: float = option(at_least(0))
 
 
 class FedReCoServer(Average):
     """u_0's step; the arrays are u_0's parameters and buffers, the replies its gradients."""
 
-    supports_server_optimizer = False  # its step is eq. (8), with fedreco.eta-0
-
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
-        self.options = config.table("fedreco", FedReCoServerOptions)
-        if config.rounds.weighting == "examples":
-            raise ValueError(
-                "weighting = 'examples': fedreco's step, eq. (8), is the mean of the clients' "
-                "gradients; weighting has to be auto or uniform"
-            )
         split = self.options.split
         if split and split not in model.stage_names:
             raise ValueError(
                 f"fedreco.split = {split!r}: {model.name} has the stages "
                 f"{', '.join(model.stage_names)}; empty is the last"
             )
-        if list(model.buffers()):
-            raise ValueError(
-                f"model = {model.name!r} with BatchNorm: nobody runs u_0 on data to learn its "
-                "statistics, which would stay 0 and 1; norm has to be 'group'"
-            )
 
-    @classmethod
-    def initial_arrays(cls, config: RunConfig, model: StagedModel) -> Arrays:
+    def initial_arrays(self, model: StagedModel) -> Arrays:
         """u_0: the stages up to the split."""
-        split = config.table("fedreco", FedReCoServerOptions).split or model.stage_names[-1]
+        split = self.options.split or model.stage_names[-1]
         weights = model.state_dict()
         return {name: weights[name].clone() for name in model.extractor_keys(split)}
 

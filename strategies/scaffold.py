@@ -8,30 +8,17 @@ where a reply is lost: the client is told which of its rounds was counted last, 
 Only a client that lost its c_i and began anew leaves its last share in c.
 """
 
-from dataclasses import dataclass
-
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, TrainReply
-from protocol.options import more_than, option
 from strategies.average import Average
-
-
-@dataclass(frozen=True)
-class ScaffoldServerOptions:
-    """The key of `scaffold.*` that the server reads: eta_g."""
-
-    lr_global: float = option(more_than(0))
 
 
 class ScaffoldServer(Average):
     """Keeps c, by parameter name, and sends it."""
 
-    supports_server_optimizer = False
-
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
-        self.options = config.table("scaffold", ScaffoldServerOptions)
         self.c = {name: p.detach().cpu() * 0 for name, p in model.named_parameters()}
 
     def extra(self) -> Arrays:

@@ -7,13 +7,13 @@ Arrays are float32 on the CPU, by parameter name.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from protocol.config import RunConfig, refuse_unknown
-from protocol.options import between, more_than, one_of, option
+from protocol.config import RunConfig
+from protocol.server_optimizers import FedACGOptions, FedAdamOptions, FedAvgMOptions, FedAvgOptions
 
 Arrays = dict[str, Tensor]
 
@@ -38,6 +38,8 @@ class ServerOptimizer(Protocol):
 class FedAvgStep:
     """The average itself (McMahan et al. 2017): w <- A, which is SGD with learning rate 1."""
 
+    options: FedAvgOptions
+
     def broadcast(self, current: Arrays) -> Arrays:
         """The global model."""
         return current
@@ -52,14 +54,6 @@ class FedAvgStep:
 
     def load(self, state: Arrays) -> None:
         """Nothing to load."""
-
-
-@dataclass(frozen=True)
-class FedAvgMOptions:
-    """Keys `fedavgm.*`."""
-
-    lr: float = option(more_than(0))
-    beta: float = option(between(0, 1, open_high=True))
 
 
 class FedAvgMStep:
@@ -101,25 +95,6 @@ class FedAvgMStep:
     def load(self, state: Arrays) -> None:
         """Go on with this momentum buffer."""
         self.velocity = dict(state)
-
-
-@dataclass(frozen=True)
-class FedAdamOptions:
-    """Keys `fedadam.*`."""
-
-    lr: float = option(more_than(0))
-    beta1: float = option(between(0, 1, open_high=True))
-    beta2: float = option(between(0, 1))
-    tau: float = option(more_than(0))
-    form: str = option(one_of("paper", "flower"))
-
-    def __post_init__(self) -> None:
-        """Refuse a second moment that never moves from Flower's 0: its correction is 0 then."""
-        if self.form == "flower" and self.beta2 == 1:
-            raise ValueError(
-                "fedadam.beta2 = 1.0 with fedadam.form = 'flower': the rate would be 0; it has to "
-                "be below 1, or the form paper"
-            )
 
 
 class FedAdamStep:
@@ -177,13 +152,6 @@ class FedAdamStep:
         self.v = {k[2:]: t for k, t in state.items() if k.startswith("v.")}
 
 
-@dataclass(frozen=True)
-class FedACGOptions:
-    """The key of `fedacg.*` that the server reads: lambda."""
-
-    lambda_: float = option(between(0, 1, open_high=True), key="lambda")
-
-
 class FedACGStep:
     """FedACG (Kim et al. 2024): clients start from wh = w + lambda m, where momentum will lead.
 
@@ -217,16 +185,14 @@ class FedACGStep:
         self.m = dict(state)
 
 
-def server_optimizer(config: RunConfig) -> ServerOptimizer:
-    """The run's server step; ValueError naming the key for an unknown one or a bad option."""
-    name = config.rounds.server_optimizer
-    refuse_unknown("server-optimizer", name, list(SERVER_OPTIMIZERS))
-    return SERVER_OPTIMIZERS[name](config)
-
-
-SERVER_OPTIMIZERS: dict[str, Callable[[RunConfig], ServerOptimizer]] = {
-    "fedavg": lambda config: FedAvgStep(),
-    "fedavgm": lambda config: FedAvgMStep(config.table("fedavgm", FedAvgMOptions)),
-    "fedadam": lambda config: FedAdamStep(config.table("fedadam", FedAdamOptions)),
-    "fedacg": lambda config: FedACGStep(config.table("fedacg", FedACGOptions)),
+UPDATE_RULES: dict[str, Callable[[Any], ServerOptimizer]] = {
+    "fedavg": FedAvgStep,
+    "fedavgm": FedAvgMStep,
+    "fedadam": FedAdamStep,
+    "fedacg": FedACGStep,
 }
+
+
+def server_optimizer(config: RunConfig) -> ServerOptimizer:
+    """The run's server optimizer."""
+    return UPDATE_RULES[config.rounds.server_optimizer](config.server_optimizer_options())

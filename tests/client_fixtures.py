@@ -16,8 +16,10 @@ import client_app.app
 from client_app.methods import method_of
 from client_app.setup import build_network, dataset_spec_of, open_source
 from client_app.worker import Worker
+from models.registry import BUILDERS
 from protocol.config import resolve_config
 from protocol.messages import TrainRequest, array_record, message_content, request_record
+from protocol.models import MODELS, ModelSpec
 from server_app.inline import InlineGrid
 
 SHAPE, NUM_CLASSES = (1, 28, 28), 3
@@ -50,6 +52,12 @@ def keel_home_of_tests(monkeypatch):
     monkeypatch.setenv("KEEL_HOME", folder().name)
 
 
+def add_model(monkeypatch, name, build, **spec):
+    """Another model under this name, for one test: `build` takes the input shape."""
+    monkeypatch.setitem(MODELS, name, ModelSpec(**spec))
+    monkeypatch.setitem(BUILDERS, name, build)
+
+
 def small_source():
     """The `source` key of the small source."""
     return f"npz:{Path(folder().name) / 'small.npz'}"
@@ -80,14 +88,16 @@ def initial(config, seed=None):
     return build_network(config, SHAPE, NUM_CLASSES, seed=seed).state_dict()
 
 
-def make_round(config, number=1, received=None, state=None, partition=0, of=2, worker=None):
+def make_round(
+    config, number=1, received=None, state=None, partition=0, of=2, worker=None, extra=None
+):
     """Client `partition`'s round `number`, with 60 / `of` training samples."""
     request = TrainRequest(config, facts(config), number, number - 1, False, "")
     return (worker or Worker()).begin_round(
         request,
         {"partition-id": partition, "num-partitions": of},
         received=initial(config) if received is None else received,
-        extra={},
+        extra=extra or {},
         state=state or {},
     )
 
@@ -126,13 +136,13 @@ class Client:
         self.grid = InlineGrid(client_app.app.app, [node])
         self.config, self.run_dir, self.facts = config, run_dir, facts(config)
 
-    def ask(self, kind, number=0, arrays=None, evaluate=False, checkpoint=0, counted=0):
+    def ask(self, kind, number=0, arrays=None, evaluate=False, checkpoint=0, counted=0, extra=None):
         """The reply to a message of this kind (query, train, evaluate)."""
         request = TrainRequest(
             self.config, self.facts, number, checkpoint, evaluate, str(self.run_dir)
         )
         content = message_content(
-            request_record(request), array_record(arrays or {}), array_record({}), counted
+            request_record(request), array_record(arrays or {}), array_record(extra or {}), counted
         )
         return self.send(content, kind)
 

@@ -12,6 +12,7 @@ from client_fixtures import (
     NUM_CLASSES,
     SHAPE,
     Client,
+    add_model,
     assert_same_bits,
     differ,
     facts,
@@ -30,7 +31,6 @@ from client_app.setup import build_network, client_indices, open_source, pixels_
 from client_app.state import StateFolder
 from client_app.worker import Worker, own_architecture
 from models.cnn import _plain_cnn
-from models.registry import MODELS, Architecture
 from protocol.messages import TrainRequest, read_reply, read_roster
 from server_app.inline import run_inline
 
@@ -328,7 +328,7 @@ def test_a_nodes_model_comes_before_client_models_and_the_runs(monkeypatch):
     def build(input_shape):
         return _plain_cnn(input_shape, kernel=3, conv_widths=(4,), fc_widths=(84,))
 
-    monkeypatch.setitem(MODELS, "small-cnn", Architecture(build))
+    add_model(monkeypatch, "small-cnn", build)
     config = make_config(method="fedreco")
     mixed = make_config(method="fedreco", client_models="cnn-fedreco, small-cnn")
     partitions = [{"partition-id": n, "num-partitions": 3} for n in range(3)]

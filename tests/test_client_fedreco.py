@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from client_fixtures import (
     NUM_CLASSES,
     SHAPE,
+    add_model,
     assert_close,
     assert_same_bits,
     differ,
@@ -24,7 +25,6 @@ from client_app.samples import Samples
 from client_app.setup import build_network
 from client_app.worker import Worker, representation_width
 from models.cnn import _plain_cnn
-from models.registry import MODELS, Architecture
 from strategies.fedreco import FedReCoServer
 
 LAYERS = ("conv1", "conv2", "fc1", "fc2", "classifier")
@@ -429,7 +429,7 @@ def small_cnn(monkeypatch):
     def build(input_shape):
         return _plain_cnn(input_shape, kernel=3, conv_widths=(4,), fc_widths=(84,))
 
-    monkeypatch.setitem(MODELS, "small-cnn", Architecture(build))
+    add_model(monkeypatch, "small-cnn", build)
     return "small-cnn"
 
 
@@ -474,18 +474,18 @@ def test_at_first_contact_another_architecture_starts_from_the_runs_seed(small_c
 @pytest.mark.parametrize("text", ["", "1", "fast", "epoch", "-1 epoch", "1.5 epochs", "1  epoch"])
 def test_a_duration_that_is_none_is_refused_by_key_and_value(key, text):
     config = reco(**{f"fedreco__{key}": text})
-    message = f"fedreco.{key} = {text!r}: it has to be like '1 epoch', '2 epochs' or '20 steps'"
+    message = f"fedreco.{key} = {text!r}: expected like '1 epoch', '2 epochs' or '20 steps'"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         method_of(config)
 
 
 @pytest.mark.parametrize("text", ["² epochs", "1 epochss", "2 rounds", "1 epoch 2 steps"])
 def test_near_misses_of_a_duration_are_refused(text):
-    with pytest.raises(ValueError, match="it has to be like"):
+    with pytest.raises(ValueError, match="expected like"):
         method_of(reco(fedreco__k_u=text))
 
 
 def test_an_unknown_split_is_refused_with_the_stages_there_are():
     config = reco(fedreco__split="conv9")
     with pytest.raises(ValueError, match=r"conv9.*conv1, conv2, fc1, fc2"):
-        FedReCoServer.initial_arrays(config, build_network(config, SHAPE, NUM_CLASSES))
+        FedReCoServer(config, build_network(config, SHAPE, NUM_CLASSES))

@@ -23,7 +23,7 @@ from client_app.setup import build_network
 from protocol.messages import TrainReply
 from protocol.privacy import noise_sigma
 from server_app.inline import run_inline
-from strategies.body import SharedBody
+from strategies import Average
 
 HEAD = {"classifier.weight", "classifier.bias"}
 MOVING = {"momentum": 0.5, "weight_decay": 0.01}  # what would move weights without a gradient
@@ -290,9 +290,9 @@ def test_only_bodies_travel_and_the_servers_step_takes_them():
     """With FedAvgM too: what is not sent has no momentum."""
     config = make_config(method="fedrep", server_optimizer="fedavgm")
     model = build_network(config, SHAPE, NUM_CLASSES)
-    body = SharedBody.initial_arrays(config, model)
+    body = Average(config, model).initial_arrays(model)
     assert body.keys() == initial(config).keys() - HEAD
-    server = SharedBody(config, model)
+    server = Average(config, model)
     replies = [
         TrainReply(str(k), 1, {n: a + k for n, a in body.items()}, {}, {"num-examples": 1})
         for k in (1, 3)

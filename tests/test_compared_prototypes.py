@@ -46,6 +46,11 @@ def head_part(weights):
     return {n: weights[n] for n in HEAD}
 
 
+def extra_for(server, client):
+    """All that this client is sent beside the model."""
+    return server.extra() | server.own_extra(client)
+
+
 def random(*shape, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -348,7 +353,7 @@ def pac_reply(client, seed, counts):
 
 def test_fedpacs_server_mixes_each_clients_head_and_weighs_means_by_class_counts():
     server = pac_server()
-    assert server.extra_for("a") == {}
+    assert extra_for(server, "a") == {}
     replies = [
         pac_reply("a", 1, [5.0, 0, 5]),
         pac_reply("b", 2, [1.0, 0, 3]),
@@ -363,7 +368,7 @@ def test_fedpacs_server_mixes_each_clients_head_and_weighs_means_by_class_counts
     h = np.stack([r.extra["h"].double().flatten().numpy() for r in replies])
     v = np.array([1.3, 2.3, 3.3])
     for i, client in enumerate("abc"):
-        sent = server.extra_for(client)
+        sent = extra_for(server, client)
         a = without_crumbs(best_mix(programme(i, h, v)))
         assert (a > 0.01).sum() > 1
         for name in HEAD:
@@ -377,7 +382,7 @@ def test_fedpacs_server_mixes_each_clients_head_and_weighs_means_by_class_counts
         torch.testing.assert_close(
             sent["prototypes"][2], ((5 * means[0] + 3 * means[1] + 9 * means[2]) / 17)[2]
         )
-    assert server.extra_for("newcomer").keys() == {"prototypes", "is-known"}
+    assert extra_for(server, "newcomer").keys() == {"prototypes", "is-known"}
 
 
 def test_fedpacs_server_goes_on_from_its_state():
@@ -388,7 +393,7 @@ def test_fedpacs_server_goes_on_from_its_state():
     )
     other.load(server.state())
     for client in ("a", "b/c", "newcomer"):
-        assert_same_bits(other.extra_for(client), server.extra_for(client))
+        assert_same_bits(extra_for(other, client), extra_for(server, client))
 
 
 # --- FedCR, client --------------------------------------------------------------------------------
@@ -601,7 +606,7 @@ def test_the_servers_product_has_a_standard_normal_expert():
 def test_fedcrs_server_moves_the_gaussians_of_reported_classes(b2):
     config = cr(fedcr__b2=b2)
     server = FedCRServer(config, build_network(config, SHAPE, NUM_CLASSES))
-    body = server.initial_arrays(config, build_network(config, SHAPE, NUM_CLASSES))
+    body = server.initial_arrays(build_network(config, SHAPE, NUM_CLASSES))
     assert (server.extra()["M"] == 0).all()
     assert (server.extra()["S"] == 1).all()
     server.m, server.s = random(3, 256, seed=9).float(), random(3, 256, seed=8).exp().float()

@@ -106,7 +106,7 @@ def test_two_rounds_of_three_clients_one_of_which_joins_late(method):
         if about.is_personal:  # the one that has not yet joined is judged too
             assert sorted(line["personal"]["clients"]) == CLIENTS
     kept = {p.name for p in (path / "clients").iterdir()} if (path / "clients").exists() else set()
-    if about.keeps.startswith("nothing"):
+    if not about.is_stateful:
         assert kept == set()
     else:
         assert kept == set(CLIENTS)

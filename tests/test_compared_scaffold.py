@@ -83,7 +83,7 @@ class Federation:
             config=self.config,
             model=Number(),
             received=self.w,
-            extra=self.server.extra_for(str(client)),
+            extra=self.server.extra(),
             state=self.kept.get(client, {}),
             last_accepted_round=self.counted.get(str(client), 0),
             client=str(client),

@@ -20,8 +20,7 @@ from client_app.method import LocalObjective
 from client_app.methods import METHODS, method_of
 from client_app.setup import build_network
 from protocol.messages import TrainReply
-from server_app.federation import check_config
-from strategies import STRATEGIES
+from strategies import strategy_for
 from strategies.average import Average, weighted_mean
 from strategies.server_optimizers import server_optimizer
 
@@ -58,7 +57,7 @@ def deltas(t):
 
 
 def server_of(config):
-    return STRATEGIES[config.rounds.method](config, build_network(config, SHAPE, NUM_CLASSES))
+    return strategy_for(config, build_network(config, SHAPE, NUM_CLASSES))
 
 
 def reply(name, arrays, examples):
@@ -82,7 +81,7 @@ def test_the_average_is_of_the_replies_by_examples_of_this_round(weighting):
 UNIFORM = {"fedrcl", "fedscl", "fedcl", "fedbabu", "fedcr"}  # their papers and code
 
 
-@pytest.mark.parametrize("method", STRATEGIES)
+@pytest.mark.parametrize("method", METHODS)
 def test_unless_asked_the_papers_weights_are_taken(method):
     config = make_config(method=method)
     assert config.rounds.weighting == "auto"
@@ -90,7 +89,7 @@ def test_unless_asked_the_papers_weights_are_taken(method):
     if method not in ("fedreco", "local"):  # eq. (8); nothing to average
         assert server.default_weighting == ("uniform" if method in UNIFORM else "examples")
     if server.next_arrays.__func__ is Average.next_arrays:
-        zeros = server.initial_arrays(config, build_network(config, SHAPE, NUM_CLASSES))
+        zeros = server.initial_arrays(build_network(config, SHAPE, NUM_CLASSES))
         zeros = {n: torch.zeros_like(a) for n, a in zeros.items()}
         ones = {n: torch.ones_like(a) for n, a in zeros.items()}
         following = server.next_arrays(zeros, [reply("a", ones, 1), reply("b", zeros, 3)])
@@ -289,7 +288,6 @@ OBJECTIVES = [n for n in METHODS if issubclass(METHODS[n], LocalObjective) and n
 def test_every_local_objective_trains_under_every_server_step(method, server):
     """SCAFFOLD, which has a server step of its own, is refused: see test_compared_runs."""
     config = make_config(method=method, server_optimizer=server, batch_size=32)
-    check_config(config)
     now = make_round(config)
     update = method_of(config).train(now)
     assert ("look-ahead" in update.terms) == (server == "fedacg")

@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from client_fixtures import add_model
 from conftest import NUM_CLIENTS, SMALL, final_model, history_of, resume, same_bits, without_times
 from safetensors.torch import load_file
 from test_diagnostics_measures import cka_as_printed, covariances
 
-import keel.cli.diagnose
+import keel.cli.main
 import server_app.diagnostics.comparison
 import server_app.federation
 import server_app.inline
 from client_app.methods import method_of
 from client_app.setup import build_network, model_for, open_source
 from models.cnn import _plain_cnn
-from models.registry import MODELS, Architecture
 from protocol.config import resolve_config
 from protocol.messages import RosterEntry
 from server_app.diagnostics.comparison import DIAGNOSTICS, chosen_diagnostics, probe_of
@@ -204,7 +204,7 @@ def test_clients_of_another_architecture_are_compared_at_features_and_logits(run
     def build(input_shape):
         return _plain_cnn(input_shape, kernel=3, conv_widths=(4,), fc_widths=(84,))
 
-    monkeypatch.setitem(MODELS, "small-cnn", Architecture(build))
+    add_model(monkeypatch, "small-cnn", build)
     models = {"method": "fedreco", "client-models": "cnn-fedreco, small-cnn"}
     folder = run(PERSONAL | models | {"diagnostics": "all"}, num_clients=2)
     numbers = history_of(folder)[-1]["diagnostics"]
@@ -270,8 +270,7 @@ def test_real_sites_that_send_no_weights_cannot_be_measured():
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> int:
-    monkeypatch.setattr("sys.argv", ["diagnostics", *map(str, words)])
-    return keel.cli.diagnose.main()
+    return keel.cli.main.main(["diagnose", *map(str, words)])
 
 
 def test_the_command_measures_saved_personal_models(run, monkeypatch, capsys, tmp_path):
@@ -292,8 +291,8 @@ def test_the_command_measures_saved_personal_models(run, monkeypatch, capsys, tm
     assert found == pytest.approx(cka_as_printed(*taps), rel=1e-4)
     for picture in ("cka.png", "features.png"):
         assert (output / picture).read_bytes().startswith(b"\x89PNG")
-    assert command(monkeypatch, folder, "--output", output) == 1
-    assert "exists: nothing is overwritten" in capsys.readouterr().err
+    assert command(monkeypatch, folder, "--output", output) == 2
+    assert "exists and is not overwritten" in capsys.readouterr().err
 
 
 def test_the_command_compares_checkpoints_of_methods_that_keep_nothing(run, monkeypatch, tmp_path):
@@ -319,14 +318,14 @@ def test_the_command_refuses_in_one_line_what_it_cannot_measure(run, monkeypatch
     other = run({"num-rounds": 1, "model": "cnn-fedcka"}) / "model.safetensors"
     output = folder / "diagnostics-models"
     for words, expected in (
-        ([tmp_path], "not a finished run's folder"),
+        ([tmp_path], "not the directory of a finished run"),
         ([folder, "client-0007"], "neither a client"),
         ([folder, damaged], "damaged"),
         ([folder, other], "in the run's cnn-fedreco it is"),
         ([folder, "--only", "drifd"], "did you mean drift?"),
         ([folder, "--samples", "1"], "at least 2"),
     ):
-        assert command(monkeypatch, *words) == 1, words
+        assert command(monkeypatch, *words) == 2, words
         line = capsys.readouterr().err.strip()
         assert expected in line
         assert "\n" not in line

@@ -102,7 +102,7 @@ def test_every_method_runs_for_two_rounds_and_leaves_its_folder(finished, name):
     assert keys.items() <= given.items()
     first, second = (set(line["participants"]) for line in history)
     assert first != second  # one joins only in round 2
-    if name in METHODS and not METHODS[name].keeps.startswith("nothing"):
+    if name in METHODS and METHODS[name].is_stateful:
         assert first | second <= {path.name for path in (folder / "clients").iterdir()}
     for line in history:
         assert len(line["participants"]) == 2
@@ -137,7 +137,7 @@ def test_a_mistake_ends_the_run_with_a_line_that_names_it_and_leaves_no_folder(s
     keys = SMALL | {"output-dir": str(tmp_path / "runs"), "fraction-train": 7.0}
     printed = superlink.run(keys, num_supernodes, cpus_each=1)
     [line] = [text for text in printed.splitlines() if " error: " in text]
-    assert line.endswith(" error: fraction-train = 7.0: it has to be a number in (0, 1]")
+    assert line.endswith(" error: fraction-train = 7.0: expected a number in (0, 1]")
     assert not (tmp_path / "runs").exists()
     assert "finished:failed" in superlink.flwr("list").stdout
 

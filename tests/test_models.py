@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models import MODELS, StagedModel, build_model, input_spec
+from models import StagedModel, build_model
+from protocol.catalogue import model_spec
+from protocol.models import MODELS
 
 each_model = pytest.mark.parametrize("name", MODELS)
 
@@ -294,9 +296,9 @@ def test_tap_heads_take_every_tap_to_256(name):
 
 
 def test_only_the_fedintr_cnn_asks_for_other_images_than_the_sources():
-    recipes = {name: (input_spec(name).image_size, input_spec(name).channels) for name in MODELS}
-    assert recipes.pop("cnn-fedintr") == (32, 3)
-    assert set(recipes.values()) == {(0, 0)}
+    inputs = {name: (spec.input.image_size, spec.input.channels) for name, spec in MODELS.items()}
+    assert inputs.pop("cnn-fedintr") == (32, 3)
+    assert set(inputs.values()) == {(0, 0)}
 
 
 @pytest.mark.parametrize(
@@ -340,4 +342,4 @@ def test_unknown_taps_and_stages_are_refused_with_the_known_ones():
         with pytest.raises(ValueError, match=f"stage 'features': cnn-fedreco has {stages}$"):
             call()
     with pytest.raises(ValueError, match="model = 'resnet'"):
-        input_spec("resnet")
+        model_spec("resnet")

@@ -3,19 +3,26 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from client_fixtures import (
-    NUM_CLASSES,
-    SHAPE,
     keel_home_of_tests,  # noqa: F401 (used by being here)
-    make_config,
-    make_round,
 )
 
+import data.sources
+import protocol.config
 from client_app.methods import METHODS, method_of
-from client_app.setup import build_network
+from protocol.catalogue import (
+    method_names,
+    method_spec,
+    server_optimizer_names,
+    server_optimizer_spec,
+)
 from protocol.config import (
+    SOURCES,
     DataConfig,
     ModelConfig,
     PrivacyConfig,
@@ -30,7 +37,6 @@ from protocol.config import (
 from protocol.options import (
     at_least,
     between,
-    dump_options,
     key_of,
     keys_of,
     more_than,
@@ -39,9 +45,6 @@ from protocol.options import (
     parse_options,
     true_or_false,
 )
-from server_app.federation import check_config
-from strategies import STRATEGIES
-from strategies.server_optimizers import SERVER_OPTIMIZERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,6 @@ def test_options_are_read_by_name():
     sample = parse_options(Sample, GOOD | {"my.other": 1, "kind": "blue"}, prefix="my.")
     assert sample == Sample(0.1, 3, 1.0, "red", False, 0.0)
     assert type(sample.share) is float  # a whole number will do for a number
-    assert dump_options(sample, "my.") == GOOD
 
 
 @pytest.mark.parametrize("key", GOOD)
@@ -83,24 +85,24 @@ def test_a_missing_key_is_named(key):
     ("key", "value", "allowed"),
     [
         # of another type; a bool is no number though Python says so, nor is a whole float an int
-        ("my.local-steps", True, "a whole number is needed (a finite number >= 1), not bool"),
-        ("my.local-steps", 3.0, "a whole number is needed (a finite number >= 1), not float"),
-        ("my.local-steps", "3", "a whole number is needed (a finite number >= 1), not str"),
-        ("my.learning-rate", True, "a number is needed (a finite number > 0), not bool"),
-        ("my.learning-rate", "0.1", "a number is needed (a finite number > 0), not str"),
-        ("my.is-on", 1, "true or false is needed (true or false), not int"),
-        ("my.is-on", "true", "true or false is needed (true or false), not str"),
-        ("my.kind", 1, "a string is needed (one of red, green), not int"),
+        ("my.local-steps", True, "expected a whole number (a finite number >= 1), not bool"),
+        ("my.local-steps", 3.0, "expected a whole number (a finite number >= 1), not float"),
+        ("my.local-steps", "3", "expected a whole number (a finite number >= 1), not str"),
+        ("my.learning-rate", True, "expected a number (a finite number > 0), not bool"),
+        ("my.learning-rate", "0.1", "expected a number (a finite number > 0), not str"),
+        ("my.is-on", 1, "expected true or false (true or false), not int"),
+        ("my.is-on", "true", "expected true or false (true or false), not str"),
+        ("my.kind", 1, "expected a string (one of red, green), not int"),
         # out of range
-        ("my.local-steps", 0, "it has to be a finite number >= 1"),
-        ("my.learning-rate", 0.0, "it has to be a finite number > 0"),
-        ("my.learning-rate", float("inf"), "it has to be a finite number > 0"),
-        ("my.learning-rate", float("nan"), "it has to be a finite number > 0"),
-        ("my.share", 0.0, "it has to be a number in (0, 1]"),
-        ("my.share", 1.0001, "it has to be a number in (0, 1]"),
-        ("my.share", float("nan"), "it has to be a number in (0, 1]"),
-        ("my.kind", "Red", "it has to be one of red, green"),
-        ("my.lambda", -1e-9, "it has to be a finite number >= 0"),
+        ("my.local-steps", 0, "expected a finite number >= 1"),
+        ("my.learning-rate", 0.0, "expected a finite number > 0"),
+        ("my.learning-rate", float("inf"), "expected a finite number > 0"),
+        ("my.learning-rate", float("nan"), "expected a finite number > 0"),
+        ("my.share", 0.0, "expected a number in (0, 1]"),
+        ("my.share", 1.0001, "expected a number in (0, 1]"),
+        ("my.share", float("nan"), "expected a number in (0, 1]"),
+        ("my.kind", "Red", "expected one of red, green"),
+        ("my.lambda", -1e-9, "expected a finite number >= 0"),
     ],
 )
 def test_a_value_that_is_not_allowed_is_named_with_what_is(key, value, allowed):
@@ -135,6 +137,9 @@ def test_intervals_have_the_ends_that_they_say(allowed, inside, outside):
         ({"fedprox.m": 1.0}, "config key = 'fedprox.m' is unknown"),
         ({"local_epochs": 3}, "config key = 'local_epochs' is unknown; did you mean local-epochs"),
         ({"preset": "fedrcl-table1-cifar"}, "did you mean fedrcl-table1-cifar10"),
+        ({"server-optimizer": "adam"}, "server-optimizer = 'adam' is unknown; did you mean fedadam"),
+        ({"model": "resnet"}, "model = 'resnet' is unknown; did you mean resnet"),
+        ({"client-models": "vgg9,resnet"}, "client-models = 'resnet' is unknown; did you mean"),
         ({"preset": "zzz"}, "preset = 'zzz' is unknown. Allowed: "),
     ],
 )
@@ -146,7 +151,7 @@ def test_what_is_unknown_is_refused_with_its_neighbours(keys, message):
 
 def test_an_unknown_method_is_refused_with_its_neighbours():
     with pytest.raises(ValueError, match=r"^method = 'fedprx' is unknown; did you mean fedprox"):
-        method_of(resolve_config({"method": "fedprx"}))
+        resolve_config({"method": "fedprx"})
 
 
 @pytest.mark.parametrize(
@@ -155,7 +160,8 @@ def test_an_unknown_method_is_refused_with_its_neighbours():
         ("num-rounds", 0), ("fraction-train", 0.0), ("fraction-train", 1.5), ("momentum", 1.0),
         ("lr", -0.1), ("lr-decay", 0.0), ("batch-size", 0), ("partition", "sorted"),
         ("channels", 2), ("image-size", 27), ("image-size", 65), ("weighting", "equal"),
-        ("norm", "layer"),
+        ("norm", "layer"), ("source", "digit"), ("source", "folder:"), ("device", "gpu"),
+        ("device", "cuda:x"),
         ("local-test-fraction", 1.0), ("round-timeout", 0.0), ("alpha", 0.0), ("threads", -1),
         ("flip", 1), ("seed", -1), ("cache-mb", True), ("evaluate-clients", "some"),
     ],
@@ -163,6 +169,113 @@ def test_an_unknown_method_is_refused_with_its_neighbours():
 def test_values_of_the_run_that_are_not_allowed_are_named(key, value):
     with pytest.raises(ValueError, match=rf"^{key} = {re.escape(repr(value))}: .+"):
         resolve_config({key: value})
+
+
+CONTRADICTIONS = [
+    # keys, and what the message names: the key, the value found, what is allowed
+    ({"model": "cnn-fedreco", "norm": "group"}, ["norm = 'group'", "cnn-fedreco", "no norm layer"]),
+    ({"source": "folder:data"}, ["source = 'folder:data'", "absolute path"]),
+    ({"privacy.epsilon": 1.5}, ["privacy.epsilon = 1.5", "below 1", "0 turns"]),
+    (
+        {"privacy.epsilon": 0.5, "method": "moon"},
+        ["privacy.epsilon = 0.5", "moon", "fedavg, fedavg-ft, fedreco"],
+    ),
+    (
+        {"privacy.epsilon": 0.5, "model": "resnet20"},
+        ["privacy.epsilon = 0.5", "resnet20 with BatchNorm", "'group'"],
+    ),
+    ({"method": "fedreco", "model": "resnet20"}, ["model = 'resnet20'", "fedreco", "'group'"]),
+    (
+        {"method": "fedreco", "model": "resnet18", "norm": "batch"},
+        ["model = 'resnet18'", "fedreco", "'group'"],
+    ),
+    (
+        {"method": "scaffold", "server-optimizer": "fedadam"},
+        ["server-optimizer = 'fedadam'", "scaffold", "fedavg"],
+    ),
+    ({"method": "local", "aggregation": "krum"}, ["aggregation = 'krum'", "local", "mean"]),
+    (
+        {"method": "fedreco", "weighting": "examples"},
+        ["weighting = 'examples'", "fedreco", "auto or uniform"],
+    ),
+    (
+        {"method": "fedrep", "server-optimizer": "fedacg"},
+        ["fedacg.beta = 0.001", "fedrep", "0"],
+    ),
+    (
+        {"method": "moon", "client-models": "vgg9,resnet18"},
+        ["client-models = 'vgg9,resnet18'", "moon", "fedreco"],
+    ),
+    (
+        {"method": "fedrep", "evaluate-clients": "none"},
+        ["evaluate-clients = 'none'", "fedrep", "auto, cohort or all"],
+    ),
+    (
+        {"method": "fedbabu", "fedbabu.fedper-like": True, "evaluate-clients": "none"},
+        ["evaluate-clients = 'none'", "fedbabu"],
+    ),
+    ({"fedntd.convex": True, "fedntd.beta": 1.0}, ["fedntd.beta = 1.0", "below 1"]),
+    ({"fedprox.mu": -1.0, "method": "fedavg"}, ["fedprox.mu = -1.0", ">= 0"]),
+    ({"fedadam.tau": 0.0}, ["fedadam.tau = 0.0", "> 0"]),
+]
+
+
+@pytest.mark.parametrize(("keys", "words"), CONTRADICTIONS)
+def test_keys_that_contradict_each_other_are_refused_in_one_line(keys, words):
+    with pytest.raises(ValueError) as error:
+        resolve_config(keys)
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"privacy.epsilon": 0.5, "model": "resnet20", "norm": "group"},
+        {"privacy.epsilon": 0.5, "method": "fedreco"},
+        {"method": "fedrep", "server-optimizer": "fedacg", "fedacg.beta": 0.0},
+        {"method": "ditto", "server-optimizer": "fedacg"},
+        {"method": "fedreco", "client-models": "cnn-fedreco, vgg9", "weighting": "uniform"},
+        {"method": "fedbabu", "evaluate-clients": "none"},
+        {"method": "local", "server-optimizer": "fedavg", "weighting": "examples"},
+        {"source": "npz:/tmp/a.npz"},
+        {"source": "folder:~/data"},
+        {"device": "cuda:1"},
+    ],
+)
+def test_keys_that_fit_together_are_accepted(keys):
+    resolve_config(keys)
+
+
+def test_the_sources_are_those_that_data_sources_reads():
+    assert set(SOURCES) == set(data.sources.SOURCES)
+
+
+NO_TORCH = """
+import sys
+import time
+from protocol.catalogue import method_names
+from protocol.config import resolve_config
+
+started = time.process_time()
+for name in method_names():
+    resolve_config({"method": name})
+    for mistake in ({"lr": -1.0}, {"norm": "group"}, {"source": "digit"}, {"num-round": 1}):
+        try:
+            resolve_config({"method": name, **mistake})
+        except ValueError:
+            continue
+        raise AssertionError(mistake)
+for name in ("torch", "numpy", "flwr", "ray", "client_app", "strategies", "models"):
+    assert name not in sys.modules, name
+assert time.process_time() - started < 2  # 5 configs of each method; 0.3 s on two cores
+"""
+
+
+def test_a_config_is_resolved_and_refused_without_torch():
+    root = Path(protocol.config.__file__).parent.parent
+    subprocess.run([sys.executable, "-c", NO_TORCH], check=True, cwd=root, timeout=60)
 
 
 @pytest.mark.parametrize("key", ["resume", "output-dir", "data-dir"])
@@ -197,10 +310,8 @@ def test_a_preset_leaves_alone_what_it_does_not_set():
 def test_every_preset_resolves(name):
     config = resolve_config({"preset": name})
     assert presets()[name].keys() <= default_config().keys()
-    check_config(config)
-    method_of(config)
-    for method in METHODS:  # and for every method that it is run with for comparison
-        method_of(resolve_config({"preset": name, "method": method}))
+    for method, cls in METHODS.items():  # also of those that it is run with for comparison
+        config.table(method, cls)
 
 
 # --- pyproject.toml and the dataclasses -----------------------------------------------------------
@@ -215,45 +326,18 @@ def test_every_group_has_every_key_and_none_is_left_over():
     assert plain == set(names) == all_group_keys()
 
 
-class Recorded(dict):
-    """A flat config that remembers which of its keys were read."""
-
-    def __init__(self, flat):
-        super().__init__(flat)
-        self.read = set()
-
-    def __getitem__(self, key):
-        self.read.add(key)
-        return super().__getitem__(key)
-
-
-def recorded(**keys):
-    config = make_config(**keys)
-    return dataclasses.replace(config, flat=Recorded(config.flat))
-
-
-def keys_read_of_method(name):
-    """The keys that both halves read of their tables."""
-    config = recorded(method=name)
-    method_of(config)
-    STRATEGIES[name](config, build_network(config, SHAPE, NUM_CLASSES))
-    return config.flat.read
-
-
-def keys_read_of_server_step(name):
-    """The keys that the server reads, and a client as it trains (FedACG's has a term there)."""
-    config = recorded(server_optimizer=name)
-    STRATEGIES["fedavg"](config, build_network(config, SHAPE, NUM_CLASSES))
-    method_of(config).train(make_round(config))
-    return config.flat.read
-
-
-def test_every_key_of_a_table_is_read_by_a_half_of_its_method_or_by_its_server_step():
+def test_every_table_is_declared_by_a_method_or_a_server_optimizer_and_no_key_is_left_over():
     in_tables = default_config().keys() - all_group_keys()
-    assert {key.partition(".")[0] for key in in_tables} <= METHODS.keys() | SERVER_OPTIMIZERS.keys()
-    read = set().union(*(keys_read_of_method(name) for name in METHODS))
-    read |= set().union(*(keys_read_of_server_step(name) for name in SERVER_OPTIMIZERS))
-    assert read & in_tables == in_tables
+    declared = {
+        f"{spec.name}.{key}"
+        for specs in (
+            map(method_spec, method_names()),
+            map(server_optimizer_spec, server_optimizer_names()),
+        )
+        for spec in specs
+        for key in keys_of(spec.options)
+    }
+    assert in_tables == declared
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -263,7 +347,6 @@ def test_every_methods_table_parses_with_the_defaults(name):
     assert type(method) is METHODS[name]
     for field in dataclasses.fields(method):
         assert getattr(method, field.name) == config.flat[f"{name}.{key_of(field)}"]
-    assert name in STRATEGIES
 
 
 def test_every_default_is_of_the_type_that_its_field_has():

@@ -187,9 +187,9 @@ def test_it_combines_with_methods_and_server_steps(run, method, server):
             {"aggregation": "trimmed-mean"},
             "trim-fraction = 0.2: of 4 clients a round it trims none",
         ),
-        ({"aggregation": "mode"}, "aggregation = 'mode': it has to be one of mean, median"),
-        ({"norm-bound": "mean"}, "norm-bound = 'mean': it has to be one of off, fixed, median"),
-        ({"norm-bound-value": 0.0}, "norm-bound-value = 0.0: it has to be a finite number > 0"),
+        ({"aggregation": "mode"}, "aggregation = 'mode': expected one of mean, median"),
+        ({"norm-bound": "mean"}, "norm-bound = 'mean': expected one of off, fixed, median"),
+        ({"norm-bound-value": 0.0}, "norm-bound-value = 0.0: expected a finite number > 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(run, keys, line):

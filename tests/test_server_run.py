@@ -39,7 +39,6 @@ from protocol.seeds import seed_of
 from server_app.federation import DivergedError
 from server_app.inline import InlineGrid, run_inline
 from server_app.run_directory import Checkpoint, RunDirectory, read_arrays
-from strategies import STRATEGIES
 from strategies.average import TooFewRepliesError
 
 Run = Callable[..., Path]
@@ -326,7 +325,7 @@ def test_a_run_that_ended_in_its_first_round_begins_again(run, crash, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_goes_on_as_if_never_interrupted(run, crash, method, server):
     """A resume between two rounds and one after a crash within a round."""
-    if server != "fedavg" and not STRATEGIES[method].supports_server_optimizer:
+    if server != "fedavg" and not METHODS[method].supports_server_optimizer:
         pytest.skip(f"{method} has a server step of its own")
     keys = half_of_them | {"method": method, "server-optimizer": server, "num-rounds": 4}
     if not issubclass(METHODS[method], LocalObjective):

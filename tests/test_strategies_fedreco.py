@@ -18,7 +18,7 @@ from protocol.messages import (
     request_record,
     tensors,
 )
-from strategies import FedReCoServer
+from strategies.fedreco import FedReCoServer
 
 pytestmark = pytest.mark.usefixtures("task_identity")
 
@@ -68,7 +68,7 @@ def after_a_round(
 def test_u_0_steps_down_the_plain_mean_of_the_gradients_eq_8(weighting):
     model = network()
     server = server_of(model, weighting=weighting, fedreco__eta_0=0.3)
-    u_0 = server.initial_arrays(server.config, model)
+    u_0 = server.initial_arrays(model)
     g = [gradients(server.expected(u_0), seed) for seed in (1, 2, 3)]
     following = after_a_round(server, u_0, g, counts=[1.0, 500.0, 20.0])
     assert following.keys() == u_0.keys()
@@ -83,7 +83,7 @@ def test_u_0_steps_down_the_plain_mean_of_the_gradients_eq_8(weighting):
 def test_no_gradient_no_change_bit_for_bit():
     model = network()
     server = server_of(model, num_clients=2)
-    u_0 = server.initial_arrays(server.config, model)
+    u_0 = server.initial_arrays(model)
     zeros = {name: torch.zeros_like(a) for name, a in server.expected(u_0).items()}
     assert same_bits(after_a_round(server, u_0, [zeros, zeros], [1.0, 2.0]), u_0)
 
@@ -91,7 +91,7 @@ def test_no_gradient_no_change_bit_for_bit():
 def test_the_mean_is_over_the_clients_that_answered_well():
     model = network()
     server = server_of(model, num_clients=2, fedreco__eta_0=1.0)
-    u_0 = server.initial_arrays(server.config, model)
+    u_0 = server.initial_arrays(model)
     good, bad = gradients(u_0, 1), gradients(u_0, 2)
     name = next(iter(bad))
     bad[name] = bad[name] * torch.nan
@@ -103,7 +103,7 @@ def test_the_mean_is_over_the_clients_that_answered_well():
 
 def test_all_but_the_classifier_is_shared_by_default():
     model = network()
-    names = FedReCoServer.initial_arrays(server_of(model).config, model).keys()
+    names = server_of(model).initial_arrays(model).keys()
     assert set(names) == {n for n in model.state_dict() if not n.startswith("classifier")}
 
 
@@ -112,7 +112,7 @@ def test_a_split_shares_the_stages_up_to_it(stage):
     model = network()
     split = model.stage_names[stage]
     server = server_of(model, fedreco__split=split)
-    u_0 = server.initial_arrays(server.config, model)
+    u_0 = server.initial_arrays(model)
     wanted = {
         name
         for name in model.state_dict()
@@ -125,7 +125,7 @@ def test_a_split_shares_the_stages_up_to_it(stage):
 def test_a_reply_holds_a_gradient_for_each_parameter():
     model = network("resnet20", norm="group")
     server = server_of(model, num_clients=1, fedreco__eta_0=0.5)
-    u_0 = server.initial_arrays(server.config, model)
+    u_0 = server.initial_arrays(model)
     parameters = {name for name, _ in model.named_parameters()}
     assert set(server.expected(u_0)) == parameters & u_0.keys() == u_0.keys()
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from protocol.config import resolve_config
 from protocol.messages import RosterEntry, TrainReply, TrainRequest, array_record, tensors
 from protocol.messages import request_record as record_of
+from protocol.server_optimizers import FedAdamOptions, FedAvgMOptions
 from strategies.average import Average
-from strategies.server_optimizers import FedAdamOptions, FedAdamStep, FedAvgMOptions, FedAvgMStep
+from strategies.server_optimizers import FedAdamStep, FedAvgMStep
 from strategies.server_optimizers import server_optimizer as server_step_of
 
 shapes = {"conv": (2, 3), "fc": (5,)}
@@ -252,7 +253,7 @@ def test_buffers_take_the_average_as_it_is_whatever_the_step(server):
         ({"server-optimizer": "fedadm"}, "server-optimizer = 'fedadm'"),
         (
             {"server-optimizer": "fedavgm", "fedavgm.beta": 1.0},
-            "fedavgm.beta = 1.0: it has to be a number",
+            "fedavgm.beta = 1.0: expected a number",
         ),
         ({"server-optimizer": "fedavgm", "fedavgm.lr": 0.0}, "fedavgm.lr = 0.0"),
         ({"server-optimizer": "fedadam", "fedadam.tau": 0.0}, "fedadam.tau = 0.0"),

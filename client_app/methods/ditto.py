@@ -30,18 +30,20 @@ from protocol.options import at_least, option
 class Ditto(LocalObjective):
     """A personal model regularised to the round's global one."""
 
+    is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
     keeps: ClassVar[str] = "its personal model"
     regularises: ClassVar[str] = "all weights of the personal model, to the global model's"
     paper: ClassVar[str] = "Li et al. 2021 (Ditto)"
+    extra_forwards: ClassVar[str] = "1, with backward"
 
-    lambda_: float = option(at_least(0), key="lambda")
-    personal_epochs: int = option(at_least(0))
-
-    @classmethod
-    def extra_forwards(cls) -> str:
-        """The personal model's, as many steps again."""
-        return "1, with backward"
+    lambda_: float = option(
+        at_least(0),
+        "weight of the squared distance to the global model",
+        source="authors' code: chosen from 0.1, 1 and 2",
+        key="lambda",
+    )
+    personal_epochs: int = option(at_least(0), "epochs on the personal model in each round")
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """v_i as kept; at first the run's initial weights."""

@@ -32,8 +32,8 @@ def private_update(update: Update, ctx: RoundContext) -> Update:
 class FedAvg(LocalObjective):
     """Local SGD on the clients' own labels."""
 
-    paper: ClassVar[str] = "McMahan et al. 2017"
     supports_privacy: ClassVar[bool] = True
+    paper: ClassVar[str] = "McMahan et al. 2017"
 
     def train(self, ctx: RoundContext) -> Update:
         """ClientUpdate, with differential privacy if the run asks for it."""

@@ -29,9 +29,11 @@ class FedAvgFT(LocalObjective):
     adapts_global: ClassVar[bool] = True
     paper: ClassVar[str] = "Collins et al. 2022"
 
-    part: str = option(one_of("head", "full"))
-    epochs: int = option(at_least(0))
-    lr: float = option(at_least(0))
+    part: str = option(one_of("head", "full"), "what is tuned at evaluation", source="this project")
+    epochs: int = option(
+        at_least(0), "epochs of tuning at evaluation", source="the code of FedRep and FedCR: 10"
+    )
+    lr: float = option(at_least(0), "learning rate of tuning; 0: the run's")
 
     def train(self, ctx: RoundContext) -> Update:
         """As FedAvg, its differential privacy included."""

@@ -17,7 +17,15 @@ from client_app.method import Arrays, Method, Update
 from client_app.parts import body_of, fine_tune, head_of, train_part, under_own_head
 from client_app.round import RoundContext
 from models import StagedModel
-from protocol.options import at_least, more_than, one_of, option, true_or_false
+from protocol.options import (
+    at_least,
+    more_than,
+    one_of,
+    option,
+    true_or_false,
+    unless_option,
+    when_option,
+)
 
 
 @dataclass(frozen=True)
@@ -25,24 +33,20 @@ class FedBABU(Method):
     """Body aggregation under a frozen head."""
 
     is_personal: ClassVar[bool] = True
+    is_stateful: ClassVar[bool] = when_option("fedper_like")  # the private head
     adapts_global: ClassVar[bool] = True
+    has_global_model: ClassVar[bool] = unless_option("fedper_like")
+    default_weighting: ClassVar[str] = "uniform"
+    shared_part: ClassVar[str] = "extractor"
     keeps: ClassVar[str] = "nothing (the head, if fedper-like)"
     paper: ClassVar[str] = "Oh et al. 2022"
 
-    part: str = option(one_of("full", "head", "body"))
-    epochs: int = option(at_least(0))
-    lr: float = option(more_than(0))
-    fedper_like: bool = option(true_or_false())
-
-    @property
-    def has_global_model(self) -> bool:  # type: ignore[override]  # elsewhere a constant
-        """Body and common head; with private heads there is none."""
-        return not self.fedper_like
-
-    @property
-    def keeps_state(self) -> bool:
-        """Only private heads are kept."""
-        return self.fedper_like
+    part: str = option(one_of("full", "head", "body"), "what is tuned at evaluation")
+    epochs: int = option(at_least(0), "epochs of tuning at evaluation", source="authors' notebook")
+    lr: float = option(more_than(0), "learning rate of tuning", source="authors' notebook")
+    fedper_like: bool = option(
+        true_or_false(), "train a private head with the extractor instead, which is FedPer"
+    )
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The same, tuned on this client's training samples."""

@@ -38,13 +38,18 @@ def repulsion(phi: Tensor, tau: float, negatives: str) -> Tensor:
 class FedCL(LocalObjective):
     """Repulsion of samples within the batch, at every level."""
 
+    default_weighting: ClassVar[str] = "uniform"
     regularises: ClassVar[str] = "all stages, of each other's samples, labels unused"
     paper: ClassVar[str] = "Seo et al. 2024 (ablation)"
 
-    tau: float = option(more_than(0))
-    negatives: str = option(one_of("hard", "all"))
-    levels: str = option(one_of("all", "last"))
-    pre_activation: bool = option(true_or_false())
+    tau: float = option(more_than(0), "temperature", source="as FedRCL: 0.05")
+    negatives: str = option(
+        one_of("hard", "all"), "the two most similar other samples, or all", source="authors' code"
+    )
+    levels: str = option(one_of("all", "last"), "stages compared", source="FedRCL, Table 4")
+    pre_activation: bool = option(
+        true_or_false(), "representations before the closing ReLU", source="authors' code"
+    )
 
     def taps(self, model: StagedModel) -> list[str]:
         """All stages or the last, before their activation or after it."""

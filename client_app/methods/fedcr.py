@@ -26,7 +26,7 @@ from client_app.round import RoundContext
 from client_app.samples import Step, batch_size_for
 from client_app.trainer import Duration, descend
 from models import StagedModel
-from protocol.options import at_least, option, true_or_false
+from protocol.options import at_least, between, option, true_or_false
 
 smallest = 1e-8  # standard deviations shrink like 1 / sqrt(samples): keep their logarithms finite
 
@@ -103,22 +103,43 @@ class Sampled(nn.Module):
 class FedCR(Method):
     """Conditional mutual information regularisation; the body is shared, the head is not."""
 
+    is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
     adapts_global: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
+    has_own_server_half: ClassVar[bool] = True
+    default_weighting: ClassVar[str] = "uniform"
+    shared_part: ClassVar[str] = "extractor"
     keeps: ClassVar[str] = "its head"
     regularises: ClassVar[str] = "stochastic features, to a global Gaussian for each class"
     paper: ClassVar[str] = "Zhang et al. 2023"
+    extra_forwards: ClassVar[str] = "`fedcr.samples` of the head"
 
-    beta: float = option(at_least(0))
-    samples: int = option(at_least(1))
-    reverse: bool = option(true_or_false())
-    final_head_epochs: int = option(at_least(0))
-
-    @classmethod
-    def extra_forwards(cls) -> str:
-        """Of the head alone: a draw of the features each."""
-        return "`fedcr.samples` of the head"
+    beta: float = option(
+        at_least(0),
+        "weight of the divergence from the class's global Gaussian",
+        source="authors' code: 1e-4",
+    )
+    samples: int = option(
+        at_least(1),
+        "draws of the features per sample, in training and evaluation",
+        source="authors' code",
+    )
+    reverse: bool = option(
+        true_or_false(),
+        "KL(local || global) instead of KL(global || local)",
+        source="paper's bound",
+    )
+    b2: float = option(
+        between(0, 1),
+        "how far the server's Gaussians move to the new product; 1: all the way",
+        source="authors' code",
+    )
+    final_head_epochs: int = option(
+        at_least(0),
+        "epochs on the head after the last round",
+        source="10 in the authors' code",
+    )
 
     def model_parts(self) -> ModelParts:
         """A last layer that gives mean and deviation."""

@@ -46,8 +46,13 @@ class FedDecorr(LocalObjective):
     regularises: ClassVar[str] = "classifier's input, its dimensions against each other"
     paper: ClassVar[str] = "Shi et al. 2023"
 
-    beta: float = option(at_least(0))
-    form: str = option(one_of("code", "paper"))
+    beta: float = option(
+        at_least(0), "weight of the decorrelation term", source="authors' code: 0.1"
+    )
+    form: str = option(
+        one_of("code", "paper"),
+        "code: off-diagonal mean; paper: (1/d^2) ||Corr||_F^2, about batch-size times smaller",
+    )
 
     def taps(self, model: StagedModel) -> list[str]:
         """What enters the classifier."""

@@ -52,17 +52,29 @@ def average_weights(s_g: Tensor) -> Tensor:
 class FedIntR(LocalObjective):
     """Contrast at every stage, through a projection head each."""
 
+    is_stateful: ClassVar[bool] = True
     uses_global: ClassVar[bool] = True
     uses_previous: ClassVar[bool] = True
     keeps: ClassVar[str] = "its previous local model"
     regularises: ClassVar[str] = "all stages, to the global model's, from its own previous"
     paper: ClassVar[str] = "Tun et al. 2023 (FedIntR)"
+    extra_forwards: ClassVar[str] = "2"
 
-    mu: float = option(at_least(0))
-    tau: float = option(more_than(0))
-    layer_weights: str = option(one_of("similarity", "average"))
-    reduction: str = option(one_of("batch", "sample"))
-    detach: bool = option(true_or_false())
+    mu: float = option(
+        at_least(0), "weight of the regulariser", source="eq. (5); tuned for each data set"
+    )
+    tau: float = option(more_than(0), "temperature", source="eqs. (2) and (4); the paper: 0.5")
+    layer_weights: str = option(
+        one_of("similarity", "average"),
+        "alpha_k: softmax of the similarities, eq. (4), or 1/K, eq. (6)",
+        source="Table V",
+    )
+    reduction: str = option(
+        one_of("batch", "sample"),
+        "batch: mean of the cosines first; sample: formulas per sample",
+        source="authors' code: batch",
+    )
+    detach: bool = option(true_or_false(), "no gradient through alpha_k", source="this project")
 
     def model_parts(self) -> ModelParts:
         """A projection head q_k for every stage."""

@@ -46,8 +46,14 @@ class FedLC(LocalObjective):
     regularises: ClassVar[str] = "logits, by the client's own label counts"
     paper: ClassVar[str] = "Zhang et al. 2022"
 
-    tau: float = option(at_least(0))
-    exclude_true: bool = option(true_or_false())
+    tau: float = option(
+        at_least(0), "scale of the margin tau * n_c^(-1/4)", source="FedRCL's tables: 1"
+    )
+    exclude_true: bool = option(
+        true_or_false(),
+        "leave the true class out of the denominator: unbounded below",
+        source="the paper's loss; public code keeps it in",
+    )
 
     def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
         """The paper's loss has no other logit to hold against that of a client's only class."""

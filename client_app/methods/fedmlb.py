@@ -45,16 +45,20 @@ class FedMLB(LocalObjective):
     uses_global_model: ClassVar[bool] = True
     regularises: ClassVar[str] = "all stages, through the global network behind them"
     paper: ClassVar[str] = "Kim et al. 2022"
+    extra_forwards: ClassVar[str] = "M partial ones, with backward"
 
-    lambda1: float = option(at_least(0))
-    lambda2: float = option(at_least(0))
-    temperature: float = option(more_than(0))
-    detach_target: bool = option(true_or_false())
-
-    @classmethod
-    def extra_forwards(cls) -> str:
-        """M partial ones of the global network."""
-        return "M partial ones, with backward"
+    lambda1: float = option(
+        at_least(0), "weight of the pathways' cross entropy", source="the paper: 1"
+    )
+    lambda2: float = option(
+        at_least(0), "weight of the divergence from the pathways", source="the paper: 1"
+    )
+    temperature: float = option(more_than(0), "of the divergence", source="the paper: 1")
+    detach_target: bool = option(
+        true_or_false(),
+        "no gradient through the pathways' side of the divergence",
+        source="authors' code: false",
+    )
 
     def taps(self, model: StagedModel) -> list[str]:
         """Every stage: M cut points."""

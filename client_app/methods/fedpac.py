@@ -49,21 +49,22 @@ def targets(prototypes: Tensor, is_known: Tensor, own_means: Tensor) -> Tensor:
 class FedPAC(Method):
     """Feature alignment and classifier collaboration."""
 
+    is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
     adapts_global: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
+    has_own_server_half: ClassVar[bool] = True
+    shared_part: ClassVar[str] = "extractor"
     keeps: ClassVar[str] = "its head"
     regularises: ClassVar[str] = "classifier's input, to the global class prototypes"
     paper: ClassVar[str] = "Xu et al. 2023"
+    extra_forwards: ClassVar[str] = "3 a round over all samples"
 
-    lambda_: float = option(at_least(0), key="lambda")
-    head_lr: float = option(more_than(0))
-    body_epochs: int = option(at_least(0))
-
-    @classmethod
-    def extra_forwards(cls) -> str:
-        """Features and their squares before, features after."""
-        return "3 a round over all samples"
+    lambda_: float = option(
+        at_least(0), "weight of the feature alignment", source="authors' code: 1", key="lambda"
+    )
+    head_lr: float = option(more_than(0), "learning rate of the head", source="authors' code: 0.1")
+    body_epochs: int = option(at_least(0), "epochs on the extractor in each round")
 
     def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
         """Clients that lack classes: their rows of h are zero, their targets the others' alone."""

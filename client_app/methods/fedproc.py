@@ -48,13 +48,10 @@ def schedule(t: int, total: int) -> float:
 class FedProc(LocalObjective):
     """Contrast with the global class prototypes."""
 
+    has_own_server_half: ClassVar[bool] = True
     regularises: ClassVar[str] = "projected features, to the global class prototypes"
     paper: ClassVar[str] = "Mu et al. 2023"
-
-    @classmethod
-    def extra_forwards(cls) -> str:
-        """The class means, of the trained model."""
-        return "1 a round over all samples"
+    extra_forwards: ClassVar[str] = "1 a round over all samples"
 
     def depends_on_num_rounds(self) -> bool:
         """Its schedule a_t does."""

@@ -24,8 +24,12 @@ class FedProx(LocalObjective):
     regularises: ClassVar[str] = "all weights, to the global model's"
     paper: ClassVar[str] = "Li et al. 2020"
 
-    mu: float = option(at_least(0))
-    half: bool = option(true_or_false())
+    mu: float = option(at_least(0), "weight of the proximal term", source="eq. (2)")
+    half: bool = option(
+        true_or_false(),
+        "mu/2 as in eq. (2); false: mu",
+        source="false: the code of FedRCL's tables",
+    )
 
     def penalty(self, batch: Batch) -> Tensor:
         """(mu / 2) ||w - w_g||^2; without `half` mu ||w - w_g||^2."""

@@ -95,15 +95,26 @@ def level_taps(model: StagedModel, levels: str, pre_activation: bool) -> list[st
 class FedRCL(LocalObjective):
     """Supervised contrast within the batch, at every level, with a penalty on collapse."""
 
+    default_weighting: ClassVar[str] = "uniform"
     regularises: ClassVar[str] = "all stages, of each other's samples in the batch"
     paper: ClassVar[str] = "Seo et al. 2024 (FedRCL)"
 
-    tau: float = option(more_than(0))
-    threshold: float = option(between(-1, 1))
-    beta: float = option(at_least(0))
-    mining: str = option(one_of(*MINING))
-    levels: str = option(one_of("all", "last"))
-    pre_activation: bool = option(true_or_false())
+    tau: float = option(more_than(0), "temperature", source="eq. (5); the paper: 0.05")
+    threshold: float = option(
+        between(-1, 1),
+        "lambda: positive pairs that are more similar than this are pushed apart",
+        source="eq. (5); the paper: 0.7",
+    )
+    beta: float = option(
+        at_least(0), "weight of the divergence penalty; 0: FedSCL", source="eq. (5); the paper: 1"
+    )
+    mining: str = option(
+        one_of("all", "hard"), "all pairs, eq. (5), or hard pairs", source="hard: authors' code"
+    )
+    levels: str = option(one_of("all", "last"), "stages compared", source="Table 4")
+    pre_activation: bool = option(
+        true_or_false(), "representations before the closing ReLU", source="authors' code"
+    )
 
     def taps(self, model: StagedModel) -> list[str]:
         """All stages or the last, before their activation or after it."""

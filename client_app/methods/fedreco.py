@@ -24,9 +24,9 @@ from client_app.method import Arrays, Method, Update
 from client_app.privacy import privatise
 from client_app.round import RoundContext
 from client_app.samples import Step
-from client_app.trainer import copy_of, descend, parse_duration
+from client_app.trainer import Duration, copy_of, descend
 from models import StagedModel
-from protocol.options import any_text, at_least, option
+from protocol.options import any_text, at_least, duration, option, parse_duration
 
 
 def representation_distance(h: Tensor, h_0: Tensor) -> Tensor:
@@ -73,32 +73,33 @@ class Extractor(nn.Module):
 class FedReCo(Method):
     """Options of FedReCo, and its client's round."""
 
+    is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
     sends_weights: ClassVar[bool] = False
-    supports_privacy: ClassVar[bool] = True
     supports_mixed_architectures: ClassVar[bool] = True
+    supports_privacy: ClassVar[bool] = True
+    supports_server_optimizer: ClassVar[bool] = False  # its server update is eq. (8)
+    supports_weighting: ClassVar[bool] = False
+    supports_batch_norm: ClassVar[bool] = False
+    has_own_server_half: ClassVar[bool] = True
+    default_weighting: ClassVar[str] = "uniform"
     keeps: ClassVar[str] = "its whole model (u_i, v_i)"
     regularises: ClassVar[str] = "representation at the split, to u_0's"
     paper: ClassVar[str] = "FedReCo"
+    extra_forwards: ClassVar[str] = "1"
 
-    split: str = option(any_text())
-    lambda_: float = option(at_least(0), key="lambda")
-    eta_u: float = option(at_least(0))
-    eta_v: float = option(at_least(0))
-    eta_0: float = option(at_least(0))  # the server's step; its half reads it
-    k_u: str = option(any_text())
-    k_v: str = option(any_text())
-
-    def __post_init__(self) -> None:
-        """Refuse durations that are not like '1 epoch' or '20 steps'."""
-        parse_duration("fedreco.k-u", self.k_u)
-        parse_duration("fedreco.k-v", self.k_v)
-
-    @classmethod
-    def extra_forwards(cls) -> str:
-        """u_0's, beside u_i's."""
-        return "1"
+    split: str = option(
+        any_text(), 'last stage of the shared extractor; "": all but the classifier'
+    )
+    lambda_: float = option(
+        at_least(0), "weight of the consensus at the representation", source="eq. (5)", key="lambda"
+    )
+    eta_u: float = option(at_least(0), "learning rate of the extractor u_i", source="eq. (7)")
+    eta_v: float = option(at_least(0), "learning rate of the head v_i", source="eq. (6)")
+    eta_0: float = option(at_least(0), "the server's learning rate of u_0", source="eq. (8)")
+    k_u: str = option(duration(), "steps on u_i in each round", source="Algorithm 1; 1 epoch")
+    k_v: str = option(duration(), "steps on v_i in each round", source="Algorithm 1; 1 epoch")
 
     def split_of(self, model: StagedModel) -> str:
         """The last stage of the extractor: the split asked for, or all but the classifier."""
@@ -128,8 +129,7 @@ class FedReCo(Method):
         in_u = {id(p) for p in u}
         v = [p for p in model.parameters() if id(p) not in in_u]
 
-        k_v = parse_duration("fedreco.k-v", self.k_v)
-        k_u = parse_duration("fedreco.k-u", self.k_u)
+        k_v, k_u = Duration(*parse_duration(self.k_v)), Duration(*parse_duration(self.k_u))
         h_of_u_i, h_of_u_0 = (
             FrozenFeatureCache(ctx, u.representation, is_read_again=k.reads_again(ctx))
             for u, k in ((u_i, k_v), (u_0, k_u))

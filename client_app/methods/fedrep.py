@@ -24,15 +24,23 @@ from protocol.options import at_least, option
 class FedRep(Method):
     """Alternating head and body."""
 
+    is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
     adapts_global: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
+    shared_part: ClassVar[str] = "extractor"
     keeps: ClassVar[str] = "its head"
     paper: ClassVar[str] = "Collins et al. 2021"
 
-    head_epochs: int = option(at_least(0))
-    body_epochs: int = option(at_least(0))
-    final_head_epochs: int = option(at_least(0))
+    head_epochs: int = option(
+        at_least(0),
+        "epochs on the head in each round",
+        source="10 in FedRep's tables, 1 in FedReCo's",
+    )
+    body_epochs: int = option(at_least(0), "epochs on the extractor in each round")
+    final_head_epochs: int = option(
+        at_least(0), "epochs on the head after the last round", source="authors' code: 10"
+    )
 
     def depends_on_num_rounds(self) -> bool:
         """The last round is another one if its heads are tuned."""

@@ -21,13 +21,18 @@ from protocol.options import more_than, one_of, option, true_or_false
 class FedSCL(LocalObjective):
     """Supervised contrast within the batch, at every level."""
 
+    default_weighting: ClassVar[str] = "uniform"
     regularises: ClassVar[str] = "all stages, of each other's samples in the batch"
     paper: ClassVar[str] = "Seo et al. 2024 (ablation)"
 
-    tau: float = option(more_than(0))
-    mining: str = option(one_of(*MINING))
-    levels: str = option(one_of("all", "last"))
-    pre_activation: bool = option(true_or_false())
+    tau: float = option(more_than(0), "temperature", source="as FedRCL: 0.05")
+    mining: str = option(
+        one_of("all", "hard"), "all pairs, eq. (2), or hard pairs", source="hard: authors' code"
+    )
+    levels: str = option(one_of("all", "last"), "stages compared", source="FedRCL, Table 4")
+    pre_activation: bool = option(
+        true_or_false(), "representations before the closing ReLU", source="authors' code"
+    )
 
     def taps(self, model: StagedModel) -> list[str]:
         """All stages or the last, before their activation or after it."""

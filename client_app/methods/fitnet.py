@@ -43,10 +43,15 @@ class FitNet(LocalObjective):
     uses_global: ClassVar[bool] = True
     regularises: ClassVar[str] = "all stages and the logits, to the global model's"
     paper: ClassVar[str] = "Romero et al. 2015"
+    extra_forwards: ClassVar[str] = "1"
 
-    lambda_: float = option(at_least(0), key="lambda")
-    logits: bool = option(true_or_false())
-    pooled: bool = option(true_or_false())
+    lambda_: float = option(
+        at_least(0), "weight of the distillation term", source="this project", key="lambda"
+    )
+    logits: bool = option(true_or_false(), "compare the logits too", source="FedRCL's code")
+    pooled: bool = option(
+        true_or_false(), "average over positions; false: compare whole maps", source="FedRCL's code"
+    )
 
     def taps(self, model: StagedModel) -> list[str]:
         """Every stage before its activation, and the logits."""

@@ -22,9 +22,12 @@ from models import StagedModel
 class LocalOnly(Method):
     """SGD on the client's own labels, for ever."""
 
+    is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
     sends_weights: ClassVar[bool] = False
+    supports_server_optimizer: ClassVar[bool] = False
+    shared_part: ClassVar[str] = "nothing"
     keeps: ClassVar[str] = "its whole model"
     paper: ClassVar[str] = "the lower bound"
 

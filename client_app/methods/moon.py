@@ -39,16 +39,28 @@ def model_contrastive_loss(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> T
 class MOON(LocalObjective):
     """Contrast at the classifier's input."""
 
+    is_stateful: ClassVar[bool] = True
     uses_global: ClassVar[bool] = True
     uses_previous: ClassVar[bool] = True
     keeps: ClassVar[str] = "its previous local model"
     regularises: ClassVar[str] = "classifier's input, to the global model's, from its own previous"
     paper: ClassVar[str] = "Li et al. 2021"
+    extra_forwards: ClassVar[str] = "2"
 
-    mu: float = option(at_least(0))
-    tau: float = option(more_than(0))
-    projection: str = option(one_of("none", "mlp"))
-    first_use: str = option(one_of("received", "official"))
+    mu: float = option(
+        at_least(0), "weight of the contrastive term", source="eq. (4); tuned for each data set"
+    )
+    tau: float = option(more_than(0), "temperature", source="eq. (3); the paper: 0.5")
+    projection: str = option(
+        one_of("none", "mlp"),
+        "compare the classifier's input, or the output of a 2-layer projection",
+        source="the paper: mlp",
+    )
+    first_use: str = option(
+        one_of("received", "official"),
+        "previous model at a client's first participation",
+        source="official: authors' code",
+    )
 
     def model_parts(self) -> ModelParts:
         """The projection head, if asked for."""

@@ -61,12 +61,19 @@ def counted_control_variate(ctx: RoundContext) -> Arrays:
 class Scaffold(LocalObjective):
     """Control variates."""
 
+    is_stateful: ClassVar[bool] = True
+    supports_server_optimizer: ClassVar[bool] = False
+    has_own_server_half: ClassVar[bool] = True
     keeps: ClassVar[str] = "its control variate c_i, and the one before"  # a reply may be lost
     regularises: ClassVar[str] = "every gradient, by control variates"
     paper: ClassVar[str] = "Karimireddy et al. 2020"
 
-    lr_global: float = option(more_than(0))
-    momentum_form: str = option(one_of("corrected", "niid-bench"))
+    lr_global: float = option(more_than(0), "server learning rate eta_g", source="Algorithm 1")
+    momentum_form: str = option(
+        one_of("corrected", "niid-bench"),
+        "how control variates combine with momentum",
+        source="niid-bench: MOON's family of code",
+    )
 
     def train(self, ctx: RoundContext) -> Update:
         """Algorithm 1, lines 6 to 13."""

@@ -1,0 +1,210 @@
+"""Every method, server optimizer and model by name, with its options, without importing torch.
+
+A method is one file, client_app/methods/<name>.py, and that file imports torch. What the config and
+the command line need of it (options, capability flags, documentation) is read from its syntax tree:
+`options_class` rebuilds the class with its annotated fields and `__post_init__`, without its other
+functions. Options and flags therefore have to be literals or calls to `protocol.options`.
+"""
+
+import ast
+import copy
+import importlib
+import sys
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from protocol.models import MODELS, ModelSpec
+from protocol.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizerOptions
+
+app_folder = Path(__file__).resolve().parent.parent
+methods_folder = app_folder / "client_app" / "methods"
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A method as its file declares it.
+
+    options: a frozen dataclass of the method's options, with the same capability flags as class
+    attributes; an instance has the flags of its options. documentation: the file's docstring.
+    The flags are explained in client_app/method.py; where one follows an option, this is its value
+    while that option is false.
+    """
+
+    name: str
+    class_name: str
+    documentation: str
+    options: type[Any]
+    paper: str
+    regularises: str
+    keeps: str
+    extra_forwards: str
+    is_local_objective: bool
+    is_stateful: bool
+    is_personal: bool
+    adapts_global: bool
+    has_global_model: bool
+    sends_weights: bool
+    supports_mixed_architectures: bool
+    supports_privacy: bool
+    supports_server_optimizer: bool
+    supports_weighting: bool
+    supports_batch_norm: bool
+    has_own_server_half: bool
+    default_weighting: str
+    shared_part: str
+
+    @property
+    def summary(self) -> str:
+        """The first line of the documentation."""
+        return self.documentation.partition("\n")[0]
+
+
+@dataclass(frozen=True)
+class ServerOptimizerSpec:
+    """A server optimizer. client_term: the option that weighs a term in the clients' loss."""
+
+    name: str
+    summary: str
+    paper: str
+    options: type[ServerOptimizerOptions]
+    client_term: str
+
+
+def method_stem(name: str) -> str:
+    """The file stem of a method: `fedavg-ft` is `fedavg_ft`."""
+    return name.replace("-", "_")
+
+
+@lru_cache(maxsize=1)
+def method_names() -> tuple[str, ...]:
+    """All methods, in alphabetical order: one a file of client_app/methods."""
+    stems = (path.stem for path in methods_folder.glob("*.py"))
+    return tuple(sorted(stem.replace("_", "-") for stem in stems if not stem.startswith("_")))
+
+
+def server_optimizer_names() -> tuple[str, ...]:
+    """All server optimizers."""
+    return tuple(SERVER_OPTIMIZERS)
+
+
+def model_names() -> tuple[str, ...]:
+    """All models."""
+    return tuple(MODELS)
+
+
+def model_spec(name: str) -> ModelSpec:
+    """What is known of a model without building it."""
+    if name not in MODELS:
+        raise ValueError(f"model = {name!r}: expected one of {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def server_optimizer_spec(name: str) -> ServerOptimizerSpec:
+    """What is known of a server optimizer."""
+    if name not in SERVER_OPTIMIZERS:
+        allowed = ", ".join(SERVER_OPTIMIZERS)
+        raise ValueError(f"server-optimizer = {name!r}: expected one of {allowed}")
+    options = SERVER_OPTIMIZERS[name]
+    summary = (options.__doc__ or "").partition("\n")[0]
+    return ServerOptimizerSpec(name, summary, options.paper, options, options.client_term)
+
+
+@lru_cache(maxsize=64)
+def method_spec(name: str) -> MethodSpec:
+    """The method as its file declares it. ValueError if the file defines no method, or two."""
+    if name not in method_names():
+        raise ValueError(f"method = {name!r}: expected one of {', '.join(method_names())}")
+    path = methods_folder / f"{method_stem(name)}.py"
+    tree = _parsed(path)
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    names = [c for c in classes if not c.startswith("_") and _is_method(path, c)]
+    if len(names) != 1:
+        raise ValueError(
+            f"{path} defines {len(names)} methods ({', '.join(names) or 'none'}): expected one "
+            "subclass of Method or LocalObjective; the name of a base class has to begin with _"
+        )
+    options = options_class(path, names[0])
+    documentation = ast.get_docstring(tree) or ""
+    own = {"name", "class_name", "documentation", "options"}
+    flags = {f.name: getattr(options, f.name) for f in fields(MethodSpec) if f.name not in own}
+    return MethodSpec(name, names[0], documentation, options, **flags)
+
+
+@lru_cache(maxsize=64)
+def options_class(path: Path, name: str) -> type[Any]:
+    """Class `name` of a source file, reduced to its annotated fields and `__post_init__`."""
+    tree = _parsed(path)
+    bases = _bases(path, name)
+    namespace = _names_without_torch(tree)
+    namespace |= {base: options_class(home, base) for base, home in bases.items()}
+    reduced = copy.copy(_class_node(path, name))
+    reduced.bases = [ast.Name(base, ast.Load()) for base in bases]
+    reduced.body = [part for part in reduced.body if _is_declaration(part)] or [ast.Pass()]
+    module = ast.fix_missing_locations(ast.Module([reduced], []))
+    try:
+        exec(compile(module, str(path), "exec"), namespace)
+    except NameError as error:
+        raise ValueError(
+            f"{path}: {error} in the options or flags of {name}: use literals and the functions of "
+            "protocol.options, because the config is checked before torch is imported"
+        ) from None
+    found: type[Any] = namespace[name]
+    return found
+
+
+@lru_cache(maxsize=64)
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def _class_node(path: Path, name: str) -> ast.ClassDef:
+    for node in _parsed(path).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return node
+    raise ValueError(f"{path} defines no class {name}")
+
+
+def _bases(path: Path, name: str) -> dict[str, Path]:
+    """The bases of a class that client_app defines, each with its file."""
+    homes: dict[str, Path] = {}
+    for node in _parsed(path).body:
+        if isinstance(node, ast.ClassDef):
+            homes[node.name] = path
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("client_app."):
+            home = app_folder / f"{str(node.module).replace('.', '/')}.py"
+            homes |= {alias.name: home for alias in node.names}
+    named = [b.id for b in _class_node(path, name).bases if isinstance(b, ast.Name)]
+    return {base: homes[base] for base in named if base in homes}
+
+
+def _is_method(path: Path, name: str) -> bool:
+    """Whether the class descends from client_app.method.Method."""
+    if (path, name) == (app_folder / "client_app" / "method.py", "Method"):
+        return True
+    return any(_is_method(home, base) for base, home in _bases(path, name).items())
+
+
+def _is_declaration(node: ast.stmt) -> bool:
+    """A docstring, an annotated field or flag, or `__post_init__`."""
+    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    is_check = isinstance(node, ast.FunctionDef) and node.name == "__post_init__"
+    return is_docstring or is_check or isinstance(node, ast.AnnAssign)
+
+
+def _names_without_torch(tree: ast.Module) -> dict[str, Any]:
+    """What a file imports from the standard library and from `protocol.options`."""
+    found: dict[str, Any] = {"__name__": __name__}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (
+            node.module == "protocol.options"
+            or str(node.module).partition(".")[0] in sys.stdlib_module_names
+        ):
+            module = importlib.import_module(str(node.module))
+            found |= {a.asname or a.name: getattr(module, a.name) for a in node.names}
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name in sys.stdlib_module_names:
+                    found[alias.asname or alias.name] = importlib.import_module(alias.name)
+    return found

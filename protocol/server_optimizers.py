@@ -1,0 +1,87 @@
+"""The options of every server optimizer; `strategies.server_optimizers` holds the update rules."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from protocol.options import at_least, between, more_than, one_of, option
+
+
+@dataclass(frozen=True)
+class ServerOptimizerOptions:
+    """Options of one server optimizer: the keys `<its name>.*`."""
+
+    paper: ClassVar[str]
+    # The option that weighs a term in the clients' own loss; "": clients train as they are.
+    client_term: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class FedAvgOptions(ServerOptimizerOptions):
+    """The average itself."""
+
+    paper: ClassVar[str] = "McMahan et al., AISTATS 2017, arXiv 1602.05629"
+
+
+@dataclass(frozen=True)
+class FedAvgMOptions(ServerOptimizerOptions):
+    """SGD with momentum on the pseudo-gradient."""
+
+    paper: ClassVar[str] = "Hsu, Qi, Brown 2019, arXiv 1909.06335"
+
+    lr: float = option(more_than(0), "server learning rate eta_g")
+    beta: float = option(
+        between(0, 1, open_high=True), "server momentum", source="FedRCL, Table 5: 0.4"
+    )
+
+
+@dataclass(frozen=True)
+class FedAdamOptions(ServerOptimizerOptions):
+    """Adam on the pseudo-gradient."""
+
+    paper: ClassVar[str] = "Reddi et al., ICLR 2021, arXiv 2003.00295"
+
+    lr: float = option(more_than(0), "server learning rate eta_g")
+    beta1: float = option(
+        between(0, 1, open_high=True), "decay of the first moment", source="Algorithm 2"
+    )
+    beta2: float = option(between(0, 1), "decay of the second moment", source="Algorithm 2")
+    tau: float = option(
+        more_than(0), "degree of adaptivity, added to sqrt(v)", source="Algorithm 2"
+    )
+    form: str = option(
+        one_of("paper", "flower"),
+        "paper: v_0 = tau^2 and no bias correction; flower: as Flower's FedAdam",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse a second moment that never moves from Flower's 0."""
+        if self.form == "flower" and self.beta2 == 1:
+            raise ValueError(
+                "fedadam.beta2 = 1.0 with fedadam.form = 'flower': the bias correction makes the "
+                "learning rate 0; use a value below 1, or fedadam.form = 'paper'"
+            )
+
+
+@dataclass(frozen=True)
+class FedACGOptions(ServerOptimizerOptions):
+    """Clients start from a look-ahead model and are pulled towards it."""
+
+    paper: ClassVar[str] = "Kim et al., CVPR 2024, arXiv 2201.03172"
+    client_term: ClassVar[str] = "beta"
+
+    lambda_: float = option(
+        between(0, 1, open_high=True), "momentum of the look-ahead", key="lambda"
+    )
+    beta: float = option(
+        at_least(0),
+        "weight of the clients' term ||theta - wh||^2; 0 removes it",
+        source="without 1/2, as the authors' code",
+    )
+
+
+SERVER_OPTIMIZERS: dict[str, type[ServerOptimizerOptions]] = {
+    "fedavg": FedAvgOptions,
+    "fedavgm": FedAvgMOptions,
+    "fedadam": FedAdamOptions,
+    "fedacg": FedACGOptions,
+}

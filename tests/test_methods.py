@@ -1,0 +1,214 @@
+"""Every method that is found: its declaration, its two halves, one round, its client state.
+
+Nothing here lists a method: a new file in client_app/methods is tested as it is added.
+"""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+from client_fixtures import (
+    NUM_CLASSES,
+    SHAPE,
+    Client,
+    keel_home_of_tests,  # noqa: F401 (used by being here)
+    make_config,
+    make_round,
+)
+
+import protocol.catalogue
+import strategies
+from client_app.handlers import check_state
+from client_app.method import LocalObjective, Method, Update
+from client_app.methods import METHODS, method_of
+from client_app.setup import build_network
+from protocol.catalogue import MethodSpec, method_names, method_spec
+from protocol.config import default_config
+from protocol.messages import read_reply
+from protocol.options import key_of
+from strategies import Average, server_half, strategy_for
+
+FLAGS = [f.name for f in dataclasses.fields(MethodSpec)][4:]
+each_method = pytest.mark.parametrize("name", METHODS)
+
+
+@each_method
+def test_the_catalogue_says_what_the_class_says(name):
+    spec, cls = method_spec(name), METHODS[name]
+    assert spec.class_name == cls.__name__
+    assert {flag: getattr(spec, flag) for flag in FLAGS} == {f: getattr(cls, f) for f in FLAGS}
+    assert spec.is_local_objective == issubclass(cls, LocalObjective)
+    read, written = dataclasses.fields(spec.options), dataclasses.fields(cls)
+    assert [(f.name, f.type) for f in read] == [(f.name, f.type) for f in written]
+    for mine, other in zip(read, written, strict=True):
+        for entry in ("description", "source", "key"):
+            assert mine.metadata[entry] == other.metadata[entry]
+        constraints = [f.metadata["constraint"] for f in (mine, other)]
+        assert constraints[0].description == constraints[1].description
+    declared = {f"{name}.{key_of(f)}" for f in written}
+    assert declared == {key for key in default_config() if key.startswith(f"{name}.")}
+
+
+@each_method
+def test_options_and_flags_of_a_run_are_the_same_in_both_halves(name):
+    config = make_config(method=name)
+    method, options = method_of(config), config.method_options()
+    assert dataclasses.asdict(method) == dataclasses.asdict(options)
+    assert {f: getattr(method, f) for f in FLAGS} == {f: getattr(options, f) for f in FLAGS}
+
+
+def test_a_flag_may_follow_an_option():
+    private = make_config(method="fedbabu", fedbabu__fedper_like=True)
+    for options in (method_of(private), private.method_options()):
+        assert options.is_stateful
+        assert not options.has_global_model
+    for options in (METHODS["fedbabu"], method_spec("fedbabu").options):
+        assert not options.is_stateful
+        assert options.has_global_model
+
+
+@each_method
+def test_a_method_is_documented(name):
+    spec = method_spec(name)
+    assert spec.summary.endswith(".")
+    assert spec.paper
+    assert all(f.metadata["description"] for f in dataclasses.fields(spec.options))
+    assert spec.default_weighting in ("examples", "uniform")
+    assert spec.shared_part in ("model", "extractor", "nothing")
+
+
+@each_method
+def test_the_server_half_is_its_own_file_or_the_average(name):
+    stem = name.replace("-", "_")
+    own = Path(strategies.__file__).parent / f"{stem}.py"
+    assert own.is_file() == method_spec(name).has_own_server_half
+    assert (server_half(name) is Average) != own.is_file()
+
+
+@each_method
+def test_a_round_returns_what_the_server_half_expects(name):
+    config = make_config(method=name, batch_size=16)
+    strategy = strategy_for(config, build_network(config, SHAPE, NUM_CLASSES))
+    initial = strategy.initial_arrays(build_network(config, SHAPE, NUM_CLASSES))
+    ctx = make_round(config, received=initial, extra=strategy.extra())
+    update = method_of(config).train(ctx)
+    for sent, expected in (
+        (update.arrays, strategy.expected(initial)),
+        (update.extra, strategy.expected_extra()),
+    ):
+        assert {k: (a.shape, a.dtype) for k, a in sent.items()} == {
+            k: (a.shape, a.dtype) for k, a in expected.items()
+        }
+        assert all(array.isfinite().all() for array in sent.values())
+    assert update.num_steps > 0
+    assert update.terms
+    check_state(method_of(config), update)
+
+
+@each_method
+def test_client_state_comes_back_from_its_file(name, tmp_path):
+    config = make_config(method=name, batch_size=16)
+    strategy = strategy_for(config, build_network(config, SHAPE, NUM_CLASSES))
+    initial = strategy.initial_arrays(build_network(config, SHAPE, NUM_CLASSES))
+    client = Client(config, tmp_path)
+    for number in (1, 2):
+        reply = client.ask("train", number, initial, extra=strategy.extra(), counted=number - 1)
+        assert read_reply(reply).round == number
+    files = list(tmp_path.glob("clients/*/round-*.safetensors"))
+    assert bool(files) == method_of(config).is_stateful
+
+
+# --- what a new method may get wrong --------------------------------------------------------------
+
+
+def test_state_of_a_method_that_is_not_stateful_is_refused_with_the_class_and_the_flag():
+    update = Update({}, 1, {}, state={"mine": {}})
+    with pytest.raises(
+        TypeError, match=r"FedAvg\.train returned client state .*FedAvg\.is_stateful is False"
+    ):
+        check_state(method_of(make_config()), update)
+    with pytest.raises(TypeError, match=r"MOON\.train returned no client state .* is True"):
+        check_state(method_of(make_config(method="moon")), Update({}, 1, {}))
+
+
+def test_a_method_that_overrides_nothing_says_what_to_override():
+    @dataclasses.dataclass(frozen=True)
+    class Empty(Method):
+        """Nothing."""
+
+    with pytest.raises(NotImplementedError, match=r"Empty overrides nothing: override `train`"):
+        Empty().train(None)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder of methods."""
+    monkeypatch.setattr(protocol.catalogue, "methods_folder", tmp_path)
+    method_names.cache_clear()
+    yield tmp_path
+    method_names.cache_clear()
+    method_spec.cache_clear()
+
+
+METHOD = '''"""{name}: an example."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from client_app.{module} import {base}
+from protocol.options import at_least, option
+
+
+@dataclass(frozen=True)
+class {name}({base}):
+    """An example."""
+
+    mu: float = option({constraint}, "weight")
+'''
+
+
+def write(folder, stem, module="method", base="Method", constraint="at_least(0)"):
+    name = stem.title().replace("_", "")
+    text = METHOD.format(name=name, module=module, base=base, constraint=constraint)
+    assert ast.parse(text)
+    (folder / f"{stem}.py").write_text(text)
+
+
+def test_a_method_is_found_by_its_file(folder):
+    write(folder, "my_method")
+    assert method_names() == ("my-method",)
+    spec = method_spec("my-method")
+    assert (spec.class_name, spec.summary) == ("MyMethod", "MyMethod: an example.")
+    assert [f.name for f in dataclasses.fields(spec.options)] == ["mu"]
+
+
+def test_a_method_may_inherit_the_options_of_another(folder):
+    write(folder, "my_method", module="methods.fedprox", base="FedProx")
+    spec = method_spec("my-method")
+    assert [f.name for f in dataclasses.fields(spec.options)] == ["mu", "half"]
+    assert spec.is_local_objective
+
+
+def test_a_file_without_a_method_or_with_two_is_refused(folder):
+    (folder / "none.py").write_text('"""Nothing."""\n\nclass Helper:\n    """No method."""\n')
+    with pytest.raises(ValueError, match=r"none\.py defines 0 methods \(none\): expected one"):
+        method_spec("none")
+    write(folder, "two")
+    text = (folder / "two.py").read_text()
+    (folder / "two.py").write_text(text + text.replace("Two", "Other"))
+    with pytest.raises(ValueError, match=r"two\.py defines 2 methods \(Two, Other\): expected one"):
+        method_spec("two")
+
+
+def test_an_option_that_needs_torch_to_be_read_is_refused(folder):
+    write(folder, "mine", constraint="one_of(*torch.names)")
+    with pytest.raises(ValueError, match=r"mine\.py: .*use literals and the functions"):
+        method_spec("mine")
+
+
+def test_a_server_half_that_is_missing_is_named(monkeypatch):
+    spec = dataclasses.replace(method_spec("moon"), has_own_server_half=True)
+    monkeypatch.setattr(strategies, "method_spec", lambda name: spec)
+    with pytest.raises(ValueError, match=r"moon .*strategies/moon\.py defines 0 subclasses"):
+        server_half("moon")
