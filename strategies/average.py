@@ -93,7 +93,7 @@ class Average(Strategy):
         self.asked: set[str] = set()
         self.participants: set[str] = set()  # clients asked to train in the round under way
         self.away: set[str] = set()  # clients that are not connected: not asked until they are
-        self.counted: dict[str, int] = {}  # each client's last round whose reply was used
+        self.last_accepted_rounds: dict[str, int] = {}  # by client
         rounds = config.rounds
         self.backoff = Backoff(rounds.backoff_after, rounds.backoff_rounds)
 
@@ -177,8 +177,9 @@ class Average(Strategy):
         step = {f"step/{name}": array for name, array in self.server_optimizer.state().items()}
         own = {f"own/{name}": array for name, array in self.own_state().items()}
         backoff = {f"attendance/{c}": a for c, a in self.backoff.state().items()}
-        counted = json.dumps(self.counted).encode()  # one array, however many clients there are
-        return step | own | backoff | {"counted": torch.tensor([*counted], dtype=torch.uint8)}
+        # one array for all clients, under its name of 0.1
+        accepted = json.dumps(self.last_accepted_rounds).encode()
+        return step | own | backoff | {"counted": torch.tensor([*accepted], dtype=torch.uint8)}
 
     def load(self, state: Arrays) -> None:
         """Go on from a checkpoint's state."""
@@ -189,7 +190,8 @@ class Average(Strategy):
         self.server_optimizer.load(step)
         self.load_own(own)
         self.backoff.load(backoff)
-        self.counted = json.loads(bytes(state["counted"].tolist())) if "counted" in state else {}
+        accepted = bytes(state["counted"].tolist()) if "counted" in state else b"{}"
+        self.last_accepted_rounds = json.loads(accepted)
 
     # --- Flower's Strategy ---------------------------------------------------------------------
 
@@ -261,7 +263,9 @@ class Average(Strategy):
             own, sent = self.own_extra(client), extra
             if own:
                 sent = ArrayRecord({**extra, **array_record(own, "own")})
-            content = message_content(config, arrays, sent, self.counted.get(client, 0))
+            content = message_content(
+                config, arrays, sent, self.last_accepted_rounds.get(client, 0)
+            )
             ttl = self.config.rounds.round_timeout
             messages.append(Message(content, dst_node_id=node, message_type=kind, ttl=ttl))
         return messages
@@ -290,7 +294,7 @@ class Average(Strategy):
                 f"round {server_round}: {len(kept)} good replies, min-replies = {need}. {reasons}"
             )
         following = self.next_arrays(self.current, kept)
-        self.counted |= {reply.client: reply.round for reply in kept}
+        self.last_accepted_rounds |= {reply.client: reply.round for reply in kept}
         return array_record(following), mean_metrics(kept)
 
     def aggregate_evaluate(

@@ -147,7 +147,7 @@ def test_clients_are_compared_pair_by_pair_on_what_they_sent(run, monkeypatch):
         assert numbers[tap]["variance"] == pytest.approx(np.var(each), rel=1e-2, abs=1e-9)
         assert numbers[tap]["pairs"] == 3
 
-    monkeypatch.setattr(server_app.diagnostics.comparison, "most_paired", 2)
+    monkeypatch.setattr(server_app.diagnostics.comparison, "MAX_PAIRED", 2)
     numbers = history_of(run(overrides, num_clients=3))[-1]["diagnostics"]["cka-clients"]
     assert numbers["logits"]["pairs"] == 1
     found = numbers["logits"]["mean"]
