@@ -18,6 +18,7 @@ from server_app.summary import HEADLINE, SUMMARY_FILE, read_config_file, read_su
 
 CONFIG_FILE, LOCK_FILE = "config.json", ".lock"
 STARTING, RUNNING, FINISHED, INTERRUPTED = "starting", "running", "finished", "interrupted"
+LINE_TYPES = {"round": int, "losses": dict, "seconds": dict, "left_out": dict}
 DAMAGE = (OSError, ValueError, TypeError, KeyError, AttributeError)  # of a file of any content
 
 
@@ -57,8 +58,17 @@ class SavedRun:
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:
-        """One dict a round. ValueError naming the line if one is damaged."""
-        return read_history(self.directory)
+        """One dict a round. ValueError if a line is damaged or lacks what every line has."""
+        try:
+            lines = read_history(self.directory)
+        except AttributeError:  # a line is JSON, but no object
+            lines = [{}]
+        for number, line in enumerate(lines, start=1):
+            for key, kind in LINE_TYPES.items():
+                if not isinstance(line.get(key), kind):
+                    path = self.directory / HISTORY_FILE
+                    raise ValueError(f"{path} is damaged: entry {number} has no valid {key!r}")
+        return lines
 
     @property
     def is_running(self) -> bool:

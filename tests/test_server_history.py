@@ -14,9 +14,9 @@ import pytest
 import torch
 from conftest import resume
 
+from keel.runs import SavedRun
 from server_app.history import append_history, read_history, truncate_history, without_clients
 from server_app.manifest import read_manifest, versions
-from server_app.status import run_status
 from server_app.summary import headline, read_config_file, read_summary, summarise, write_summary
 from server_app.trained import load_model
 
@@ -124,7 +124,7 @@ def test_a_run_that_has_written_no_summary_yet_is_starting(old_run):
     (old_run / "summary.json").unlink()
     summary = read_summary(old_run)
     assert (summary["status"], summary["rounds"], summary["ended"]) == ("starting", 0, None)
-    assert run_status(old_run) == "killed"  # no process writes it
+    assert SavedRun(old_run).state == "interrupted"  # no process writes it
 
 
 def test_a_moved_run_directory_is_named_where_it_is(tmp_path):
@@ -142,7 +142,7 @@ def test_a_damaged_config_is_named(tmp_path, content):
 
 
 def test_readers_of_run_directories_need_neither_torch_nor_numpy():
-    code = "import server_app.status, sys; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
+    code = "import keel.runs, sys; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     root = Path(__file__).parent.parent
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
 

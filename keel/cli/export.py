@@ -45,7 +45,7 @@ def export_model(directory: Path, client: str, to: str, path: Path) -> None:
             warnings.simplefilter("ignore", FutureWarning)  # torch recommends torch.export
             # without torch's own check, which takes the names of two traces for a difference
             traced = torch.jit.trace(classifier, example, check_trace=False)  # type: ignore[no-untyped-call]
-        torch.jit.save(traced, str(path), _extra_files={"classes.json": classes})
+            torch.jit.save(traced, str(path), _extra_files={"classes.json": classes})
         return
     import onnx
 
