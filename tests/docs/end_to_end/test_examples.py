@@ -1,4 +1,4 @@
-"""Commands in the pages that are run as they are written."""
+"""Commands in the pages that are run as they are written, and a table that one of them makes."""
 
 import json
 import re
@@ -9,7 +9,8 @@ import pytest
 
 from keel.cli import main as command_line
 
-docs = Path(__file__).parents[3] / "docs"
+repository = Path(__file__).parents[3]
+docs = repository / "docs"
 
 
 def test_the_diagnostics_example_runs(
@@ -29,3 +30,13 @@ def test_the_diagnostics_example_runs(
     for place in ("diagnostics", "diagnostics-models"):
         for picture in ("cka.png", "features.png"):
             assert (directory / place / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readmes_table_of_methods_is_the_generated_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command_line.main(["methods", "--markdown"]) == 0
+    generated = capsys.readouterr().out.strip()
+    readme = (repository / "README.md").read_text()
+    [table] = re.findall(r"with the registries -->\n(.*?)\n<!-- end of the table -->", readme, re.S)
+    assert table == generated
