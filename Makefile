@@ -75,7 +75,7 @@ bench-gpu: $(READY)  ## the same for a GPU: bench-gpu.json, bench-gpu.md; CIFAR1
 docs: $(READY)  ## the documentation as a site, in build/site
 	@$(BIN)/python -c 'import mkdocs, mkdocstrings_handlers.python, l2m4m' 2>/dev/null \
 	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
-	$(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 # --- deployment ------------------------------------------------------------------------------
 # `docker compose` if the plugin is installed, else docker-compose 1.28 or newer

@@ -2,7 +2,7 @@
 
 glibc's malloc gives the top of its heap back to the system when a backward pass has freed it, and
 gets it again in the next step, page by page: in how many steps depends on what happens to lie
-above, and so differs between two workers of one run (docs/results/speed.md, "Page faults").
+above, and so differs between two workers of one run (docs/development/speed.md, "Page faults").
 """
 
 import ctypes
