@@ -38,7 +38,7 @@ def new_console() -> Console:
 
 def parse_changes(assignments: Sequence[str]) -> dict[str, OptionValue]:
     """The keys of `--set KEY=VALUE`; text needs no quotes."""
-    from keel.experiments.recipe import RUNNER_KEYS
+    from keel.experiments.recipe_file import RUNNER_KEYS
 
     defaults = default_config()
     changes: dict[str, OptionValue] = {}
@@ -148,17 +148,12 @@ def list_command(scale: Scale = "paper", output: Output = None) -> None:
     from keel.experiments.overview import overview
 
     refuse_unknown("--scale", scale, list(SCALES))
+    lines = list(overview(scale, output_folder(output)))
     table = Table(box=None, header_style="bold", title=f"Recipes at scale {scale}")
-    for name in (
-        "recipe",
-        "paper",
-        "title",
-        "rows x columns",
-        "finished runs",
-        "time for the rest",
-    ):
-        table.add_column(name, no_wrap=name != "title", overflow="ellipsis")
-    for line in overview(scale, output_folder(output)):
+    for i, name in enumerate(("recipe", "paper", "title", "size", "finished", "time left")):
+        width = 0 if name in ("paper", "title") else max(len(line[i]) for line in lines)
+        table.add_column(name, no_wrap=True, min_width=width)
+    for line in lines:
         table.add_row(*line)
     Console(highlight=False).print(table)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from keel.experiments.plan import best_candidate, candidates_of
 from keel.experiments.recipe import Recipe, load_recipe, shipped_recipes
+from keel.experiments.recipe_file import current_names
 from keel.experiments.runs import Options, Run, read_json, run_of, wall_seconds
 from protocol.config import RunConfig, default_config, resolve_config
 
@@ -43,7 +44,7 @@ def measured_rates(output: Path) -> Rates:
     rates: Rates = {}
     for path in output.glob("runs/*/*/summary.json"):
         if read_json(path).get("status") == "finished":
-            saved = read_json(path.parent / "config.json")["config"]
+            saved = current_names(read_json(path.parent / "config.json")["config"])
             config = resolve_config({key: saved[key] for key in default_config() if key in saved})
             rate = wall_seconds(path.parent) / work_of(config)
             for key in rate_keys(config):

@@ -1,4 +1,4 @@
-"""Which runs a recipe needs, in which order, and the numbers of its cells once they are finished."""
+"""Which runs a recipe needs, in which order, and the numbers of its cells from finished runs."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""Checks before the first run: no run of a recipe may fail for a reason that is known beforehand."""
+"""Checks before the first run: what can be known beforehand fails no run hours later."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

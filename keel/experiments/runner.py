@@ -1,8 +1,8 @@
 """Runs a recipe: starts its runs, several at once, and follows them.
 
-Each run is a process of the inline engine: the same ServerApp and ClientApp as under `flwr run`, with
-bit-identical results. Finished runs are skipped, interrupted runs are resumed, failed runs are
-reported at the end. One runner at a time works on an output folder.
+Each run is a process of the inline engine: the same ServerApp and ClientApp as under `flwr run`,
+with bit-identical results. Finished runs are skipped, interrupted runs are resumed, failed runs
+are reported at the end. One runner at a time works on an output folder.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Verifies finished runs against their manifests: file digests, and a replay of the first rounds."""
+"""Verifies finished runs against their manifests: file digests, a replay of the first rounds."""
 
 import json
 import tempfile

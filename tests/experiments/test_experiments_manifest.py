@@ -15,7 +15,7 @@ import server_app.manifest
 from client_app.setup import client_indices, open_source
 from client_app.worker_client import code_digest, run_by_worker
 from data.partitions import partition_indices, stratified_share
-from keel.experiments.plan import machines_of
+from keel.experiments.runs import machines_of
 from keel.experiments.verify import checks, round_check
 from protocol.config import app_folder, keel_version, resolve_config
 from protocol.files import digest
@@ -124,13 +124,13 @@ def test_what_clients_kept_last_is_held_to_its_digest(run):
     kept = read_manifest(folder)["kept"]
     assert sorted(kept) == [f"client-000{i}" for i in range(4)]
     assert all(name.startswith("round-00002-") for name in kept.values())
-    (said,) = [c for c in checks(folder, rounds=1) if "kept last" in c.found]
-    assert (said.is_right, said.found) == (True, "what 4 clients kept last: as they were")
+    (said,) = [c for c in checks(folder, rounds=1) if "state of" in c.found]
+    assert (said.passed, said.found) == (True, "state of 4 clients: unchanged")
     (folder / "clients" / "client-0001" / kept["client-0001"]).unlink()
     path = folder / "clients" / "client-0003" / kept["client-0003"]
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    (said,) = [c for c in checks(folder, rounds=1) if "kept last" in c.found]
-    assert not said.is_right
+    (said,) = [c for c in checks(folder, rounds=1) if "state of" in c.found]
+    assert not said.passed
     assert "client-0001/round-00002-" in said.found
     assert "client-0003/round-00002-" in said.found
     assert "client-0002" not in said.found
@@ -141,12 +141,12 @@ def test_a_run_that_did_not_finish_is_not_called_right(run):
     summary = json.loads((folder / "summary.json").read_text())
     text = json.dumps(summary | {"status": "failed: no more disk"})
     (folder / "summary.json").write_text(text)
-    assert [c.found[:13] for c in checks(folder, rounds=1) if not c.is_right] == ["summary.json:"]
+    assert [c.found[:13] for c in checks(folder, rounds=1) if not c.passed] == ["summary.json:"]
     bundle = json.loads((folder / "manifest.json").read_text())
     bundle["files"]["summary.json"] = digest(text.encode())
     (folder / "manifest.json").write_text(json.dumps(bundle))
     (check,) = checks(folder, rounds=1)
-    assert not check.is_right
+    assert not check.passed
     assert check.found == "the run did not finish: failed: no more disk"
 
 
@@ -155,7 +155,7 @@ def test_other_bits_without_an_accuracy_to_compare_are_not_called_right():
     bundle, again = ({"rounds": {"1": bits}, "versions": {"gpu": "some"}} for bits in "ab")
     assert round_check(line, line, bundle, bundle, same_place=True).is_right
     check = round_check(line, line, bundle, again, same_place=False)
-    assert not check.is_right
+    assert not check.passed
     assert "no accuracy to compare" in check.found
 
 
@@ -255,7 +255,9 @@ def test_another_commit_of_the_same_sources_is_the_same_place(run, monkeypatch):
     monkeypatch.setattr(server_app.manifest, "commit", lambda: "another")
     *_, found = (check.found for check in checks(folder, 1) if "versions" in check.found)
     assert found.startswith("versions: the same here (the run's Keel: ")
-    monkeypatch.setattr("experiments.verify.versions", lambda: {**versions(), "sources": "f" * 16})
+    monkeypatch.setattr(
+        "keel.experiments.verify.versions", lambda: {**versions(), "sources": "f" * 16}
+    )
     *_, found = (check.found for check in checks(folder, 1) if "versions" in check.found)
     assert found.startswith(f"versions: sources {sources_digest()}, here {'f' * 16} (")
 
