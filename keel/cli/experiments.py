@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from keel.experiments.scale import SCALES
 from protocol.config import default_config, keel_home, refuse_unknown
 from protocol.options import OptionValue
 
@@ -18,7 +19,6 @@ app = typer.Typer(
     help="Run, report and verify the papers' tables and figures, and sweeps of your own.",
     no_args_is_help=True,
 )
-SCALES = ("paper", "day", "hour", "minutes")
 
 Output = Annotated[
     Path | None, typer.Option(help="Folder of all runs and reports. Default: ~/.keel/experiments.")
@@ -148,14 +148,13 @@ def list_command(scale: Scale = "paper", output: Output = None) -> None:
     from keel.experiments.overview import overview
 
     refuse_unknown("--scale", scale, list(SCALES))
-    lines = list(overview(scale, output_folder(output)))
-    table = Table(box=None, header_style="bold", title=f"Recipes at scale {scale}")
-    for i, name in enumerate(("recipe", "paper", "title", "size", "finished", "time left")):
-        width = 0 if name in ("paper", "title") else max(len(line[i]) for line in lines)
-        table.add_column(name, no_wrap=True, min_width=width)
-    for line in lines:
-        table.add_row(*line)
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    names = ("recipe", "paper", "title", "size", "finished", "time left")
+    shown = [i for i, name in enumerate(names) if name != "title" or console.width >= 120]
+    table = Table(*(names[i] for i in shown), box=None, title=f"Recipes at scale {scale}")
+    for line in overview(scale, output_folder(output)):
+        table.add_row(*(line[i] for i in shown))
+    console.print(table)
 
 
 if __name__ == "__main__":

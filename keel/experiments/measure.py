@@ -4,16 +4,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 History = Sequence[Mapping[str, Any]]
 
-# curve: whose accuracy it is. A curve `a.b` is line["a"]["b"] of history.jsonl.
-CURVES = {
-    "global.accuracy": "the global model on the source's test set",
-    "local_global.mean": "the global model on the clients' test parts, mean over clients",
-    "personal.mean": "the personal models on the clients' test parts, mean over clients",
-}
+# Accuracy of the global model on the source's test set, of the global model on the clients' test
+# parts, of the personal models on those. A curve `a.b` is line["a"]["b"] of history.jsonl.
+Curve = Literal["global.accuracy", "local_global.mean", "personal.mean"]
+CURVES: tuple[Curve, ...] = get_args(Curve)
 TAKES = "final, best, 'median N', 'mean N', 'ema DECAY', 'seconds to PERCENT' or 'seconds a round'"
 
 

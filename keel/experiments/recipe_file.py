@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from keel.experiments.measure import CURVES, Take, parse_take
+from keel.experiments.measure import Curve, Take, parse_take
 from protocol.config import RENAMED_KEYS, RENAMED_VALUES, default_config, refuse_unknown
 from protocol.options import OptionValue
 
@@ -131,12 +131,6 @@ def _seeds(value: object) -> object:
     return seeds
 
 
-def _curve(value: str) -> str:
-    if value not in CURVES:
-        raise ValueError(f"expected {', '.join(CURVES)}")
-    return value
-
-
 def _as_list(value: object) -> object:
     return value if isinstance(value, list) else [] if value is None else [value]
 
@@ -157,7 +151,7 @@ class Reading(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    of: Annotated[str, AfterValidator(_curve)] = ""
+    of: Curve | None = None
     take: Annotated[Take | None, BeforeValidator(parse_take)] = None
     at: Annotated[int, Field(strict=True, ge=0)] = 0
 

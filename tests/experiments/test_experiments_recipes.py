@@ -109,8 +109,8 @@ def test_old_names_of_keys_and_values_mean_the_same_and_are_named(tmp_path, capl
         "line 10: server is now called server-optimizer; the old name works until Keel 0.3",
     ]
     bad = before.replace("server: fedadam", "rest-after: -1")
+    recipe = parse_recipe(bad, Path("r.yaml"))
     with pytest.raises(ValueError, match=r"line 9 \(two; a\): backoff-after = -1"):
-        recipe = parse_recipe(bad, Path("r.yaml"))
         check_recipe(recipe, recipe.cells, PAPER, tmp_path)
 
 
@@ -316,7 +316,7 @@ claims:
             "two: {method: fedprox}",
             "two: {of: accuracy}",
             9,
-            "rows.two.of = 'accuracy': expected global.accuracy",
+            "rows.two.of = 'accuracy': expected 'global.accuracy",
         ),
         (
             "title: x",

@@ -34,7 +34,7 @@ from server_app.inline import run_inline
 
 root = Path(__file__).parent.parent.parent
 sweep = root / "docs" / "sweep.yaml"
-ONCE = ("--seeds", "1", "--only", "unlike clients")
+ONCE = ("--seeds", "1", "--only", "heterogeneous")
 wait_s = 120.0
 
 
@@ -292,8 +292,8 @@ def test_the_best_of_the_first_seed_is_run_with_the_others(tmp_path):
     assert (
         len(list(runs_needed(recipe, recipe.cells, how, tmp_path, ()))) == 3
     )  # one is not there yet
-    given_up = {first[1].name}
-    then = list(runs_needed(recipe, recipe.cells, how, tmp_path, given_up))
+    failed = {first[1].name}
+    then = list(runs_needed(recipe, recipe.cells, how, tmp_path, failed))
     assert (then[-1].keys["fedprox.mu"], then[-1].keys["seed"]) == (10, 1)
     fake_runs(recipe, tmp_path, how, {1: 0.9})
     assert best_candidate(recipe.cells[0], how, tmp_path, ()) == {"fedprox.mu": 1}
@@ -618,6 +618,22 @@ def test_a_report_says_which_of_the_tuned_values_were_tried(tmp_path):
         assert f"\nscale paper{grid}; seeds [0]; " in write_report(output)[1].read_text()
 
 
+def test_text_of_a_recipe_is_escaped_and_its_notes_are_below_the_table(tmp_path):
+    text = two_rows.replace("FedAvg:", "<b>A & B</b>:")
+    text += 'title: a < b\nnotes: ["<script>alert(1)</script>", second]\n'
+    text += "claims: [<b>A & B</b> above FedProx in result]\n"
+    (tmp_path / "jobs").mkdir()
+    runner.save_job(parse_recipe(text, Path("t.yaml")), options(), tmp_path)
+    page, markdown = (path.read_text() for path in write_report(tmp_path))
+    assert "<h2>a &lt; b</h2>" in page
+    assert "&lt;b&gt;A &amp; B&lt;/b&gt;" in page
+    assert "<b>" not in page
+    assert page.count("<script>") == 1  # the report's own
+    note = "<li>&lt;script&gt;alert(1)&lt;/script&gt;</li>"
+    assert page.index('<table class="sortable">') < page.index(note) < page.index("not tested")
+    assert "\n- <script>alert(1)</script>\n- second\n\n| claim |" in markdown
+
+
 class Cells(HTMLParser):
     """The cells of a page's tables, row by row, and every address that the page refers to."""
 
@@ -654,7 +670,7 @@ def test_the_report_holds_the_numbers_of_the_histories(swept):
         (row,) = [row for row in cells.rows if row and row[0] == f"fedprox.mu = {mu}"]
         assert row[1:] == ["–", f"{mean:.2f}", "–"]  # the other column was not asked for
         assert f"| fedprox.mu = {mu} | {mean:.2f} |\n" in text.read_text()
-    assert ["like clients above unlike clients in fedprox.mu = 1.0", "not tested", ""] in cells.rows
+    assert ["homogeneous above heterogeneous in fedprox.mu = 1.0", "not tested", ""] in cells.rows
     pictures = [a for a in cells.addresses if a.startswith("data:image/")]
     assert len(pictures) == 2  # the curves, and how the classes lie over the clients
     assert all(a.startswith(("data:image/", "#")) for a in cells.addresses)  # it opens offline
