@@ -33,21 +33,8 @@ class Picture:
     path: Path
 
 
-def finished_runs(result: Result, options: Options, output: Path) -> Iterator[Finished]:
-    """The finished runs of a cell's best candidate."""
-    for seed in options.seeds if result.candidate is not None else ():
-        assert result.candidate is not None
-        run = run_of(result.cell, result.candidate, seed, options, output)
-        if directory := run.finished():
-            yield run, directory
-
-
 def run_pictures(
-    recipe: Recipe,
-    options: Options,
-    results: Mapping[tuple[str, str], Result],
-    output: Path,
-    stem: str,
+    recipe: Recipe, results: Mapping[tuple[str, str], Result], output: Path, stem: str
 ) -> Iterator[Picture]:
     """For each column: the curves of its rows, one split, and the diagnostics of its runs.
 
@@ -57,10 +44,7 @@ def run_pictures(
     drawn: set[tuple[str, ...]] = set()
     for number, column in enumerate(recipe.columns):
         cells = [cell for cell in recipe.cells if cell.column.name == column.name]
-        finished = {
-            cell.row.name: list(finished_runs(results[cell.row.name, column.name], options, output))
-            for cell in cells
-        }
+        finished = {c.row.name: results[c.row.name, column.name].finished for c in cells}
         cells = [cell for cell in cells if finished[cell.row.name]]
         names = tuple(run.name for runs in finished.values() for run, _ in runs)
         if not names or names in drawn:  # columns may differ only in how they read the same runs

@@ -92,8 +92,8 @@ def runs_needed(
 class Result:
     """A cell's outcome: one number a finished seed, of one candidate. A time never reached is inf.
 
-    num_seeds: how many were asked for. directories: the runs of the numbers. tuned_on: the seed
-    that chose the candidate, if there are several, `num_tried` of which have been run with it.
+    num_seeds: how many were asked for. finished: the runs of the numbers, with their directories.
+    tuned_on: the seed that chose the candidate, if there are several; `num_tried` have been run.
     outdated: the first key found that a run had another default for.
     """
 
@@ -101,7 +101,7 @@ class Result:
     candidate: Keys | None
     by_seed: Mapping[int, float]
     num_seeds: int
-    directories: Sequence[Path] = ()
+    finished: Sequence[tuple[Run, Path]] = ()
     tuned_on: int | None = None
     num_tried: int = 1
     num_candidates: int = 1
@@ -131,7 +131,7 @@ class Result:
     @property
     def machines(self) -> list[str]:
         """The machines of its runs."""
-        return sorted({name for path in self.directories for name in machines_of(path)})
+        return sorted({name for _, path in self.finished for name in machines_of(path)})
 
 
 def result_of(cell: Cell, options: Options, output: Path) -> Result:
@@ -146,7 +146,7 @@ def result_of(cell: Cell, options: Options, output: Path) -> Result:
         candidate=best,
         by_seed={int(seed): number for seed, number in numbers.items() if number is not None},
         num_seeds=len(options.seeds),
-        directories=[directory for run in runs if (directory := run.finished())],
+        finished=[(run, directory) for run in runs if (directory := run.finished())],
         tuned_on=options.tuning_seed if len(candidates) > 1 else None,
         num_tried=sum(run.finished() is not None for run in tried),
         num_candidates=len(candidates),

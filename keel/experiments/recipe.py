@@ -224,43 +224,39 @@ def _product(axes: Iterator[list[Entry]] | Sequence[list[Entry]]) -> list[Entry]
 
 
 def _merged(a: Entry, b: Entry) -> Entry:
-    _refuse_conflict(a, b)
-    both = {name: {**getattr(a, name), **getattr(b, name)} for name in ("keys", "lines", "tune")}
-    either = {n: getattr(b, n) or getattr(a, n) for n in ("of", "take", "at", "tuned", "paper")}
-    return b.model_copy(update={"parts": a.parts + b.parts, **both, **either})
-
-
-def _refuse_conflict(a: Entry, b: Entry) -> None:
+    """Both at once. LineError if they set a key to different values."""
     ours, theirs = {**a.tune, **a.keys}, {**b.tune, **b.keys}
-    for key in ours.keys() & theirs.keys():
+    for key in sorted(ours.keys() & theirs.keys()):
         if ours[key] != theirs[key]:
             raise LineError(
                 b.line,
                 f"{key} is set by {a.name!r} (line {a.line}) and, to another value, by {b.name!r}: "
                 "a run has only one",
             )
+    both = {name: {**getattr(a, name), **getattr(b, name)} for name in ("keys", "lines", "tune")}
+    either = {n: getattr(b, n) or getattr(a, n) for n in ("of", "take", "at", "tuned", "paper")}
+    return b.model_copy(update={"parts": a.parts + b.parts, **both, **either})
 
 
 def _cells(file: RecipeFile, rows: Sequence[Entry], columns: Sequence[Entry]) -> Iterator[Cell]:
     read_at = sorted({file.at, *(entry.at for entry in [*rows, *columns])} - {0})
     for row, (number, column) in itertools.product(rows, enumerate(columns)):
-        _refuse_conflict(column, row)
-        tune = {**column.tune, **row.tune}
-        values = itertools.product(*tune.values())
-        candidates = [dict(zip(tune, each, strict=True)) for each in values]
+        both = _merged(column, row)
+        values = itertools.product(*both.tune.values())
+        candidates = [dict(zip(both.tune, each, strict=True)) for each in values]
         best = row.tuned[number % len(row.tuned)] if row.tuned else None
-        paper_candidate = {next(iter(tune)): best} if best is not None else None
+        paper_candidate = {next(iter(both.tune)): best} if best is not None else None
         if paper_candidate and paper_candidate not in candidates:
             candidates.append(paper_candidate)  # FedIntR, Table III: a best outside its grid
         yield Cell(
             row=row,
             column=column,
-            keys={**file.config, **column.keys, **row.keys},
+            keys={**file.config, **both.keys},
             candidates=candidates,
             paper_candidate=paper_candidate,
-            of=row.of or column.of or file.of or "global.accuracy",
-            take=row.take or column.take or file.take or Take("final"),
-            at=row.at or column.at or file.at,
+            of=both.of or file.of or "global.accuracy",
+            take=both.take or file.take or Take("final"),
+            at=both.at or file.at,
             read_at=read_at,
             paper=row.paper[number] if row.paper else None,
         )

@@ -99,7 +99,7 @@ def section_of(job: Path, output: Path) -> Section:
     else:
         for cell in recipe.cells:
             results[cell.row.name, cell.column.name] = result_of(cell, options, output)
-        pictures = run_pictures(recipe, options, results, output, job.stem)
+        pictures = run_pictures(recipe, results, output, job.stem)
     label = label_of(recipe, options)
     return Section(
         recipe,
@@ -129,7 +129,7 @@ def label_of(recipe: Recipe, options: Options) -> str:
 def machine_sentences(results: Sequence[Result]) -> Iterator[str]:
     """How many runs each machine did, and how long they took."""
     seconds: dict[str, list[float]] = {}
-    for directory in {directory for result in results for directory in result.directories}:
+    for directory in {path for result in results for _, path in result.finished}:
         name = ", then ".join(machines_of(directory))
         seconds.setdefault(name, []).append(wall_seconds(directory))
     for name, each in sorted(seconds.items()):

@@ -38,12 +38,12 @@ ONCE = ("--seeds", "1", "--only", "heterogeneous")
 wait_s = 120.0
 
 
-def main(*words: str) -> int:
+def main(*arguments: str) -> int:
     """`keel experiments` in this process; a run of the runner still has one of its own."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         command = typer.main.get_command(command_line.app)
-        return int(command.main(list(words), standalone_mode=False) or 0)
+        return int(command.main(list(arguments), standalone_mode=False) or 0)
     except (ValueError, OSError, click.ClickException) as error:  # as keel.cli.main does
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -88,10 +88,10 @@ def test_a_failing_run_is_survived_and_named(swept, tmp_path, capsys):
     recipe.write_text(text)
     before = folders(swept)
     assert main("run", str(recipe), "--output", str(swept), *ONCE) == 1
-    said = capsys.readouterr().out
-    assert "failed" in said
-    assert "values that are not finite" in said
-    assert "1 runs are already finished" in said  # the sweep's own, shared
+    message = capsys.readouterr().out
+    assert "failed" in message
+    assert "values that are not finite" in message
+    assert "1 runs are already finished" in message  # the sweep's own, shared
     new = set(folders(swept)) - set(before)
     assert len(new) == 1
     shutil.rmtree(new.pop().parent)
@@ -120,9 +120,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
 @pytest.fixture
 def interrupted(tmp_path: Path) -> Iterator[Callable[[], tuple[int, str, int]]]:
     """A runner in a process of its own; interrupted() stops it in the middle of its run."""
-    words = ["run", str(long_recipe(tmp_path)), "--output", str(tmp_path / "out")]
+    arguments = ["run", str(long_recipe(tmp_path)), "--output", str(tmp_path / "out")]
     process = subprocess.Popen(
-        [sys.executable, "-m", "keel.cli.experiments", *words],
+        [sys.executable, "-m", "keel.cli.experiments", *arguments],
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -140,13 +140,13 @@ def interrupted(tmp_path: Path) -> Iterator[Callable[[], tuple[int, str, int]]]:
         runs = [pid for pid in processes_with(str(tmp_path / "out")) if pid != process.pid]
         for pid in runs:
             os.kill(pid, signal.SIGSTOP)  # or it would be over before the interrupt
-        assert main(*words) == 2  # a second runner on the same folder
+        assert main(*arguments) == 2  # a second runner on the same folder
         assert set(runner.holders(tmp_path / "out" / ".lock")) == {process.pid, *runs}
         process.send_signal(signal.SIGINT)
         for pid in runs:
             os.kill(pid, signal.SIGCONT)
-        said, _ = process.communicate(timeout=wait_s)
-        return process.returncode, said, rounds()
+        message, _ = process.communicate(timeout=wait_s)
+        return process.returncode, message, rounds()
 
     try:
         yield stop
@@ -172,27 +172,27 @@ def processes_with(word: str) -> list[int]:
     return found
 
 
-def test_an_interrupted_runner_goes_on_bit_for_bit(interrupted, tmp_path, capsys):
-    code, said, rounds = interrupted()
-    assert (code, "interrupted" in said) == (130, True), said
+def test_an_interrupted_runner_resumes_bit_for_bit(interrupted, tmp_path, capsys):
+    code, message, rounds = interrupted()
+    assert (code, "interrupted" in message) == (130, True), message
     rejected = capsys.readouterr().err
     assert re.search(r"in use by another runner, .*: process \d+, \d+$", rejected.strip())
     assert 2 <= rounds < 20, "it was over before it was interrupted"
     assert processes_with(str(tmp_path / "out")) == []
-    (cut,) = folders(tmp_path / "out")
-    summary = cut / "summary.json"  # there unless the run was killed before it could say so
+    (attempt,) = folders(tmp_path / "out")
+    summary = attempt / "summary.json"  # there unless the run was killed before it could say so
     assert not summary.exists() or json.loads(summary.read_text())["status"] != "finished"
-    kept = (cut / "history.jsonl").read_text().splitlines()
+    before = (attempt / "history.jsonl").read_text().splitlines()
 
     recipe, output = long_recipe(tmp_path), tmp_path / "out"
     assert main("run", str(recipe), "--output", str(output)) == 0
-    assert folders(output) == [cut]  # resumed, not begun anew
-    after = (cut / "history.jsonl").read_text().splitlines()
-    assert after[: len(kept)] == kept  # only the round in flight was run again
+    assert folders(output) == [attempt]  # resumed, not started from scratch
+    after = (attempt / "history.jsonl").read_text().splitlines()
+    assert after[: len(before)] == before  # only the round in flight was run again
     assert [json.loads(line)["round"] for line in after] == list(range(1, 21))
-    given = json.loads((cut / "config.json").read_text())["given"]
+    given = json.loads((attempt / "config.json").read_text())["given"]
     whole = run_inline({**given, "output-dir": str(tmp_path / "whole")}, 4)
-    assert same_bits(final_model(cut), final_model(whole))
+    assert same_bits(final_model(attempt), final_model(whole))
 
 
 def test_runs_that_a_killed_runner_left_behind_keep_the_folder_until_they_end(
@@ -229,7 +229,7 @@ def test_each_run_has_one_gpu_in_turn_and_one_thread(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--output", "/dev/null/x"], "cannot be written"),
         (["--seeds", "-1"], "-1 is not in the range"),
@@ -242,10 +242,10 @@ def test_each_run_has_one_gpu_in_turn_and_one_thread(tmp_path, monkeypatch):
         (["--only", "FedAvgg"], "--only 'FedAvgg'"),
     ],
 )
-def test_bad_words_are_refused_in_one_line(words, said, tmp_path, capsys):
-    assert main("run", str(sweep), "--output", str(tmp_path), *words) == 2
+def test_bad_words_are_refused_in_one_line(arguments, message, tmp_path, capsys):
+    assert main("run", str(sweep), "--output", str(tmp_path), *arguments) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
@@ -260,7 +260,7 @@ rows:
 
 
 def options(**changed: Any) -> Options:
-    """One seed at the paper's scale, unless said otherwise."""
+    """One seed at the paper's scale, unless message otherwise."""
     return Options(**{"scale": "paper", "changes": {}, "seeds": [0], "full_grid": True, **changed})
 
 
@@ -293,8 +293,8 @@ def test_the_best_of_the_first_seed_is_run_with_the_others(tmp_path):
         len(list(runs_needed(recipe, recipe.cells, how, tmp_path, ()))) == 3
     )  # one is not there yet
     failed = {first[1].name}
-    then = list(runs_needed(recipe, recipe.cells, how, tmp_path, failed))
-    assert (then[-1].keys["fedprox.mu"], then[-1].keys["seed"]) == (10, 1)
+    later = list(runs_needed(recipe, recipe.cells, how, tmp_path, failed))
+    assert (later[-1].keys["fedprox.mu"], later[-1].keys["seed"]) == (10, 1)
     fake_runs(recipe, tmp_path, how, {1: 0.9})
     assert best_candidate(recipe.cells[0], how, tmp_path, ()) == {"fedprox.mu": 1}
     # without the full grid, the paper's best alone
@@ -322,16 +322,16 @@ def test_a_run_of_other_defaults_fails_alone_and_the_report_says_so(tmp_path, mo
     make_odd(fake_run(odd, 0.5))
     fake_run(other, 0.25)
     assert odd.finished() is None
-    said = "momentum = 0.8, today 0.9"
+    message = "momentum = 0.8, today 0.9"
     monkeypatch.setattr(runner, "start", lambda *_: pytest.fail("started"))
     failed = runner.run_recipe(recipe, recipe.cells, how, tmp_path)
-    assert failed == {odd.name: f"{said}: choose another --output"}
+    assert failed == {odd.name: f"{message}: choose another --output"}
     _, text = write_report(tmp_path)
-    assert f"| FedAvg | –; a run has other defaults: {said} |" in text.read_text()
+    assert f"| FedAvg | –; a run has other defaults: {message} |" in text.read_text()
     assert "| FedProx | 25.00 |" in text.read_text()
 
 
-def test_what_was_tuned_goes_on_without_a_value_of_other_defaults(tmp_path, monkeypatch):
+def test_tuning_continues_without_a_value_of_other_defaults(tmp_path, monkeypatch):
     recipe, how = parse_recipe(tuned, Path("t.yaml")), options(seeds=[0, 1])
     fake_runs(recipe, tmp_path, how, {0.1: 0.5, 1: 0.9, 10: 0.7})
     best, *_ = [
@@ -344,19 +344,19 @@ def test_what_was_tuned_goes_on_without_a_value_of_other_defaults(tmp_path, monk
     assert len(runner.run_recipe(recipe, recipe.cells, how, tmp_path)) == 1
 
 
-def test_a_cut_run_of_other_defaults_is_begun_anew(tmp_path):
+def test_an_interrupted_run_of_other_defaults_starts_from_scratch(tmp_path):
     recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
     run = next(runs_needed(recipe, recipe.cells, how, tmp_path, ()))
-    cut = fake_run(run, 0.5)
-    (cut / "summary.json").unlink()
-    (cut / "checkpoints").mkdir()
-    (cut / "checkpoints" / "round-00001-x.safetensors").touch()
-    assert f'resume="{cut}"' in runner.command_of(run)
-    make_odd(cut)
+    attempt = fake_run(run, 0.5)
+    (attempt / "summary.json").unlink()
+    (attempt / "checkpoints").mkdir()
+    (attempt / "checkpoints" / "round-00001-x.safetensors").touch()
+    assert f'resume="{attempt}"' in runner.command_of(run)
+    make_odd(attempt)
     assert f'output-dir="{run.folder}"' in runner.command_of(run)
 
 
-def test_progress_is_of_the_attempt_that_began_anew(tmp_path):
+def test_progress_is_that_of_the_newest_attempt(tmp_path):
     recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
     run = next(runs_needed(recipe, recipe.cells, how, tmp_path, ()))
     started = runner.RunProcess(run, None, 0, None, tmp_path, 0)
@@ -397,33 +397,33 @@ def test_seeds_asked_for_later_are_run_with_what_the_first_seed_chose(tmp_path, 
     assert runner.run_recipe(recipe, recipe.cells, options(seeds=[0]), tmp_path) == {}
 
 
-def test_a_killed_run_is_called_so_and_an_earlier_attempts_words_are_not_its_reason(tmp_path):
+def test_the_reason_of_a_failure_is_the_signal_or_the_last_line_of_its_own_attempt(tmp_path):
     log = tmp_path / "log.txt"
     log.write_text("an earlier attempt\n")
     begin = log.stat().st_size
 
-    def said(script: str) -> str:
+    def message(script: str) -> str:
         with log.open("ab") as output:
             process = subprocess.Popen(["sh", "-c", script], stdout=output)
         process.wait()
         return runner.failure_of(runner.RunProcess(None, process, 0, None, log, begin))
 
-    assert said("exit 1") == "no output"
-    assert said("kill -KILL $$") == "killed by SIGKILL, possibly out of memory"
-    assert said("kill -TERM $$") == "killed by SIGTERM"
-    assert said("echo no data; exit 1") == "no data"
+    assert message("exit 1") == "no output"
+    assert message("kill -KILL $$") == "killed by SIGKILL, possibly out of memory"
+    assert message("kill -TERM $$") == "killed by SIGTERM"
+    assert message("echo no data; exit 1") == "no data"
 
 
 def test_a_damaged_job_is_named(tmp_path):
     (tmp_path / "jobs").mkdir()
     job = tmp_path / "jobs" / "x.json"
-    for text, said in (
+    for text, message in (
         ("{", "is damaged: "),
         ("[]", "expected a JSON object"),
         ("{}", "'text' is missing"),
     ):
         job.write_text(text)
-        with pytest.raises(ValueError, match=said) as rejected:
+        with pytest.raises(ValueError, match=message) as rejected:
             write_report(tmp_path)
         assert str(job) in str(rejected.value)
 
@@ -685,8 +685,8 @@ def test_where_curves_are_shown_they_come_before_the_numbers(swept, tmp_path):
     (job,) = output.glob("jobs/*.json")
     about = json.loads(job.read_text())
     for shows in ("table", "curves"):
-        said = about | {"text": f"shows: {shows}\n{about['text']}"}
-        job.write_text(json.dumps(said))
+        message = about | {"text": f"shows: {shows}\n{about['text']}"}
+        job.write_text(json.dumps(message))
         page, text = (path.read_text() for path in write_report(output))
         is_first = shows == "curves"
         assert (page.index("<figure>") < page.index('<table class="sortable">')) is is_first
@@ -759,10 +759,10 @@ def copied(swept: Path, tmp_path: Path) -> Path:
 
 def test_a_finished_run_verifies_to_the_bit(swept, capsys):
     assert main("verify", str(folders(swept)[0])) == 0
-    said = capsys.readouterr().out
-    assert "split: " in said
-    assert said.count("bit-identical (") == 2
-    assert "1 runs, 0 checks failed" in said
+    message = capsys.readouterr().out
+    assert "split: " in message
+    assert message.count("bit-identical (") == 2
+    assert "1 runs, 0 checks failed" in message
 
 
 def test_files_that_are_not_the_runs_are_found(copied):
@@ -794,7 +794,7 @@ def test_a_run_that_did_not_end_is_not_verified(copied):
     assert main("verify", str(copied.parent / "nothing")) == 2
 
 
-def test_of_several_runs_one_that_was_killed_is_left_out_by_name(copied, capsys):
+def test_of_several_runs_one_that_was_killed_is_skipped_by_name(copied, capsys):
     killed = Path(shutil.copytree(copied, copied.parent / "killed"))
     bundle = json.loads((killed / "manifest.json").read_text())
     del bundle["files"]
