@@ -12,7 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from keel.experiments.scale import SCALES
-from protocol.config import default_config, keel_home, refuse_unknown
+from protocol.config import (
+    RENAMED_KEYS,
+    default_config,
+    keel_home,
+    refuse_unknown,
+    with_current_names,
+)
 from protocol.options import OptionValue
 
 app = typer.Typer(
@@ -48,17 +54,18 @@ def parse_changes(assignments: Sequence[str]) -> dict[str, OptionValue]:
             raise ValueError(f"--set {assignment}: expected KEY=VALUE")
         if key in RUNNER_KEYS:
             raise ValueError(f"--set {key}: set by the runner; use --seeds and --output")
-        refuse_unknown("config key", key, list(defaults))
+        refuse_unknown("config key", key, [*defaults, *RENAMED_KEYS])
+        default = defaults[RENAMED_KEYS.get(key, key)]
         try:
             changes[key] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
             changes[key] = text
-        if isinstance(defaults[key], str) and not isinstance(changes[key], str):
+        if isinstance(default, str) and not isinstance(changes[key], str):
             changes[key] = text
-        elif isinstance(changes[key], str) and not isinstance(defaults[key], str):
-            kind = type(defaults[key]).__name__
+        elif isinstance(changes[key], str) and not isinstance(default, str):
+            kind = type(default).__name__
             raise ValueError(f"--set {key} = {text!r}: expected a value of type {kind}")
-    return changes
+    return with_current_names(changes)
 
 
 @app.command("run")
@@ -82,7 +89,10 @@ def run_command(
     ] = 0,
     output: Output = None,
 ) -> None:
-    """Run a recipe. Finished runs are skipped, interrupted ones resumed."""
+    """Run a recipe: a name from `keel experiments list`, or a YAML file.
+
+    Finished runs are skipped, interrupted ones resumed.
+    """
     from keel.experiments.plan import selected
     from keel.experiments.recipe import load_recipe
     from keel.experiments.runs import Options

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.cli.experiments import list_command
+from keel.cli.experiments import list_command, parse_changes
 from keel.experiments import runner
 from keel.experiments.overview import (
     expected_seconds,
@@ -84,6 +84,20 @@ def test_keys_that_change_no_result_are_no_part_of_the_name():
     assert identity(flat) == identity(same)
     for key, value in (("fedprox.mu", 3.0), ("privacy.epsilon", 1.0), ("seed", 3)):
         assert identity(flat) != identity(flat | {key: value})
+
+
+def test_changes_need_no_quotes_and_may_have_old_names(caplog):
+    assignments = ["lr=1", "source=folder:/a b", 'model="resnet20"', "flip=true", "server=fedadam"]
+    changes = parse_changes([*assignments, "diagnostics=1"])
+    assert changes == {
+        "lr": 1,
+        "source": "folder:/a b",
+        "model": "resnet20",
+        "flip": True,
+        "server-optimizer": "fedadam",
+        "diagnostics": "1",
+    }
+    assert "server is now called server-optimizer" in caplog.text
 
 
 def test_a_job_of_a_shipped_recipe_is_continued_wherever_keel_was_installed(output):
