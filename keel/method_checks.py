@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from client_app.objective import LocalObjective, objective_terms
-from client_app.process_cache import ProcessCache
 from safetensors.torch import load_file
 from torch import Tensor
 
 from client_app.method import Update
 from client_app.methods import METHODS, method_of
+from client_app.objective import LocalObjective, objective_terms
+from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
 from client_app.samples import Pixels, Step
 from client_app.setup import dataset_spec_of, model_for, open_source

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from client_app.process_cache import ProcessCache
 from torch import Tensor
 
 from client_app.methods import method_of

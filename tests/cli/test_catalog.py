@@ -15,7 +15,6 @@ from keel.cli.main import main
 from protocol.catalogue import method_names, model_names, model_spec
 from protocol.config import app_folder, default_config, presets
 
-
 README = app_folder / "README.md"
 
 

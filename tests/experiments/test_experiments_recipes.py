@@ -1,5 +1,7 @@
 """Recipes: all there, all runnable, the papers' numbers as printed; bad ones refused by line."""
 
+import hashlib
+import json
 import math
 import os
 import re
@@ -11,16 +13,17 @@ import numpy as np
 import pytest
 
 from data.partitions import partition_indices, stratified_share
-from keel.experiments import runner
+from keel.experiments import preflight
 from keel.experiments.measure import measure, parse_take
-from keel.experiments.plan import Options, chosen, last_read, make_run, run_of
-from keel.experiments.recipe import Recipe, known_recipes, load_recipe, parse_recipe
-from keel.experiments.runner import check_reading, check_recipe, refuse_overriding
-from keel.experiments.scale import SCALES, scaled
-from protocol.config import resolve_config
+from keel.experiments.plan import last_round_read, selected
+from keel.experiments.preflight import check_reading, check_recipe, refuse_overriding
+from keel.experiments.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
+from keel.experiments.runs import Options, make_run, run_of
+from keel.experiments.scale import SCALES, Keys, scaled
+from protocol.config import RENAMED_KEYS, RENAMED_VALUES, resolve_config
 from server_app.checks import check_config
 
-root = Path(__file__).parent.parent
+root = Path(__file__).parent.parent.parent
 PAPER = Options("paper", {}, [0], full_grid=True)
 
 wanted = {
@@ -39,7 +42,7 @@ wanted = {
 
 
 def test_there_is_a_recipe_for_every_table_and_figure():
-    there = [(r.paper, r.item) for r in map(load_recipe, known_recipes())]
+    there = [(r.paper, r.item) for r in map(load_recipe, shipped_recipes())]
     for paper, items in wanted.items():
         for item in items:
             of_it = [i for p, i in there if p == paper and (i == item or i.startswith(item + " "))]
@@ -47,7 +50,90 @@ def test_there_is_a_recipe_for_every_table_and_figure():
     assert len(there) == sum(map(len, wanted.values()))
 
 
-@pytest.mark.parametrize("name", known_recipes())
+recorded = json.loads((Path(__file__).parent / "recipes_0_1.json").read_text())
+old_keys = {new: old for old, new in RENAMED_KEYS.items()}
+old_values = {(key, new): old for (key, old), new in RENAMED_VALUES.items()}
+
+
+def digest_of(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def config_of_0_1(keys: Keys) -> Keys:
+    """The resolved config with the keys of 0.1, under their names then."""
+    flat = resolve_config(keys).flat
+    old = {old_keys.get(k, k): old_values.get((k, str(v)), v) for k, v in flat.items()}
+    return {key: old[key] for key in recorded["keys"]}
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_the_expanded_recipes_are_those_of_0_1(name, tmp_path):
+    """Every row x column x candidate at two scales: configs, numbers, readings and run names.
+
+    recipes_0_1.json was computed with Keel 0.1.
+    """
+    recipe, expected = load_recipe(name), recorded["recipes"][name]
+    assert (list(recipe.seeds), recipe.shows) == (expected["seeds"], expected["shows"])
+    assert digest_of([claim.text for claim in recipe.claims]) == expected["claims"]
+    assert [row.name for row in recipe.rows] == list(expected["rows"])
+    for row, digests in expected["rows"].items():
+        contents, names = [], []
+        for cell in (cell for cell in recipe.cells if cell.row.name == row):
+            take, best = cell.take, cell.paper_candidate and dict(cell.paper_candidate)
+            contents.append(
+                [cell.column.name, cell.of, take.how, take.number, cell.at, cell.paper, best]
+            )
+            for candidate in cell.candidates:
+                for scale in ("paper", "hour"):
+                    options = Options(scale, {}, [1], full_grid=True)
+                    run = run_of(cell, candidate, 1, options, tmp_path)
+                    contents.append(config_of_0_1(run.keys))
+                    names.append(run.name)
+        assert [digest_of(contents), digest_of(names)] == digests, row
+
+
+def test_old_names_of_keys_and_values_mean_the_same_and_are_named(tmp_path, caplog):
+    today = good.replace("num-clients: 4", "num-clients: 4, evaluate-clients: cohort")
+    today = today.replace("method: fedprox", "server-optimizer: fedadam")
+    before = today.replace("server-optimizer", "server").replace("cohort", "participants")
+    path = tmp_path / "r.yaml"
+    path.write_text(before.replace("title: x", "title: x\nnote: a note"))
+    recipe = load_recipe(str(path))
+    assert recipe.notes == ["a note"]
+    keys = [cell.keys for cell in parse_recipe(today, path).cells]
+    assert [cell.keys for cell in recipe.cells] == keys
+    assert keys[-1]["server-optimizer"] == "fedadam"
+    assert keys[-1]["evaluate-clients"] == "cohort"
+    assert [record.getMessage().partition(", ")[2] for record in caplog.records] == [
+        "line 2: note is now called notes; the old name works until Keel 0.3",
+        "line 10: server is now called server-optimizer; the old name works until Keel 0.3",
+    ]
+    bad = before.replace("server: fedadam", "rest-after: -1")
+    recipe = parse_recipe(bad, Path("r.yaml"))
+    with pytest.raises(ValueError, match=r"line 9 \(two; a\): backoff-after = -1"):
+        check_recipe(recipe, recipe.cells, PAPER, tmp_path)
+
+
+def test_what_the_papers_leave_open_is_in_the_notes():
+    notes = {name: " ".join(load_recipe(name).notes) for name in shipped_recipes()}
+    for name, words in {
+        "fedreco-table-1": ["20 %", "lambda 0.1", "FedBABU", "FedAvg-FT"],
+        "fedreco-table-2": ["fine-tuning", "20 %"],
+        "fedreco-table-3": ["norm C", "10"],
+        "fedreco-figure-2": ["0.003"],
+        "fedrcl-table-1": ["mining", "0.01", "interleaved", "rotation"],
+        "fedrcl-table-d": ["clipping", "interleaved"],
+        "fedcka-table-3": ["mu = 3", "Frobenius"],
+        "fedcka-figure-5": ["alpha 5"],
+        "fedintr-table-5": ["89.03", "85.62"],
+        "fedintr-table-4": ["first participation"],
+        "fedintr-table-1": ["projection", "fan-in"],
+    }.items():
+        for word in words:
+            assert word in notes[name], (name, word)
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
 def test_every_run_of_a_recipe_has_a_config_that_makes_sense(name, tmp_path):
     recipe = load_recipe(name)
     checked = set()
@@ -127,7 +213,7 @@ def blocks(recipe: Recipe, row: str, left_out: str) -> list[list[float]]:
 
 tables = [
     (name, title)
-    for name in known_recipes()
+    for name in shipped_recipes()
     if "table" in name and "fedreco" not in name
     for title in titles[load_recipe(name).paper]
 ]
@@ -214,16 +300,37 @@ claims:
         ("seeds: 2", "seeds: 0", 2, "a number >= 1"),
         ("seeds: 2", "seeds: [1, 1]", 2, "different seeds"),
         ("num-clients: 4", "num-client: 4", 3, "did you mean num-clients?"),
-        ("num-clients: 4", "seed: 4", 3, "the runner's"),
+        ("num-clients: 4", "seed: 4", 3, "seed is set by the runner"),
         ("alpha: 0.5", "alpha: [0.5, 1]", 5, "a list belongs under grid"),
-        ("  b: {", "  a: {", 6, "'a' is there twice, first in line 5"),
+        ("  b: {", "  a: {", 6, "'a' is a duplicate of line 5"),
         ("method: fedavg", "method: fedavg, alpha: 0.1", 8, "alpha is set by 'a' (line 5)"),
         ("[1.5, null]", "[1.5]", 8, "1 numbers for 2 columns"),
-        ("[1.5, null]", "[1.5, high]", 8, "a number or null"),
-        ("two: {method: fedprox}", "two: {take: middle}", 9, "take = 'middle'"),
-        ("two: {method: fedprox}", "two: {of: accuracy}", 9, "of = 'accuracy'"),
-        ("two: {method: fedprox}", "two: {tune: {mu: [1]}}", 9, "a config key with the list"),
-        ("two: {method: fedprox}", "two: fedprox", 9, "a mapping of config keys"),
+        ("[1.5, null]", "[1.5, high]", 8, "rows.one.paper = 'high': expected a valid number"),
+        (
+            "two: {method: fedprox}",
+            "two: {take: middle}",
+            9,
+            "rows.two.take = 'middle': expected final, best",
+        ),
+        (
+            "two: {method: fedprox}",
+            "two: {of: accuracy}",
+            9,
+            "rows.two.of = 'accuracy': expected 'global.accuracy",
+        ),
+        (
+            "title: x",
+            "shows: tables",
+            1,
+            "shows = 'tables': expected 'table', 'curves' or 'labels'",
+        ),
+        ("title: x", "title: 3", 1, "title = 3: expected a valid string"),
+        ("two: {method: fedprox}", "two: {at: -1}", 9, "rows.two.at = -1: expected"),
+        ("two: {method: fedprox}", "two: {tune: {lr: 1}}", 9, "rows.two.tune.lr = 1: expected"),
+        ("a: {alpha: 0.5}", "a: {paper: 3}", 5, "paper of a: expected in rows only"),
+        ("a: {", "a: {server: x, server-optimizer: y, ", 5, "the old name of server-optimizer"),
+        ("two: {method: fedprox}", "two: {tune: {mu: [1]}}", 9, "config key = 'mu' is unknown"),
+        ("two: {method: fedprox}", "two: fedprox", 9, "rows.two = 'fedprox': expected a mapping"),
         ("two above one in a", "two beats one in a", 11, "ROW above ROW in COLUMN"),
         ("two above one in a", "two above three in a", 11, "'three' is none of the rows"),
         ("  one:", "  one: [", 9, "not YAML"),
@@ -242,15 +349,20 @@ def test_a_bad_recipe_is_refused_with_its_line(old, new, line, words):
     [
         ("method: fedprox", "method: fedprox, fedprox.mu: -1", "line 9", "fedprox.mu = -1"),
         ("method: fedprox", "method: fedpox", "line 9", "did you mean fedprox?"),
-        ("source: digits", "source: 'npz:/nowhere/x.npz'", "line 3", "x.npz does not exist"),
+        ("source: digits", "source: 'npz:/nowhere/x.npz'", "line 3", "x.npz"),
         ("alpha: 0.5", "alpha: -1", "line 5", "alpha = -1"),
         ("num-clients: 4", "num-clients: 2000", "line 3", "from 1 to 1438"),
         ("num-clients: 4", "lr: 0.1", "lines 8 and 5", "num-clients = 0"),
         ("two: {", "two: {tune: {fedprox.mu: [1, -2]}, ", "line 9", "fedprox.mu = -2"),
         ("method: fedprox", "method: fedcka, fedcka.num-layers: 9", "line 9", "num-layers = 9"),
-        ("method: fedprox", "method: fedprox, of: personal.mean", "line 9", "does not record it"),
-        ("alpha: 5.0", "alpha: 5.0, at: 6", "line 6", "at = 6: there are 5 rounds"),
-        ("title: x", "at: 3", "line 1", "round 3 of 5, which evaluate-every = 2 leaves out"),
+        (
+            "method: fedprox",
+            "method: fedprox, of: personal.mean",
+            "line 9",
+            "of = 'personal.mean': not recorded by fedprox",
+        ),
+        ("alpha: 5.0", "alpha: 5.0, at: 6", "line 6", "at = 6: expected at most 5, the last round"),
+        ("title: x", "at: 3", "line 1", "round 3 of 5, which evaluate-every = 2 skips"),
     ],
 )
 def test_runs_that_could_not_start_are_refused_before_the_first(old, new, where, words, tmp_path):
@@ -266,11 +378,11 @@ def test_runs_that_could_not_start_are_refused_before_the_first(old, new, where,
 @pytest.mark.parametrize(
     ("grid", "words"),
     [
-        ("lr: 0.1", "line 6: grid: lr = 0.1: a list of values is needed"),
-        ("lr: []", "line 6: grid: lr = []: a list of values is needed"),
+        ("lr: 0.1", "line 6: grid.lr = 0.1: expected a list of values"),
+        ("lr: []", "line 6: grid.lr = []: expected a list of values"),
         ("lrr: [0.1]", "line 6: config key = 'lrr' is unknown; did you mean lr?"),
-        ("lr: [0.1, fast]", "line 6 (lr = fast; a): lr = 'fast': a number is needed"),
-        ("lr: [0.1, -1.0]", "line 6 (lr = -1.0; a): lr = -1.0: expected"),
+        ("lr: [0.1, fast]", "line 6 (lr = fast; a): lr = 'fast': "),
+        ("lr: [0.1, -1.0]", "line 6 (lr = -1.0; a): lr = -1.0: "),
         ("alpha: [1.0, 2.0]", "line 6: alpha is set by 'a' (line 4)"),
         ("lr: [0.1, 0.1]", "line 6: two rows are called 'lr = 0.1'"),
     ],
@@ -304,7 +416,7 @@ def test_every_seeds_split_is_tried_before_the_first_run(tmp_path, monkeypatch):
         if config.rounds.seed == 2:
             raise ValueError("a client has too few samples")
 
-    monkeypatch.setattr(runner, "client_indices", split)
+    monkeypatch.setattr(preflight, "client_indices", split)
     with pytest.raises(ValueError, match="too few samples"):
         check_recipe(recipe, recipe.cells, replace(PAPER, seeds=[0, 1, 2]), tmp_path)
     assert tried == [(0.5, 0), (0.5, 1), (0.5, 2)]
@@ -315,14 +427,14 @@ def test_every_seeds_split_is_tried_before_the_first_run(tmp_path, monkeypatch):
 
 def test_a_name_under_only_is_a_row_a_column_or_a_part_of_one():
     recipe = load_recipe("fedintr-table-3")
-    cells = chosen(recipe, ["FedIntR", "CIFAR-10", "beta 5", "beta 0.1"])
+    cells = selected(recipe, ["FedIntR", "CIFAR-10", "beta 5", "beta 0.1"])
     assert [(c.row.name, c.column.name) for c in cells] == [
         ("FedIntR", "CIFAR-10, beta 5"),
         ("FedIntR", "CIFAR-10, beta 0.1"),
     ]
-    assert len(chosen(recipe, ["CIFAR-100, beta 5"])) == 5
+    assert len(selected(recipe, ["CIFAR-100, beta 5"])) == 5
     with pytest.raises(ValueError, match="--only 'FedAvgg': fedintr-table-3 has"):
-        chosen(recipe, ["FedAvgg"])
+        selected(recipe, ["FedAvgg"])
 
 
 # --- scales and measures ----------------------------------------------------------------------
@@ -361,7 +473,7 @@ def test_every_round_that_a_cell_is_read_at_is_evaluated(scale, tmp_path):
             run = run_of(cell, {}, 0, options, tmp_path)
             check_reading(cell, run, resolve_config(run.keys))
             expected = cell.at * run.rounds / run.paper_rounds
-            assert abs(last_read(cell, run) - expected) <= 0.5, cell.column.name
+            assert abs(last_round_read(cell, run) - expected) <= 0.5, cell.column.name
 
 
 def test_what_the_notes_say_of_shards_at_minutes_is_so(tmp_path):
@@ -386,7 +498,7 @@ def test_what_the_notes_say_of_shards_at_minutes_is_so(tmp_path):
 
 
 def test_recipes_with_claims_have_the_seeds_to_judge_them():
-    for recipe in map(load_recipe, known_recipes()):
+    for recipe in map(load_recipe, shipped_recipes()):
         assert not recipe.claims or len(recipe.seeds) >= 3, recipe.name
 
 
@@ -397,7 +509,7 @@ def test_no_more_rounds_are_evaluated_than_have_to_be():
         assert scaled(keys, SCALES["hour"], read)["evaluate-every"] == every
 
 
-def test_diagnostics_stay_as_many_in_a_shrunk_run():
+def test_diagnostics_stay_as_many_in_a_scaled_run():
     keys = {"num-rounds": 1000, "num-clients": 4, "diagnostics": "vci", "diagnostics-every": 50}
     assert scaled(keys, SCALES["hour"])["diagnostics-every"] == 10
     assert "diagnostics-every" not in scaled({**keys, "diagnostics": ""}, SCALES["hour"])
@@ -446,7 +558,7 @@ history = [
 
 
 @pytest.mark.parametrize(
-    ("take", "at", "shrunk", "expected"),
+    ("take", "at", "shrink", "expected"),
     [
         ("final", 5, 1.0, 60.0),
         ("final", 3, 1.0, 20.0),
@@ -463,18 +575,18 @@ history = [
         ("final", 6, 1.0, None),  # not there yet
     ],
 )
-def test_measures_of_a_history(take, at, shrunk, expected):
-    found = measure(history, "global.accuracy", parse_take(take), at, shrunk)
+def test_measures_of_a_history(take, at, shrink, expected):
+    found = measure(history, "global.accuracy", parse_take(take), at, shrink)
     assert found == (expected if expected is None else pytest.approx(expected))
 
 
-def test_a_moving_average_is_the_same_of_a_shrunk_run_and_of_rarer_evaluations():
+def test_a_moving_average_is_the_same_of_a_scaled_run_and_of_rarer_evaluations():
     """An accuracy that rises evenly from 0 to 100: the average lags by 9 of the paper's rounds."""
     found = []
     for rounds, every in ((1000, 1), (1000, 10), (200, 10), (50, 25)):
         evaluated = range(every, rounds + 1, every)
         curve = [{"round": r, "global": {"accuracy": r / rounds}} for r in evaluated]
-        shrunk = rounds / 1000
-        found.append(measure(curve, "global.accuracy", parse_take("ema 0.9"), rounds, shrunk))
+        shrink = rounds / 1000
+        found.append(measure(curve, "global.accuracy", parse_take("ema 0.9"), rounds, shrink))
     assert found[0] == pytest.approx(99.1)
     assert found[1:] == pytest.approx([100] * 3, abs=0.6)

@@ -14,29 +14,39 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+import typer
 from conftest import final_model, history_of, same_bits
 from matplotlib.figure import Figure
 
-from keel.experiments import __main__ as command_line
-from keel.experiments import report, runner
-from keel.experiments.plan import Options, Result, Run, chosen, due, run_of, winner
+from keel.cli import experiments as command_line
+from keel.experiments import figures, runner
+from keel.experiments.claims import Verdict, tally, verdict_of
+from keel.experiments.figures import curve_of
+from keel.experiments.plan import Result, best_candidate, runs_needed, selected
 from keel.experiments.recipe import Claim, Recipe, load_recipe, parse_recipe
-from keel.experiments.report import Verdict, curve_of, tally, verdict_of, write_report
+from keel.experiments.rendering import write_report
+from keel.experiments.runs import Options, Run, run_of
 from keel.experiments.verify import checks
+from protocol.config import resolve_config
 from server_app.inline import run_inline
 
-root = Path(__file__).parent.parent
+root = Path(__file__).parent.parent.parent
 sweep = root / "docs" / "sweep.yaml"
-ONCE = ("--seeds", "1", "--only", "unlike clients")
+ONCE = ("--seeds", "1", "--only", "heterogeneous")
 wait_s = 120.0
 
 
-def main(*words: str) -> int:
-    """The command line, in this process; a run of the runner still has one of its own."""
+def main(*arguments: str) -> int:
+    """`keel experiments` in this process; a run of the runner still has one of its own."""
     before = signal.getsignal(signal.SIGTERM)
     try:
-        return command_line.main(words)
+        command = typer.main.get_command(command_line.app)
+        return int(command.main(list(arguments), standalone_mode=False) or 0)
+    except (ValueError, OSError, click.ClickException) as error:  # as keel.cli.main does
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -69,7 +79,7 @@ def test_what_is_finished_is_not_run_again(swept, monkeypatch, capsys):
 
     monkeypatch.setattr(runner.subprocess, "Popen", refuse)
     assert main("run", str(sweep), "--output", str(swept), *ONCE) == 0
-    assert "2 runs are finished already" in capsys.readouterr().out
+    assert "2 runs are already finished" in capsys.readouterr().out
 
 
 def test_a_failing_run_is_survived_and_named(swept, tmp_path, capsys):
@@ -78,10 +88,10 @@ def test_a_failing_run_is_survived_and_named(swept, tmp_path, capsys):
     recipe.write_text(text)
     before = folders(swept)
     assert main("run", str(recipe), "--output", str(swept), *ONCE) == 1
-    said = capsys.readouterr().out
-    assert "failed" in said
-    assert "values that are not finite" in said
-    assert "1 runs are finished already" in said  # the sweep's own, shared
+    message = capsys.readouterr().out
+    assert "failed" in message
+    assert "values that are not finite" in message
+    assert "1 runs are already finished" in message  # the sweep's own, shared
     new = set(folders(swept)) - set(before)
     assert len(new) == 1
     shutil.rmtree(new.pop().parent)
@@ -110,9 +120,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
 @pytest.fixture
 def interrupted(tmp_path: Path) -> Iterator[Callable[[], tuple[int, str, int]]]:
     """A runner in a process of its own; interrupted() stops it in the middle of its run."""
-    words = ["run", str(long_recipe(tmp_path)), "--output", str(tmp_path / "out")]
+    arguments = ["run", str(long_recipe(tmp_path)), "--output", str(tmp_path / "out")]
     process = subprocess.Popen(
-        [sys.executable, "-m", "keel.experiments", *words],
+        [sys.executable, "-m", "keel.cli.experiments", *arguments],
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -130,13 +140,13 @@ def interrupted(tmp_path: Path) -> Iterator[Callable[[], tuple[int, str, int]]]:
         runs = [pid for pid in processes_with(str(tmp_path / "out")) if pid != process.pid]
         for pid in runs:
             os.kill(pid, signal.SIGSTOP)  # or it would be over before the interrupt
-        assert main(*words) == 1  # a second runner on the same folder
+        assert main(*arguments) == 2  # a second runner on the same folder
         assert set(runner.holders(tmp_path / "out" / ".lock")) == {process.pid, *runs}
         process.send_signal(signal.SIGINT)
         for pid in runs:
             os.kill(pid, signal.SIGCONT)
-        said, _ = process.communicate(timeout=wait_s)
-        return process.returncode, said, rounds()
+        message, _ = process.communicate(timeout=wait_s)
+        return process.returncode, message, rounds()
 
     try:
         yield stop
@@ -162,34 +172,34 @@ def processes_with(word: str) -> list[int]:
     return found
 
 
-def test_an_interrupted_runner_goes_on_bit_for_bit(interrupted, tmp_path, capsys):
-    code, said, rounds = interrupted()
-    assert (code, "stopped" in said) == (130, True), said
+def test_an_interrupted_runner_resumes_bit_for_bit(interrupted, tmp_path, capsys):
+    code, message, rounds = interrupted()
+    assert (code, "interrupted" in message) == (130, True), message
     rejected = capsys.readouterr().err
     assert re.search(r"in use by another runner, .*: process \d+, \d+$", rejected.strip())
     assert 2 <= rounds < 20, "it was over before it was interrupted"
     assert processes_with(str(tmp_path / "out")) == []
-    (cut,) = folders(tmp_path / "out")
-    summary = cut / "summary.json"  # there unless the run was killed before it could say so
+    (attempt,) = folders(tmp_path / "out")
+    summary = attempt / "summary.json"  # there unless the run was killed before it could say so
     assert not summary.exists() or json.loads(summary.read_text())["status"] != "finished"
-    kept = (cut / "history.jsonl").read_text().splitlines()
+    before = (attempt / "history.jsonl").read_text().splitlines()
 
     recipe, output = long_recipe(tmp_path), tmp_path / "out"
     assert main("run", str(recipe), "--output", str(output)) == 0
-    assert folders(output) == [cut]  # resumed, not begun anew
-    after = (cut / "history.jsonl").read_text().splitlines()
-    assert after[: len(kept)] == kept  # only the round in flight was run again
+    assert folders(output) == [attempt]  # resumed, not started from scratch
+    after = (attempt / "history.jsonl").read_text().splitlines()
+    assert after[: len(before)] == before  # only the round in flight was run again
     assert [json.loads(line)["round"] for line in after] == list(range(1, 21))
-    given = json.loads((cut / "config.json").read_text())["overrides"]
+    given = json.loads((attempt / "config.json").read_text())["overrides"]
     whole = run_inline({**given, "output-dir": str(tmp_path / "whole")}, 4)
-    assert same_bits(final_model(cut), final_model(whole))
+    assert same_bits(final_model(attempt), final_model(whole))
 
 
 def test_runs_that_a_killed_runner_left_behind_keep_the_folder_until_they_end(
     tmp_path, monkeypatch
 ):
     recipe = load_recipe(str(sweep))
-    run = next(due(recipe, recipe.cells, options(), tmp_path, ()))
+    run = next(runs_needed(recipe, recipe.cells, options(), tmp_path, ()))
     monkeypatch.setattr(runner, "command_of", lambda run: ["sleep", "600"])
     with runner.locked(tmp_path) as lock:
         left = runner.start(run, 0, [], lock, runner.TaskID(0)).process
@@ -208,7 +218,7 @@ def test_runs_that_a_killed_runner_left_behind_keep_the_folder_until_they_end(
 
 def test_each_run_has_one_gpu_in_turn_and_one_thread(tmp_path, monkeypatch):
     recipe = load_recipe(str(sweep))
-    run = next(due(recipe, recipe.cells, options(), tmp_path, ()))
+    run = next(runs_needed(recipe, recipe.cells, options(), tmp_path, ()))
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(runner.subprocess, "Popen", lambda command, **how: seen.append(how))
     with (tmp_path / "lock").open("w") as lock:
@@ -219,19 +229,23 @@ def test_each_run_has_one_gpu_in_turn_and_one_thread(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--output", "/dev/null/x"], "cannot be written"),
-        (["--seeds", "-1"], "--seeds -1"),
+        (["--seeds", "-1"], "-1 is not in the range"),
         (["--set", "seed=3"], "--set seed"),
-        (["--set", "lr=high"], "did you mean"),
+        (["--set", "lr=high"], "expected a value of type float"),
+        (["--set", "lrr=1"], "did you mean lr?"),
+        (["--set", "lr"], "expected KEY=VALUE"),
+        (["--scale", "week"], "--scale = 'week' is unknown"),
+        (["--grid", "half"], "--grid = 'half' is unknown"),
         (["--only", "FedAvgg"], "--only 'FedAvgg'"),
     ],
 )
-def test_bad_words_are_refused_in_one_line(words, said, tmp_path, capsys):
-    assert main("run", str(sweep), "--output", str(tmp_path), *words) == 1
+def test_bad_words_are_refused_in_one_line(arguments, message, tmp_path, capsys):
+    assert main("run", str(sweep), "--output", str(tmp_path), *arguments) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
@@ -246,7 +260,7 @@ rows:
 
 
 def options(**changed: Any) -> Options:
-    """One seed at the paper's scale, unless said otherwise."""
+    """One seed at the paper's scale, unless message otherwise."""
     return Options(**{"scale": "paper", "changes": {}, "seeds": [0], "full_grid": True, **changed})
 
 
@@ -254,7 +268,7 @@ def fake_run(run: Run, accuracy: float, name: str = "attempt", cpu_seconds: floa
     """Leave the folder of a finished run that had this accuracy after its last round."""
     folder = run.folder / name
     folder.mkdir(parents=True)
-    config = {"config": dict(runner.resolve_config(run.keys).flat)}
+    config = {"config": dict(resolve_config(run.keys).flat)}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "summary.json").write_text('{"status": "finished"}')
     times = {"client_seconds": 60.0, "client_cpu_seconds": cpu_seconds, "seconds": {"all": 90.0}}
@@ -272,17 +286,19 @@ def fake_runs(recipe: Recipe, output: Path, how: Options, results: dict[float, f
 
 def test_the_best_of_the_first_seed_is_run_with_the_others(tmp_path):
     recipe, how = parse_recipe(tuned, Path("t.yaml")), options(seeds=[0, 1])
-    first = list(due(recipe, recipe.cells, how, tmp_path, ()))
+    first = list(runs_needed(recipe, recipe.cells, how, tmp_path, ()))
     assert [(r.keys["fedprox.mu"], r.keys["seed"]) for r in first] == [(0.1, 0), (1, 0), (10, 0)]
     fake_runs(recipe, tmp_path, how, {0.1: 0.5, 10: 0.7})
-    assert len(list(due(recipe, recipe.cells, how, tmp_path, ()))) == 3  # one is not there yet
-    given_up = {first[1].name}
-    then = list(due(recipe, recipe.cells, how, tmp_path, given_up))
-    assert (then[-1].keys["fedprox.mu"], then[-1].keys["seed"]) == (10, 1)
+    assert (
+        len(list(runs_needed(recipe, recipe.cells, how, tmp_path, ()))) == 3
+    )  # one is not there yet
+    failed = {first[1].name}
+    later = list(runs_needed(recipe, recipe.cells, how, tmp_path, failed))
+    assert (later[-1].keys["fedprox.mu"], later[-1].keys["seed"]) == (10, 1)
     fake_runs(recipe, tmp_path, how, {1: 0.9})
-    assert winner(recipe.cells[0], how, tmp_path, ()) == {"fedprox.mu": 1}
+    assert best_candidate(recipe.cells[0], how, tmp_path, ()) == {"fedprox.mu": 1}
     # without the full grid, the paper's best alone
-    only = list(due(recipe, recipe.cells, options(full_grid=False), tmp_path, ()))
+    only = list(runs_needed(recipe, recipe.cells, options(full_grid=False), tmp_path, ()))
     assert [r.keys["fedprox.mu"] for r in only] == [1]
 
 
@@ -302,23 +318,25 @@ rows:
 
 def test_a_run_of_other_defaults_fails_alone_and_the_report_says_so(tmp_path, monkeypatch):
     recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
-    odd, other = due(recipe, recipe.cells, how, tmp_path, ())
+    odd, other = runs_needed(recipe, recipe.cells, how, tmp_path, ())
     make_odd(fake_run(odd, 0.5))
     fake_run(other, 0.25)
     assert odd.finished() is None
-    said = "momentum = 0.8, today 0.9"
+    message = "momentum = 0.8, today 0.9"
     monkeypatch.setattr(runner, "start", lambda *_: pytest.fail("started"))
     failed = runner.run_recipe(recipe, recipe.cells, how, tmp_path)
-    assert failed == {odd.name: f"{said}: choose another --output"}
+    assert failed == {odd.name: f"{message}: choose another --output"}
     _, text = write_report(tmp_path)
-    assert f"| FedAvg | –; a run has other defaults: {said} |" in text.read_text()
+    assert f"| FedAvg | –; a run has other defaults: {message} |" in text.read_text()
     assert "| FedProx | 25.00 |" in text.read_text()
 
 
-def test_what_was_tuned_goes_on_without_a_value_of_other_defaults(tmp_path, monkeypatch):
+def test_tuning_continues_without_a_value_of_other_defaults(tmp_path, monkeypatch):
     recipe, how = parse_recipe(tuned, Path("t.yaml")), options(seeds=[0, 1])
     fake_runs(recipe, tmp_path, how, {0.1: 0.5, 1: 0.9, 10: 0.7})
-    best, *_ = [r for r in due(recipe, recipe.cells, how, tmp_path, ()) if r.keys["seed"] == 1]
+    best, *_ = [
+        r for r in runs_needed(recipe, recipe.cells, how, tmp_path, ()) if r.keys["seed"] == 1
+    ]
     assert best.keys["fedprox.mu"] == 1
     make_odd(run_of(recipe.cells[0], {"fedprox.mu": 1}, 0, how, tmp_path).folder / "attempt")
     fake_run(run_of(recipe.cells[0], {"fedprox.mu": 10}, 1, how, tmp_path), 0.8)
@@ -326,22 +344,22 @@ def test_what_was_tuned_goes_on_without_a_value_of_other_defaults(tmp_path, monk
     assert len(runner.run_recipe(recipe, recipe.cells, how, tmp_path)) == 1
 
 
-def test_a_cut_run_of_other_defaults_is_begun_anew(tmp_path):
+def test_an_interrupted_run_of_other_defaults_starts_from_scratch(tmp_path):
     recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
-    run = next(due(recipe, recipe.cells, how, tmp_path, ()))
-    cut = fake_run(run, 0.5)
-    (cut / "summary.json").unlink()
-    (cut / "checkpoints").mkdir()
-    (cut / "checkpoints" / "round-00001-x.safetensors").touch()
-    assert f'resume="{cut}"' in runner.command_of(run)
-    make_odd(cut)
+    run = next(runs_needed(recipe, recipe.cells, how, tmp_path, ()))
+    attempt = fake_run(run, 0.5)
+    (attempt / "summary.json").unlink()
+    (attempt / "checkpoints").mkdir()
+    (attempt / "checkpoints" / "round-00001-x.safetensors").touch()
+    assert f'resume="{attempt}"' in runner.command_of(run)
+    make_odd(attempt)
     assert f'output-dir="{run.folder}"' in runner.command_of(run)
 
 
-def test_progress_is_of_the_attempt_that_began_anew(tmp_path):
+def test_progress_is_that_of_the_newest_attempt(tmp_path):
     recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
-    run = next(due(recipe, recipe.cells, how, tmp_path, ()))
-    started = runner.Started(run, None, 0, None, tmp_path, 0)
+    run = next(runs_needed(recipe, recipe.cells, how, tmp_path, ()))
+    started = runner.RunProcess(run, None, 0, None, tmp_path, 0)
     assert started.new_rounds() == 0
     fake_run(run, 0.5, "1-old")
     assert [started.new_rounds(), started.new_rounds()] == [1, 0]
@@ -364,9 +382,9 @@ def test_recipes_of_one_name_are_two_jobs_and_one_job_keeps_its_tuning_seed(tmp_
     assert len(list(out.glob("jobs/*.json"))) == 3
     # what is tuned is tuned on 5, what is not needs no run of it
     how = options(seeds=[0], tuned_on=5)
-    assert [r.keys["seed"] for r in due(a, a.cells, how, out, ())] == [5, 5, 5]
+    assert [r.keys["seed"] for r in runs_needed(a, a.cells, how, out, ())] == [5, 5, 5]
     plain = parse_recipe(two_rows, Path("t.yaml"))
-    assert [r.keys["seed"] for r in due(plain, plain.cells, how, out, ())] == [0, 0]
+    assert [r.keys["seed"] for r in runs_needed(plain, plain.cells, how, out, ())] == [0, 0]
 
 
 def test_seeds_asked_for_later_are_run_with_what_the_first_seed_chose(tmp_path, monkeypatch):
@@ -379,33 +397,33 @@ def test_seeds_asked_for_later_are_run_with_what_the_first_seed_chose(tmp_path, 
     assert runner.run_recipe(recipe, recipe.cells, options(seeds=[0]), tmp_path) == {}
 
 
-def test_a_killed_run_is_called_so_and_an_earlier_attempts_words_are_not_its_reason(tmp_path):
+def test_the_reason_of_a_failure_is_the_signal_or_the_last_line_of_its_own_attempt(tmp_path):
     log = tmp_path / "log.txt"
     log.write_text("an earlier attempt\n")
     begin = log.stat().st_size
 
-    def said(script: str) -> str:
+    def message(script: str) -> str:
         with log.open("ab") as output:
             process = subprocess.Popen(["sh", "-c", script], stdout=output)
         process.wait()
-        return runner.why_failed(runner.Started(None, process, 0, None, log, begin))
+        return runner.failure_of(runner.RunProcess(None, process, 0, None, log, begin))
 
-    assert said("exit 1") == "it wrote nothing"
-    assert said("kill -KILL $$") == "killed by SIGKILL, as by a lack of memory"
-    assert said("kill -TERM $$") == "killed by SIGTERM"
-    assert said("echo no data; exit 1") == "no data"
+    assert message("exit 1") == "no output"
+    assert message("kill -KILL $$") == "killed by SIGKILL, possibly out of memory"
+    assert message("kill -TERM $$") == "killed by SIGTERM"
+    assert message("echo no data; exit 1") == "no data"
 
 
 def test_a_damaged_job_is_named(tmp_path):
     (tmp_path / "jobs").mkdir()
     job = tmp_path / "jobs" / "x.json"
-    for text, said in (
+    for text, message in (
         ("{", "is damaged: "),
-        ("[]", "no JSON object"),
-        ("{}", "it says no 'text'"),
+        ("[]", "expected a JSON object"),
+        ("{}", "'text' is missing"),
     ):
         job.write_text(text)
-        with pytest.raises(ValueError, match=said) as rejected:
+        with pytest.raises(ValueError, match=message) as rejected:
             write_report(tmp_path)
         assert str(job) in str(rejected.value)
 
@@ -416,12 +434,18 @@ def test_a_damaged_job_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("left", "right", "above", "word", "detail"),
     [
-        ({0: 52.0, 1: 53.0, 2: 51.5}, {0: 50.0, 1: 51.0, 2: 50.0}, True, "held", "+1.83 ± 0.29"),
-        ({0: 50.0, 1: 51.0, 2: 50.0}, {0: 52.0, 1: 53.0, 2: 51.5}, True, "not held", "-1.83"),
-        ({0: 50.0, 1: 51.0, 2: 50.0}, {0: 52.0, 1: 53.0, 2: 51.5}, False, "held", "-1.83"),
-        ({0: 52.0, 1: 49.0, 2: 55.0}, {0: 50.0, 1: 51.0, 2: 50.0}, True, "not decided", "+1.67"),
-        ({0: 52.0}, {0: 50.0, 1: 51.0}, True, "not decided", "one seed"),
-        ({}, {0: 50.0}, True, "not run", ""),
+        (
+            {0: 52.0, 1: 53.0, 2: 51.5},
+            {0: 50.0, 1: 51.0, 2: 50.0},
+            True,
+            "reproduced",
+            "+1.83 ± 0.29",
+        ),
+        ({0: 50.0, 1: 51.0, 2: 50.0}, {0: 52.0, 1: 53.0, 2: 51.5}, True, "not reproduced", "-1.83"),
+        ({0: 50.0, 1: 51.0, 2: 50.0}, {0: 52.0, 1: 53.0, 2: 51.5}, False, "reproduced", "-1.83"),
+        ({0: 52.0, 1: 49.0, 2: 55.0}, {0: 50.0, 1: 51.0, 2: 50.0}, True, "inconclusive", "+1.67"),
+        ({0: 52.0}, {0: 50.0, 1: 51.0}, True, "inconclusive", "one seed"),
+        ({}, {0: 50.0}, True, "not tested", ""),
     ],
 )
 def test_a_claim_is_judged_over_paired_seeds(left, right, above, word, detail):
@@ -442,8 +466,11 @@ def test_a_claim_is_judged_over_paired_seeds(left, right, above, word, detail):
 
 def test_verdicts_are_counted():
     claim = load_recipe("fedcka-table-2").claims[0]
-    verdicts = [Verdict(claim, word, "") for word in ("not run", "held", "not decided", "held")]
-    assert tally(verdicts).startswith("2 held, 1 not decided, 1 not run; ")
+    verdicts = [
+        Verdict(claim, word, "")
+        for word in ("not tested", "reproduced", "inconclusive", "reproduced")
+    ]
+    assert tally(verdicts).startswith("2 reproduced, 1 inconclusive, 1 not tested; ")
 
 
 times = """\
@@ -472,11 +499,11 @@ def timed(output: Path, accuracies: dict[str, list[float]]) -> tuple[Recipe, Opt
 @pytest.mark.parametrize(
     ("a", "b", "cell", "word"),
     [
-        ([0.6, 0.6], [0.1, 0.1], "not reached", "held"),
-        ([0.1, 0.1], [0.6, 0.6], "10.50 ± 0.71", "not held"),
-        ([0.6, 0.6], [0.6, 0.1], "10.00; reached by 1 of 2 seeds", "not decided"),
-        ([0.1, 0.1], [0.1, 0.1], "not reached", "not decided"),
-        ([0.6], [0.1], "not reached", "not decided"),  # one seed
+        ([0.6, 0.6], [0.1, 0.1], "not reached", "reproduced"),
+        ([0.1, 0.1], [0.6, 0.6], "10.50 ± 0.71", "not reproduced"),
+        ([0.6, 0.6], [0.6, 0.1], "10.00; reached by 1 of 2 seeds", "inconclusive"),
+        ([0.1, 0.1], [0.1, 0.1], "not reached", "inconclusive"),
+        ([0.6], [0.1], "not reached", "inconclusive"),  # one seed
     ],
 )
 def test_a_time_that_is_never_reached_is_longer_than_any(a, b, cell, word, tmp_path):
@@ -484,7 +511,7 @@ def test_a_time_that_is_never_reached_is_longer_than_any(a, b, cell, word, tmp_p
     timed(tmp_path, {"A": a, "B": b})
     text = write_report(tmp_path)[1].read_text()
     assert f"| B | {cell} |" in text
-    assert f"| A below B in result | {word} | A gets there with" in text
+    assert f"| A below B in result | {word} | A reaches it with" in text
 
 
 def test_times_of_different_machines_are_not_compared(tmp_path):
@@ -494,8 +521,8 @@ def test_times_of_different_machines_are_not_compared(tmp_path):
         (attempt / "manifest.json").write_text('{"machines": ["cuda: some GPU"]}')
     text = write_report(tmp_path)[1].read_text()
     assert "| B | 60.00 ± 0.00 |" in text  # there, the clock on the wall
-    assert "not decided | different machines: cpu: not noted, cuda: some GPU |" in text
-    assert "The seconds are of different machines: do not compare them." in text
+    assert "inconclusive | different machines: cpu: not recorded, cuda: some GPU |" in text
+    assert "The seconds are from different machines and cannot be compared." in text
     assert "2 runs on cuda: some GPU: 3 min 0 s of rounds, the longest 1 min 30 s." in text
 
 
@@ -517,7 +544,9 @@ def test_a_table_says_what_is_missing_in_a_cell(tmp_path):
     assert "| FedAvg | 50.00 ± 0.00; 2 of 3 seeds |" in page
     assert "scale paper, full grid; " in page
     # seed 0 chose mu: its +20 says nothing of FedProx
-    assert "| not decided | +10.00, one seed; seed 0 left out, it chose the tuned value |" in page
+    assert (
+        "| inconclusive | +10.00, one seed; without seed 0, which chose the tuned value |" in page
+    )
 
 
 def test_what_a_set_makes_alike_is_reported_where_it_was_asked_for_alone(tmp_path):
@@ -525,7 +554,7 @@ def test_what_a_set_makes_alike_is_reported_where_it_was_asked_for_alone(tmp_pat
     text = two_rows + "columns:\n  slow: {lr: 0.1}\n  fast: {lr: 0.2}\n"
     recipe, how = parse_recipe(text, Path("t.yaml")), options(changes={"lr": 0.3})
     (tmp_path / "jobs").mkdir()
-    slow, fast = (chosen(recipe, [name]) for name in ("slow", "fast"))
+    slow, fast = (selected(recipe, [name]) for name in ("slow", "fast"))
     runner.save_job(recipe, how, tmp_path, slow[:1])
     fake_run(run_of(slow[0], {}, 0, how, tmp_path), 0.5)
     lines = write_report(tmp_path)[1].read_text().splitlines()
@@ -551,7 +580,7 @@ def test_a_curve_is_the_moving_average_where_its_number_is(tmp_path):
         lines = [{"round": i, "global": {"accuracy": a}} for i, a in ((1, 0.2), (2, 0.6))]
         path = fake_run(run, 0.0) / "history.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        curves[cell.row.name] = curve_of(cell, [run])
+        curves[cell.row.name] = curve_of(cell, [(run, run.finished())])
     assert curves == {"FedAvg": [(1, 20, 0), (2, 40, 0)], "FedProx": [(1, 20, 0), (2, 60, 0)]}
 
 
@@ -573,7 +602,7 @@ def test_measures_of_features_are_compared_over_rows_on_one_axis(tmp_path, monke
         drawn.extend((line.get_label(), line.get_xydata().tolist()) for line in axes.lines)
         path.touch()
 
-    monkeypatch.setattr(report, "plot_panels", panels)
+    monkeypatch.setattr(figures, "plot_panels", panels)
     text = write_report(tmp_path)[1].read_text()
     shown = [(label, points) for label, points in drawn if points]
     assert shown == [("FedAvg", [[2, 0.5]]), ("FedProx", [[2, 1.5]])]  # the mean over seeds
@@ -581,12 +610,28 @@ def test_measures_of_features_are_compared_over_rows_on_one_axis(tmp_path, monke
 
 
 def test_a_report_says_which_of_the_tuned_values_were_tried(tmp_path):
-    for text, grid in ((tuned, ", the paper's best of what is tuned"), (two_rows, "")):
+    for text, grid in ((tuned, ", the paper's best of the tuned values"), (two_rows, "")):
         output = tmp_path / str(len(grid))
         output.mkdir()
         how = options(full_grid=False)
         runner.save_job(parse_recipe(text, Path("t.yaml")), how, output)
         assert f"\nscale paper{grid}; seeds [0]; " in write_report(output)[1].read_text()
+
+
+def test_text_of_a_recipe_is_escaped_and_its_notes_are_below_the_table(tmp_path):
+    text = two_rows.replace("FedAvg:", "<b>A & B</b>:")
+    text += 'title: a < b\nnotes: ["<script>alert(1)</script>", second]\n'
+    text += "claims: [<b>A & B</b> above FedProx in result]\n"
+    (tmp_path / "jobs").mkdir()
+    runner.save_job(parse_recipe(text, Path("t.yaml")), options(), tmp_path)
+    page, markdown = (path.read_text() for path in write_report(tmp_path))
+    assert "<h2>a &lt; b</h2>" in page
+    assert "&lt;b&gt;A &amp; B&lt;/b&gt;" in page
+    assert "<b>" not in page
+    assert page.count("<script>") == 1  # the report's own
+    note = "<li>&lt;script&gt;alert(1)&lt;/script&gt;</li>"
+    assert page.index('<table class="sortable">') < page.index(note) < page.index("not tested")
+    assert "\n- <script>alert(1)</script>\n- second\n\n| claim |" in markdown
 
 
 class Cells(HTMLParser):
@@ -596,6 +641,7 @@ class Cells(HTMLParser):
         super().__init__()
         self.rows: list[list[str]] = []
         self.addresses: list[str] = []
+        self.in_cell = False
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.addresses += [v or "" for k, v in attributes if k in ("src", "href")]
@@ -603,13 +649,14 @@ class Cells(HTMLParser):
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
+            self.in_cell = True
 
     def handle_endtag(self, tag: str) -> None:
-        if tag == "table":
-            self.rows.append([])  # what follows belongs to no cell
+        if tag in ("td", "th"):
+            self.in_cell = False
 
     def handle_data(self, data: str) -> None:
-        if self.rows and self.rows[-1]:
+        if self.in_cell:
             self.rows[-1][-1] += data
 
 
@@ -623,7 +670,7 @@ def test_the_report_holds_the_numbers_of_the_histories(swept):
         (row,) = [row for row in cells.rows if row and row[0] == f"fedprox.mu = {mu}"]
         assert row[1:] == ["–", f"{mean:.2f}", "–"]  # the other column was not asked for
         assert f"| fedprox.mu = {mu} | {mean:.2f} |\n" in text.read_text()
-    assert ["like clients above unlike clients in fedprox.mu = 1.0", "not run", ""] in cells.rows
+    assert ["homogeneous above heterogeneous in fedprox.mu = 1.0", "not tested", ""] in cells.rows
     pictures = [a for a in cells.addresses if a.startswith("data:image/")]
     assert len(pictures) == 2  # the curves, and how the classes lie over the clients
     assert all(a.startswith(("data:image/", "#")) for a in cells.addresses)  # it opens offline
@@ -638,11 +685,11 @@ def test_where_curves_are_shown_they_come_before_the_numbers(swept, tmp_path):
     (job,) = output.glob("jobs/*.json")
     about = json.loads(job.read_text())
     for shows in ("table", "curves"):
-        said = about | {"text": f"shows: {shows}\n{about['text']}"}
-        job.write_text(json.dumps(said))
+        message = about | {"text": f"shows: {shows}\n{about['text']}"}
+        job.write_text(json.dumps(message))
         page, text = (path.read_text() for path in write_report(output))
         is_first = shows == "curves"
-        assert (page.index("<figure>") < page.index("<table class=sortable>")) is is_first
+        assert (page.index("<figure>") < page.index('<table class="sortable">')) is is_first
         assert (text.index("\n![") < text.index("\n| |")) is is_first
 
 
@@ -701,7 +748,7 @@ def test_labels_need_no_run(tmp_path):
 
 def wrong(folder: Path) -> list[str]:
     """What verify finds wrong, replaying two rounds."""
-    return [check.found for check in checks(folder, 2) if not check.is_right]
+    return [check.found for check in checks(folder, 2) if not check.passed]
 
 
 @pytest.fixture
@@ -712,10 +759,10 @@ def copied(swept: Path, tmp_path: Path) -> Path:
 
 def test_a_finished_run_verifies_to_the_bit(swept, capsys):
     assert main("verify", str(folders(swept)[0])) == 0
-    said = capsys.readouterr().out
-    assert "split: " in said
-    assert said.count("the same to the bit") == 2
-    assert "1 runs, 0 things wrong" in said
+    message = capsys.readouterr().out
+    assert "split: " in message
+    assert message.count("bit-identical (") == 2
+    assert "1 runs, 0 checks failed" in message
 
 
 def test_files_that_are_not_the_runs_are_found(copied):
@@ -743,17 +790,17 @@ def test_a_run_that_did_not_end_is_not_verified(copied):
     bundle = json.loads((copied / "manifest.json").read_text())
     del bundle["files"]
     (copied / "manifest.json").write_text(json.dumps(bundle))
-    assert wrong(copied) == ["the run has not ended: there is nothing to hold it to"]
-    assert main("verify", str(copied.parent / "nothing")) == 1
+    assert wrong(copied) == ["the run has not ended: its manifest is incomplete"]
+    assert main("verify", str(copied.parent / "nothing")) == 2
 
 
-def test_of_several_runs_one_that_was_killed_is_left_out_by_name(copied, capsys):
+def test_of_several_runs_one_that_was_killed_is_skipped_by_name(copied, capsys):
     killed = Path(shutil.copytree(copied, copied.parent / "killed"))
     bundle = json.loads((killed / "manifest.json").read_text())
     del bundle["files"]
     (killed / "manifest.json").write_text(json.dumps(bundle))
     assert main("verify", str(killed)) == 1
     assert main("verify", str(copied.parent), "--rounds", "1") == 0
-    assert "2 runs, 1 left out, 0 things wrong" in capsys.readouterr().out
+    assert "2 runs, 1 skipped, 0 checks failed" in capsys.readouterr().out
     shutil.copytree(killed, copied, dirs_exist_ok=True)
     assert main("verify", str(copied.parent)) == 1  # nothing was looked at

@@ -15,7 +15,7 @@ import server_app.manifest
 from client_app.setup import client_indices, open_source
 from client_app.worker_client import code_digest, run_by_worker
 from data.partitions import partition_indices, stratified_share
-from keel.experiments.plan import machines_of
+from keel.experiments.runs import machines_of
 from keel.experiments.verify import checks, round_check
 from protocol.config import app_folder, keel_version, resolve_config
 from protocol.files import digest
@@ -84,21 +84,21 @@ def sha(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def test_a_bundle_holds_digests_of_files_rounds_and_split(run):
+def test_a_manifest_holds_digests_of_files_rounds_and_split(run):
     folder = run({"num-rounds": 4})
-    bundle = read_manifest(folder)
-    assert bundle["files"] == {
+    manifest = read_manifest(folder)
+    assert manifest["files"] == {
         name: sha((folder / name).read_bytes())
         for name in ("config.json", "history.jsonl", "summary.json", "model.safetensors")
     }
-    assert list(bundle["rounds"]) == ["1", "2", "3"]
-    kept = {path.name.split("-")[1]: path for path in folder.glob("checkpoints/*")}
-    assert sha(kept["00003"].read_bytes()) == bundle["rounds"]["3"]
-    assert bundle["versions"].keys() >= {"torch", "numpy", "flwr", "python", "cpu", "gpu"}
-    assert (bundle["clients"], bundle["simulated"]) == (4, True)
+    assert list(manifest["rounds"]) == ["1", "2", "3"]
+    states = {path.name.split("-")[1]: path for path in folder.glob("checkpoints/*")}
+    assert sha(states["00003"].read_bytes()) == manifest["rounds"]["3"]
+    assert manifest["versions"].keys() >= {"torch", "numpy", "flwr", "python", "cpu", "gpu"}
+    assert (manifest["clients"], manifest["simulated"]) == (4, True)
     other = read_manifest(run({"num-rounds": 4, "alpha": 0.5}))
-    assert other["split"] != bundle["split"]
-    assert other["rounds"]["1"] != bundle["rounds"]["1"]
+    assert other["split"] != manifest["split"]
+    assert other["rounds"]["1"] != manifest["rounds"]["1"]
 
 
 def test_a_split_that_differs_in_which_samples_alone_has_another_digest(run):
@@ -119,67 +119,67 @@ def test_a_split_that_differs_in_which_samples_alone_has_another_digest(run):
 # --- verify ---------------------------------------------------------------------------------------
 
 
-def test_what_clients_kept_last_is_held_to_its_digest(run):
+def test_client_state_is_verified_by_its_digest(run):
     folder = run({"num-rounds": 2, "method": "local", "local-test-fraction": 0.2})
-    kept = read_manifest(folder)["kept"]
-    assert sorted(kept) == [f"client-000{i}" for i in range(4)]
-    assert all(name.startswith("round-00002-") for name in kept.values())
-    (said,) = [c for c in checks(folder, rounds=1) if "kept last" in c.found]
-    assert (said.is_right, said.found) == (True, "what 4 clients kept last: as they were")
-    (folder / "clients" / "client-0001" / kept["client-0001"]).unlink()
-    path = folder / "clients" / "client-0003" / kept["client-0003"]
+    states = read_manifest(folder)["kept"]
+    assert sorted(states) == [f"client-000{i}" for i in range(4)]
+    assert all(name.startswith("round-00002-") for name in states.values())
+    (check,) = [c for c in checks(folder, rounds=1) if "state of" in c.found]
+    assert (check.passed, check.found) == (True, "state of 4 clients: unchanged")
+    (folder / "clients" / "client-0001" / states["client-0001"]).unlink()
+    path = folder / "clients" / "client-0003" / states["client-0003"]
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    (said,) = [c for c in checks(folder, rounds=1) if "kept last" in c.found]
-    assert not said.is_right
-    assert "client-0001/round-00002-" in said.found
-    assert "client-0003/round-00002-" in said.found
-    assert "client-0002" not in said.found
+    (check,) = [c for c in checks(folder, rounds=1) if "state of" in c.found]
+    assert not check.passed
+    assert "client-0001/round-00002-" in check.found
+    assert "client-0003/round-00002-" in check.found
+    assert "client-0002" not in check.found
 
 
-def test_a_run_that_did_not_finish_is_not_called_right(run):
+def test_a_run_that_did_not_finish_is_not_passed(run):
     folder = run({"num-rounds": 1})
     summary = json.loads((folder / "summary.json").read_text())
     text = json.dumps(summary | {"status": "failed: no more disk"})
     (folder / "summary.json").write_text(text)
-    assert [c.found[:13] for c in checks(folder, rounds=1) if not c.is_right] == ["summary.json:"]
-    bundle = json.loads((folder / "manifest.json").read_text())
-    bundle["files"]["summary.json"] = digest(text.encode())
-    (folder / "manifest.json").write_text(json.dumps(bundle))
+    assert [c.found[:13] for c in checks(folder, rounds=1) if not c.passed] == ["summary.json:"]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["summary.json"] = digest(text.encode())
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     (check,) = checks(folder, rounds=1)
-    assert not check.is_right
+    assert not check.passed
     assert check.found == "the run did not finish: failed: no more disk"
 
 
-def test_other_bits_without_an_accuracy_to_compare_are_not_called_right():
+def test_other_bits_without_an_accuracy_to_compare_are_not_passed():
     line = {"round": 1}
-    bundle, again = ({"rounds": {"1": bits}, "versions": {"gpu": "some"}} for bits in "ab")
-    assert round_check(line, line, bundle, bundle, same_place=True).is_right
-    check = round_check(line, line, bundle, again, same_place=False)
-    assert not check.is_right
+    manifest, again = ({"rounds": {"1": bits}, "versions": {"gpu": "some"}} for bits in "ab")
+    assert round_check(line, line, manifest, manifest, is_same_setup=True).passed
+    check = round_check(line, line, manifest, again, is_same_setup=False)
+    assert not check.passed
     assert "no accuracy to compare" in check.found
 
 
 # --- where it was run ---------------------------------------------------------------------------
 
 
-def test_a_bundle_names_keel_and_every_machine_that_worked_on_the_run(run, monkeypatch):
+def test_a_manifest_names_keel_and_every_machine_that_worked_on_the_run(run, monkeypatch):
     folder = run({"num-rounds": 1})
-    bundle = read_manifest(folder)
-    (keel,) = bundle["keel"]
+    manifest = read_manifest(folder)
+    (keel,) = manifest["keel"]
     assert keel.startswith(keel_version())
-    assert "keel" not in bundle["versions"]
-    assert machines_of(folder) == bundle["machines"]
-    (here,) = bundle["machines"]
+    assert "keel" not in manifest["versions"]
+    assert machines_of(folder) == manifest["machines"]
+    (here,) = manifest["machines"]
     assert here.startswith("cpu: ")
     # resumed elsewhere: round 1 keeps the versions that its digest is of
     monkeypatch.setattr(server_app.manifest, "machine", lambda device: "cuda: another")
     monkeypatch.setattr(server_app.manifest, "versions", lambda: {"torch": "another"})
     begin_manifest(folder, resolve_config(keys), [])
     assert machines_of(folder) == [here, "cuda: another"]
-    assert read_manifest(folder)["versions"] == bundle["versions"]
+    assert read_manifest(folder)["versions"] == manifest["versions"]
 
 
-def test_only_rounds_of_the_versions_of_the_bundle_and_of_no_others_before_are_noted(
+def test_only_rounds_of_the_versions_of_the_manifest_and_of_no_others_before_are_noted(
     tmp_path, monkeypatch
 ):
     def noted(*rounds, torch="a"):
@@ -188,8 +188,8 @@ def test_only_rounds_of_the_versions_of_the_bundle_and_of_no_others_before_are_n
         begin_manifest(folder, resolve_config(keys), [])
         for number in rounds:
             note_round(folder, number, f"{torch}{number}")
-        bundle = read_manifest(folder)
-        return bundle["versions"]["torch"], " ".join(bundle.get("rounds", {}).values())
+        manifest = read_manifest(folder)
+        return manifest["versions"]["torch"], " ".join(manifest.get("rounds", {}).values())
 
     folder = tmp_path / "1"
     folder.mkdir()
@@ -255,7 +255,9 @@ def test_another_commit_of_the_same_sources_is_the_same_place(run, monkeypatch):
     monkeypatch.setattr(server_app.manifest, "commit", lambda: "another")
     *_, found = (check.found for check in checks(folder, 1) if "versions" in check.found)
     assert found.startswith("versions: the same here (the run's Keel: ")
-    monkeypatch.setattr("experiments.verify.versions", lambda: {**versions(), "sources": "f" * 16})
+    monkeypatch.setattr(
+        "keel.experiments.verify.versions", lambda: {**versions(), "sources": "f" * 16}
+    )
     *_, found = (check.found for check in checks(folder, 1) if "versions" in check.found)
     assert found.startswith(f"versions: sources {sources_digest()}, here {'f' * 16} (")
 
@@ -274,7 +276,7 @@ def test_the_commit_is_keels_own_or_none(tmp_path, monkeypatch):
     commit.cache_clear()
 
 
-def test_a_bundle_of_before_says_its_kind_of_processor(tmp_path):
+def test_a_manifest_of_before_says_its_kind_of_processor(tmp_path):
     for gpu, expected in (("none", "cpu: x86_64 AVX2"), ("some GPU", "cuda: some GPU")):
         versions = {"cpu": "x86_64 AVX2", "gpu": gpu}
         (tmp_path / "manifest.json").write_text(json.dumps({"versions": versions}))
