@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 import server_app.report
 from client_app.evaluation import evaluate
 from client_app.methods import METHODS, method_of
+from client_app.process_cache import ProcessCache
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, model_for, open_source, pixels_of
 from client_app.state import StateFolder
-from client_app.process_cache import ProcessCache
 from protocol.config import resolve_config
 from protocol.messages import tensors
 from server_app.federation import idle_keys

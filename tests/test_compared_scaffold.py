@@ -18,12 +18,11 @@ from client_fixtures import (
 )
 from torch import nn
 
-from client_app.objective import LocalObjective
 from client_app.methods import method_of
 from client_app.methods.scaffold import Scaffold, momentum_steps, next_control_variate
+from client_app.objective import LocalObjective, train_on_objective
 from client_app.samples import Step
 from client_app.setup import build_network
-from client_app.objective import train_on_objective
 from protocol.messages import TrainReply
 from strategies.average import Average
 from strategies.scaffold import ScaffoldServer

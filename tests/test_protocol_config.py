@@ -137,7 +137,10 @@ def test_intervals_have_the_ends_that_they_say(allowed, inside, outside):
         ({"fedprox.m": 1.0}, "config key = 'fedprox.m' is unknown"),
         ({"local_epochs": 3}, "config key = 'local_epochs' is unknown; did you mean local-epochs"),
         ({"preset": "fedrcl-table1-cifar"}, "did you mean fedrcl-table1-cifar10"),
-        ({"server-optimizer": "adam"}, "server-optimizer = 'adam' is unknown; did you mean fedadam"),
+        (
+            {"server-optimizer": "adam"},
+            "server-optimizer = 'adam' is unknown; did you mean fedadam",
+        ),
         ({"model": "resnet"}, "model = 'resnet' is unknown; did you mean resnet"),
         ({"client-models": "vgg9,resnet"}, "client-models = 'resnet' is unknown; did you mean"),
         ({"preset": "zzz"}, "preset = 'zzz' is unknown. Allowed: "),

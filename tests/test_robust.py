@@ -10,8 +10,7 @@ from flwr.serverapp.strategy import FedMedian, FedTrimmedAvg, MultiKrum
 from client_app.methods import METHODS
 from protocol.config import resolve_config
 from protocol.messages import TrainReply
-from strategies.aggregation import weighted_mean
-from strategies.aggregation import coordinate_wise, krum_selection
+from strategies.aggregation import coordinate_wise, krum_selection, weighted_mean
 
 shapes = {"conv": (2, 3, 1), "fc": (4,)}
 

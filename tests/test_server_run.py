@@ -32,8 +32,8 @@ from flwr.app import Message, MessageType
 import server_app.inline
 import server_app.roster
 from client_app.method import Update
-from client_app.objective import LocalObjective
 from client_app.methods import METHODS, method_of
+from client_app.objective import LocalObjective
 from client_app.setup import model_for, open_source, pixels_of
 from protocol.config import resolve_config
 from protocol.seeds import seed_of
