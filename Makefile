@@ -1,21 +1,23 @@
-# Two commands for a newcomer: `make demo` and `make test`. Both make their own environment first.
-# Several machines: docs/deployment.md.
+# Two commands for a newcomer: `make demo` and `make test`. Both create the environment first.
+# Several machines: docs/how-to/deployment.md.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
+JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n > 8 ? 8 : n)))
 
-# keep Ray quiet about GPUs on machines without
+# silences Ray's warning about GPUs on machines that have none
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION = 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: help env demo test test-slow test-deployment bench bench-gpu lint clean \
+.PHONY: help env demo check test test-all test-slow test-deployment wheel-smoke coverage lint \
+  bench bench-gpu docs clean \
   credentials register image deploy-server deploy-client deploy-local end-local doctor
-help:  ## what can be made
+help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /: /'
 
-env: $(READY)  ## the environment in .venv, from python3 >= 3.11 and pip
+env: $(READY)  ## the environment in .venv, from Python 3.11 or newer and pip
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -24,31 +26,56 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-DEMO = method="fedintr" num-rounds=10 local-epochs=3 batch-size=32 lr=0.05
-demo: $(READY)  ## FedIntR on scikit-learn's digits with 10 simulated clients, through `flwr run`
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/flwr run . --stream \
-	  --run-config '$(DEMO)' \
-	  --federation-config 'num-supernodes=10 client-resources-num-cpus=1'
+demo: $(READY)  ## compare FedAvg with FedIntR on scikit-learn's digits, in about a minute
+	@$(BIN)/keel demo
 
-test: lint  ## style, types and all tests but the slow ones
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m 'not slow and not deployment'
+# --- checks and tests ------------------------------------------------------------------------
+PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
+# $(call checked,OPTIONS): style, then types beside the tests; pytest's summary is the last line
+checked = $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . || exit 1; \
+  log=$$(mktemp); $(BIN)/mypy >$$log 2>&1 & types=$$!; \
+  $(PYTEST) --numprocesses $(JOBS) $(1); tests=$$?; \
+  wait $$types || { cat $$log; tests=1; }; \
+  rm -f $$log; exit $$tests
+
+check: $(READY)  ## style, types, architecture and unit tests: one minute on two cores
+	@$(call checked,-m 'not end_to_end and not slow and not deployment')
+
+test: $(READY)  ## check, end-to-end tests and a deployment on loopback: six minutes on two cores
+	@$(call checked,-m 'not slow and not deployment')
+
+test-all: test test-slow test-deployment  ## all tests
 
 test-slow: $(READY)  ## the tests that take minutes each
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m slow --timeout 1800
+	$(PYTEST) -m 'slow and not deployment' --timeout 1800
 
-test-deployment: $(READY)  ## network namespaces, containers; as root, installs Debian packages
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -m deployment --timeout 3600 -rs
+test-deployment: $(READY)  ## network namespaces and containers; as root, installs Debian packages
+	$(PYTEST) -m deployment --timeout 3600 -rs
 
-bench: $(READY)  ## speed, as ratios against bare loops and FedAvg: bench.json, bench.md
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m keel.benchmarks
+wheel-smoke: $(READY)  ## build the wheel and use it from an empty directory
+	$(PYTEST) tests/end_to_end/test_wheel.py
 
-bench-gpu: $(READY)  ## the same for a GPU: bench-gpu.json, bench-gpu.md; CIFAR10=/data/cifar10-jpg
-	$(BIN)/python -m keel.benchmarks.gpu $(if $(CIFAR10),--cifar10 '$(CIFAR10)')
+coverage: $(READY)  ## line coverage of client_app, strategies and server_app; files under 90 %
+	$(PYTEST) --numprocesses $(JOBS) -m 'not slow and not deployment' --cov --cov-report=
+	@$(BIN)/coverage report
+	@echo 'Under 90 %:'; $(BIN)/coverage report | awk '/\.py/ && $$NF + 0 < 90 {print "  " $$1, $$NF}'
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# --- benchmarks and documentation ------------------------------------------------------------
+bench: $(READY)  ## speed, as ratios against bare loops and FedAvg: bench.json, bench.md
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m keel bench
+
+bench-gpu: $(READY)  ## the same for a GPU: bench-gpu.json, bench-gpu.md; CIFAR10=/data/cifar10-jpg
+	$(BIN)/python -m keel bench --gpu $(if $(CIFAR10),--cifar10 '$(CIFAR10)')
+
+docs: $(READY)  ## the documentation as a site, in build/site
+	@$(BIN)/python -c 'import mkdocs, mkdocstrings_handlers.python, l2m4m' 2>/dev/null \
+	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(BIN)/python -m mkdocs build --quiet
 
 # --- deployment ------------------------------------------------------------------------------
 # `docker compose` where there is the plugin, else docker-compose 1.28 or newer
@@ -101,4 +128,4 @@ doctor: $(READY)  ## ARGS="client --credentials credentials/site-a --fleet fl.ex
 	$(BIN)/python -m keel.deployment.doctor $(ARGS)
 
 clean:  ## remove the environment and caches; runs under ~/.keel stay
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

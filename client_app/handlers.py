@@ -26,10 +26,14 @@ from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import (
     Arrays,
+    EvaluateRequest,
     RosterEntry,
+    RosterRequest,
+    RoundRequest,
     TrainReply,
+    TrainRequest,
     all_finite,
-    counted_round_of,
+    last_accepted_round_of,
     read_request,
     reply_content,
     roster_content,
@@ -62,7 +66,7 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
 
 def roster(message: Message, context: Context) -> RecordDict:
     """This client's data and network, before round 1."""
-    request, node = read_request(message), context.node_config
+    request, node = read_request(message, RosterRequest), context.node_config
     config, data = request.config, request.data
     train, test = own_splits(config, data, node, with_images=False)
     name = own_architecture(config, node)
@@ -89,9 +93,11 @@ def representation_width(config: RunConfig, model: StagedModel) -> int:
         return model.eval().extract(image, split).numel()
 
 
-def begin(message: Message, context: Context, before_round: int) -> tuple[RoundContext, Method]:
+def begin(
+    request: RoundRequest, message: Message, context: Context, before_round: int
+) -> tuple[RoundContext, Method]:
     """The round's context, with this client's newest state of a round < before_round."""
-    request, last_accepted_round = read_request(message), counted_round_of(message)
+    last_accepted_round = last_accepted_round_of(message)
     method = method_of(request.config)
     records = message.content.array_records
     folder = state_folder(request, context.node_config)
@@ -109,8 +115,8 @@ def begin(message: Message, context: Context, before_round: int) -> tuple[RoundC
 def train_one_round(message: Message, context: Context) -> RecordDict:
     """Train, save the client state, and answer with the update and its metrics."""
     started, cpu_started = time.perf_counter(), time.process_time()
-    request = read_request(message)
-    ctx, method = begin(message, context, before_round=request.round)
+    request = read_request(message, TrainRequest)
+    ctx, method = begin(request, message, context, before_round=request.round)
     update = method.train(ctx)
     check_state(method, update)
     metrics = {f"loss.{name}": value for name, value in update.terms.items()}
@@ -158,8 +164,8 @@ def refuse_unless_finite(round_: int, groups: dict[str, Arrays]) -> None:
 
 def evaluate_models(message: Message, context: Context) -> RecordDict:
     """Accuracy and loss of the global and the personal model on the local test part."""
-    request = read_request(message)
-    ctx, method = begin(message, context, before_round=request.round + 1)
+    request = read_request(message, EvaluateRequest)
+    ctx, method = begin(request, message, context, before_round=request.round + 1)
     metrics: dict[str, float] = {"num-examples": len(ctx.train_samples)}
     if method.has_global_model:
         score = evaluate(

@@ -11,7 +11,7 @@ from client_app.state import StateFolder
 from client_app.worker_client import worker_variable
 from data.sources import ImageSplit, Source
 from protocol.config import RunConfig, keel_home
-from protocol.messages import DatasetSpec, TrainRequest
+from protocol.messages import DatasetSpec, RoundRequest
 
 NodeConfig = Mapping[str, bool | int | float | str]
 
@@ -100,7 +100,7 @@ def clients_folder() -> Path:
     return keel_home() / "clients"
 
 
-def state_folder(request: TrainRequest, node_config: NodeConfig) -> StateFolder:
+def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
     """Where this client's state of this run is stored.
 
     In deployment under `state-dir` of its node config or in $KEEL_HOME/clients, by the name of the

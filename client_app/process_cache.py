@@ -16,7 +16,7 @@ from client_app.samples import Pixels, Samples
 from client_app.setup import build_network, device_for
 from models import StagedModel
 from protocol.config import RunConfig
-from protocol.messages import Arrays, DatasetSpec, TrainRequest
+from protocol.messages import Arrays, DatasetSpec, RoundRequest
 
 # As this process found it: OMP_NUM_THREADS, which Ray sets to a client's share, or all cores.
 available_threads = torch.get_num_threads()
@@ -107,7 +107,7 @@ class ProcessCache:
 
     def begin_round(
         self,
-        request: TrainRequest,
+        request: RoundRequest,
         node_config: NodeConfig,
         received: Arrays,
         extra: Arrays,

@@ -70,7 +70,7 @@ def send_to_worker(path: str, message: Message, context: Context) -> RecordDict 
 def run_and_round(message: Message) -> str:
     """What a message belongs to, for the log."""
     record = message.content.config_records.get("round")
-    run = str(record["run-dir"]) if record else ""
+    run = str(record.get("run-dir", "")) if record else ""
     return f"run {Path(run).name}, round {record['round']!r}" if record and run else "the roster"
 
 

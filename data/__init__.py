@@ -1,1 +1,1 @@
-"""Data: sources of images, how they are split over clients, and augmentation on tensors."""
+"""Data: image sources, partitions over clients, and augmentation of batches."""

@@ -1,4 +1,4 @@
-"""Pictures of a split."""
+"""A plot of how labels are distributed over clients."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# Up to so many rows and columns every cell carries its number and every class its name.
+# Up to these sizes, cells show their count and classes their name.
 MAX_NUMBERED_CLIENTS = 20
 MAX_NAMED_CLASSES = 40
 
@@ -16,14 +16,14 @@ MAX_NAMED_CLASSES = 40
 def plot_label_distribution(
     label_counts: Sequence[Sequence[int]], class_names: Sequence[str], path: Path
 ) -> None:
-    """A heat map as PNG in `path`: one column a client, one row a class, darker is more samples.
+    """Write a heat map to `path` (PNG): a column per client, a row per class, darker is more.
 
-    label_counts[i][k]: samples of class k that client i holds. As in Fig. 3 of the FedIntR paper.
+    label_counts[i][k]: client i's samples of class k. As in Fig. 3 of the FedIntR paper.
     """
     counts = np.asarray(label_counts)  # [N, K]
     if counts.ndim != 2 or counts.shape[1] != len(class_names) or len(counts) == 0:
         raise ValueError(
-            f"label_counts has shape {counts.shape}: it has to be one row a client, each with a "
+            f"label_counts has shape {counts.shape}: expected a row per client with a "
             f"number for each of the {len(class_names)} classes"
         )
     num_clients, num_classes = counts.shape
@@ -32,14 +32,16 @@ def plot_label_distribution(
         layout="constrained",
     )
     axes = figure.subplots()
-    shade = PowerNorm(0.5, vmin=0, vmax=max(counts.max(), 1))  # few samples differ from none
+    shade = PowerNorm(
+        0.5, vmin=0, vmax=max(counts.max(), 1)
+    )  # so that few samples are told from none
     heat = axes.imshow(
         counts.T.astype(np.float32),
         cmap="Blues",
         norm=shade,
         aspect="auto",
         interpolation="nearest",
-        interpolation_stage="data",  # not colours: those of 2,000 clients took 80 MB
+        interpolation_stage="data",  # resampling colours took 80 MB for 2,000 clients
     )
     axes.set_xlabel("client")
     if num_classes <= MAX_NAMED_CLASSES:

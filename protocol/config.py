@@ -10,6 +10,7 @@ import difflib
 import json
 import logging
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from protocol.options import (
     parse_options,
     true_or_false,
 )
+from protocol.source_spec import SOURCE_NAMES, parse_source
 
 FlatConfig = dict[str, OptionValue]
 T = TypeVar("T")
@@ -62,7 +64,7 @@ RENAMED_VALUES = {
 }
 
 
-def with_current_names(flat: Mapping[str, OptionValue]) -> FlatConfig:
+def with_current_names(flat: Mapping[str, OptionValue], warn: bool = True) -> FlatConfig:
     """The same config under today's names of keys and values; each old one logs a warning.
 
     ValueError if a key is given under both of its names.
@@ -73,25 +75,13 @@ def with_current_names(flat: Mapping[str, OptionValue]) -> FlatConfig:
         if name != key:
             if name in flat:
                 raise ValueError(f"{key} and {name} are the same key: give {name} only")
-            log.warning("%s is now called %s; the old name works until Keel 0.3", key, name)
+            if warn:
+                log.warning("%s is now called %s; the old name works until Keel 0.3", key, name)
         new_value = RENAMED_VALUES.get((name, str(value)), value)
-        if new_value != value:
+        if new_value != value and warn:
             log.warning("%s = %r is now called %r", name, value, new_value)
         renamed[name] = new_value
     return renamed
-
-
-# `data.sources` reads them; PATH is an absolute path.
-SOURCES = (
-    "digits", "fashion-mnist", "mnist", "cifar10", "cifar100", "svhn", "tiny-imagenet",
-    "folder:PATH", "npz:PATH",
-)  # fmt: skip
-
-
-def source_name() -> Constraint:
-    """The name of a data source, PATH filled in where it has one."""
-    patterns = [name.replace("PATH", ".+") for name in SOURCES]
-    return matching("|".join(patterns), "one of " + ", ".join(SOURCES))
 
 
 def device_name() -> Constraint:
@@ -103,7 +93,7 @@ def device_name() -> Constraint:
 class DataConfig:
     """Where the samples come from, how they are split over clients, and how they are augmented."""
 
-    source: str = option(source_name(), "the data set")
+    source: str = option(any_text(), "the data set: " + ", ".join(SOURCE_NAMES))
     data_dir: str = option(
         any_text(), 'folder of downloaded data sets; "": $KEEL_HOME/data, else ~/.keel/data'
     )
@@ -199,6 +189,14 @@ class PrivacyConfig:
     )
 
 
+RUN_NAME_RULE = "1 to 64 of the characters A-Z a-z 0-9 . _ -, not beginning with a dot"
+
+
+def is_run_name(name: str) -> bool:
+    """Whether `name` can name a run directory; "" leaves the choice to Keel."""
+    return not name or re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) is not None
+
+
 @dataclass(frozen=True)
 class RoundsConfig:
     """The run: who takes part, how long, whose updates count, what is evaluated and written."""
@@ -251,6 +249,10 @@ class RoundsConfig:
         true_or_false(), "write TensorBoard events to the run directory; needs keel[tensorboard]"
     )
     output_dir: str = option(any_text(), 'parent of run directories; "": $KEEL_HOME/runs')
+    run_name: str = option(
+        Constraint(is_run_name, RUN_NAME_RULE),
+        'name of the run directory, which must not exist; "": time, method and data',
+    )
     resume: str = option(any_text(), "run directory to resume")
     evaluate_every: int = option(
         at_least(1), "rounds between evaluations; the last round is always evaluated"
@@ -314,9 +316,15 @@ def keel_home() -> Path:
     return Path(os.environ.get("KEEL_HOME") or Path.home() / ".keel").expanduser().absolute()
 
 
+def project_file() -> Path:
+    """pyproject.toml: of the wheel if Keel is installed from one, else of the checkout."""
+    installed = app_folder / "protocol" / "pyproject.toml"
+    return installed if installed.exists() else app_folder / "pyproject.toml"
+
+
 @lru_cache(maxsize=1)
 def _project() -> dict[str, Any]:
-    return tomllib.loads((app_folder / "pyproject.toml").read_text())
+    return tomllib.loads(project_file().read_text())
 
 
 def keel_version() -> str:
@@ -436,12 +444,7 @@ def _validate_names(config: RunConfig) -> None:
     if model.norm and model.norm not in norms:
         allowed = f"expected {' or '.join(norms)}" if norms else "it has no norm layer"
         raise ValueError(f"norm = {model.norm!r}: {model.model}: {allowed}; empty: its default")
-    kind, _, path = config.data.source.partition(":")
-    if path and not Path(path).expanduser().is_absolute():
-        raise ValueError(
-            f"source = {config.data.source!r}: expected an absolute path, because a Flower run has "
-            f"a working directory of its own; from here it would be {kind}:{Path(path).absolute()}"
-        )
+    parse_source(config.data.source)
 
 
 def _validate_method(config: RunConfig) -> None:

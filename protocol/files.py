@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Atomic writes and content digests."""
 
 import hashlib
 import os
@@ -11,9 +11,9 @@ def digest(content: bytes) -> str:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that a kill leaves the old file or the new one, never a part.
+    """Write `content` to `path`: after a kill or a power cut there is the old file or the new one.
 
-    A power cut after it, too: the folder's entry is on the disk when this returns.
+    The file and its directory entry are on the disk when this returns.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with part.open("wb") as file:
@@ -21,8 +21,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    directory = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(directory)
     finally:
-        os.close(folder)
+        os.close(directory)

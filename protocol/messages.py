@@ -1,20 +1,21 @@
 """The layout of every message between server and clients.
 
-server -> client   query     round: see `TrainRequest`
-                   train     round; client: counted-round; arrays; extra
-                   evaluate  round; client: counted-round; arrays; extra
-client -> server   query     roster: see `RosterEntry`
+server -> client   query     round: `RosterRequest`
+                   train     round: `TrainRequest`; client: counted-round; arrays; extra
+                   evaluate  round: `EvaluateRequest`; client: counted-round; arrays; extra
+client -> server   query     roster: `RosterEntry`
                    train     reply: client, round; arrays; extra; metrics
                    evaluate  reply: client, round; metrics
 
-`counted-round` is the last round whose reply of this client the server used, 0: none.
-`extra` holds what a method sends beside the model (control variates, prototypes) and may be empty.
+`counted-round` is the client's last accepted round: the last one whose update was aggregated, 0:
+none. `extra` holds what a method sends beside the model (control variates, prototypes) and may be
+empty.
 """
 
 import json
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -24,17 +25,17 @@ from torch import Tensor
 from protocol.config import RunConfig, config_from_json, keel_version
 
 Arrays = dict[str, Tensor]
-packed = "keel.safetensors"  # how Flower's `Array.stype` calls what `array_record` makes
-longest_header = 2**22  # bytes: of names, shapes and places of some ten thousand tensors
-protocol_version = 3  # of the layout below: another one cannot be talked to
+PACKED = "keel.safetensors"  # `Array.stype` of what `array_record` makes
+MAX_HEADER_BYTES = 2**22  # names, shapes and offsets of some ten thousand tensors
+protocol_version = 3  # of the layout of messages; both sides need the same
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """What a client has to know of the run's source, which it need not have.
+    """What every client has to know of the run's data source; a site has another source of its own.
 
-    image_shape: (C, H, W). class_names: a label is a place in them. mean, std: of each channel, by
-    which every client normalises.
+    image_shape: (C, H, W). class_names: a label is an index into them. mean, std: per channel, for
+    normalisation.
     """
 
     image_shape: tuple[int, int, int]
@@ -44,17 +45,25 @@ class DatasetSpec:
 
     @property
     def num_classes(self) -> int:
-        """Labels go from 0 to this, exclusive."""
+        """Labels are 0 .. num_classes - 1."""
         return len(self.class_names)
 
 
 @dataclass(frozen=True)
-class TrainRequest:
-    """What the server asks of a client, beside the arrays.
+class RosterRequest:
+    """What a client is asked before round 1: its `RosterEntry`."""
 
-    checkpoint_round: the newest round that the server could still resume from; whatever a client
-    kept for it must not be pruned. run_dir: the run's folder, which in simulation holds the
-    clients' state too. evaluate: answer with the accuracies on the local test part as well.
+    config: RunConfig
+    data: DatasetSpec
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """What a client is asked in a round, beside the arrays: to train.
+
+    checkpoint_round: the oldest round that the server may resume from; client state written for it
+    or later is not pruned. evaluate: reply with the accuracies on the local test part as well.
+    run_dir: the run directory, which in simulation holds the clients' state.
     """
 
     config: RunConfig
@@ -66,11 +75,25 @@ class TrainRequest:
 
 
 @dataclass(frozen=True)
-class RosterEntry:
-    """What a client says of itself before round 1. Counts are samples per class.
+class EvaluateRequest:
+    """What a client is asked after a round: the accuracies on its local test part."""
 
-    num_partitions: how many clients the simulation has; 0 for a real site. versions: of flwr and
-    torch; keel and protocol: of what runs on the client.
+    config: RunConfig
+    data: DatasetSpec
+    round: int
+    run_dir: str
+
+
+Request = TypeVar("Request", RosterRequest, TrainRequest, EvaluateRequest)
+RoundRequest = TrainRequest | EvaluateRequest
+
+
+@dataclass(frozen=True)
+class RosterEntry:
+    """A client's description of itself before round 1. Counts are samples per class.
+
+    num_partitions: the number of clients of a simulation; 0 for a real site. versions: of flwr and
+    torch on the client; keel, protocol: versions of Keel and of the messages there.
     """
 
     client: str
@@ -101,41 +124,35 @@ class TrainReply:
     metrics: dict[str, float]
 
 
-def request_record(request: TrainRequest) -> ConfigRecord:
-    """The record that `read_request` reads back."""
-    return ConfigRecord(
-        {
-            "config": request.config.to_json(),
-            "data": json.dumps(asdict(request.data)),
-            "round": request.round,
-            "checkpoint-round": request.checkpoint_round,
-            "evaluate": request.evaluate,
-            "run-dir": request.run_dir,
-        }
-    )
+def request_record(request: RosterRequest | RoundRequest) -> ConfigRecord:
+    """The record that `read_request` reads back: one entry a field."""
+    values = {
+        field.name.replace("_", "-"): getattr(request, field.name) for field in fields(request)
+    }
+    encoded = {"config": request.config.to_json(), "data": json.dumps(asdict(request.data))}
+    return ConfigRecord(values | encoded)
 
 
-def read_request(message: Message) -> TrainRequest:
-    """What the message asks for; ValueError if it is not one of Keel's."""
+def read_request(message: Message, kind: type[Request]) -> Request:
+    """The request in a message of this kind; ValueError if it is not one of Keel's."""
     record = message.content.config_records.get("round")
     if record is None:
         raise ValueError("a message without the record 'round': not sent by Keel's ServerApp")
-    if "data" not in record:
+    values: dict[str, Any] = {name.replace("-", "_"): value for name, value in record.items()}
+    names = [field.name for field in fields(kind)]
+    if missing := [name for name in names if name not in values]:
         raise ValueError(
-            f"the server speaks another protocol, this Keel version {protocol_version}"
+            f"the message's record 'round' has no {missing[0]!r}: the server speaks another "
+            f"version of "
+            f"the protocol, this Keel version {protocol_version}; install the same Keel on both"
         )
-    return TrainRequest(
-        config=config_from_json(str(record["config"])),
-        data=data_from_json(str(record["data"])),
-        round=int(record["round"]),  # type: ignore[arg-type]  # a scalar in every Keel message
-        checkpoint_round=int(record["checkpoint-round"]),  # type: ignore[arg-type]
-        evaluate=bool(record["evaluate"]),
-        run_dir=str(record["run-dir"]),
-    )
+    values["config"] = config_from_json(values["config"])
+    values["data"] = dataset_spec_from_json(values["data"])
+    return kind(**{name: values[name] for name in names})
 
 
-@lru_cache(maxsize=4)  # it is the same in every message of a run
-def data_from_json(text: str) -> DatasetSpec:
+@lru_cache(maxsize=4)  # the same in every message of a run
+def dataset_spec_from_json(text: str) -> DatasetSpec:
     """What `request_record` made of the run's data."""
     shape, *others = (tuple(json.loads(text)[f.name]) for f in fields(DatasetSpec))
     return DatasetSpec(shape, *others)
@@ -144,38 +161,38 @@ def data_from_json(text: str) -> DatasetSpec:
 def message_content(
     request: ConfigRecord, arrays: ArrayRecord, extra: ArrayRecord, last_accepted_round: int
 ) -> RecordDict:
-    """The content of a train or evaluate message; `instruction` is `request_record`'s."""
-    own = ConfigRecord({"counted-round": last_accepted_round})
-    return RecordDict({"round": request, "client": own, "arrays": arrays, "extra": extra})
+    """The content of a train or evaluate message; `request` is made by `request_record`."""
+    client = ConfigRecord({"counted-round": last_accepted_round})  # its name since version 1
+    return RecordDict({"round": request, "client": client, "arrays": arrays, "extra": extra})
 
 
-def counted_round_of(message: Message) -> int:
-    """The last round whose reply of this client the server used; 0: none."""
+def last_accepted_round_of(message: Message) -> int:
+    """The last round of this client whose update was aggregated; 0: none."""
     return int(message.content.config_records["client"]["counted-round"])  # type: ignore[arg-type]
 
 
 def array_record(arrays: Arrays, name: str = "arrays") -> ArrayRecord:
-    """Tensors as one array of Flower's, called `name`: their names and values in safetensors.
+    """Tensors packed into one Flower array called `name`, in the safetensors format.
 
-    A SuperLink takes two objects for each of Flower's arrays, at ten or more database statements
-    an object: one by one, a network's arrays are most of what a round in deployment costs.
+    A SuperLink stores two objects for each Flower array, at ten or more database statements an
+    object: sent one by one, a network's arrays would be most of the cost of a round in deployment.
     """
     if not arrays:
         return ArrayRecord()
     values = {key: a.detach().cpu().contiguous().numpy() for key, a in arrays.items()}
     content = save(values, {"names": json.dumps([*values])})
-    return ArrayRecord({name: Array("uint8", (len(content),), packed, content)})
+    return ArrayRecord({name: Array("uint8", (len(content),), PACKED, content)})
 
 
 def tensors(record: ArrayRecord | None) -> Arrays:
-    """The tensors in a record, of their own memory, in their order; {} for none.
+    """The tensors in a record, copied, in their order; {} for none.
 
-    A client's bytes may raise anything here, not only ValueError.
+    Bytes sent by a client may raise any exception here, not only ValueError.
     """
     found: Arrays = {}
     for name, array in (record or {}).items():
         length = int.from_bytes(array.data[:8], "little")
-        if array.stype != packed or length > longest_header:
+        if array.stype != PACKED or length > MAX_HEADER_BYTES:
             raise ValueError(f"{name!r} holds no arrays packed by Keel")
         names = json.loads(json.loads(array.data[8 : 8 + length])["__metadata__"]["names"])
         values = load(array.data)
@@ -223,23 +240,23 @@ def roster_content(entry: RosterEntry) -> RecordDict:
 
 
 def read_roster(message: Message) -> RosterEntry:
-    """The roster entry in a reply to query; ValueError if there is none that we understand."""
+    """The roster entry in a reply to query; ValueError if there is none."""
     record = message.content.config_records.get("roster")
     if record is None:
         raise ValueError("the reply to the query has no record 'roster'")
-    said = json.loads(str(record["entry"]))
-    spoken = said.get("protocol", 0)  # what an old client does not say must not be filled in here
-    if spoken != protocol_version:
+    sent = json.loads(str(record["entry"]))
+    version = sent.get("protocol", 0)  # not defaulted: clients of before this field have version 0
+    if version != protocol_version:
         raise ValueError(
-            f"client {said.get('client')} speaks version {spoken} of the protocol, this server "
+            f"client {sent.get('client')} speaks version {version} of the protocol, this server "
             f"{protocol_version}: install the same Keel on both (the client's is "
-            f"{said.get('keel', 'unknown')}, the server's {keel_version()})"
+            f"{sent.get('keel', 'unknown')}, the server's {keel_version()})"
         )
-    return roster_entry(said)
+    return roster_entry(sent)
 
 
-def is_of(kind: object, value: object) -> bool:
-    """A text, a count, or a list of counts, as `kind` says."""
+def has_type(kind: object, value: object) -> bool:
+    """Whether value is a string, a count, or a list of counts, as `kind` says."""
     if kind is str:
         return isinstance(value, str)
     counts = value if isinstance(value, list) else [value]
@@ -247,32 +264,39 @@ def is_of(kind: object, value: object) -> bool:
     return are_counts and isinstance(value, list) == (kind is not int)
 
 
-def roster_entry(said: dict[str, Any]) -> RosterEntry:
-    """The entry in decoded JSON; ValueError, naming the client, unless it holds what it should."""
-    odd = sorted(said.keys() ^ {f.name for f in fields(RosterEntry)})
-    for name, kind in get_type_hints(RosterEntry).items():
-        value = said.get(name)
-        if not is_of(kind, value):
-            odd.append(name)
-    if not odd and len(said["label_counts"]) != len(said["test_label_counts"]):
-        odd.append("test_label_counts")
-    if odd:
-        client = in_one_line(said.get("client"), 60)
-        raise ValueError(f"client {client}: its roster entry is odd: {odd[0]!r}")
-    return RosterEntry(**said)
+def roster_entry(sent: dict[str, Any]) -> RosterEntry:
+    """The entry in decoded JSON; ValueError naming the client and the field that is wrong."""
+    wrong = sorted(sent.keys() ^ {f.name for f in fields(RosterEntry)})
+    types = get_type_hints(RosterEntry)
+    wrong += [name for name, kind in types.items() if not has_type(kind, sent.get(name))]
+    if not wrong and len(sent["label_counts"]) != len(sent["test_label_counts"]):
+        wrong.append("test_label_counts")
+    if wrong:
+        client = in_one_line(sent.get("client"), 60)
+        raise ValueError(
+            f"client {client}: field {wrong[0]!r} of its roster entry is missing, unknown or of a "
+            f"wrong "
+            "type: install the same Keel on client and server"
+        )
+    return RosterEntry(**sent)
 
 
-def in_one_line(said: object, most: int = 300) -> str:
-    """What a client says, fit for a log: one line of `most` characters, all of them printable."""
-    line = "".join(c if c.isprintable() else " " for c in " ".join(str(said).split()))
-    return line if len(line) <= most else f"{line[: most - 1]}…"
+def in_one_line(text: object, max_length: int = 300) -> str:
+    """Text from a client, fit for a log: one line, printable, at most `max_length` characters."""
+    line = "".join(c if c.isprintable() else " " for c in " ".join(str(text).split()))
+    return line if len(line) <= max_length else f"{line[: max_length - 1]}…"
+
+
+def with_current_names(arrays: Arrays) -> Arrays:
+    """Arrays from a file of any version, under today's names."""
+    return {name.replace("tap_heads.", "projection_heads."): a for name, a in arrays.items()}
 
 
 def payload_bytes(message: Message) -> int:
-    """Bytes of the records in a message: what travels, less Flower's envelope."""
+    """Bytes of the records in a message, without Flower's envelope."""
     return sum(record.count_bytes() for record in message.content.values())
 
 
 def all_finite(arrays: Arrays) -> bool:
-    """No array holds a NaN or an infinity."""
+    """Whether no array holds a NaN or an infinity."""
     return all(bool(a.isfinite().all()) for a in arrays.values() if a.is_floating_point())

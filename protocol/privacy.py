@@ -1,4 +1,4 @@
-"""The Gaussian mechanism and its accounting: what noise, and what is spent over all rounds.
+"""The Gaussian mechanism and its accounting: noise per release, budget spent over all rounds.
 
 FedReCo, Sections 4.2 and 6.2: (epsilon, delta)-local differential privacy of each release.
 """
@@ -29,7 +29,7 @@ def noise_sigma(privacy: PrivacyConfig) -> float:
 
 @dataclass(frozen=True)
 class Budget:
-    """What `releases` releases of one client cost together: (epsilon, delta)."""
+    """The (epsilon, delta) that `releases` releases of one client cost together."""
 
     releases: int
     epsilon: float
@@ -39,8 +39,8 @@ class Budget:
 def composed_budget(privacy: PrivacyConfig, releases: int) -> Budget:
     """The total over `releases` releases, at the run's delta, by Renyi accounting (dp-accounting).
 
-    Tighter than adding up; still far from a guarantee after hundreds of rounds, which is the point
-    of reporting it.
+    Tighter than the sum of the releases' budgets. After hundreds of rounds the total is still far
+    from a useful guarantee; a run reports it for that reason.
     """
     if releases == 0:
         return Budget(0, 0.0, 0.0)

@@ -1,41 +1,36 @@
-"""The ServerApp: what Flower calls; the run itself is `federation.run_federation`."""
+"""The ServerApp that Flower calls; the run itself is `federation.run_federation`."""
 
 import logging
 import sys
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from flwr.supercore.exit import add_exit_handler
 
+from protocol.flower_compat import bound_superlink_retries, on_process_exit
 from server_app.federation import run_federation
+from server_app.observers import SummaryTable
 
 app = ServerApp()
 log = logging.getLogger("keel.server")
-superlink_gone_s = 600.0  # how long a SuperLink may be out of reach before the run ends
+SUPERLINK_TIMEOUT_S = 600.0  # how long the SuperLink may be out of reach before the run ends
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the federation with the keys that the user gave to `flwr run`."""
+    """Run the federation with the keys given to `flwr run`; logs one line a round."""
     log_to_stdout()
-    bound_retries(grid)
+    bound_superlink_retries(grid, SUPERLINK_TIMEOUT_S)
     try:
-        run_federation(grid, dict(grid.run.override_config), add_exit_handler)
+        run_federation(grid, dict(grid.run.override_config), on_process_exit, [SummaryTable()])
     except (ValueError, OSError, RuntimeError) as error:
         log.error("error: %s", error)
-        # Flower follows up with a traceback, short if it begins here; its last line says it again
+        # Flower logs a traceback after this; it is short if it begins here, and ends with the
+        # message
         raise RuntimeError(str(error)) from None
 
 
-def bound_retries(grid: Grid) -> None:
-    """Flower's grid of a deployment tries without end to reach its SuperLink: end that."""
-    invoker = getattr(grid, "_retry_invoker", None)
-    if invoker is not None:
-        invoker.max_time = superlink_gone_s
-
-
 def log_to_stdout() -> None:
-    """Keel's own log lines, plain, once."""
+    """Print Keel's log lines, without decoration, once."""
     logger = logging.getLogger("keel")
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stdout)

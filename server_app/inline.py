@@ -1,9 +1,8 @@
-"""The inline engine: the same ServerApp and ClientApp in one process, without Flower's runtime.
-
-    python -m server_app.inline --num-clients 10 'method="fedintr"' num-rounds=3
+"""The inline engine: ServerApp and ClientApp in one process, without Flower's runtime.
 
 For tests, debugging and benchmarks, and for machines where Ray is too much. Every message passes
-through Flower's records, so a run gives the same model as under `flwr run`, to the bit on CPU.
+through Flower's records, so that a run gives the same model as under `flwr run`, to the bit on one
+CPU.
 """
 
 import argparse
@@ -14,17 +13,18 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
-from flwr.supercore.task_identity import TaskIdentity
 
 import client_app.app
+from protocol.flower_compat import assign_message_id, begin_task
 from protocol.options import OptionValue
 from server_app.app import log_to_stdout
 from server_app.federation import run_federation
+from server_app.observers import RunObserver, SummaryTable
 
 NodeConfig = dict[str, OptionValue]
 
@@ -32,11 +32,12 @@ NodeConfig = dict[str, OptionValue]
 class InlineGrid(Grid):
     """Clients that live in this process and answer one after the other, in the order asked."""
 
+    is_in_process: ClassVar[bool] = True
+
     def __init__(self, app: ClientApp, node_configs: Sequence[NodeConfig]) -> None:
         self.app = app
         run_id = secrets.randbits(62)
-        # what Flower's runtimes set before they start an app; a Message cannot be made without
-        TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = run_id, 1, 1
+        begin_task(run_id)
         self.contexts = {
             node: Context(run_id, node, config, RecordDict(), {})
             for node, config in enumerate(node_configs, start=2)
@@ -44,11 +45,11 @@ class InlineGrid(Grid):
         self.waiting: dict[str, Message] = {}
 
     def set_run(self, run: Any) -> None:
-        """Nothing to set: there is one run."""
+        """Does nothing: there is one run."""
 
     @property
     def run(self) -> Any:
-        """What Keel reads of Flower's Run."""
+        """The part of Flower's Run that Keel reads."""
         return SimpleNamespace(override_config={})
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
@@ -64,31 +65,31 @@ class InlineGrid(Grid):
         ids = []
         for message in messages:
             message_id = secrets.token_hex(8)
-            message.metadata.__dict__["_message_id"] = message_id
+            assign_message_id(message, message_id)
             self.waiting[message_id] = message
             ids.append(message_id)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """The replies to these messages, each made now."""
-        wanted = set(message_ids)
-        due = [message_id for message_id in self.waiting if message_id in wanted]
+        asked = set(message_ids)
+        due = [message_id for message_id in self.waiting if message_id in asked]
         return [self.answer(self.waiting.pop(message_id)) for message_id in due]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """All replies; nothing can be late."""
+        """All replies; none can be late."""
         return self.pull_messages(self.push_messages(messages))
 
     def answer(self, message: Message) -> Message:
-        """What the client makes of one message."""
+        """The client's reply to one message."""
         context = self.contexts[message.metadata.dst_node_id]
         return self.app(message, context)
 
 
 def simulated_nodes(num_clients: int) -> list[NodeConfig]:
-    """The node configs that Flower's simulation would give so many clients, at least one."""
+    """The node configs that Flower's simulation gives to this number of clients, at least one."""
     if num_clients < 1:
         raise ValueError(f"num-clients = {num_clients}: a run needs at least 1 client")
     return [{"partition-id": i, "num-partitions": num_clients} for i in range(num_clients)]
@@ -98,14 +99,19 @@ def run_inline(
     overrides: Mapping[str, OptionValue],
     num_clients: int,
     node_configs: Sequence[NodeConfig] | None = None,
+    observers: Sequence[RunObserver] = (),
 ) -> Path:
-    """A run in this process; returns the absolute path of its folder. Raises what the run raises.
+    """A run in this process; returns its directory. Raises what `run_federation` raises.
 
-    node_configs: one a client, where they are not to be partitions of the run's source.
+    node_configs: one per client, for clients that are not partitions of the run's source.
     """
     nodes = simulated_nodes(num_clients) if node_configs is None else list(node_configs)
     grid = InlineGrid(client_app.app.app, nodes)
-    return run_federation(grid, overrides).path
+    return run_federation(grid, overrides, observers=observers).path
+
+
+# --- `python -m server_app.inline`, until Keel 0.3
+# -------------------------------------------------
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, OptionValue]:
@@ -122,15 +128,20 @@ def parse_overrides(words: Sequence[str]) -> dict[str, OptionValue]:
 
 
 def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m server_app.inline", description=__doc__)
+    """The deprecated command line; `keel run --engine inline` replaces it."""
+    parser = argparse.ArgumentParser(prog="python -m server_app.inline", description=main.__doc__)
     parser.add_argument("--num-clients", type=int, default=2)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     log_to_stdout()
-    signal.signal(signal.SIGTERM, lambda *what: sys.exit(128 + signal.SIGTERM))  # with a status
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # status "stopped"
+    print(
+        "python -m server_app.inline works until Keel 0.3; use: keel run --engine inline "
+        f"--clients {arguments.num_clients} KEY=VALUE ..."
+    )
     try:
-        run_inline(parse_overrides(arguments.overrides), arguments.num_clients)
+        overrides = parse_overrides(arguments.overrides)
+        run_inline(overrides, arguments.num_clients, observers=[SummaryTable()])
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,8 +1,8 @@
-"""manifest.json: what makes a run's folder verify itself.
+"""manifest.json: what a run consisted of, so that it can be verified.
 
 Digests of Keel's sources, of the split, of the first rounds' checkpoints and, once the run has
-ended, of its files; package versions; how many clients there were. For information: Keel's version
-and commit, and the machines that a simulation trained on. `python -m keel.experiments verify` reads it.
+ended, of its files; package versions; the number of clients. For information: Keel's version and
+commit, and the machines of a simulation. `keel experiments verify` reads it.
 """
 
 import hashlib
@@ -23,15 +23,15 @@ from protocol.config import RunConfig, app_folder, keel_version
 from protocol.files import digest, write_atomically
 from protocol.messages import RosterEntry
 
-noted_rounds = 3  # how many rounds a replay can be held to
-packages = ("flwr", "torch", "torchvision", "numpy", "scipy", "safetensors")
-run_by_server = ("diagnostics", "server_app", "strategies")  # packages, beside the clients'
+NUM_NOTED_ROUNDS = 3  # rounds whose checkpoints a replay can be compared with
+PACKAGES = ("flwr", "torch", "torchvision", "numpy", "scipy", "safetensors")
+SERVER_PACKAGES = ("server_app", "strategies")  # beside those of the clients
 signed_files = ("config.json", "history.jsonl", "summary.json", "model.safetensors")
 
 
 def versions() -> dict[str, str]:
-    """What the bits of a result depend on: Keel's sources, packages, Python, kind of processor."""
-    return {name: version(name) for name in packages} | {
+    """Versions that the bits of a result depend on: sources, packages, Python, processor type."""
+    return {name: version(name) for name in PACKAGES} | {
         "sources": sources_digest(),
         "python": platform.python_version(),
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
@@ -43,10 +43,10 @@ def versions() -> dict[str, str]:
 def sources_digest() -> str:
     """The first 16 hex digits of the SHA-256 of all sources that a run depends on.
 
-    The same in a checkout, of whatever commit, and in the app bundle that was made of it.
+    The same in a checkout and in the app bundle made from it.
     """
     found = hashlib.sha256(code_digest().encode())
-    for package in run_by_server:
+    for package in SERVER_PACKAGES:
         for path in sorted((app_folder / package).rglob("*.py")):
             found.update(str(path.relative_to(app_folder)).encode() + b"\0" + path.read_bytes())
     return found.hexdigest()[:16]
@@ -54,12 +54,12 @@ def sources_digest() -> str:
 
 @lru_cache(maxsize=1)
 def commit() -> str:
-    """Keel's commit, with -dirty after changes; empty where the code is no checkout of its own."""
+    """Keel's commit, with -dirty if files have changed; "" where the code is not a checkout."""
     if not (app_folder / ".git").exists():
         return ""
-    words = ["git", "-C", str(app_folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    command = ["git", "-C", str(app_folder), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:  # no git
         return ""
 
@@ -75,7 +75,7 @@ def machine(device: torch.device) -> str:
 
 
 def split_digest(config: RunConfig, roster: Sequence[RosterEntry]) -> str:
-    """A digest of who holds what: label counts, and in simulation every sample's index."""
+    """A digest of the split: label counts and, in simulation, every sample's index."""
     clients = sorted(roster, key=lambda entry: entry.client)
     counts = [[e.client, e.label_counts, e.test_label_counts] for e in clients]
     hashed = hashlib.sha256(json.dumps(counts).encode())
@@ -86,65 +86,67 @@ def split_digest(config: RunConfig, roster: Sequence[RosterEntry]) -> str:
     return hashed.hexdigest()[:16]
 
 
-def begin_manifest(folder: Path, config: RunConfig, roster: Sequence[RosterEntry]) -> None:
-    """Before the first round, or again on a resume: noted rounds keep the versions they had.
+def begin_manifest(directory: Path, config: RunConfig, roster: Sequence[RosterEntry]) -> None:
+    """Write the manifest before the first round, or update it on a resume.
 
-    keel and machines: each that worked on the run. Sites train on machines that are not known here.
+    Versions stay those of the noted rounds. keel, machines: all that worked on the run; the
+    machines of sites are not known here.
     """
-    before = read_manifest(folder)
+    before = read_manifest(directory)
     fields: dict[str, Any] = {
         "versions": before["versions"] if before.get("rounds") else versions(),
-        "keel": with_one(before.get("keel", []), f"{keel_version()} {commit()}".strip()),
+        "keel": appended(before.get("keel", []), f"{keel_version()} {commit()}".strip()),
         "clients": len(roster),
         "simulated": all(entry.num_partitions for entry in roster),
         "split": split_digest(config, roster),
     }
     if fields["simulated"]:
         here = machine(device_for(config.train.device))
-        fields["machines"] = with_one(before.get("machines", []), here)
-    update(folder, **fields)
+        fields["machines"] = appended(before.get("machines", []), here)
+    update(directory, **fields)
 
 
-def with_one(names: Sequence[str], name: str) -> list[str]:
-    """The names and this one, each once."""
+def appended(names: Sequence[str], name: str) -> list[str]:
+    """The names and this one, each once, in order."""
     return list(dict.fromkeys([*names, name]))
 
 
-def note_round(folder: Path, server_round: int, checkpoint_digest: str) -> None:
-    """Keep the digest of one of the first rounds' checkpoints.
+def note_round(directory: Path, server_round: int, checkpoint_digest: str) -> None:
+    """Record the checkpoint digest of one of the first rounds.
 
-    Only if this and all rounds before it are of the bundle's versions: on a resume under others,
-    nothing is noted any more, and a round that is done again is noted no longer.
+    Only if this and all rounds before it ran with the manifest's versions: after a resume with
+    others nothing is recorded, and the digest of a repeated round is dropped.
     """
-    if server_round > noted_rounds:
+    if server_round > NUM_NOTED_ROUNDS:
         return
-    bundle = read_manifest(folder)
-    rounds = {n: noted for n, noted in bundle.get("rounds", {}).items() if int(n) < server_round}
-    if len(rounds) == server_round - 1 and bundle["versions"] == versions():
+    manifest = read_manifest(directory)
+    rounds = {n: noted for n, noted in manifest.get("rounds", {}).items() if int(n) < server_round}
+    if len(rounds) == server_round - 1 and manifest["versions"] == versions():
         rounds[str(server_round)] = checkpoint_digest
-    update(folder, rounds=rounds)
+    update(directory, rounds=rounds)
 
 
-def finish_manifest(folder: Path) -> None:
-    """Digests of the files of a run that has ended, in simulation what each client kept last too.
+def finish_manifest(directory: Path) -> None:
+    """Record the digests of a finished run's files.
 
-    That is where personal models are. Its digest is in the file's name.
+    In simulation also each client's newest state, which holds the personal models: its digest is in
+    the file's name.
     """
-    files = {name: digest((folder / name).read_bytes()) for name in signed_files}
-    versions_kept = sorted(folder.glob("clients/*/round-*.safetensors"))  # the newest comes last
-    update(folder, files=files, kept={path.parent.name: path.name for path in versions_kept})
+    files = {name: digest((directory / name).read_bytes()) for name in signed_files}
+    states = sorted(directory.glob("clients/*/round-*.safetensors"))  # the newest comes last
+    update(directory, files=files, kept={path.parent.name: path.name for path in states})
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """manifest.json; empty if there is none yet."""
-    path = folder / "manifest.json"
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The content of manifest.json (bundle.json before 0.2); {} if there is none yet."""
+    path = directory / "manifest.json"
     if not path.exists():
-        path = folder / "bundle.json"  # its name before 0.2
+        path = directory / "bundle.json"
     content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return content
 
 
-def update(folder: Path, **fields: Any) -> None:
+def update(directory: Path, **fields: Any) -> None:
     """Set these fields of manifest.json."""
-    text = json.dumps(read_manifest(folder) | fields, indent=2)
-    write_atomically(folder / "manifest.json", text.encode())
+    text = json.dumps(read_manifest(directory) | fields, indent=2)
+    write_atomically(directory / "manifest.json", text.encode())

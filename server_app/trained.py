@@ -1,4 +1,4 @@
-"""A finished model, for use: `load_model(folder)` needs neither the data nor a running Flower.
+"""The model of a finished run, for inference: needs neither the data nor a running Flower.
 
 model = load_model("~/.keel/runs/20260101-120000-fedintr-digits")
 names = model.predict(images)          # uint8 [N, H, W], [N, H, W, C] or [N, C, H, W]
@@ -14,21 +14,22 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from client_app.methods import METHODS, method_of
+from client_app.methods import method_of
 from client_app.samples import Pixels
 from client_app.setup import build_network
 from client_app.state import StateFolder
 from models import StagedModel
-from protocol.config import config_from_json, default_config
+from protocol.config import config_from_json
 from protocol.messages import Arrays
 from server_app.run_directory import read_arrays
+from server_app.summary import read_config_file
 
-OWN_STATE = "state/own/"  # in a checkpoint: what the method's strategy keeps
+OWN_STATE = "state/own/"  # prefix in a checkpoint of the state of the method's server half
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A network in eval mode, how it wants its pixels, and what its outputs are called."""
+    """A network in eval mode, the normalisation of its input and the names of its outputs."""
 
     network: StagedModel
     pixels: Pixels
@@ -39,7 +40,7 @@ class TrainedModel:
         """[N, num_classes] for uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W] of any size."""
         channels, size, _ = self.network.input_shape
         if images.dtype != np.uint8:
-            raise ValueError(f"images are {images.dtype}: they have to be uint8, 0..255")
+            raise ValueError(f"images are {images.dtype}: expected uint8, 0..255")
         x = torch.from_numpy(np.ascontiguousarray(images))
         if x.ndim == 3:
             x = x[:, None]
@@ -47,7 +48,7 @@ class TrainedModel:
             x = x.permute(0, 3, 1, 2)
         if x.ndim != 4 or x.shape[1] not in (1, 3):
             raise ValueError(
-                f"images are {list(images.shape)}: [N, H, W] or [N, H, W, C] is needed"
+                f"images are {list(images.shape)}: expected [N, H, W], [N, H, W, C] or [N, C, H, W]"
             )
         x = x.float()
         if x.shape[1] != channels:
@@ -61,17 +62,16 @@ class TrainedModel:
         return [self.class_names[i] for i in self.probabilities(images).argmax(1).tolist()]
 
 
-def load_model(folder: str | Path, client: str = "") -> TrainedModel:
+def load_model(directory: str | Path, client: str = "") -> TrainedModel:
     """The final global model of a run, or the personal model of one of its clients.
 
-    ValueError, one line, where the folder holds no finished run or no such model.
+    ValueError, one line, where the run has not finished or has no such model.
     """
-    path = Path(folder).expanduser()
+    path = Path(directory).expanduser()
     if not (path / "model.safetensors").is_file():
-        raise ValueError(f"{path} has no model.safetensors: it is not the folder of a finished run")
+        raise ValueError(f"{path} has no model.safetensors: it is not a run that has ended")
     arrays, about = read_arrays(path / "model.safetensors")
-    kept = json.loads((path / "config.json").read_text())["config"]
-    config = config_from_json(json.dumps(default_config() | kept))
+    config = config_from_json(json.dumps(read_config_file(path)[0]))
     shape = tuple(int(n) for n in about["shape"].split(","))
     class_names = tuple(about["classes"].split("\n"))
     mean, std = (tuple(map(float, about[key].split(","))) for key in ("mean", "std"))
@@ -80,8 +80,8 @@ def load_model(folder: str | Path, client: str = "") -> TrainedModel:
         method = method_of(config)
         if method.depends_on_num_rounds() and method.is_personal:
             raise ValueError(
-                f"client = {client!r}: the run's last round tuned heads to judge them "
-                f"({config.rounds.method}.final-head-epochs), and they are not kept"
+                f"client = {client!r}: the personal heads were tuned for the last evaluation "
+                f"({config.rounds.method}.final-head-epochs > 0) and are not stored"
             )
         state = StateFolder(path / "clients" / client).load(before_round=2**31)
         own = state.get("model") or state.get("personal")
@@ -89,25 +89,24 @@ def load_model(folder: str | Path, client: str = "") -> TrainedModel:
             own = arrays | state["head"] | head_from_server(path, client)
         if own is None:
             raise ValueError(
-                f"client = {client!r}: {path / 'clients'} holds no personal model of it; "
-                f"{config.rounds.method} keeps {METHODS[config.rounds.method].keeps}"
+                f"client = {client!r}: there is no personal model of it under {path / 'clients'}"
             )
         arrays, name = own, about.get(f"model of {client}", name)
     elif not method_of(config).has_global_model:
         raise ValueError(
-            f"{config.rounds.method} has no global model: name a client, "
-            'such as load_model(folder, client="client-0000")'
+            f"{config.rounds.method} has no global model: name a client, as in "
+            'load_model(directory, client="client-0000")'
         )
     network = build_network(config, (shape[0], shape[1], shape[2]), len(class_names), name)
     network.load_state_dict(arrays)
     return TrainedModel(network.eval(), Pixels(mean, std), class_names)
 
 
-def head_from_server(folder: Path, client: str) -> Arrays:
-    """The head that the server made for this client (FedPAC's mix), by name in the whole model."""
-    checkpoints = sorted((folder / "checkpoints").glob("round-*.safetensors"))
+def head_from_server(directory: Path, client: str) -> Arrays:
+    """The head that the server combined for this client (FedPAC); {} where it makes none."""
+    checkpoints = sorted((directory / "checkpoints").glob("round-*.safetensors"))
     if not checkpoints:
-        raise ValueError(f"{folder / 'checkpoints'} is empty: it may have held {client}'s head")
+        raise ValueError(f"{directory / 'checkpoints'} is empty: it may have held {client}'s head")
     with safe_open(checkpoints[-1], framework="pt") as file:
         prefix = f"{OWN_STATE}{client}/head."
         names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118

@@ -127,10 +127,9 @@ class Average(Strategy):
         step = {f"step/{name}": array for name, array in self.server_optimizer.state().items()}
         own = {f"own/{name}": array for name, array in self.own_state().items()}
         backoff = {f"attendance/{c}": a for c, a in self.backoff.state().items()}
-        counted = json.dumps(
-            self.last_accepted_rounds
-        ).encode()  # one array, however many clients there are
-        return step | own | backoff | {"counted": torch.tensor([*counted], dtype=torch.uint8)}
+        # one array for all clients, under its name of 0.1
+        accepted = json.dumps(self.last_accepted_rounds).encode()
+        return step | own | backoff | {"counted": torch.tensor([*accepted], dtype=torch.uint8)}
 
     def load(self, state: Arrays) -> None:
         """Restore a checkpoint's state."""
@@ -141,9 +140,8 @@ class Average(Strategy):
         self.server_optimizer.load(step)
         self.load_own(own)
         self.backoff.load(backoff)
-        self.last_accepted_rounds = (
-            json.loads(bytes(state["counted"].tolist())) if "counted" in state else {}
-        )
+        accepted = bytes(state["counted"].tolist()) if "counted" in state else b"{}"
+        self.last_accepted_rounds = json.loads(accepted)
 
     # --- Flower's Strategy ---------------------------------------------------------------------
 

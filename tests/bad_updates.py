@@ -131,7 +131,7 @@ class FaultyGrid(InlineGrid):
             [message] = [self.waiting[message_id]]
             [reply] = super().pull_messages([message_id])
             rounds = message.content.config_records["round"]
-            is_bad = message.metadata.dst_node_id == BAD_NODE and rounds["round"] in self.rounds
+            is_bad = message.metadata.dst_node_id == BAD_NODE and rounds.get("round") in self.rounds
             if self.kind == "late" and is_bad:
                 self.withheld[message_id] = (reply, self.pushed_at + self.late_s)
             else:

@@ -47,6 +47,17 @@ FACTS = DatasetSpec(
 )  # where only a record is needed
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests in end_to_end/, and keep those that share a costly fixture on one worker."""
+    for item in items:
+        if "end_to_end" in item.path.parts:
+            item.add_marker(pytest.mark.end_to_end)
+        for fixture in ("superlink", "deployed", "keel"):
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group(fixture))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def keel_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """$KEEL_HOME for the whole session: no test reads or writes the user's own."""

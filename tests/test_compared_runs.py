@@ -18,7 +18,7 @@ from client_app.setup import dataset_spec_of, model_for, open_source, pixels_of
 from client_app.state import StateFolder
 from protocol.config import resolve_config
 from protocol.messages import tensors
-from server_app.federation import idle_keys
+from server_app.checks import config_warnings
 from server_app.inline import run_inline
 from server_app.run_directory import RunDirectory
 from server_app.trained import load_model
@@ -423,8 +423,8 @@ def test_options_that_make_no_sense_are_one_line_before_anything_is_trained(give
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"method": "fedmlb", "fedlc.tau": 3.0}, ["fedlc.tau is given and does nothing: method"]),
-        ({"fedavgm.beta": 0.9}, ["fedavgm.beta is given and does nothing: method is fedavg"]),
+        ({"method": "fedmlb", "fedlc.tau": 3.0}, ["fedlc.tau has no effect: method"]),
+        ({"fedavgm.beta": 0.9}, ["fedavgm.beta has no effect: method is fedavg"]),
         ({"server-optimizer": "fedavgm", "fedavgm.beta": 0.9, "lr": 0.1}, []),
         ({"method": "ditto", "evaluate-clients": "none"}, ["personal models are never evaluated"]),
         ({"evaluate-global": False}, ["nothing is evaluated"]),
@@ -432,6 +432,6 @@ def test_options_that_make_no_sense_are_one_line_before_anything_is_trained(give
     ],
 )
 def test_what_does_nothing_or_is_never_judged_is_warned_of(given, said):
-    lines = idle_keys(resolve_config(BASE | given), given)
+    lines = config_warnings(resolve_config(BASE | given), given)
     assert len(lines) == len(said)
     assert all(words in line for words, line in zip(said, lines, strict=True))

@@ -5,6 +5,8 @@ import gzip
 import multiprocessing
 import os
 import struct
+import subprocess
+import sys
 import urllib.error
 from pathlib import Path
 
@@ -12,8 +14,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import sources
-from data.sources import SOURCES, load_source
+from data import decoding, readers, sources
+from data.sources import (
+    SourceInfo,
+    list_sources,
+    load_source,
+    source_info,
+    source_names,
+)
+from protocol.source_spec import SOURCE_NAMES
 
 
 def random_images(*shape, seed=0):
@@ -110,7 +119,7 @@ def test_a_source_of_small_images_becomes_32_pixels(load):
 def test_fashion_mnist_from_idx_files(load, tmp_path, monkeypatch, debian, suffix):
     from torchvision.datasets import FashionMNIST
 
-    monkeypatch.setattr(sources, "DEBIAN_DATASETS", tmp_path / "usr")
+    monkeypatch.setattr(readers, "DEBIAN_DATASETS", tmp_path / "usr")
     train = write_idx(tmp_path / ("usr" if debian else "data") / "fashion-mnist", suffix)
     fashion = load("fashion-mnist")
     assert np.array_equal(fashion.train.images, train[:, None])
@@ -197,7 +206,7 @@ def test_a_failed_download_says_where_files_may_be_put(
     with pytest.raises(FileNotFoundError) as refusal:
         load(spec)
     message = str(refusal.value)
-    assert f"source = {spec!r}: {tmp_path}/data/{files} is not there" in message
+    assert f"source = {spec!r}: {tmp_path}/data/{files} is missing or incomplete" in message
     assert "URLError" in message
     assert "\n" not in message
     assert list((tmp_path / "data").iterdir()) == []
@@ -336,7 +345,7 @@ def entries(tmp_path):
 def test_the_second_load_reads_no_image(load, tmp_path, monkeypatch):
     spec = make_folder(tmp_path / "mine", random_images(4, 30, 30, 3))
     first = load(spec)
-    monkeypatch.setattr(sources.Image, "open", lambda _: pytest.fail("decoded again"))
+    monkeypatch.setattr(decoding.Image, "open", lambda _: pytest.fail("decoded again"))
     second = load(spec)
     for a, b in ((first.train, second.train), (first.test, second.test)):
         assert np.array_equal(a.images, b.images)
@@ -359,7 +368,7 @@ def test_each_size_and_number_of_channels_is_cached_on_its_own(load, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["new file", "other size", "other time", "renamed"])
-def test_a_changed_folder_is_read_again_and_what_it_was_goes(load, tmp_path, change):
+def test_a_changed_folder_is_decoded_again_and_its_old_entries_are_removed(load, tmp_path, change):
     other = make_folder(tmp_path / "elsewhere" / "mine", random_images(2, 30, 30))
     load(other)
     spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
@@ -387,7 +396,7 @@ def test_a_changed_folder_is_read_again_and_what_it_was_goes(load, tmp_path, cha
     assert entries(tmp_path) == after
 
 
-def test_an_entry_of_an_earlier_keel_goes(load, tmp_path, monkeypatch):
+def test_an_entry_of_an_earlier_version_is_removed(load, tmp_path, monkeypatch):
     spec = make_npz(tmp_path / "mine.npz")
     monkeypatch.setattr(sources, "CACHE_VERSION", 0)
     load(spec)
@@ -398,7 +407,7 @@ def test_an_entry_of_an_earlier_keel_goes(load, tmp_path, monkeypatch):
     assert now != earlier
 
 
-def test_a_failed_reading_leaves_nothing(load, tmp_path):
+def test_a_failed_decoding_leaves_no_entry(load, tmp_path):
     spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
     (tmp_path / "mine" / "test" / "bee" / "3.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"test/bee/3\.png: not a readable image"):
@@ -438,6 +447,57 @@ def test_two_processes_at_once_share_one_entry(tmp_path):
     assert len(entries(tmp_path)) == 1
 
 
+# --- sizes before decoding ------------------------------------------------------------------------
+
+
+def test_every_source_name_has_a_reader():
+    assert source_names() == SOURCE_NAMES == tuple(info.name for info in list_sources())
+
+
+def test_the_published_sizes_are_those_of_the_decoded_digits(load, tmp_path):
+    folders = (tmp_path / "data", tmp_path / "cache")
+    for recipe in ({}, {"image_size": 40}, {"channels": 3}):
+        before = source_info("digits", *folders, **recipe)
+        digits = load("digits", **recipe)
+        assert before == source_info("digits", *folders, **recipe)
+        assert before.image_shape == digits.image_shape
+        assert (before.num_train, before.num_test, before.num_classes) == (1438, 359, 10)
+
+
+@pytest.mark.parametrize("kind", ["colour", "grey", "tiny"])
+def test_the_sizes_of_the_users_files_are_known_before_they_are_decoded(
+    load, tmp_path, monkeypatch, kind
+):
+    images = {
+        "colour": [random_images(30, 40), random_images(30, 40, 3)],
+        "grey": random_images(3, 30, 40),
+        "tiny": random_images(3, 8, 8, 3),
+    }[kind]
+    spec = make_folder(tmp_path / "mine", images)
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "decode", lambda *_: pytest.fail("decoded"))
+        info = source_info(spec, tmp_path / "data", tmp_path / "cache")
+    source = load(spec)
+    assert info == SourceInfo(
+        spec, info.description, len(images), len(images), 2, source.image_shape
+    )
+    assert info == source_info(spec, tmp_path / "data", tmp_path / "cache")
+
+
+def test_reading_and_describing_sources_does_not_import_torch(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from data.sources import load_source, source_info; "
+        "import data.partitions; "
+        "folders = Path(sys.argv[1]), Path(sys.argv[2]); "
+        "source_info('cifar10', *folders); load_source('digits', *folders); "
+        "print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "data"), str(tmp_path / "cache")]
+    root = Path(sources.__file__).parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 # --- what is refused --------------------------------------------------------------------------
 
 
@@ -450,10 +510,10 @@ def rejected(load, spec, error=ValueError, **recipe):
 
 
 @pytest.mark.parametrize("spec", ["imagenet", "folder", "folder:", "digits:/tmp", ""])
-def test_an_unknown_source_is_told_which_there_are(load, spec):
+def test_an_unknown_source_is_refused_with_the_allowed_names(load, spec):
     message = rejected(load, spec)
-    assert message.startswith(f"source = {spec!r}: it has to be one of digits, fashion-mnist, ")
-    assert all(name in message for name in SOURCES)
+    assert message.startswith(f"source = {spec!r}: expected one of digits, fashion-mnist, ")
+    assert all(name in message for name in source_names())
 
 
 @pytest.mark.parametrize("recipe", [{"image_size": -1}, {"channels": 2}])
@@ -466,7 +526,7 @@ def test_a_relative_path(load, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     message = rejected(load, "folder:mine")
     assert "working directory" in message
-    assert f"it would be folder:{tmp_path}/mine" in message
+    assert f"it is folder:{tmp_path}/mine" in message
 
 
 @pytest.mark.parametrize("missing", ["", "train", "test"])
@@ -496,7 +556,7 @@ def test_a_class_without_images(load, tmp_path):
 def test_a_class_of_test_that_train_lacks(load, tmp_path):
     spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
     save_image(tmp_path / "mine" / "test" / "cat" / "0.png", random_images(30, 30))
-    assert "test/cat: a class that train/ lacks; train/ has ant, bee" in rejected(load, spec)
+    assert "test/cat: this class is not in train/, which has ant, bee" in rejected(load, spec)
 
 
 @pytest.mark.parametrize("kind", ["text", "cut short", "empty"])
@@ -517,13 +577,15 @@ def test_tiny_imagenet_that_is_not_there_or_not_as_published(load, tmp_path):
     assert "the published layout" in rejected(load, "tiny-imagenet", FileNotFoundError)
     annotations = make_tiny_imagenet(tmp_path / "data") / "val" / "val_annotations.txt"
     annotations.write_text("val_0.JPEG\tn77\t0\t0\t9\t9\n")
-    assert "val_0.JPEG is of class 'n77', which wnids.txt lacks" in rejected(load, "tiny-imagenet")
+    assert "val_0.JPEG has class 'n77', which is not in wnids.txt" in rejected(
+        load, "tiny-imagenet"
+    )
     annotations.write_text("")
     assert "val_annotations.txt is empty" in rejected(load, "tiny-imagenet")
 
 
 def test_idx_files_that_are_missing_or_broken(load, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "DEBIAN_DATASETS", tmp_path / "usr")
+    monkeypatch.setattr(readers, "DEBIAN_DATASETS", tmp_path / "usr")
     folder = tmp_path / "data" / "fashion-mnist"
     write_idx(folder)
     labels = folder / "train-labels-idx1-ubyte.gz"
@@ -532,7 +594,7 @@ def test_idx_files_that_are_missing_or_broken(load, tmp_path, monkeypatch):
     assert "idx1-ubyte.gz: not a readable gzip file" in rejected(load, "fashion-mnist")
     for kept in (-1, 6, 0):
         labels.write_bytes(gzip.compress(gzip.decompress(good)[:kept]))
-        assert "cut short" in rejected(load, "fashion-mnist")
+        assert "truncated" in rejected(load, "fashion-mnist")
     labels.write_bytes(gzip.compress(idx_bytes(np.zeros(19, dtype=np.uint8))))
     assert "20 images and 19 labels" in rejected(load, "fashion-mnist")
     labels.unlink()
@@ -541,10 +603,10 @@ def test_idx_files_that_are_missing_or_broken(load, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "problem"),
     [
-        ({"y_test": None}, "has no y_test; it has to hold x_train, y_train, x_test, y_test"),
-        ({"x_train": np.zeros((6, 28, 28))}, "x_train is float64 [6, 28, 28]; it has to be uint8"),
+        ({"y_test": None}, "has no y_test; expected x_train, y_train, x_test, y_test"),
+        ({"x_train": np.zeros((6, 28, 28))}, "x_train is float64 [6, 28, 28]; expected uint8"),
         ({"x_test": random_images(3, 28)}, "x_test is uint8 [3, 28]"),
         ({"x_test": random_images(3, 28, 28, 2)}, "x_test is uint8 [3, 28, 28, 2]"),
         ({"x_test": random_images(3, 3, 28, 3)}, "x_test is uint8 [3, 3, 28, 3]"),
@@ -552,23 +614,23 @@ def test_idx_files_that_are_missing_or_broken(load, tmp_path, monkeypatch):
             {"x_test": random_images(0, 28, 28), "y_test": np.zeros(0, dtype=int)},
             "with at least 1 image",
         ),
-        ({"y_train": np.arange(5)}, "y_train is int64 [5]; it has to be integers [6]"),
+        ({"y_train": np.arange(5)}, "y_train is int64 [5]; expected integers [6]"),
         ({"y_train": np.zeros((6, 1), dtype=int)}, "y_train is int64 [6, 1]"),
         ({"y_train": np.zeros(6)}, "y_train is float64 [6]"),
-        ({"y_test": np.array([0, 3, 1])}, "y_test has the label 3; labels go from 0 to the"),
+        ({"y_test": np.array([0, 3, 1])}, "y_test has the label 3; expected 0 to 2"),
         ({"y_train": np.array([0, 1, -1, 0, 1, 2])}, "y_train has the label -1"),
         ({"y_train": np.array([None] * 6)}, "not a readable npz file: ValueError: Object arrays"),
     ],
 )
-def test_npz_files_with_something_wrong(load, tmp_path, changes, said):
+def test_invalid_npz_files_are_refused(load, tmp_path, changes, problem):
     assert f"{tmp_path}/mine.npz" in (
         message := rejected(load, make_npz(tmp_path / "mine.npz", **changes))
     )
-    assert said in message
+    assert problem in message
 
 
 @pytest.mark.parametrize("kind", ["npy", "text", "cut short"])
-def test_npz_files_that_are_none(load, tmp_path, kind):
+def test_files_that_are_not_npz_are_refused(load, tmp_path, kind):
     path = tmp_path / "mine.npz"
     make_npz(path)
     if kind == "npy":
@@ -581,4 +643,4 @@ def test_npz_files_that_are_none(load, tmp_path, kind):
 
 def test_an_npz_file_that_is_not_there(load, tmp_path):
     message = rejected(load, f"npz:{tmp_path}/no.npz", FileNotFoundError)
-    assert f"{tmp_path}/no.npz does not exist; expected is a file with x_train" in message
+    assert f"{tmp_path}/no.npz does not exist; expected a file with x_train" in message

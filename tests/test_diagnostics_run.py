@@ -23,9 +23,9 @@ from client_app.setup import build_network, model_for, open_source
 from models.cnn import _plain_cnn
 from protocol.config import resolve_config
 from protocol.messages import RosterEntry
+from server_app.checks import check_config
 from server_app.diagnostics.comparison import DIAGNOSTICS, chosen_diagnostics, probe_of
 from server_app.diagnostics.monitor import Monitor
-from server_app.federation import check_config
 
 Run = Callable[..., Path]
 TAPS = ["conv1", "conv2", "fc1", "fc2", "features", "logits"]  # of cnn-fedreco
@@ -148,7 +148,7 @@ def test_clients_are_compared_pair_by_pair_on_what_they_sent(run, monkeypatch):
         assert numbers[tap]["variance"] == pytest.approx(np.var(each), rel=1e-2, abs=1e-9)
         assert numbers[tap]["pairs"] == 3
 
-    monkeypatch.setattr(server_app.diagnostics.comparison, "most_paired", 2)
+    monkeypatch.setattr(server_app.diagnostics.comparison, "MAX_PAIRED", 2)
     numbers = history_of(run(overrides, num_clients=3))[-1]["diagnostics"]["cka-clients"]
     assert numbers["logits"]["pairs"] == 1
     found = numbers["logits"]["mean"]

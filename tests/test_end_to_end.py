@@ -98,7 +98,7 @@ def test_every_method_runs_for_two_rounds_and_leaves_its_folder(finished, name):
     assert summary["rounds"] == len(history) == 2
     assert summary["left_out"] == 0
     keys, _ = runs[name]
-    given = json.loads((folder / "config.json").read_text())["given"]
+    given = json.loads((folder / "config.json").read_text())["overrides"]
     assert keys.items() <= given.items()
     first, second = (set(line["participants"]) for line in history)
     assert first != second  # one joins only in round 2

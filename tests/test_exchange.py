@@ -1,4 +1,4 @@
-"""Messages out and replies in, over a grid that loses, delays and misplaces them."""
+"""Sending and receiving over a grid that loses, delays and misplaces messages."""
 
 import logging
 import secrets
@@ -9,10 +9,11 @@ from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 
 import server_app.exchange
+from protocol.flower_compat import assign_message_id, assign_source_node
 from server_app.exchange import Exchange
 
 pytestmark = pytest.mark.usefixtures("task_identity")
-superlink = 1  # the source of what it answers in a node's place
+superlink = 1  # the source of a reply that it gives in a node's place
 
 
 class ToyGrid:
@@ -30,7 +31,7 @@ class ToyGrid:
         ids = []
         for message in messages:
             node = message.metadata.dst_node_id
-            message.metadata.__dict__["_message_id"] = secrets.token_hex(8)
+            assign_message_id(message, secrets.token_hex(8))
             self.pushes.append(node)
             if node not in self.unknown:
                 self.open[message.metadata.message_id] = message
@@ -50,7 +51,7 @@ class ToyGrid:
             elif what == "gone":
                 error = Error(ErrorCode.NODE_UNAVAILABLE, "no heartbeat")
                 found.append(Message(error, reply_to=message))
-                found[-1].metadata.__dict__["_src_node_id"] = superlink
+                assign_source_node(found[-1], superlink)
         for reply in found:
             del self.open[reply.metadata.reply_to_message_id]
         return found
@@ -62,8 +63,8 @@ def to(*nodes):
     ]
 
 
-def said(replies):
-    """(source, what it said or why not) of each reply."""
+def outcomes(replies):
+    """(source, number in the reply or reason of the error) of each reply."""
     return [
         (
             r.metadata.src_node_id,
@@ -75,26 +76,26 @@ def said(replies):
 
 @pytest.fixture
 def hurry(monkeypatch):
-    """What takes seconds takes hundredths."""
-    monkeypatch.setattr(server_app.exchange, "return_s", 0.3)
-    monkeypatch.setattr(server_app.exchange, "look_s", 0.02)
+    """Timeouts of hundredths instead of seconds."""
+    monkeypatch.setattr(server_app.exchange, "RETURN_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(server_app.exchange, "LOOK_EVERY_S", 0.02)
 
 
 def test_every_message_has_one_reply_in_the_order_asked():
     grid = ToyGrid(lambda node, before: "reply")
-    assert said(Exchange(grid).ask(to(7, 5, 6), 5, "round 1")) == [(7, 7), (5, 5), (6, 6)]
+    assert outcomes(Exchange(grid).ask(to(7, 5, 6), 5, "round 1")) == [(7, 7), (5, 5), (6, 6)]
     assert Exchange(grid).ask([], 5, "round 1") == []
 
 
-def test_who_is_silent_costs_the_deadline_and_no_more():
+def test_a_silent_client_costs_the_deadline_and_no_more():
     grid = ToyGrid(lambda node, before: "" if node == 6 else "reply")
     started = time.monotonic()
     replies = Exchange(grid).ask(to(5, 6), 0.4, "round 1")
     assert 0.4 <= time.monotonic() - started < 2
-    assert said(replies) == [(5, 5), (6, "no answer within round-timeout = 0.4 seconds")]
+    assert outcomes(replies) == [(5, 5), (6, "no answer within round-timeout = 0.4 seconds")]
 
 
-def test_nobody_waits_when_all_have_answered():
+def test_ask_returns_as_soon_as_all_have_replied():
     grid = ToyGrid(lambda node, before: "reply")
     started = time.monotonic()
     Exchange(grid).ask(to(5, 6), 60, "round 1")
@@ -109,7 +110,7 @@ def test_a_late_reply_is_named_and_not_used(caplog):
     late["is"] = "there"
     with caplog.at_level(logging.WARNING, logger="keel.server"):
         replies = exchange.ask(to(5), 5, "round 2")
-    assert said(replies) == [(5, 5)]
+    assert outcomes(replies) == [(5, 5)]
     assert caplog.messages == ["client b's reply to round 1 came too late and is not used"]
     assert exchange.take_late() == ["client b's reply to round 1"]
     assert exchange.take_late() == []
@@ -119,53 +120,53 @@ def test_a_late_reply_is_named_and_not_used(caplog):
     assert caplog.messages == []
 
 
-def test_a_reply_that_never_comes_is_forgotten():
+def test_a_reply_that_never_comes_is_forgotten_after_some_rounds():
     exchange = Exchange(ToyGrid(lambda node, before: "" if node == 6 else "reply"))
     exchange.ask(to(6), 0.05, "round 1")
     assert len(exchange.late) == 1
-    for number in range(server_app.exchange.remembered + 1):
+    for number in range(server_app.exchange.MAX_LATE_ASKS + 1):
         exchange.ask(to(5), 5, f"round {number + 2}")
     assert exchange.late == {}
 
 
-def test_an_error_that_the_superlink_gives_is_the_clients_whose_message_it_was():
-    """In simulation nobody comes back."""
+def test_an_error_from_the_superlink_counts_for_the_client_that_was_asked():
+    """In simulation no client returns."""
     grid = ToyGrid(lambda node, before: "gone" if node == 6 else "reply")
-    assert said(Exchange(grid).ask(to(5, 6), 5, "round 1")) == [(5, 5), (6, "no heartbeat")]
+    assert outcomes(Exchange(grid).ask(to(5, 6), 5, "round 1")) == [(5, 5), (6, "no heartbeat")]
 
 
-def test_a_node_that_comes_back_under_its_id_is_asked_again(hurry, caplog):
+def test_a_node_that_returns_with_its_id_is_asked_again(hurry, caplog):
     grid = ToyGrid(lambda node, before: "gone" if node == 6 and before == 0 else "reply")
     exchange = Exchange(grid, {5: "a", 6: "b"}.get, lambda nodes: {n: n for n in nodes})
     with caplog.at_level(logging.INFO, logger="keel.server"):
         replies = exchange.ask(to(5, 6), 5, "round 3")
-    assert said(replies) == [(5, 5), (6, 6)]
+    assert outcomes(replies) == [(5, 5), (6, 6)]
     assert grid.pushes == [5, 6, 6]
     assert caplog.messages == [
         "round 3: client b is not connected",
-        "round 3: client b is back and asked again",
+        "round 3: client b is connected again and asked again",
     ]
 
 
-def test_a_client_that_comes_back_under_another_id_is_asked_there(hurry):
+def test_a_client_that_returns_with_another_node_id_is_asked_there(hurry):
     back = iter([{}, {}, {6: 60}])
     grid = ToyGrid(lambda node, before: "gone" if node == 6 else "reply")
     exchange = Exchange(grid, str, lambda nodes: next(back) if nodes == [6] else {})
-    assert said(exchange.ask(to(5, 6), 5, "round 3")) == [(5, 5), (60, 60)]
+    assert outcomes(exchange.ask(to(5, 6), 5, "round 3")) == [(5, 5), (60, 60)]
     assert grid.pushes == [5, 6, 60]
 
 
-def test_who_does_not_come_back_is_given_up_before_the_deadline(hurry):
+def test_a_client_that_does_not_return_is_given_up_before_the_deadline(hurry):
     grid = ToyGrid(lambda node, before: "gone" if node == 6 else "reply")
     exchange = Exchange(grid, str, lambda nodes: {})
     started = time.monotonic()
-    assert said(exchange.ask(to(5, 6), 60, "round 3")) == [(5, 5), (6, "no heartbeat")]
+    assert outcomes(exchange.ask(to(5, 6), 60, "round 3")) == [(5, 5), (6, "no heartbeat")]
     assert 0.3 <= time.monotonic() - started < 5
 
 
-def test_a_message_that_the_grid_does_not_take_is_named(hurry):
+def test_a_message_that_the_grid_refuses_is_an_error_reply(hurry):
     grid = ToyGrid(lambda node, before: "reply", unknown=[6])
     replies = Exchange(grid).ask(to(5, 6), 5, "round 1")
-    assert said(replies) == [(5, 5), (6, "its SuperNode is not connected")]
+    assert outcomes(replies) == [(5, 5), (6, "its SuperNode is not connected")]
     exchange = Exchange(grid, str, lambda nodes: {6: 60})
-    assert said(exchange.ask(to(5, 6), 5, "round 1")) == [(5, 5), (60, 60)]
+    assert outcomes(exchange.ask(to(5, 6), 5, "round 1")) == [(5, 5), (60, 60)]

@@ -107,7 +107,7 @@ def test_a_split_that_differs_in_which_samples_alone_has_another_digest(run):
     counts, digests = [], []
     for seed in (0, 1):
         folder = run({**iid, "seed": seed})
-        config = resolve_config(json.loads((folder / "config.json").read_text())["given"])
+        config = resolve_config(json.loads((folder / "config.json").read_text())["overrides"])
         labels = np.asarray(open_source(config).train.labels)
         parts = [client_indices(config, i, 4)[0] for i in range(4)]
         counts.append([np.bincount(labels[part]).tolist() for part in parts])

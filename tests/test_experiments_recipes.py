@@ -18,7 +18,7 @@ from keel.experiments.recipe import Recipe, known_recipes, load_recipe, parse_re
 from keel.experiments.runner import check_reading, check_recipe, refuse_overriding
 from keel.experiments.scale import SCALES, scaled
 from protocol.config import resolve_config
-from server_app.federation import check_config
+from server_app.checks import check_config
 
 root = Path(__file__).parent.parent
 PAPER = Options("paper", {}, [0], full_grid=True)

@@ -57,7 +57,7 @@ def folders(output: Path) -> list[Path]:
 def test_the_documented_sweep_gives_what_the_same_runs_give_by_hand(swept, tmp_path):
     assert len(folders(swept)) == 2
     for folder in folders(swept):
-        given = json.loads((folder / "config.json").read_text())["given"]
+        given = json.loads((folder / "config.json").read_text())["overrides"]
         assert given["alpha"] == 0.5
         by_hand = run_inline({**given, "output-dir": str(tmp_path)}, 4)
         assert same_bits(final_model(folder), final_model(by_hand))
@@ -180,7 +180,7 @@ def test_an_interrupted_runner_goes_on_bit_for_bit(interrupted, tmp_path, capsys
     after = (cut / "history.jsonl").read_text().splitlines()
     assert after[: len(kept)] == kept  # only the round in flight was run again
     assert [json.loads(line)["round"] for line in after] == list(range(1, 21))
-    given = json.loads((cut / "config.json").read_text())["given"]
+    given = json.loads((cut / "config.json").read_text())["overrides"]
     whole = run_inline({**given, "output-dir": str(tmp_path / "whole")}, 4)
     assert same_bits(final_model(cut), final_model(whole))
 
@@ -618,7 +618,7 @@ def test_the_report_holds_the_numbers_of_the_histories(swept):
     cells = Cells()
     cells.feed(page.read_text())
     for folder in folders(swept):
-        mu = json.loads((folder / "config.json").read_text())["given"]["fedprox.mu"]
+        mu = json.loads((folder / "config.json").read_text())["overrides"]["fedprox.mu"]
         mean = statistics.fmean(100 * line["global"]["accuracy"] for line in history_of(folder)[1:])
         (row,) = [row for row in cells.rows if row and row[0] == f"fedprox.mu = {mu}"]
         assert row[1:] == ["–", f"{mean:.2f}", "–"]  # the other column was not asked for

@@ -15,10 +15,9 @@ from client_fixtures import (
 from safetensors.torch import load_file, save_file
 
 from client_app.state import StateFolder
-from protocol.array_names import with_current_names
 from protocol.config import config_from_json, resolve_config
 from protocol.files import digest
-from protocol.messages import read_reply
+from protocol.messages import read_reply, with_current_names
 from server_app.run_directory import Checkpoint, read_arrays, read_checkpoint, save_arrays
 
 OLD, NEW = "tap_heads.", "projection_heads."
@@ -35,7 +34,6 @@ def as_of_0_1(arrays):
         ("previous/tap_heads.fc1.2.bias", "previous/projection_heads.fc1.2.bias"),
         ("state/step/m.tap_heads.fc1.2.bias", "state/step/m.projection_heads.fc1.2.bias"),
         ("stages.conv1.body.weight", "stages.conv1.body.weight"),
-        ("stages.my_tap_heads.weight", "stages.my_tap_heads.weight"),
     ],
 )
 def test_names_of_projection_heads(old, new):

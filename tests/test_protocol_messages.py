@@ -1,18 +1,22 @@
 """What goes through a message comes out the same; what is missing is named."""
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 from conftest import FACTS
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
 
 from protocol.config import resolve_config
+from protocol.flower_compat import begin_task
 from protocol.messages import (
+    EvaluateRequest,
     RosterEntry,
+    RosterRequest,
     TrainReply,
     TrainRequest,
     array_record,
-    counted_round_of,
+    last_accepted_round_of,
     message_content,
     payload_bytes,
     read_reply,
@@ -27,7 +31,7 @@ from protocol.messages import (
 
 @pytest.fixture(autouse=True)
 def _identity():
-    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 1
+    begin_task(1)
 
 
 def message(content):
@@ -75,14 +79,14 @@ def test_received_arrays_are_the_receivers_own():
 
 
 @pytest.mark.parametrize("evaluate", [True, False])
-def test_an_instruction_comes_out_as_it_went_in(evaluate):
+def test_a_train_request_comes_out_as_it_went_in(evaluate):
     config = resolve_config({"lr": 0.125, "fedintr.mu": 4.0})
     sent = TrainRequest(config, FACTS, 12, 11, evaluate, "/runs/20260101 ü")
     content = message_content(
         request_record(sent), array_record(arrays()), array_record({"c": torch.ones(2)}), 7
     )
-    assert counted_round_of(message(content)) == 7
-    received = read_request(message(content))
+    assert last_accepted_round_of(message(content)) == 7
+    received = read_request(message(content), TrainRequest)
     assert received.config.flat == config.flat
     assert received.data == FACTS
     assert (received.round, received.checkpoint_round) == (12, 11)
@@ -92,9 +96,25 @@ def test_an_instruction_comes_out_as_it_went_in(evaluate):
     assert_equal(tensors(content.array_records["extra"]), {"c": torch.ones(2)})
 
 
-def test_a_message_of_somebody_elses_is_refused():
+def test_a_message_of_another_app_is_refused():
     with pytest.raises(ValueError, match="without the record 'round'"):
-        read_request(message(RecordDict({"config": ConfigRecord({"round": 1})})))
+        read_request(message(RecordDict({"config": ConfigRecord({"round": 1})})), TrainRequest)
+
+
+def test_each_kind_of_request_holds_what_it_asks_for_and_comes_out_as_it_went_in():
+    config = resolve_config({})
+    for request in (RosterRequest(config, FACTS), EvaluateRequest(config, FACTS, 3, "/runs/a")):
+        record = request_record(request)
+        assert set(record) == {field.name.replace("_", "-") for field in fields(request)}
+        received = read_request(message(RecordDict({"round": record})), type(request))
+        assert received.config.flat == config.flat
+        assert replace(received, config=config) == request
+
+
+def test_a_request_of_another_version_names_the_field_that_is_missing():
+    record = request_record(RosterRequest(resolve_config({}), FACTS))
+    with pytest.raises(ValueError, match="has no 'round': the server speaks another version"):
+        read_request(message(RecordDict({"round": record})), TrainRequest)
 
 
 def test_a_reply_comes_out_as_it_went_in():

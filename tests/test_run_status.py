@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from conftest import SMALL, history_of, resume, summary_of
 
-import server_app.report
-import server_app.status
+import server_app.observers
 from client_app.methods import METHODS
+from keel.runs import SavedRun
+from protocol.config import keel_version
 from server_app.inline import InlineGrid, run_inline
 from server_app.run_directory import RunDirectory
-from server_app.status import newest_run, status_lines
 
 root = Path(__file__).parent.parent
 quick = {"local-epochs": 0, "num-rounds": 2}
@@ -65,63 +65,6 @@ def test_a_resumed_run_goes_on_in_the_same_log_and_others_do_not_write_there(run
     assert logging.getLogger("keel").level == level
 
 
-# --- the history and the status while it runs -----------------------------------------------------
-
-
-def test_history_and_status_can_be_read_after_every_round_while_it_runs(run, monkeypatch):
-    seen, done = [], server_app.report.Reporter.round_done
-
-    def look(reporter, line):
-        done(reporter, line)
-        folder = reporter.folder.path
-        seen.append((len(history_of(folder)), summary_of(folder)["status"], status_lines(folder)))
-
-    monkeypatch.setattr(server_app.report.Reporter, "round_done", look)
-    folder = run(quick)
-    for number, (rounds, status, lines) in enumerate(seen, start=1):
-        assert (rounds, status) == (number, "running")
-        assert "status    running" in lines
-        assert any(line.startswith(f"round     {number} of 2") for line in lines)
-    assert "status    finished" in status_lines(folder)
-
-
-def test_the_status_says_what_happened_lately_and_changes_nothing(
-    run, failing, capsys, monkeypatch
-):
-    folder = run(quick | {"num-rounds": 3})
-    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
-    monkeypatch.setattr(sys, "argv", ["status", str(folder)])
-    capsys.readouterr()
-    assert server_app.status.main() == 0
-    shown = capsys.readouterr().out.splitlines()
-    accuracies = [100 * line["global"]["accuracy"] for line in history_of(folder)]
-    points = ", ".join(f"{value:.2f} % ({n})" for n, value in enumerate(accuracies, start=1))
-    assert shown[0] == f"run       {folder}"
-    assert shown[1] == "what      fedavg, server fedavg, digits, cnn-fedreco"
-    assert f"accuracy  global model, test set: {points}" in shown
-    assert "left out  round 2: client-0001: ValueError: no power" in shown
-    after = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
-    assert after == before
-
-
-def test_the_newest_run_is_the_one_that_was_written_to_last(run):
-    one, other = run(quick), run(quick)
-    assert newest_run(one.parent) == other
-    os.utime(one / "history.jsonl", (time.time() + 60, time.time() + 60))
-    assert newest_run(one.parent) == one
-
-
-def test_a_folder_without_a_run_is_one_line(tmp_path, monkeypatch, capsys):
-    for argv in (["status", str(tmp_path)], ["status"]):
-        monkeypatch.setattr(sys, "argv", argv)
-        monkeypatch.setenv("KEEL_HOME", str(tmp_path))
-        assert server_app.status.main() == 1
-        err = capsys.readouterr().err
-        assert err.startswith("error: ")
-        assert str(tmp_path) in err
-        assert err.count("\n") == 1
-
-
 def test_a_look_at_the_status_keeps_nobody_out(run):
     folder = run(quick)
     with (folder / ".lock").open() as held:  # as the status does, for a moment
@@ -149,7 +92,7 @@ def test_whatever_ends_a_run_is_in_its_summary(run, tmp_path, monkeypatch, error
     answer = InlineGrid.pull_messages
 
     def fail_in_round_2(grid, ids):
-        rounds = {m.content.config_records["round"]["round"] for m in grid.waiting.values()}
+        rounds = {m.content.config_records["round"].get("round") for m in grid.waiting.values()}
         if 2 in rounds:
             raise error
         return answer(grid, ids)
@@ -196,7 +139,7 @@ def test_a_run_that_is_ended_from_outside(tmp_path, number):
             assert process.poll() is None
             time.sleep(0.05)
         [folder] = [path.parent for path in histories]
-        assert "status    running" in status_lines(folder)
+        assert SavedRun(folder).state == "running"
         process.send_signal(number)
         process.wait(timeout=60)
     finally:
@@ -207,9 +150,9 @@ def test_a_run_that_is_ended_from_outside(tmp_path, number):
         assert process.returncode == 128 + signal.SIGTERM
         assert summary_of(folder)["status"] == "stopped"
         assert rounds - summary_of(folder)["rounds"] in (0, 1)  # 1: as the round was recorded
-        assert "status    stopped" in status_lines(folder)
+        assert SavedRun(folder).state == "stopped"
     else:
-        assert f"status    killed: it goes on with resume={str(folder)!r}" in status_lines(folder)
+        assert SavedRun(folder).state == "interrupted"
 
 
 def test_a_process_that_ends_where_no_exception_reaches_the_run_still_says_so(tmp_path):
@@ -239,7 +182,7 @@ def test_a_process_that_ends_where_no_exception_reaches_the_run_still_says_so(tm
 
 
 def test_without_tensorboard_there_is_one_line_that_says_what_to_install(run, monkeypatch):
-    monkeypatch.setattr(server_app.report, "find_spec", lambda name: None)
+    monkeypatch.setattr(server_app.observers, "find_spec", lambda name: None)
     with pytest.raises(ValueError) as caught:
         run(quick | {"tensorboard": True})
     assert str(caught.value).startswith("tensorboard = true: the package tensorboard is not")
@@ -273,4 +216,4 @@ def test_the_roster_is_in_the_folder(tmp_path):
         assert row["image_shape"] == [1, 32, 32]
         assert row["model"] == "cnn-fedreco"
         assert row["versions"].startswith("flwr 1.39")
-        assert row["keel"] == "0.1.0"
+        assert row["keel"] == keel_version()

@@ -15,7 +15,8 @@ from PIL import Image
 
 import server_app.inline
 from protocol.config import default_config
-from server_app.federation import check_config, run_federation
+from server_app.checks import check_config
+from server_app.federation import run_federation
 from server_app.inline import InlineGrid, run_inline
 
 Keel = Callable[..., str]
@@ -38,7 +39,7 @@ def log_handlers_of_their_own() -> Iterator[None]:
 
 @pytest.fixture
 def rejected(monkeypatch, capsys, tmp_path) -> Keel:
-    """refused(keys, num_clients): the line that `python -m server_app.inline` ends with.
+    """rejected(keys, num_clients): the line that `python -m server_app.inline` ends with.
 
     Holds that it exits with 1, says one line on stderr, no traceback, and makes no run folder.
     """
@@ -317,7 +318,7 @@ def test_a_site_whose_images_have_another_shape(tmp_path):
 
 def test_a_folder_that_holds_no_run(rejected, tmp_path):
     line = rejected({"resume": str(tmp_path)})
-    assert line == f"resume = {str(tmp_path)!r}: there is no config.json in it: not a run's folder"
+    assert line == f"{tmp_path} has no config.json: it is not a run directory"
 
 
 def test_a_relative_folder_to_resume(rejected):
@@ -328,7 +329,7 @@ def test_a_config_that_is_cut_short_is_named(rejected, run):
     folder = run({"num-rounds": 1, "local-epochs": 0})
     config = folder / "config.json"
     config.write_text(config.read_text()[:100])
-    assert rejected({"resume": str(folder)}).startswith(f"{config} is damaged or cut short: ")
+    assert rejected({"resume": str(folder)}).startswith(f"{config} is damaged or incomplete: ")
 
 
 def test_a_history_that_is_damaged_in_the_middle_is_named_and_left_as_it_is(rejected, run):
@@ -338,7 +339,7 @@ def test_a_history_that_is_damaged_in_the_middle_is_named_and_left_as_it_is(reje
     spoilt = "\n".join([lines[0], lines[1][:50], lines[2]]) + "\n"
     history.write_text(spoilt)
     line = rejected({"resume": str(folder), "num-rounds": 4})
-    assert line.startswith(f"{history}, line 2: ")
+    assert line.startswith(f"{history}, line 2 is damaged: ")
     assert history.read_text() == spoilt
 
 
@@ -376,7 +377,7 @@ def test_the_command_ends_with_one_line_and_exit_code_1(tmp_path, keel_home):
     assert "not finite" in line
     assert "Traceback" not in done.stdout
     [folder] = broken.iterdir()
-    assert f"folder: {folder}" in done.stdout
+    assert f"run directory: {folder}" in done.stdout
 
 
 def test_check_config_accepts_what_is_there_by_default():

@@ -29,8 +29,8 @@ from conftest import (
 )
 from flwr.app import Message, MessageType
 
+import server_app.client_registry
 import server_app.inline
-import server_app.roster
 from client_app.method import Update
 from client_app.methods import METHODS, method_of
 from client_app.objective import LocalObjective
@@ -87,9 +87,9 @@ def test_the_folder_holds_config_history_checkpoints_model_and_pictures(finished
 
 def test_config_json_resolves_to_the_config_that_ran(finished):
     kept = json.loads((finished / "config.json").read_text())
-    assert kept["given"]["last-rounds"] == 2
+    assert kept["overrides"]["last-rounds"] == 2
     assert kept["config"]["momentum"] == 0.9  # a default, not given
-    assert dict(resolve_config(kept["given"]).flat) == kept["config"]
+    assert dict(resolve_config(kept["overrides"]).flat) == kept["config"]
 
 
 def test_every_round_has_a_line_with_who_trained_on_what_and_how_it_went(finished):
@@ -133,7 +133,7 @@ def test_the_summary_has_final_best_mean_and_median_of_the_last_evaluations(fini
     assert found["mean of last 2"] == pytest.approx(sum(accuracies[1:]) / 2)
     assert found["median of last 2"] == pytest.approx(statistics.median(accuracies[1:]))
     assert (summary["status"], summary["rounds"]) == ("finished", 3)
-    assert summary["folder"] == str(finished)
+    assert summary["directory"] == str(finished)
     assert summary["seconds"] > 0
     assert summary["seconds_per_round"] > 0
     assert summary["left_out"] == 0
@@ -141,7 +141,7 @@ def test_the_summary_has_final_best_mean_and_median_of_the_last_evaluations(fini
 
 
 def test_the_accuracy_in_the_history_is_that_of_the_model_in_the_folder(finished):
-    config = resolve_config(json.loads((finished / "config.json").read_text())["given"])
+    config = resolve_config(json.loads((finished / "config.json").read_text())["overrides"])
     source = open_source(config)
     model = model_for(config, source)
     model.load_state_dict(final_model(finished))
@@ -385,6 +385,7 @@ def test_a_client_that_lost_what_it_kept_is_named_and_left_out_until_it_may_begi
 class Deployed(InlineGrid):
     """As a deployment's: who is connected may change."""
 
+    is_in_process = False
     gone: ClassVar[set[int]] = set()
 
     def get_node_ids(self) -> list[int]:
@@ -392,7 +393,7 @@ class Deployed(InlineGrid):
 
 
 def test_a_deployment_is_resumed_while_a_client_is_away(run, monkeypatch):
-    monkeypatch.setattr(server_app.roster, "return_s", 0.1)
+    monkeypatch.setattr(server_app.client_registry, "RETURN_TIMEOUT_S", 0.1)
     monkeypatch.setattr(server_app.inline, "InlineGrid", Deployed)
     monkeypatch.setattr(Deployed, "gone", set())
     keys = {"method": "moon", "evaluate-clients": "all", "num-clients": NUM_CLIENTS}
@@ -402,7 +403,7 @@ def test_a_deployment_is_resumed_while_a_client_is_away(run, monkeypatch):
     monkeypatch.setattr(Deployed, "gone", {away})
     resume(folder, num_rounds=3)
     last = history_of(folder)[-1]
-    assert last["resting"] == ["client-0001"]
+    assert last["backed_off"] == ["client-0001"]
     assert last["left_out"] == {}
     assert last["evaluation_left_out"] == {"client-0001": "not connected"}
     assert last["late"] == []
@@ -444,7 +445,7 @@ def test_with_the_newest_checkpoint_damaged_too_the_one_before_serves(run, crash
     with caplog.at_level(logging.WARNING, logger="keel"):
         resume(broken)
     [warning] = caplog.messages
-    assert warning == f"{newest} is damaged or cut short (its digest differs): passed over"
+    assert warning == f"{newest} is damaged (its digest differs): skipped"
     assert same_bits(all_models(broken), all_models(whole))
     assert without_times(history_of(broken)) == without_times(history_of(whole))
 
@@ -459,8 +460,8 @@ def test_no_readable_checkpoint_is_one_line_and_nothing_is_touched(run, damage):
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     with pytest.raises(ValueError) as caught:
         resume(folder, num_rounds=4)
-    assert str(caught.value) == (
-        f"resume = {str(folder)!r}: no readable checkpoint in it (2 there, all damaged)"
+    assert str(caught.value).startswith(
+        f"resume = {str(folder)!r}: no intact checkpoint (2 are damaged): restore "
     )
     after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     for name in ("history.jsonl", "model.safetensors", "summary.json"):
@@ -587,9 +588,10 @@ def test_only_the_number_of_rounds_may_be_new_on_resume(run):
     with pytest.raises(ValueError) as caught:
         resume(folder, num_rounds=3, lr=0.1)
     assert str(caught.value) == (
-        "resume goes on with the run's own config: lr cannot be given with it; num-rounds alone can"
+        f"resume = {str(folder)!r}: lr cannot be changed: a resumed run keeps its config; only "
+        "num-rounds can be given with it"
     )
-    assert json.loads((folder / "config.json").read_text())["given"]["num-rounds"] == 1
+    assert json.loads((folder / "config.json").read_text())["overrides"]["num-rounds"] == 1
 
 
 @pytest.mark.parametrize("now", [2, 6])
@@ -775,8 +777,8 @@ def test_a_diverged_server_step_ends_the_run_with_one_line(run, tmp_path):
             }
         )
     text = str(caught.value)
-    assert re.match(r"round \d: the server's step left values that are not finite", text)
-    assert "A smaller learning rate may help (lr, or the server's)" in text
+    assert re.match(r"round \d: the server update gave values that are not finite", text)
+    assert "Lower lr, or the server's learning rate" in text
     [folder] = [p for p in tmp_path.iterdir() if p.is_dir()]
     assert summary_of(folder)["status"] == f"failed: {text}"
     assert all(array.isfinite().all() for array in final_model(folder).values())

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from protocol.config import resolve_config
 from protocol.messages import (
+    PACKED,
     RosterEntry,
     TrainReply,
     TrainRequest,
     array_record,
-    counted_round_of,
-    packed,
+    last_accepted_round_of,
     read_request,
     reply_content,
     request_record,
@@ -257,7 +257,7 @@ def test_a_message_for_every_sampled_client_says_what_to_do_with_which_model():
     assert [m.metadata.dst_node_id for m in messages] == strategy.sample(4)
     for message in messages:
         assert message.metadata.message_type == MessageType.TRAIN
-        request = read_request(message)
+        request = read_request(message, TrainRequest)
         assert (request.round, request.run_dir) == (4, "/run")
         assert same_bits(tensors(message.content.array_records["arrays"]), current)
         assert not message.content.array_records["extra"]
@@ -350,7 +350,7 @@ def bytes_for_numbers(data: bytes):
 
     def spoil(message: Message, reply: TrainReply) -> Message:
         content = reply_content(reply)
-        array = Array(dtype="uint8", shape=(len(data),), stype=packed, data=data)
+        array = Array(dtype="uint8", shape=(len(data),), stype=PACKED, data=data)
         content["arrays"] = ArrayRecord({"arrays": array})
         return Message(content, reply_to=message)
 
@@ -439,7 +439,7 @@ def spoilt_answers(
 
 def told(messages: list[Message]) -> dict[int, int]:
     """By node: the last round that counted, as the message says."""
-    return {m.metadata.dst_node_id: counted_round_of(m) for m in messages}
+    return {m.metadata.dst_node_id: last_accepted_round_of(m) for m in messages}
 
 
 def test_every_client_is_told_its_last_round_that_counted():

@@ -99,7 +99,7 @@ def test_a_client_that_is_dead_is_asked_k_times_and_once_after_every_rest(run, f
         folder = run(short | {"num-rounds": 12, "backoff-after": 2, "backoff-rounds": 3})
     assert asked == [1, 2, 6, 10]
     history = history_of(folder)
-    assert [line["round"] for line in history if line["resting"]] == [3, 4, 5, 7, 8, 9, 11, 12]
+    assert [line["round"] for line in history if line["backed_off"]] == [3, 4, 5, 7, 8, 9, 11, 12]
     assert [line["round"] for line in history if line["left_out"]] == [1, 2, 6, 10]
     assert all(len(line["participants"]) == 3 for line in history)
     rests = [text for text in caplog.messages if "rests" in text]
@@ -126,7 +126,7 @@ def test_where_everybody_fails_nobody_rests(run, monkeypatch):
     monkeypatch.setattr(METHODS["fedavg"], "train", sometimes)
     given = {"num-rounds": 3, "backoff-after": 1, "min-replies": 1, "fraction-train": 1.0}
     folder = run(short | given)
-    assert [line["resting"] for line in history_of(folder)][1] == [
+    assert [line["backed_off"] for line in history_of(folder)][1] == [
         *("client-0001", "client-0002", "client-0003")
     ]
     with pytest.raises(RuntimeError, match="min-replies = 2"):  # all are asked, and three fail
@@ -140,7 +140,7 @@ def test_a_run_that_is_resumed_rests_the_same_clients(run, failing, cut):
     whole = run(keys)
     parts = run(keys | {"num-rounds": cut})
     resume(parts, num_rounds=7)
-    assert any(line["resting"] for line in history_of(whole))
+    assert any(line["backed_off"] for line in history_of(whole))
     assert without_times(history_of(parts)) == without_times(history_of(whole))
     assert same_bits(all_models(parts), all_models(whole))
 

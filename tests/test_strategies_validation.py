@@ -58,8 +58,8 @@ def test_a_bad_update_is_left_out_and_named_and_the_run_is_as_without_it(
     line, *more = caplog.messages
     assert line == f"round {bad_round}: left out client {BAD_CLIENT}: {reason}"
     is_late = kind == "late"
-    assert [m["refused"] for m in history][bad_round - 1] == summary_of(folder)["refused"]
-    assert summary_of(folder)["refused"] == (0 if is_late else 1)
+    assert [m["rejected"] for m in history][bad_round - 1] == summary_of(folder)["rejected"]
+    assert summary_of(folder)["rejected"] == (0 if is_late else 1)
     too_late = f"client {BAD_CLIENT}'s reply to round {bad_round} came too late and is not used"
     assert more == ([too_late] if is_late else [])
     late = [row["late"] for row in history_of(folder) if row["late"]]
@@ -89,7 +89,7 @@ def test_a_reply_that_comes_twice_counts_once(tmp_path):
     folder = run_federation(Twice(_app(), simulated_nodes(4)), short).path
     once = run_inline(short, 4)
     assert same_bits(final_model(folder), final_model(once))
-    assert [line["refused"] for line in history_of(folder)] == [0]
+    assert [line["rejected"] for line in history_of(folder)] == [0]
 
 
 def _app():
@@ -196,7 +196,7 @@ def test_the_update_is_measured_from_what_was_sent_also_when_the_server_looks_ah
         "num-rounds": 3,
     }
     idle = keys | given | {"local-epochs": 0, "output-dir": str(tmp_path)}
-    assert [line["refused"] for line in history_of(run_inline(idle, 4))] == [0, 0, 0]
+    assert [line["rejected"] for line in history_of(run_inline(idle, 4))] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("method", ["fedreco", "fedrep", "local"])
@@ -204,5 +204,5 @@ def test_a_bound_serves_every_strategy(method, tmp_path):
     given = {"method": method, "norm-bound": "median", "norm-bound-value": 50.0, "num-rounds": 2}
     own = {"batch-size": 64, "local-test-fraction": 0.2, "output-dir": str(tmp_path)}
     history = history_of(run_inline(keys | given | own, 4))
-    assert [line["refused"] for line in history] == [0, 0]
+    assert [line["rejected"] for line in history] == [0, 0]
     assert all(len(line["participants"]) == 4 for line in history)

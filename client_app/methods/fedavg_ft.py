@@ -24,9 +24,9 @@ from protocol.options import at_least, one_of, option
 class FedAvgFT(LocalObjective):
     """Fine-tuning at evaluation."""
 
+    supports_privacy: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
     adapts_global: ClassVar[bool] = True
-    supports_privacy: ClassVar[bool] = True
     paper: ClassVar[str] = "Collins et al. 2022"
 
     part: str = option(one_of("head", "full"), "what is tuned at evaluation", source="this project")

@@ -21,13 +21,14 @@ from protocol.files import write_atomically
 from protocol.messages import Arrays
 from server_app.diagnostics.comparison import (
     DIAGNOSTICS,
+    NUM_PROBE_SAMPLES,
     Comparison,
     chosen_diagnostics,
     probe_of,
-    probe_samples,
 )
 from server_app.diagnostics.plots import plot_models
-from server_app.run_directory import only_finite, read_arrays
+from server_app.history import finite_or_null
+from server_app.run_directory import read_arrays
 from server_app.trained import load_model
 
 
@@ -103,7 +104,7 @@ def diagnose(folder: Path, models: Sequence[str], names: str, samples: int, outp
         "diagnostics": numbers,
     }
     output.mkdir(parents=True)
-    text = json.dumps(only_finite(about), indent=2, allow_nan=False)
+    text = json.dumps(finite_or_null(about), indent=2, allow_nan=False)
     write_atomically(output / "numbers.json", text.encode())
     title = f"{config.rounds.method}, {config.data.source}, {config.model.model}"
     plot_models(numbers, title, output)
@@ -131,7 +132,7 @@ def main() -> int:
     parser.add_argument("folder", metavar="RUN_FOLDER", type=Path)
     parser.add_argument("models", metavar="MODEL", nargs="*")
     parser.add_argument("--only", default="all", help=f"of {', '.join(DIAGNOSTICS)}; default all")
-    parser.add_argument("--samples", type=int, default=probe_samples, help="of the test set")
+    parser.add_argument("--samples", type=int, default=NUM_PROBE_SAMPLES, help="of the test set")
     parser.add_argument("--output", type=Path, help="default RUN_FOLDER/diagnostics-models")
     given = parser.parse_args()
     folder = given.folder.expanduser().absolute()

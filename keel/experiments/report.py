@@ -38,7 +38,7 @@ from keel.experiments.recipe import Cell, Claim, Recipe, parse_recipe
 from protocol.config import resolve_config
 from protocol.files import write_atomically
 from server_app.diagnostics.plots import plot_panels
-from server_app.report import clock
+from server_app.history import duration as clock
 
 confidence = 0.95
 

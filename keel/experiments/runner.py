@@ -50,7 +50,7 @@ from keel.experiments.recipe import Cell, Recipe
 from protocol.config import RunConfig, app_folder, resolve_config
 from protocol.files import write_atomically
 from protocol.options import OptionValue
-from server_app.federation import check_config
+from server_app.checks import check_config
 from server_app.roster import evaluates_clients
 
 log = logging.getLogger("keel.experiments")

@@ -12,12 +12,14 @@ from rich.markup import escape
 
 import client_app.app
 from keel.experiments.measure import curves_known
-from protocol.config import config_from_json, default_config
+from protocol.config import config_from_json
 from protocol.files import digest
 from protocol.messages import array_record
 from server_app.federation import one_round, prepare
+from server_app.history import read_history
 from server_app.inline import InlineGrid, simulated_nodes
 from server_app.manifest import read_manifest, signed_files, versions
+from server_app.summary import read_config_file
 
 close_enough = 0.02  # accuracy 0..1: what other versions or processors may change in a few rounds
 
@@ -124,26 +126,25 @@ def replay_checks(
     folder: Path, bundle: Mapping[str, Any], rounds: int, same_place: bool
 ) -> Iterator[Check]:
     """The split, and the first rounds run again: the same bits, or accuracies close by."""
-    kept = json.loads((folder / "config.json").read_text())
-    then = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    saved, overrides = read_config_file(folder)
+    then = read_history(folder)
     with tempfile.TemporaryDirectory() as scratch:
         own = {"output-dir": scratch, "resume": ""}
-        flat = {**default_config(), **kept["config"], **own}
+        flat = {**saved, **own}
         config = config_from_json(json.dumps(flat))
         grid = InlineGrid(client_app.app.app, simulated_nodes(bundle["clients"]))
-        run = prepare(grid, config, {**kept["given"], **own}, None)
+        run = prepare(grid, config, {**overrides, **own}, None)
         try:
-            again = read_manifest(run.folder.path)
+            again = read_manifest(run.directory.path)
             same_split = again["split"] == bundle["split"]
             was = "" if same_split else f", was {bundle['split']}"
             yield Check(same_split, f"split: {again['split']}{was}")
             arrays = array_record(run.start.arrays)
             for line in then[:rounds]:
-                arrays = one_round(run, line["round"], arrays)
-                now = run.folder.read_history()[-1]
-                yield round_check(line, now, bundle, read_manifest(run.folder.path), same_place)
+                arrays, now = one_round(run, line["round"], arrays)
+                yield round_check(line, now, bundle, read_manifest(run.directory.path), same_place)
         finally:
-            run.folder.close()
+            run.directory.close()
 
 
 def round_check(

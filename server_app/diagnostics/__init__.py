@@ -1,1 +1,1 @@
-"""What local and global models say of the same images: similarity, collapse, drift."""
+"""Measures of local and global models on the same images: similarity, collapse, drift."""

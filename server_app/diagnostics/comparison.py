@@ -1,7 +1,7 @@
-"""Local models against a global one and each other: the measures asked for, one model at a time.
+"""Compares local models with a global one and with each other, one model at a time.
 
-What is kept of a model is what the measures need: the views of its taps for CKA, and numbers. Its
-weights are in memory only while it is `add`ed.
+Of each model only what the measures need stays in memory: views of its representations for CKA, and
+numbers. Its weights are needed only during `add`.
 """
 
 import math
@@ -34,7 +34,7 @@ from server_app.diagnostics.measures import (
 
 Numbers = dict[str, Any]
 
-SIMILARITIES = ("cka-global", "cka-clients")  # of every tap
+SIMILARITIES = ("cka-global", "cka-clients")  # of every layer
 FEATURES: dict[str, Callable[[Tensor, Tensor], float | None]] = {  # of features [N, d], labels [N]
     "effective-rank": lambda phi, y: effective_rank(phi),
     "vci": variability_collapse_index,
@@ -44,10 +44,10 @@ FEATURES: dict[str, Callable[[Tensor, Tensor], float | None]] = {  # of features
 DEVIATIONS = ("deviation-bound", "deviating-share")  # of features and class probabilities
 DIAGNOSTICS = (*SIMILARITIES, *FEATURES, *DEVIATIONS, "drift", "relative-drift")
 
-probe_samples = 2000  # VCI needs several times as many as there are features
-cka_samples = 256  # the first of them: a view takes their square, for each tap and client
-most_paired = 20  # so many clients, the first by name, are compared with each other
-batch_size = 500
+NUM_PROBE_SAMPLES = 2000  # VCI needs several times as many as there are features
+NUM_CKA_SAMPLES = 256  # a view takes its square in memory, for each layer and client
+MAX_PAIRED = 20  # clients, the first by name, that are compared with each other
+BATCH_SIZE = 500
 
 
 def chosen_diagnostics(text: str) -> tuple[str, ...]:
@@ -71,25 +71,25 @@ def probe_of(config: RunConfig, source: Source, device: torch.device, count: int
     )
 
 
-def covered_taps(model: StagedModel, arrays: Arrays) -> list[str]:
-    """The taps that these arrays suffice for: stages from the input on, "features", "logits"."""
-    taps: list[str] = []
+def covered_layers(model: StagedModel, arrays: Arrays) -> list[str]:
+    """The layers that these arrays suffice for: stages from the input on, "features", "logits"."""
+    layers: list[str] = []
     state = model.state_dict()
     for stage in model.stage_names:
         if any(k not in arrays for k in state if k.startswith(f"stages.{stage}.")):
-            return taps
-        taps.append(stage)
-    taps.append("features")
+            return layers
+        layers.append(stage)
+    layers.append("features")
     if all(k in arrays for k in state if k.startswith("classifier.")):
-        taps.append("logits")
-    return taps
+        layers.append("logits")
+    return layers
 
 
 class Comparison:
-    """Collects the measures `names` over the models added, by client.
+    """Collects the measures `names` of the models added, by client.
 
-    network: gives the instance of an architecture into which weights are loaded, in turn.
-    architecture_g, w_g: of the global model, or as much of it as there is.
+    network: returns the instance of an architecture into which weights are loaded in turn.
+    architecture_g, w_g: the global model's; w_g may be only a part of it.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class Comparison:
         self.views_g, self.global_values = self.measured(architecture_g, w_g)
 
     def add(self, client: str, architecture: str, arrays: Arrays) -> None:
-        """A client's model, or as much of it as there is."""
+        """Measure a client's model; `arrays` may be only a part of it."""
         views, values = self.measured(architecture, arrays)
-        if "cka-clients" in self.names and len(self.views) < most_paired:
+        if "cka-clients" in self.names and len(self.views) < MAX_PAIRED:
             self.views[client] = views
         common = views.keys() & self.views_g.keys() if "cka-global" in self.names else ()
-        for tap in common:
-            alike = cka_of_views(views[tap], self.views_g[tap])
-            self.similarities.setdefault(tap, {})[client] = alike
+        for layer in common:
+            similarity = cka_of_views(views[layer], self.views_g[layer])
+            self.similarities.setdefault(layer, {})[client] = similarity
         if architecture == self.architecture_g:
             parameters = {name for name, _ in self.network(architecture).named_parameters()}
             shared = parameters & arrays.keys() & self.w_g.keys()
@@ -130,34 +130,34 @@ class Comparison:
     def measured(
         self, architecture: str, arrays: Arrays
     ) -> tuple[dict[str, Tensor], dict[str, float | None]]:
-        """(view of each tap, value of each measure) of one model on the probe."""
-        wanted = set(self.names)
+        """(view of each layer, value of each measure) of one model on the probe."""
+        names = set(self.names)
         model = self.network(architecture)
-        taps = covered_taps(model, arrays)
-        if not taps or wanted <= {"drift", "relative-drift"}:
+        layers = covered_layers(model, arrays)
+        if not layers or names <= {"drift", "relative-drift"}:
             return {}, {}
         model.load_state_dict(model.state_dict() | arrays)
         was_training = model.training
         model.eval()
         views: dict[str, Tensor] = {}
-        if wanted.intersection(SIMILARITIES):
-            if architecture != self.architecture_g:  # its stages are others, by whatever name
-                taps = [tap for tap in taps if tap in ("features", "logits")]
-            x, _ = next(self.probe.in_order(cka_samples))
-            _, found = model.run(x, taps, to_logits=False)
-            views = {tap: linear_view(a) for tap, a in zip(taps, found, strict=True)}
+        if names.intersection(SIMILARITIES):
+            if architecture != self.architecture_g:  # stages of one name differ
+                layers = [layer for layer in layers if layer in ("features", "logits")]
+            x, _ = next(self.probe.in_order(NUM_CKA_SAMPLES))
+            _, reps = model.run(x, layers, to_logits=False)
+            views = {layer: linear_view(a) for layer, a in zip(layers, reps, strict=True)}
         values: dict[str, float | None] = {}
-        if "features" in taps and wanted - set(SIMILARITIES):
-            read = taps[taps.index("features") :]
+        if "features" in layers and names - set(SIMILARITIES):
+            read = layers[layers.index("features") :]
             batches = [
                 [t.cpu() for t in model.run(x, read, to_logits=False)[1]]
-                for x, _ in self.probe.in_order(batch_size)
+                for x, _ in self.probe.in_order(BATCH_SIZE)
             ]
             phi, *logits = (torch.cat(parts) for parts in zip(*batches, strict=True))
             y = self.probe.labels.cpu()
-            for name in wanted & FEATURES.keys():
+            for name in names & FEATURES.keys():
                 values[name] = FEATURES[name](phi, y)
-            if logits and wanted.intersection(DEVIATIONS):
+            if logits and names.intersection(DEVIATIONS):
                 bounds = deviation_bounds(phi, logits[0].double().softmax(1), y)
                 values["deviation-bound"] = bounds.nanmedian().item()
                 values["deviating-share"] = (bounds < 1).double().mean().item()
@@ -165,34 +165,36 @@ class Comparison:
         return views, values
 
     def numbers(self) -> Numbers:
-        """What was measured, for JSON: each measure's summary, of CKA one a tap, input to output.
+        """Each measure's summary, for JSON; of CKA one per layer, from input to output.
 
-        A measure that these models do not allow (CKA to a global model that there is none of) is
-        left out.
+        A measure that these models do not allow (CKA with a global model, without one) is missing.
         """
         numbers: Numbers = {}
         layer_names = self.network(self.architecture_g).layer_names
         if "cka-global" in self.names:
             numbers["cka-global"] = {
-                tap: summary(self.similarities[tap])
-                for tap in layer_names
-                if tap in self.similarities
+                layer: summary(self.similarities[layer])
+                for layer in layer_names
+                if layer in self.similarities
             }
         if "cka-clients" in self.names:
             numbers["cka-clients"] = {}
-            for tap in layer_names:
-                having = {c: views[tap] for c, views in self.views.items() if tap in views}
-                pairs = [cka_of_views(a, b) for a, b in combinations(having.values(), 2)]
+            for layer in layer_names:
+                views = [each[layer] for each in self.views.values() if layer in each]
+                pairs = [cka_of_views(a, b) for a, b in combinations(views, 2)]
                 if pairs:
                     mean, variance = mean_and_variance(pairs)
-                    about = {"mean": mean, "variance": variance, "pairs": len(pairs)}
-                    numbers["cka-clients"][tap] = about
+                    numbers["cka-clients"][layer] = {
+                        "mean": mean,
+                        "variance": variance,
+                        "pairs": len(pairs),
+                    }
         for name in self.names:
             if name not in SIMILARITIES:
                 numbers[name] = summary(self.values[name])
                 if name in self.global_values:
                     numbers[name]["global"] = self.global_values[name]
-        return {name: about for name, about in numbers.items() if about}
+        return {name: values for name, values in numbers.items() if values}
 
 
 def summary(each: Mapping[str, float | None]) -> Numbers:

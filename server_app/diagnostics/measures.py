@@ -1,7 +1,7 @@
-"""The measures, each a pure function of what models say of one probe batch; sources beside them.
+"""Measures of representations: pure functions of features and outputs on one probe batch.
 
 N samples, d features (phi, what enters the classifier), C classes. Linear CKA is FedCKA's own, in
-client_app/methods/fedcka.py; here is what takes two of its views.
+client_app/methods/fedcka.py; `cka_of_views` compares two of its views.
 Papers: FedCKA = Son et al., Appl. Sci. 12(19) 9943; FedRCL = Seo et al., CVPR 2024.
 """
 
@@ -15,8 +15,8 @@ from torch import Tensor
 from client_app.drift import squared_distance
 from client_app.similarity import linear_alignment, unit_features
 
-resolution = 1e-12  # variances below so much of the largest are rounding of float32 features
-nothing = 1e-20  # ... and all of them are, below so much of the mean square
+RESOLUTION = 1e-12  # a variance below this share of the largest is float32 rounding
+NEGLIGIBLE = 1e-20  # as is any variance below this share of the mean square
 
 
 def cka_of_views(x: Tensor, y: Tensor) -> float:
@@ -36,7 +36,7 @@ def class_deviations(phi: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     Row i of `within` is (phi_i - mean of its class) / sqrt N, row k of `between` is
     sqrt(n_k / N) (mean of class k - mean of all): Sigma_W and Sigma_B are within' within and
     between' between, and their sum is the covariance of all, Sigma_T. FedRCL section 4.2, with the
-    weights n_k / N that make it so where classes are of unlike size.
+    weights n_k / N that make it so where classes differ in size.
     """
     phi = phi.double()
     n, counts = len(y), torch.bincount(y).double()
@@ -64,7 +64,7 @@ def effective_rank(phi: Tensor) -> float:
     phi = phi.double()
     variances = torch.linalg.svdvals(phi - phi.mean(0)).square()  # the covariance's, times N
     total = variances.sum()
-    if total <= nothing * phi.square().sum():
+    if total <= NEGLIGIBLE * phi.square().sum():
         return 0.0
     return math.exp(torch.special.entr(variances / total).sum().item())
 
@@ -72,18 +72,19 @@ def effective_rank(phi: Tensor) -> float:
 def variability_collapse_index(phi: Tensor, y: Tensor) -> float | None:
     """VCI = 1 - Tr(Sigma_T^+ Sigma_B) / rank Sigma_B, from 0 to 1; FedRCL section 4.2.
 
-    0: samples of a class are one point, as far as classes differ; near 1: class means hardly do.
-    None where it is not defined (no class differs from another) or 0 for any features (N <= d).
+    0: no variation within classes along the directions in which class means differ; near 1: class
+    means hardly differ. None where it is undefined (equal class means) or 0 for any features (N <=
+    d).
     """
     within, between = class_deviations(phi, y)
     n, d = within.shape
     variances, directions = torch.linalg.eigh(within.T @ within + between.T @ between)  # Sigma_T
-    smallest = max(resolution * variances[-1], nothing * phi.double().square().sum() / n)
+    smallest = max(RESOLUTION * variances[-1], NEGLIGIBLE * phi.double().square().sum() / n)
     rank = int((torch.linalg.svdvals(between).square() > smallest).sum())
     if n <= d or rank == 0:
         return None
-    kept = variances > smallest
-    along = (between @ directions[:, kept]).square() / variances[kept]
+    varies = variances > smallest
+    along = (between @ directions[:, varies]).square() / variances[varies]
     return 1 - float(along.sum()) / rank
 
 
@@ -92,7 +93,7 @@ def deviation_bounds(phi: Tensor, p: Tensor, y: Tensor) -> Tensor:
 
     phi [N, d] features, p [N, C] class probabilities, y [N]. O_j are the samples of class j here;
     S_r(x) counts x itself, as printed, and <.,.> is the cosine. Small: the classifier's update from
-    these samples turns x away from its class. NaN where the features tell nothing (0 / 0).
+    these samples moves x away from its class. NaN for 0 / 0.
     """
     phi, p = phi.double(), p.double()
     members = F.one_hot(y, p.shape[1]).double()  # [N, C]: is sample i in O_j

@@ -1,8 +1,7 @@
-"""Diagnostics of a run under way: each due round's local models against the global one before it.
+"""Diagnostics during a run: a round's local models against the global model that it began with.
 
-A local model is what the client sent, under the head that it keeps where that is in the run's
-folder (in simulation). Methods whose clients send no weights (FedReCo, local) are measured by the
-models that the clients keep there.
+A local model is what the client sent, with the head of its client state where that is in the run
+directory (in simulation). Where clients send no weights, it is the model in their client state.
 """
 
 from collections.abc import Sequence
@@ -16,16 +15,16 @@ from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, RosterEntry, TrainReply
 from server_app.diagnostics.comparison import (
+    NUM_PROBE_SAMPLES,
     Comparison,
     Numbers,
     chosen_diagnostics,
     probe_of,
-    probe_samples,
 )
 
 
 class Monitor:
-    """Measures the rounds of one run. `model` is borrowed: its weights are overwritten."""
+    """Measures rounds of one run. Overwrites the weights of `model`."""
 
     def __init__(
         self,
@@ -41,40 +40,42 @@ class Monitor:
         self.initial_weights = initial_weights
         self.architectures = {entry.client: entry.model for entry in roster}
         device = model.classifier.weight.device
-        self.probe = probe_of(config, source, device, probe_samples)
+        self.probe = probe_of(config, source, device, NUM_PROBE_SAMPLES)
         self.networks = {config.model.model: model}
         if not method.sends_weights and any(not entry.num_partitions for entry in roster):
             raise ValueError(
                 f"diagnostics = {config.rounds.diagnostics!r}: clients of {config.rounds.method} "
-                "send no weights, so that only a simulation can be measured; it has to be empty"
+                "send no weights, so that they can be measured in simulation only; it has to be "
+                "empty"
             )
 
     def is_due(self, server_round: int) -> bool:
-        """Every `diagnostics-every` rounds, and the last."""
+        """Whether the round is measured: every `diagnostics-every` rounds, and the last."""
         rounds = self.config.rounds
         return server_round % rounds.diagnostics_every == 0 or server_round == rounds.num_rounds
 
     def measure(
-        self, server_round: int, w_g: Arrays, replies: Sequence[TrainReply], folder: Path
+        self, server_round: int, w_g: Arrays, replies: Sequence[TrainReply], directory: Path
     ) -> Numbers:
-        """The round's numbers. w_g: the global arrays that it began with; replies: the good ones.
+        """The round's numbers; beside the replies, one model is in memory at a time.
 
-        folder: the run's. One model is in memory at a time, beside the replies.
+        w_g: the global arrays that the round began with. replies: the accepted ones. directory: the
+        run directory.
         """
         fixed = self.initial_weights if self.method.has_global_model else {}
         run, w_g = self.config.model.model, fixed | w_g
         comparison = Comparison(self.names, self.probe, self.network, run, w_g)
         for reply in replies:
             architecture = self.architectures[reply.client]
-            # of this round; {} where the client keeps its state elsewhere
-            kept = StateFolder(folder / "clients" / reply.client).load(server_round + 1)
+            # {} where the client state is on another machine
+            state = StateFolder(directory / "clients" / reply.client).load(server_round + 1)
             sent = fixed | reply.arrays if self.method.sends_weights else {}
-            arrays = sent | kept.get("head", {}) if sent else kept.get("model", {})
+            arrays = sent | state.get("head", {}) if sent else state.get("model", {})
             comparison.add(reply.client, architecture, arrays)
         return comparison.numbers()
 
     def network(self, name: str) -> StagedModel:
-        """An instance of the architecture; made once."""
+        """An instance of the architecture, created once."""
         if name not in self.networks:
             run = next(iter(self.networks.values()))
             network = build_network(self.config, run.input_shape, run.num_classes, name)

@@ -1,4 +1,4 @@
-"""Pictures of the numbers that `Comparison.numbers` gives: CKA over taps, the rest over rounds."""
+"""Figures of the numbers of `Comparison.numbers`: CKA over layers, the others over rounds."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from matplotlib.ticker import MaxNLocator
 
 from server_app.diagnostics.comparison import SIMILARITIES, Numbers
 
-most_curves = 5  # rounds in one picture of CKA: the first, the last, and some between
-words = {
+MAX_CURVES = 5  # rounds in one figure of CKA: the first, the last, and some between
+DESCRIPTIONS = {
     "cka-global": "local and global models",
     "cka-clients": "clients, pair by pair",
     "effective-rank": "effective rank of features",
@@ -29,15 +29,15 @@ words = {
 
 
 def plot_rounds(history: Sequence[Mapping[str, Any]], title: str, folder: Path) -> None:
-    """cka.png and features.png of a run's rounds, in `folder`; what was not measured is left out.
+    """Draw cka.png and features.png of a run's rounds in `folder`; overwrites them.
 
-    history: the lines of history.jsonl. Drawn anew over the pictures of an earlier stretch.
+    history: its lines. Rounds and measures without a value are left out.
     """
     measured = [line for line in history if "diagnostics" in line]
     if not measured:
         return
-    step = max(1, (len(measured) - 1) / (most_curves - 1))
-    chosen = {min(len(measured) - 1, round(i * step)) for i in range(most_curves)}
+    step = max(1, (len(measured) - 1) / (MAX_CURVES - 1))
+    chosen = {min(len(measured) - 1, round(i * step)) for i in range(MAX_CURVES)}
     plot_similarities(
         {f"round {measured[i]['round']}": measured[i]["diagnostics"] for i in sorted(chosen)},
         title,
@@ -70,7 +70,7 @@ def plot_rounds(history: Sequence[Mapping[str, Any]], title: str, folder: Path) 
 
 
 def plot_models(numbers: Numbers, title: str, folder: Path) -> None:
-    """cka.png and features.png of saved models, in `folder`; what was not measured is left out."""
+    """Draw cka.png and features.png of saved models in `folder`."""
     plot_similarities({"": numbers}, title, folder / "cka.png")
 
     def draw(axes: Axes, name: str) -> None:
@@ -89,9 +89,9 @@ def plot_models(numbers: Numbers, title: str, folder: Path) -> None:
 
 
 def plot_similarities(series: Mapping[str, Numbers], title: str, path: Path) -> None:
-    """CKA over taps, input to output: its mean and its variance, a row for each kind of pairs.
+    """CKA over layers, input to output: mean and variance, one row per kind of pair.
 
-    series: label to numbers, a curve each, from dark to light.
+    series: label to numbers; one curve each, from dark to light.
     """
     kinds = [kind for kind in SIMILARITIES if any(numbers.get(kind) for numbers in series.values())]
     if not kinds:
@@ -102,16 +102,16 @@ def plot_similarities(series: Mapping[str, Numbers], title: str, path: Path) -> 
     rows = figure.subplots(len(kinds), 2, squeeze=False)
     for kind, (left, right) in zip(kinds, rows, strict=True):
         for i, (label, numbers) in enumerate(series.items()):
-            taps = numbers.get(kind, {})
+            layers = numbers.get(kind, {})
             for axes, figure_of in ((left, "mean"), (right, "variance")):
-                values = [about[figure_of] for about in taps.values()]
+                values = [about[figure_of] for about in layers.values()]
                 colour = colormaps["viridis"](0.9 * i / max(1, len(series) - 1))
-                axes.plot(list(taps), values, marker="o", ms=4, color=colour, label=label)
-        left.set(ylabel="linear CKA, mean", ylim=(0, 1.05), title=words[kind])
-        right.set(ylabel="linear CKA, variance", title=words[kind])
+                axes.plot(list(layers), values, marker="o", ms=4, color=colour, label=label)
+        left.set(ylabel="linear CKA, mean", ylim=(0, 1.05), title=DESCRIPTIONS[kind])
+        right.set(ylabel="linear CKA, variance", title=DESCRIPTIONS[kind])
         right.set_ylim(bottom=0)
         for axes in (left, right):
-            axes.set_xlabel("tap, input to output")
+            axes.set_xlabel("layer, input to output")
             axes.tick_params(axis="x", rotation=30)
             axes.grid(alpha=0.3)
             if any(series):
@@ -120,8 +120,8 @@ def plot_similarities(series: Mapping[str, Numbers], title: str, path: Path) -> 
 
 
 def plot_panels(everything: Sequence[Numbers], draw: Any, title: str, path: Path) -> None:
-    """One panel for each measure that is one number a model; draw(axes, name) fills it."""
-    names = [n for n in words if n not in SIMILARITIES and any(n in m for m in everything)]
+    """One panel for each measure with one number per model; draw(axes, name) fills it."""
+    names = [n for n in DESCRIPTIONS if n not in SIMILARITIES and any(n in m for m in everything)]
     if not names:
         return
     columns = min(3, len(names))
@@ -133,7 +133,7 @@ def plot_panels(everything: Sequence[Numbers], draw: Any, title: str, path: Path
     entries: dict[str, Any] = {}
     for axes, name in zip(panels, names, strict=False):
         draw(axes, name)
-        axes.set_title(words[name], size=10)
+        axes.set_title(DESCRIPTIONS[name], size=10)
         axes.grid(alpha=0.3)
         if name == "deviation-bound" and axes.dataLim.ymax > 10 * axes.dataLim.ymin > 0:
             axes.set_yscale("log")  # of some clients it is a million times that of others
@@ -148,12 +148,12 @@ def plot_panels(everything: Sequence[Numbers], draw: Any, title: str, path: Path
 
 
 def known(each: Mapping[str, float | None]) -> dict[str, float]:
-    """The clients that have a finite value, and theirs."""
+    """The finite values, by client."""
     return {c: v for c, v in each.items() if v is not None and math.isfinite(v)}
 
 
 def shortened(name: str) -> str:
-    """A client's name with what all of a simulation's share left out; a file's without folders."""
+    """A client's name without `client-`; a file's name without directories and suffix."""
     return Path(name).stem.removeprefix("client-")[:16]
 
 

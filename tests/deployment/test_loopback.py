@@ -150,7 +150,7 @@ def test_a_supernode_and_an_executor_killed_come_back_and_rounds_without_them_sa
         rows = [json.loads(line) for line in lines_of(run)]
         for row in rows:
             missing = {"client-0000", "client-0001"} - set(row["participants"])
-            assert missing <= row["left_out"].keys() | set(row["resting"])
+            assert missing <= row["left_out"].keys() | set(row["backed_off"])
             disturbed = max(disturbed, row["round"] if missing else 0)
         again = all(deployed.kept[name].starts > starts[name] for name in starts)
         back = again and rows[-1]["round"] > disturbed + 1

@@ -1,0 +1,132 @@
+"""Decoding images, from files or arrays, into one uint8 array of one size and channel count."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from PIL import Image
+
+T = TypeVar("T")
+
+SMALLEST_OWN_SIZE = 28  # pixels; a smaller source is enlarged to ENLARGED_SIZE
+ENLARGED_SIZE = 32
+DECODE_CHUNK = 256  # images a thread decodes at a time
+# Channels of Pillow's modes of up to 8 bits; deeper ones would lose more than a user may expect.
+CHANNELS_OF_MODE = {"1": 1, "L": 1, "LA": 1, "P": 3, "RGB": 3, "RGBA": 3, "CMYK": 3, "YCbCr": 3}
+
+
+@dataclass(frozen=True)
+class RawSplit:
+    """Images as file names, or as uint8 [N, H, W] or [N, H, W, 3], and integer labels [N]."""
+
+    images: list[str] | np.ndarray
+    labels: np.ndarray
+
+    def name(self, i: int) -> str:
+        """How an error message refers to image i."""
+        return f"image {i}" if isinstance(self.images, np.ndarray) else self.images[i]
+
+
+@dataclass(frozen=True)
+class RawSource:
+    """What a reader returns; a label is an index into `class_names`."""
+
+    class_names: tuple[str, ...]
+    train: RawSplit
+    test: RawSplit
+
+    @property
+    def first_size(self) -> tuple[int, int]:
+        """(width, height) of the first training image, in pixels."""
+        size: tuple[int, int] = _with_image(self.train, 0, lambda image: image.size)
+        return size
+
+
+def decoded_size(own_size: tuple[int, int], image_size: int) -> tuple[int, int]:
+    """(width, height) in pixels: `image_size` if set, else the own size, enlarged if tiny."""
+    if image_size:
+        return image_size, image_size
+    return own_size if min(own_size) >= SMALLEST_OWN_SIZE else (ENLARGED_SIZE, ENLARGED_SIZE)
+
+
+def own_channels(raw: RawSource) -> int:
+    """3 if any image has colour, else 1. Only the headers of files are read."""
+    for split in (raw.train, raw.test):
+        num_alike = len(split.images) if isinstance(split.images, np.ndarray) else 1
+        for i in range(0, len(split.images), num_alike):
+            if _with_image(split, i, lambda image: CHANNELS_OF_MODE[image.mode]) == 3:
+                return 3
+    return 1
+
+
+def decode(raw: RawSource, split: RawSplit, into: np.ndarray, any_size: bool) -> None:
+    """Decode `split` of `raw` into the array [N, C, H, W], resizing and converting as needed.
+
+    any_size: whether images may differ in size. If not, ValueError names the first whose size is
+    not that of the first training image.
+    """
+    _, channels, height, width = into.shape
+    mode = "L" if channels == 1 else "RGB"
+    required = raw.first_size
+
+    def read(image: Image.Image) -> tuple[tuple[int, int], np.ndarray]:
+        own_size = image.size
+        image = image.convert(mode)
+        if own_size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        return own_size, np.asarray(image)
+
+    def decode_chunk(start: int) -> None:
+        for i in range(start, min(start + DECODE_CHUNK, len(into))):
+            own_size, pixels = _with_image(split, i, read)
+            if not any_size and own_size != required:
+                raise ValueError(
+                    f"images differ in size: {raw.train.name(0)} is {required[0]}x{required[1]} "
+                    f"pixels, {split.name(i)} is {own_size[0]}x{own_size[1]}; set image-size to "
+                    "resize all images"
+                )
+            into[i] = pixels if channels == 1 else pixels.transpose(2, 0, 1)
+
+    with ThreadPoolExecutor() as pool:  # Pillow decodes outside the GIL
+        for _ in pool.map(decode_chunk, range(0, len(into), DECODE_CHUNK)):
+            pass
+
+
+def mean_and_std(images: np.ndarray) -> tuple[list[float], list[float]]:
+    """Exact mean and deviation of pixel/255 per channel; the std of a constant channel is 1."""
+    channels = images.shape[1]
+    histogram = np.zeros((channels, 256), dtype=np.int64)
+    for start in range(0, len(images), 1024):  # bincount makes int64 copies
+        for c in range(channels):
+            pixels = images[start : start + 1024, c].ravel()
+            histogram[c] += np.bincount(pixels, minlength=256)
+    values = np.arange(256) / 255
+    mean = histogram @ values / histogram.sum(axis=1)
+    variance = (histogram * (values - mean[:, None]) ** 2).sum(axis=1) / histogram.sum(axis=1)
+    std = np.sqrt(variance)
+    return mean.tolist(), np.where(std > 0, std, 1.0).tolist()
+
+
+def one_line(error: Exception) -> str:
+    """The error's type and message without line breaks."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _with_image(split: RawSplit, i: int, use: Callable[[Image.Image], T]) -> T:
+    """use(image i); ValueError with the file's name for whatever Pillow raises."""
+    item = split.images[i]
+    if isinstance(item, np.ndarray):
+        return use(Image.fromarray(item))
+    try:
+        with Image.open(item) as image:
+            if image.mode in CHANNELS_OF_MODE:
+                return use(image)
+            mode = image.mode
+    except Exception as error:  # each of Pillow's decoders raises its own
+        raise ValueError(f"{item}: not a readable image: {one_line(error)}") from error
+    raise ValueError(
+        f"{item}: its pixels have Pillow's mode {mode!r}; expected one of "
+        f"{', '.join(CHANNELS_OF_MODE)}"
+    )

@@ -1,0 +1,149 @@
+"""The Python API: start runs and read what they left.
+
+import keel
+run = keel.run(method="fedcka", num_rounds=5, clients=10, **{"fedcka.mu": 5})
+run.history          # a pandas DataFrame if pandas is installed, else a list of dicts
+run.model().predict(images)
+"""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from keel.runs import SavedRun, find_run
+from protocol.options import OptionValue
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from server_app.trained import TrainedModel
+
+
+class Run:
+    """A run directory: its config, its history, its model. Made by `run` and `load_run`.
+
+    What a run that is still going on adds is seen by loading it again.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self._saved = SavedRun(Path(directory))
+
+    def __repr__(self) -> str:
+        return f"<keel.Run {self.directory.name}: {self.state} after round {self._saved.rounds}>"
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self._saved.directory
+
+    @property
+    def state(self) -> str:
+        """finished, stopped, running, interrupted, or failed: with the reason."""
+        return self._saved.state
+
+    @property
+    def config(self) -> dict[str, OptionValue]:
+        """Every config key with its value."""
+        return dict(self._saved.config)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The content of summary.json: state, accuracies, seconds, bytes."""
+        return dict(self._saved.summary)
+
+    @property
+    def history(self) -> Any:
+        """One row a round, as flat columns such as `accuracy/global.accuracy`.
+
+        A pandas DataFrame with the round as its index if pandas is installed, else a list of dicts.
+        """
+        rows = self._saved.rows()
+        if find_spec("pandas") is None:
+            return rows
+        import pandas  # type: ignore[import-untyped,unused-ignore]
+
+        return pandas.DataFrame(rows).set_index("round") if rows else pandas.DataFrame()
+
+    def model(self, client: str = "") -> "TrainedModel":
+        """The final global model, or the personal model of a client such as "client-0000"."""
+        return load_model(self.directory, client)
+
+    def plot(self) -> "Figure":
+        """Accuracy over rounds as a matplotlib figure, which a notebook shows."""
+        import matplotlib.pyplot  # noqa: F401  # tells a notebook how to show a figure
+
+        from keel.cli.plots import accuracy_figure
+
+        return accuracy_figure([self._saved])
+
+
+def run(
+    config: Mapping[str, OptionValue] | None = None,
+    *,
+    clients: int | None = None,
+    engine: str = "inline",
+    cpus_per_client: float | None = None,
+    gpus_per_client: float | None = None,
+    quiet: bool = False,
+    **keys: OptionValue,
+) -> Run:
+    """Train, and return the finished run.
+
+    Parameters
+    ----------
+    config
+        Config keys and values, such as ``{"method": "fedcka", "fedcka.mu": 5}``.
+    clients
+        Number of simulated clients; else the config's num-clients, else 10.
+    engine
+        "inline": in this process. "flower": by ``flwr run``, with several workers.
+    cpus_per_client, gpus_per_client
+        What a worker of the flower engine takes.
+    quiet
+        Print nothing.
+    keys
+        More config keys; underscores stand for hyphens: ``num_rounds=5``.
+
+    Raises
+    ------
+    ValueError
+        One line, before anything is trained, if the config is not valid or does not fit the data.
+    RuntimeError
+        If the run failed; its directory is kept.
+    KeyboardInterrupt
+        If the run was interrupted; it can be resumed with ``resume="<run directory>"``.
+    """
+    from keel.cli.run import Engine, EngineOptions, execute
+
+    overrides = dict(config or {})
+    for name, value in keys.items():
+        key = name.replace("_", "-")
+        if key in overrides:
+            raise ValueError(f"{key} is given twice")
+        overrides[key] = value
+    if engine not in ("inline", "flower"):
+        raise ValueError(f"engine = {engine!r}: expected inline or flower; `keel run` deploys")
+    options = EngineOptions(Engine(engine), clients, cpus_per_client, gpus_per_client)
+    saved = execute(overrides, options, quiet)
+    assert saved is not None
+    return Run(saved.directory)
+
+
+def load_run(run: str | Path = "") -> Run:
+    """The run of this path, name, or beginning of a name; "" is the one that changed last.
+
+    ValueError, one line, if there is no such run.
+    """
+    return Run(find_run(run).directory)
+
+
+def load_model(run: str | Path, client: str = "") -> "TrainedModel":
+    """A run's final global model, or the personal model of one of its clients.
+
+    ``model.predict(images)`` takes uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W] of any size
+    and returns class names. ValueError, one line, if the run holds no such model.
+    """
+    from server_app.trained import load_model as load
+
+    return load(find_run(run).directory, client)

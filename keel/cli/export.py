@@ -1,0 +1,64 @@
+"""A run's model as ONNX or TorchScript, with its normalisation inside."""
+
+import json
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from server_app.trained import TrainedModel, load_model
+
+
+class Classifier(nn.Module):
+    """A trained network that takes pixels 0..255 as float32 [N, C, H, W]; returns logits."""
+
+    def __init__(self, model: TrainedModel) -> None:
+        super().__init__()
+        self.network = model.network
+        mean, std = model.pixels.mean, model.pixels.std
+        self.mean = nn.Buffer(255 * torch.tensor(mean).view(1, -1, 1, 1))
+        self.std = nn.Buffer(255 * torch.tensor(std).view(1, -1, 1, 1))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Logits [N, num_classes]."""
+        logits: Tensor = self.network((pixels - self.mean) / self.std)
+        return logits
+
+
+def export_model(directory: Path, client: str, to: str, path: Path) -> None:
+    """Write the run's final global model, or a client's personal one; `to` is onnx or torchscript.
+
+    The class names are stored with it: as metadata "classes", or as the extra file classes.json.
+    ValueError, one line, if a package is missing or the run holds no such model.
+    """
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    if to == "onnx" and missing:
+        raise ValueError(f"--to onnx needs {' and '.join(missing)}: pip install 'keel[export]'")
+    model = load_model(directory, client)
+    classifier = Classifier(model).eval()
+    example = torch.zeros(2, *model.network.input_shape)  # a batch of 1 would be taken for fixed
+    classes = json.dumps(model.class_names)
+    if to == "torchscript":
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore", FutureWarning)  # torch recommends torch.export
+            # without torch's own check, which takes the names of two traces for a difference
+            traced = torch.jit.trace(classifier, example, check_trace=False)  # type: ignore[no-untyped-call]
+            torch.jit.save(traced, str(path), _extra_files={"classes.json": classes})
+        return
+    import onnx
+
+    torch.onnx.export(
+        classifier,
+        (example,),
+        str(path),
+        input_names=["pixels"],
+        output_names=["logits"],
+        dynamic_shapes={"pixels": {0: torch.export.Dim("batch")}},
+        external_data=False,
+        verbose=False,
+    )
+    stored = onnx.load(str(path))
+    onnx.helper.set_model_props(stored, {"classes": classes})
+    onnx.save(stored, str(path))

@@ -1,0 +1,127 @@
+"""The `keel` command: a table of commands, each imported only when it is called.
+
+To add one: a line in COMMANDS. The module offers a Typer `app` (with one command, or with one of
+that name), or a function named after the command, hyphens as underscores.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any
+
+import click
+import typer
+from typer.core import TyperGroup
+
+RUNS, AROUND = "Runs", "Around a run"
+# name: (module, panel of the help, first line of the help)
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "run": ("run", RUNS, "Train: `keel run method=fedintr num-rounds=10`."),
+    "resume": ("run", RUNS, "Continue an interrupted run from its last checkpoint."),
+    "status": ("runs", RUNS, "Show how a run is doing; the newest by default."),
+    "list": ("runs", RUNS, "List the runs: method, data, rounds, accuracy, state, age."),
+    "stop": ("runs", RUNS, "Stop a run cleanly; `keel resume` continues it."),
+    "compare": ("runs", RUNS, "Compare runs: one table, one plot."),
+    "predict": ("runs", RUNS, "Classify images with a run's model."),
+    "export": ("runs", RUNS, "Export a run as csv, or its model as onnx or torchscript."),
+    "diagnose": ("diagnose", RUNS, "Measure the representations of a run's models."),
+    "methods": ("catalog", "What there is", "List the methods, or show one with its options."),
+    "models": ("catalog", "What there is", "List the models, or show one with its layers."),
+    "datasets": ("catalog", "What there is", "List the data sets, or show one."),
+    "presets": ("catalog", "What there is", "List the presets, or show one."),
+    "experiments": ("experiments", AROUND, "Run, report and verify the papers' tables."),
+    "deploy": ("deploy", AROUND, "Credentials, registration and a local deployment."),
+    "doctor": ("doctor", AROUND, "Check a machine and its deployment."),
+    "bench": ("bench", AROUND, "Measure speed on this machine."),
+    "new-method": ("new_method", "Methods of your own", "Write the files of a new method."),
+    "check-method": ("check_method", "Methods of your own", "Test a method's contract."),
+}
+
+
+def load(name: str) -> click.Command:
+    """The command of this name, its module imported. UsageError if this Keel lacks it."""
+    module_name, function = f"keel.cli.{COMMANDS[name][0]}", name.replace("-", "_")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name:
+            raise
+        raise click.UsageError(f"this installation of Keel has no command {name!r}") from None
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer()
+        app.command(name)(getattr(module, function, None) or getattr(module, f"{function}_command"))
+    command: click.Command = typer.main.get_command(app)
+    if isinstance(command, click.Group) and name in command.commands:
+        command = command.commands[name]
+    return command
+
+
+class LazyGroup(TyperGroup):
+    """Knows every command's name and first line of help; imports the one that is called."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes | {"suggest_commands": False})  # Click suggests them already
+        for name, (_, panel, line) in COMMANDS.items():
+            stub = typer.core.TyperCommand(name, help=line, rich_help_panel=panel)
+            self.commands[name] = stub
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As Click's, with the real command in place of its stub."""
+        name, _, rest = super().resolve_command(ctx, args)
+        assert name is not None
+        return name, load(name), rest
+
+
+app = typer.Typer(cls=LazyGroup, rich_markup_mode="markdown")
+
+
+@app.callback(invoke_without_command=True)
+def keel(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Federated learning with representation regularisation, on Flower and PyTorch."""
+    if version:
+        from protocol.config import keel_version
+
+        print(f"keel {keel_version()}")
+    elif ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 1 failed, 2 refused, 130 interrupted.
+
+    Mistakes of the user (ValueError) and of the machine (OSError, RuntimeError) are one line on
+    stderr; anything else is a bug of Keel's and shows its traceback.
+    """
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=words, prog_name="keel", standalone_mode=False)
+    except click.ClickException as error:
+        print(f"error: {one_line(error.format_message())}", file=sys.stderr)
+        return error.exit_code
+    except click.Abort:
+        return 130
+    except BrokenPipeError:  # `keel list | head`
+        sys.stderr.close()
+        return 0
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        return 2
+    except (OSError, RuntimeError) as error:
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def one_line(text: str) -> str:
+    """The text without line breaks."""
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

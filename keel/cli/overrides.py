@@ -1,0 +1,82 @@
+"""`KEY=VALUE` words of the command line as typed overrides, and every mistake in them at once."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+
+from protocol.config import (
+    RENAMED_KEYS,
+    RunConfig,
+    default_config,
+    refuse_unknown,
+    resolve_config,
+)
+from protocol.options import OptionValue, type_names
+
+MAX_MISTAKES = 5
+DECIDING_KEYS = {"preset", "method", "server-optimizer", "model"}  # what other keys are judged by
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, OptionValue]:
+    """Overrides such as `alpha=0.1` with the type of each key's default; strings need no quotes.
+
+    ValueError, one line, with every word that is no assignment, names no key, or has another type.
+    """
+    defaults = default_config()
+    overrides: dict[str, OptionValue] = {}
+    mistakes = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        key = key.strip()
+        try:
+            if not equals:
+                raise ValueError(f"{word!r}: expected KEY=VALUE, such as method=fedintr")
+            refuse_unknown("config key", key, [*defaults, *RENAMED_KEYS])
+            if key in overrides:
+                raise ValueError(f"{key} is given twice")
+            default = defaults.get(RENAMED_KEYS.get(key, key), "")
+            overrides[key] = typed_value(key, text.strip(), type(default))
+        except ValueError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise ValueError(" | ".join(mistakes))
+    return overrides
+
+
+def typed_value(key: str, text: str, kind: type[OptionValue]) -> OptionValue:
+    """The value that `text` stands for; ValueError if it is not of type `kind`."""
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{key} = {text}: not a TOML string: {error}") from error
+        if kind is str:
+            return str(value)
+        raise ValueError(f"{key} = {text}: expected {type_names[kind]}, found a string")
+    if kind is str:
+        return text
+    try:
+        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+    except (ValueError, KeyError):
+        raise ValueError(f"{key} = {text!r}: expected {type_names[kind]}") from None
+
+
+def checked_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
+    """The config of these overrides; ValueError, one line, naming several mistakes at once.
+
+    The key that an error begins with is set aside and the rest is checked again.
+    """
+    mistakes: list[str] = []
+    rest = dict(overrides)
+    while True:
+        try:
+            config = resolve_config(rest)
+            break
+        except ValueError as error:
+            mistakes.append(str(error))
+            key = str(error).partition(" ")[0].rstrip(":")
+            if key not in rest or key in DECIDING_KEYS or len(mistakes) == MAX_MISTAKES:
+                break
+            del rest[key]
+    if mistakes:
+        raise ValueError(" | ".join(mistakes))
+    return config

@@ -1,0 +1,108 @@
+"""What will run, in a few lines, before torch is imported."""
+
+import shlex
+
+from data.sources import SourceInfo
+from keel.cli.engines import Job
+from keel.cli.sizes import data_size, parameter_count
+from protocol.config import DataConfig, RunConfig
+
+PARTITION_KEYS = {
+    "dirichlet": ("alpha",),
+    "dirichlet-balanced": ("alpha",),
+    "classes": ("classes-per-client",),
+    "shards": ("shards-per-client",),
+}
+
+
+def plan_rows(config: RunConfig, job: Job, done: int = 0) -> list[tuple[str, str]]:
+    """(label, text) of method, data, model, clients, rounds and the equivalent `flwr run` line.
+
+    done: rounds that a run to resume has behind it.
+    """
+    size = data_size(config)
+    return [
+        ("method", method_text(config)),
+        ("data", data_text(config.data, size)),
+        ("model", model_text(config, size)),
+        ("clients", clients_text(config, job.num_clients)),
+        ("rounds", rounds_text(config, done)),
+        ("same as", flwr_line(job)),
+    ]
+
+
+def method_text(config: RunConfig) -> str:
+    """The method with its options, and the server optimizer with its own."""
+    rounds = config.rounds
+    text = rounds.method + options_text(config, rounds.method)
+    if rounds.server_optimizer != "fedavg":
+        optimizer = rounds.server_optimizer
+        text += f"; server optimizer {optimizer}{options_text(config, optimizer)}"
+    return text
+
+
+def options_text(config: RunConfig, table: str) -> str:
+    """The keys of a table, as ` (mu 3.0, num-layers 2)`."""
+    prefix = f"{table}."
+    options = {k.removeprefix(prefix): v for k, v in config.flat.items() if k.startswith(prefix)}
+    words = [f"{key} {str(value).lower()}" for key, value in options.items() if value != ""]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def data_text(data: DataConfig, size: SourceInfo | None) -> str:
+    """The source, its size and shape if they are known, and the partition."""
+    if size and size.image_shape:
+        shape = " x ".join(map(str, size.image_shape))
+        images = f"{size.num_train:,} training and {size.num_test:,} test images"
+        text = f"{data.source}: {images}, {shape}, {size.num_classes} classes"
+    else:
+        text = f"{data.source}: sizes follow once it is read"
+    if data.data_fraction < 1:
+        text += f"; {100 * data.data_fraction:g} % of the training images"
+    keys = PARTITION_KEYS.get(data.partition, ())
+    options = "".join(f", {key} {getattr(data, key.replace('-', '_'))}" for key in keys)
+    return f"{text}; partition {data.partition}{options}"
+
+
+def model_text(config: RunConfig, size: SourceInfo | None) -> str:
+    """The model, or all models of the clients, with parameter counts where they are known."""
+    names = [name.strip() for name in config.model.client_models.split(",") if name.strip()]
+    texts = []
+    for name in names or [config.model.model]:
+        count = parameter_count(config, size, name) if size else None
+        texts.append(f"{name}, {count:,} parameters" if count else name)
+    return "; ".join(texts)
+
+
+def clients_text(config: RunConfig, num_clients: int) -> str:
+    """How many clients there are, and how many train in a round."""
+    fraction = config.rounds.fraction_train
+    if fraction == 1:
+        return f"{num_clients}, all of them in every round"
+    return f"{num_clients}, {max(1, round(fraction * num_clients))} in a round"
+
+
+def rounds_text(config: RunConfig, done: int) -> str:
+    """The rounds, and what a client does in one."""
+    train = config.train
+    epochs = f"{train.local_epochs} local epoch{'s' if train.local_epochs != 1 else ''}"
+    batches = (
+        f"{train.batches_per_epoch} batches an epoch"
+        if train.batches_per_epoch
+        else f"batch size {train.batch_size}"
+    )
+    past = f" ({done} of them done)" if done else ""
+    return f"{config.rounds.num_rounds}{past}; {epochs}, {batches}, lr {train.lr:g}"
+
+
+def flwr_line(job: Job) -> str:
+    """The equivalent command of Flower's, to be run in the directory of the app."""
+    words = ["flwr", "run", "."]
+    if job.federation:
+        words += [job.federation]
+    words += ["--stream"]
+    if job.overrides:
+        words += ["--run-config", job.run_config()]
+    if not job.federation:
+        words += ["--federation-config", job.federation_config()]
+    return shlex.join(words)

@@ -1,0 +1,134 @@
+"""What a terminal shows of a run: the plan before it, a line a round, the time left, the end.
+
+On a terminal a bar with the time left follows the lines; elsewhere there are plain lines alone.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from server_app.history import CURVES, duration
+
+SHORT = {"global": "accuracy", "local_global": "on clients", "personal": "personal"}
+
+
+class Terminal(logging.Handler):
+    """A `RunObserver` that prints, and a handler that prints Keel's warnings above the bar."""
+
+    def __init__(self, num_rounds: int, quiet: bool = False) -> None:
+        super().__init__(logging.WARNING)
+        self.console = Console(highlight=False, soft_wrap=True, quiet=quiet)
+        self.num_rounds, self.has_sizes = num_rounds, True
+        self.directory: Path | None = None
+        self.last_round = self.num_done = 0
+        self.started = time.monotonic()
+        self.summary: Mapping[str, Any] = {}
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self.task = self.bar.add_task("starting", total=num_rounds, left="")
+
+    def __enter__(self) -> "Terminal":
+        """Show the bar and Keel's warnings."""
+        logging.getLogger("keel").addHandler(self)
+        self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Remove the bar."""
+        self.bar.stop()
+        logging.getLogger("keel").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a warning."""
+        self.say(f"[yellow]{record.levelname.lower()}:[/] {escape(record.getMessage())}")
+
+    def say(self, markup: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(markup)
+
+    def row(self, label: str, text: str) -> None:
+        """Print a row of the plan."""
+        self.say(f"[bold]{label:<9}[/]  {escape(text)}")
+
+    def phase(self, text: str) -> None:
+        """Name what the bar is waiting for."""
+        self.bar.update(self.task, description=text)
+
+    def begin(self, directory: Path, last_round: int) -> None:
+        """Round `last_round` + 1 begins."""
+        self.directory, self.last_round = directory, last_round
+        self.started = time.monotonic()
+        self.bar.update(self.task, description="training", completed=last_round)
+        self.row("directory", str(directory))
+
+    def on_run_start(self, info: Any) -> None:
+        """Of `RunObserver`."""
+        if not self.has_sizes:
+            shape = " x ".join(map(str, info.image_shape))
+            images = f"{info.num_train:,} training and {info.num_test:,} test images"
+            self.row("data", f"{images}, {shape}, {info.num_classes} classes")
+            self.row("model", f"{info.model}, {info.num_parameters:,} parameters")
+        self.begin(info.directory, info.last_round)
+
+    def on_round(self, line: Mapping[str, Any]) -> None:
+        """Of `RunObserver`: a line, and the time left by the mean of the rounds so far."""
+        self.last_round, self.num_done = line["round"], self.num_done + 1
+        elapsed_s = time.monotonic() - self.started
+        left = duration(elapsed_s / self.num_done * (self.num_rounds - self.last_round)) + " left"
+        is_last = self.last_round >= self.num_rounds
+        self.bar.update(self.task, completed=self.last_round, left="" if is_last else left)
+        self.say(round_line(line, self.num_rounds, "" if is_last else left))
+
+    def on_run_end(self, summary: Mapping[str, Any]) -> None:
+        """Of `RunObserver`: remember the summary for the end."""
+        self.summary = summary
+
+    def finished(self) -> None:
+        """Print the results and what can be done with the run."""
+        for row in self.summary.get("results", {}).values():
+            best, final = 100 * row["best"], 100 * row["final"]
+            self.say(f"[bold]{row['what']}[/]: {final:.2f} %, best {best:.2f} %")
+        if self.directory:
+            name = self.directory.name
+            took = duration(time.monotonic() - self.started)
+            self.say(
+                f"[green]finished[/] in {took}; see keel status, compare, predict, export {name}"
+            )
+
+    def stopped(self) -> None:
+        """Say what an interrupted run left."""
+        if self.directory is None:
+            self.say("[yellow]interrupted[/] before round 1: there is nothing to resume")
+            return
+        name = self.directory.name
+        done = f"[yellow]stopped[/] after round {self.last_round}"
+        self.say(f"{done}; to continue: keel resume {name}")
+
+
+def round_line(line: Mapping[str, Any], num_rounds: int, left: str) -> str:
+    """A round in aligned columns: accuracies, loss, seconds, clients left out, time left."""
+    width = len(str(num_rounds))
+    columns = [f"round {line['round']:>{width}}/{num_rounds}"]
+    for key, name, _ in CURVES:
+        if key in line and name != "worst_decile":
+            columns.append(f"{SHORT[key]} {100 * line[key][name]:6.2f} %")
+    loss = line["losses"].get("supervised")
+    columns.append("[red]loss not finite[/]" if loss is None else f"loss {loss:.4f}")
+    columns.append(f"{sum(line['seconds'].values()):5.1f} s")
+    if line["left_out"]:
+        columns.append(f"[yellow]{len(line['left_out'])} left out[/]")
+    return "   ".join([*columns, left] if left else columns)

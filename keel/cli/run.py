@@ -1,0 +1,230 @@
+"""`keel run` and `keel resume`: validate, show what will run, execute it on an engine."""
+
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keel.cli.overrides import checked_config, parse_overrides
+from keel.runs import FINISHED, SavedRun, find_run, runs_directory
+from protocol.config import RunConfig
+from protocol.options import OptionValue
+
+DEFAULT_CLIENTS = 10
+INTERRUPTED_CODE = 130
+
+
+class Engine(StrEnum):
+    """Where a run is executed."""
+
+    inline = "inline"
+    flower = "flower"
+    deployment = "deployment"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Which engine executes a run, and its options; None: not given."""
+
+    engine: Engine = Engine.inline
+    clients: int | None = None
+    cpus_per_client: float | None = None
+    gpus_per_client: float | None = None
+    federation: str = ""
+    root_certificates: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("cpus_per_client", "gpus_per_client"):
+            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
+            if value is not None and self.engine is not Engine.flower:
+                raise ValueError(f"{flag} needs --engine flower; this is --engine {self.engine}")
+            if value is not None and value < 0:
+                raise ValueError(f"{flag} {value:g}: expected a number >= 0")
+        if self.clients is not None and self.clients < 1:
+            raise ValueError(f"--clients {self.clients}: expected a number >= 1")
+        if bool(self.federation) != (self.engine is Engine.deployment):
+            raise ValueError(
+                "--engine deployment and --federation go together; --federation is the name of a "
+                "connection in Flower's config.toml, or the HOST:PORT of a SuperLink"
+            )
+
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Config keys; `keel methods NAME` lists some."),
+]
+Clients = Annotated[
+    int | None,
+    typer.Option(help="Number of simulated clients; else num-clients of the config, else 10."),
+]
+EngineName = Annotated[
+    Engine, typer.Option("--engine", help="inline: in this process; flower: by `flwr run`.")
+]
+Cpus = Annotated[float | None, typer.Option(help="CPUs of a worker, --engine flower. Default 1.")]
+Gpus = Annotated[float | None, typer.Option(help="GPUs of a worker, such as 0.25; as above.")]
+Federation = Annotated[
+    str, typer.Option(help="Of --engine deployment: a name in Flower's config.toml, or HOST:PORT.")
+]
+RootCertificates = Annotated[
+    Path | None, typer.Option(help="The deployment's ca.pem, with --federation HOST:PORT.")
+]
+
+
+def run(
+    words: Words = None,
+    preset: Annotated[str, typer.Option(help="A paper's setting; see `keel presets`.")] = "",
+    clients: Clients = None,
+    engine: EngineName = Engine.inline,
+    gpus_per_client: Gpus = None,
+    cpus_per_client: Cpus = None,
+    federation: Federation = "",
+    root_certificates: RootCertificates = None,
+) -> int:
+    """Train: `keel run method=fedintr num-rounds=10 source=folder:/data`.
+
+    Exit code 0 if the run finished, 1 if it failed, 2 if it was refused, 130 if it was interrupted.
+    """
+    overrides = parse_overrides(words or [])
+    if preset:
+        if overrides.get("preset", preset) != preset:
+            raise ValueError(f"--preset {preset} and preset={overrides['preset']} differ")
+        overrides["preset"] = preset
+    if overrides.get("resume"):
+        raise ValueError(f"resume: use `keel resume {overrides['resume']}`")
+    options = EngineOptions(
+        *(engine, clients, cpus_per_client, gpus_per_client, federation, root_certificates)
+    )
+    return executed(overrides, options)
+
+
+def resume(
+    run: Annotated[str, typer.Argument(help="Path, name, or the beginning of a name.")],
+    words: Words = None,
+    engine: EngineName = Engine.inline,
+    gpus_per_client: Gpus = None,
+    cpus_per_client: Cpus = None,
+    federation: Federation = "",
+    root_certificates: RootCertificates = None,
+) -> int:
+    """Continue an interrupted run from its last checkpoint; num-rounds=N alone may be changed."""
+    overrides = parse_overrides(words or [])
+    if changed := sorted(overrides.keys() - {"num-rounds"}):
+        raise ValueError(f"{changed[0]}: a resumed run keeps its config, except for num-rounds")
+    saved = find_run(run)
+    if saved.is_running:
+        raise ValueError(f"{saved.name} is running: `keel status {saved.name}` shows it")
+    expected = int(overrides.get("num-rounds", saved.config["num-rounds"]))
+    if saved.rounds >= expected and saved.state == FINISHED:
+        raise ValueError(
+            f"{saved.name} has finished its {saved.rounds} rounds: give more, such as "
+            f"num-rounds={2 * saved.rounds}"
+        )
+    options = EngineOptions(
+        *(engine, None, cpus_per_client, gpus_per_client, federation, root_certificates)
+    )
+    return executed({"resume": str(saved.directory)} | overrides, options)
+
+
+def executed(overrides: Mapping[str, OptionValue], options: EngineOptions) -> int:
+    """Execute a run for the command line; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell had it ignored
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        execute(overrides, options)
+    except KeyboardInterrupt:
+        return INTERRUPTED_CODE
+    return 0
+
+
+def execute(
+    overrides: Mapping[str, OptionValue], options: EngineOptions, quiet: bool = False
+) -> SavedRun | None:
+    """Execute a run and show its progress; returns its directory once it has finished.
+
+    None: on a deployment, where the directory is on the server. ValueError, one line, if the run is
+    refused, RuntimeError if it failed. KeyboardInterrupt stops it cleanly and is raised again.
+    """
+    resumed = find_run(str(overrides["resume"])) if overrides.get("resume") else None
+    config = config_of(overrides, resumed)
+    overrides, num_clients = with_clients(overrides, config, options.clients, resumed)
+    config = config_of(overrides, resumed)
+
+    from keel.cli import engines
+    from keel.cli.plan import plan_rows
+    from keel.cli.progress import Terminal
+
+    job = engines.Job(
+        *(overrides, num_clients, resumed.directory if resumed else None),
+        1 if options.cpus_per_client is None else options.cpus_per_client,
+        options.gpus_per_client or 0,
+        *(options.federation, options.root_certificates),
+    )
+    terminal = Terminal(config.rounds.num_rounds, quiet)
+    rows = plan_rows(config, job, resumed.rounds if resumed else 0)
+    terminal.has_sizes = "parameters" in dict(rows)["model"]
+    for label, text in rows:
+        terminal.row(label, text)
+    if options.engine is Engine.flower and not resumed:
+        directory = new_directory(config)
+        named = {**overrides, "run-name": directory.name}
+        job = replace(job, overrides=named, directory=directory)
+    engine = {
+        Engine.inline: engines.run_in_process,
+        Engine.flower: engines.run_on_flower,
+        Engine.deployment: engines.run_on_deployment,
+    }[options.engine]
+    with terminal:
+        try:
+            engine(job, terminal)
+        except KeyboardInterrupt:
+            terminal.bar.stop()
+            terminal.stopped()
+            raise
+        except (ValueError, OSError) as error:
+            if terminal.directory:  # too late for a refusal
+                raise RuntimeError(str(error)) from error
+            raise
+    terminal.finished()
+    return SavedRun(terminal.directory) if terminal.directory else None
+
+
+def config_of(overrides: Mapping[str, OptionValue], resumed: SavedRun | None) -> RunConfig:
+    """The config of a run, or of one to resume with these keys changed."""
+    if resumed is None:
+        return checked_config(overrides)
+    return checked_config(resumed.overrides | {k: v for k, v in overrides.items() if k != "resume"})
+
+
+def with_clients(
+    overrides: Mapping[str, OptionValue],
+    config: RunConfig,
+    clients: int | None,
+    resumed: SavedRun | None,
+) -> tuple[dict[str, OptionValue], int]:
+    """(overrides, number of clients): --clients wins over a preset's num-clients."""
+    expected = config.rounds.num_clients
+    if clients is None or clients == expected:
+        return dict(overrides), expected or DEFAULT_CLIENTS
+    if resumed or "num-clients" in overrides:
+        raise ValueError(f"--clients {clients}: num-clients is {expected}; leave one of them out")
+    return {**overrides, **({"num-clients": clients} if expected else {})}, clients
+
+
+def new_directory(config: RunConfig) -> Path:
+    """A new run directory, named as run-name says, else after time, method and data."""
+    rounds = config.rounds
+    base = Path(rounds.output_dir).expanduser() if rounds.output_dir else runs_directory()
+    source = config.data.source.partition(":")[0]
+    stem = rounds.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{rounds.method}-{source}"
+    path, number = base / stem, 1
+    while path.exists() and not rounds.run_name:
+        path, number = base / f"{stem}-{number}", number + 1
+    if path.exists():
+        raise ValueError(f"run-name = {rounds.run_name!r}: {path} exists; choose another name")
+    return path

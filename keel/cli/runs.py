@@ -1,0 +1,342 @@
+"""`keel status`, `list`, `stop`, `compare`, `predict` and `export`: what can be done with runs."""
+
+import csv
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from keel.runs import DAMAGE, RUNNING, SavedRun, all_runs, find_run, is_locked, lock_holder
+from protocol.config import keel_home
+from server_app.history import CURVES, curve, duration
+
+RECENT_ROUNDS = 10  # whose left out clients `status` names
+STOP_TIMEOUT_S = 90.0
+PIPE_WIDTH = 240  # columns, where the output is no terminal
+PLACES = {"output-dir", "run-name", "data-dir", "resume"}  # keys that do not distinguish runs
+
+RunName = Annotated[str, typer.Argument(help="Path, name, or the beginning of a name.")]
+
+
+# --- status and list -----------------------------------------------------------------------------
+
+
+def status(
+    run: Annotated[str, typer.Argument(help="Path, name, or the beginning of a name.")] = "",
+) -> None:
+    """Show how a run is doing; without RUN, the one that changed last."""
+    print("\n".join(status_lines(find_run(run))))
+
+
+def status_lines(run: SavedRun) -> list[str]:
+    """The status of a run in a few lines. ValueError, one line, if its files are damaged."""
+    config, history = run.config, run.history
+    seconds = [sum(line["seconds"].values()) for line in history]
+    left = config["num-rounds"] - run.rounds
+    progress = f"{run.rounds} of {config['num-rounds']}"
+    if seconds:
+        progress += f", {duration(sum(seconds))} so far"
+        if run.state == RUNNING:
+            progress += f", {duration(left * sum(seconds) / len(seconds))} left"
+    optimizer = config["server-optimizer"]
+    server = "" if optimizer == "fedavg" else f", server optimizer {optimizer}"
+    lines = [
+        f"run       {run.directory}",
+        f"config    {config['method']}{server}, {config['source']}, {config['model']}",
+        f"state     {run.state}",
+        f"round     {progress}",
+    ]
+    for key, name, description in CURVES:
+        points = curve(history, key, name)
+        if points:
+            shown = ", ".join(f"{100 * value:.2f} % ({number})" for number, value in points[-3:])
+            lines.append(f"accuracy  {description}: {shown}")
+    for line in history[-RECENT_ROUNDS:]:
+        for client, reason in line["left_out"].items():
+            lines.append(f"left out  round {line['round']}: {client}: {reason}")
+    if history and history[-1].get("backed_off"):
+        lines.append(f"backoff   {', '.join(history[-1]['backed_off'])}")
+    if run.state not in (RUNNING, "finished"):
+        lines.append(f"resume    keel resume {run.name}")
+    return lines
+
+
+def list_command(
+    base: Annotated[Path | None, typer.Argument(help="Default: $KEEL_HOME/runs.")] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", help="The newest; 0: all.")] = 30,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the runs, the last changed first."""
+    found = all_runs(base.expanduser() if base else None)
+    shown = found[:limit] if limit else found
+    rows = [row_of(run) for run in shown]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    console = terminal_console()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("run", "method", "data"):
+        table.add_column(name, overflow="fold")
+    for name in ("rounds", "accuracy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("state", max_width=40, no_wrap=True, overflow="ellipsis")
+    table.add_column("age", justify="right", no_wrap=True)
+    for run, row in zip(shown, rows, strict=True):
+        accuracy = "" if row["accuracy"] is None else f"{100 * row['accuracy']:.2f} %"
+        table.add_row(
+            *map(escape, (row["run"], row["method"], row["source"])),
+            f"{row['rounds']}/{row['num_rounds']}",
+            accuracy,
+            coloured(row["state"]),
+            age(run.age_s),
+        )
+    if rows:
+        console.print(table)
+    if not found:
+        print("no runs yet; `keel run` starts one")
+    elif len(shown) < len(found):
+        print(f"{len(found) - len(shown)} older runs: keel list --limit 0")
+
+
+def row_of(run: SavedRun) -> dict[str, Any]:
+    """A run in a list, for JSON; "?" where its config cannot be read."""
+    try:
+        config: dict[str, Any] = run.config
+        source = run.source
+    except DAMAGE:
+        config, source = {}, "?"
+    return {
+        "run": run.name,
+        "directory": str(run.directory),
+        "method": str(config.get("method", "?")),
+        "source": source,
+        "model": str(config.get("model", "?")),
+        "rounds": run.rounds,
+        "num_rounds": config.get("num-rounds", "?"),
+        "accuracy": run.accuracy,
+        "state": run.state,
+        "changed": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(run.last_change)),
+    }
+
+
+def coloured(state: str) -> str:
+    """A state in its colour."""
+    colours = {"finished": "green", "running": "cyan", "stopped": "yellow", "interrupted": "yellow"}
+    return f"[{colours.get(state, 'red')}]{escape(state)}[/]"
+
+
+def age(seconds: float) -> str:
+    """5 s, 3 min, 2 h, 4 d."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"
+
+
+def terminal_console() -> Console:
+    """A console as wide as the terminal; wide where the output goes to a file or a pipe."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
+# --- stop ----------------------------------------------------------------------------------------
+
+
+def stop(run: RunName) -> None:
+    """Stop a running run cleanly, as Ctrl-C in its terminal does; `keel resume` continues it."""
+    saved = find_run(run)
+    if not saved.is_running:
+        raise ValueError(f"{saved.name} is not running: {saved.state}")
+    engine_lock = keel_home() / "flower" / saved.name / ".lock"
+    pid = lock_holder(engine_lock) if is_locked(engine_lock) else saved.pid
+    if pid is None:
+        raise RuntimeError(f"cannot tell which process writes {saved.directory}")
+    if is_flower(pid):
+        raise ValueError(
+            f"{saved.name} was started by `flwr run` (process {pid}): use `flwr stop RUN_ID`"
+        )
+    os.kill(pid, signal.SIGINT)
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while (saved.is_running or is_locked(engine_lock)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if saved.is_running:
+        raise RuntimeError(f"process {pid} still writes the run {STOP_TIMEOUT_S:g} s after SIGINT")
+    saved = SavedRun(saved.directory)
+    print(f"{saved.name}: {saved.state} after round {saved.rounds}")
+
+
+def is_flower(pid: int) -> bool:
+    """Whether the process is one of Flower's own, which ends runs by its own command."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return False
+    return any(Path(word).name.startswith(("flower-", "flwr-")) for word in words[:2])
+
+
+# --- compare -------------------------------------------------------------------------------------
+
+
+def compare(
+    runs: Annotated[list[str], typer.Argument(help="Paths, names, or beginnings of names.")],
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the table here.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Where the plot goes. Default: $KEEL_HOME/compare.png.")
+    ] = None,
+) -> None:
+    """Compare runs: accuracy, time, the config keys that differ, and their curves in one plot."""
+    found = [find_run(run) for run in runs]
+    keys = differing_keys(found)
+    rows = [comparison_row(run) for run in found]
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("run", "rounds", "final", "best", "s/round", "state", "differs in"):
+        numeric = name in ("rounds", "final", "best", "s/round")
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for run, row in zip(found, rows, strict=True):
+        table.add_row(
+            *(escape(run.name), str(row["rounds"]), percent(row["final"]), percent(row["best"])),
+            *(f"{row['seconds_per_round']:.2f}", coloured(row["state"])),
+            escape(" ".join(f"{key}={run.config.get(key)}" for key in keys)),
+        )
+    terminal_console().print(table)
+    if csv_file:
+        with csv_file.expanduser().open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0], *keys])
+            writer.writeheader()
+            for run, row in zip(found, rows, strict=True):
+                writer.writerow(row | {key: run.config.get(key) for key in keys})
+        print(f"table: {csv_file}")
+    path = (plot or keel_home() / "compare.png").expanduser()
+    from keel.cli.plots import accuracy_figure
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    accuracy_figure(found, keys).savefig(path, dpi=150)
+    print(f"plot: {path}")
+
+
+def differing_keys(runs: Sequence[SavedRun]) -> list[str]:
+    """The config keys, places apart, whose values differ between the runs."""
+    keys = sorted({key for run in runs for key in run.config} - PLACES)
+    return [key for key in keys if len({str(run.config.get(key)) for run in runs}) > 1]
+
+
+def comparison_row(run: SavedRun) -> dict[str, Any]:
+    """What `compare` says of a run."""
+    key, name = run.headline
+    values = [value for _, value in curve(run.history, key, name)]
+    seconds = sum(sum(line["seconds"].values()) for line in run.history)
+    return {
+        "run": run.name,
+        "accuracy_of": f"{key}.{name}",
+        "rounds": run.rounds,
+        "final": values[-1] if values else None,
+        "best": max(values, default=None),
+        "seconds_per_round": round(seconds / max(1, len(run.history)), 3),
+        "state": run.state,
+    }
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage."""
+    return "" if value is None else f"{100 * value:.2f} %"
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+ClientName = Annotated[
+    str, typer.Option(help="The personal model of this client, such as client-0000.")
+]
+
+
+def predict(
+    run: RunName,
+    images: Annotated[list[Path], typer.Argument(help="Image files of any size.")],
+    client: ClientName = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Classify images with the final model of a run: file, class, probability."""
+    directory = find_run(run).directory
+    pixels = [read_image(path) for path in images]  # before torch is imported
+
+    from server_app.trained import load_model
+
+    model = load_model(directory, client)
+    found = []
+    for path, image in zip(images, pixels, strict=True):
+        probabilities = model.probabilities(image[None])[0]
+        best = int(probabilities.argmax())
+        name, share = model.class_names[best], float(probabilities[best])
+        found.append({"image": str(path), "class": name, "probability": round(share, 4)})
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for row in found:
+        print(f"{row['image']}\t{row['class']}\t{row['probability']:.3f}")
+
+
+def read_image(path: Path) -> Any:
+    """An image as uint8 [H, W] if it is grey, else [H, W, 3]. ValueError naming the file."""
+    import numpy as np
+    from PIL import Image
+
+    try:
+        with Image.open(path.expanduser()) as image:
+            return np.array(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except Exception as error:  # each of Pillow's decoders has its own
+        raise ValueError(f"{path} is not a readable image: {error}") from error
+
+
+class Format(StrEnum):
+    """What a run is exported to."""
+
+    csv = "csv"
+    onnx = "onnx"
+    torchscript = "torchscript"
+
+
+def export(
+    run: RunName,
+    to: Annotated[Format, typer.Option(help="csv: the history; onnx, torchscript: the model.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Default: RUN.csv, .onnx or .pt here.")
+    ] = None,
+    client: ClientName = "",
+) -> None:
+    """Export a run's history, or its final model with its normalisation inside.
+
+    An exported model takes pixels 0..255 as float32 [N, C, H, W] and returns logits [N, classes].
+    """
+    saved = find_run(run)
+    suffix = {Format.csv: "csv", Format.onnx: "onnx", Format.torchscript: "pt"}[to]
+    stem = f"{saved.name}-{client}" if client else saved.name
+    path = (output or Path(f"{stem}.{suffix}")).expanduser()
+    if to is Format.csv:
+        write_csv(saved, path)
+    else:
+        from keel.cli.export import export_model
+
+        export_model(saved.directory, client, to, path)
+    print(path)
+
+
+def write_csv(run: SavedRun, path: Path) -> None:
+    """Every round's numbers as a row."""
+    rows = run.rows()
+    if not rows:
+        raise ValueError(f"{run.name} has no finished round: there is nothing to export")
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)

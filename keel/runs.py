@@ -1,0 +1,213 @@
+"""Run directories as seen from outside: found by name, read without torch, never written.
+
+Whatever a directory holds, listing it does not fail: a file that is missing or damaged is named in
+the run's state.
+"""
+
+import fcntl
+import os
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from protocol.config import keel_home
+from server_app.history import HISTORY_FILE, curve, read_history
+from server_app.summary import HEADLINE, SUMMARY_FILE, read_config_file, read_summary
+
+CONFIG_FILE, LOCK_FILE = "config.json", ".lock"
+STARTING, RUNNING, FINISHED, INTERRUPTED = "starting", "running", "finished", "interrupted"
+LINE_TYPES = {"round": int, "losses": dict, "seconds": dict, "left_out": dict}
+DAMAGE = (OSError, ValueError, TypeError, KeyError, AttributeError)  # of a file of any content
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """One run directory. Its files are read when an attribute is first used."""
+
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.directory.name
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Every config key with its value. ValueError if config.json is missing or damaged."""
+        return read_config_file(self.directory)[0]
+
+    @cached_property
+    def overrides(self) -> dict[str, Any]:
+        """The config keys that the user set. ValueError as for `config`."""
+        return read_config_file(self.directory)[1]
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """summary.json under today's names; empty if it is missing or damaged."""
+        try:
+            return read_summary(self.directory) if self.has_summary else {}
+        except DAMAGE:
+            return {}
+
+    @property
+    def has_summary(self) -> bool:
+        """Whether there is a summary.json."""
+        return (self.directory / SUMMARY_FILE).exists()
+
+    @cached_property
+    def history(self) -> list[dict[str, Any]]:
+        """One dict a round. ValueError if a line is damaged or lacks what every line has."""
+        try:
+            lines = read_history(self.directory)
+        except AttributeError:  # a line is JSON, but no object
+            lines = [{}]
+        for number, line in enumerate(lines, start=1):
+            for key, kind in LINE_TYPES.items():
+                if not isinstance(line.get(key), kind):
+                    path = self.directory / HISTORY_FILE
+                    raise ValueError(f"{path} is damaged: entry {number} has no valid {key!r}")
+        return lines
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a living process writes the run."""
+        return is_locked(self.directory / LOCK_FILE)
+
+    @property
+    def state(self) -> str:
+        """finished, stopped, failed: ..., running, interrupted, or which file is damaged."""
+        try:
+            self.config  # noqa: B018  # read for its error
+        except ValueError:
+            return f"{CONFIG_FILE} is damaged"
+        if self.is_running:
+            return RUNNING
+        if not self.summary:
+            return f"{SUMMARY_FILE} is damaged" if self.has_summary else INTERRUPTED
+        status = str(self.summary.get("status"))
+        return INTERRUPTED if status in (STARTING, RUNNING) else status
+
+    @property
+    def rounds(self) -> int:
+        """The last round that is done; 0 if there is none or it cannot be read."""
+        try:
+            return int(self.history[-1]["round"]) if self.history else 0
+        except DAMAGE:
+            return 0
+
+    @property
+    def headline(self) -> tuple[str, str]:
+        """The curve that stands for the run: a key of the history's lines, and the name within it.
+
+        ValueError if the history is damaged.
+        """
+        curves = [(key, "accuracy" if key == "global" else "mean") for key in HEADLINE]
+        return next((pair for pair in curves if curve(self.history, *pair)), curves[0])
+
+    @property
+    def accuracy(self) -> float | None:
+        """The last value of the headline curve, in [0, 1]; None if there is none."""
+        try:
+            points = curve(self.history, *self.headline)
+        except DAMAGE:
+            return None
+        return points[-1][1] if points else None
+
+    def rows(self) -> list[dict[str, float]]:
+        """Every round's numbers under flat names. ValueError if the history is damaged."""
+        from server_app.observers import scalars
+
+        return [
+            {"round": line["round"], "participants": len(line["participants"]), **scalars(line)}
+            for line in self.history
+        ]
+
+    @property
+    def source(self) -> str:
+        """The data source; of folder:PATH and npz:PATH the last part of PATH."""
+        kind, colon, path = str(self.config["source"]).partition(":")
+        return f"{kind}:{Path(path).name}" if colon else kind
+
+    @property
+    def last_change(self) -> float:
+        """When the run last wrote a round or began, as a POSIX time; 0 if nothing can be read."""
+        files = [self.directory / name for name in (HISTORY_FILE, CONFIG_FILE)]
+        return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last change."""
+        return time.time() - self.last_change
+
+    @property
+    def pid(self) -> int | None:
+        """The process that writes the run; None if there is none or it cannot be told."""
+        return lock_holder(self.directory / LOCK_FILE) if self.is_running else None
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds an exclusive lock on the file."""
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def lock_holder(path: Path) -> int | None:
+    """The process that has the lock file open: as the file says, else as /proc does."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        pass
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if link.readlink() == path.resolve() and int(link.parts[2]) != os.getpid():
+                return int(link.parts[2])
+        except OSError:  # another user's, or gone
+            continue
+    return None
+
+
+def runs_directory() -> Path:
+    """Where runs go unless output-dir says otherwise."""
+    return keel_home() / "runs"
+
+
+def all_runs(base: Path | None = None) -> list[SavedRun]:
+    """The runs in a directory, the last changed first."""
+    base = base or runs_directory()
+    found = [SavedRun(path.parent) for path in base.glob(f"*/{CONFIG_FILE}")]
+    return sorted(found, key=lambda run: (run.last_change, run.name), reverse=True)
+
+
+def find_run(run: str | Path = "") -> SavedRun:
+    """The run of this path, name under the runs directory, or unique prefix; "": the newest.
+
+    ValueError, one line, if there is none or there are several.
+    """
+    text, base = str(run), runs_directory()
+    if not text:
+        runs = all_runs()
+        if not runs:
+            raise ValueError(f"there is no run in {base} yet; `keel run` starts one")
+        return runs[0]
+    path = Path(text).expanduser()
+    for candidate in (path, base / text):
+        if (candidate / CONFIG_FILE).is_file():
+            return SavedRun(candidate.absolute())
+    if path.is_dir():
+        raise ValueError(f"{path} has no {CONFIG_FILE}: not a run directory")
+    names = sorted(found.parent.name for found in base.glob(f"*/{CONFIG_FILE}"))
+    matches = [name for name in names if name.startswith(text)]
+    if len(matches) == 1:
+        return SavedRun(base / matches[0])
+    if matches:
+        shown = ", ".join(matches[:5]) + (", ..." if len(matches) > 5 else "")
+        raise ValueError(f"{text!r} begins the names of {len(matches)} runs: {shown}")
+    raise ValueError(f"there is no run {text!r} in {base}; `keel list` shows what there is")

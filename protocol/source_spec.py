@@ -1,0 +1,39 @@
+"""The `source` key: which data sources there are, and how their values are written.
+
+Imports neither numpy nor torch, so a mistake is refused before either is loaded. `data.readers`
+holds one reader for each name.
+"""
+
+from pathlib import Path
+
+SOURCE_NAMES = (
+    "digits",
+    "fashion-mnist",
+    "mnist",
+    "cifar10",
+    "cifar100",
+    "svhn",
+    "tiny-imagenet",
+    "folder:PATH",
+    "npz:PATH",
+)
+
+
+def parse_source(spec: str) -> tuple[str, Path | None]:
+    """(name in SOURCE_NAMES, PATH with `~` expanded or None) of a `source` value.
+
+    ValueError for an unknown name and for a relative path.
+    """
+    kind, colon, location = spec.partition(":")
+    name = f"{kind}:PATH" if colon else kind
+    if name not in SOURCE_NAMES or (colon and not location):
+        raise ValueError(f"source = {spec!r}: expected one of {', '.join(SOURCE_NAMES)}")
+    if not colon:
+        return name, None
+    path = Path(location).expanduser()
+    if not path.is_absolute():
+        raise ValueError(
+            f"source = {spec!r}: PATH must be absolute, because a Flower run has its own working "
+            f"directory; from the current directory it is {kind}:{path.absolute()}"
+        )
+    return name, path

@@ -1,0 +1,37 @@
+"""Checks before anything is trained that need packages which `protocol` does not import."""
+
+from collections.abc import Mapping
+
+from client_app.methods import method_of
+from protocol.catalogue import method_names, server_optimizer_names
+from protocol.config import RunConfig
+from protocol.options import OptionValue
+from server_app.diagnostics.comparison import chosen_diagnostics
+from server_app.observers import check_tensorboard
+from server_app.roster import evaluates_clients
+
+
+def check_config(config: RunConfig) -> None:
+    """ValueError, one line, for what `protocol.config.validate` does not know."""
+    method_of(config)
+    chosen_diagnostics(config.rounds.diagnostics)
+    if config.rounds.tensorboard:
+        check_tensorboard()
+
+
+def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> list[str]:
+    """A line for each key that the user set without effect, and for models never evaluated."""
+    rounds, method = config.rounds, method_of(config)
+    tables = {*method_names(), *server_optimizer_names()} - {rounds.method, rounds.server_optimizer}
+    lines = [
+        f"{key} has no effect: method is {rounds.method}, server-optimizer is "
+        f"{rounds.server_optimizer}"
+        for key in sorted(overrides)
+        if key.partition(".")[0] in tables and "." in key
+    ]
+    on_clients = evaluates_clients(config, method) != "none"
+    if method.is_personal and not on_clients:
+        lines.append("evaluate-clients = 'none': the clients' personal models are never evaluated")
+    elif not on_clients and not rounds.evaluate_global:
+        lines.append("evaluate-global = false: nothing is evaluated in this run")
+    return lines

@@ -1,0 +1,109 @@
+"""history.jsonl: one line a round. The only reader and writer of these lines; needs no torch.
+
+Keys of a line: round, participants (clients whose update was aggregated), left_out (client to
+reason), rejected (how many replies failed update validation), backed_off (clients not asked, being
+away or in backoff), late, losses, seconds, client_seconds, client_cpu_seconds, bytes_down,
+bytes_up; where they were measured: global, local_global, personal, diagnostics,
+evaluation_left_out, evaluation_bytes_down, evaluation_bytes_up.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from protocol.files import write_atomically
+
+Line = dict[str, Any]
+
+HISTORY_FILE = "history.jsonl"
+RENAMED_FIELDS = {"refused": "rejected", "resting": "backed_off"}  # names before 0.2
+PER_CLIENT = ("local_global", "personal")  # these hold each client's accuracy in "clients"
+
+# Accuracy curves: key in a line, key within it, description.
+CURVES = (
+    ("global", "accuracy", "global model, test set"),
+    ("local_global", "mean", "global model, clients' test parts"),
+    ("local_global", "worst_decile", "global model, worst tenth of clients"),
+    ("personal", "mean", "personal models, clients' test parts"),
+    ("personal", "worst_decile", "personal models, worst tenth of clients"),
+)
+
+
+def read_history(path: Path) -> list[Line]:
+    """The complete lines of a history under today's names; `path` is the file or its run directory.
+
+    A last line without its newline (a round being written) is ignored; without a file: [].
+    ValueError naming the file and the line if a line is damaged.
+    """
+    path = path / HISTORY_FILE if path.is_dir() else path
+    if not path.exists():
+        return []
+    complete, _, _ = path.read_text().rpartition("\n")
+    lines = []
+    for number, text in enumerate(complete.splitlines(), start=1):
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is damaged: {error}") from error
+        lines.append({RENAMED_FIELDS.get(key, key): value for key, value in line.items()})
+    return lines
+
+
+def append_history(path: Path, line: Mapping[str, Any]) -> None:
+    """Append one round's line; it is on the disk when this returns."""
+    append_line(path, json.dumps(finite_or_null(line), allow_nan=False))
+
+
+def truncate_history(path: Path, last_round: int) -> list[Line]:
+    """Drop the lines of rounds after `last_round`, which a resume repeats; return the others."""
+    lines = [line for line in read_history(path) if line["round"] <= last_round]
+    write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    return lines
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line and sync it to disk; an incomplete line before it is ended first."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = "\n" + line
+        file.write(line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def finite_or_null(value: Any) -> Any:
+    """`value` with None in place of every NaN and infinity in it, which JSON cannot express."""
+    if isinstance(value, Mapping):
+        return {key: finite_or_null(each) for key, each in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def without_clients(line: Mapping[str, Any]) -> Line:
+    """A line without what grows with the number of clients: their accuracies and names."""
+    return {
+        key: {n: v for n, v in value.items() if n != "clients"} if key in PER_CLIENT else value
+        for key, value in line.items()
+        if key != "participants"
+    }
+
+
+def curve(history: Sequence[Mapping[str, Any]], key: str, name: str) -> list[tuple[int, float]]:
+    """(round, accuracy) of every evaluated round of one of CURVES."""
+    return [(line["round"], line[key][name]) for line in history if key in line]
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3 min 4 s, 2 h 5 min."""
+    s = round(seconds)
+    if s < 60:
+        return f"{s} s"
+    if s < 3600:
+        return f"{s // 60} min {s % 60} s"
+    return f"{s // 3600} h {s % 3600 // 60} min"

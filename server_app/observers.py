@@ -1,0 +1,213 @@
+"""What follows a run while it goes on: log lines, TensorBoard, the table at the end.
+
+An observer is any object with the methods of `RunObserver`. `run_federation` calls them in the
+order given, after the round or the summary is on disk; an exception in one ends the run.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.console import Console
+from rich.table import Table
+
+from server_app.history import CURVES, Line, duration
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+log = logging.getLogger("keel.server")
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is about to run. `history`: lines of the rounds done before a resume."""
+
+    directory: Path
+    method: str
+    server_optimizer: str
+    source: str
+    num_train: int
+    num_test: int
+    image_shape: tuple[int, int, int]
+    num_classes: int
+    model: str
+    num_parameters: int
+    num_clients: int
+    clients_per_round: int
+    num_rounds: int
+    history: tuple[Line, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The run in one line of a figure."""
+        server = "" if self.server_optimizer == "fedavg" else f" + {self.server_optimizer}"
+        return f"{self.method}{server}, {self.source}, {self.model}"
+
+    @property
+    def last_round(self) -> int:
+        """The round after which this run continues; 0 for a new run."""
+        return self.history[-1]["round"] if self.history else 0
+
+    def lines(self) -> list[str]:
+        """The run in a few lines of text."""
+        shape = " x ".join(map(str, self.image_shape))
+        clients = f"{self.num_clients} clients"
+        if self.clients_per_round != self.num_clients:
+            clients += f", {self.clients_per_round} a round"
+        rounds = f"{self.num_rounds} rounds"
+        if self.last_round:
+            rounds += f", {self.last_round} of them done"
+        return [
+            f"method {self.method}, server optimizer {self.server_optimizer}; {clients}; {rounds}",
+            f"data {self.source}: {self.num_train:,} training and {self.num_test:,} test images, "
+            f"{shape}, "
+            f"{self.num_classes} classes",
+            f"model {self.model}: {self.num_parameters:,} parameters",
+            f"run directory {self.directory}",
+        ]
+
+
+class RunObserver(Protocol):
+    """Follows one run."""
+
+    def on_run_start(self, info: RunInfo) -> None:
+        """All checks have passed and round 1 (or the first after a resume) begins."""
+
+    def on_round(self, line: Line) -> None:
+        """A round is done; `line` is its line in history.jsonl."""
+
+    def on_run_end(self, summary: Mapping[str, Any]) -> None:
+        """The run ended, for whatever reason; `summary` is the content of summary.json."""
+
+
+class RoundLog:
+    """Logs one plain line a round: accuracy, loss, seconds, and the time that is left."""
+
+    def on_run_start(self, info: RunInfo) -> None:
+        """Log what will run."""
+        self.info, self.started, self.num_done = info, time.monotonic(), 0
+        for line in info.lines():
+            log.info("%s", line)
+
+    def on_round(self, line: Line) -> None:
+        """Log the round."""
+        self.num_done += 1
+        log.info("%s", round_text(line, self.info, self.seconds_left(line["round"])))
+
+    def seconds_left(self, server_round: int) -> float:
+        """The expected time until the end, by the mean of the rounds so far."""
+        elapsed = time.monotonic() - self.started
+        return elapsed / self.num_done * (self.info.num_rounds - server_round)
+
+    def on_run_end(self, summary: Mapping[str, Any]) -> None:
+        """Log the status."""
+        log.info("%s", summary["status"])
+
+
+def round_text(line: Line, info: RunInfo, seconds_left: float) -> str:
+    """A round in one line: accuracies, loss, seconds, left out clients, time left."""
+    parts = []
+    for key, name, description in CURVES:
+        if key in line and name != "worst_decile":
+            model, _, where = description.partition(", ")
+            parts.append(f"accuracy {100 * line[key][name]:.2f} % ({model}, {where})")
+    if "supervised" in line["losses"]:
+        loss = line["losses"]["supervised"]
+        parts.append("loss not finite" if loss is None else f"loss {loss:.4f}")
+    if line["left_out"]:
+        parts.append(f"{len(line['left_out'])} left out")
+    parts.append(f"{sum(line['seconds'].values()):.1f} s")
+    if line["round"] < info.num_rounds:
+        parts.append(f"{duration(seconds_left)} left")
+    return f"round {line['round']}/{info.num_rounds}: {', '.join(parts)}"
+
+
+class TensorBoardEvents:
+    """Writes every figure of a round as TensorBoard events in the run directory's tensorboard/."""
+
+    writer: "SummaryWriter"
+
+    def on_run_start(self, info: RunInfo) -> None:
+        """Open the event file; events of rounds that a resume repeats are superseded."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = info.last_round + 1 if info.last_round else None
+        self.writer = SummaryWriter(str(info.directory / "tensorboard"), purge_step=purge_step)
+
+    def on_round(self, line: Line) -> None:
+        """Write the round's scalars."""
+        for name, value in scalars(line).items():
+            self.writer.add_scalar(name, value, line["round"])
+        self.writer.flush()
+
+    def on_run_end(self, summary: Mapping[str, Any]) -> None:
+        """Close the event file."""
+        self.writer.close()
+
+
+def check_tensorboard() -> None:
+    """ValueError, one line, where events are asked for and cannot be written."""
+    if find_spec("tensorboard") is None:
+        raise ValueError(
+            "tensorboard = true: the package tensorboard is not installed: pip install tensorboard "
+            "(Keel's extra of that name), or set tensorboard=false"
+        )
+
+
+def scalars(line: Line) -> dict[str, float]:
+    """A round's figures by the names that TensorBoard shows them under."""
+    found = {f"accuracy/{key}.{name}": line[key][name] for key, name, _ in CURVES if key in line}
+    found |= {f"loss/{name}": value for name, value in line["losses"].items() if value is not None}
+    found |= {f"seconds/{name}": value for name, value in line["seconds"].items()}
+    found |= {name: line[name] for name in ("bytes_down", "bytes_up", "rejected")}
+    return found | {"left_out": len(line["left_out"])}
+
+
+class SummaryTable:
+    """Prints the results as a table when the run has ended."""
+
+    title = ""
+
+    def on_run_start(self, info: RunInfo) -> None:
+        """Remember the title."""
+        self.title = info.title
+
+    def on_round(self, line: Line) -> None:
+        """Nothing to print."""
+
+    def on_run_end(self, summary: Mapping[str, Any]) -> None:
+        """Print the table."""
+        print_summary(summary, self.title)
+
+
+def print_summary(summary: Mapping[str, Any], title: str) -> None:
+    """A summary for a person: accuracies, time, traffic, privacy, the run directory."""
+    console = Console(width=100, highlight=False)
+    table = Table(title=title, title_justify="left")
+    table.add_column("accuracy (%)")
+    rows = list(summary["results"].values())
+    for name in list(rows[0])[1:] if rows else []:
+        table.add_column(name, justify="right")
+    for row in rows:
+        what, *values = row.values()
+        table.add_row(what, *(f"{100 * value:.2f}" for value in values))
+    console.print(table)
+    console.print(
+        f"{summary['status']}: {summary['rounds']} rounds, {duration(summary['seconds'])}, "
+        f"{summary['seconds_per_round']:.2f} s a round, "
+        f"{summary['bytes_down'] / 1e6:.1f} MB sent, {summary['bytes_up'] / 1e6:.1f} MB received"
+    )
+    if summary["privacy"]:
+        release, composed = summary["privacy"]["per_release"], summary["privacy"]["composed"]
+        console.print(
+            f"privacy: epsilon {release['epsilon']}, delta {release['delta']} a release; composed "
+            f"over "
+            f"{summary['privacy']['releases']} releases: epsilon {composed['epsilon']:.2f}, "
+            f"delta {composed['delta']}"
+        )
+    console.print(f"run directory: {summary['directory']}", soft_wrap=True)

@@ -1,0 +1,55 @@
+"""What one round's line in the history says, from the replies and scores of the round."""
+
+from typing import Any
+
+import numpy as np
+
+from client_app.evaluation import Score
+from protocol.messages import TrainReply
+from strategies.average import RoundReport
+
+
+def training_fields(server_round: int, report: RoundReport, bytes_down: int) -> dict[str, Any]:
+    """The part of a line that is about training; losses are means weighted by examples."""
+    names = sorted({n for r in report.kept for n in r.metrics if n.startswith("loss.")})
+    losses = {}
+    for name in names:
+        pairs = [
+            (r.metrics[name], r.metrics["num-examples"]) for r in report.kept if name in r.metrics
+        ]
+        values, weights = zip(*pairs, strict=True)
+        losses[name.removeprefix("loss.")] = float(np.average(values, weights=weights))
+    return {
+        "round": server_round,
+        "participants": [reply.client for reply in report.kept],
+        "left_out": report.left_out,
+        "rejected": report.rejected,
+        "losses": losses,
+        "bytes_down": bytes_down,
+        "bytes_up": report.bytes_up,
+        "client_seconds": round(sum(r.metrics.get("seconds", 0.0) for r in report.kept), 4),
+        "client_cpu_seconds": round(sum(r.metrics.get("cpu-seconds", 0.0) for r in report.kept), 4),
+    }
+
+
+def score_fields(score: Score) -> dict[str, float]:
+    """A score as the history has it."""
+    return {"accuracy": score.accuracy, "loss": score.loss}
+
+
+def client_fields(replies: list[TrainReply]) -> dict[str, Any]:
+    """Accuracies on the clients' local test parts: mean, worst decile, and each client's.
+
+    `personal` is of the clients' own models, `local_global` of the global one.
+    """
+    fields: dict[str, Any] = {}
+    for key, metric in (("local_global", "global-accuracy"), ("personal", "personal-accuracy")):
+        accuracies = {r.client: r.metrics[metric] for r in replies if metric in r.metrics}
+        if accuracies:
+            ascending = sorted(accuracies.values())
+            fields[key] = {
+                "mean": float(np.mean(ascending)),
+                "worst_decile": float(np.mean(ascending[: max(1, len(ascending) // 10)])),
+                "clients": dict(sorted(accuracies.items())),
+            }
+    return fields

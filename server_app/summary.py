@@ -1,0 +1,136 @@
+"""summary.json: the state and results of a run at a glance; needs no torch.
+
+It holds what a list of runs shows, so that no reader has to open the history.
+"""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from protocol.config import default_config, with_current_names
+from protocol.files import write_atomically
+from server_app.history import CURVES, Line, curve
+
+SUMMARY_FILE = "summary.json"
+RENAMED_FIELDS = {"folder": "directory", "refused": "rejected"}  # names before 0.2
+HEADLINE = ("personal", "global", "local_global")  # the first that was measured is the accuracy
+
+
+def summarise(
+    history: Sequence[Line], config: Mapping[str, Any], last_rounds: int
+) -> dict[str, Any]:
+    """What summary.json says of these rounds of a run with this flat config.
+
+    accuracy: final and best of the headline curve, None before the first evaluation. results: of
+    every curve of CURVES, with mean and median over the last `last_rounds` evaluations.
+    """
+    results: dict[str, Any] = {}
+    for key, name, description in CURVES:
+        values = [value for _, value in curve(history, key, name)]
+        if values:
+            num_last = min(last_rounds, len(values))
+            results[f"{key}.{name}"] = {
+                "what": description,
+                "final": values[-1],
+                "best": max(values),
+                f"mean of last {num_last}": statistics.fmean(values[-num_last:]),
+                f"median of last {num_last}": statistics.median(values[-num_last:]),
+                "EMA 0.9": moving_average(values),
+            }
+    seconds = sum(sum(line["seconds"].values()) for line in history)
+    return {
+        **about_config(config),
+        "rounds": len(history),
+        **headline(results),
+        "seconds": round(seconds, 2),
+        "seconds_per_round": round(seconds / max(1, len(history)), 4),
+        "bytes_down": sum(line["bytes_down"] for line in history),
+        "bytes_up": sum(line["bytes_up"] for line in history),
+        "left_out": sum(len(line["left_out"]) for line in history),
+        "rejected": sum(line["rejected"] for line in history),
+        "results": results,
+    }
+
+
+def about_config(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a summary that a flat config answers."""
+    keys = ("method", "server-optimizer", "source", "model", "seed", "num-rounds")
+    return {key.replace("-", "_"): flat[key] for key in keys}
+
+
+def headline(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The accuracy that stands for a run, and what it is of."""
+    names = [f"{key}.{'accuracy' if key == 'global' else 'mean'}" for key in HEADLINE]
+    name = next((name for name in names if name in results), None)
+    found = results[name] if name else {}
+    return {
+        "accuracy_of": name,
+        "final_accuracy": found.get("final"),
+        "best_accuracy": found.get("best"),
+    }
+
+
+def moving_average(values: Sequence[float], decay: float = 0.9) -> float:
+    """The exponential moving average over all evaluations, as FedRCL reports it."""
+    average = values[0]
+    for value in values[1:]:
+        average = decay * average + (1 - decay) * value
+    return average
+
+
+def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(every key, the keys that the user set) of a run's config.json, under today's names.
+
+    Keys that did not exist when the run was made have their default. ValueError naming the file if
+    it is missing or damaged.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{directory} has no config.json: it is not a run directory")
+    try:
+        saved = json.loads(path.read_text())
+        overrides = saved["overrides"] if "overrides" in saved else saved["given"]  # before 0.2
+        current = default_config() | with_current_names(saved["config"], warn=False)
+        return current, with_current_names(overrides, warn=False)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged or incomplete: {error}") from error
+
+
+def read_summary(directory: Path) -> dict[str, Any]:
+    """The summary of a run, of 0.1 too; one that wrote none yet has status "starting".
+
+    status is what the run last wrote: "running" of a process that was killed as well.
+    """
+    path = directory / SUMMARY_FILE
+    saved: dict[str, Any] = {"status": "starting"}
+    if path.exists():
+        saved = json.loads(path.read_text())
+    summary = {RENAMED_FIELDS.get(key, key): value for key, value in saved.items()}
+    if "num_rounds" not in summary:  # before 0.2, or not yet written
+        config, _ = read_config_file(directory)
+        roster = directory / "roster.json"
+        summary = {
+            **about_config(config),
+            "rounds": 0,
+            **headline(summary.get("results", {})),
+            "clients": len(json.loads(roster.read_text())) if roster.exists() else None,
+            "started": iso_time((directory / "config.json").stat().st_mtime),
+            "ended": None
+            if summary["status"] in ("starting", "running")
+            else iso_time(path.stat().st_mtime),
+            **summary,
+        }
+    return summary | {"directory": str(directory)}
+
+
+def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
+    """Write summary.json whole or not at all."""
+    write_atomically(directory / SUMMARY_FILE, json.dumps(summary, indent=2).encode())
+
+
+def iso_time(seconds: float) -> str:
+    """A time of `time.time` in local time, with its offset: 2026-01-31T12:00:00+01:00."""
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")

@@ -1,0 +1,85 @@
+"""`import keel`: runs started and read from Python, and the notebook that shows it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import history_of
+from matplotlib.figure import Figure
+
+import keel
+
+root = Path(__file__).parent.parent.parent
+notebook = root / "docs" / "keel-in-a-notebook.ipynb"
+SMALL = {"model": "cnn-fedreco", "num-rounds": 2, "lr": 0.05}
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A Keel home of its own."""
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_importing_keel_imports_neither_torch_nor_flower():
+    code = "import keel, sys; sys.exit(bool({'torch', 'flwr', 'pandas'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_run_takes_a_dict_keywords_and_dotted_keys(home, capsys):
+    run = keel.run(SMALL, method="fedcka", batch_size=32, clients=3, **{"fedcka.mu": 5})
+    assert run.directory.parent == home / "runs"
+    assert run.config["fedcka.mu"] == 5
+    assert run.config["batch-size"] == 32
+    assert run.state == run.summary["status"] == "finished"
+    assert "round 2/2" in capsys.readouterr().out
+    found = keel.load_run(run.directory.name[:15])
+    assert found.directory == run.directory
+    assert repr(found).startswith(f"<keel.Run {run.directory.name}: finished after round 2>")
+
+
+def test_history_model_and_plot(home, capsys, monkeypatch):
+    run = keel.run(SMALL, clients=2, quiet=True)
+    assert capsys.readouterr().out == ""
+    accuracies = [line["global"]["accuracy"] for line in history_of(run.directory)]
+    pandas = pytest.importorskip("pandas")
+    assert isinstance(run.history, pandas.DataFrame)
+    assert list(run.history["accuracy/global.accuracy"]) == accuracies
+    assert list(run.history.index) == [1, 2]
+    monkeypatch.setattr("keel.api.find_spec", lambda name: None)
+    assert [row["accuracy/global.accuracy"] for row in run.history] == accuracies
+    names = run.model().predict(np.zeros((3, 32, 32), np.uint8))
+    assert len(names) == 3
+    assert names == keel.load_model(run.directory).predict(np.zeros((3, 32, 32), np.uint8))
+    figure = run.plot()
+    assert isinstance(figure, Figure)
+    [line] = figure.axes[0].lines
+    np.testing.assert_allclose(line.get_ydata(), [100 * value for value in accuracies])
+
+
+def test_mistakes_raise_one_line(home):
+    with pytest.raises(ValueError, match="'mehtod' is unknown; did you mean method"):
+        keel.run(mehtod="fedcka")
+    with pytest.raises(ValueError, match="alpha is given twice"):
+        keel.run({"alpha": 1.0}, alpha=2.0)
+    with pytest.raises(ValueError, match="engine = 'ray': expected inline or flower"):
+        keel.run(engine="ray")
+    with pytest.raises(ValueError, match="there is no run 'x'"):
+        keel.load_run("x")
+    with pytest.raises(AttributeError, match="no attribute 'runn'"):
+        keel.runn  # noqa: B018
+
+
+def test_the_notebook_runs(home, monkeypatch):
+    monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
+    content = json.loads(notebook.read_text())
+    assert content["nbformat"] == 4
+    cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) >= 5
+    assert all(cell["outputs"] == [] for cell in cells)
+    names = {}
+    for cell in cells:
+        exec(compile("".join(cell["source"]), notebook.name, "exec"), names)

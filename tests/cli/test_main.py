@@ -1,0 +1,99 @@
+"""`keel`: the table of commands, exit codes, and what is not imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+import keel.cli.main
+from keel.cli.main import COMMANDS, load, main
+
+HEAVY = ("torch", "flwr", "ray", "matplotlib", "sklearn")
+
+
+def imported_by(*words, home):
+    """(exit code, which of HEAVY were imported) of `keel WORDS` in a fresh process."""
+    code = (
+        "import sys; from keel.cli.main import main; code = main(sys.argv[1:]); "
+        f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env={"KEEL_HOME": str(home), "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, eval(done.stderr.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["run", "--help"], 0),
+        (["run", "method=fedckaa"], 2),
+        (["run", "mehtod=fedcka"], 2),
+        (["run", "alpha=-1"], 2),
+        (["list"], 0),
+        (["status"], 2),
+        (["nonsense"], 2),
+    ],
+)
+def test_nothing_heavy_is_imported_before_it_is_needed(words, code, tmp_path):
+    assert imported_by(*words, home=tmp_path) == (code, [])
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+    assert main([]) == 0
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_loads_and_shows_its_help(name, capsys):
+    try:
+        load(name)
+    except Exception as error:
+        if "this installation of Keel has no command" in str(error):
+            pytest.skip(str(error))
+        raise
+    assert main([name, "--help"]) == 0
+    assert f"keel {name}" in capsys.readouterr().out
+
+
+def test_a_command_of_a_missing_module_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(COMMANDS, "list", ("no_such_module", "Runs", "."))
+    assert main(["list"]) == 2
+    assert capsys.readouterr().err == "error: this installation of Keel has no command 'list'\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("bad\nvalue"), 2),
+        (FileNotFoundError("no file"), 2),
+        (RuntimeError("it failed"), 1),
+        (PermissionError("not yours"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(monkeypatch, capsys, error, code):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr(keel.cli.main, "load", lambda name: fail(name))
+    assert main(["list"]) == code
+    said = capsys.readouterr().err
+    assert said == ("" if code == 130 else f"error: {' '.join(str(error).split())}\n")
+
+
+def test_mistyped_commands_and_options_are_one_line(capsys):
+    assert main(["doktor"]) == 2
+    assert capsys.readouterr().err == "error: No such command 'doktor'. Did you mean 'doctor'?\n"
+    assert main(["run", "--client", "3"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "--clients" in line

@@ -1,0 +1,85 @@
+"""Words of the command line become typed overrides; mistakes are named all at once."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keel.cli.main import main
+from keel.cli.overrides import checked_config, parse_overrides
+from protocol.config import default_config
+
+
+def test_values_need_no_quotes_and_take_their_defaults_type():
+    words = ["method=fedcka", "alpha=1", "flip=true", "source=folder:/data", "num-rounds=3"]
+    expected = {
+        "method": "fedcka",
+        "alpha": 1.0,
+        "flip": True,
+        "source": "folder:/data",
+        "num-rounds": 3,
+    }
+    found = parse_overrides(words)
+    assert found == expected
+    assert {key: type(value) for key, value in found.items()} == {
+        key: type(value) for key, value in expected.items()
+    }
+
+
+def test_toml_quotes_work_too():
+    assert parse_overrides(['method="fedcka"', "fedreco.k-u='20 steps'"]) == {
+        "method": "fedcka",
+        "fedreco.k-u": "20 steps",
+    }
+    assert parse_overrides(["source=folder:/a=b c"]) == {"source": "folder:/a=b c"}
+    assert parse_overrides(["norm="]) == {"norm": ""}
+
+
+@given(st.data())
+def test_every_default_can_be_written_as_a_word(data):
+    defaults = default_config()
+    key = data.draw(st.sampled_from(sorted(defaults)))
+    value = defaults[key]
+    word = f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+    assert parse_overrides([word]) == {key: value}
+
+
+MISTAKES = {
+    "mehtod=fedcka": "config key = 'mehtod' is unknown; did you mean method?",
+    "fedcka.muu=1": "config key = 'fedcka.muu' is unknown; did you mean fedcka.mu?",
+    "num-rounds=ten": "num-rounds = 'ten': expected a whole number",
+    "num-rounds=1.5": "num-rounds = '1.5': expected a whole number",
+    "flip=maybe": "flip = 'maybe': expected true or false",
+    'alpha="0.1"': 'alpha = "0.1": expected a number, found a string',
+    "fedcka": "'fedcka': expected KEY=VALUE, such as method=fedintr",
+}
+
+
+@pytest.mark.parametrize(("word", "line"), MISTAKES.items())
+def test_what_the_user_sees_of_a_mistake(word, line, capsys):
+    assert main(["run", word]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {line}")
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_several_mistakes_are_named_at_once(capsys):
+    assert main(["run", "alpha=abc", "flipp=true", "alpha=1"]) == 2
+    line = capsys.readouterr().err
+    assert "alpha = 'abc': expected a number" in line
+    assert "'flipp' is unknown; did you mean flip?" in line
+    assert main(["run", "num-rounds=0", "lr=-1", "batch-size=0"]) == 2
+    line = capsys.readouterr().err
+    assert all(text in line for text in ("num-rounds = 0", "lr = -1", "batch-size = 0"))
+    assert line.count("\n") == 1
+
+
+def test_a_mistake_that_others_are_judged_by_is_named_alone():
+    with pytest.raises(ValueError, match=r"^preset = 'nope' is unknown") as error:
+        checked_config({"preset": "nope", "lr": -1.0})
+    assert " | " not in str(error.value)
+
+
+def test_the_same_key_twice_is_a_mistake():
+    with pytest.raises(ValueError, match="alpha is given twice"):
+        parse_overrides(["alpha=1", "alpha=2"])

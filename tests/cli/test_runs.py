@@ -1,0 +1,334 @@
+"""`keel status`, `list`, `stop`, `compare`, `predict`, `export`: reading runs, whatever they hold."""
+
+import csv
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import history_of
+from PIL import Image
+
+import server_app.report
+from client_app.methods import METHODS
+from keel.cli.main import main
+from keel.cli.runs import is_flower, status_lines
+from keel.runs import SavedRun, all_runs, find_run, is_locked, lock_holder
+from server_app.run_directory import RunDirectory
+from server_app.trained import load_model
+
+quick = {"local-epochs": 0, "num-rounds": 2}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run of two rounds."""
+    from server_app.inline import run_inline
+
+    keys = {"source": "digits", "model": "cnn-fedreco", "num-rounds": 2, "batch-size": 64}
+    return run_inline(keys | {"output-dir": str(tmp_path_factory.mktemp("trained"))}, 3)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """An empty Keel home."""
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "runs").mkdir(parents=True)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def two(home, trained):
+    """Two runs in the home, equal but for lr and their curves."""
+    for name, lr in (("one", 0.1), ("other", 0.2)):
+        copy = home / "runs" / name
+        shutil.copytree(trained, copy)
+        config = json.loads((copy / "config.json").read_text())
+        config["config"]["lr"] = lr
+        (copy / "config.json").write_text(json.dumps(config))
+    return home / "runs"
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """client-0001 fails in round 2."""
+    train = METHODS["fedavg"].train
+
+    def train_or_fail(method, ctx):
+        if (ctx.client, ctx.round) == ("client-0001", 2):
+            raise ValueError("no power")
+        return train(method, ctx)
+
+    monkeypatch.setattr(METHODS["fedavg"], "train", train_or_fail)
+
+
+# --- status --------------------------------------------------------------------------------------
+
+
+def test_the_status_can_be_read_after_every_round_while_it_runs(run, monkeypatch):
+    seen, done = [], server_app.report.Reporter.round_done
+
+    def look(reporter, line):
+        done(reporter, line)
+        seen.append(status_lines(SavedRun(reporter.info.directory)))
+
+    monkeypatch.setattr(server_app.report.Reporter, "round_done", look)
+    directory = run(quick)
+    for number, lines in enumerate(seen, start=1):
+        assert "state     running" in lines
+        assert any(line.startswith(f"round     {number} of 2") for line in lines)
+    assert len(seen) == 2
+    assert "state     finished" in status_lines(SavedRun(directory))
+
+
+def test_the_status_names_recent_failures_and_changes_nothing(run, failing, capsys):
+    directory = run(quick | {"num-rounds": 3})
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+    capsys.readouterr()
+    assert main(["status", str(directory)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    accuracies = [100 * line["global"]["accuracy"] for line in history_of(directory)]
+    points = ", ".join(f"{value:.2f} % ({n})" for n, value in enumerate(accuracies, start=1))
+    assert shown[0] == f"run       {directory}"
+    assert shown[1] == "config    fedavg, digits, cnn-fedreco"
+    assert f"accuracy  global model, test set: {points}" in shown
+    assert "left out  round 2: client-0001: ValueError: no power" in shown
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def test_without_a_name_the_status_is_of_the_run_that_changed_last(two, capsys):
+    later = time.time() + 60
+    for name in ("one", "other"):
+        os.utime(two / name / "history.jsonl", (later, later))
+        later += 60
+        assert main(["status"]) == 0
+        assert capsys.readouterr().out.startswith(f"run       {two / name}\n")
+
+
+def test_the_old_command_still_works_and_names_the_new_one(trained):
+    command = [sys.executable, "-m", "server_app.status", str(trained)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "use: keel status" in done.stderr
+    assert done.stdout.splitlines() == status_lines(SavedRun(trained))
+
+
+def test_runs_are_found_by_path_name_and_unique_beginning(two, tmp_path):
+    assert find_run(two / "one").directory == find_run("one").directory == two / "one"
+    assert find_run("ot").name == "other"
+    with pytest.raises(ValueError, match="'o' begins the names of 2 runs: one, other"):
+        find_run("o")
+    with pytest.raises(ValueError, match="there is no run 'third'"):
+        find_run("third")
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        find_run(tmp_path)
+
+
+def test_a_home_without_runs_is_one_line(home, capsys):
+    assert main(["status"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: there is no run in {home / 'runs'} yet; `keel run` starts one\n"
+    )
+    assert main(["list"]) == 0
+    assert "no runs yet" in capsys.readouterr().out
+
+
+# --- list ----------------------------------------------------------------------------------------
+
+
+def test_the_list_shows_method_data_rounds_accuracy_and_state(two, capsys):
+    assert main(["list"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["run", "method", "data", "rounds", "accuracy", "state", "age"]
+    accuracy = f"{100 * history_of(two / 'one')[-1]['global']['accuracy']:.2f}"
+    found = {row.split()[0]: row.split()[1:7] for row in rows}
+    expected = ["fedavg", "digits", "2/2", accuracy, "%", "finished"]
+    assert found == {"one": expected, "other": expected}
+    assert main(["list", "--json", "--limit", "1"]) == 0
+    [row] = json.loads(capsys.readouterr().out)
+    assert (row["method"], row["rounds"], row["state"]) == ("fedavg", 2, "finished")
+
+
+DAMAGE = {
+    "summary.json": ("", "{", "[]", '{"status": 3}', "\x00"),
+    "config.json": ("", "{}", "[]", '{"config": 3}', '{"config": {}, "overrides": []}'),
+    "history.jsonl": ("5\n", "{\n", '{"round": "x"}\n', "[]\n{}\n"),
+    "roster.json": ("", "{"),
+}
+
+
+@pytest.mark.parametrize(("file", "content"), [(f, c) for f in DAMAGE for c in DAMAGE[f]])
+def test_a_damaged_file_breaks_no_list(two, capsys, file, content):
+    (two / "one" / file).write_text(content)
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert "one " in shown
+    assert "other" in shown
+    assert main(["list", "--json"]) == 0
+    states = {row["run"]: row["state"] for row in json.loads(capsys.readouterr().out)}
+    assert states["other"] == "finished"
+    if file == "config.json" and content != '{"config": {}, "overrides": []}':
+        assert states["one"] == "config.json is damaged"
+    for command in (["status", "one"], ["compare", "one", "other"], ["export", "one", "--to=csv"]):
+        main(command)  # whatever it answers, no traceback
+        assert capsys.readouterr().err.count("\n") <= 1
+
+
+@pytest.mark.parametrize("file", ["summary.json", "history.jsonl", "roster.json"])
+def test_a_missing_file_breaks_no_list(two, capsys, file):
+    (two / "one" / file).unlink()
+    assert main(["list"]) == 0
+    assert "one " in capsys.readouterr().out
+    if file == "summary.json":
+        assert SavedRun(two / "one").state == "interrupted"
+
+
+def test_runs_are_sorted_by_their_last_change(two):
+    os.utime(two / "one" / "history.jsonl", (time.time() + 60, time.time() + 60))
+    assert [run.name for run in all_runs()] == ["one", "other"]
+
+
+# --- stop ----------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_not_running_cannot_be_stopped(two, capsys):
+    assert main(["stop", "one"]) == 2
+    assert capsys.readouterr().err == "error: one is not running: finished\n"
+
+
+def test_the_process_that_holds_a_lock_is_found(trained):
+    lock = trained / ".lock"
+    code = f"import fcntl; f = open({str(lock)!r}, 'a'); fcntl.flock(f, 2); print(); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        assert is_locked(lock)
+        assert SavedRun(trained).state == "running"
+        assert lock_holder(lock) == process.pid
+        assert not is_flower(process.pid)
+        process.communicate(b"\n")
+    assert not is_locked(lock)
+
+
+def test_reading_a_run_keeps_nobody_from_writing_it(trained):
+    assert SavedRun(trained).state == "finished"
+    RunDirectory(trained).close()
+
+
+# --- compare -------------------------------------------------------------------------------------
+
+
+def test_compare_is_a_table_with_the_keys_that_differ_and_a_plot(two, tmp_path, capsys):
+    table, plot = tmp_path / "t.csv", tmp_path / "p.png"
+    assert main(["compare", "one", "other", "--csv", str(table), "--plot", str(plot)]) == 0
+    shown = capsys.readouterr().out
+    assert "lr=0.1" in shown
+    assert "lr=0.2" in shown
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["run"], row["lr"], row["rounds"]) for row in rows] == [
+        ("one", "0.1", "2"),
+        ("other", "0.2", "2"),
+    ]
+    values = [line["global"]["accuracy"] for line in history_of(two / "one")]
+    assert float(rows[0]["final"]) == values[-1]
+    assert float(rows[0]["best"]) == max(values)
+    with Image.open(plot) as image:
+        assert image.width > 500
+
+
+# --- predict and export --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Two grey images and a coloured one, of different sizes, as files."""
+    rng = np.random.default_rng(0)
+    paths = []
+    for name, shape in {"a": (32, 32), "b": (50, 40), "c": (28, 28, 3)}.items():
+        paths.append(tmp_path / f"{name}.png")
+        Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(paths[-1])
+    return paths
+
+
+def test_predict_says_what_the_model_does(trained, images, capsys):
+    assert main(["predict", str(trained), *map(str, images), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    model = load_model(trained)
+    for row, path in zip(rows, images, strict=True):
+        probabilities = model.probabilities(np.array(Image.open(path))[None])[0]
+        assert row["class"] == model.class_names[int(probabilities.argmax())]
+        assert row["probability"] == pytest.approx(float(probabilities.max()), abs=1e-4)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no image"])
+def test_what_is_no_image_is_one_line_naming_it(trained, tmp_path, capsys, content):
+    path = tmp_path / "x.png"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["predict", str(trained), str(path)]) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert said.count("\n") == 1
+
+
+def test_a_run_exports_as_csv(trained, tmp_path):
+    path = tmp_path / "run.csv"
+    assert main(["export", str(trained), "--to", "csv", "-o", str(path)]) == 0
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    for row, line in zip(rows, history_of(trained), strict=True):
+        assert int(row["round"]) == line["round"]
+        assert float(row["accuracy/global.accuracy"]) == line["global"]["accuracy"]
+
+
+def expected_logits(directory, pixels):
+    model = load_model(directory)
+    with torch.no_grad():
+        return model.network(model.pixels.normalise(pixels)).numpy()
+
+
+def test_torchscript_gives_the_models_logits(trained, tmp_path):
+    path = tmp_path / "model.pt"
+    assert main(["export", str(trained), "--to", "torchscript", "-o", str(path)]) == 0
+    extra = {"classes.json": ""}
+    exported = torch.jit.load(str(path), _extra_files=extra)
+    pixels = torch.randint(0, 256, (5, 1, 32, 32), generator=torch.manual_seed(0)).float()
+    with torch.no_grad():
+        found = exported(pixels).numpy()
+    np.testing.assert_allclose(found, expected_logits(trained, pixels), atol=1e-4)
+    assert tuple(json.loads(extra["classes.json"])) == load_model(trained).class_names
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_gives_the_models_logits(trained, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    from onnx.reference import ReferenceEvaluator
+
+    path = tmp_path / "model.onnx"
+    assert main(["export", str(trained), "--to", "onnx", "-o", str(path)]) == 0
+    pixels = torch.randint(0, 256, (5, 1, 32, 32), generator=torch.manual_seed(0)).float()
+    [found] = ReferenceEvaluator(str(path)).run(None, {"pixels": pixels.numpy()})
+    np.testing.assert_allclose(found, expected_logits(trained, pixels), atol=1e-4)
+    [metadata] = [p for p in onnx.load(str(path)).metadata_props if p.key == "classes"]
+    assert tuple(json.loads(metadata.value)) == load_model(trained).class_names
+
+
+def test_without_the_extra_the_export_says_what_to_install(trained, tmp_path, monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "keel.cli.export.find_spec", lambda name: None if "onnx" in name else found(name)
+    )
+    assert main(["export", str(trained), "--to", "onnx", "-o", str(tmp_path / "m")]) == 2
+    assert capsys.readouterr().err == (
+        "error: --to onnx needs onnx and onnxscript: pip install 'keel[export]'\n"
+    )

@@ -1,0 +1,104 @@
+"""The layout: no import cycle, arrows that point down, and no torch where none is needed.
+
+Every import counts, also under TYPE_CHECKING and inside functions.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+root = Path(__file__).parent.parent
+# A package may import itself and those on the lines above it, not its neighbours.
+LAYERS = (
+    ("protocol",),
+    ("models", "data"),
+    ("client_app", "strategies"),
+    ("server_app",),
+    ("keel",),
+)
+LAYER_OF = {package: n for n, packages in enumerate(LAYERS) for package in packages}
+WITH_TORCH = {"protocol.messages"}
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    module_name(file): file for package in LAYER_OF for file in (root / package).rglob("*.py")
+}
+
+
+def imports(name: str) -> Iterator[str]:
+    """Our modules that this one imports. A package's __init__ is one only if it is named."""
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import"
+            names = [
+                inner if (inner := f"{node.module}.{alias.name}") in MODULES else str(node.module)
+                for alias in node.names
+            ]
+        else:
+            continue
+        yield from (imported for imported in names if imported in MODULES and imported != name)
+
+
+GRAPH = {name: sorted(set(imports(name))) for name in MODULES}
+
+
+WITHOUT_TORCH = """
+import importlib, sys, traceback
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise ImportError("torch is imported")
+
+sys.meta_path.insert(0, NoTorch())
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        print(f"importing {name}: {error} by", [file for file in files if file[0] != "<"][-1])
+"""
+
+
+def test_no_import_cycle():
+    try:
+        TopologicalSorter(GRAPH).prepare()
+    except CycleError as error:
+        pytest.fail("import cycle: " + " <- ".join(error.args[1]))
+
+
+def test_imports_point_down():
+    wrong = [
+        f"{name} imports {imported}"
+        for name, all_imported in GRAPH.items()
+        for imported in all_imported
+        if (importer := name.partition(".")[0]) != (package := imported.partition(".")[0])
+        and LAYER_OF[package] >= LAYER_OF[importer]
+    ]
+    assert wrong == []
+
+
+def test_config_and_command_line_are_imported_without_torch():
+    light = sorted(
+        name
+        for name in MODULES
+        if name in ("keel", "data.partitions", "data.sources")
+        or (name.startswith(("protocol", "keel.cli")) and name not in WITH_TORCH)
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *light],
+        cwd=root, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)

@@ -1,0 +1,250 @@
+"""Which client is which node: gathered before round 1, kept current when SuperNodes restart."""
+
+import logging
+import time
+from dataclasses import replace
+
+import pytest
+from conftest import SMALL
+from flwr.app import ConfigRecord, Error, Message, MessageType
+from flwr.common.constant import ErrorCode
+
+import server_app.client_registry
+from client_app.setup import dataset_spec_of, open_source
+from protocol.config import resolve_config
+from protocol.flower_compat import assign_message_id
+from protocol.messages import RosterEntry, RosterRequest, request_record, roster_content
+from server_app.client_registry import ClientRegistry, ask, gather_roster
+
+versions = "flwr 1.39.0, torch 2.11.0"
+
+
+def entry(name, counts=(10,) * 10, **about):
+    made = RosterEntry(
+        name, list(counts), [1] * 10, [1, 32, 32], "cnn-fedreco", 64, versions, num_partitions=0
+    )
+    return replace(made, **about)
+
+
+def config_of(**given):
+    return resolve_config(SMALL | {k.replace("_", "-"): v for k, v in given.items()})
+
+
+def query_for(config):
+    return request_record(RosterRequest(config, dataset_spec_of(config, open_source(config))))
+
+
+class Fleet:
+    """A grid of SuperNodes that answer the query with their entry, as long as they are there."""
+
+    def __init__(self, nodes):
+        self.nodes = dict(nodes)  # id: entry
+        self.asked: list[int] = []
+        self.open: dict[str, Message] = {}
+        self.dying: dict[int, int] = {}  # node: how many of its ClientApps die on the query yet
+
+    def get_node_ids(self):
+        return list(self.nodes)
+
+    def push_messages(self, messages):
+        for each in messages:
+            assign_message_id(each, f"m{len(self.asked)}")
+            self.asked.append(each.metadata.dst_node_id)
+            assert each.metadata.message_type == MessageType.QUERY
+            self.open[each.metadata.message_id] = each
+        return list(self.open)
+
+    def pull_messages(self, ids):
+        return [self.reply(self.open.pop(i)) for i in list(ids) if i in self.open]
+
+    def reply(self, message):
+        node = message.metadata.dst_node_id
+        if self.dying.get(node, 0):
+            self.dying[node] -= 1
+            return Message(Error(ErrorCode.CLIENT_APP_CRASHED, "killed"), reply_to=message)
+        if self.nodes[node] is None:  # it has no data
+            return Message(Error(1, "no data"), reply_to=message)
+        return Message(roster_content(self.nodes[node]), reply_to=message)
+
+
+@pytest.fixture
+def fleet(task_identity):
+    config = config_of()
+    grid = Fleet({1: entry("a"), 2: entry("b"), 3: entry("c")})
+    roster = dict(grid.nodes)
+    query = query_for(config)
+    return grid, roster, ClientRegistry(grid, config, query, open_source(config), roster)
+
+
+def test_nothing_is_asked_while_nobody_is_new(fleet):
+    grid, roster, registry = fleet
+    assert registry.refresh() == {1, 2, 3}
+    del grid.nodes[2]
+    assert registry.refresh() == {1, 3}
+    assert registry.returned([2]) == {}
+    assert roster.keys() == {1, 2, 3}
+    assert grid.asked == []
+
+
+def test_a_node_with_a_new_id_takes_its_clients_place(fleet):
+    grid, roster, registry = fleet
+    grid.nodes[9] = grid.nodes.pop(2)
+    assert registry.returned([1, 2]) == {1: 1, 2: 9}
+    assert {node: e.client for node, e in roster.items()} == {1: "a", 3: "c", 9: "b"}
+    registry.refresh()
+    assert grid.asked == [9]
+
+
+def test_no_node_takes_the_place_of_a_client_that_is_connected(fleet):
+    """Else anybody could become any client by its name."""
+    grid, roster, registry = fleet
+    grid.nodes[9] = entry("b")
+    registry.refresh()
+    assert roster.keys() == {1, 2, 3}
+    del grid.nodes[2]  # the old one is gone: now it may
+    registry.refresh()
+    assert roster.keys() == {1, 3, 9}
+    assert grid.asked == [9]
+
+
+def test_a_stranger_and_one_that_does_not_fit_are_named_once_and_left_out(fleet, caplog):
+    grid, roster, registry = fleet
+    grid.nodes |= {8: entry("d"), 9: entry("b", (5,) * 9, test_label_counts=[1] * 9)}
+    del grid.nodes[2]
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        registry.refresh()
+        registry.refresh()
+    stranger, unfit = caplog.messages
+    assert stranger == "client d came after round 1 and does not take part"
+    assert unfit.startswith("node 9 is new and cannot be used: client b (cnn-fedreco): number of")
+    assert roster.keys() == {1, 2, 3}
+
+
+def resumed(grid, monkeypatch, **given):
+    """The registry of a resumed run of a, b and c."""
+    config = config_of(**given)
+    monkeypatch.setattr(server_app.client_registry, "RETURN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server_app.client_registry, "SETTLE_S", 0.01)
+    source = open_source(config)
+    query = query_for(config)
+    saved = {21: entry("a"), 22: entry("b"), 23: entry("c")}
+    return ClientRegistry(grid, config, query, source, saved)
+
+
+def test_a_resumed_run_goes_on_without_a_client_and_takes_it_back(
+    task_identity, monkeypatch, caplog
+):
+    grid = Fleet({21: entry("a"), 13: entry("c"), 14: entry("d")})
+    registry = resumed(grid, monkeypatch)
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        registry.gather()
+    assert "the run continues without b until they return" in caplog.messages
+    assert "client d came after round 1 and does not take part" in caplog.messages
+    by_name = {e.client: node for node, e in registry.roster.items()}
+    assert by_name == {"a": 21, "b": 22, "c": 13}
+    assert 21 not in grid.asked  # with keys a SuperNode keeps its id: who it is, is known
+    assert registry.absent(registry.refresh()) == {"b"}
+    grid.nodes[12] = entry("b")
+    assert registry.absent(registry.refresh()) == set()
+    assert registry.returned([12]) == {12: 12}
+
+
+def test_a_name_goes_to_the_node_that_had_it(task_identity, monkeypatch):
+    grid = Fleet({11: entry("b"), 21: entry("a"), 22: entry("b"), 23: entry("c")})
+    registry = resumed(grid, monkeypatch)
+    registry.gather()
+    assert {e.client: node for node, e in registry.roster.items()}["b"] == 22
+
+
+def test_one_that_has_just_gone_is_waited_for_once(fleet):
+    grid, _, registry = fleet
+    del grid.nodes[2]
+    assert registry.absent(registry.refresh()) == set()
+    assert registry.absent(registry.refresh()) == {"b"}
+
+
+def test_waiting_for_all_takes_no_longer_than_it_says(task_identity, monkeypatch):
+    grid = Fleet({21: entry("a"), 12: entry("b"), 23: entry("c")})
+    grid.pull_messages = lambda ids: []  # b says nothing
+    registry = resumed(grid, monkeypatch, start_timeout=30.0)
+    started = time.monotonic()
+    registry.gather()
+    assert time.monotonic() - started < 10
+    assert registry.missing == {"b"}
+
+
+def test_a_resumed_run_needs_as_many_clients_as_a_round(task_identity, monkeypatch):
+    grid = Fleet({21: entry("a"), 12: None})
+    with pytest.raises(TimeoutError) as caught:
+        resumed(grid, monkeypatch, min_replies=2).gather()
+    assert str(caught.value) == (
+        "min-replies = 2: 1 clients of this run are connected; missing: b, c"
+    )
+
+
+def test_other_samples_after_a_resume_are_warned_of(task_identity, monkeypatch, caplog):
+    grid = Fleet({11: entry("a"), 12: entry("b", (9,) * 10), 13: entry("c")})
+    registry = resumed(grid, monkeypatch)
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        registry.gather()
+    assert caplog.messages == ["client b: its training samples have changed"]
+    assert registry.roster[12].num_examples == 90
+
+
+def test_a_node_that_could_not_be_used_is_asked_again_later(fleet, monkeypatch):
+    grid, roster, registry = fleet
+    del grid.nodes[2]
+    grid.nodes[9] = None  # its data is not there
+    registry.refresh()
+    registry.refresh()
+    assert grid.asked == [9]
+    grid.nodes[9] = entry("b")  # its data is mounted
+    registry.refresh()
+    assert grid.asked == [9]
+    monkeypatch.setitem(registry.unusable, 9, 0.0)  # a minute later
+    registry.refresh()
+    assert roster[9].client == "b"
+    assert registry.has_changed
+
+
+@pytest.mark.parametrize(("deaths", "is_usable"), [(2, True), (3, False)])
+def test_a_client_app_that_dies_on_the_query_is_asked_three_times(task_identity, deaths, is_usable):
+    grid = Fleet({1: entry("a"), 2: entry("b")})
+    grid.dying[2] = deaths
+    config = config_of(num_clients=2)
+    source = open_source(config)
+    query = query_for(config)
+    if is_usable:
+        assert gather_roster(grid, config, query, source).keys() == {1, 2}
+    else:
+        with pytest.raises(ValueError, match=r"node 2\): its ClientApp crashed on the query 3"):
+            gather_roster(grid, config, query, source)
+
+
+def test_simulated_nodes_are_not_listed_again(fleet, monkeypatch):
+    grid, _, registry = fleet
+    monkeypatch.setattr(server_app.client_registry, "is_in_process_grid", lambda grid: True)
+    grid.nodes.clear()
+    assert registry.refresh() == {1, 2, 3}
+
+
+@pytest.mark.parametrize(("simulated", "most"), [(True, 2), (False, 5)])
+def test_simulated_clients_are_asked_a_few_at_a_time(task_identity, monkeypatch, simulated, most):
+    """As many messages live at once as keep workers busy, and every client is asked, once."""
+    monkeypatch.setattr(server_app.client_registry, "is_in_process_grid", lambda grid: simulated)
+    monkeypatch.setattr(server_app.client_registry, "MAX_QUERIES", 2)
+    grid = Fleet({node: entry(f"client-{node}") for node in (5, 3, 9, 4, 7)})
+    pushed: list[int] = []
+    push = grid.push_messages
+
+    def counted(messages):
+        pushed.append(len(messages))
+        return push(messages)
+
+    monkeypatch.setattr(grid, "push_messages", counted)
+    request = ConfigRecord({"config": ""})
+    entries = ask(grid, [5, 3, 9, 4, 7], request, time.monotonic() + 10).entries
+    assert {node: e.client for node, e in entries.items()} == {n: f"client-{n}" for n in grid.nodes}
+    assert list(entries) == grid.asked == [5, 3, 9, 4, 7]
+    assert max(pushed) == most
+    assert sum(pushed) == 5

@@ -1,0 +1,71 @@
+"""Flower's internals that Keel touches are what Keel takes them for, in the installed version."""
+
+import importlib
+import inspect
+
+import pytest
+from flwr.app import Message, MessageType, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from protocol import flower_compat
+
+# --- server and inline engine --------------------------------------------------------------------
+
+
+def test_flowers_simulation_grid_is_recognised_by_its_name():
+    grids = {
+        name: importlib.import_module(f"flwr.superlink.grid.{module}")
+        for name, module in (("InMemoryGrid", "inmemory_grid"), ("HttpGrid", "http_grid"))
+    }
+    for name, module in grids.items():
+        grid = object.__new__(getattr(module, name))
+        assert flower_compat.is_in_process_grid(grid) == (name == "InMemoryGrid")
+
+
+def test_the_grid_of_a_deployment_retries_through_an_invoker_with_a_time_limit():
+    from flwr.superlink.grid.http_grid import HttpGrid
+
+    assert "self._retry_invoker = " in inspect.getsource(HttpGrid)
+    grid = object.__new__(HttpGrid)
+    grid._retry_invoker = importlib.import_module(
+        "flwr.supercore.retry"
+    ).make_simple_http_retry_invoker()
+    assert grid._retry_invoker.max_time is None  # for ever
+    flower_compat.bound_superlink_retries(grid, 5.0)
+    assert grid._retry_invoker.max_time == 5.0
+    flower_compat.bound_superlink_retries(object(), 5.0)
+
+
+def test_a_message_needs_a_task_and_takes_the_ids_that_it_is_given(monkeypatch):
+    for name in ("_run_id", "_task_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, None)
+    with pytest.raises(RuntimeError, match="is not set"):
+        Message(RecordDict(), dst_node_id=2, message_type=MessageType.TRAIN)
+    flower_compat.begin_task(7)
+    message = Message(RecordDict(), dst_node_id=2, message_type=MessageType.TRAIN)
+    assert message.metadata.run_id == 7
+    for name in ("message_id", "src_node_id"):  # without a setter of its own
+        with pytest.raises(AttributeError):
+            setattr(message.metadata, name, 1)
+    flower_compat.assign_message_id(message, "abc")
+    flower_compat.assign_source_node(message, 9)
+    assert (message.metadata.message_id, message.metadata.src_node_id) == ("abc", 9)
+    assert Message(RecordDict(), reply_to=message).metadata.reply_to_message_id == "abc"
+
+
+def test_exit_handlers_run_when_flower_ends_the_process():
+    from flwr.supercore.exit import exit_handler
+
+    def note() -> None:
+        pass
+
+    flower_compat.on_process_exit(note)
+    registered = exit_handler.registered_exit_handlers
+    assert registered[-1].exit_handler is note
+    registered.pop()
+
+
+def test_error_codes_have_the_names_that_are_used():
+    codes = (flower_compat.NO_REPLY, flower_compat.NODE_UNAVAILABLE, *flower_compat.CRASHED)
+    assert len(set(codes)) == len(codes)
+    assert all(isinstance(code, int) for code in codes)

@@ -1,0 +1,83 @@
+"""pyproject.toml declares what the sources import, and the packages that there are."""
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from protocol import config
+
+root = Path(__file__).parent.parent
+project = tomllib.loads((root / "pyproject.toml").read_text())
+packages = [
+    pattern.removesuffix("*")
+    for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]
+]
+# Packages that are part of a declared one: flwr's extra [simulation], pydantic's compiled half.
+BROUGHT_ALONG = {"flwr": {"ray"}, "pydantic": {"pydantic-core"}}
+
+
+def declared():
+    """Every distribution of [project.dependencies] and of the extras for users."""
+    lines = list(project["project"]["dependencies"])
+    for extra, requirements in project["project"]["optional-dependencies"].items():
+        lines += requirements if extra not in ("dev", "docs", "test") else []
+    names = {canonicalize_name(Requirement(line).name) for line in lines}
+    return names.union(*(BROUGHT_ALONG[name] for name in names & BROUGHT_ALONG.keys()))
+
+
+def imported_modules(file):
+    """The top-level names of every absolute import in a file, deferred ones included."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            yield node.module.partition(".")[0]
+
+
+@pytest.mark.parametrize("package", packages)
+def test_every_imported_package_is_declared(package):
+    distributions = packages_distributions()
+    missing = {}
+    for file in (root / package).rglob("*.py"):
+        for module in set(imported_modules(file)) - sys.stdlib_module_names - set(packages):
+            names = {canonicalize_name(name) for name in distributions.get(module, [module])}
+            if not names & declared():
+                missing[module] = str(file.relative_to(root))
+    assert missing == {}
+
+
+def test_every_package_directory_is_packaged():
+    found = {file.parent.name for file in root.glob("*/__init__.py")} - {"tests"}
+    assert found == set(packages)
+    for package in packages:
+        for file in (root / package).rglob("*.py"):
+            assert (file.parent / "__init__.py").exists(), f"{file.parent} has no __init__.py"
+
+
+def test_an_installed_keel_reads_the_copy_of_pyproject_in_its_wheel(tmp_path, monkeypatch):
+    (tmp_path / "protocol").mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.setattr(config, "app_folder", tmp_path)
+    assert config.project_file() == tmp_path / "pyproject.toml"
+    (tmp_path / "protocol" / "pyproject.toml").touch()
+    assert config.project_file() == tmp_path / "protocol" / "pyproject.toml"
+
+
+def test_the_command_is_declared():
+    assert project["project"]["scripts"] == {"keel": "keel.cli.main:main"}
+
+
+def test_the_minimum_python_is_the_same_everywhere():
+    minimum = project["project"]["requires-python"].removeprefix(">=")
+    assert project["tool"]["mypy"]["python_version"] == minimum
+    assert project["tool"]["ruff"]["target-version"] == f"py{minimum.replace('.', '')}"
+    workflow = (root / ".github" / "workflows" / "ci.yml").read_text()
+    assert min(re.findall(r'"(3\.\d+)"', workflow)) == minimum

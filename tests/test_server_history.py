@@ -1,0 +1,211 @@
+"""Histories and summaries, of this version and of 0.1: tests/data/run-0.1 was made by Keel 0.1.0.
+
+It is a FedAvg run of 3 clients and 3 rounds, killed after round 2, in which client-0001 failed
+once. The expected results are those of Keel 0.1.0 for the same run without the kill.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import resume
+
+from keel.runs import SavedRun
+from server_app.history import append_history, read_history, truncate_history, without_clients
+from server_app.manifest import read_manifest, versions
+from server_app.summary import headline, read_config_file, read_summary, summarise, write_summary
+from server_app.trained import load_model
+
+OLD_RUN = Path(__file__).parent / "data" / "run-0.1"
+
+
+@pytest.fixture
+def old_run(tmp_path) -> Path:
+    """A copy of the run of 0.1."""
+    return Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
+
+
+def line_of(number: int, accuracy: float | None = None) -> dict[str, object]:
+    line: dict[str, object] = {
+        "round": number,
+        "left_out": {"client-0001": "late"} if number == 1 else {},
+        "rejected": number,
+        "seconds": {"training": 1.5, "evaluation": 0.5},
+        "bytes_down": 10,
+        "bytes_up": 20,
+    }
+    return line if accuracy is None else line | {"global": {"accuracy": accuracy}}
+
+
+# --- the history ---------------------------------------------------------------------------------
+
+
+def test_lines_come_back_in_order_and_an_incomplete_last_one_is_ignored(tmp_path):
+    path = tmp_path / "history.jsonl"
+    assert read_history(path) == []
+    for number in (1, 2):
+        append_history(path, line_of(number))
+    complete = path.read_bytes()
+    path.write_bytes(complete + b'{"round": 3')
+    assert read_history(path) == read_history(tmp_path) == [line_of(1), line_of(2)]
+    append_history(path, line_of(4))  # ends the incomplete line first
+    with pytest.raises(ValueError, match="line 3 is damaged"):
+        read_history(path)
+
+
+def test_what_json_cannot_express_is_null(tmp_path):
+    path = tmp_path / "history.jsonl"
+    append_history(path, {"round": 1, "losses": {"a": float("nan"), "b": float("inf"), "c": 1.0}})
+    assert read_history(path) == [{"round": 1, "losses": {"a": None, "b": None, "c": 1.0}}]
+
+
+def test_truncation_drops_the_rounds_after_the_last_and_renames_the_others(old_run):
+    path = old_run / "history.jsonl"
+    [line] = truncate_history(path, 1)
+    assert json.loads(path.read_text()) == line
+    assert "rejected" in line
+
+
+def test_a_line_without_clients_does_not_grow_with_their_number():
+    score = {"mean": 0.5, "worst_decile": 0.25, "clients": {"client-0000": 0.5}}
+    line = line_of(3) | {"participants": ["client-0000"], "personal": score, "local_global": score}
+    short = {"mean": 0.5, "worst_decile": 0.25}
+    assert without_clients(line) == line_of(3) | {"personal": short, "local_global": short}
+    assert score["clients"]  # the line itself stays whole
+
+
+# --- the summary ---------------------------------------------------------------------------------
+
+CONFIG = {
+    "method": "fedavg",
+    "server-optimizer": "fedadam",
+    "source": "digits",
+    "model": "cnn-fedcka",
+    "seed": 3,
+    "num-rounds": 9,
+}
+
+
+def test_a_summary_counts_and_averages_what_the_lines_say():
+    history = [line_of(1, 0.2), line_of(2), line_of(3, 0.8), line_of(4, 0.6)]
+    summary = summarise(history, CONFIG, last_rounds=2)
+    assert (summary["method"], summary["server_optimizer"], summary["seed"]) == (
+        *("fedavg", "fedadam", 3),
+    )
+    assert (summary["rounds"], summary["num_rounds"]) == (4, 9)
+    assert (summary["seconds"], summary["seconds_per_round"]) == (8.0, 2.0)
+    assert (summary["bytes_down"], summary["bytes_up"]) == (40, 80)
+    assert (summary["left_out"], summary["rejected"]) == (1, 10)
+    assert (summary["accuracy_of"], summary["final_accuracy"], summary["best_accuracy"]) == (
+        *("global.accuracy", 0.6, 0.8),
+    )
+    result = summary["results"]["global.accuracy"]
+    assert result["mean of last 2"] == result["median of last 2"] == pytest.approx(0.7)
+    average = 0.9 * (0.9 * 0.2 + 0.1 * 0.8) + 0.1 * 0.6
+    assert result["EMA 0.9"] == pytest.approx(average)
+
+
+def test_a_summary_before_the_first_round_has_no_accuracy():
+    summary = summarise([], CONFIG, last_rounds=10)
+    assert (summary["rounds"], summary["final_accuracy"], summary["results"]) == (0, None, {})
+
+
+def test_personal_models_come_first_as_the_accuracy_of_a_run():
+    names = ("global.accuracy", "personal.mean")
+    results = {name: {"final": i, "best": i} for i, name in enumerate(names)}
+    assert headline(results)["accuracy_of"] == "personal.mean"
+
+
+def test_a_run_that_has_written_no_summary_yet_is_starting(old_run):
+    (old_run / "summary.json").unlink()
+    summary = read_summary(old_run)
+    assert (summary["status"], summary["rounds"], summary["ended"]) == ("starting", 0, None)
+    assert SavedRun(old_run).state == "interrupted"  # no process writes it
+
+
+def test_a_moved_run_directory_is_named_where_it_is(tmp_path):
+    write_summary(tmp_path, {"status": "finished", "directory": "/elsewhere", "num_rounds": 1})
+    assert read_summary(tmp_path)["directory"] == str(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"config": {}}'])
+def test_a_damaged_config_is_named(tmp_path, content):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        read_config_file(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json is damaged or incomplete"):
+        read_config_file(tmp_path)
+
+
+def test_readers_of_run_directories_need_neither_torch_nor_numpy():
+    code = "import keel.runs, sys; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
+    root = Path(__file__).parent.parent
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+# --- a run of 0.1 --------------------------------------------------------------------------------
+
+
+def test_the_history_of_0_1_reads_under_todays_names():
+    first, second = read_history(OLD_RUN)
+    assert (first["rejected"], first["backed_off"]) == (0, [])
+    assert not {"refused", "resting"} & (first.keys() | second.keys())
+    assert second["left_out"] == {"client-0001": "ValueError: no power"}
+
+
+def test_the_config_and_summary_of_0_1_read_under_todays_names(caplog):
+    config, overrides = read_config_file(OLD_RUN)
+    assert (config["server-optimizer"], config["backoff-after"], config["run-name"]) == (
+        *("fedavg", 2, ""),
+    )
+    assert overrides["evaluate-clients"] == "cohort"
+    assert not {"server", "rest-after", "rest-rounds"} & (config.keys() | overrides.keys())
+    summary = read_summary(OLD_RUN)
+    expected = {
+        "status": "stopped",
+        "method": "fedavg",
+        "source": "digits",
+        "model": "cnn-fedintr",
+        "rounds": 2,
+        "num_rounds": 3,
+        "seed": 0,
+        "clients": 3,
+        "rejected": 0,
+        "left_out": 1,
+        "accuracy_of": "global.accuracy",
+        "final_accuracy": 0.17548746518105848,
+        "best_accuracy": 0.17548746518105848,
+    }
+    assert expected.items() <= summary.items()
+    assert summary["started"]
+    assert summary["ended"]
+    assert caplog.messages == []  # no warnings of old names in files
+
+
+def test_an_interrupted_run_of_0_1_resumes_as_0_1_would_have(old_run, monkeypatch):
+    monkeypatch.setattr("server_app.report.plot_accuracy", lambda *_: None)
+    monkeypatch.setattr("server_app.report.plot_label_distribution", lambda *_: None)
+    before, manifest = read_history(old_run), read_manifest(old_run)
+    resume(old_run, num_clients=3)
+    history = read_history(old_run)
+    assert history[:2] == before
+    last = history[2]
+    assert last["participants"] == ["client-0000", "client-0001", "client-0002"]
+    same_bits = [versions()[k] == manifest["versions"][k] for k in ("torch", "cpu", "numpy")]
+    if all(same_bits):
+        assert list(old_run.glob("checkpoints/round-00003-ec4f75259637b019.safetensors"))
+    assert last["global"]["accuracy"] == pytest.approx(0.4178272980501393, abs=0.02)
+    assert last["losses"]["supervised"] == pytest.approx(2.1789530064356235, rel=1e-3)
+    assert read_summary(old_run)["status"] == "finished"
+    assert read_manifest(old_run)["rounds"].keys() == {"1", "2"}  # round 3 ran with other sources
+
+
+def test_the_model_of_a_run_of_0_1_loads():
+    model = load_model(OLD_RUN)
+    images = torch.randint(0, 256, (5, 28, 28), dtype=torch.uint8).numpy()
+    assert set(model.predict(images)) <= {str(digit) for digit in range(10)}
+    assert model.network.input_shape == (1, 28, 28)

@@ -1,0 +1,139 @@
+"""What observers are told, and what those of Keel print, log and write."""
+
+import logging
+
+import pytest
+from conftest import history_of, resume, summary_of
+
+from server_app.inline import run_inline
+from server_app.observers import RunInfo, RunObserver, SummaryTable, print_summary, round_text
+
+quick = {"local-epochs": 0, "num-rounds": 2}
+
+
+class Recorder:
+    """Notes every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    def on_run_start(self, info):
+        self.calls.append(("start", info))
+
+    def on_round(self, line):
+        self.calls.append(("round", line))
+
+    def on_run_end(self, summary):
+        self.calls.append(("end", summary))
+
+
+@pytest.fixture
+def observed(run, tmp_path):
+    """(run directory, calls) of a run that a Recorder follows."""
+    from conftest import NUM_CLIENTS, SMALL
+
+    recorder: RunObserver = Recorder()
+    keys = SMALL | quick | {"fraction-train": 0.5, "output-dir": str(tmp_path / "runs")}
+    directory = run_inline(keys, NUM_CLIENTS, observers=[recorder])
+    return directory, recorder.calls
+
+
+def test_an_observer_is_told_what_will_run_then_every_round_then_the_summary(observed):
+    directory, calls = observed
+    assert [name for name, _ in calls] == ["start", "round", "round", "end"]
+    info = calls[0][1]
+    assert isinstance(info, RunInfo)
+    assert (info.method, info.server_optimizer, info.source) == ("fedavg", "fedavg", "digits")
+    assert (info.num_train, info.num_test, info.image_shape) == (1438, 359, (1, 32, 32))
+    assert (info.model, info.num_parameters) == ("cnn-fedreco", 61_706)
+    assert (info.num_clients, info.clients_per_round, info.num_rounds) == (4, 2, 2)
+    assert (info.directory, info.history, info.last_round) == (directory, (), 0)
+    assert [line for name, line in calls if name == "round"] == history_of(directory)
+    assert calls[-1][1] == summary_of(directory)
+
+
+def test_after_a_resume_an_observer_knows_the_rounds_before(observed):
+    directory, _ = observed
+    recorder = Recorder()
+    run_inline({"resume": str(directory), "num-rounds": 3}, 4, observers=[recorder])
+    info = recorder.calls[0][1]
+    assert (info.last_round, len(info.history)) == (2, 2)
+    assert [line["round"] for name, line in recorder.calls if name == "round"] == [3]
+
+
+def test_an_observer_is_told_of_the_end_of_a_run_that_fails(run, tmp_path, monkeypatch):
+    recorder = Recorder()
+
+    def fail(line):
+        raise KeyboardInterrupt  # as Ctrl-C while the round is shown
+
+    monkeypatch.setattr(recorder, "on_round", fail)
+    with pytest.raises(KeyboardInterrupt):
+        run_inline(quick | {"output-dir": str(tmp_path / "runs")}, 2, observers=[recorder])
+    name, summary = recorder.calls[-1]
+    assert (name, summary["status"], summary["rounds"]) == ("end", "stopped", 1)
+    assert summary["ended"]
+
+
+def test_every_round_is_one_plain_line_of_the_log(run, caplog):
+    with caplog.at_level(logging.INFO, logger="keel.server"):
+        folder = run({"num-rounds": 2})
+    first, second = (text for text in caplog.messages if text.startswith("round "))
+    accuracies = [100 * line["global"]["accuracy"] for line in history_of(folder)]
+    assert first.startswith(
+        f"round 1/2: accuracy {accuracies[0]:.2f} % (global model, test set), loss "
+    )
+    assert first.endswith(" left")  # the time that is left
+    assert second.startswith(f"round 2/2: accuracy {accuracies[1]:.2f} %")
+    assert second.endswith(" s")
+    about = "\n".join(caplog.messages)
+    assert "data digits: 1,438 training and 359 test images, 1 x 32 x 32, 10 classes" in about
+    assert "model cnn-fedreco: 61,706 parameters" in about
+    assert f"run directory {folder}" in about
+
+
+def test_a_round_without_an_evaluation_and_with_a_loss_that_is_not_finite(tmp_path):
+    info = RunInfo(tmp_path, *("m", "o", "s"), 1, 1, (1, 2, 3), 2, "net", 5, 2, 2, num_rounds=3)
+    line = {"round": 1, "losses": {"supervised": None}, "left_out": {"a": "late"}}
+    text = round_text(line | {"seconds": {"training": 1.26}}, info, 65.0)
+    assert text == "round 1/3: loss not finite, 1 left out, 1.3 s, 1 min 5 s left"
+
+
+def test_the_table_shows_every_figure_of_the_summary(run, capsys):
+    keys = {"method": "fedreco", "privacy.epsilon": 0.5, "local-test-fraction": 0.2}
+    folder = run(keys | {"num-rounds": 2})
+    summary = summary_of(folder)
+    capsys.readouterr()
+    print_summary(summary, "a title")
+    shown = capsys.readouterr().out
+    assert shown.startswith("a title")
+    for result in summary["results"].values():
+        for key in ("final", "best"):
+            assert f"{100 * result[key]:.2f}" in shown
+    assert "finished: 2 rounds" in shown
+    assert "privacy: epsilon 0.5, delta 1e-05 a release; composed over 2 releases" in shown
+    assert f"run directory: {folder}" in shown
+
+
+def test_the_table_is_printed_at_the_end_only(capsys):
+    table = SummaryTable()
+    table.on_round({"round": 1})
+    assert capsys.readouterr().out == ""
+
+
+# --- run-name ------------------------------------------------------------------------------------
+
+
+def test_run_name_names_the_run_directory_which_must_not_exist(run, tmp_path):
+    folder = run(quick | {"run-name": "a.b_C-1"})
+    assert folder == tmp_path / "a.b_C-1"
+    with pytest.raises(ValueError, match=r"run-name = 'a\.b_C-1': .* exists: choose another name"):
+        run(quick | {"run-name": "a.b_C-1"})
+    resume(folder, num_rounds=3)
+    assert len(history_of(folder)) == 3
+
+
+@pytest.mark.parametrize("name", [".", "..", ".hidden", "a/b", "a b", "ä", "x" * 65])
+def test_a_run_name_that_is_no_plain_file_name_is_refused(run, name):
+    with pytest.raises(ValueError, match=r"run-name = .*1 to 64 of the characters"):
+        run({"run-name": name})
