@@ -14,9 +14,8 @@ from pathlib import Path
 
 from safetensors.torch import load, save
 
-from protocol.array_names import with_current_names
 from protocol.files import digest, write_atomically
-from protocol.messages import Arrays
+from protocol.messages import Arrays, with_current_names
 
 log = logging.getLogger("keel.client")
 Groups = dict[str, Arrays]

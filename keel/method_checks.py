@@ -339,10 +339,9 @@ def first_round_is_fedavg(subject: Subject) -> None:
     method = method_of(subject.config())
     if not (isinstance(method, LocalObjective) and method.uses_previous):
         raise NotApplicable("uses no previous model")
-    own, fedavg = (
-        result_of(subject.run(num_rounds=1, weighting="examples", **keys))
-        for keys in ({}, {"method": "fedavg"})
-    )
+    common: dict[str, OptionValue] = {"num_rounds": 1, "weighting": "examples"}
+    own = result_of(subject.run(2, **common))
+    fedavg = result_of(subject.run(2, **common, method="fedavg"))
     names = [n for n, array in fedavg.items() if n in own and not torch.equal(own[n], array)]
     require(not names, f"{names[:1]} differs from FedAvg's after round 1")
 

@@ -42,6 +42,7 @@ from protocol.options import (
     parse_options,
     true_or_false,
 )
+from protocol.source_spec import SOURCE_NAMES, parse_source
 
 FlatConfig = dict[str, OptionValue]
 T = TypeVar("T")
@@ -83,19 +84,6 @@ def with_current_names(flat: Mapping[str, OptionValue], warn: bool = True) -> Fl
     return renamed
 
 
-# `data.sources` reads them; PATH is an absolute path.
-SOURCES = (
-    "digits", "fashion-mnist", "mnist", "cifar10", "cifar100", "svhn", "tiny-imagenet",
-    "folder:PATH", "npz:PATH",
-)  # fmt: skip
-
-
-def source_name() -> Constraint:
-    """The name of a data source, PATH filled in where it has one."""
-    patterns = [name.replace("PATH", ".+") for name in SOURCES]
-    return matching("|".join(patterns), "one of " + ", ".join(SOURCES))
-
-
 def device_name() -> Constraint:
     """A torch device, or auto."""
     return matching(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", "auto, cpu, cuda or cuda:N")
@@ -105,7 +93,7 @@ def device_name() -> Constraint:
 class DataConfig:
     """Where the samples come from, how they are split over clients, and how they are augmented."""
 
-    source: str = option(source_name(), "the data set")
+    source: str = option(any_text(), "the data set: " + ", ".join(SOURCE_NAMES))
     data_dir: str = option(
         any_text(), 'folder of downloaded data sets; "": $KEEL_HOME/data, else ~/.keel/data'
     )
@@ -329,7 +317,7 @@ def keel_home() -> Path:
 
 
 def project_file() -> Path:
-    """pyproject.toml: of the wheel if Keel is installed from one, else of the checkout or bundle."""
+    """pyproject.toml: of the wheel if Keel is installed from one, else of the checkout."""
     installed = app_folder / "protocol" / "pyproject.toml"
     return installed if installed.exists() else app_folder / "pyproject.toml"
 
@@ -456,12 +444,7 @@ def _validate_names(config: RunConfig) -> None:
     if model.norm and model.norm not in norms:
         allowed = f"expected {' or '.join(norms)}" if norms else "it has no norm layer"
         raise ValueError(f"norm = {model.norm!r}: {model.model}: {allowed}; empty: its default")
-    kind, _, path = config.data.source.partition(":")
-    if path and not Path(path).expanduser().is_absolute():
-        raise ValueError(
-            f"source = {config.data.source!r}: expected an absolute path, because a Flower run has "
-            f"a working directory of its own; from here it would be {kind}:{Path(path).absolute()}"
-        )
+    parse_source(config.data.source)
 
 
 def _validate_method(config: RunConfig) -> None:

@@ -287,6 +287,11 @@ def in_one_line(text: object, max_length: int = 300) -> str:
     return line if len(line) <= max_length else f"{line[: max_length - 1]}…"
 
 
+def with_current_names(arrays: Arrays) -> Arrays:
+    """Arrays from a file of any version, under today's names."""
+    return {name.replace("tap_heads.", "projection_heads."): a for name, a in arrays.items()}
+
+
 def payload_bytes(message: Message) -> int:
     """Bytes of the records in a message, without Flower's envelope."""
     return sum(record.count_bytes() for record in message.content.values())

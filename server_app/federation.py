@@ -134,7 +134,7 @@ def prepare(
     method = method_of(config)
     source = open_source(config)  # decoded here, before any client opens it
     model = model_for(config, source)
-    method.check_model(model)
+    method.check_model(model)  # raises for layers that this network does not have
     initial_weights = {name: array.clone() for name, array in model.state_dict().items()}
     strategy = strategy_for(config, model)
     device = device_for(config.train.device)

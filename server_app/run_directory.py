@@ -23,10 +23,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from client_app.methods import method_of
-from protocol.array_names import with_current_names
 from protocol.config import RunConfig, keel_home, resolve_config
 from protocol.files import digest, write_atomically
-from protocol.messages import Arrays
+from protocol.messages import Arrays, with_current_names
 from protocol.options import OptionValue
 from server_app.history import (
     HISTORY_FILE,

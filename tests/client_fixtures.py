@@ -14,6 +14,7 @@ from flwr.app import Message
 
 import client_app.app
 from client_app.methods import method_of
+from client_app.objective import Batch
 from client_app.process_cache import ProcessCache
 from client_app.setup import build_network, dataset_spec_of, open_source
 from models.registry import BUILDERS
@@ -89,11 +90,11 @@ def initial(config, seed=None):
 
 
 def make_round(
-    config, number=1, received=None, state=None, partition=0, of=2, worker=None, extra=None
+    config, number=1, received=None, state=None, partition=0, of=2, cache=None, extra=None
 ):
     """Client `partition`'s round `number`, with 60 / `of` training samples."""
     request = TrainRequest(config, facts(config), number, number - 1, False, "")
-    return (worker or ProcessCache()).begin_round(
+    return (cache or ProcessCache()).begin_round(
         request,
         {"partition-id": partition, "num-partitions": of},
         received=initial(config) if received is None else received,
@@ -126,6 +127,32 @@ def assert_close(arrays, others, **tolerance):
         torch.testing.assert_close(
             array.double(), others[name].double(), msg=lambda m, n=name: f"{n}: {m}", **tolerance
         )
+
+
+def batch_of(
+    reps=(),
+    reps_global=(),
+    reps_previous=(),
+    *,
+    y=None,
+    logits=None,
+    ctx=None,
+    global_model=None,
+    prepared=None,
+):
+    """A Batch with what one test needs of it."""
+    none = torch.empty(0)
+    return Batch(
+        ctx=ctx,
+        x=none,
+        y=none if y is None else y,
+        logits=none if logits is None else logits,
+        reps=list(reps),
+        reps_global=list(reps_global),
+        reps_previous=list(reps_previous),
+        global_model=global_model,
+        prepared=prepared,
+    )
 
 
 class Client:

@@ -436,11 +436,11 @@ def test_a_client_whose_state_is_gone_says_so_and_begins_anew_only_if_told(tmp_p
     shutil.rmtree(kept)
     reason = error_of(client.ask("train", 2, weights, counted=1))
     assert f"this client trained in round 1, and {kept} keeps nothing: restore it" in reason
-    assert f"or create the file {kept / 'begin-anew'}" in reason
+    assert f"or create the file {kept / 'reset-state'}" in reason
     assert "keeps nothing" in error_of(client.ask("evaluate", 2, weights, counted=1))
-    (kept / "begin-anew").touch()
+    (kept / "reset-state").touch()
     assert not client.ask("train", 2, weights, counted=1).has_error()
-    assert not (kept / "begin-anew").exists()  # it was for once
+    assert not (kept / "reset-state").exists()  # it was for once
     assert not client.ask("train", 3, weights, counted=2).has_error()
 
 

@@ -1,5 +1,6 @@
 """FedReCo's client half against Algorithm 1 written out in float64, line by line."""
 
+import json
 import math
 import re
 
@@ -26,6 +27,7 @@ from client_app.process_cache import ProcessCache
 from client_app.samples import Samples
 from client_app.setup import build_network
 from models.cnn import _plain_cnn
+from protocol.config import config_from_json
 from strategies.fedreco import FedReCoServer
 
 LAYERS = ("conv1", "conv2", "fc1", "fc2", "classifier")
@@ -35,7 +37,11 @@ def reco(**keys):
     """A config of FedReCo, without momentum unless asked for."""
     base = {"momentum": 0.0, "weight_decay": 0.0, "fedreco__lambda": 0.7}
     rates = {"fedreco__eta_u": 0.03, "fedreco__eta_v": 0.2}
-    return make_config(method="fedreco", **base | rates | keys)
+    config = make_config(method="fedreco", **base | rates | keys | {"model": "cnn-fedreco"})
+    if "model" not in keys:
+        return config
+    # resolve_config refuses BatchNorm; clients may have it beside a shared extractor without
+    return config_from_json(json.dumps(dict(config.flat) | {"model": keys["model"]}))
 
 
 def shared_part(config, weights):
@@ -353,8 +359,8 @@ def test_first_contact_takes_u_0_and_a_head_from_the_runs_seed():
 
 def test_what_another_client_left_in_the_worker_does_not_show():
     config, warm = reco(), ProcessCache()
-    run_round(config, u_0_of(config, seed=3), worker=warm, partition=1)
-    mine, fresh = (run_round(config, worker=w) for w in (warm, ProcessCache()))
+    run_round(config, u_0_of(config, seed=3), cache=warm, partition=1)
+    mine, fresh = (run_round(config, cache=w) for w in (warm, ProcessCache()))
     assert_same_bits(mine.state["model"], fresh.state["model"])
     assert_same_bits(mine.arrays, fresh.arrays)
 
@@ -474,10 +480,9 @@ def test_at_first_contact_another_architecture_starts_from_the_runs_seed(small_c
 @pytest.mark.parametrize("key", ["k-u", "k-v"])
 @pytest.mark.parametrize("text", ["", "1", "fast", "epoch", "-1 epoch", "1.5 epochs", "1  epoch"])
 def test_a_duration_that_is_none_is_refused_by_key_and_value(key, text):
-    config = reco(**{f"fedreco__{key}": text})
     message = f"fedreco.{key} = {text!r}: expected like '1 epoch', '2 epochs' or '20 steps'"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        method_of(config)
+        reco(**{f"fedreco__{key}": text})
 
 
 @pytest.mark.parametrize("text", ["² epochs", "1 epochss", "2 rounds", "1 epoch 2 steps"])

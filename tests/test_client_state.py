@@ -136,37 +136,42 @@ def test_a_damaged_version_is_set_aside_with_a_warning_and_the_older_one_used(
 
 
 @DAMAGE
-def test_with_no_version_left_it_does_not_begin_anew_in_silence(state, damage):
+def test_with_no_version_left_it_is_not_reset_silently(state, damage):
     state.save(5, groups(5))
     damage_version(state, 5, damage)
     for _ in range(2):  # nor the second time, when the file is aside already
-        with pytest.raises(ValueError, match=r"round-00005.*\.damaged is damaged.*restore.*begin"):
+        with pytest.raises(
+            ValueError, match=r"round-00005.*\.damaged is damaged.*restore.*reset-state"
+        ):
             state.load(before_round=6)
-    (state.folder / "begin-anew").touch()
+    (state.folder / "reset-state").touch()
     assert state.load(before_round=6) == {}
 
 
-def test_an_older_version_than_the_server_counted_is_warned_of(state, caplog):
+def test_a_version_older_than_the_last_accepted_round_is_warned_of(state, caplog):
     state.save(2, groups(2))
     assert_is(state.load(before_round=8, last_accepted_round=2), 2)
     assert not caplog.records
     assert_is(state.load(before_round=8, last_accepted_round=7), 2)
-    assert "is older than round 7, which the server counted" in caplog.text
+    assert "is older than round 7, in which this client's update was aggregated" in caplog.text
 
 
-def test_what_a_client_lost_is_missed_and_given_up_only_once(state, caplog):
-    with pytest.raises(ValueError, match=r"trained in round 4, and .* keeps nothing: restore"):
+@pytest.mark.parametrize("marker", ["reset-state", "begin-anew"])  # the second: Keel 0.1
+def test_lost_state_is_refused_and_reset_only_once(state, caplog, marker):
+    with pytest.raises(
+        ValueError, match=r"trained in round 4, and .* holds no state of it: restore"
+    ):
         state.load(before_round=6, last_accepted_round=4)
     assert state.load(before_round=6, last_accepted_round=0) == {}
-    (state.folder / "begin-anew").touch()
+    (state.folder / marker).touch()
     assert state.load(before_round=6, last_accepted_round=4) == {}
-    assert "begins anew" in caplog.text
+    assert "starts again without" in caplog.text
     state.save(6, groups(6))
     assert_is(state.load(before_round=7, last_accepted_round=6), 6)
     assert state.load(before_round=6, last_accepted_round=4) == {}  # the same round, trained again
     (path,) = state.folder.glob("*.safetensors")  # the file is gone
     path.unlink()
-    with pytest.raises(ValueError, match="keeps nothing"):
+    with pytest.raises(ValueError, match="holds no state"):
         state.load(before_round=8, last_accepted_round=6)
 
 
@@ -219,3 +224,11 @@ def test_a_kill_before_the_replaced_versions_are_gone_leaves_the_new_one(state):
     killed_while_saving(state, "unlink", type(state.folder))  # round 5, after a resume
     assert rounds(state) == [4, 5, 6]
     assert_is(state.load(before_round=6), 5)  # what round 6 reads when it is trained again
+
+
+def test_a_reset_that_0_1_recorded_still_counts(state):
+    state.folder.mkdir(parents=True)
+    (state.folder / "begun-anew-00006").touch()
+    assert state.load(before_round=6, last_accepted_round=4) == {}
+    with pytest.raises(ValueError, match="holds no state"):
+        state.load(before_round=7, last_accepted_round=4)

@@ -141,10 +141,10 @@ def test_what_is_kept_is_the_model_sent_before_any_averaging(method):
 
 
 def test_kept_arrays_are_not_the_networks_own_memory():
-    config, worker = make_config(method="moon"), ProcessCache()
-    update = train(config, worker=worker)
+    config, cache = make_config(method="moon"), ProcessCache()
+    update = train(config, cache=cache)
     before = {name: array.clone() for name, array in update.state["previous"].items()}
-    train(config, worker=worker, partition=1)
+    train(config, cache=cache, partition=1)
     assert_same_bits(update.state["previous"], before)
 
 
@@ -175,7 +175,7 @@ def count_frozen_rows(monkeypatch):
     def counted(self, x, layers=(), *, to_logits=True):
         if not self.classifier.weight.requires_grad:
             rows.append(len(x))
-        return run(self, x, taps, to_logits=to_logits)
+        return run(self, x, layers, to_logits=to_logits)
 
     monkeypatch.setattr(StagedModel, "run", counted)
     return rows
@@ -188,7 +188,7 @@ def count_frozen_body_rows(monkeypatch):
     def counted(self, x, layers=(), *, to_logits=True):
         if not to_logits:
             rows.append(len(x))
-        return run(self, x, taps, to_logits=to_logits)
+        return run(self, x, layers, to_logits=to_logits)
 
     monkeypatch.setattr(StagedModel, "run", counted)
     return rows
@@ -270,7 +270,7 @@ def test_a_cache_that_is_done_with_leaves_its_room_to_the_next():
 
 def test_a_head_trained_alone_reads_each_sample_of_the_body_once(monkeypatch):
     """FedRep's head, 3 epochs: the same weights as without a cache; 30 rows through the body."""
-    keys = {"method": "fedrep", "fedrep__head_epochs": 3, "fedrep__body_epochs": 1}
+    keys = {"method": "fedrep", "fedrep__head_epochs": 3, "fedrep__extractor_epochs": 1}
     rows = count_frozen_body_rows(monkeypatch)
     update = train(make_config(**keys))
     assert sum(rows) == 30
@@ -283,11 +283,11 @@ def test_a_head_trained_alone_reads_each_sample_of_the_body_once(monkeypatch):
 
 def test_frozen_models_run_no_further_than_the_last_tap():
     config = make_config(method="fedcka", model="cnn-fedcka", fedcka__num_layers=2)
-    worker = ProcessCache()
-    now = make_round(config, state={"previous": initial(config, seed=5)}, worker=worker)
+    cache = ProcessCache()
+    now = make_round(config, state={"previous": initial(config, seed=5)}, cache=cache)
     ran = []
     for slot in ("global", "previous"):
-        network = worker.network(config, now.data, "cnn-fedcka", slot, now.device)
+        network = cache.network(config, now.data, "cnn-fedcka", slot, now.device)
         for name, stage in network.stages.items():
             stage.body.register_forward_hook(lambda *_, name=name: ran.append(name))
     method_of(config).train(now)
@@ -296,8 +296,8 @@ def test_frozen_models_run_no_further_than_the_last_tap():
 
 def test_the_same_seed_round_and_client_give_the_same_bits_whoever_came_before():
     config, warm = make_config(local_epochs=2, flip=True), ProcessCache()
-    train(config, worker=warm, partition=1)
-    assert_same_bits(train(config, worker=warm).arrays, train(config).arrays)
+    train(config, cache=warm, partition=1)
+    assert_same_bits(train(config, cache=warm).arrays, train(config).arrays)
 
 
 def test_another_client_round_epoch_or_seed_has_another_batch_order():

@@ -24,29 +24,29 @@ from client_app.setup import open_source
 
 
 def test_a_clients_samples_are_kept_for_its_next_round():
-    config, worker = make_config(flip=True), ProcessCache()
-    first = make_round(config, worker=worker).train_samples
-    other = make_round(config, worker=worker, partition=1).train_samples
-    again = make_round(config, number=2, worker=worker).train_samples
+    config, cache = make_config(flip=True), ProcessCache()
+    first = make_round(config, cache=cache).train_samples
+    other = make_round(config, cache=cache, partition=1).train_samples
+    again = make_round(config, number=2, cache=cache).train_samples
     assert again is first
     assert other is not first
-    assert_same_bits(train(config, worker=worker, number=3).arrays, train(config, number=3).arrays)
+    assert_same_bits(train(config, cache=cache, number=3).arrays, train(config, number=3).arrays)
 
 
 def test_another_run_has_other_samples():
-    config, worker = make_config(), ProcessCache()
-    first = make_round(config, worker=worker).train_samples
-    assert make_round(make_config(seed=1), worker=worker).train_samples is not first
-    assert make_round(config, worker=worker).train_samples is not first  # it was let go
+    config, cache = make_config(), ProcessCache()
+    first = make_round(config, cache=cache).train_samples
+    assert make_round(make_config(seed=1), cache=cache).train_samples is not first
+    assert make_round(config, cache=cache).train_samples is not first  # it was let go
 
 
 def test_the_clients_played_last_are_kept_within_the_limit(monkeypatch):
     size = 12 * 28 * 28  # 60 samples over 5 clients
     monkeypatch.setattr(client_app.process_cache, "samples_cache_bytes", 2 * size)
-    config, worker = make_config(), ProcessCache()
+    config, cache = make_config(), ProcessCache()
 
     def samples_of(partition):
-        return make_round(config, worker=worker, partition=partition, of=5).train_samples
+        return make_round(config, cache=cache, partition=partition, of=5).train_samples
 
     kept = {p: samples_of(p) for p in (0, 1)}
     assert samples_of(0) is kept[0]

@@ -12,6 +12,7 @@ from client_fixtures import (
     SHAPE,
     assert_close,
     assert_same_bits,
+    batch_of,
     differ,
     initial,
     make_config,
@@ -24,16 +25,15 @@ from client_app.methods import method_of
 from client_app.methods.fedavg import FedAvg
 from client_app.methods.fedcl import FedCL, repulsion
 from client_app.methods.feddecorr import FedDecorr, decorrelation
-from client_app.methods.fedlc import FedLC, calibrated, loss_without_true_class
+from client_app.methods.fedlc import FedLC, calibrated, loss_without_true_class, margins
 from client_app.methods.fedmlb import FedMLB, hybrid_cross_entropy, pathway_divergence
 from client_app.methods.fedntd import FedNTD, not_true_divergence
 from client_app.methods.fedproc import FedProc, prototype_contrast, schedule
 from client_app.methods.fedrcl import FedRCL
 from client_app.methods.fedscl import FedSCL
-from client_app.methods.fitnet import FitNet, feature_distance, pooled
-from client_app.objective import Batch
+from client_app.methods.fitnet import FitNet, feature_distance
 from client_app.setup import build_network
-from client_app.similarity import unit_features
+from client_app.similarity import pooled, unit_features
 
 
 def random(*shape, seed, scale=1.0):
@@ -43,20 +43,6 @@ def random(*shape, seed, scale=1.0):
 
 def labels(size, classes, seed=9):
     return torch.randint(classes, (size,), generator=torch.Generator().manual_seed(seed))
-
-
-def batch_of(y=None, logits=None, taps=(), reps_global=(), about=None, x=None, global_model=None):
-    none = torch.empty(0)
-    return Batch(
-        x=none if x is None else x,
-        y=none if y is None else y,
-        logits=none if logits is None else logits,
-        taps=list(taps),
-        reps_global=list(reps_global),
-        reps_previous=[],
-        round=about,
-        global_model=global_model,
-    )
 
 
 def softmax(row):
@@ -112,8 +98,7 @@ def test_fitnets_penalty_is_lambda_times_the_distance_of_what_it_compares(is_poo
         [t.mean((2, 3)) if t.ndim > 2 and is_pooled else t for t in ts] for ts in (f, g)
     )
     expected = sum(((a - b) ** 2).mean() for a, b in zip(maps, maps_g, strict=True)) / 2
-    about = SimpleNamespace(model=None)
-    got = method.penalty(batch_of(taps=f, reps_global=method.represent(None, g), about=about))
+    got = method.penalty(batch_of(method.represent(None, f), method.represent(None, g)))
     assert got.item() == pytest.approx(0.3 * expected.item(), rel=1e-12)
 
 
@@ -127,9 +112,9 @@ def test_fitnets_gradient_goes_to_the_local_features_alone():
 @pytest.mark.parametrize("with_logits", [True, False])
 def test_fitnets_levels_are_all_stages_before_their_activation_and_the_logits(with_logits):
     model = build_network(make_config(method="fitnet"), SHAPE, NUM_CLASSES)
-    taps = fitnet(logits=with_logits).layers(model)
-    assert taps[:4] == ["conv1:pre", "conv2:pre", "fc1:pre", "fc2:pre"]
-    assert taps[4:] == (["logits"] if with_logits else [])
+    layers = fitnet(logits=with_logits).layers(model)
+    assert layers[:4] == ["conv1:pre", "conv2:pre", "fc1:pre", "fc2:pre"]
+    assert layers[4:] == (["logits"] if with_logits else [])
 
 
 # --- FedMLB ---------------------------------------------------------------------------------------
@@ -158,8 +143,8 @@ def test_fedmlb_is_the_formula_on_mixed_networks_value_and_gradient(detach, temp
     frozen.requires_grad_(False)
     x, y = random(5, *SHAPE, seed=3), labels(5, NUM_CLASSES)
     method = FedMLB(lambda1=0.4, lambda2=7.0, temperature=temperature, detach_target=detach)
-    logits, taps = local.run(x, method.layers(local))
-    got = method.penalty(batch_of(y=y, logits=logits, taps=taps, global_model=frozen, x=x))
+    logits, outputs = local.run(x, method.layers(local))
+    got = method.penalty(batch_of(outputs, y=y, logits=logits, global_model=frozen))
 
     q = pathways_by_mixing(local, frozen, x)
     assert len(q) == 4
@@ -191,8 +176,8 @@ def test_fedmlb_at_the_global_weights_has_no_divergence_and_one_cross_entropy_mo
     frozen.load_state_dict(local.state_dict())
     frozen.requires_grad_(False)
     x, y = random(4, *SHAPE, seed=3), labels(4, NUM_CLASSES)
-    logits, taps = local.run(x, local.stage_names)
-    q = [frozen.resume(t, after=s) for s, t in zip(local.stage_names, taps, strict=True)]
+    logits, outputs = local.run(x, local.stage_names)
+    q = [frozen.resume(h, after=s) for s, h in zip(local.stage_names, outputs, strict=True)]
     assert pathway_divergence(q, logits, 1.0).item() == pytest.approx(0, abs=1e-14)
     loss = F.cross_entropy(logits, y)
     assert hybrid_cross_entropy(q, y).item() == pytest.approx(loss.item(), rel=1e-12)
@@ -225,8 +210,8 @@ def fedlc(**options):
 
 
 def loss_of(method, logits, y, counts):
-    about = SimpleNamespace(label_counts=torch.tensor(counts))
-    return method.supervised(batch_of(y=y, logits=logits, about=about))
+    prepared = method.begin_round(SimpleNamespace(label_counts=torch.tensor(counts)))
+    return method.supervised(batch_of(y=y, logits=logits, prepared=prepared))
 
 
 @pytest.mark.parametrize("tau", [1.0, 0.1])
@@ -262,7 +247,7 @@ def test_fedlc_leaves_an_absent_class_out_and_gives_it_no_gradient():
     present = [0, 1, 3]
     without = loss_of(fedlc(), z.detach()[:, present], torch.tensor([0, 1, 2, 2, 0]), [5, 2, 40])
     assert loss.item() == pytest.approx(without.item(), rel=1e-6)
-    assert (calibrated(z, torch.tensor(counts), 1.0)[:, 2] == -torch.inf).all()
+    assert (calibrated(z, margins(torch.tensor(counts), 1.0))[:, 2] == -torch.inf).all()
 
 
 def test_fedlc_without_tau_or_with_equal_counts_is_cross_entropy():
@@ -274,7 +259,7 @@ def test_fedlc_without_tau_or_with_equal_counts_is_cross_entropy():
 
 def test_fedlcs_rarer_class_has_the_larger_margin():
     z = torch.zeros(1, 2)
-    a = calibrated(z, torch.tensor([2, 200]), 1.0)
+    a = calibrated(z, margins(torch.tensor([2, 200]), 1.0))
     assert a[0, 0] < a[0, 1] < 0
 
 
@@ -349,7 +334,7 @@ def test_fedntd_at_the_global_logits_is_zero_with_gradient_zero():
 def test_fedntds_two_forms(convex):
     method = FedNTD(beta=0.3, tau=2.0, convex=convex)
     z, z_g, y = random(4, 5, seed=1), random(4, 5, seed=2), labels(4, 5)
-    batch = batch_of(y=y, logits=z, taps=[z], reps_global=[z_g])
+    batch = batch_of([z], [z_g], y=y, logits=z)
     ce = cross_entropy(z, y)
     if convex:  # (1 - beta) CE + beta KL with tau 1, no tau^2
         expected = 0.7 * ce, 0.3 * ntd_in_loops(z, z_g, y, 1.0)
@@ -424,14 +409,14 @@ def test_fedprocs_schedule(t, value):
 def test_fedprocs_loss_moves_from_contrast_to_cross_entropy(number):
     z, c, y = unit(random(5, 3, seed=1)), random(4, 3, seed=2), labels(5, 4)
     logits = random(5, 4, seed=3)
-    about = SimpleNamespace(
+    ctx = SimpleNamespace(
         round=number,
         config=SimpleNamespace(rounds=SimpleNamespace(num_rounds=8)),
         extra={"prototypes": c},
     )
-    batch = batch_of(y=y, logits=logits, taps=[z], about=about)
     a_t = 1.0 if number == 1 else (number - 1) / 8
     method = FedProc()
+    batch = batch_of([z], y=y, logits=logits, ctx=ctx, prepared=method.begin_round(ctx))
     supervised = a_t * cross_entropy(logits, y)
     assert method.supervised(batch).item() == pytest.approx(supervised, rel=1e-12)
     penalty = method.penalty(batch)
@@ -530,7 +515,7 @@ def test_feddecorrs_penalty_is_beta_times_that_of_the_classifiers_input():
     z = random(5, 3, seed=1)
     method = FedDecorr(beta=0.3, form="code")
     expected = 0.3 * decorrelation_in_loops(z, "code")
-    assert method.penalty(batch_of(taps=[z])).item() == pytest.approx(expected, rel=1e-9)
+    assert method.penalty(batch_of([z])).item() == pytest.approx(expected, rel=1e-9)
     assert method.layers(None) == ["features"]
 
 
@@ -541,14 +526,17 @@ LEVELS = {"levels": "all", "pre_activation": True}
 
 @pytest.mark.parametrize("mining", ["all", "hard"])
 def test_fedscl_is_fedrcl_without_its_penalty_to_the_bit(mining):
-    y, taps = torch.tensor([0, 1, 0, 2, 1, 0]), [random(6, 3, 2, 2, seed=1), random(6, 5, seed=2)]
+    y, outputs = (
+        torch.tensor([0, 1, 0, 2, 1, 0]),
+        [random(6, 3, 2, 2, seed=1), random(6, 5, seed=2)],
+    )
     results = []
     for method in (
         FedSCL(tau=0.2, mining=mining, **LEVELS),
         FedRCL(tau=0.2, threshold=0.3, beta=0.0, mining=mining, **LEVELS),
     ):
-        leaves = [t.clone().requires_grad_() for t in taps]
-        loss = method.penalty(batch_of(y=y, taps=leaves))
+        leaves = [t.clone().requires_grad_() for t in outputs]
+        loss = method.penalty(batch_of(method.represent(None, leaves), y=y))
         loss.backward()
         results.append((loss, leaves[0].grad, leaves[1].grad))
     for a, b in zip(*results, strict=True):
@@ -565,17 +553,17 @@ def test_fedscl_trains_as_fedrcl_without_its_penalty_to_the_bit():
 @pytest.mark.parametrize(("mining", "value"), [("all", math.log(5)), ("hard", math.log(3))])
 def test_fedscl_of_identical_features(mining, value):
     y = torch.tensor([0, 0, 1, 1, 2, 2])
-    tap = random(1, 4, seed=1).expand(6, 4)
-    got = FedSCL(tau=0.05, mining=mining, **LEVELS).penalty(batch_of(y=y, taps=[tap, 3 * tap]))
+    z = random(1, 4, seed=1).expand(6, 4)
+    method = FedSCL(tau=0.05, mining=mining, **LEVELS)
+    got = method.penalty(batch_of(method.represent(None, [z, 3 * z]), y=y))
     assert got.item() == pytest.approx(value, rel=1e-9)
 
 
 def test_fedscl_of_one_class_mined_hard_is_zero():
-    tap = random(5, 4, seed=1)
     method = FedSCL(tau=0.05, mining="hard", **LEVELS)
-    assert method.penalty(batch_of(y=torch.zeros(5), taps=[tap])).item() == pytest.approx(
-        0, abs=1e-12
-    )
+    reps = method.represent(None, [random(5, 4, seed=1)])
+    penalty = method.penalty(batch_of(reps, y=torch.zeros(5)))
+    assert penalty.item() == pytest.approx(0, abs=1e-12)
 
 
 def repulsion_in_loops(phi, tau, negatives):
@@ -619,12 +607,14 @@ def test_fedcl_pushes_apart_and_its_positive_pulls_nothing():
 
 
 def test_fedcl_means_over_levels_and_reads_no_label():
-    taps = [random(5, 3, 2, 2, seed=1), random(5, 4, seed=2)]
+    outputs = [random(5, 3, 2, 2, seed=1), random(5, 4, seed=2)]
     method = FedCL(tau=0.3, negatives="hard", **LEVELS)
     expected = sum(
-        repulsion_in_loops(unit(t), 0.3, "hard") for t in (taps[0].mean((2, 3)), taps[1])
+        repulsion_in_loops(unit(t), 0.3, "hard") for t in (outputs[0].mean((2, 3)), outputs[1])
     )
-    assert method.penalty(batch_of(y=None, taps=taps)).item() == pytest.approx(expected / 2)
+    assert method.penalty(batch_of(method.represent(None, outputs))).item() == pytest.approx(
+        expected / 2
+    )
 
 
 # --- all of them: nothing added is FedAvg ---------------------------------------------------------

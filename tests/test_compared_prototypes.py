@@ -197,8 +197,8 @@ def test_a_fedpac_round_is_head_then_body_towards_the_prototypes(known):
 
 def test_fedpac_without_lambda_and_with_its_own_head_is_fedrep_to_the_bit():
     keys = {"momentum": 0.5, "weight_decay": 0.01}
-    one = pac(**keys, fedpac__lambda=0.0, fedpac__head_lr=0.05, fedpac__body_epochs=2)
-    two = make_config(method="fedrep", fedrep__body_epochs=2, **keys)
+    one = pac(**keys, fedpac__lambda=0.0, fedpac__head_lr=0.05, fedpac__extractor_epochs=2)
+    two = make_config(method="fedrep", fedrep__extractor_epochs=2, **keys)
     body, state = body_part(initial(one, seed=5)), {}
     for number in (1, 2):
         now = make_round(one, number=number, received=body, state=state)

@@ -88,7 +88,7 @@ def test_unless_asked_the_papers_weights_are_taken(method):
     assert config.rounds.weighting == "auto"
     server = server_of(config)
     if method not in ("fedreco", "local"):  # eq. (8); nothing to average
-        assert server.default_weighting == ("uniform" if method in UNIFORM else "examples")
+        assert server.options.default_weighting == ("uniform" if method in UNIFORM else "examples")
     if server.next_arrays.__func__ is Average.next_arrays:
         zeros = server.initial_arrays(build_network(config, SHAPE, NUM_CLASSES))
         zeros = {n: torch.zeros_like(a) for n, a in zeros.items()}

@@ -4,24 +4,16 @@ import math
 
 import pytest
 import torch
+from client_fixtures import batch_of
 
 from client_app.methods.fedavg import FedAvg
-from client_app.objective import Batch
 
 
 def random_batch(batch_size, num_classes):
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(batch_size, num_classes, generator=generator, dtype=torch.float64)
     y = torch.randint(num_classes, (batch_size,), generator=generator)
-    return Batch(
-        x=torch.empty(0),
-        y=y,
-        logits=3 * logits,
-        taps=[],
-        reps_global=[],
-        reps_previous=[],
-        round=None,
-    )
+    return batch_of(y=y, logits=3 * logits)
 
 
 def test_loss_is_the_mean_negative_log_probability_of_the_labels():

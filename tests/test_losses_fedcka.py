@@ -1,13 +1,13 @@
-"""FedCKA against eq. (2) and (3) as printed, the invariances of CKA, and its degenerate taps."""
+"""FedCKA against eq. (2) and (3) as printed, the invariances of CKA, and degenerate inputs."""
 
 import math
 import statistics
 
 import pytest
 import torch
+from client_fixtures import batch_of
 
 from client_app.methods.fedcka import SIMILARITIES, FedCKA, cka_contrast
-from client_app.objective import Batch
 from client_app.similarity import centred_gram
 from models import build_model
 
@@ -27,19 +27,6 @@ def random_rotation(width, seed):
 def alike(name, x, y):
     similarity = SIMILARITIES[name]
     return similarity.compare(similarity.view(x), similarity.view(y))
-
-
-def batch_of(taps, reps_global, reps_previous):
-    none = torch.empty(0)
-    return Batch(
-        x=none,
-        y=none,
-        logits=none,
-        taps=taps,
-        reps_global=reps_global,
-        reps_previous=reps_previous,
-        round=None,
-    )
 
 
 def linear_cka_as_printed(x, y):
@@ -169,16 +156,16 @@ def test_gradient_is_that_of_the_penalty(name, width):
 
 @pytest.mark.parametrize("name", SIMILARITIES)
 def test_penalty_equals_equation_2_as_printed(name):
-    taps, reps_global, reps_previous = (
+    reps, reps_global, reps_previous = (
         [random_tap(6, 2, 2, 2, seed=s), 2 + random_tap(6, 5, seed=s + 1)] for s in (1, 3, 5)
     )
     expected = 0.0
-    for a, a_g, a_p in zip(taps, reps_global, reps_previous, strict=True):
+    for a, a_g, a_p in zip(reps, reps_global, reps_previous, strict=True):
         a, a_g, a_p = (t.reshape(6, -1) for t in (a, a_g, a_p))
         c_g, c_p = AS_PRINTED[name](a, a_g), AS_PRINTED[name](a, a_p)
         expected -= math.log(math.exp(c_g) / (math.exp(c_g) + math.exp(c_p)))
     method = FedCKA(mu=5.0, num_layers=2, similarity=name)
-    penalty = method.penalty(batch_of(taps, reps_global, reps_previous))
+    penalty = method.penalty(batch_of(reps, reps_global, reps_previous))
     assert penalty.item() == pytest.approx(5 * expected / 2, rel=1e-11)
 
 
@@ -313,14 +300,14 @@ def test_kernel_cka_where_most_samples_coincide_tells_the_others_apart_at_any_sc
 def test_layers_are_the_taps_nearest_the_input_and_the_logits_the_last():
     model = build_model("cnn-fedcka", num_classes=3, channels=3, image_size=32, seed=0)
 
-    def taps(num_layers):
+    def reps(num_layers):
         method = FedCKA(mu=1.0, num_layers=num_layers, similarity="linear-cka")
         return method.layers(model)
 
-    assert taps(2) == ["conv1", "conv2"]
-    assert taps(7) == ["conv1", "conv2", "fc1", "fc2", "fc3", "fc4", "logits"]
+    assert reps(2) == ["conv1", "conv2"]
+    assert reps(7) == ["conv1", "conv2", "fc1", "fc2", "fc3", "fc4", "logits"]
     with pytest.raises(ValueError, match=r"fedcka\.num-layers = 8.*cnn-fedcka.*7 layers"):
-        taps(8)
+        reps(8)
 
 
 @pytest.mark.parametrize("name", SIMILARITIES)
@@ -333,8 +320,8 @@ def test_all_layers_of_a_real_model_train(name):
         build_model("cnn-fedcka", num_classes=3, channels=1, image_size=28, seed=seed)
         for seed in (1, 2, 3)
     ]
-    taps = [model.run(x, method.layers(model))[1] for model in models]
-    method.penalty(batch_of(*taps)).backward()
+    reps = [model.run(x, method.layers(model))[1] for model in models]
+    method.penalty(batch_of(*reps)).backward()
     local, *frozen = models
     assert all(p.grad.isfinite().all() and p.grad.any() for p in local.stages.parameters())
     assert all(p.grad is None for model in frozen for p in model.parameters())

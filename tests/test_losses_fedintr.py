@@ -1,23 +1,22 @@
 """FedIntR against eq. (2) to (6) as printed, in loops, with every option's branch run."""
 
-import dataclasses
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from client_fixtures import batch_of
 from torch import nn
 
 from client_app.method import ModelParts
 from client_app.methods.fedintr import FedIntR, similarity_weights
-from client_app.objective import Batch
 from models import build_model
 
 TAU = 0.3
 
 
-def random_taps(seed, batch_size=5):
-    """Three taps of different shapes, one of them spatial."""
+def random_outputs(seed, batch_size=5):
+    """Outputs of three layers of different shapes, one of them spatial."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch_size, 2, 2, 2), (batch_size, 5), (batch_size, 3)]
     return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
@@ -39,23 +38,18 @@ def fedintr(**options):
 
 
 def scene(batch_size=5, same_previous=False):
-    """(local model, Batch), each of the three models with weights and heads of its own."""
+    """(local model, outputs of its layers, z_g, z_p), each model with heads of its own."""
     method = fedintr()
     local, global_, previous = (model_with_heads(seed) for seed in (1, 2, 3))
-    taps = random_taps(4, batch_size)
-    z_g = [z.detach() for z in method.represent(global_, random_taps(5, batch_size))]
-    z_p = [z.detach() for z in method.represent(previous, random_taps(6, batch_size))]
-    none, now = torch.empty(0), SimpleNamespace(model=local)
-    batch = Batch(
-        x=none,
-        y=none,
-        logits=none,
-        taps=taps,
-        reps_global=z_g,
-        reps_previous=z_g if same_previous else z_p,
-        round=now,
-    )
-    return local, batch
+    z_g = [z.detach() for z in method.represent(global_, random_outputs(5, batch_size))]
+    z_p = [z.detach() for z in method.represent(previous, random_outputs(6, batch_size))]
+    outputs = random_outputs(4, batch_size)
+    return local, outputs, z_g, z_g if same_previous else z_p
+
+
+def penalty_of(method, local, outputs, z_g, z_p):
+    """The penalty of a batch with these outputs of the local model's layers."""
+    return method.penalty(batch_of(method.represent(local, outputs), z_g, z_p))
 
 
 def cosine(a, b):
@@ -88,9 +82,9 @@ def losses_as_printed(s_g, s_p, tau):
     return losses
 
 
-def penalty_as_printed(z, batch, tau, layer_weights, reduction, alpha=None):
+def penalty_as_printed(z, z_g, z_p, tau, layer_weights, reduction, alpha=None):
     """The sum of eq. (5) or (6); alpha: use these weights instead of the formula's."""
-    s_g, s_p = similarities(z, batch.reps_global), similarities(z, batch.reps_previous)
+    s_g, s_p = similarities(z, z_g), similarities(z, z_p)
     if reduction == "batch":
         s_g, s_p = [mean_over_samples(s_g)], [mean_over_samples(s_p)]
     totals = []
@@ -100,10 +94,10 @@ def penalty_as_printed(z, batch, tau, layer_weights, reduction, alpha=None):
     return sum(totals) / len(totals)
 
 
-def represented(local, taps):
+def represented(local, outputs):
     """z^k as the paper has it: flattened, through this model's own head."""
-    heads = zip(local.projection_heads.values(), taps, strict=True)
-    return [head(tap.reshape(len(tap), -1)).detach() for head, tap in heads]
+    heads = zip(local.projection_heads.values(), outputs, strict=True)
+    return [head(h.reshape(len(h), -1)).detach() for head, h in heads]
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
@@ -111,101 +105,101 @@ def represented(local, taps):
 @pytest.mark.parametrize("reduction", ["batch", "sample"])
 @pytest.mark.parametrize("layer_weights", ["similarity", "average"])
 def test_penalty_equals_equations_2_to_6_as_printed(layer_weights, reduction, detach, batch_size):
-    local, batch = scene(batch_size)
+    local, outputs, z_g, z_p = scene(batch_size)
     method = fedintr(mu=3.0, layer_weights=layer_weights, reduction=reduction, detach=detach)
-    expected = penalty_as_printed(
-        represented(local, batch.taps), batch, TAU, layer_weights, reduction
-    )
-    assert method.penalty(batch).item() == pytest.approx(3 * expected, rel=1e-12)
+    z = represented(local, outputs)
+    expected = penalty_as_printed(z, z_g, z_p, TAU, layer_weights, reduction)
+    got = penalty_of(method, local, outputs, z_g, z_p).item()
+    assert got == pytest.approx(3 * expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("reduction", ["batch", "sample"])
 @pytest.mark.parametrize("layer_weights", ["similarity", "average"])
 def test_gradient_flows_through_losses_and_weights(layer_weights, reduction):
-    _, batch = scene(batch_size=2)
+    local, outputs, z_g, z_p = scene(batch_size=2)
     method = fedintr(layer_weights=layer_weights, reduction=reduction)
 
-    def penalty(*taps):
-        return method.penalty(dataclasses.replace(batch, taps=list(taps)))
+    def penalty(*moved):
+        return penalty_of(method, local, list(moved), z_g, z_p)
 
-    assert torch.autograd.gradcheck(penalty, [tap.requires_grad_() for tap in batch.taps])
+    assert torch.autograd.gradcheck(penalty, [h.requires_grad_() for h in outputs])
 
 
 def test_detached_weights_are_constants_to_the_gradient():
-    local, batch = scene()
-    taps = batch.taps
-    tap = taps[1].requires_grad_()
-    fedintr(detach=True).penalty(batch).backward()
-    s_g = mean_over_samples(similarities(represented(local, taps), batch.reps_global))
+    local, outputs, z_g, z_p = scene()
+    h = outputs[1].requires_grad_()
+    penalty_of(fedintr(detach=True), local, outputs, z_g, z_p).backward()
+    s_g = mean_over_samples(similarities(represented(local, outputs), z_g))
     alpha = weights_as_printed(s_g, TAU)
     step = 1e-6
     for entry in [(0, 0), (2, 3), (4, 1)]:
         around = []
         for sign in (1, -1):
-            moved = tap.detach().clone()
+            moved = h.detach().clone()
             moved[entry] += sign * step
-            z = represented(local, [taps[0], moved, taps[2]])
-            around.append(penalty_as_printed(z, batch, TAU, "similarity", "batch", alpha))
+            z = represented(local, [outputs[0], moved, outputs[2]])
+            around.append(penalty_as_printed(z, z_g, z_p, TAU, "similarity", "batch", alpha))
         slope = (around[0] - around[1]) / (2 * step)
-        assert tap.grad[entry].item() == pytest.approx(slope, rel=1e-5)
+        assert h.grad[entry].item() == pytest.approx(slope, rel=1e-5)
 
 
 @pytest.mark.parametrize("reduction", ["batch", "sample"])
 @pytest.mark.parametrize("layer_weights", ["similarity", "average"])
-def test_first_participation_has_no_say(layer_weights, reduction):
-    local, batch = scene(same_previous=True)
-    for tap in batch.taps:
-        tap.requires_grad_()
-    penalty = fedintr(layer_weights=layer_weights, reduction=reduction).penalty(batch)
+def test_first_participation_has_no_effect(layer_weights, reduction):
+    local, outputs, z_g, z_p = scene(same_previous=True)
+    for h in outputs:
+        h.requires_grad_()
+    method = fedintr(layer_weights=layer_weights, reduction=reduction)
+    penalty = penalty_of(method, local, outputs, z_g, z_p)
     penalty.backward()
     assert penalty.item() == pytest.approx(math.log(2), rel=1e-12)
-    assert all(tap.grad.abs().max() < 1e-12 for tap in batch.taps)
+    assert all(h.grad.abs().max() < 1e-12 for h in outputs)
     assert all(p.grad.abs().max() < 1e-12 for p in local.projection_heads.parameters())
 
 
 def test_mu_of_zero_adds_exactly_nothing():
-    local, batch = scene()
-    penalty = fedintr(mu=0.0).penalty(batch)
+    local, outputs, z_g, z_p = scene()
+    penalty = penalty_of(fedintr(mu=0.0), local, outputs, z_g, z_p)
     penalty.backward()
     assert penalty.item() == 0
     assert all((p.grad == 0).all() for p in local.projection_heads.parameters())
 
 
-def test_a_step_against_the_gradient_moves_towards_the_global_taps():
-    local, batch = scene()
-    for tap in batch.taps:
-        tap.requires_grad_()
-    fedintr(layer_weights="average").penalty(batch).backward()
+def test_a_step_against_the_gradient_moves_towards_the_global_representations():
+    local, outputs, z_g, z_p = scene()
+    for h in outputs:
+        h.requires_grad_()
+    penalty_of(fedintr(layer_weights="average"), local, outputs, z_g, z_p).backward()
 
-    def lead(local_taps):
-        z = represented(local, local_taps)
-        s_g, s_p = similarities(z, batch.reps_global), similarities(z, batch.reps_previous)
+    def lead(moved):
+        z = represented(local, moved)
+        s_g, s_p = similarities(z, z_g), similarities(z, z_p)
         return sum(map(sum, s_g)) - sum(map(sum, s_p))
 
-    moved = [(tap - 0.1 * tap.grad).detach() for tap in batch.taps]
-    assert lead(moved) > lead([tap.detach() for tap in batch.taps])
+    moved = [(h - 0.1 * h.grad).detach() for h in outputs]
+    assert lead(moved) > lead([h.detach() for h in outputs])
 
 
 def test_frozen_representations_get_no_gradient_and_every_head_trains():
-    local, batch = scene()
-    frozen = [z.requires_grad_() for z in [*batch.reps_global, *batch.reps_previous]]
-    fedintr().penalty(batch).backward()
+    local, outputs, z_g, z_p = scene()
+    frozen = [z.requires_grad_() for z in [*z_g, *z_p]]
+    penalty_of(fedintr(), local, outputs, z_g, z_p).backward()
     assert all(z.grad is None for z in frozen)
     assert all(p.grad.abs().max() > 0 for p in local.projection_heads.parameters())
 
 
-def test_the_more_alike_a_tap_the_more_it_weighs_and_the_weights_add_up_to_one():
+def test_more_similar_layers_weigh_more_and_the_weights_add_up_to_one():
     s_g = torch.tensor([[0.9, -0.2], [0.1, 0.3], [-0.5, 0.3]], dtype=torch.float64)  # [K, B]
     alpha = similarity_weights(s_g, TAU)
     assert alpha[0, 0] > alpha[1, 0] > alpha[2, 0]
     torch.testing.assert_close(alpha.sum(0), torch.ones(2, dtype=torch.float64))
 
 
-def test_a_represented_tap_is_flattened_and_goes_through_the_head_of_that_very_model():
-    method, taps = fedintr(), random_taps(1)
+def test_a_representation_is_flattened_and_goes_through_the_head_of_that_very_model():
+    method, outputs = fedintr(), random_outputs(1)
     for model in (model_with_heads(1), model_with_heads(2)):
         for z, expected in zip(
-            method.represent(model, taps), represented(model, taps), strict=True
+            method.represent(model, outputs), represented(model, outputs), strict=True
         ):
             torch.testing.assert_close(z, expected)
 
@@ -219,5 +213,5 @@ def test_all_stages_of_a_model_are_represented_but_not_an_added_projection():
         "cnn-fedintr", num_classes=3, channels=3, image_size=32, seed=0, projection_heads=True
     )
     assert method.layers(model) == ["conv1", "conv2", "conv3", "fc1", "fc2"]
-    _, taps = model.run(torch.randn(2, 3, 32, 32), method.layers(model))
-    assert [z.shape for z in method.represent(model, taps)] == [(2, 256)] * 5
+    _, outputs = model.run(torch.randn(2, 3, 32, 32), method.layers(model))
+    assert [z.shape for z in method.represent(model, outputs)] == [(2, 256)] * 5

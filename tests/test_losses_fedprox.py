@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from client_fixtures import batch_of
 from torch import nn
 
 from client_app.drift import squared_distance
 from client_app.methods.fedprox import FedProx
-from client_app.objective import Batch
 
 SHAPES = [(3, 4), (4,), (2, 3, 2, 2), (1,)]  # unequal, so that mean and sum differ by array
 
@@ -20,9 +20,8 @@ def random_arrays(seed):
 
 
 def batch_for(model, received):
-    now = SimpleNamespace(model=model, received=received)
-    none = torch.empty(0)
-    return Batch(x=none, y=none, logits=none, taps=[], reps_global=[], reps_previous=[], round=now)
+    ctx = SimpleNamespace(model=model, received=received)
+    return batch_of(ctx=ctx)
 
 
 def small_network(seed):

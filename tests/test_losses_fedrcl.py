@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from client_fixtures import batch_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from client_app.methods.fedrcl import FedRCL, rcl_all, rcl_hard
-from client_app.objective import Batch
 from client_app.similarity import unit_features
 from models import build_model
 
@@ -18,9 +18,9 @@ def random_tap(*shape, seed):
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def batch_of(taps, y):
-    none = torch.empty(0)
-    return Batch(x=none, y=y, logits=none, taps=taps, reps_global=[], reps_previous=[], round=None)
+def penalty_of(method, outputs, y):
+    """The penalty of a batch with these outputs of the levels."""
+    return method.penalty(batch_of(method.represent(None, outputs), y=y))
 
 
 def fedrcl(**options):
@@ -119,7 +119,7 @@ def test_gradient_is_that_of_the_loss(mining, labels):
 @pytest.mark.parametrize("labels", [[0, 1, 2], [4]])
 def test_a_batch_without_any_positive_contributes_nothing(labels):
     tap = random_tap(len(labels), 4, seed=1).requires_grad_()
-    penalty = fedrcl().penalty(batch_of([tap, tap], torch.tensor(labels)))
+    penalty = penalty_of(fedrcl(), [tap, tap], torch.tensor(labels))
     penalty.backward()
     assert penalty.item() == 0
     assert (tap.grad == 0).all()  # NaN would not be equal
@@ -128,7 +128,7 @@ def test_a_batch_without_any_positive_contributes_nothing(labels):
 def test_with_hard_mining_an_anchor_alone_in_its_class_is_pushed_from_its_neighbours():
     y = torch.tensor([0, 1])
     tap = torch.tensor([[1.0, 0.0], [0.6, 0.8]], dtype=torch.float64, requires_grad=True)
-    penalty = fedrcl(mining="hard", tau=0.5, beta=0.0).penalty(batch_of([tap], y))
+    penalty = penalty_of(fedrcl(mining="hard", tau=0.5, beta=0.0), [tap], y)
     assert penalty.item() == pytest.approx(math.log(1 + math.exp((0.6 - 1) / 0.5)), rel=1e-12)
     penalty.backward()
     moved = (tap - 0.01 * tap.grad).detach()
@@ -139,7 +139,7 @@ def test_with_hard_mining_an_anchor_alone_in_its_class_is_pushed_from_its_neighb
 def test_identical_features_of_fedscl(mining, expected):
     tap = torch.ones(6, 4, dtype=torch.float64, requires_grad=True)
     y = torch.tensor([0, 0, 0, 1, 1, 1])
-    penalty = fedrcl(mining=mining, beta=0.0).penalty(batch_of([tap], y))
+    penalty = penalty_of(fedrcl(mining=mining, beta=0.0), [tap], y)
     penalty.backward()
     assert penalty.item() == pytest.approx(expected, rel=1e-12)
     assert tap.grad.abs().max() < 1e-12
@@ -162,7 +162,7 @@ def test_the_penalty_pushes_apart_only_what_is_more_alike_than_the_threshold(min
 
     def step(threshold):
         tap = torch.tensor([[1.0, 0.0], [0.6, 0.8]], dtype=torch.float64, requires_grad=True)
-        fedrcl(mining=mining, threshold=threshold).penalty(batch_of([tap], y)).backward()
+        penalty_of(fedrcl(mining=mining, threshold=threshold), [tap], y).backward()
         return cosine(*(tap - 0.01 * tap.grad).tolist())
 
     assert step(threshold=0.7) == pytest.approx(0.6, rel=1e-12)
@@ -173,7 +173,7 @@ def test_the_penalty_pushes_apart_only_what_is_more_alike_than_the_threshold(min
 def test_the_papers_temperature_does_not_overflow_in_single_precision(mining):
     tap = random_tap(8, 4, seed=1).float().requires_grad_()
     y = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
-    penalty = fedrcl(mining=mining, tau=0.005).penalty(batch_of([tap], y))  # e^200
+    penalty = penalty_of(fedrcl(mining=mining, tau=0.005), [tap], y)  # e^200
     penalty.backward()
     assert penalty.isfinite()
     assert tap.grad.isfinite().all()
@@ -181,16 +181,16 @@ def test_the_papers_temperature_does_not_overflow_in_single_precision(mining):
 
 @pytest.mark.parametrize("mining", AS_PRINTED)
 def test_penalty_is_the_mean_over_levels_of_pooled_features_of_length_one(mining):
-    taps = [random_tap(6, 3, 2, 4, seed=1), 5 * random_tap(6, 7, seed=2)]
+    outputs = [random_tap(6, 3, 2, 4, seed=1), 5 * random_tap(6, 7, seed=2)]
     labels = [0, 1, 0, 1, 1, 2]
     pooled = torch.tensor(
-        [[sum(c.flatten().tolist()) / 8 for c in sample] for sample in taps[0]],
+        [[sum(c.flatten().tolist()) / 8 for c in sample] for sample in outputs[0]],
         dtype=torch.float64,
     )
     _, as_printed = AS_PRINTED[mining]
-    levels = [as_printed(features, labels, 0.05, 0.3, 2.0) for features in (pooled, taps[1])]
+    levels = [as_printed(features, labels, 0.05, 0.3, 2.0) for features in (pooled, outputs[1])]
     method = fedrcl(mining=mining, threshold=0.3, beta=2.0)
-    penalty = method.penalty(batch_of(taps, torch.tensor(labels)))
+    penalty = penalty_of(method, outputs, torch.tensor(labels))
     assert penalty.item() == pytest.approx(sum(levels) / 2, rel=1e-11)
 
 
@@ -200,7 +200,7 @@ def test_a_sample_whose_units_are_all_dead_gives_nothing(mining):
     tap[2] = 0
     tap.requires_grad_()
     y = torch.tensor([0, 0, 0, 1, 1])
-    penalty = fedrcl(mining=mining).penalty(batch_of([tap], y))
+    penalty = penalty_of(fedrcl(mining=mining), [tap], y)
     penalty.backward()
     assert penalty.isfinite()
     assert tap.grad.isfinite().all()
@@ -223,7 +223,7 @@ def test_levels_are_the_stages_of_the_network(options, expected):
     assert method.layers(model) == expected
     assert not method.uses_global
     assert not method.uses_previous
-    _, taps = model.run(torch.rand(6, 1, 28, 28), expected)
-    penalty = method.penalty(batch_of(taps, torch.tensor([0, 0, 1, 1, 2, 2])))
+    _, outputs = model.run(torch.rand(6, 1, 28, 28), expected)
+    penalty = penalty_of(method, outputs, torch.tensor([0, 0, 1, 1, 2, 2]))
     penalty.backward()
     assert all(p.grad.isfinite().all() for p in model.stages["conv1"].parameters())

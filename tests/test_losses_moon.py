@@ -5,23 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from client_fixtures import batch_of
 
 from client_app.method import ModelParts
 from client_app.methods.moon import MOON, model_contrastive_loss
-from client_app.objective import Batch
 from models import build_model
 
 
 def random_features(batch_size, width, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch_size, width, generator=generator, dtype=torch.float64)
-
-
-def batch_of(z, z_g, z_p):
-    none = torch.empty(0)
-    return Batch(
-        x=none, y=none, logits=none, taps=[z], reps_global=[z_g], reps_previous=[z_p], round=None
-    )
 
 
 def moon(**options):
@@ -53,7 +46,7 @@ def test_loss_equals_the_formula_in_loops(batch_size, width, tau):
 
 def test_penalty_is_mu_times_the_loss_with_global_and_previous_in_their_places():
     z, z_g, z_p = (random_features(5, 4, seed) for seed in (1, 2, 3))
-    penalty = moon(mu=5.0, tau=0.2).penalty(batch_of(z, z_g, z_p))
+    penalty = moon(mu=5.0, tau=0.2).penalty(batch_of([z], [z_g], [z_p]))
     assert penalty.item() == pytest.approx(5 * loss_as_printed(z, z_g, z_p, 0.2), rel=1e-12)
 
 
@@ -73,7 +66,7 @@ def test_first_participation_has_no_say():
 
 def test_mu_of_zero_adds_exactly_nothing():
     z, z_g, z_p = (random_features(5, 4, seed) for seed in (1, 2, 3))
-    penalty = moon(mu=0.0).penalty(batch_of(z.requires_grad_(), z_g, z_p))
+    penalty = moon(mu=0.0).penalty(batch_of([z.requires_grad_()], [z_g], [z_p]))
     penalty.backward()
     assert penalty.item() == 0
     assert z.grad.abs().max() == 0
@@ -81,7 +74,7 @@ def test_mu_of_zero_adds_exactly_nothing():
 
 def test_a_step_against_the_gradient_moves_towards_the_global_features():
     z, z_g, z_p = (random_features(5, 4, seed) for seed in (1, 2, 3))
-    moon().penalty(batch_of(z.requires_grad_(), z_g, z_p)).backward()
+    moon().penalty(batch_of([z.requires_grad_()], [z_g], [z_p])).backward()
 
     def lead(features):
         def mean_cosine(other):
@@ -138,16 +131,6 @@ def test_what_is_compared_is_the_classifiers_input(projection):
 def test_only_officially_and_after_round_1_a_first_participation_has_a_negative(
     first_use, server_round, has_negative
 ):
-    def random_weights(config, data, name, seed):
-        return {"drawn for": (config, data, name, seed)}
-
-    now = SimpleNamespace(
-        round=server_round,
-        config="config",
-        data="data",
-        model=SimpleNamespace(name="net"),
-        seed=lambda *names: ("this client's", *names),
-        worker=SimpleNamespace(random_weights=random_weights),
-    )
-    drawn = {"drawn for": ("config", "data", "net", ("this client's", "first-use"))}
-    assert moon(first_use=first_use).first_previous(now) == (drawn if has_negative else None)
+    ctx = SimpleNamespace(round=server_round, random_weights=lambda *names: {"stream": names})
+    drawn = {"stream": ("first-use",)}
+    assert moon(first_use=first_use).first_previous(ctx) == (drawn if has_negative else None)

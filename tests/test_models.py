@@ -331,7 +331,7 @@ def test_unknown_taps_and_stages_are_refused_with_the_known_ones():
         lambda: model.run(images(), ["fc1", "conv3"]),
         lambda: model.resume(images(), after="conv3"),
     ):
-        with pytest.raises(ValueError, match=f"tap 'conv3': cnn-fedreco has {taps}$"):
+        with pytest.raises(ValueError, match=f"layer 'conv3': cnn-fedreco has {taps}$"):
             call()
     for call in (
         lambda: model.extract(images(), "features"),

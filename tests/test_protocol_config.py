@@ -12,7 +12,6 @@ from client_fixtures import (
     keel_home_of_tests,  # noqa: F401 (used by being here)
 )
 
-import data.sources
 import protocol.config
 from client_app.methods import METHODS, method_of
 from protocol.catalogue import (
@@ -22,7 +21,6 @@ from protocol.catalogue import (
     server_optimizer_spec,
 )
 from protocol.config import (
-    SOURCES,
     DataConfig,
     ModelConfig,
     PrivacyConfig,
@@ -177,7 +175,7 @@ def test_values_of_the_run_that_are_not_allowed_are_named(key, value):
 CONTRADICTIONS = [
     # keys, and what the message names: the key, the value found, what is allowed
     ({"model": "cnn-fedreco", "norm": "group"}, ["norm = 'group'", "cnn-fedreco", "no norm layer"]),
-    ({"source": "folder:data"}, ["source = 'folder:data'", "absolute path"]),
+    ({"source": "folder:data"}, ["source = 'folder:data'", "absolute"]),
     ({"privacy.epsilon": 1.5}, ["privacy.epsilon = 1.5", "below 1", "0 turns"]),
     (
         {"privacy.epsilon": 0.5, "method": "moon"},
@@ -249,10 +247,6 @@ def test_keys_that_contradict_each_other_are_refused_in_one_line(keys, words):
 )
 def test_keys_that_fit_together_are_accepted(keys):
     resolve_config(keys)
-
-
-def test_the_sources_are_those_that_data_sources_reads():
-    assert set(SOURCES) == set(data.sources.SOURCES)
 
 
 NO_TORCH = """

@@ -31,7 +31,6 @@ from flwr.app import Message, MessageType
 
 import server_app.client_registry
 import server_app.inline
-import server_app.roster
 from client_app.method import Update
 from client_app.methods import METHODS, method_of
 from client_app.objective import LocalObjective

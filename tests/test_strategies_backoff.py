@@ -63,7 +63,7 @@ def test_it_goes_on_from_its_state():
         backoff.note(number, ["c"], ["a/b"])
     backoff.note(3, ["c"], ["d"])
     other.load(backoff.state())
-    assert (other.failures, other.rests_until) == ({"a/b": 2, "d": 1}, {"a/b": 5})
+    assert (other.failures, other.last_rounds) == ({"a/b": 2, "d": 1}, {"a/b": 5})
 
 
 # --- in a run -------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def test_a_split_shares_the_stages_up_to_it(stage):
 
 def test_a_reply_holds_a_gradient_for_each_parameter():
     model = network("resnet20", norm="group")
-    server = server_of(model, num_clients=1, fedreco__eta_0=0.5)
+    server = server_of(model, num_clients=1, fedreco__eta_0=0.5, norm="group")
     u_0 = server.initial_arrays(model)
     parameters = {name for name, _ in model.named_parameters()}
     assert set(server.expected(u_0)) == parameters & u_0.keys() == u_0.keys()

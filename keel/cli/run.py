@@ -85,7 +85,8 @@ def run(
 ) -> int:
     """Train: `keel run method=fedintr num-rounds=10 source=folder:/data`.
 
-    Config keys are given as KEY=VALUE; `keel methods NAME` shows a method's. Exit code 0 if the run finished, 1 if it failed, 2 if it was refused, 130 if it was interrupted.
+    Config keys are given as KEY=VALUE; `keel methods NAME` shows a method's.
+    Exit code: 0 if the run finished, 1 if it failed, 2 if it was refused, 130 if interrupted.
     """
     overrides = parse_overrides(words or [])
     if preset:

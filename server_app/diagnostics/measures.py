@@ -20,12 +20,7 @@ NEGLIGIBLE = 1e-20  # as is any variance below this share of the mean square
 
 
 def cka_of_views(x: Tensor, y: Tensor) -> float:
-    """Linear CKA, FedCKA eq. (3), from 0 to 1, of two `linear_view`s of the same samples.
-
-    The view of a narrow layer is converted to a Gram matrix if the other view is one.
-    """
-    if (x.shape[0] == x.shape[1]) != (y.shape[0] == y.shape[1]):
-        x, y = (view if view.shape[0] == view.shape[1] else view @ view.T for view in (x, y))
+    """Linear CKA, FedCKA eq. (3), from 0 to 1, of two `linear_view`s of the same samples."""
     return linear_alignment(x, y).item()
 
 

@@ -1,0 +1,99 @@
+"""What Keel 0.1 saved is read under today's names: arrays, client state, keys and values."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from client_fixtures import (
+    Client,
+    assert_same_bits,
+    initial,
+    keel_home_of_tests,  # noqa: F401 (used by being here)
+    make_config,
+)
+from safetensors.torch import load_file, save_file
+
+from client_app.state import StateFolder
+from protocol.config import config_from_json, resolve_config
+from protocol.files import digest
+from protocol.messages import read_reply, with_current_names
+from server_app.run_directory import Checkpoint, read_arrays, read_checkpoint, save_arrays
+
+OLD, NEW = "tap_heads.", "projection_heads."
+
+
+def as_of_0_1(arrays):
+    return {name.replace(NEW, OLD): array for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tap_heads.conv1.0.weight", "projection_heads.conv1.0.weight"),
+        ("previous/tap_heads.fc1.2.bias", "previous/projection_heads.fc1.2.bias"),
+        ("state/step/m.tap_heads.fc1.2.bias", "state/step/m.projection_heads.fc1.2.bias"),
+        ("stages.conv1.body.weight", "stages.conv1.body.weight"),
+    ],
+)
+def test_names_of_projection_heads(old, new):
+    assert with_current_names({old: 1}) == {new: 1}
+
+
+def test_client_state_of_0_1_gives_the_same_next_round(tmp_path):
+    config = make_config(method="fedintr")
+    w = initial(config)
+    client = Client(config, tmp_path)
+    client.ask("train", 1, w)
+    folder = tmp_path / "clients" / "client-0000"
+    (path,) = folder.glob("round-*.safetensors")
+    after = read_reply(client.ask("train", 2, w, counted=1)).arrays
+
+    (newest,) = (p for p in folder.glob("round-*") if p != path)
+    newest.unlink()
+    arrays = load_file(path)
+    path.unlink()
+    save_file(as_of_0_1(arrays), folder / "old")
+    content = (folder / "old").read_bytes()
+    (folder / "old").rename(folder / f"round-00001-{digest(content)}.safetensors")
+    assert any(name.startswith(f"previous/{OLD}") for name in as_of_0_1(arrays))
+    assert_same_bits(
+        StateFolder(folder).load(2)["previous"],
+        {name.removeprefix("previous/"): array for name, array in arrays.items()},
+    )
+    again = read_reply(client.ask("train", 2, w, counted=1)).arrays
+    assert_same_bits(again, after)
+
+
+def test_model_and_checkpoint_of_0_1_are_read(tmp_path: Path):
+    config = make_config(method="fedintr")
+    w = initial(config)
+    save_arrays(tmp_path / "model.safetensors", as_of_0_1(w), {"shape": ""})
+    assert_same_bits(read_arrays(tmp_path / "model.safetensors")[0], w)
+    moments = {f"state/step/m.{name}": torch.ones(2) for name in as_of_0_1(w)}
+    flat = {f"model/{name}": array for name, array in as_of_0_1(w).items()} | moments
+    save_arrays(tmp_path / "round-1.safetensors", flat, {"round": "1", "model": "cnn-fedreco"})
+    checkpoint = read_checkpoint(tmp_path / "round-1.safetensors", w, "cnn-fedreco")
+    assert isinstance(checkpoint, Checkpoint)
+    assert_same_bits(checkpoint.arrays, w)
+    assert checkpoint.state.keys() == {f"step/m.{name}" for name in w}
+
+
+@pytest.mark.parametrize(
+    ("old", "key", "value"),
+    [
+        ({"fedrep.body-epochs": 3}, "fedrep.extractor-epochs", 3),
+        ({"fedpac.body-epochs": 2}, "fedpac.extractor-epochs", 2),
+        ({"fedbabu.part": "body"}, "fedbabu.part", "extractor"),
+        ({"server": "fedadam"}, "server-optimizer", "fedadam"),
+        ({"rest-after": 7}, "backoff-after", 7),
+        ({"evaluate-clients": "participants"}, "evaluate-clients", "cohort"),
+    ],
+)
+def test_keys_and_values_of_0_1_are_accepted_with_a_warning(old, key, value, caplog):
+    config = resolve_config(old)
+    assert config.flat[key] == value
+    assert "is now called" in caplog.text
+    ((name, old_value),) = old.items()
+    flat = {k: v for k, v in config.flat.items() if k != key} | {name: old_value}
+    assert config_from_json(json.dumps(flat)).flat[key] == value
