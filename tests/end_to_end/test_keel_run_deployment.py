@@ -1,4 +1,4 @@
-"""`keel run --engine deployment`: submitted to a running SuperLink, its log followed, its end told."""
+"""`keel run --engine deployment`: submit to a running SuperLink, follow its log, stop it."""
 
 import signal
 import subprocess
