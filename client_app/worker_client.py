@@ -6,7 +6,7 @@
               header {}; record dict    or    header {"error": {"code", "reason"}}
 
 A frame is 8 bytes of length (big-endian) and the content. Whatever happens to the worker, the
-message gets an answer: its reply, or an error of one line, within the run's `round-timeout`.
+message is answered by a reply or an error of one line, within the run's `round-timeout`.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ Frames = list[bytes]
 
 
 def send_to_worker(path: str, message: Message, context: Context) -> RecordDict | Error:
-    """The worker's answer to a message; asked once more if the worker dies on it."""
+    """The worker's answer to a message, which is sent once more if the worker dies."""
     limit_s = answer_limit_s(message)
     deadline = time.monotonic() + limit_s
     request = [
@@ -68,26 +68,26 @@ def send_to_worker(path: str, message: Message, context: Context) -> RecordDict 
 
 
 def run_and_round(message: Message) -> str:
-    """What a message belongs to, for the log."""
+    """The run and round of a message, for the log."""
     record = message.content.config_records.get("round")
     run = str(record.get("run-dir", "")) if record else ""
     return f"run {Path(run).name}, round {record['round']!r}" if record and run else "the roster"
 
 
 def read_answer(header: dict[str, Any], rest: Frames) -> RecordDict | Error:
-    """What the worker's frames hold."""
+    """The content of the worker's frames."""
     if "error" in header:
         return Error(int(header["error"]["code"]), str(header["error"]["reason"]))
     return recorddict_from_proto(ProtoRecordDict.FromString(rest[0]))
 
 
 def answer_limit_s(message: Message) -> float:
-    """For how long anybody waits for the reply: the run's `round-timeout`, or `start-timeout`.
+    """How long the server waits for the reply: the run's `round-timeout`, or `start-timeout`.
 
     Before round 1 a client may have to decode all its data.
     """
     record = message.content.config_records.get("round")
-    if record is None:  # the handlers refuse it, soon
+    if record is None:  # the handlers refuse it at once
         return 60.0
     key = "start-timeout" if message.metadata.message_type == MessageType.QUERY else "round-timeout"
     limit_s = float(json.loads(str(record["config"]))[key])
@@ -95,8 +95,8 @@ def answer_limit_s(message: Message) -> float:
 
 
 def ask(path: str, request: Frames, deadline: float) -> Frames:
-    """The worker's reply. TimeoutError if it is not there or not done in time, ConnectionError if
-    it goes away."""
+    """The worker's reply. TimeoutError if it does not start or reply in time, ConnectionError if it
+    closes the connection."""
     with connected(path, deadline) as peer:
         try:
             send_frames(peer, request)
@@ -105,12 +105,12 @@ def ask(path: str, request: Frames, deadline: float) -> Frames:
             if not json.loads(reply[0]):
                 reply.append(receive_frame(peer))
         except TimeoutError:
-            raise TimeoutError(f"the worker at {path} gave no answer in time") from None
+            raise TimeoutError(f"the worker at {path} did not reply in time") from None
     return reply
 
 
 def connected(path: str, deadline: float) -> socket.socket:
-    """A connection to the worker, waited for while it starts; TimeoutError if it does not come."""
+    """A connection to the worker, which may be starting; TimeoutError if there is none in time."""
     give_up = min(deadline, time.monotonic() + worker_start_s)
     while True:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -129,7 +129,7 @@ def connected(path: str, deadline: float) -> socket.socket:
 def wait_until_ready(path: str, deadline: float) -> None:
     """Return once a worker answers; TimeoutError if none does.
 
-    One that was just killed may take a connection still: a message to it would be a second death.
+    One that was just killed may still accept a connection, and would lose the message again.
     """
     give_up = min(deadline, time.monotonic() + worker_start_s)
     while True:
@@ -143,19 +143,19 @@ def wait_until_ready(path: str, deadline: float) -> None:
 
 
 def remaining_s(deadline: float) -> float:
-    """Seconds to the deadline, more than 0: 0 would mean not to wait at all."""
+    """Seconds to the deadline, more than 0, which would mean not to wait at all."""
     return max(0.001, deadline - time.monotonic())
 
 
 def send_frames(peer: socket.socket, frames: Frames) -> None:
-    """Each frame, its length first."""
+    """Send each frame after its length."""
     for frame in frames:
         peer.sendall(struct.pack(">Q", len(frame)))
         peer.sendall(frame)
 
 
 def receive_frame(peer: socket.socket) -> bytes:
-    """The next frame; ConnectionError if the peer goes away before its end."""
+    """The next frame; ConnectionError if the peer closes before its end."""
     (length,) = struct.unpack(">Q", _receive(peer, 8))
     if length > longest_frame:
         raise ValueError(f"a frame of {length} bytes: the longest has {longest_frame}")
@@ -176,8 +176,8 @@ def _receive(peer: socket.socket, length: int) -> bytes:
 def code_digest() -> str:
     """The first 16 hex digits of the SHA-256 of the sources that a worker runs.
 
-    The process of the ClientApp has them from the run's bundle, the worker from its machine: a
-    worker does not train with other code than the server thinks.
+    The ClientApp process has them from the run's app bundle, the worker from its machine: a worker
+    refuses to train with other code than the server's.
     """
     found = hashlib.sha256()
     for package in run_by_worker:
@@ -187,13 +187,13 @@ def code_digest() -> str:
 
 
 def worker_says(path: str, within_s: float) -> dict[str, Any]:
-    """What a worker says of itself: pid, busy, code, versions. TimeoutError, ConnectionError."""
+    """A worker's status: pid, busy, code, versions. TimeoutError or ConnectionError if none."""
     reply = ask(path, [json.dumps({"kind": "ready?"}).encode()], time.monotonic() + within_s)
-    said: dict[str, Any] = json.loads(reply[0])
-    return said
+    status: dict[str, Any] = json.loads(reply[0])
+    return status
 
 
 def default_socket() -> Path | None:
     """$KEEL_WORKER."""
-    given = os.environ.get(worker_variable)
-    return Path(given) if given else None
+    value = os.environ.get(worker_variable)
+    return Path(value) if value else None

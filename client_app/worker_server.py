@@ -1,11 +1,11 @@
-"""The resident worker: keeps torch, the CUDA context, the decoded data and the networks warm.
+"""The resident worker: one process with torch, CUDA context, decoded data and networks loaded.
 
     KEEL_WORKER=/run/keel/worker.sock python -m client_app.worker_server
 
-Answers the messages that ClientApp processes hand over (`hand_over.py`), one at a time, in the
-order in which they come. The socket is there once it can. May serve several clients of a machine.
-A message that takes longer than anybody waits for it ends the worker, with a traceback: whoever
-started it starts it again (`deployment.supervise`, or a container's restart policy).
+Answers the messages that ClientApp processes send (`worker_client.py`), one at a time, in order of
+arrival. The socket exists once it is ready. It may serve several clients of a machine. A message
+that takes longer than the server waits for it ends the worker, with a traceback: whoever started it
+restarts it (`deployment.supervise`, or a container's restart policy).
 """
 
 import argparse
@@ -50,7 +50,7 @@ Request = tuple[socket.socket, Frames]
 
 
 class WorkerProcess:
-    """Takes requests in a thread, answers messages in the caller's."""
+    """Accepts requests in a thread of its own, answers messages in the caller's."""
 
     def __init__(self, path: Path) -> None:
         self.code = code_digest()
@@ -65,7 +65,7 @@ class WorkerProcess:
         while True:
             peer, request = self.requests.get()
             with peer:
-                if is_gone(peer):  # its sender was killed while it waited in the queue
+                if is_gone(peer):  # its sender was killed while the message was queued
                     log.warning("a message is dropped: the process that sent it has ended")
                     continue
                 self.busy = True
@@ -77,7 +77,7 @@ class WorkerProcess:
                 except OSError:
                     log.warning("a reply is dropped: the process that asked has ended")
             if self.is_broken:
-                log.error("this process's GPU context is lost: it ends, to be started again")
+                log.error("this process has lost its GPU context: it exits, to be restarted")
                 return
 
     def answer_to(self, request: Frames) -> Frames:
@@ -96,7 +96,7 @@ class WorkerProcess:
         finally:
             faulthandler.cancel_dump_traceback_later()
         if isinstance(content, Error):
-            self.is_broken = "CUDA error" in str(content.reason)  # for the rest of a process's life
+            self.is_broken = "CUDA error" in str(content.reason)  # permanent for this process
             return error_frames(str(content.reason), content.code)
         if message.metadata.message_type == MessageType.TRAIN:
             figures = content.metric_records["metrics"]
@@ -119,15 +119,15 @@ class WorkerProcess:
                 else:
                     frames = [header, receive_frame(peer), receive_frame(peer)]
                     self.requests.put((peer, frames))
-            except Exception as error:  # whatever was sent: this thread has to go on
+            except Exception as error:  # this thread must survive any input
                 log.warning("a request is dropped: %s: %s", type(error).__name__, error)
                 peer.close()
 
     def about(self) -> bytes:
         """What `worker_says` returns."""
         versions = {"flwr": flwr.__version__, "torch": torch.__version__}
-        said = {"pid": os.getpid(), "busy": self.busy, "code": self.code, "versions": versions}
-        return json.dumps(said).encode()
+        status = {"pid": os.getpid(), "busy": self.busy, "code": self.code, "versions": versions}
+        return json.dumps(status).encode()
 
 
 def error_frames(reason: str, code: int = client_failed) -> Frames:
@@ -147,9 +147,9 @@ def is_gone(peer: socket.socket) -> bool:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket at `path`, for this user alone. ValueError if a worker is there."""
+    """A listening socket at `path`, for this user only. ValueError if a worker uses it."""
     if len(os.fsencode(path)) > longest_path:
-        raise ValueError(f"{path}: a socket's path has at most {longest_path} bytes")
+        raise ValueError(f"{path}: expected a socket path of at most {longest_path} bytes")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         try:
@@ -157,7 +157,7 @@ def listen(path: Path) -> socket.socket:
         except (ConnectionError, TimeoutError):
             path.unlink()  # of a worker that was killed
         else:
-            raise ValueError(f"{path}: the worker with process id {other['pid']} answers there")
+            raise ValueError(f"{path}: in use by the worker with process id {other['pid']}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
@@ -168,8 +168,8 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def forget_old_runs(days: float) -> None:
-    """Delete what clients kept of runs that were not written to for so many days; 0: nothing."""
+def delete_old_runs(days: float) -> None:
+    """Delete the client state of runs that were not written to for this many days; 0: none."""
     if days <= 0 or not clients_folder().is_dir():
         return
     oldest = time.time() - days * 86400
@@ -180,14 +180,14 @@ def forget_old_runs(days: float) -> None:
 
 
 def warm_device() -> str:
-    """The device of $KEEL_DEVICE (auto), with its CUDA context made; or what it lacks, in words.
+    """The device of $KEEL_DEVICE (auto), its CUDA context created; or why it is not available.
 
-    Not an error yet: a client's node config may name another.
+    That is not an error yet: a client's node config may name another device.
     """
     try:
         device = device_for(os.environ.get("KEEL_DEVICE") or "auto")
     except ValueError as error:
-        return f"not there: {error}"
+        return f"not available: {error}"
     if device.type == "cuda":
         torch.zeros(1, device=device)  # seconds on some machines
     return str(device)
@@ -201,7 +201,7 @@ def main() -> int:
         "--keep-days",
         type=float,
         default=float(os.environ.get("KEEL_KEEP_DAYS") or 0),
-        help="delete what was kept of runs untouched for so long; 0: keep all; or $KEEL_KEEP_DAYS",
+        help="delete client state of runs not written to since; 0: never; or $KEEL_KEEP_DAYS",
     )
     arguments = parser.parse_args()
     logging.basicConfig(format="%(asctime)s worker %(message)s", datefmt="%H:%M:%S")
@@ -209,9 +209,9 @@ def main() -> int:
     if arguments.socket is None:
         print(f"error: give --socket or set ${worker_variable}", file=sys.stderr)
         return 2
-    os.environ[worker_variable] = str(arguments.socket)  # what is kept goes to $KEEL_HOME
+    os.environ[worker_variable] = str(arguments.socket)  # client state goes to $KEEL_HOME
     try:
-        forget_old_runs(arguments.keep_days)
+        delete_old_runs(arguments.keep_days)
         device = warm_device()
         process = WorkerProcess(arguments.socket)
     except (ValueError, OSError) as error:

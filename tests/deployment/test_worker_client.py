@@ -24,7 +24,7 @@ from client_fixtures import (  # noqa: F401  # the fixture is used by name
 
 import client_app.worker_client
 from client_app.worker_client import receive_frame, send_frames, worker_says, worker_variable
-from client_app.worker_server import forget_old_runs, listen, warm_device
+from client_app.worker_server import delete_old_runs, listen, warm_device
 from keel.deployment.supervise import Kept, supervise
 from protocol.messages import read_reply
 
@@ -235,7 +235,7 @@ def test_a_message_whose_sender_has_ended_is_not_worked_on(handed_over, tmp_path
 
 
 def test_a_second_worker_at_a_socket_is_refused_and_a_stale_socket_is_not(resident, tmp_path):
-    with pytest.raises(ValueError, match=f"process id {resident.pid} answers there"):
+    with pytest.raises(ValueError, match=f"in use by the worker with process id {resident.pid}"):
         listen(resident.socket)
     stale = tmp_path / "stale.sock"
     with socket.socket(socket.AF_UNIX) as left:
@@ -252,9 +252,9 @@ def test_runs_untouched_for_long_are_forgotten_if_asked(tmp_path, monkeypatch):
         kept.touch()
         for path in (kept, kept.parent, kept.parent.parent):
             os.utime(path, (time.time() - days * 86400,) * 2)
-    forget_old_runs(0)
+    delete_old_runs(0)
     assert len(list((tmp_path / "clients").iterdir())) == 2
-    forget_old_runs(30)
+    delete_old_runs(30)
     assert [path.name for path in (tmp_path / "clients").iterdir()] == ["recent"]
 
 
@@ -263,7 +263,7 @@ def test_the_worker_says_which_device_it_has_and_starts_without_it_too(resident,
     monkeypatch.setenv("KEEL_DEVICE", "cpu")
     assert warm_device() == "cpu"
     monkeypatch.setenv("KEEL_DEVICE", "cuda:63")
-    assert warm_device().startswith("not there: device = 'cuda:63'")
+    assert warm_device().startswith("not available: device = 'cuda:63'")
 
 
 def test_the_worker_s_torch_is_this_torch(resident):
