@@ -37,7 +37,8 @@ from protocol.messages import (
     request_record,
     tensors,
 )
-from strategies.average import Average, TooFewRepliesError, weighted_mean
+from strategies.aggregation import weighted_mean
+from strategies.average import Average, TooFewRepliesError
 
 pytestmark = pytest.mark.usefixtures("task_identity")
 shapes = {"conv": (2, 3, 1), "fc": (4,)}
