@@ -3,7 +3,6 @@
 import fcntl
 import json
 import logging
-import os
 import re
 import signal
 import subprocess
