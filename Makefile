@@ -75,38 +75,39 @@ bench-gpu: $(READY)  ## the same for a GPU: bench-gpu.json, bench-gpu.md; CIFAR1
 docs: $(READY)  ## the documentation as a site, in build/site
 	@$(BIN)/python -c 'import mkdocs, mkdocstrings_handlers.python, l2m4m' 2>/dev/null \
 	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
-	$(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 # --- deployment ------------------------------------------------------------------------------
-# `docker compose` where there is the plugin, else docker-compose 1.28 or newer
+# `docker compose` if the plugin is installed, else docker-compose 1.28 or newer
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 CREDENTIALS ?= credentials
 export KEEL_IMAGE ?= keel
-# Containers run as whoever owns the secrets; as root, the secrets are given to the image's user.
+# Containers run as the owner of the secrets; root gives the secrets to the image's user.
 export KEEL_UID ?= $(shell [ $$(id -u) = 0 ] && echo 10001 || id -u)
 give_secrets = [ $$(id -u) != 0 ] || chown -R $(KEEL_UID)
 
-credentials: $(READY)  ## NAMES="fl.example.org 10.0.0.1" CLIENTS="site-a site-b": CA, certificate, keys
-	$(BIN)/python -m keel.deployment.credentials --folder '$(CREDENTIALS)' --names $(NAMES) --clients $(CLIENTS)
+credentials: $(READY)  ## CA, certificate and keys: NAMES="fl.example.org 10.0.0.1" CLIENTS="site-a site-b"
+	$(BIN)/python -m keel deploy credentials --folder '$(CREDENTIALS)' \
+	  $(foreach name,$(NAMES),--name '$(name)') $(foreach client,$(CLIENTS),--client '$(client)')
 
 image:  ## the container image, from BASE (python:3.12-slim), with PIP_OPTIONS
 	docker build -f docker/Dockerfile -t $(KEEL_IMAGE) \
 	  $(if $(BASE),--build-arg BASE='$(BASE)') $(if $(PIP_OPTIONS),--build-arg PIP_OPTIONS='$(PIP_OPTIONS)') .
 
 deploy-server: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/server
-deploy-server:  ## SuperLink and ServerApp executor on this machine; variables: docker/compose.server.yml
+deploy-server:  ## SuperLink and ServerApp executor on this machine; variables: docs/environment.md
 	$(give_secrets) '$(KEEL_CREDENTIALS)'
 	$(COMPOSE) -p keel-server -f docker/compose.server.yml up -d
 
 register: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/server
-register:  ## the keys of the server's credentials folder with the SuperLink on this machine
+register:  ## the clients' keys with the SuperLink on this machine
 	$(COMPOSE) -p keel-server -f docker/compose.server.yml exec -T superlink \
-	  python -m keel.deployment.register --credentials /credentials --superlink localhost:8000 --wait 120
+	  python -m keel deploy register --credentials /credentials --wait 120
 
 deploy-client: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/$(KEEL_CLIENT)
-deploy-client:  ## one client on this machine; variables: docker/compose.client.yml
+deploy-client:  ## one client on this machine; variables: docs/environment.md
 	@$(foreach name,KEEL_CLIENT KEEL_SERVER KEEL_DATA,[ '$($(name))' ] || \
-	  { echo '$(name) is not set: what it is for stands at the top of docker/compose.client.yml'; exit 1; };)
+	  { echo '$(name) is not set; see docs/environment.md'; exit 1; };)
 	$(give_secrets) '$(KEEL_CREDENTIALS)'
 	$(COMPOSE) -p "keel-$$(echo '$(KEEL_CLIENT)' | tr A-Z. a-z-)" -f docker/compose.client.yml \
 	  $(if $(findstring cuda,$(KEEL_DEVICE)),-f docker/compose.gpu.yml) up -d
@@ -114,18 +115,18 @@ deploy-client:  ## one client on this machine; variables: docker/compose.client.
 LOCAL = $(COMPOSE) -p keel-local -f docker/compose.local.yml
 deploy-local: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/local
 deploy-local: $(READY)  ## a server and three clients on this machine, to try
-	$(BIN)/python -m keel.deployment.credentials --folder '$(KEEL_CREDENTIALS)' --names superlink \
-	  --clients client-0000 client-0001 client-0002
+	$(BIN)/python -m keel deploy credentials --folder '$(KEEL_CREDENTIALS)' --name superlink \
+	  --client client-0000,client-0001,client-0002
 	$(give_secrets) '$(KEEL_CREDENTIALS)'
 	$(LOCAL) up -d superlink serverapp
-	$(BIN)/python -m keel.deployment.register --credentials '$(KEEL_CREDENTIALS)/server' --wait 120
+	$(BIN)/python -m keel deploy register --credentials '$(KEEL_CREDENTIALS)/server' --wait 120
 	$(LOCAL) up -d
 
-end-local:  ## end what deploy-local started; its volumes stay
+end-local:  ## stop what deploy-local started; its volumes stay
 	$(LOCAL) down
 
-doctor: $(READY)  ## ARGS="client --credentials credentials/site-a --fleet fl.example.org:9092": what is wrong, here and in the containers
-	$(BIN)/python -m keel.deployment.doctor $(ARGS)
+doctor: $(READY)  ## what is wrong: ARGS="client --credentials credentials/site-a --fleet fl.example.org:9092"
+	$(BIN)/python -m keel doctor $(ARGS)
 
 clean:  ## remove the environment and caches; runs under ~/.keel stay
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

@@ -1,6 +1,6 @@
 """Every kind of bad update, from one of four clients, for tests and for the table of results:
 
-PYTHONPATH=. python tests/bad_updates.py       prints docs/results/firewall.md's table
+PYTHONPATH=. python tests/bad_updates.py       prints docs/results/update-validation.md's table
 """
 
 import json

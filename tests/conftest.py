@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import server_app.report
+from data.sources import Source, load_source
 from keel.deployment.loopback import free_ports
 from keel.deployment.superlink import toml
 from protocol.messages import DatasetSpec, TrainReply, reply_content
@@ -65,6 +67,12 @@ def keel_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KEEL_HOME", str(home))
         yield home
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Source]:
+    """load_source with its directories below tmp_path."""
+    return partial(load_source, data_dir=tmp_path / "data", cache_dir=tmp_path / "cache")
 
 
 @pytest.fixture

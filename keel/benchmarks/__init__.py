@@ -1,1 +1,1 @@
-"""How fast Keel is, as ratios measured in one run: `make bench`. Figures: docs/results/speed.md."""
+"""Speed of Keel, as ratios measured within one run: `keel bench`."""

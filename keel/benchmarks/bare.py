@@ -2,9 +2,9 @@
 
     python -m keel.benchmarks.bare fedavg --processes 2 --rounds 5
 
-10 clients of Fashion-MNIST (Dirichlet 0.5), 1 epoch of batch 64, then the global model on the
-test set. One process plays all clients; two play five each. Prints wall seconds, processor
-seconds and accuracy, a line a round.
+10 clients of Fashion-MNIST (Dirichlet 0.5) train 1 epoch with batch 64; then the global model is
+evaluated on the test set. One process simulates all clients; two simulate five each. Prints wall
+seconds, processor seconds and accuracy, one line a round.
 """
 
 import argparse
@@ -47,10 +47,10 @@ class PlainCNN(nn.Module):
 
 
 class Data:
-    """Fashion-MNIST as normalised float tensors, and who has what."""
+    """The images as normalised float tensors; `parts` are the indices of each client's."""
 
-    def __init__(self, device: str = "cpu") -> None:
-        source = load_source("fashion-mnist", keel_home() / "data", keel_home() / "cache", 28, 1)
+    def __init__(self, source_key: str, device: str = "cpu") -> None:
+        source = load_source(source_key, keel_home() / "data", keel_home() / "cache", 28, 1)
         labels = np.asarray(source.train.labels)
         self.parts = [torch.from_numpy(p) for p in dirichlet_partition(labels, num_clients, 0.5, 0)]
         mean, std = source.mean[0], source.std[0]
@@ -90,60 +90,57 @@ def train(
     return {name: array.detach().clone() for name, array in model.state_dict().items()}
 
 
-class Player:
-    """Some of the clients in one process."""
+class Clients:
+    """Trains some of the clients in one process."""
 
     def __init__(self, data: Data, clients: list[int], is_moon: bool) -> None:
         self.data, self.clients, self.is_moon = data, clients, is_moon
         self.previous: dict[int, Weights] = {}
 
     def round(self, received: Weights) -> Weights:
-        """The clients' weights times their samples, added up."""
+        """The sum of the clients' weights times their number of samples."""
         total: Weights = {}
         for client in self.clients:
-            kept = self.previous.get(client) if self.is_moon else None
-            w = self.previous[client] = train(self.data, client, received, kept, self.is_moon)
+            previous = self.previous.get(client) if self.is_moon else None
+            w = self.previous[client] = train(self.data, client, received, previous, self.is_moon)
             n = len(self.data.parts[client])
             total = {name: total.get(name, 0) + n * array for name, array in w.items()}
         return total
 
 
-def other_process(pipe: Connection, clients: list[int], is_moon: bool) -> None:
-    """Answers each set of weights with the sum over its clients; None ends it."""
+def other_process(pipe: Connection, source: str, clients: list[int], is_moon: bool) -> None:
+    """Answers each set of weights with the sum over its clients, until it receives None."""
     torch.set_num_threads(1)
-    player = Player(Data(), clients, is_moon)
+    group = Clients(Data(source), clients, is_moon)
     pipe.send(None)
     while (received := pipe.recv()) is not None:
-        total = player.round({n: torch.from_numpy(a) for n, a in received.items()})
+        total = group.round({n: torch.from_numpy(a) for n, a in received.items()})
         pipe.send(({n: a.numpy() for n, a in total.items()}, time.process_time()))
 
 
 def accuracy(model: nn.Module, data: Data) -> float:
-    """Of the model on the test set."""
+    """Accuracy of the model on the test set."""
+    batches = zip(torch.split(data.x_test, 500), torch.split(data.y_test, 500), strict=True)
     with torch.no_grad():
-        hits = [
-            int((model(x).argmax(1) == y).sum())
-            for x, y in zip(
-                torch.split(data.x_test, 500), torch.split(data.y_test, 500), strict=True
-            )
-        ]
-    return sum(hits) / len(data.y_test)
+        num_correct = sum(int((model(x).argmax(1) == y).sum()) for x, y in batches)
+    return num_correct / len(data.y_test)
 
 
 def main() -> None:
-    """Print seconds, and the accuracy, of each round."""
+    """Print seconds and accuracy of each round."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("method", choices=["fedavg", "moon"])
     parser.add_argument("--processes", type=int, choices=[1, 2], default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", default="cpu", help="of one process; two are for the CPU")
+    parser.add_argument("--device", default="cpu", help="for one process; two use the CPU")
+    parser.add_argument("--source", default="fashion-mnist")
     arguments = parser.parse_args()
     is_moon = arguments.method == "moon"
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    data, model = Data(arguments.device), PlainCNN().to(arguments.device)
+    data, model = Data(arguments.source, arguments.device), PlainCNN().to(arguments.device)
     half = num_clients // arguments.processes
-    player = Player(data, list(range(half)), is_moon)
+    group = Clients(data, list(range(half)), is_moon)
     pipe: Connection | None = None
     process = None
     if arguments.processes == 2:
@@ -151,7 +148,7 @@ def main() -> None:
         pipe, theirs = context.Pipe()
         process = context.Process(
             target=other_process,
-            args=(theirs, list(range(half, num_clients)), is_moon),
+            args=(theirs, arguments.source, list(range(half, num_clients)), is_moon),
             daemon=True,
         )
         process.start()
@@ -162,7 +159,7 @@ def main() -> None:
         received = copy.deepcopy(model.state_dict())
         if pipe:
             pipe.send({n: a.numpy() for n, a in received.items()})
-        total = player.round(received)
+        total = group.round(received)
         if pipe:
             theirs_total, theirs_now = pipe.recv()
             theirs_cpu, theirs_before = theirs_now - theirs_before, theirs_now

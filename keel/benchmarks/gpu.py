@@ -1,32 +1,26 @@
-"""`make bench-gpu`: what one GPU makes of local training, of whole rounds, and of FedReco's way up.
+"""Local training, whole rounds and FedReCo's time to 85 % on one GPU: `keel bench --gpu`.
 
-    python -m keel.benchmarks.gpu --cifar10 /data/cifar10-jpg
-    python -m keel.benchmarks.gpu --device cpu --quick
-
-Samples a second of each method in each way of computing, and their share of the arithmetic bound:
-the operations of products and convolutions that torch counts in the same run, at the rate that this
-device gives one large matrix product of the same kind. Wall seconds, the device waited for; the
-least of the repetitions. `--device cpu --quick` tries the commands where there is no GPU.
+Samples a second of each method in each precision, and their share of the arithmetic bound: the
+operations of products and convolutions that torch counts in the same run, at the rate that this
+device achieves on one large matrix product of the same precision. Wall seconds with the device
+synchronised; the minimum of the repetitions. `--device cpu --quick` tries the code without a GPU.
 """
 
-import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from client_app.precision import products
-from keel.benchmarks.engine import W1, W2, bare_rounds, median_wall
-from keel.benchmarks.report import Row, collect, write
-from keel.benchmarks.steps import Keys, Run, frozen_passes, local_training, random_source
-from protocol.config import keel_home
+from keel.benchmarks.engine import WORKLOADS, bare_rounds, median_wall
+from keel.benchmarks.report import BenchOptions, Row
+from keel.benchmarks.sources import Keys, random_source, workload_source
+from keel.benchmarks.steps import Run, frozen_passes, local_training
+from server_app.history import read_history
 from server_app.inline import run_inline
 
 WAYS: dict[str, Keys] = {
@@ -35,23 +29,23 @@ WAYS: dict[str, Keys] = {
     "bf16": {"precision": "bf16"},
     "bf16, compiled": {"precision": "bf16", "compile": True},
 }
-target_accuracy = 0.85  # of FedReco's time to it
+target_accuracy = 0.85  # personal accuracy whose time is measured
 
 
-def least_seconds(run: Run, device: str, repetitions: int) -> float:
-    """Wall seconds of one run, after one that does not count."""
+def min_seconds(run: Run, device: str, repetitions: int) -> float:
+    """Minimum wall seconds of a run, after one warm-up."""
 
-    def wait() -> None:
+    def synchronise() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
 
     run()
     seconds = []
     for _ in range(repetitions):
-        wait()
+        synchronise()
         started = time.perf_counter()
         run()
-        wait()
+        synchronise()
         seconds.append(time.perf_counter() - started)
     return min(seconds)
 
@@ -66,24 +60,25 @@ def product_rate(device: str, precision: str, size: int) -> float:
             for _ in range(10):
                 torch.mm(a, b)
 
-    return 10 * 2 * size**3 / least_seconds(run, device, 5)
+    return 10 * 2 * size**3 / min_seconds(run, device, 5)
 
 
 def operations(run: Run) -> int:
-    """Those of the products and convolutions of one run, forward and backward."""
+    """Floating-point operations of all products and convolutions of one run."""
     counter = FlopCounterMode(display=False)
     with counter:
         run()
     return int(counter.get_total_flops())
 
 
-def training(device: str, home: Path, quick: bool) -> Iterator[Row]:
-    """Local training of one round: FedRCL and FedIntR, with FedAvg beside them."""
-    num, epochs = (256, 2) if quick else (10_000, 2)
+def training(options: BenchOptions) -> Iterator[Row]:
+    """Local training of one round: FedRCL and FedIntR beside FedAvg."""
+    device, quick = options.device, options.is_quick
+    num, epochs = (64, 1) if quick else (10_000, 2)
     rates = {p: product_rate(device, p, 512 if quick else 8192) for p in ("fp32", "tf32", "bf16")}
     for model, batch, method in (("resnet18", 128, "fedrcl"), ("cnn-fedintr", 512, "fedintr")):
         common: Keys = {
-            "source": random_source(home, num),
+            "source": random_source(options.home, num),
             "model": model,
             "device": device,
             "batch-size": batch,
@@ -97,7 +92,7 @@ def training(device: str, home: Path, quick: bool) -> Iterator[Row]:
                 if device == "cuda":
                     torch.cuda.reset_peak_memory_stats()
                 run = local_training({**common, **keys, "method": name})
-                seconds = least_seconds(run, device, 1 if quick else 3)
+                seconds = min_seconds(run, device, 1 if quick else 3)
                 rate = rates[str(keys["precision"])]
                 peak_mb = torch.cuda.max_memory_allocated() >> 20 if device == "cuda" else None
                 yield {
@@ -109,10 +104,12 @@ def training(device: str, home: Path, quick: bool) -> Iterator[Row]:
                 }
 
 
-def frozen(device: str) -> Iterator[Row]:
+def frozen(options: BenchOptions) -> Iterator[Row]:
     """The global and the previous model, as one batched pass or one after the other."""
+    device = options.device
     for model, batch in (("cnn-fedintr", 512), ("cnn-fedcka", 128), ("resnet18", 128)):
-        apart, batched = (least_seconds(r, device, 5) for r in frozen_passes(model, batch, device))
+        passes = frozen_passes(options.home, model, 2 if options.is_quick else batch, device)
+        apart, batched = (min_seconds(each, device, 5) for each in passes)
         yield {
             "what": f"{model}, batch {batch}, both frozen models: batched / apart",
             "ratio": round(batched / apart, 3),
@@ -121,77 +118,65 @@ def frozen(device: str) -> Iterator[Row]:
 
 
 def history_of(keys: Keys, num_clients: int) -> list[dict[str, Any]]:
-    """history.jsonl of a run of the inline engine, whose folder is gone then."""
+    """The history of a run of the inline engine in a temporary directory."""
     with tempfile.TemporaryDirectory(prefix="keel-bench-") as out:
-        folder = run_inline({**keys, "output-dir": out}, num_clients)
-        return [json.loads(line) for line in (folder / "history.jsonl").open()]
+        return read_history(run_inline({**keys, "output-dir": out}, num_clients))
 
 
 def seconds_of(line: dict[str, Any]) -> float:
-    """Of one round: training, aggregation and evaluation."""
+    """Seconds of one round: training, aggregation and evaluation."""
     return float(sum(line["seconds"].values()))
 
 
-def rounds(device: str, home: Path, quick: bool) -> Iterator[Row]:
-    """W1 and W2: the inline engine against the plain loop in one process, on the same device."""
-    count = 2 if quick else 6
-    for name, keys in (("W1", W1), ("W2 (MOON)", W2)):
-        lines = history_of({**keys, "device": device, "num-rounds": count}, 10)
-        ours = statistics.median(seconds_of(line) for line in lines[1:])
-        bare = median_wall(bare_rounds(home, str(keys["method"]), 1, count, device))
+def rounds(options: BenchOptions) -> Iterator[Row]:
+    """W1 and W2: the inline engine against the bare loop in one process, on the same device."""
+    count = 2 if options.is_quick else 6
+    common: Keys = {"source": workload_source(options), "device": options.device}
+    for name, workload in WORKLOADS.items():
+        lines = history_of({**workload, **common, "num-rounds": count}, 10)
+        inline = statistics.median(seconds_of(line) for line in lines[1:])
+        method = str(workload["method"])
+        bare = median_wall(bare_rounds(options, method, 1, count, options.device))
         yield {
             "what": f"{name}: inline engine / bare, 1 process, s a round",
-            "ratio": round(ours / bare, 3),
-            "wall_seconds": [round(ours, 3), round(bare, 3)],
+            "ratio": round(inline / bare, 3),
+            "wall_seconds": [round(inline, 3), round(bare, 3)],
             "mb_down_and_up": [round(lines[-1][k] / 1e6, 2) for k in ("bytes_down", "bytes_up")],
         }
 
 
-def way_to_target(device: str, folder: str, quick: bool) -> Row:
-    """FedReco on CIFAR-10, 50 clients of 2 classes: seconds until 85 % personal accuracy."""
+def time_to_target(options: BenchOptions) -> Row:
+    """FedReCo on CIFAR-10, 50 clients of 2 classes: seconds until 85 % personal accuracy."""
     keys: Keys = {
         "preset": "fedreco-table1-cifar10",
-        "source": f"folder:{folder}",
+        "source": f"folder:{options.cifar10}",
         "classes-per-client": 2,
-        "num-rounds": 2 if quick else 300,
-        "evaluate-every": 1 if quick else 5,
-        "device": device,
+        "num-rounds": 2 if options.is_quick else 300,
+        "evaluate-every": 1 if options.is_quick else 5,
+        "device": options.device,
     }
-    spent, best = 0.0, 0.0
+    spent_s, best = 0.0, 0.0
     reached: tuple[int, float] | None = None
     for line in history_of(keys, 50):
-        spent += seconds_of(line)
+        spent_s += seconds_of(line)
         if "personal" in line:
             best = max(best, line["personal"]["mean"])
         if reached is None and best >= target_accuracy:
-            reached = (line["round"], round(spent, 1))
+            reached = (line["round"], round(spent_s, 1))
     return {
-        "what": "FedReco, CIFAR-10, 50 clients of 2 classes: to 85 % personal",
+        "what": "FedReCo, CIFAR-10, 50 clients of 2 classes: to 85 % personal",
         "round_and_seconds": reached,
         "best": round(best, 4),
-        "wall_seconds": round(spent, 1),
+        "wall_seconds": round(spent_s, 1),
     }
 
 
-def main() -> None:
-    """Write bench-gpu.json and bench-gpu.md."""
-    parser = argparse.ArgumentParser(prog="python -m keel.benchmarks.gpu", description=__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: only that it runs")
-    parser.add_argument("--cifar10", metavar="FOLDER", help="train/ and test/, a folder a class")
-    parser.add_argument("--out", type=Path, default=Path("bench-gpu"))
-    arguments = parser.parse_args()
-    device, quick = arguments.device, arguments.quick
-    if device == "cuda" and not torch.cuda.is_available():
-        sys.exit("no GPU is visible (torch.cuda.is_available()); --device cpu --quick tries this")
-    home = keel_home()
-    home.mkdir(parents=True, exist_ok=True)
-    rows = collect(training(device, home, quick)) + collect(frozen(device))
-    rows += collect(rounds(device, home, quick))
-    if arguments.cifar10:
-        rows += collect([way_to_target(device, arguments.cifar10, quick)])
-    write(rows, arguments.out)
-
-
-if __name__ == "__main__":
-    main()
+def gpu(options: BenchOptions) -> Iterator[Row]:
+    """All of the above; FedReCo's time to 85 % where `cifar10` names the images."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no GPU is visible (torch.cuda.is_available()): try --device cpu --quick")
+    yield from training(options)
+    yield from frozen(options)
+    yield from rounds(options)
+    if options.cifar10:
+        yield time_to_target(options)

@@ -1,10 +1,11 @@
-"""What the benchmarks say: rows, on the screen as they come, then as JSON and as a table."""
+"""Options, rows and output files of all benchmarks."""
 
 import json
 import os
 import platform
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,8 +13,25 @@ import torch
 Row = dict[str, object]
 
 
+@dataclass(frozen=True)
+class BenchOptions:
+    """What `keel bench` passes to every part; a part reads what concerns it.
+
+    is_quick: the smallest sizes, to check that a part runs; its numbers mean nothing.
+    cifar10: directory with train/<class>/ and test/<class>/, for the GPU benchmark.
+    """
+
+    home: Path
+    is_quick: bool = False
+    repetitions: int = 2
+    rounds: int = 4
+    device: str = "cuda"
+    cifar10: str = ""
+    method: str = "fedcka"
+
+
 def machine() -> Row:
-    """What the figures were taken on, and when."""
+    """The machine that the numbers were measured on, and when."""
     return {
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
@@ -26,7 +44,7 @@ def machine() -> Row:
 
 
 def collect(rows: Iterable[Row]) -> list[Row]:
-    """All rows, each printed when it is there."""
+    """All rows as a list; each is printed as soon as it is measured."""
     found = []
     for row in rows:
         print(row, flush=True)
@@ -37,18 +55,15 @@ def collect(rows: Iterable[Row]) -> list[Row]:
 def table(rows: list[Row]) -> str:
     """Markdown, with a column for every key that a row has."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = ["| " + " | ".join(c.replace("_", " ") for c in columns) + " |"]
-    lines.append("| " + " | ".join("---" for _ in columns) + " |")
-    for row in rows:
-        cells = ["" if row.get(c) is None else str(row[c]) for c in columns]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    cells = [["" if row.get(c) is None else str(row[c]) for c in columns] for row in rows]
+    header = [[c.replace("_", " ") for c in columns], ["---"] * len(columns)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in header + cells)
 
 
 def write(rows: list[Row], out: Path) -> None:
-    """<out>.json and <out>.md."""
+    """Write <out>.json and <out>.md, and print the table."""
     about = machine()
     out.with_suffix(".json").write_text(json.dumps({"machine": about, "rows": rows}, indent=2))
-    text = "\n".join([table(rows), "", f"{about}", ""])
+    text = f"{table(rows)}\n\n{about}\n"
     out.with_suffix(".md").write_text(text)
     print(text)

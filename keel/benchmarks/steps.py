@@ -1,14 +1,14 @@
-"""Local training alone, in one process on one core: each method against FedAvg, or its plain form.
+"""Local training alone, on one core: each method against FedAvg or its plain form.
 
-Processor seconds, because other work on the machine does not count there; the least of interleaved
-repetitions. One client, random images, a previous model that is not the global one.
+Measures processor seconds, which other work on the machine disturbs least: the minimum of
+interleaved repetitions. One client, random images, and a previous local model that differs
+from the global one.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,34 +20,23 @@ from client_app.round import RoundContext
 from client_app.setup import dataset_spec_of, model_for, open_source
 from keel.benchmarks import bare
 from keel.benchmarks.engine import W1
-from keel.benchmarks.report import Row
+from keel.benchmarks.report import BenchOptions, Row
+from keel.benchmarks.sources import Keys, random_source, workload_source
 from models import StagedModel
-from protocol.config import RunConfig, keel_home, resolve_config
+from protocol.config import RunConfig, resolve_config
 from protocol.messages import TrainRequest
 from protocol.options import OptionValue
 
-Keys = dict[str, OptionValue]
 Run = Callable[[], object]
 
 
-def random_source(folder: Path, num: int) -> str:
-    """The `source` key of so many random 32 x 32 colour images in 10 classes."""
-    path = folder / f"random-{num}.npz"
-    if not path.exists():
-        rng = np.random.default_rng(0)
-        images = rng.integers(0, 256, (num, 32, 32, 3), dtype=np.uint8)
-        labels = np.arange(num) % 10
-        np.savez(path, x_train=images, y_train=labels, x_test=images[:50], y_test=labels[:50])
-    return f"npz:{path}"
-
-
 def weights(config: RunConfig, seed: int) -> dict[str, Tensor]:
-    """Of the run's network, drawn from a seed."""
+    """Weights of the run's model, drawn from a seed."""
     return model_for(config, open_source(config), seed=seed).state_dict()
 
 
 def client_round(keys: Keys, cache: ProcessCache) -> RoundContext:
-    """Round 2 of a client that holds the whole source."""
+    """Round 2 of a client that has the whole source."""
     config = resolve_config({"partition": "iid", "device": "cpu", **keys})
     w = weights(config, 1)
     names = {n for n, _ in model_for(config, open_source(config)).named_parameters()}
@@ -67,17 +56,17 @@ def client_round(keys: Keys, cache: ProcessCache) -> RoundContext:
 
 
 def local_training(keys: Keys) -> Run:
-    """Local training of one round, from the same weights each time."""
-    now = client_round(keys, ProcessCache())
-    return lambda: method_of(now.config).train(now)
+    """Local training of one round; every call starts from the same weights."""
+    ctx = client_round(keys, ProcessCache())
+    return lambda: method_of(ctx.config).train(ctx)
 
 
 def plain_fedintr(keys: Keys) -> Run:
-    """FedIntR as its authors' code runs it: three whole forward passes in every step."""
+    """FedIntR as in its authors' code: three whole forward passes in every step."""
     config = resolve_config({"partition": "iid", "device": "cpu", **keys})
-    now = client_round(keys, ProcessCache())
+    ctx = client_round(keys, ProcessCache())
     source = open_source(config)
-    x_all = torch.stack([x for b, _ in now.train_samples.in_order() for x in b]).contiguous()
+    x_all = torch.stack([x for b, _ in ctx.train_samples.in_order() for x in b]).contiguous()
 
     def run() -> None:
         nets = [model_for(config, source).to(memory_format=torch.contiguous_format) for _ in "lgp"]
@@ -88,16 +77,16 @@ def plain_fedintr(keys: Keys) -> Run:
         names = local.regularised_stages
 
         def z_of(net: StagedModel, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-            logits, taps = net.run(x, names)
+            logits, reps = net.run(x, names)
             assert logits is not None
-            named = zip(names, taps, strict=True)
-            return logits, [net.projection_heads[n](tap.flatten(1)) for n, tap in named]
+            named = zip(names, reps, strict=True)
+            return logits, [net.projection_heads[n](z.flatten(1)) for n, z in named]
 
         for epoch in range(config.train.local_epochs):
             generator = torch.Generator().manual_seed(epoch)
             order = torch.randperm(len(x_all), generator=generator)
             for index in torch.split(order, config.train.batch_size):
-                x, y = x_all[index], now.train_samples.labels[index]
+                x, y = x_all[index], ctx.train_samples.labels[index]
                 logits, z = z_of(local, x)
                 with torch.no_grad():
                     z_g, z_p = (z_of(net, x)[1] for net in frozen)
@@ -110,20 +99,22 @@ def plain_fedintr(keys: Keys) -> Run:
     return run
 
 
-def w1_epoch(num: int) -> dict[str, Run]:
-    """An epoch over so many images of W1: the bare loop's, and ours."""
-    data = bare.Data()
+def w1_epoch(options: BenchOptions) -> dict[str, Run]:
+    """One epoch over 100 batches of W1: the bare loop's and Keel's."""
+    source = workload_source(options)
+    data = bare.Data(source)
+    num = min(6400, len(data.y))
     data.parts = [torch.arange(num)]
     start = bare.PlainCNN().state_dict()
-    fraction = num / len(data.y)
+    keys: Keys = {**W1, "source": source, "data-fraction": num / len(data.y)}
     return {
         "bare loop": lambda: bare.train(data, 0, start, None, is_moon=False),
-        "fedavg": local_training({**W1, "data-fraction": fraction}),
+        "fedavg": local_training(keys),
     }
 
 
-def least_cpu_seconds(runs: dict[str, Run], repetitions: int) -> dict[str, float]:
-    """By name; one after the other, again and again, after one run of each that does not count."""
+def min_cpu_seconds(runs: dict[str, Run], repetitions: int) -> dict[str, float]:
+    """Processor seconds by name: the minimum of interleaved repetitions, after one warm-up each."""
     for run in runs.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -136,17 +127,16 @@ def least_cpu_seconds(runs: dict[str, Run], repetitions: int) -> dict[str, float
 
 
 def methods_of(
-    folder: Path, model: str, num: int, names: list[str], **more: OptionValue
+    folder: Path, model: str, num: int, names: Sequence[str], **more: OptionValue
 ) -> dict[str, Run]:
-    """Local trainings of these methods by name, on the same data and network."""
+    """Local trainings of these methods by name, on the same `num` images and model."""
     keys: Keys = {"source": random_source(folder, num), "model": model, **more}
     return {n: local_training({**keys, "method": n}) for n in names}
 
 
-def frozen_passes(model: str, batch_size: int, device: str) -> tuple[Run, Run]:
-    """Features of a batch in two frozen networks: one after the other, and as one vmapped pass."""
-    keys: Keys = {"source": random_source(keel_home(), 256), "model": model}
-    config = resolve_config(keys)
+def frozen_passes(folder: Path, model: str, batch_size: int, device: str) -> tuple[Run, Run]:
+    """A batch through two frozen models: one after the other, and as one vmapped pass."""
+    config = resolve_config({"source": random_source(folder, 256), "model": model})
     nets = [model_for(config, open_source(config), seed=seed).to(device) for seed in (1, 2)]
     for net in nets:
         net.eval().requires_grad_(False)
@@ -171,65 +161,72 @@ def frozen_passes(model: str, batch_size: int, device: str) -> tuple[Run, Run]:
     return one_by_one, together
 
 
-def ratios(
-    what: str, runs: dict[str, Run], to_reach: dict[str, float], repetitions: int
-) -> Iterator[Row]:
-    """Processor seconds of each run that has a bound (none: 0), over those of the first run."""
-    seconds = least_cpu_seconds(runs, repetitions)
-    base = next(iter(seconds))
-    for name, bound in to_reach.items():
+def ratios(what: str, runs: dict[str, Run], repetitions: int) -> Iterator[Row]:
+    """Processor seconds of every run but the first, over those of the first."""
+    seconds = min_cpu_seconds(runs, repetitions)
+    base, *others = seconds
+    for name in others:
         yield {
             "what": f"{what}: {name} / {base}",
             "ratio": round(seconds[name] / seconds[base], 3),
-            "to_reach": round(bound, 3) or None,
             "cpu_seconds": [round(seconds[name], 4), round(seconds[base], 4)],
         }
 
 
-def overheads(folder: Path, quick: bool) -> Iterator[Row]:
-    """Local training by method and network, and both ways to run two frozen models."""
+COMPARED = ("fedavg", "fedcka", "moon", "fedprox", "scaffold")
+
+
+def overheads(options: BenchOptions) -> Iterator[Row]:
+    """Local training by method and model, and two ways to run two frozen models."""
     torch.set_num_threads(1)
-    bounds = {"fedcka": 1.35, "moon": 1.15, "fedprox": 1.05, "scaffold": 1.05}
-    small = methods_of(
-        folder, "cnn-fedcka", 1280, ["fedavg", *bounds], **{"batch-size": 128, "local-epochs": 10}
-    )
-    yield from ratios("cnn-fedcka, batch 128, 10 epochs", small, bounds, 4)
-    yield from ratios("W1, 100 steps", w1_epoch(6400), {"fedavg": 0.0}, 5)
+    folder, is_quick = options.home, options.is_quick
+    epochs = 1 if is_quick else 10
+
+    def images(num: int) -> int:
+        return min(num, 128) if is_quick else num
+
+    def times(count: int) -> int:
+        return 1 if is_quick else count
+
+    keys: Keys = {"batch-size": 128, "local-epochs": epochs}
+    small = methods_of(folder, "cnn-fedcka", images(1280), COMPARED, **keys)
+    yield from ratios(f"cnn-fedcka, batch 128, {epochs} epochs", small, times(4))
+    yield from ratios("W1, 100 steps", w1_epoch(options), times(5))
     fedintr: Keys = {
-        "source": random_source(folder, 2048),
+        "source": random_source(folder, images(2048)),
         "model": "cnn-fedintr",
         "batch-size": 512,
-        "local-epochs": 10,
+        "local-epochs": epochs,
         "method": "fedintr",
     }
     forms = {"plain three-forward form": plain_fedintr(fedintr), "fedintr": local_training(fedintr)}
-    yield from ratios("cnn-fedintr, batch 512, 10 epochs", forms, {"fedintr": 1 / 1.6}, 2)
-    for epochs, num, bound in ((1, 5120, 0.0), (10, 2048, 1.25)):
-        keys: Keys = {
+    yield from ratios(f"cnn-fedintr, batch 512, {epochs} epochs", forms, times(2))
+    for count, num in ((1, 5120), (epochs, 2048)):
+        keys = {
             "batch-size": 512,
-            "fedreco.k-v": f"{epochs} epochs",
-            "fedreco.k-u": f"{epochs} epochs",
-            "fedrep.head-epochs": epochs,
-            "fedrep.extractor-epochs": epochs,
+            "fedreco.k-v": f"{count} epochs",
+            "fedreco.k-u": f"{count} epochs",
+            "fedrep.head-epochs": count,
+            "fedrep.extractor-epochs": count,
         }
-        personal = methods_of(folder, "cnn-fedintr", num, ["fedrep", "fedreco"], **keys)
-        what = f"cnn-fedintr, batch 512, {epochs} + {epochs} epochs"
-        yield from ratios(what, personal, {"fedreco": bound}, 4 if epochs == 1 else 2)
+        personal = methods_of(folder, "cnn-fedintr", images(num), ("fedrep", "fedreco"), **keys)
+        what = f"cnn-fedintr, batch 512, {count} + {count} epochs"
+        yield from ratios(what, personal, times(4 if count == 1 else 2))
     for model, batch in (("cnn-fedintr", 512), ("cnn-fedcka", 128), ("resnet18", 64)):
-        forms = dict(zip(("apart", "batched"), frozen_passes(model, batch, "cpu"), strict=True))
-        what = f"{model}, batch {batch}, both frozen models"
-        yield from ratios(what, forms, {"batched": 0.0}, 2)
-    if quick:
-        return
-    rcl = methods_of(folder, "resnet18", 128, ["fedavg", "fedrcl"], **{"local-epochs": 2})
-    yield from ratios("resnet18, batch 64, 2 epochs", rcl, {"fedrcl": 1.10}, 2)
+        passes = frozen_passes(folder, model, 2 if is_quick else batch, "cpu")
+        forms = dict(zip(("apart", "batched"), passes, strict=True))
+        yield from ratios(f"{model}, batch {batch}, both frozen models", forms, times(2))
+    if not is_quick:
+        names, keys = ("fedavg", "fedrcl"), {"local-epochs": 2}
+        rcl = methods_of(folder, "resnet18", 128, names, **keys)
+        yield from ratios("resnet18, batch 64, 2 epochs", rcl, 2)
 
 
-def resnet50_overheads(folder: Path) -> Iterator[Row]:
-    """FedCKA's Table 4 has this network; a step takes more than a second."""
+def resnet50_overheads(options: BenchOptions) -> Iterator[Row]:
+    """The same on FedCKA's largest model (its Table 4); a step takes more than a second."""
     torch.set_num_threads(1)
-    bounds = {"fedcka": 1.12, "moon": 1.15, "fedprox": 1.05, "scaffold": 1.05}
-    large = methods_of(
-        folder, "resnet50", 32, ["fedavg", *bounds], **{"batch-size": 32, "local-epochs": 10}
-    )
-    yield from ratios("resnet50, batch 32, 10 epochs", large, bounds, 3)
+    num, epochs, repetitions = (2, 1, 1) if options.is_quick else (32, 10, 3)
+    names = COMPARED[:2] if options.is_quick else COMPARED
+    keys: Keys = {"batch-size": num, "local-epochs": epochs}
+    large = methods_of(options.home, "resnet50", num, names, **keys)
+    yield from ratios(f"resnet50, batch {num}, {epochs} epochs", large, repetitions)

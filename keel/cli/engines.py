@@ -82,7 +82,11 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
     """Execute the run by `flwr run` on a SuperLink that is started for it and ended with it."""
     assert job.directory is not None
     folder = keel_home() / "flower" / job.directory.name
-    with app_directory() as app, local_superlink(folder, app, terminal) as environment:
+    with (
+        app_directory() as app,
+        removed_unless_failed(folder),
+        local_superlink(folder, app, terminal) as environment,
+    ):
         flower = FlowerRun(environment, app, folder / "flwr.log", "keel")
         words = ["--federation-config", job.federation_config()]
         last_round = SavedRun(job.directory).rounds
@@ -98,6 +102,18 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
         if state != FINISHED:
             reason = state if state.startswith("failed") else flower.reason()
             raise RuntimeError(f"{reason} (log: {folder / 'flwr.log'})")
+
+
+@contextmanager
+def removed_unless_failed(folder: Path) -> Iterator[None]:
+    """Remove the directory on the way out; after an error its logs are kept."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:  # an interrupt
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -131,7 +147,8 @@ def local_superlink(folder: Path, app: Path, terminal: Terminal) -> Iterator[dic
     from keel.deployment.loopback import free_ports
 
     http, control = free_ports(2)
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+    folder.mkdir(parents=True)
     (folder / "config.toml").write_text(
         f'[superlink]\ndefault = "keel"\n\n[superlink.keel]\naddress = "127.0.0.1:{http}"\n'
         "insecure = true\n"
@@ -377,6 +394,8 @@ def app_directory() -> Iterator[Path]:
         for package in APP_PACKAGES:
             skip = shutil.ignore_patterns("__pycache__")
             shutil.copytree(app_folder / package, Path(folder, package), ignore=skip)
-        shutil.copy(project_file(), Path(folder, "pyproject.toml"))
+        # Flower refuses patterns that match nothing, and what they exclude is not there
+        project = re.sub(r"(?m)^fab-exclude = .*\n", "", project_file().read_text())
+        Path(folder, "pyproject.toml").write_text(project)
         Path(folder, "LICENSE").write_text("Apache-2.0\n")
         yield Path(folder)

@@ -17,6 +17,7 @@ RUNS, AROUND = "Runs", "Around a run"
 # name: (module, panel of the help, first line of the help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("run", RUNS, "Train: `keel run method=fedintr num-rounds=10`."),
+    "demo": ("demo", RUNS, "Compare FedAvg with FedIntR on handwritten digits."),
     "resume": ("run", RUNS, "Continue an interrupted run from its last checkpoint."),
     "status": ("runs", RUNS, "Show how a run is doing; the newest by default."),
     "list": ("runs", RUNS, "List the runs: method, data, rounds, accuracy, state, age."),
@@ -49,7 +50,7 @@ def load(name: str) -> click.Command:
         raise click.UsageError(f"this installation of Keel has no command {name!r}") from None
     app = getattr(module, "app", None)
     if app is None:
-        app = typer.Typer()
+        app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
         app.command(name)(getattr(module, function, None) or getattr(module, f"{function}_command"))
     command: click.Command = typer.main.get_command(app)
     if isinstance(command, click.Group) and name in command.commands:

@@ -55,10 +55,7 @@ class EngineOptions:
             )
 
 
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Config keys; `keel methods NAME` lists some."),
-]
+Words = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
 Clients = Annotated[
     int | None,
     typer.Option(help="Number of simulated clients; else num-clients of the config, else 10."),
@@ -88,7 +85,8 @@ def run(
 ) -> int:
     """Train: `keel run method=fedintr num-rounds=10 source=folder:/data`.
 
-    Exit code 0 if the run finished, 1 if it failed, 2 if it was refused, 130 if it was interrupted.
+    Config keys are given as KEY=VALUE; `keel methods NAME` shows a method's. Exit code 0 if the run
+    finished, 1 if it failed, 2 if it was refused, 130 if it was interrupted.
     """
     overrides = parse_overrides(words or [])
     if preset:
@@ -104,7 +102,7 @@ def run(
 
 
 def resume(
-    run: Annotated[str, typer.Argument(help="Path, name, or the beginning of a name.")],
+    run: Annotated[str, typer.Argument()],
     words: Words = None,
     engine: EngineName = Engine.inline,
     gpus_per_client: Gpus = None,
@@ -112,7 +110,10 @@ def resume(
     federation: Federation = "",
     root_certificates: RootCertificates = None,
 ) -> int:
-    """Continue an interrupted run from its last checkpoint; num-rounds=N alone may be changed."""
+    """Continue an interrupted run from its last checkpoint; num-rounds=N alone may be changed.
+
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
+    """
     overrides = parse_overrides(words or [])
     if changed := sorted(overrides.keys() - {"num-rounds"}):
         raise ValueError(f"{changed[0]}: a resumed run keeps its config, except for num-rounds")
@@ -133,12 +134,18 @@ def resume(
 
 def executed(overrides: Mapping[str, OptionValue], options: EngineOptions) -> int:
     """Execute a run for the command line; returns the exit code."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell had it ignored
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,  # also where a shell had it ignored
+        signal.SIGTERM: lambda *_: sys.exit(128 + signal.SIGTERM),
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         execute(overrides, options)
     except KeyboardInterrupt:
         return INTERRUPTED_CODE
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return 0
 
 

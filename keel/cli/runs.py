@@ -24,16 +24,19 @@ STOP_TIMEOUT_S = 90.0
 PIPE_WIDTH = 240  # columns, where the output is no terminal
 PLACES = {"output-dir", "run-name", "data-dir", "resume"}  # keys that do not distinguish runs
 
-RunName = Annotated[str, typer.Argument(help="Path, name, or the beginning of a name.")]
+RunName = Annotated[str, typer.Argument()]
 
 
 # --- status and list -----------------------------------------------------------------------------
 
 
 def status(
-    run: Annotated[str, typer.Argument(help="Path, name, or the beginning of a name.")] = "",
+    run: Annotated[str, typer.Argument(show_default=False)] = "",
 ) -> None:
-    """Show how a run is doing; without RUN, the one that changed last."""
+    """Show how a run is doing; without RUN, the one that changed last.
+
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
+    """
     print("\n".join(status_lines(find_run(run))))
 
 
@@ -71,11 +74,11 @@ def status_lines(run: SavedRun) -> list[str]:
 
 
 def list_command(
-    base: Annotated[Path | None, typer.Argument(help="Default: $KEEL_HOME/runs.")] = None,
+    base: Annotated[Path | None, typer.Argument(metavar="[DIRECTORY]")] = None,
     limit: Annotated[int, typer.Option("--limit", "-n", help="The newest; 0: all.")] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the runs, the last changed first."""
+    """List the runs of a directory, by default $KEEL_HOME/runs, the last changed first."""
     found = all_runs(base.expanduser() if base else None)
     shown = found[:limit] if limit else found
     rows = [row_of(run) for run in shown]
@@ -187,13 +190,16 @@ def is_flower(pid: int) -> bool:
 
 
 def compare(
-    runs: Annotated[list[str], typer.Argument(help="Paths, names, or beginnings of names.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...")],
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the table here.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Where the plot goes. Default: $KEEL_HOME/compare.png.")
     ] = None,
 ) -> None:
-    """Compare runs: accuracy, time, the config keys that differ, and their curves in one plot."""
+    """Compare runs: accuracy, time, the config keys that differ, and their curves in one plot.
+
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
+    """
     found = [find_run(run) for run in runs]
     keys = differing_keys(found)
     rows = [comparison_row(run) for run in found]
@@ -259,7 +265,7 @@ ClientName = Annotated[
 
 def predict(
     run: RunName,
-    images: Annotated[list[Path], typer.Argument(help="Image files of any size.")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...")],
     client: ClientName = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -5,6 +5,7 @@ test compares it with them.
 """
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from data.sources import SourceInfo, source_info
 from protocol.config import RunConfig, keel_home
+from protocol.models import MODELS
 
 SIZES_FILE = Path(__file__).with_name("sizes.json")
 INPUTS = ((1, 28), (1, 32), (3, 32), (3, 64))  # (channels, pixels) that counts are stored for
@@ -35,13 +37,13 @@ def data_size(config: RunConfig) -> SourceInfo | None:
         raise ValueError(f"source = {name!r}: {path} does not exist")
     if colon and not is_cached(f"{kind}:{Path(path).expanduser()}"):
         return None
-    image_size, channels = stored_sizes()["models"].get(config.model.model, {}).get("input", (0, 0))
+    preferred = MODELS[config.model.model].input
     return source_info(
         name,
         Path(data.data_dir).expanduser() if data.data_dir else keel_home() / "data",
         keel_home() / "cache",
-        data.image_size or image_size,
-        data.channels or channels,
+        data.image_size or preferred.image_size,
+        data.channels or preferred.channels,
     )
 
 
@@ -63,18 +65,18 @@ def parameter_count(config: RunConfig, data: SourceInfo, model: str = "") -> int
         return None
     sizes, method = stored_sizes(), config.rounds.method
     addition = config.flat.get(f"{method}.projection") or sizes["methods"].get(method, "none")
-    counts = sizes["models"].get(model or config.model.model, {}).get("parameters", {})
+    counts = sizes["models"].get(model or config.model.model, {})
     stored = counts.get(f"{data.image_shape[0]}x{data.image_shape[1]}", {}).get(addition)
     return stored[0] + stored[1] * data.num_classes if stored else None
 
 
-def measured_sizes() -> Sizes:
+def measured_sizes(inputs: Sequence[tuple[int, int]] = INPUTS) -> Sizes:
     """Parameter counts of all registered models, and what each method adds to them, measured."""
     import torch
 
     from client_app.methods import METHODS, method_of
     from models import build_model
-    from models.registry import MODELS, PROJECTION_TAILS, input_spec
+    from models.registry import PROJECTION_TAILS
     from protocol.config import resolve_config
 
     def count(name: str, channels: int, size: int, classes: int, addition: str) -> int:
@@ -92,14 +94,13 @@ def measured_sizes() -> Sizes:
     additions = ("none", "gaussian", *PROJECTION_TAILS, HEADS)
     models: Sizes = {}
     for name in MODELS:
-        spec = input_spec(name)
-        models[name] = {"input": [spec.image_size, spec.channels], "parameters": {}}
-        for channels, size in INPUTS:
+        models[name] = {}
+        for channels, size in inputs:
             counts = {}
             for addition in additions:
                 two, three = (count(name, channels, size, k, addition) for k in (2, 3))
                 counts[addition] = [two - 2 * (three - two), three - two]
-            models[name]["parameters"][f"{channels}x{size}"] = counts
+            models[name][f"{channels}x{size}"] = counts
     methods = {}  # that add to the model
     for name in METHODS:
         parts = method_of(resolve_config({"method": name})).model_parts()

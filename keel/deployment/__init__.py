@@ -1,1 +1,1 @@
-"""Keel on several machines: credentials, supervision, submission, a look at what is wrong."""
+"""Keel on several machines: credentials, registration, health checks, and a local trial."""

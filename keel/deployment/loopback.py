@@ -1,14 +1,13 @@
-"""A whole deployment on this machine, without containers: every process is a real one.
+"""A whole deployment on this machine without containers, for one run or for tests.
 
-    python -m keel.deployment.loopback --clients 3 'method="fedintr"' num-rounds=5
-
-SuperLink, ServerApp executor, and for each client a SuperNode, an executor and a resident worker,
-over TLS on loopback, with registered keys; all supervised. For tests, measurements and to try.
+SuperLink, ServerApp executor, and for each client a SuperNode, an executor and a resident worker:
+real processes, TLS on loopback, registered keys. A process that dies is restarted, as compose
+would. Not part of the image.
 """
 
-import argparse
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,15 +17,90 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from client_app.worker_client import worker_says, worker_variable
+from client_app.worker_socket import worker_status, worker_variable
 from keel.deployment.credentials import make_credentials
-from keel.deployment.superlink import SuperLinkClient, as_words, environment
-from keel.deployment.supervise import Kept, supervise
-from protocol.config import app_folder, keel_home
+from keel.deployment.superlink import SuperLinkClient, environment, run_config
+from protocol.config import app_folder
 from protocol.options import OptionValue
-from server_app.inline import parse_overrides
+from protocol.processes import end_with_parent
 
-start_limit_s = 100.0
+start_timeout_s = 100.0
+pause_s = 1.0  # before a process is restarted
+stop_timeout_s = 10.0
+poll_s = 0.1
+
+
+class LocalProcess:
+    """A command and the process that runs it; `watch` restarts it when it ends."""
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path = app_folder
+    ) -> None:
+        """log: the file to which the process's output is appended."""
+        self.command, self.env, self.log, self.cwd = list(command), env, log, cwd
+        self.starts, self.restart_at = 0, 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Start the command in a process group of its own."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.env,
+                cwd=self.cwd,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+        self.starts, self.restart_at = self.starts + 1, 0.0
+
+    def watch(self) -> None:
+        """Restart the process if it has ended and its pause is over."""
+        if self.process.poll() is None:
+            return
+        if not self.restart_at:
+            self.restart_at = time.monotonic() + pause_s
+        elif time.monotonic() >= self.restart_at:
+            self._kill_group()  # its children had the pause to end by themselves
+            self.start()
+
+    def stop(self) -> None:
+        """End the process and its children: SIGTERM, then SIGKILL."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(stop_timeout_s)
+        self._kill_group()
+        self.process.wait()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # none is left
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def restarting(processes: dict[str, LocalProcess]) -> Iterator[None]:
+    """Restart processes that end, until the block is left; then stop them all, the last first.
+
+    Processes may be added meanwhile.
+    """
+    done = threading.Event()
+
+    def watch_all() -> None:
+        while not done.wait(poll_s):
+            for process in list(processes.values()):
+                process.watch()
+
+    thread = threading.Thread(target=watch_all)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        for process in reversed(processes.values()):
+            process.stop()
 
 
 def free_ports(count: int) -> Sequence[int]:
@@ -41,126 +115,101 @@ def free_ports(count: int) -> Sequence[int]:
 
 
 class Loopback:
-    """The processes of a deployment in `folder`, each a `Kept`; see `running`."""
+    """The processes of a deployment under `root`, by name; see `running`."""
 
     def __init__(
         self,
-        folder: Path,
+        root: Path,
         clients: Sequence[str],
         host: str = "127.0.0.1",
-        inside: Mapping[str, Sequence[str]] | None = None,
+        prefixes: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """clients: their names; host: the address that SuperNodes call the SuperLink by.
+        """clients: their names. host: the address at which SuperNodes reach the SuperLink.
 
-        inside: what comes before each command of `server` or of a client, such as the words that
-        run it in a network namespace.
+        prefixes: words before each command of `server` or of a client, by name, such as those that
+        enter a network namespace.
         """
-        self.inside = inside or {}
-        self.folder, self.clients, self.host = folder, list(clients), host
-        self.credentials = folder / "credentials"
+        self.root, self.clients, self.host = root, list(clients), host
+        self.prefixes = prefixes or {}
+        self.credentials = root / "credentials"
         make_credentials(self.credentials, [host], self.clients)
         self.fleet_port, self.http_port, *ports = free_ports(2 + len(clients))
         self.runtime_ports = dict(zip(self.clients, ports, strict=True))
         self.superlink = SuperLinkClient(
-            folder / "flwr",
+            root / "flwr",
             f"127.0.0.1:{self.http_port}",
             self.credentials / "server" / "ca.pem",
-            self.inside.get("server", ()),
+            self.prefixes.get("server", ()),
         )
-        self.kept: dict[str, Kept] = {}
-        self.logs: list[int] = []
-        self.stop = threading.Event()
-        self.thread: threading.Thread | None = None
+        self.processes: dict[str, LocalProcess] = {}
 
-    # --- processes ---------------------------------------------------------------------------
-    def keep(self, name: str, owner: str, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start a command under this name; its output goes to a file of the same name."""
-        log = os.open(self.log_file(name), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        self.logs.append(log)
-        whole = [*self.inside.get(owner, ()), *command]
-        self.kept[name] = Kept(whole, env, log, cwd=str(app_folder))
+    def start(self, name: str, owner: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start a command of `server` or of a client under this name."""
+        command = [*self.prefixes.get(owner, ()), *command]
+        self.processes[name] = LocalProcess(command, env, self.log_file(name))
 
     def log_file(self, name: str) -> Path:
-        """What a process printed."""
-        return self.folder / f"{name}.log"
+        """The output of a process."""
+        return self.root / f"{name}.log"
+
+    def pid(self, name: str) -> int:
+        """The process id of a process."""
+        return self.processes[name].process.pid
 
     def environment(self, owner: str) -> dict[str, str]:
         """Environment of the processes of `server` or of a client: homes of its own."""
-        home = self.folder / owner
+        home = self.root / owner
         return environment(home / "flwr") | {"KEEL_HOME": str(home / "keel")}
 
     def start_server(self) -> None:
-        """SuperLink and ServerApp executor."""
-        home, own = self.folder / "server", self.credentials / "server"
+        """Start SuperLink and ServerApp executor; return once the SuperLink answers."""
+        home, own = self.root / "server", self.credentials / "server"
         home.mkdir(parents=True, exist_ok=True)
-        env = self.environment("server")
-        self.keep(
-            "superlink",
-            "server",
-            [
-                *(
-                    sys.executable,
-                    "-m",
-                    "keel.deployment.superlink_server",
-                    "--isolation",
-                    "process",
-                ),
-                *("--host", "127.0.0.1", "--port", str(self.http_port)),
-                *("--fleet-api-address", f"{self.host}:{self.fleet_port}"),
-                *("--ssl-ca-certfile", str(own / "ca.pem")),
-                *("--ssl-certfile", str(own / "server.pem")),
-                *("--ssl-keyfile", str(own / "server.key")),
-                *("--enable-supernode-auth", "--database", str(home / "superlink.db")),
-                *("--superexec-auth-secret-file", str(own / "executor.secret")),
-            ],
-            env,
-        )
-        self.keep(
-            "serverapp-executor",
-            "server",
-            [
-                *("flower-superexec", "--root-certificates", str(own / "ca.pem")),
-                *("--runtime-api-address", f"127.0.0.1:{self.http_port}"),
-                *("--superexec-auth-secret-file", str(own / "executor.secret")),
-            ],
-            env,
-        )
+        env, ca = self.environment("server"), str(own / "ca.pem")
+        secret = ["--superexec-auth-secret-file", str(own / "executor.secret")]
+        superlink = [
+            *(sys.executable, "-m", "keel.deployment.superlink_server", "--isolation", "process"),
+            *("--host", "127.0.0.1", "--port", str(self.http_port)),
+            *("--fleet-api-address", f"{self.host}:{self.fleet_port}"),
+            *("--ssl-ca-certfile", ca, "--ssl-certfile", str(own / "server.pem")),
+            *("--ssl-keyfile", str(own / "server.key"), "--enable-supernode-auth"),
+            *("--database", str(home / "superlink.db"), *secret),
+        ]
+        executor = ["flower-superexec", "--root-certificates", ca, *secret]
+        executor += ["--runtime-api-address", f"127.0.0.1:{self.http_port}"]
+        self.start("superlink", "server", superlink, env)
+        self.start("serverapp-executor", "server", executor, env)
         for address in (f"127.0.0.1:{self.http_port}", f"{self.host}:{self.fleet_port}"):
             self.wait_for_server(address)
 
     def wait_for_server(self, address: str) -> None:
-        """Return once the SuperLink answers there over TLS; TimeoutError after `start_limit_s`."""
-        command = [*self.inside.get("server", ()), sys.executable, "-m", "keel.deployment.reach"]
+        """Return once the SuperLink answers there over TLS; TimeoutError if it does not."""
+        command = [*self.prefixes.get("server", ()), sys.executable, "-m", "keel.deployment.reach"]
         command += [address, str(self.credentials / "server" / "ca.pem")]
-        deadline = time.monotonic() + start_limit_s
+        deadline = time.monotonic() + start_timeout_s
         while subprocess.run(command, cwd=app_folder, capture_output=True, check=False).returncode:
             if time.monotonic() > deadline:
-                printed = self.log_file("superlink").read_text()[-2000:]
-                raise TimeoutError(f"no SuperLink answers at {address}: {printed}")
+                log = self.log_file("superlink").read_text()[-2000:]
+                raise TimeoutError(f"no SuperLink answers at {address}: {log}")
             time.sleep(0.2)
 
     def start_client(self, name: str, node_config: Mapping[str, OptionValue]) -> None:
-        """SuperNode, ClientApp executor and resident worker of one client."""
-        own = self.credentials / name
-        port = self.runtime_ports[name]
+        """Start SuperNode, executor and resident worker of one client."""
         env = self.environment(name) | {worker_variable: str(self.worker_socket(name))}
-        (self.folder / name).mkdir(parents=True, exist_ok=True)
-        self.keep(f"worker-{name}", name, [sys.executable, "-m", "client_app.worker_server"], env)
-        self.keep(f"supernode-{name}", name, self.supernode_command(name, node_config), env)
-        self.keep(
-            f"executor-{name}",
-            name,
-            [
-                *(sys.executable, "-m", "keel.deployment.executor"),
-                "--insecure",  # loopback; the secret authenticates it
-                *("--runtime-api-address", f"127.0.0.1:{port}"),
-                *("--superexec-auth-secret-file", str(own / "executor.secret")),
-            ],
-            env,
-        )
+        (self.root / name).mkdir(parents=True, exist_ok=True)
+        executor = [
+            *(sys.executable, "-m", "keel.deployment.executor"),
+            "--insecure",  # on loopback; the secret authenticates it
+            *("--runtime-api-address", f"127.0.0.1:{self.runtime_ports[name]}"),
+            *("--superexec-auth-secret-file", str(self.credentials / name / "executor.secret")),
+        ]
+        worker = [sys.executable, "-m", "client_app.worker_server"]
+        self.start(f"worker-{name}", name, worker, env)
+        self.start(f"supernode-{name}", name, self.supernode_command(name, node_config), env)
+        self.start(f"executor-{name}", name, executor, env)
 
     def supernode_command(self, name: str, node_config: Mapping[str, OptionValue]) -> list[str]:
-        """What starts the SuperNode of a client."""
+        """The command of a client's SuperNode."""
         own = self.credentials / name
         return [
             *(sys.executable, "-m", "keel.deployment.supernode", "--isolation", "process"),
@@ -169,56 +218,33 @@ class Loopback:
             *("--auth-supernode-private-key", str(own / "client.key")),
             *("--host", "127.0.0.1", "--port", str(self.runtime_ports[name])),
             *("--superexec-auth-secret-file", str(own / "executor.secret")),
-            *("--node-config", as_words({"name": name, **node_config})),
+            *("--node-config", run_config({"name": name, **node_config})),
         ]
 
     def worker_socket(self, name: str) -> Path:
         """The socket of a client's worker."""
-        return self.folder / name / "worker.sock"
-
-    def look_after(self) -> None:
-        """Restart what dies, from now on."""
-        arguments = (list(self.kept.values()), self.stop)
-        self.thread = threading.Thread(target=supervise, args=arguments)
-        self.thread.start()
-
-    def pid(self, name: str) -> int:
-        """The process id of a kept process."""
-        return self.kept[name].process.pid
-
-    def close(self) -> None:
-        """End every process."""
-        self.stop.set()
-        if self.thread:
-            self.thread.join()
-        for kept in reversed(self.kept.values()):
-            kept.end()
-        for log in self.logs:
-            os.close(log)
+        return self.root / name / "worker.sock"
 
 
 @contextlib.contextmanager
 def running(
-    folder: Path,
+    root: Path,
     node_configs: Mapping[str, Mapping[str, OptionValue]],
     host: str = "127.0.0.1",
-    inside: Mapping[str, Sequence[str]] | None = None,
+    prefixes: Mapping[str, Sequence[str]] | None = None,
     kind: type[Loopback] = Loopback,
 ) -> Iterator[Loopback]:
-    """A deployment with these clients (name to node config), ended on the way out."""
-    local = kind(folder, list(node_configs), host, inside)
-    try:
+    """A deployment under `root` with these clients (name to node config), ended on the way out."""
+    local = kind(root, list(node_configs), host, prefixes)
+    with restarting(local.processes):
         local.start_server()
         for name, node_config in node_configs.items():
             local.superlink.register(local.credentials / name / "client.pub", name)
             local.start_client(name, node_config)
-        local.look_after()
         for name in node_configs:
-            if f"worker-{name}" in local.kept:
-                worker_says(str(local.worker_socket(name)), start_limit_s)
+            if f"worker-{name}" in local.processes:
+                worker_status(str(local.worker_socket(name)), start_timeout_s)
         yield local
-    finally:
-        local.close()
 
 
 def partitions(count: int) -> dict[str, dict[str, OptionValue]]:
@@ -226,31 +252,22 @@ def partitions(count: int) -> dict[str, dict[str, OptionValue]]:
     return {f"client-{i:04d}": {"partition-id": i, "num-partitions": count} for i in range(count)}
 
 
-def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m keel.deployment.loopback", description=__doc__)
-    parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="for the whole run")
-    parser.add_argument("--folder", type=Path, help="keep logs and state here")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_args()
+def deploy_and_run(
+    app: Path,
+    overrides: Mapping[str, OptionValue],
+    num_clients: int,
+    root: Path | None,
+    timeout_s: float,
+) -> tuple[bool, str]:
+    """Deploy on this machine and run once; whether the run finished, and its log.
+
+    app: directory of the Flower app. root: of logs and state; None: a temporary directory.
+    """
     with contextlib.ExitStack() as stack:
-        folder = arguments.folder
-        if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-")))
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            overrides: dict[str, OptionValue] = {"output-dir": str(keel_home() / "runs")}
-            overrides |= parse_overrides(arguments.overrides)
-            with running(folder, partitions(arguments.clients)) as local:
-                run_id = local.superlink.submit(overrides)
-                status = local.superlink.wait(run_id, arguments.limit_s)
-                print(local.superlink.flwr("log", str(run_id), "deployment", "--show"))
-        except (ValueError, OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-    return 0 if status == "finished:completed" else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        if root is None:
+            root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-")))
+        root.mkdir(parents=True, exist_ok=True)
+        local = stack.enter_context(running(root, partitions(num_clients)))
+        run_id = local.superlink.submit(overrides, app)
+        status = local.superlink.wait(run_id, timeout_s)
+        return status == "finished:completed", local.superlink.log(run_id)

@@ -1,37 +1,53 @@
 """Exit status 0 if something answers there: the health check of the containers.
 
 python -m keel.deployment.reach HOST:PORT CA.pem      a TLS server with a certificate of this CA
-python -m keel.deployment.reach /run/worker.sock      a worker's socket
+python -m keel.deployment.reach SOCKET                a resident worker
 """
 
 import socket
 import ssl
 import sys
+import time
 from pathlib import Path
 
-limit_s = 5.0
+from client_app.worker_socket import worker_status
+
+timeout_s = 5.0
 
 
 def split_address(address: str) -> tuple[str, int]:
     """(host, port); ValueError if it is not HOST:PORT."""
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
-        raise ValueError(f"{address!r}: an address is HOST:PORT")
+        raise ValueError(f"address {address!r}: expected HOST:PORT")
     return host.strip("[]"), int(port)
 
 
 def handshake(address: str, ca: Path) -> dict[str, object]:
-    """The certificate of the TLS server there, once it is one of this CA for this name.
+    """The certificate of the TLS server there, verified for this CA and this name.
 
-    OSError (of which ssl.SSLError is one) if not.
+    OSError (ssl.SSLError is one) if there is none or it is not valid.
     """
     host, port = split_address(address)
     context = ssl.create_default_context(cafile=str(ca))
     with (
-        socket.create_connection((host, port), timeout=limit_s) as plain,
+        socket.create_connection((host, port), timeout=timeout_s) as plain,
         context.wrap_socket(plain, server_hostname=host) as secure,
     ):
         return dict(secure.getpeercert() or {})
+
+
+def wait_for_server(address: str, ca: Path, timeout_s: float) -> None:
+    """Return once the server answers over TLS; the OSError of the last try after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            handshake(address, ca)
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
 
 
 def main() -> int:
@@ -39,10 +55,7 @@ def main() -> int:
     try:
         match sys.argv[1:]:
             case [path]:
-                # here: it imports Flower, which the other check can do without
-                from client_app.worker_client import worker_says
-
-                worker_says(path, limit_s)
+                worker_status(path, timeout_s)
             case [address, ca]:
                 handshake(address, Path(ca))
             case _:

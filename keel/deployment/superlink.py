@@ -1,4 +1,4 @@
-"""A SuperLink as its users see it: Flower's command line, with limits on every wait."""
+"""A SuperLink as its users see it: Flower's command line, with a timeout on every wait."""
 
 import json
 import os
@@ -10,35 +10,34 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config import app_folder
+from protocol.flower_compat import superlink_unavailable
 from protocol.options import OptionValue
 
-command_limit_s = 100.0
-look_every_s = 2.0  # each look is a process of a second
-connection = "deployment"  # name of the SuperLink in the config of Flower's command line
-finished = "finished"  # how the status of a run that has ended begins
-unavailable = "Connection to the SuperLink is unavailable"  # so says flwr where nobody answers
-same_refusals = 5  # in a row, in the same words: it is no passing one
+command_timeout_s = 100.0
+poll_s = 2.0  # each look takes a process a second
+connection = "deployment"  # name of the SuperLink in the configuration of Flower's command line
+max_refusals = 5  # consecutive and identical: then the SuperLink means it
 
 
 def toml(value: OptionValue) -> str:
-    """The value as it stands in --run-config."""
+    """The value as a TOML literal."""
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
-def as_words(values: Mapping[str, OptionValue]) -> str:
-    """Keys and values as Flower's command lines take them."""
+def run_config(values: Mapping[str, OptionValue]) -> str:
+    """Keys and values in the form of --run-config and --node-config."""
     return " ".join(f"{key}={toml(value)}" for key, value in values.items())
 
 
 class SuperLinkClient:
-    """Speaks to the SuperLink at `address` (its HTTP API) through `flwr`."""
+    """Talks to the SuperLink at `address` (its HTTP API) through `flwr`."""
 
-    def __init__(self, flwr_home: Path, address: str, ca: Path, inside: Sequence[str] = ()) -> None:
-        """Writes config.toml into flwr_home, which is this client's own.
+    def __init__(self, flwr_home: Path, address: str, ca: Path, prefix: Sequence[str] = ()) -> None:
+        """Writes config.toml into flwr_home, a directory of this client's own.
 
-        inside: what comes before each command, such as words that enter a network namespace.
+        prefix: words before each command, such as those that enter a network namespace.
         """
-        self.flwr_home, self.inside = flwr_home, list(inside)
+        self.flwr_home, self.prefix = flwr_home, list(prefix)
         flwr_home.mkdir(parents=True, exist_ok=True)
         (flwr_home / "config.toml").write_text(
             f'[superlink]\ndefault = "{connection}"\n\n[superlink.{connection}]\n'
@@ -46,27 +45,30 @@ class SuperLinkClient:
         )
 
     def flwr(self, *words: str) -> str:
-        """What `flwr` prints; RuntimeError, with what it said, if it fails."""
-        done = subprocess.run(
-            [*self.inside, "flwr", *words],
-            env=environment(self.flwr_home),
-            cwd=app_folder,
-            capture_output=True,
-            text=True,
-            timeout=command_limit_s,
-            check=False,
-        )
+        """The output of `flwr`; RuntimeError, with that output, if it fails or takes too long."""
+        try:
+            done = subprocess.run(
+                [*self.prefix, "flwr", *words],
+                env=environment(self.flwr_home),
+                cwd=app_folder,
+                capture_output=True,
+                text=True,
+                timeout=command_timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise CommandTimeout(f"flwr {' '.join(words)}: timed out") from None
         if done.returncode:
             raise RuntimeError(f"flwr {' '.join(words)}: {done.stdout}{done.stderr}")
         return done.stdout
 
     def flwr_json(self, *words: str) -> dict[str, Any]:
-        """The same with --format json, read; RuntimeError where it says so."""
-        printed = self.flwr(*words, "--format", "json")
-        said: dict[str, Any] = json.loads(printed[printed.index("{") :])
-        if said.get("success") is False:
-            raise RuntimeError(f"flwr {' '.join(words)}: {said.get('error-message', said)}")
-        return said
+        """The parsed output of `flwr ... --format json`; RuntimeError if it reports a failure."""
+        output = self.flwr(*words, "--format", "json")
+        parsed: dict[str, Any] = json.loads(output[output.index("{") :])
+        if parsed.get("success") is False:
+            raise RuntimeError(f"flwr {' '.join(words)}: {parsed.get('error-message', parsed)}")
+        return parsed
 
     def register(self, public_key: Path, name: str) -> None:
         """Register a client's public key."""
@@ -74,48 +76,56 @@ class SuperLinkClient:
 
     def nodes(self) -> list[dict[str, Any]]:
         """The registered SuperNodes: node-id, status, ..."""
-        found: list[dict[str, Any]] = self.flwr_json("supernode", "list", connection)["nodes"]
-        return found
+        nodes: list[dict[str, Any]] = self.flwr_json("supernode", "list", connection)["nodes"]
+        return nodes
 
-    def submit(self, overrides: Mapping[str, OptionValue]) -> int:
-        """Start a run; its id."""
-        words = ["--run-config", as_words(overrides)]
-        return int(self.flwr_json("run", str(app_folder), connection, *words)["run-id"])
+    def submit(self, overrides: Mapping[str, OptionValue], app: Path = app_folder) -> int:
+        """Start a run of the Flower app in `app`; its id."""
+        words = ["--run-config", run_config(overrides)]
+        return int(self.flwr_json("run", str(app), connection, *words)["run-id"])
 
-    def listed(self, run_id: int) -> dict[str, Any]:
-        """What the SuperLink says of a run: status, network-traffic, ..."""
-        said: dict[str, Any] = self.flwr_json("list", connection, "--run-id", str(run_id))
-        row: dict[str, Any] = said["runs"][0]
+    def run_info(self, run_id: int) -> dict[str, Any]:
+        """What the SuperLink knows about a run: status, network-traffic, ..."""
+        listed: dict[str, Any] = self.flwr_json("list", connection, "--run-id", str(run_id))
+        row: dict[str, Any] = listed["runs"][0]
         return row
 
-    def wait(self, run_id: int, limit_s: float) -> str:
+    def log(self, run_id: int) -> str:
+        """The log of a run's ServerApp."""
+        return self.flwr("log", str(run_id), connection, "--show")
+
+    def wait(self, run_id: int, timeout_s: float) -> str:
         """The status of a run once it has ended; TimeoutError if it does not.
 
-        A SuperLink that does not answer, as one that is being restarted, is asked again. One that
-        keeps refusing, as where it does not know the run, ends the wait with its RuntimeError.
+        A SuperLink that does not answer, for example while it restarts, is asked again. One that
+        keeps refusing, for example because it does not know the run, raises its RuntimeError.
         """
-        deadline = time.monotonic() + limit_s
-        refusals: list[str] = []  # the last ones, in the same words
+        deadline = time.monotonic() + timeout_s
+        refusals: list[str] = []  # consecutive and identical
         while True:
             try:
-                status = str(self.listed(run_id)["status"])
+                status = str(self.run_info(run_id)["status"])
                 refusals = []
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                said = str(error)
-                status = f"not known ({' '.join(said.split())[:300]})"
-                passing = isinstance(error, subprocess.TimeoutExpired) or unavailable in said
-                refusals = [] if passing else [r for r in refusals if r == said] + [said]
-                if len(refusals) == same_refusals:
+            except RuntimeError as error:
+                text = " ".join(str(error).split())
+                status = f"unknown ({text[:300]})"
+                is_passing = isinstance(error, CommandTimeout) or superlink_unavailable in text
+                refusals = [] if is_passing else [r for r in refusals if r == text] + [text]
+                if len(refusals) == max_refusals:
                     raise
-            if status.startswith(finished):
+            if status.startswith("finished"):
                 return status
             if time.monotonic() > deadline:
-                raise TimeoutError(f"run {run_id} is {status} after {limit_s:g} s")
-            time.sleep(look_every_s)
+                raise TimeoutError(f"run {run_id} is {status} after {timeout_s:g} s")
+            time.sleep(poll_s)
 
     def stop(self, run_id: int) -> None:
-        """End a run."""
+        """Stop a run."""
         self.flwr("stop", str(run_id), connection)
+
+
+class CommandTimeout(RuntimeError):
+    """`flwr` did not end in time."""
 
 
 def environment(flwr_home: Path) -> dict[str, str]:

@@ -1,15 +1,14 @@
-"""Starts the runs of a recipe, several at once, and follows them.
+"""Runs a recipe: starts its runs, several at once, and follows them.
 
-A run is `python -m server_app.inline` in a process of its own: the same ServerApp and ClientApp as
-under `flwr run`, to the bit. What is finished is skipped, what was cut is resumed, what fails is
-named at the end; one runner at a time works on an output folder.
+Each run is a process of the inline engine: the same ServerApp and ClientApp as under `flwr run`,
+with bit-identical results. Finished runs are skipped, interrupted runs are resumed, failed runs
+are reported at the end. One runner at a time works on an output folder.
 """
 
 import contextlib
 import fcntl
 import itertools
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -33,121 +32,28 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from client_app.methods import method_of
-from client_app.setup import client_indices, model_for, open_source
 from keel.experiments.measure import points_of
-from keel.experiments.plan import (
-    Options,
-    Run,
-    due,
-    history_in,
-    last_read,
-    narrowed,
-    read_json,
-    run_of,
-)
+from keel.experiments.plan import narrowed, runs_needed
+from keel.experiments.preflight import check_recipe, refuse_overriding
 from keel.experiments.recipe import Cell, Recipe
-from protocol.config import RunConfig, app_folder, resolve_config
+from keel.experiments.runs import Options, Run, history_in, read_json, wall_seconds
+from protocol.config import app_folder
 from protocol.files import write_atomically
 from protocol.options import OptionValue
-from server_app.checks import check_config
-from server_app.roster import evaluates_clients
 
-log = logging.getLogger("keel.experiments")
-poll_s = 0.2
-grace_s = 10.0  # for a run that is told to end
-shown_error = 300  # characters of a failed run's last line
+POLL_S = 0.2
+GRACE_S = 10.0  # between SIGTERM and SIGKILL
+MAX_ERROR = 300  # characters shown of a failed run's last line
 
 
-# --- before the first run ---------------------------------------------------------------------
-
-
-def check_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options, output: Path) -> None:
-    """ValueError naming the recipe's line for a run that could not start.
-
-    Checks every config, its data (read, and downloaded, once), its split and its network.
-    """
-    refuse_overriding(cells, options.changes)
-    checked: set[object] = set()
-
-    def is_new(what: object) -> bool:
-        was = what in checked
-        checked.add(what)
-        return not was
-
-    for cell in cells:
-        for candidate in cell.candidates:
-            try:
-                runs = [run_of(cell, candidate, seed, options, output) for seed in options.seeds]
-                configs = [resolve_config(run.keys) for run in runs]
-                if is_new(runs[0].name):
-                    check_config(configs[0])
-                for config in configs:  # a seed's split may not come out where another's does
-                    clients = config.rounds.num_clients
-                    if is_new((config.data, clients, config.rounds.seed)):
-                        client_indices(config, 0, clients)
-                if recipe.shows != "labels":
-                    check_reading(cell, runs[0], configs[0])
-                    if is_new((runs[0].name, "network")):
-                        check_network(configs[0])
-            except (ValueError, OSError) as error:
-                raise ValueError(
-                    f"{recipe.path}, {recipe.place(cell, str(error))} "
-                    f"({cell.row.name}; {cell.column.name}): {error}"
-                ) from error
-
-
-def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue]) -> None:
-    """ValueError where a --set would make cells alike that the table shows as different."""
-    if not changes:
-        return
-    configs = [resolve_config(cell.keys).flat for cell in cells]
-    for key in sorted(changes):
-        is_tuned = any(key in candidate for cell in cells for candidate in cell.candidates)
-        values = sorted({str(flat.get(key)) for flat in configs})
-        if is_tuned or len(values) > 1:
-            raise ValueError(
-                f"--set {key}: rows, columns or tuned values of this recipe differ in it "
-                f"({', '.join(values)}); --only chooses among them, and those asked for before "
-                "in the same --output count"
-            )
-
-
-def check_network(config: RunConfig) -> None:
-    """ValueError where the method reads of the network what it does not have."""
-    method = method_of(config)
-    if method.is_local_objective:
-        method.check_model(model_for(config, open_source(config)))
-
-
-def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
-    """ValueError, one line, where the cell's number could not be read from this run."""
-    if cell.at > run.paper_rounds:
-        raise ValueError(f"at = {cell.at}: there are {run.paper_rounds} rounds")
-    if cell.take.how == "seconds a round":
-        return
-    last, every = last_read(cell, run), config.rounds.evaluate_every
-    if last % every and last < run.rounds:
-        raise ValueError(
-            f"at = {cell.at}: here that is round {last} of {run.rounds}, which "
-            f"evaluate-every = {every} leaves out"
-        )
-    method = method_of(config)
-    whom = evaluates_clients(config, method)
-    has_curve = {
-        "global.accuracy": method.has_global_model and config.rounds.evaluate_global,
-        "local_global.mean": method.has_global_model and whom != "none",
-        "personal.mean": method.is_personal and whom != "none",
-    }
-    if not has_curve[cell.of]:
-        raise ValueError(f"of = {cell.of!r}: {config.rounds.method} does not record it here")
+# --- the output folder ------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def locked(output: Path) -> Iterator[TextIO]:
-    """The output folder, made if need be, for this runner alone; ValueError if that cannot be.
+    """Create the output folder and lock it for this runner. ValueError if that is impossible.
 
-    The runs inherit the lock, so those of a runner that was killed keep it until they end.
+    Runs inherit the lock, so that those of a killed runner hold it until they end.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -167,7 +73,7 @@ def locked(output: Path) -> Iterator[TextIO]:
 
 
 def holders(path: Path) -> list[int]:
-    """Ids of the other processes that have this file open, as far as we may look."""
+    """Ids of the other processes that have this file open, as far as they can be inspected."""
     found = set()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
@@ -176,55 +82,65 @@ def holders(path: Path) -> list[int]:
     return sorted(found - {os.getpid()})
 
 
+def recipe_id(path: str) -> str:
+    """The name of a shipped recipe, wherever Keel is (or was) installed; else the path itself."""
+    parts = Path(path).parts
+    return parts[-1] if parts[-3:-1] == ("experiments", "recipes") else path
+
+
 def save_job(
     recipe: Recipe, options: Options, output: Path, cells: Sequence[Cell] | None = None
 ) -> list[int]:
-    """Note what was run, for the report; returns its seeds, those of earlier calls first.
+    """Record what is run, for the report; returns the job's seeds, those of earlier calls first.
 
-    cells: those asked for; all if None. A call with the same file and options is of the same job:
-    the seed it was tuned on stays, cells are added. ValueError where one run would be of two cells.
+    cells: the selected ones, None for all. A call with the same recipe and options continues the
+    same job: its tuning seed stays, cells are added. ValueError if two cells would be one run.
     """
-    same: dict[str, object] = {
+    job: dict[str, object] = {
         "recipe": str(recipe.path.absolute()),
         "scale": options.scale,
         "changes": dict(options.changes),
         "full_grid": options.full_grid,
     }
+
+    def is_same(other: Mapping[str, object]) -> bool:
+        is_recipe = recipe_id(str(other.get("recipe"))) == recipe_id(str(job["recipe"]))
+        return is_recipe and all(other.get(key) == job[key] for key in job.keys() - {"recipe"})
+
     folder = output / "jobs"
     folder.mkdir(exist_ok=True)
     slug = "".join(c if c.isalnum() else "-" for c in f"{recipe.name}--{options.label}")
     names = itertools.chain([slug], (f"{slug}-{number}" for number in itertools.count(2)))
     free = next(path for name in names if not (path := folder / f"{name}.json").exists())
-    jobs = sorted(folder.glob("*.json"))
-    path = next((path for path in jobs if same.items() <= read_json(path).items()), free)
+    path = next((p for p in sorted(folder.glob("*.json")) if is_same(read_json(p))), free)
     before = read_json(path)
     seeds = list(dict.fromkeys([*before.get("seeds", []), *options.seeds]))
-    asked = [[c.row.name, c.column.name] for c in (recipe.cells if cells is None else cells)]
-    asked += [names for names in before.get("cells", []) if names not in asked]
-    refuse_overriding(narrowed(recipe, asked).cells, options.changes)
-    job = {**same, "text": recipe.text, "seeds": seeds, "cells": asked}
+    selected = [[c.row.name, c.column.name] for c in (recipe.cells if cells is None else cells)]
+    selected += [names for names in before.get("cells", []) if names not in selected]
+    refuse_overriding(narrowed(recipe, selected).cells, options.changes)
+    job |= {"text": recipe.text, "seeds": seeds, "cells": selected}
     write_atomically(path, json.dumps(job, indent=2).encode())
     return seeds
 
 
-# --- the runs ---------------------------------------------------------------------------------
+# --- one run ----------------------------------------------------------------------------------
 
 
 @dataclass
-class Started:
-    """A run under way: its process, its bar, and the history that it is writing."""
+class RunProcess:
+    """A run under way: its process, its progress bar, and the history that it is writing."""
 
     run: Run
     process: subprocess.Popen[bytes]
     slot: int
     task: TaskID
     log_path: Path
-    log_start: int  # where this attempt's part of the log begins, in bytes
+    log_start: int  # size of the log before this attempt, in bytes
     seen: tuple[Path, int] | None = None  # the history of the newest attempt, and its size
     rounds: int = 0
 
     def new_rounds(self) -> int:
-        """Rounds finished since the last call; fewer than 0 when an attempt begins anew."""
+        """Rounds finished since the last call; negative when an attempt starts from scratch."""
         attempts = self.run.attempts()
         if not attempts:
             return 0
@@ -233,33 +149,33 @@ class Started:
         if self.seen == (history, size):
             return 0
         self.seen = history, size
-        done = history.read_bytes().count(b"\n") if size else 0
-        new, self.rounds = done - self.rounds, done
+        finished = history.read_bytes().count(b"\n") if size else 0
+        new, self.rounds = finished - self.rounds, finished
         return new
 
 
 def gpu_slots() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES may say of one GPU each; empty without one."""
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    """The values of CUDA_VISIBLE_DEVICES for one GPU each; empty without a GPU."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     count = torch.cuda.device_count()
-    return named[:count] if named else [str(i) for i in range(count)]
+    return visible[:count] if visible else [str(i) for i in range(count)]
 
 
 def command_of(run: Run) -> list[str]:
-    """The command line that starts the run, or goes on with its newest attempt at it."""
+    """The command line that resumes the run's newest attempt with a checkpoint, or starts one."""
     keys: Mapping[str, OptionValue] = {**run.keys, "output-dir": str(run.folder)}
-    for folder in reversed(run.attempts()):
-        has_rounds = any((folder / "checkpoints").glob("round-*.safetensors"))
-        if has_rounds and not run.other_defaults(folder):
-            keys = {"resume": str(folder)}
+    for attempt in reversed(run.attempts()):
+        has_checkpoint = any((attempt / "checkpoints").glob("round-*.safetensors"))
+        if has_checkpoint and not run.other_default(attempt):
+            keys = {"resume": str(attempt)}
             break
-    words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]  # JSON values are TOML
+    overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]  # JSON is TOML here
     module = [sys.executable, "-m", "server_app.inline", "--num-clients", str(run.clients)]
-    return [*module, *words]
+    return [*module, *overrides]
 
 
-def start(run: Run, slot: int, gpus: Sequence[str], lock: TextIO, task: TaskID) -> Started:
-    """Start the run's process, on one core and at most one GPU, out of reach of our Ctrl-C."""
+def start(run: Run, slot: int, gpus: Sequence[str], lock: TextIO, task: TaskID) -> RunProcess:
+    """Start the run's process on one core and at most one GPU, out of reach of our Ctrl-C."""
     run.folder.mkdir(parents=True, exist_ok=True)
     env = os.environ | {"OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
     if gpus:
@@ -277,30 +193,30 @@ def start(run: Run, slot: int, gpus: Sequence[str], lock: TextIO, task: TaskID) 
             start_new_session=True,
             pass_fds=[lock.fileno()],
         )
-    return Started(run, process, slot, task, log_path, log_start)
+    return RunProcess(run, process, slot, task, log_path, log_start)
 
 
-def why_failed(started: Started) -> str:
-    """The signal that ended a run, or the last line of its log that says something."""
-    code = started.process.returncode
+def failure_of(ended: RunProcess) -> str:
+    """The signal that ended a run, or the last line of its log."""
+    code = ended.process.returncode
     if code < 0:
-        reason = ", as by a lack of memory" if code == -signal.SIGKILL else ""
-        return f"killed by {signal.Signals(-code).name}{reason}"
-    log_text = started.log_path.read_bytes()[started.log_start :].decode(errors="replace")
+        hint = ", possibly out of memory" if code == -signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{hint}"
+    log_text = ended.log_path.read_bytes()[ended.log_start :].decode(errors="replace")
     lines = [line for line in log_text.splitlines() if line.strip()]
-    return lines[-1][-shown_error:] if lines else "it wrote nothing"
+    return lines[-1][-MAX_ERROR:] if lines else "no output"
 
 
-def outcome(run: Run) -> str:
-    """A finished run in a few words."""
-    folder = run.finished()
-    assert folder is not None
-    history = history_in(folder)
-    seconds = sum(sum(line["seconds"].values()) for line in history)
-    for of in ("personal.mean", "local_global.mean", "global.accuracy"):
-        if points := points_of(history, of):
-            return f"{100 * points[-1][1]:.2f} % ({of}), {seconds:.0f} s"
-    return f"{seconds:.0f} s"
+def outcome(directory: Path) -> str:
+    """The last accuracy and the duration of a finished run."""
+    duration = f"{wall_seconds(directory):.0f} s"
+    for curve in ("personal.mean", "local_global.mean", "global.accuracy"):
+        if points := points_of(history_in(directory), curve):
+            return f"{100 * points[-1][1]:.2f} % ({curve}), {duration}"
+    return duration
+
+
+# --- all runs ---------------------------------------------------------------------------------
 
 
 def run_recipe(
@@ -311,38 +227,38 @@ def run_recipe(
     workers: int = 0,
     console: Console | None = None,
 ) -> dict[str, str]:
-    """Run all that is not finished yet; returns the runs that failed, each with the reason.
+    """Run everything that is not finished; returns the reason for each run that failed.
 
-    workers: runs at a time; 0: one a GPU, without one one a core.
+    workers: runs at a time; 0: one a GPU, or one a core without GPUs.
     KeyboardInterrupt ends the runs under way; the next call resumes them.
     """
     console = console or Console()
     gpus = gpu_slots()
-    slots = list(range(workers or len(gpus) or len(os.sched_getaffinity(0))))
+    slots = range(workers or len(gpus) or len(os.sched_getaffinity(0)))
     failed: dict[str, str] = {}
     with locked(output) as lock, progress_bars(console) as progress:
         check_recipe(recipe, cells, options, output)
         options = replace(options, tuned_on=save_job(recipe, options, output, cells)[0])
-        running: list[Started] = []
+        running: list[RunProcess] = []
         total = progress.add_task(f"{recipe.name}, {options.label}", total=None)
+
+        def needed() -> list[Run]:
+            return list(runs_needed(recipe, cells, options, output, failed))
+
         try:
-            skipped = {
-                run.name for run in due(recipe, cells, options, output, failed) if run.finished()
-            }
+            skipped = {run.name for run in needed() if run.finished()}
             if skipped:
-                console.print(f"{len(skipped)} runs are finished already")
+                console.print(f"{len(skipped)} runs are already finished")
             while True:
-                runs = list(due(recipe, cells, options, output, failed))
-                if odd := {
-                    r.name: r.outdated() for r in runs if r.name not in failed and r.outdated()
-                }:
-                    failed |= {n: f"{why}: choose another --output" for n, why in odd.items()}
+                runs = needed()
+                reasons = {r.name: r.outdated() for r in runs if r.name not in failed}
+                outdated = {name: reason for name, reason in reasons.items() if reason}
+                if outdated:  # another candidate may be the best without them
+                    failed |= {n: f"{why}: choose another --output" for n, why in outdated.items()}
                     continue
                 progress.update(total, total=sum(r.rounds for r in runs if r.name not in skipped))
-                started = {each.run.name for each in running}
-                waiting = [
-                    r for r in runs if r.name not in started | failed.keys() and not r.finished()
-                ]
+                excluded = {each.run.name for each in running} | failed.keys()
+                waiting = [r for r in runs if r.name not in excluded and not r.finished()]
                 free = [slot for slot in slots if slot not in {each.slot for each in running}]
                 for slot, run in zip(free, waiting, strict=False):
                     task = progress.add_task(run.name, total=run.rounds)
@@ -352,10 +268,10 @@ def run_recipe(
                 for each in follow(running, progress, total):
                     running.remove(each)
                     progress.remove_task(each.task)
-                    if each.run.finished():
-                        console.print(f"{each.run.name}: {outcome(each.run)}")
+                    if directory := each.run.finished():
+                        console.print(f"{each.run.name}: {outcome(directory)}")
                     else:
-                        failed[each.run.name] = why_failed(each)
+                        failed[each.run.name] = failure_of(each)
                         reason = escape(failed[each.run.name])
                         console.print(f"[red]failed[/] {each.run.name}: {reason}")
         finally:
@@ -364,7 +280,7 @@ def run_recipe(
 
 
 def progress_bars(console: Console) -> Progress:
-    """A line a run and one for all, in rounds, with the time gone and the time left."""
+    """A bar for each run and one for all, in rounds, with elapsed and remaining time."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -376,8 +292,8 @@ def progress_bars(console: Console) -> Progress:
     )
 
 
-def follow(running: Sequence[Started], progress: Progress, total: TaskID) -> list[Started]:
-    """Move the bars until a run ends; returns those that have."""
+def follow(running: Sequence[RunProcess], progress: Progress, total: TaskID) -> list[RunProcess]:
+    """Update the bars until a run ends; returns those that have ended."""
     while True:
         ended = [each for each in running if each.process.poll() is not None]
         for each in running:
@@ -386,16 +302,16 @@ def follow(running: Sequence[Started], progress: Progress, total: TaskID) -> lis
                 progress.advance(total, new)
         if ended:
             return ended
-        time.sleep(poll_s)
+        time.sleep(POLL_S)
 
 
-def end(running: Sequence[Started]) -> None:
-    """End these runs; each has the checkpoint of its last whole round."""
+def end(running: Sequence[RunProcess]) -> None:
+    """End these runs; each has the checkpoint of its last finished round."""
     for each in running:
         each.process.send_signal(signal.SIGTERM)
     for each in running:
         try:
-            each.process.wait(grace_s)
+            each.process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             each.process.kill()
             each.process.wait()

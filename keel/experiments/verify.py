@@ -1,4 +1,4 @@
-"""Does a finished run's folder hold what it says? Its digests, and a replay of the first rounds."""
+"""Verifies finished runs against their manifests: file digests, a replay of the first rounds."""
 
 import json
 import tempfile
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import client_app.app
-from keel.experiments.measure import curves_known
+from keel.experiments.measure import CURVES
 from protocol.config import config_from_json
 from protocol.files import digest
 from protocol.messages import array_record
@@ -21,155 +21,163 @@ from server_app.inline import InlineGrid, simulated_nodes
 from server_app.manifest import read_manifest, signed_files, versions
 from server_app.summary import read_config_file
 
-close_enough = 0.02  # accuracy 0..1: what other versions or processors may change in a few rounds
+MAX_DIFFERENCE = 0.02  # accuracy in [0, 1]: other versions or processors, after a few rounds
+MANIFESTS = ("manifest.json", "bundle.json")  # today's name, and that of 0.1
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at: whether it is right, and what was found."""
+    """One check: whether it passed, and what was found."""
 
-    is_right: bool
+    passed: bool
     found: str
 
 
 def verify(folder: Path, rounds: int, console: Console) -> int:
-    """Check every run at or under `folder`, print what was found; 1 if anything is wrong.
+    """Verify each run at or below `folder` and print the checks; 1 if one fails, else 0.
 
-    Of several, those that did not finish (a killed attempt beside the one that went on) are left
-    out by name; one alone has to have finished.
+    Of several runs, unfinished ones (such as a killed attempt beside its successor) are skipped by
+    name; a single run has to be finished.
     """
     if rounds < 1:
-        raise ValueError(f"--rounds {rounds}: it has to be at least 1")
-    bundles = sorted(folder.expanduser().absolute().rglob("manifest.json"))
-    if not bundles:
-        raise ValueError(f"{folder} holds no manifest.json: it is no run's folder")
-    wrong = left_out = 0
-    for path in bundles:
-        console.print(str(path.parent))
-        if len(bundles) > 1 and (reason := unfinished(path.parent)):
-            console.print(f"  left out: {escape(reason)}")
-            left_out += 1
+        raise ValueError(f"--rounds {rounds}: expected at least 1")
+    found = (path for name in MANIFESTS for path in folder.expanduser().absolute().rglob(name))
+    directories = sorted({path.parent for path in found})
+    if not directories:
+        raise ValueError(f"{folder} holds no manifest.json: it is no run directory")
+    num_failed = num_skipped = 0
+    for directory in directories:
+        console.print(str(directory))
+        if len(directories) > 1 and (reason := unfinished(directory)):
+            console.print(f"  skipped: {escape(reason)}")
+            num_skipped += 1
             continue
-        for check in checks(path.parent, rounds):
-            word = "[green]right[/]" if check.is_right else "[red]wrong[/]"
+        for check in checks(directory, rounds):
+            word = "[green]passed[/]" if check.passed else "[red]failed[/]"
             console.print(f"  {word} {escape(check.found)}")
-            wrong += not check.is_right
-    left = f", {left_out} left out" if left_out else ""
-    console.print(f"{len(bundles)} runs{left}, {wrong} things wrong")
-    return 1 if wrong or left_out == len(bundles) else 0
+            num_failed += not check.passed
+    skipped = f", {num_skipped} skipped" if num_skipped else ""
+    console.print(f"{len(directories)} runs{skipped}, {num_failed} checks failed")
+    return 1 if num_failed or num_skipped == len(directories) else 0
 
 
-def unfinished(folder: Path) -> str:
-    """Why there is nothing to hold a run to; empty if it finished, or its files say otherwise."""
+def unfinished(directory: Path) -> str:
+    """Why the run cannot be verified; empty if it finished, or if its files were changed."""
     try:
-        bundle = read_manifest(folder)
+        manifest = read_manifest(directory)
     except json.JSONDecodeError:
         return ""
-    if "files" not in bundle:
-        return "the run has not ended: there is nothing to hold it to"
-    path = folder / "summary.json"
-    if not path.is_file() or digest(path.read_bytes()) != bundle["files"].get(path.name):
-        return ""  # it is not the run's: the checks say so
+    if "files" not in manifest:
+        return "the run has not ended: its manifest is incomplete"
+    path = directory / "summary.json"
+    if not path.is_file() or digest(path.read_bytes()) != manifest["files"].get(path.name):
+        return ""  # the checks report it
     status = json.loads(path.read_bytes())["status"]
     return "" if status == "finished" else f"the run did not finish: {status}"
 
 
-def checks(folder: Path, rounds: int) -> Iterator[Check]:
-    """All that is checked of one run; stops where the rest would make no sense."""
+def checks(directory: Path, rounds: int) -> Iterator[Check]:
+    """All checks of one run, up to one without which the rest would make no sense."""
     try:
-        bundle = read_manifest(folder)
+        manifest = read_manifest(directory)
     except json.JSONDecodeError as error:
-        yield Check(False, f"manifest.json is damaged: {error}")
+        yield Check(False, f"the manifest is damaged: {error}")
         return
-    if reason := unfinished(folder):
+    if reason := unfinished(directory):
         yield Check(False, reason)
         return
-    yield from file_checks(folder, bundle)
+    yield from file_checks(directory, manifest)
     here = versions()
     differing = [
-        f"{name} {then}, here {here.get(name, 'not noted')}"
-        for name, then in bundle["versions"].items()
+        f"{name} {then}, here {here.get(name, 'not recorded')}"
+        for name, then in manifest["versions"].items()
         if here.get(name) != then
     ]
-    keel = ", then ".join(bundle.get("keel", ["of before it was noted"]))
+    keel = ", then ".join(manifest.get("keel", ["not recorded"]))
     found = "; ".join(differing) or "the same here"
     yield Check(True, f"versions: {found} (the run's Keel: {keel})")
-    if not bundle["simulated"]:
-        yield Check(True, "its clients had data of their own: it cannot be replayed here")
+    if not manifest["simulated"]:
+        yield Check(True, "not replayed: its clients were sites with data of their own")
         return
     try:
-        yield from replay_checks(folder, bundle, rounds, same_place=not differing)
+        yield from replay_checks(directory, manifest, rounds, is_same_setup=not differing)
     except (ValueError, OSError, RuntimeError) as error:
         yield Check(False, f"the replay failed: {error}")
 
 
-def file_checks(folder: Path, bundle: Mapping[str, Any]) -> Iterator[Check]:
-    """The files are those that the run wrote."""
+def file_checks(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Check]:
+    """The files have the digests that the run recorded."""
     for name in signed_files:
-        path = folder / name
-        there = digest(path.read_bytes()) if path.is_file() else "missing"
-        wanted = bundle["files"].get(name)
-        is_right = there == wanted
-        yield Check(is_right, f"{name}: {there}" + ("" if is_right else f", was {wanted}"))
-    kept = {folder / "clients" / client / name for client, name in bundle.get("kept", {}).items()}
+        path = directory / name
+        actual = digest(path.read_bytes()) if path.is_file() else "missing"
+        expected = manifest["files"].get(name)
+        passed = actual == expected
+        yield Check(passed, f"{name}: {actual}" + ("" if passed else f", expected {expected}"))
+    states = [
+        directory / "clients" / client / name for client, name in manifest.get("kept", {}).items()
+    ]
     damaged = [
-        str(path.relative_to(folder))
-        for path in sorted(kept)
+        str(path.relative_to(directory))
+        for path in sorted(states)
         if not path.is_file() or digest(path.read_bytes()) not in path.name
     ]
-    if kept:
-        found = f"missing or damaged: {', '.join(damaged)}" if damaged else "as they were"
-        yield Check(not damaged, f"what {len(kept)} clients kept last: {found}")
+    if states:
+        found = f"missing or damaged: {', '.join(damaged)}" if damaged else "unchanged"
+        yield Check(not damaged, f"state of {len(states)} clients: {found}")
 
 
 def replay_checks(
-    folder: Path, bundle: Mapping[str, Any], rounds: int, same_place: bool
+    directory: Path, manifest: Mapping[str, Any], rounds: int, is_same_setup: bool
 ) -> Iterator[Check]:
-    """The split, and the first rounds run again: the same bits, or accuracies close by."""
-    saved, overrides = read_config_file(folder)
-    then = read_history(folder)
+    """The split and the first rounds, replayed: bit-identical, or with similar accuracies."""
+    saved, overrides = read_config_file(directory)
+    history = read_history(directory)
     with tempfile.TemporaryDirectory() as scratch:
         own = {"output-dir": scratch, "resume": ""}
         flat = {**saved, **own}
         config = config_from_json(json.dumps(flat))
-        grid = InlineGrid(client_app.app.app, simulated_nodes(bundle["clients"]))
+        grid = InlineGrid(client_app.app.app, simulated_nodes(manifest["clients"]))
         run = prepare(grid, config, {**overrides, **own}, None)
         try:
-            again = read_manifest(run.directory.path)
-            same_split = again["split"] == bundle["split"]
-            was = "" if same_split else f", was {bundle['split']}"
-            yield Check(same_split, f"split: {again['split']}{was}")
+            replay = read_manifest(run.directory.path)
+            is_same = replay["split"] == manifest["split"]
+            expected = "" if is_same else f", expected {manifest['split']}"
+            yield Check(is_same, f"split: {replay['split']}{expected}")
             arrays = array_record(run.start.arrays)
-            for line in then[:rounds]:
-                arrays, now = one_round(run, line["round"], arrays)
-                yield round_check(line, now, bundle, read_manifest(run.directory.path), same_place)
+            for line in history[:rounds]:
+                arrays, ours = one_round(run, line["round"], arrays)
+                replay = read_manifest(run.directory.path)
+                yield round_check(line, ours, manifest, replay, is_same_setup)
         finally:
             run.directory.close()
 
 
 def round_check(
-    then: Mapping[str, Any],
-    now: Mapping[str, Any],
-    bundle: Mapping[str, Any],
-    again: Mapping[str, Any],
-    same_place: bool,
+    theirs: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+    replay: Mapping[str, Any],
+    is_same_setup: bool,
 ) -> Check:
-    """One round of the run and of its replay."""
-    number = str(then["round"])
-    ours, theirs = accuracies(now), accuracies(then)
-    noted = bundle["rounds"].get(number)
-    if noted is not None and again["rounds"].get(number) == noted and ours == theirs:
-        return Check(True, f"round {number}: the same to the bit ({noted})")
-    if not ours.keys() & theirs.keys():
-        return Check(False, f"round {number}: other bits, and no accuracy to compare them by")
-    apart = max((abs(ours[k] - theirs[k]) for k in ours.keys() & theirs.keys()), default=0.0)
-    is_close = ours.keys() == theirs.keys() and apart <= close_enough
-    on_gpu = again["versions"]["gpu"] != "none"  # sums there are in no fixed order
-    is_right = is_close and (noted is None or not same_place or on_gpu)
-    return Check(is_right, f"round {number}: other bits, accuracies {100 * apart:.2f} points apart")
+    """One round of the run (history line and manifest) and of its replay."""
+    number = str(theirs["round"])
+    our_accuracies, their_accuracies = accuracies(ours), accuracies(theirs)
+    recorded = manifest["rounds"].get(number)
+    is_same = recorded is not None and replay["rounds"].get(number) == recorded
+    if is_same and our_accuracies == their_accuracies:
+        return Check(True, f"round {number}: bit-identical ({recorded})")
+    shared = our_accuracies.keys() & their_accuracies.keys()
+    if not shared:
+        return Check(False, f"round {number}: not bit-identical, and no accuracy to compare")
+    difference = max(abs(our_accuracies[k] - their_accuracies[k]) for k in shared)
+    is_close = our_accuracies.keys() == their_accuracies.keys() and difference <= MAX_DIFFERENCE
+    on_gpu = replay["versions"]["gpu"] != "none"  # where the order of sums is not fixed
+    passed = is_close and (recorded is None or not is_same_setup or on_gpu)
+    points = f"{100 * difference:.2f} points"
+    return Check(passed, f"round {number}: not bit-identical, accuracies differ by {points}")
 
 
 def accuracies(line: Mapping[str, Any]) -> dict[str, float]:
-    """The accuracies 0..1 of one line of a history."""
-    pairs = {of: of.split(".") for of in curves_known}
-    return {of: line[key][name] for of, (key, name) in pairs.items() if key in line}
+    """The accuracies in [0, 1] of one line of a history."""
+    keys = {curve: curve.split(".") for curve in CURVES}
+    return {curve: line[key][name] for curve, (key, name) in keys.items() if key in line}

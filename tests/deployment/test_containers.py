@@ -25,7 +25,8 @@ import yaml
 
 from keel.deployment.credentials import make_credentials
 from keel.deployment.loopback import free_ports
-from keel.deployment.register import register_all, wait_for_server
+from keel.deployment.reach import wait_for_server
+from keel.deployment.register import register_all
 from keel.deployment.superlink import SuperLinkClient
 from protocol.config import app_folder
 
@@ -263,27 +264,56 @@ def test_digits_are_trained_to_the_end_and_a_killed_client_comes_back(local):
     while len(lines()) < 2:
         assert time.monotonic() < deadline
         time.sleep(2)
-    compose("kill", "-s", "SIGKILL", "executor-1")
+    for service in ("worker-1", "executor-1"):
+        compose("kill", "-s", "SIGKILL", service)
     compose("up", "-d", "executor-1")  # compose does not restart what it was told to kill
     assert superlink.wait(run_id, run_limit_s) == "finished:completed"
     rows = lines()
     assert [row["round"] for row in rows] == list(range(1, 13))
     assert "client-0001" in rows[-1]["participants"]
-    kept = compose.within(
-        "executor-1",
+    state = compose.within(
+        "worker-1",
         "from pathlib import Path; print(*Path('/state/keel/clients').rglob('*/client-0001/*'))",
     )
-    assert "round-00012-" in kept
-    assert "damaged" not in kept
+    assert "round-00012-" in state
+    assert "damaged" not in state
     accuracies = [row["personal"]["mean"] for row in rows if "personal" in row]
     assert accuracies[-1] > 0.5
+
+
+def test_the_code_of_a_run_finds_neither_data_nor_client_state_and_the_worker_no_network(local):
+    compose, _ = local
+    code = (
+        "import socket; from pathlib import Path\n"
+        "print([n for _, n in socket.if_nameindex()], Path('/data').exists(),"
+        " Path('/state/keel/clients').exists(), Path('/run/keel/worker.sock').is_socket())"
+    )
+    _, *executor = compose.within("executor-0", code).rsplit(maxsplit=3)
+    assert executor == ["False", "False", "True"]
+    interfaces, *_ = compose.within("worker-0", code).rsplit(maxsplit=3)
+    assert interfaces == "['lo']"
+
+
+def test_a_killed_worker_is_restarted_and_answers_again(local, docker):
+    compose, _ = local
+    ask = "from client_app.worker_socket import worker_status as ask\n"
+    ask += "print(pid := ask('/run/keel/worker.sock', 90)['pid'])\n"
+    with contextlib.suppress(AssertionError):  # the container ends
+        compose.within("worker-2", ask + "import os; os.kill(pid, 9)")
+    name = compose("ps", "-q", "worker-2").strip()
+    count = ["docker", "inspect", "--format", "{{.RestartCount}}", name]
+    deadline = time.monotonic() + 60
+    while sh(*count, env=docker).strip() != "1":
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert compose.within("executor-2", ask).strip().isdigit()
 
 
 def test_the_code_of_a_run_reaches_no_network_but_its_supernode(local):
     compose, _ = local
     code = (
         "import socket\n"
-        "socket.create_connection(('supernode-0', 9094), 5).close(); print('supernode')\n"
+        "socket.create_connection(('supernode', 9094), 5).close(); print('supernode')\n"
         "for there in (('superlink', 9092), ('1.1.1.1', 53)):\n"
         "    try: socket.create_connection(there, 3); print('reached', there)\n"
         "    except OSError: pass\n"
@@ -291,7 +321,7 @@ def test_the_code_of_a_run_reaches_no_network_but_its_supernode(local):
     assert compose.within("executor-0", code).split() == ["supernode"]
 
 
-def test_names_that_the_code_of_a_run_looks_up_are_asked_of_nobody(local, asked):
+def test_names_that_the_code_of_a_run_looks_up_reach_no_resolver(local, asked):
     """A name can carry data out: older engines ask the machine's resolver for an inner network."""
     compose, _ = local
     code = (
@@ -340,14 +370,14 @@ def test_the_code_of_a_run_reaches_no_service_of_its_machine(local, docker):
     }
 
 
-def test_containers_run_as_nobody_in_particular_and_hold_no_secret(local, docker, image):
+def test_containers_run_unprivileged_and_hold_no_secret(local, docker, image):
     compose, _ = local
     assert compose.within("executor-0", "import os; print(os.getuid())").strip() == "10001"
     found = sh("docker", "run", "--rm", image, "find", "/app", "-name", "*.key", env=docker)
     assert found.strip() == ""
 
 
-def test_the_image_s_size_is_said(docker, image, capsys):
+def test_the_size_of_the_image(docker, image, capsys):
     size = int(sh("docker", "image", "inspect", "--format", "{{.Size}}", image, env=docker))
     with capsys.disabled():
         print(f"\nimage: {size / 2**20:.0f} MiB")

@@ -11,10 +11,13 @@ import threading
 import pytest
 from cryptography import x509
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from typer.testing import CliRunner
 
 import keel.deployment.credentials
+from keel.cli.deploy import app
 from keel.deployment.credentials import certificate_names, make_credentials
 from keel.deployment.reach import handshake
+from keel.deployment.register import register
 from keel.deployment.superlink import app_folder
 
 
@@ -88,17 +91,17 @@ def test_a_client_is_added_later_and_nothing_else_changes(made):
     after = digests(made)
     assert {name: after[name] for name in before} == before
     assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"site-c", "server"}
-    assert f"kept  {made / 'site-a' / 'client.pub'}" in lines
+    assert f"exists  {made / 'site-a' / 'client.pub'}" in lines
     assert f"made  {made / 'site-c' / 'client.pub'}" in lines
 
 
 @pytest.mark.parametrize(
     ("names", "clients", "said"),
     [
-        ([], ["a"], "needs the names"),
-        (["not a name"], ["a"], "neither a DNS name nor an IP address"),
-        (["ok.org"], ["../up"], "is no client's name"),
-        (["ok.org"], ["ca"], "is no client's name"),
+        ([], ["a"], "no server names"),
+        (["not a name"], ["a"], "expected a DNS name or an IP address"),
+        (["ok.org"], ["../up"], "expected at most 63 letters"),
+        (["ok.org"], ["ca"], "expected at most 63 letters"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_made_for_them(tmp_path, names, clients, said):
@@ -118,13 +121,13 @@ def test_a_client_whose_folder_is_gone_gets_no_key_that_nobody_registers(tmp_pat
     known = tmp_path / "server/clients/site-a.pub"
     (tmp_path / "site-a").rename(tmp_path / "carried-away")
     before = digests(tmp_path)
-    with pytest.raises(ValueError, match=f"^{known} is the public key of site-a, .* is not there"):
+    with pytest.raises(ValueError, match=f"^{known} is the public key of site-a, .* is missing"):
         make_credentials(tmp_path, [], ["site-a", "site-b"])
     assert digests(tmp_path) == before
     known.rename(tmp_path / "old.pub")
     make_credentials(tmp_path, [], ["site-a"])
     (tmp_path / "old.pub").rename(known)
-    with pytest.raises(ValueError, match="is another one: put that client's folder back"):
+    with pytest.raises(ValueError, match="is a different one: put that client's directory back"):
         make_credentials(tmp_path, [], ["site-a"])
 
 
@@ -149,7 +152,7 @@ def test_what_was_ended_half_way_says_what_to_move(tmp_path, monkeypatch, privat
         make_credentials(tmp_path, ["a.org"], ["site-a"])
     monkeypatch.undo()
     before = digests(tmp_path)
-    with pytest.raises(ValueError, match=f"^{tmp_path / private} is there without {public}"):
+    with pytest.raises(ValueError, match=f"^{tmp_path / private} exists without {public}"):
         make_credentials(tmp_path, ["a.org"], ["site-a"])
     assert digests(tmp_path) == before
     (tmp_path / private).unlink()
@@ -202,3 +205,17 @@ def test_the_umask_does_not_open_private_files(tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "x/client.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_registering_without_credentials_names_the_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"ca\.pem is missing: expected the server's"):
+        register(tmp_path, "localhost:1", 0.0)
+
+
+def test_the_command_takes_names_repeated_or_with_commas(tmp_path):
+    words = ["--folder", str(tmp_path), "--name", "a.org,10.0.0.1", "--client", "x"]
+    result = CliRunner().invoke(app, ["credentials", *words, "--client", "y"])
+    assert result.exit_code == 0
+    assert f"made  {tmp_path / 'y' / 'client.pub'}" in result.stdout.splitlines()
+    names = certificate_names(tmp_path / "server/server.pem")
+    assert names[:2] == ["a.org", "10.0.0.1"]

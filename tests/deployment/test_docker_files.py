@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from functools import lru_cache
+from importlib.util import find_spec
 
 import pytest
 import yaml
@@ -17,13 +18,13 @@ files = {name: yaml.safe_load((docker / f"compose.{name}.yml").read_text())
          for name in ("server", "client", "local")}  # fmt: skip
 
 
-def test_the_image_s_requirements_are_the_project_s_less_the_simulation():
+def test_the_image_has_the_project_requirements_without_simulation():
     project = tomllib.loads((app_folder / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["tensorboard"]]
-    wanted = {(r.name, str(r.specifier)) for r in map(Requirement, lines)}
+    expected = {(r.name, str(r.specifier)) for r in map(Requirement, lines)}
     lines = (docker / "requirements.txt").read_text().splitlines()
     listed = [Requirement(line) for line in lines if not line.startswith("#")]
-    assert {(r.name, str(r.specifier)) for r in listed} == wanted
+    assert {(r.name, str(r.specifier)) for r in listed} == expected
     assert not any(r.extras for r in listed)
 
 
@@ -33,14 +34,15 @@ def test_services_run_unprivileged_restart_and_are_on_networks_that_exist(name):
         assert service["cap_drop"] == ["ALL"]
         assert service["restart"] == "unless-stopped"
         assert service["user"] == "${KEEL_UID:-10001}"
-        assert set(service["networks"]) <= files[name]["networks"].keys()
+        assert set(service.get("networks", [])) <= files[name]["networks"].keys()
+        assert "networks" in service or service["network_mode"] == "none"
 
 
 @pytest.mark.parametrize("name", files)
 def test_executors_reach_nothing_but_their_control(name):
-    """The code of a run comes from elsewhere: it sees data or runs, not the network.
+    """Code that comes with a run has no network but its control's, and no service of the host.
 
-    Nor this machine: its bridge has no address here, and nobody is asked for other names.
+    The bridge has no address of this machine, and no resolver answers for other names.
     """
     option = "com.docker.network.bridge."
     closed = {option + "gateway_mode_ipv4": "isolated", option + "inhibit_ipv4": "true"}
@@ -51,21 +53,56 @@ def test_executors_reach_nothing_but_their_control(name):
             assert about["dns"] == ["192.0.2.1"]
 
 
+def mounts(service):
+    """Target to source of a service's volumes."""
+    return {
+        v.split(":/", 1)[1].removesuffix(":ro"): v.split(":/", 1)[0] for v in service["volumes"]
+    }
+
+
+@pytest.mark.parametrize(("name", "suffix"), [("client", ""), ("local", "-0"), ("local", "-2")])
+def test_the_worker_is_a_service_without_a_network_that_the_executor_waits_for(name, suffix):
+    services = files[name]["services"]
+    worker, executor = services[f"worker{suffix}"], services[f"executor{suffix}"]
+    socket = "/run/keel/worker.sock"
+    assert worker["network_mode"] == "none"
+    assert worker["environment"]["KEEL_WORKER"] == executor["environment"]["KEEL_WORKER"] == socket
+    assert worker["healthcheck"]["test"][-2:] == ["keel.deployment.reach", socket]
+    assert executor["depends_on"] == {
+        f"supernode{suffix}": {"condition": "service_started"},
+        f"worker{suffix}": {"condition": "service_healthy"},
+    }
+    assert mounts(worker)["run/keel"] == mounts(executor)["run/keel"] in files[name]["volumes"]
+    assert "state" in mounts(worker)
+    assert not {"state", "data"} & mounts(executor).keys()  # where the code of a run runs
+    assert not any("credentials" in volume for volume in worker["volumes"])
+
+
+def test_the_directory_of_the_socket_is_writable_for_every_user():
+    lines = (docker / "Dockerfile").read_text()
+    assert "mkdir /state /run/keel && chmod 1777 /state /run/keel" in lines
+
+
+def test_the_gpus_go_to_the_worker():
+    gpu = yaml.safe_load((docker / "compose.gpu.yml").read_text())
+    assert gpu["services"].keys() == {"worker"}
+
+
 @pytest.mark.parametrize("name", files)
 def test_private_keys_stay_out_of_the_containers_that_run_the_code(name):
     allowed = {"serverapp": {"ca.pem", "executor.secret"}, "executor": {"executor.secret"}}
     for service, about in files[name]["services"].items():
         kind = service.rstrip("-0123456789")
         if kind in allowed:
-            mounts = [m for m in about["volumes"] if "credentials" in m.lower()]
-            inside = [re.fullmatch(r"(.+)/([\w.]+):/credentials/\2:ro", m) for m in mounts]
+            volumes = [m for m in about["volumes"] if "credentials" in m.lower()]
+            inside = [re.fullmatch(r"(.+)/([\w.]+):/credentials/\2:ro", m) for m in volumes]
             assert {found and found[2] for found in inside} == allowed[kind], service
 
 
 def test_data_is_mounted_read_only():
-    for name, service in (("client", "executor"), ("server", "serverapp")):
-        mounts = files[name]["services"][service]["volumes"]
-        assert [m.endswith(":ro") for m in mounts if ":/data" in m] == [True]
+    for name, service in (("client", "worker"), ("server", "serverapp")):
+        volumes = files[name]["services"][service]["volumes"]
+        assert [m.endswith(":ro") for m in volumes if ":/data" in m] == [True]
 
 
 def test_the_http_api_is_published_on_this_machine_alone_unless_asked():
@@ -77,34 +114,63 @@ def test_the_http_api_is_published_on_this_machine_alone_unless_asked():
 @lru_cache
 def options_of(program):
     command = [f"{sys.prefix}/bin/{program}", "--help"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
-    return set(re.findall(r"--[a-z-]+", said))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    return set(re.findall(r"--[a-z-]+", done.stdout))
+
+
+programs = {
+    "keel.deployment.supernode": "flower-supernode",
+    "keel.deployment.executor": "flower-superexec",
+    "keel.deployment.superlink_server": "flower-superlink",
+}
 
 
 @pytest.mark.parametrize("name", files)
 def test_every_option_is_one_that_its_command_has(name):
-    asked: dict[tuple[str, ...], set[str]] = {}
+    used: dict[str, set[str]] = {}
     for service in files[name]["services"].values():
-        words = service["command"]
-        if "--" in words:  # what the supervisor starts last
-            words = words[len(words) - words[::-1].index("--") :]
-        start = 3 if words[0] == "python" else 1
-        options = {re.split("[= ]", w)[0] for w in words[start:] if w.startswith("--")}
-        asked.setdefault(tuple(words[:start]), set()).update(options)
-    for command, options in asked.items():
-        stands_for = {"deployment.supernode": "flower-supernode"}
-        stands_for["deployment.executor"] = "flower-superexec"
-        stands_for["deployment.superlink_server"] = "flower-superlink"
-        program = stands_for[command[2]] if command[0] == "python" else command[0]
+        words = [*service.get("entrypoint", []), *service["command"]]
+        if words[:2] == ["python", "-m"]:
+            assert find_spec(words[2]), words[2]
+            if words[2] not in programs:
+                assert words[2:] == ["client_app.worker_server"]
+                continue
+            words = [programs[words[2]], *words[3:]]
+        options = {re.split("[= ]", w)[0] for w in words[1:] if w.startswith("--")}
+        used.setdefault(words[0], set()).update(options)
+    for program, options in used.items():
         assert options <= options_of(program), program
 
 
-def test_the_image_holds_every_package_of_the_project():
+def test_the_image_holds_every_package_but_what_serves_tests_and_benchmarks():
     project = tomllib.loads((app_folder / "pyproject.toml").read_text())
-    packages = {name.split(".")[0] for name in project["tool"]["setuptools"]["packages"]}
+    packages = {p.rstrip("*") for p in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     lines = (docker / "Dockerfile").read_text().splitlines()
     copied = {line.split()[1] for line in lines if re.fullmatch(r"COPY (\w+) \1", line)}
-    assert copied == packages - {"experiments", "benchmarks"}
+    assert copied == packages
     ignored = (app_folder / ".dockerignore").read_text().splitlines()
     assert {f"!{name}" for name in copied} <= set(ignored)
     assert ignored[0] == "*"  # secrets and runs stay out of the build, whatever they are called
+    left_out = {"keel/benchmarks", "keel/experiments", "keel/deployment/loopback.py"}
+    assert left_out <= set(ignored[ignored.index("!keel") :])  # the last match counts
+    assert all((app_folder / name).exists() for name in left_out)
+
+
+def test_nothing_in_the_image_imports_what_is_left_out_of_it():
+    for path in (app_folder / "keel" / "deployment").glob("*.py"):
+        if path.name != "loopback.py":
+            text = path.read_text()
+            for module in ("keel.benchmarks", "keel.experiments", "keel.deployment.loopback"):
+                assert f"import {module}" not in text, path
+                assert f"from {module}" not in text, path
+
+
+def test_every_environment_variable_is_documented_in_one_place():
+    [page] = (app_folder / "docs").rglob("environment.md")
+    documented = set(re.findall(r"`(KEEL_\w+)`", page.read_text()))
+    used = set()
+    for pattern in ("docker/*", "Makefile", "*/**/*.py"):
+        for path in app_folder.glob(pattern):
+            if path.is_file() and ".venv" not in path.parts:
+                used |= set(re.findall(r"\bKEEL_[A-Z][A-Z_]*[A-Z]\b", path.read_text()))
+    assert used == documented

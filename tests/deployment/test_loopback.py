@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from conftest import SMALL, final_model, history_of, same_bits, summary_of
 
+from keel.deployment.checks_host import check_key, check_port, check_registered
+from keel.deployment.checks_runtime import check_worker
 from keel.deployment.credentials import make_credentials
-from keel.deployment.doctor import check_key, check_port, check_registered, check_worker
 from keel.deployment.loopback import Loopback, free_ports, partitions, running
-from keel.deployment.processes import descendants
 from keel.deployment.register import register_all
-from keel.deployment.superlink import as_words, connection
+from keel.deployment.superlink import connection, run_config
 from protocol.config import app_folder
+from protocol.processes import descendants
 from server_app.inline import run_inline
 
 num_clients = 2
@@ -46,7 +47,7 @@ def inline(tmp_path_factory):
 
 
 def runs(local: Loopback) -> list[Path]:
-    return sorted((local.folder / "server" / "keel" / "runs").glob("*"))
+    return sorted((local.root / "server" / "keel" / "runs").glob("*"))
 
 
 def new_run(local: Loopback, overrides) -> tuple[int, Path]:
@@ -60,16 +61,16 @@ def new_run(local: Loopback, overrides) -> tuple[int, Path]:
     return run_id, new.pop()
 
 
-def kept_by_clients(local: Loopback, run: Path) -> dict[str, set[str]]:
+def state_of_clients(local: Loopback, run: Path) -> dict[str, set[str]]:
     """Names of the newest state files; a name holds the round and the content's digest."""
     return {
         name: {max(path.name for path in folder.glob("round-*"))}
         for name in local.clients
-        if (folder := local.folder / name / "keel" / "clients" / run.name / name).exists()
+        if (folder := local.root / name / "keel" / "clients" / run.name / name).exists()
     }
 
 
-def kept_inline(run: Path) -> dict[str, set[str]]:
+def state_inline(run: Path) -> dict[str, set[str]]:
     return {
         folder.name: {max(path.name for path in folder.glob("round-*"))}
         for folder in (run / "clients").iterdir()
@@ -109,12 +110,12 @@ def server_app_pid(local: Loopback) -> int:
     return pid
 
 
-def test_the_model_is_the_inline_engine_s_to_the_bit_and_so_is_what_clients_keep(deployed, inline):
+def test_model_and_client_state_equal_those_of_the_inline_engine_bit_for_bit(deployed, inline):
     run_id, run = new_run(deployed, KEYS)
     assert wait_for_end(deployed, run_id, run) == "finished:completed"
     assert summary_of(run)["status"] == "finished"
     assert same_bits(final_model(run), final_model(inline))
-    assert kept_by_clients(deployed, run) == kept_inline(inline)
+    assert state_of_clients(deployed, run) == state_inline(inline)
     assert all(line["left_out"] == {} for line in history_of(run))
 
 
@@ -130,17 +131,18 @@ def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bit
     assert summary_of(run)["status"] == "finished"
     assert [line["round"] for line in history_of(run)] == [1, 2, 3]
     assert same_bits(final_model(run), final_model(inline))
-    assert kept_by_clients(deployed, run) == kept_inline(inline)
+    assert state_of_clients(deployed, run) == state_inline(inline)
     listed = {row["run-id"] for row in deployed.superlink.flwr_json("list", connection)["runs"]}
     assert {str(run_id), str(resumed)} <= listed  # the restarted SuperLink knows its runs
-    assert deployed.kept["superlink"].starts == deployed.kept["worker-client-0000"].starts == 2
+    for name in ("superlink", "worker-client-0000"):
+        assert deployed.processes[name].starts == 2
 
 
 def test_a_supernode_and_an_executor_killed_come_back_and_rounds_without_them_say_so(deployed):
     run_id, run = new_run(deployed, KEYS | {"num-rounds": 60, "evaluate-every": 60})
     wait_for_round(run, 1)
     executor, supernode = "executor-client-0001", "supernode-client-0000"
-    starts = {name: deployed.kept[name].starts for name in (executor, supernode)}
+    starts = {name: deployed.processes[name].starts for name in (executor, supernode)}
     os.kill(deployed.pid(executor), signal.SIGKILL)
     os.kill(deployed.pid(supernode), signal.SIGKILL)
     disturbed, back, deadline = len(lines_of(run)) + 1, False, time.monotonic() + limit_s
@@ -152,13 +154,13 @@ def test_a_supernode_and_an_executor_killed_come_back_and_rounds_without_them_sa
             missing = {"client-0000", "client-0001"} - set(row["participants"])
             assert missing <= row["left_out"].keys() | set(row["backed_off"])
             disturbed = max(disturbed, row["round"] if missing else 0)
-        again = all(deployed.kept[name].starts > starts[name] for name in starts)
+        again = all(deployed.processes[name].starts > starts[name] for name in starts)
         back = again and rows[-1]["round"] > disturbed + 1
     deployed.superlink.stop(run_id)
-    kept = kept_by_clients(deployed, run)
-    assert kept.keys() == {"client-0000", "client-0001"}
-    for name in kept:  # trained on from what it kept: its own versions, none damaged
-        folder = deployed.folder / name / "keel" / "clients" / run.name / name
+    states = state_of_clients(deployed, run)
+    assert states.keys() == {"client-0000", "client-0001"}
+    for name in states:  # trained on from its own state: every version intact
+        folder = deployed.root / name / "keel" / "clients" / run.name / name
         assert not list(folder.glob("*.damaged"))
         assert max(int(path.name.split("-")[1]) for path in folder.glob("round-*")) > disturbed
 
@@ -191,7 +193,7 @@ def test_unknown_key_wrong_ca_and_plain_text_are_refused(deployed, tmp_path):
     before = known_nodes(deployed)
     ours, theirs = deployed.credentials / "server" / "ca.pem", tmp_path / "stranger"
     key = ["--auth-supernode-private-key", str(theirs / "client.key")]
-    config = ["--node-config", as_words({"name": "stranger"})]
+    config = ["--node-config", run_config({"name": "stranger"})]
     unknown = rejected(deployed, ["--root-certificates", str(ours), *key, *config])
     assert unknown.returncode != 0
     assert "Failed to activate SuperNode" in unknown.stdout, unknown.stdout
@@ -222,7 +224,7 @@ def test_an_executor_without_the_secret_gets_no_work(deployed):
     )
     assert "terminated" in strange.stdout  # refused, it ends by itself
     assert "Start `flwr-clientapp`" not in strange.stdout
-    with_secret = deployed.kept["executor-client-0000"].process
+    with_secret = deployed.processes["executor-client-0000"].process
     assert with_secret.poll() is None
 
 

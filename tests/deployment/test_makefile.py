@@ -1,4 +1,4 @@
-"""The Makefile's deployment targets, beside commands that only say how they were called."""
+"""The Makefile's deployment targets, with commands that only print their arguments."""
 
 import os
 import shutil
@@ -37,14 +37,14 @@ def make(tmp_path):
 
 
 @pytest.mark.parametrize("name", client)
-def test_deploy_client_says_what_is_not_set_before_it_gives_any_file_away(make, name):
+def test_deploy_client_names_an_unset_variable_before_it_changes_any_file(make, name):
     status, lines = make("deploy-client", **{k: v for k, v in client.items() if k != name})
     assert status
     [line] = lines
     assert line.startswith(f"{name} is not set")
 
 
-def test_deploy_client_gives_away_its_own_secrets_alone(make):
+def test_deploy_client_changes_the_owner_of_its_own_secrets_only(make):
     status, lines = make("deploy-client", **client, KEEL_DEVICE="cuda:1")
     assert status == 0
     assert lines == [
@@ -53,6 +53,17 @@ def test_deploy_client_gives_away_its_own_secrets_alone(make):
     ]
 
 
-def test_make_doctor_hands_on_what_it_is_given(make):
+def test_make_doctor_passes_its_arguments(make):
     _, lines = make("doctor", "READY=", "BIN=echo called with", "ARGS=client --fleet a:1")
-    assert lines == ["called with/python -m keel.deployment.doctor client --fleet a:1"]
+    assert lines == ["called with/python -m keel doctor client --fleet a:1"]
+
+
+def test_make_credentials_repeats_the_options_for_each_name(make):
+    _, lines = make(
+        "credentials", "READY=", "BIN=echo called with", "NAMES=fl.example.org 10.0.0.1",
+        "CLIENTS=site-a site-b",
+    )  # fmt: skip
+    assert lines == [
+        "called with/python -m keel deploy credentials --folder here --name fl.example.org "
+        "--name 10.0.0.1 --client site-a --client site-b"
+    ]

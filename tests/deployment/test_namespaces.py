@@ -8,7 +8,7 @@ import time
 
 import pytest
 from conftest import SMALL, final_model, history_of, same_bits, summary_of
-from test_loopback import kept_by_clients, kept_inline, new_run, wait_for_round
+from test_loopback import new_run, state_inline, state_of_clients, wait_for_round
 
 from keel.deployment.loopback import partitions, running
 from server_app.inline import run_inline
@@ -75,4 +75,4 @@ def test_a_cable_pulled_for_20_seconds_costs_time_and_nothing_else(network, tmp_
         assert summary_of(run)["status"] == "finished"
         assert [line["left_out"] for line in history_of(run)] == [{}] * 6
         assert same_bits(final_model(run), final_model(inline))
-        assert kept_by_clients(local, run) == kept_inline(inline)
+        assert state_of_clients(local, run) == state_inline(inline)

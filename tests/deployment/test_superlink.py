@@ -1,71 +1,70 @@
-"""What speaks to the SuperLink goes on when one look at it fails."""
+"""The client of a SuperLink: failures that pass, and those that do not."""
 
 import subprocess
-import sys
 
 import pytest
 from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
 
-import keel.deployment.loopback
 import keel.deployment.superlink
-from keel.deployment.superlink import SuperLinkClient
+from keel.deployment.superlink import CommandTimeout, SuperLinkClient
 
 
 @pytest.fixture
 def client(tmp_path, monkeypatch):
-    monkeypatch.setattr(keel.deployment.superlink, "look_every_s", 0.01)
+    monkeypatch.setattr(keel.deployment.superlink, "poll_s", 0.01)
     return SuperLinkClient(tmp_path, "localhost:1", tmp_path / "ca.pem")
 
 
 ended = {"status": "finished:completed"}
 
 
-def says(client, monkeypatch, looks):
-    """From now on the client finds these, one after the other."""
+def replies(client, monkeypatch, looks):
+    """Let the client find these, one after the other."""
     left = iter(looks)
 
-    def listed(run_id):
+    def run_info(run_id):
         look = next(left)
         if isinstance(look, Exception):
             raise look
         return look
 
-    monkeypatch.setattr(client, "listed", listed)
+    monkeypatch.setattr(client, "run_info", run_info)
 
 
-def test_a_look_that_fails_is_made_again(client, monkeypatch):
-    hangs = subprocess.TimeoutExpired("flwr", 100)
+def test_a_failing_request_is_repeated(client, monkeypatch):
+    hangs = CommandTimeout("flwr list: timed out")
     away, busy, locked = (
         RuntimeError(text) for text in (f"flwr list: {SUPERLINK_UNAVAILABLE_MESSAGE}", "503", "500")
     )
     looks = [{"status": "running"}, *(20 * [away]), *(20 * [hangs]), *(20 * [busy, locked])]
-    says(client, monkeypatch, [*looks, *(4 * [busy]), {"status": "running"}, *(4 * [busy]), ended])
+    replies(
+        client, monkeypatch, [*looks, *(4 * [busy]), {"status": "running"}, *(4 * [busy]), ended]
+    )
     assert client.wait(7, 60) == "finished:completed"
 
 
 def test_a_superlink_that_keeps_refusing_ends_the_wait(client, monkeypatch):
     unknown = RuntimeError("flwr list: Run ID not found.")
-    says(client, monkeypatch, [*(5 * [unknown]), ended])
+    replies(client, monkeypatch, [*(5 * [unknown]), ended])
     with pytest.raises(RuntimeError, match="Run ID not found"):
         client.wait(7, 60)
 
 
-def test_a_superlink_that_never_answers_is_given_up_at_the_deadline(client, monkeypatch):
-    def listed(run_id):
+def test_a_superlink_that_never_answers_is_a_timeout(client, monkeypatch):
+    def run_info(run_id):
         raise RuntimeError(SUPERLINK_UNAVAILABLE_MESSAGE.replace(". ", ".\n\n"))
 
-    monkeypatch.setattr(client, "listed", listed)
+    monkeypatch.setattr(client, "run_info", run_info)
     with pytest.raises(
-        TimeoutError, match=r"run 7 is not known \(Connection to .*configuration.\) after 0.1 s"
+        TimeoutError, match=r"run 7 is unknown \(Connection to .*configuration.\) after 0.1 s"
     ):
         client.wait(7, 0.1)
 
 
-def test_a_command_that_hangs_ends_the_loopback_with_one_line(tmp_path, monkeypatch, capsys):
-    def running(*_):
-        raise subprocess.TimeoutExpired(["flwr", "run"], 100)
+def test_a_command_that_hangs_is_an_error_of_one_line(client, monkeypatch):
+    def run(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
 
-    monkeypatch.setattr(keel.deployment.loopback, "running", running)
-    monkeypatch.setattr(sys, "argv", ["loopback", "--folder", str(tmp_path)])
-    assert keel.deployment.loopback.main() == 1
-    assert capsys.readouterr().err.startswith("error: Command '['flwr', 'run']' timed out")
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(CommandTimeout, match="flwr stop 7 deployment: timed out"):
+        client.stop(7)

@@ -1,4 +1,4 @@
-"""The SuperNode's state: a message has one answer, its own, once its ClientApp has ended."""
+"""The SuperNode's state: each message has one answer, its own, once its ClientApp has ended."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -11,13 +11,14 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
-from keel.deployment.supernode import AnsweringNodeState
+from protocol.flower_compat import assign_message_id
+from protocol.flower_compat.supernode import AnsweringNodeState
 
 run_id = 7
 
 
 def with_id(message: Message) -> Message:
-    message.metadata.__dict__["_message_id"] = message.object_id
+    assign_message_id(message, message.object_id)
     return message
 
 
@@ -94,14 +95,14 @@ def test_a_message_whose_task_ends_without_a_reply_is_answered_with_an_error(
     assert node.sent() == []  # once
 
 
-def test_flowers_own_says_nothing_of_it():
+def test_flowers_own_state_does_not_answer():
     """What this class is there for: when Flower answers too, it can go."""
     node = Node(InMemoryNodeState)
     node.end(node.take("a")[1])
     assert node.sent() == []
 
 
-def test_a_clientapp_that_gives_no_sign_of_life_is_answered_for(node, monkeypatch):
+def test_a_clientapp_without_heartbeats_is_answered_for(node, monkeypatch):
     message, _ = node.take("a")
     later = datetime.now(UTC) + timedelta(hours=1)
     monkeypatch.setattr(in_memory_corestate, "now", lambda: later)
@@ -154,7 +155,7 @@ def test_a_reply_that_is_left_over_does_not_go_in_the_place_of_the_one_waited_fo
     assert node.sent() == reply_to(new)
 
 
-def test_a_message_that_is_taken_again_begins_anew(node):
+def test_a_message_delivered_again_starts_over(node):
     message, task = node.take("a")
     node.end(task)
     node.forget(message)  # its arrays did not come; it is given again
@@ -164,7 +165,7 @@ def test_a_message_that_is_taken_again_begins_anew(node):
     assert node.sent() == error_to(message)
 
 
-def test_what_was_answered_for_takes_no_room(node):
+def test_answered_messages_are_deleted(node):
     for name in "ab":
         message, task = node.take(name)
         node.end(task)

@@ -1,4 +1,4 @@
-"""The hand-over to the resident worker: same bits, no torch on this side, and never silence."""
+"""Messages handed to the resident worker: same bits, no torch here, and always an answer."""
 
 import contextlib
 import json
@@ -23,9 +23,10 @@ from client_fixtures import (  # noqa: F401  # the fixture is used by name
 )
 
 import client_app.worker_client
-from client_app.worker_client import receive_frame, send_frames, worker_says, worker_variable
-from client_app.worker_server import delete_old_runs, listen, warm_device
-from keel.deployment.supervise import Kept, supervise
+import client_app.worker_socket
+from client_app.worker_server import delete_old_state, listen, warm_device
+from client_app.worker_socket import receive_frame, send_frames, worker_status, worker_variable
+from keel.deployment.loopback import LocalProcess, restarting
 from protocol.messages import read_reply
 
 repository = Path(__file__).parents[2]
@@ -37,37 +38,27 @@ def config_with(**keys):
 
 
 class Resident:
-    """A supervised worker, whose ClientApp side this process is."""
+    """A worker that is restarted when it ends; this process is its ClientApp side."""
 
     def __init__(self, folder):
         self.socket, self.home = folder / "worker.sock", folder / "home"
-        self.log = (folder / "worker.log").open("w+b")
+        self.log = folder / "worker.log"
         env = os.environ | {worker_variable: str(self.socket), "KEEL_HOME": str(self.home)}
         command = [sys.executable, "-m", "client_app.worker_server"]
-        self.kept = Kept(command, env, self.log.fileno(), cwd=str(repository))
-        self.stop = threading.Event()
-
-    def __enter__(self):
-        self.thread = threading.Thread(target=supervise, args=([self.kept], self.stop))
-        self.thread.start()
-        return self
-
-    def __exit__(self, *error):
-        self.stop.set()
-        self.thread.join(30)
-        self.log.close()
+        self.process = LocalProcess(command, env, self.log)
 
     @property
     def pid(self):
-        return worker_says(str(self.socket), start_limit_s)["pid"]
+        return worker_status(str(self.socket), start_limit_s)["pid"]
 
     def printed(self):
-        return Path(self.log.name).read_text()
+        return self.log.read_text()
 
 
 @pytest.fixture(scope="module")
 def resident(tmp_path_factory):
-    with Resident(tmp_path_factory.mktemp("resident")) as running:
+    running = Resident(tmp_path_factory.mktemp("resident"))
+    with restarting({"worker": running.process}):
         assert running.pid
         yield running
 
@@ -130,7 +121,7 @@ def test_other_code_than_the_run_s_is_refused(handed_over, tmp_path, monkeypatch
 
 def wait_until_busy(resident):
     deadline = time.monotonic() + 30
-    while not worker_says(str(resident.socket), 5)["busy"]:
+    while not worker_status(str(resident.socket), 5)["busy"]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -152,7 +143,7 @@ def test_a_worker_killed_in_its_work_is_asked_again_and_gives_the_same_bits(hand
     assert handed_over.pid != killed
 
 
-def test_a_worker_that_dies_on_a_message_twice_is_an_error_of_one_line(
+def test_a_worker_that_dies_twice_on_a_message_is_an_error_of_one_line(
     tmp_path, monkeypatch, caplog
 ):
     path = tmp_path / "worker.sock"
@@ -181,7 +172,7 @@ def test_a_worker_that_dies_on_a_message_twice_is_an_error_of_one_line(
 
 
 def test_no_worker_is_an_error_of_one_line_after_its_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(client_app.worker_client, "worker_start_s", 0.3)
+    monkeypatch.setattr(client_app.worker_socket, "worker_start_s", 0.3)
     monkeypatch.setenv(worker_variable, str(tmp_path / "nobody.sock"))
     started = time.monotonic()
     reply = Client(config_with(), tmp_path).ask("query")
@@ -235,7 +226,7 @@ def test_a_message_whose_sender_has_ended_is_not_worked_on(handed_over, tmp_path
 
 
 def test_a_second_worker_at_a_socket_is_refused_and_a_stale_socket_is_not(resident, tmp_path):
-    with pytest.raises(ValueError, match=f"in use by the worker with process id {resident.pid}"):
+    with pytest.raises(ValueError, match=f"process id {resident.pid} listens there"):
         listen(resident.socket)
     stale = tmp_path / "stale.sock"
     with socket.socket(socket.AF_UNIX) as left:
@@ -244,7 +235,7 @@ def test_a_second_worker_at_a_socket_is_refused_and_a_stale_socket_is_not(reside
         assert stale.stat().st_mode & 0o777 == 0o600
 
 
-def test_runs_untouched_for_long_are_forgotten_if_asked(tmp_path, monkeypatch):
+def test_old_client_state_is_deleted_if_asked(tmp_path, monkeypatch):
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     for name, days in (("old", 40), ("recent", 2)):
         kept = tmp_path / "clients" / name / "site-a" / "round-00001.safetensors"
@@ -252,19 +243,19 @@ def test_runs_untouched_for_long_are_forgotten_if_asked(tmp_path, monkeypatch):
         kept.touch()
         for path in (kept, kept.parent, kept.parent.parent):
             os.utime(path, (time.time() - days * 86400,) * 2)
-    delete_old_runs(0)
+    delete_old_state(0)
     assert len(list((tmp_path / "clients").iterdir())) == 2
-    delete_old_runs(30)
+    delete_old_state(30)
     assert [path.name for path in (tmp_path / "clients").iterdir()] == ["recent"]
 
 
-def test_the_worker_says_which_device_it_has_and_starts_without_it_too(resident, monkeypatch):
+def test_the_worker_status_which_device_it_has_and_starts_without_it_too(resident, monkeypatch):
     assert re.search(r"ready at .*, device (cpu|cuda)", resident.printed())
     monkeypatch.setenv("KEEL_DEVICE", "cpu")
     assert warm_device() == "cpu"
     monkeypatch.setenv("KEEL_DEVICE", "cuda:63")
-    assert warm_device().startswith("not available: device = 'cuda:63'")
+    assert warm_device().startswith("missing: device = 'cuda:63'")
 
 
 def test_the_worker_s_torch_is_this_torch(resident):
-    assert worker_says(str(resident.socket), 5)["versions"]["torch"] == torch.__version__
+    assert worker_status(str(resident.socket), 5)["versions"]["torch"] == torch.__version__

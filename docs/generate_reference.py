@@ -1,0 +1,197 @@
+"""The generated pages of docs/reference: commands, methods and config keys, from the code itself.
+
+An mkdocs hook: `on_files` adds them to the site. Called with a folder, it writes them there.
+"""
+
+import dataclasses
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+repository = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(repository))
+
+import click  # noqa: E402
+
+from keel.cli import main as command_line  # noqa: E402
+from protocol import catalogue, config  # noqa: E402
+from protocol.options import key_of  # noqa: E402
+
+type_names = {bool: "boolean", int: "integer", float: "number", str: "string"}
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A Markdown table; vertical bars in cells are escaped."""
+    head = list(header)
+    lines = [head, ["---"] * len(head), *([str(cell) for cell in row] for row in rows)]
+    cells = ([cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines)
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"
+
+
+def code(value: object) -> str:
+    """A config value as one writes it on the command line; an empty string is marked as such."""
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"`{text}`" if text else "(empty)"
+
+
+def comments() -> dict[str, str]:
+    """The comment beside each key of [tool.flwr.app.config] in pyproject.toml."""
+    found: dict[str, str] = {}
+    prefix: str | None = None
+    for line in (repository / "pyproject.toml").read_text().splitlines():
+        if line.startswith("["):
+            name = re.fullmatch(r"\[tool\.flwr\.app\.config(?:\.([\w-]+))?\]", line)
+            prefix = None if name is None else f"{name[1]}." if name[1] else ""
+        elif prefix is not None:
+            key = re.match(r"""([\w-]+) = (?:"[^"]*"|[^#"]+?)\s*(?:#\s*(.*))?$""", line)
+            if key:
+                found[prefix + key[1]] = (key[2] or "").strip()
+    return found
+
+
+def option_rows(options: type[Any], prefix: str = "") -> list[tuple[str, ...]]:
+    """(key, type, default, allowed, meaning) of each field of an options dataclass."""
+    defaults, beside = config.default_config(), comments()
+    rows = []
+    for field in dataclasses.fields(options):
+        key = prefix + key_of(field)
+        if key not in defaults:
+            continue
+        allowed = field.metadata["constraint"].description
+        meaning = field.metadata.get("description") or beside.get(key, "")
+        if source := field.metadata.get("source"):
+            meaning = f"{meaning} ({source})"
+        kind = type_names[type(defaults[key])]
+        rows.append((f"`{key}`", kind, code(defaults[key]), allowed, meaning))
+    return rows
+
+
+unlisted = {"--help", "--install-completion", "--show-completion"}
+option_header = ("key", "type", "default", "allowed", "meaning")
+
+
+def config_page() -> str:
+    """Every key that is not a method's."""
+    groups = [
+        ("The run, aggregation and evaluation", config.RoundsConfig, ""),
+        ("Data", config.DataConfig, ""),
+        ("Model", config.ModelConfig, ""),
+        ("Local training", config.TrainConfig, ""),
+        ("Differential privacy", config.PrivacyConfig, "privacy."),
+    ]
+    parts = [
+        "# Config keys",
+        "Any key can be set on the command line: `keel run KEY=VALUE ...`. A preset overrides the "
+        "defaults; keys given explicitly override the preset. A method's options are on the page "
+        "[Methods](methods.md).",
+    ]
+    for title, options, prefix in groups:
+        parts += [f"## {title}", table(option_header, option_rows(options, prefix))]
+    parts.append("## Server optimizers")
+    parts.append("`server-optimizer` selects one of these.")
+    for name in catalogue.server_optimizer_names():
+        spec = catalogue.server_optimizer_spec(name)
+        parts += [f"### {name}", spec.summary]
+        if rows := option_rows(spec.options, f"{name}."):
+            parts.append(table(option_header, rows))
+    parts += ["## Presets", "`keel presets NAME` shows the keys that a preset sets."]
+    names = config.presets()
+    parts.append(
+        table(
+            ("preset", "method", "source", "rounds"),
+            (
+                [f"`{name}`", *(str(keys.get(k, "")) for k in ("method", "source", "num-rounds"))]
+                for name, keys in names.items()
+            ),
+        )
+    )
+    return "\n\n".join(parts)
+
+
+flag_words = {
+    "is_personal": "personal: evaluated with each client's own model",
+    "is_stateful": "stateful: stores client state between rounds",
+    "supports_mixed_architectures": "clients may train different architectures",
+    "supports_privacy": "supports differential privacy (`privacy.epsilon`)",
+    "supports_server_optimizer": "works with every server optimizer",
+}
+
+
+def methods_page() -> str:
+    """Every method with its documentation, capabilities and options."""
+    parts = [
+        "# Methods",
+        "Select one with `keel run method=NAME`. The text is the documentation at the top of the "
+        "method's file in `client_app/methods/`, which names the paper, the equations and the "
+        "differences from them.",
+    ]
+    for name in catalogue.method_names():
+        spec = catalogue.method_spec(name)
+        abilities = [words for flag, words in flag_words.items() if getattr(spec, flag)]
+        parts += [f"## {name}", f"{spec.summary}"]
+        parts.append("\n".join(f"- {words}" for words in abilities))
+        rest = spec.documentation.partition("\n")[2].strip()
+        parts.append(f"```text\n{rest}\n```" if rest else "")
+        if rows := option_rows(spec.options, f"{name}."):
+            parts.append(table(option_header, rows))
+    return "\n\n".join(part for part in parts if part)
+
+
+def commands_page() -> str:
+    """Every command with its arguments and options."""
+    parts = [
+        "# Commands",
+        "`keel COMMAND --help` shows the same in a terminal. Exit codes: 0 finished, 1 failed, "
+        "2 refused before anything was trained, 130 interrupted.",
+    ]
+    for name in command_line.COMMANDS:
+        parts += command_parts(f"keel {name}", command_line.load(name), level=2)
+    return "\n\n".join(part for part in parts if part)
+
+
+def command_parts(name: str, command: click.Command, level: int) -> list[str]:
+    """The sections of one command and its subcommands."""
+    context = click.Context(command, info_name=name)
+    usage = " ".join([name, *command.collect_usage_pieces(context)])
+    parts = [f"{'#' * level} {name}", f"```\n{usage}\n```", paragraphs(command.help)]
+    rows = []
+    for parameter in command.get_params(context):
+        if unlisted.intersection(parameter.opts) or getattr(parameter, "hidden", False):
+            continue
+        names = [*parameter.opts, *parameter.secondary_opts]
+        shown = ", ".join(f"`{n}`" for n in names if n.startswith("-")) or (
+            f"`{parameter.make_metavar(context)}`"
+        )
+        rows.append((shown, paragraphs(getattr(parameter, "help", None)).replace("\n", " ")))
+    if rows:
+        parts.append(table(("argument or option", "meaning"), rows))
+    for sub, child in getattr(command, "commands", {}).items():
+        if not child.hidden:
+            parts += command_parts(f"{name} {sub}", child, level + 1)
+    return parts
+
+
+def paragraphs(help_text: str | None) -> str:
+    """Help text as plain paragraphs, without Click's form feeds and wrap marks."""
+    return re.sub(r"[\b\f]", "", help_text or "").strip()
+
+
+PAGES = {"commands.md": commands_page, "methods.md": methods_page, "config.md": config_page}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """mkdocs' hook: add the generated pages."""
+    from mkdocs.structure.files import File
+
+    for name, page in PAGES.items():
+        files.append(File.generated(config, f"reference/{name}", content=page()))
+    return files
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    target.mkdir(parents=True, exist_ok=True)
+    for name, page in PAGES.items():
+        (target / name).write_text(page())

@@ -1,0 +1,82 @@
+"""Milliseconds an image of every model on this machine, for `keel models` and `keel presets`.
+
+Batch 64, on the run's device (the GPU if there is one); on a CPU with one thread, as simulation
+workers have by default. The minimum over a few repetitions after one warm-up.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from client_app.setup import device_for
+from models import StagedModel, build_model
+from protocol.catalogue import model_spec
+
+BATCH, NUM_CLASSES = 64, 10
+DEFAULT_INPUT = (3, 32)  # (channels, pixels) of a model whose paper names none
+budget_s = 0.5  # repetitions stop after it
+
+
+def input_of(name: str) -> tuple[int, int, int]:
+    """(channels, height, width) of the images that the model is measured and described with."""
+    spec = model_spec(name).input
+    channels, pixels = spec.channels or DEFAULT_INPUT[0], spec.image_size or DEFAULT_INPUT[1]
+    return channels, pixels, pixels
+
+
+def build(name: str, device: str) -> StagedModel:
+    """The model for `input_of(name)`; on device "meta" it has shapes but no values."""
+    channels, pixels, _ = input_of(name)
+    with torch.device(device):
+        return build_model(name, num_classes=NUM_CLASSES, channels=channels, image_size=pixels)
+
+
+def measure(name: str) -> dict[str, float | int | str]:
+    """Parameters of the model, and milliseconds an image of a forward pass and an SGD step."""
+    device = device_for("auto")
+    model = build(name, str(device)).to(memory_format=torch.channels_last)
+    x = torch.randn(BATCH, *input_of(name), device=device)
+    x = x.contiguous(memory_format=torch.channels_last)
+    y = torch.arange(BATCH, device=device) % NUM_CLASSES
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step() -> None:
+        sgd.zero_grad()
+        F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+        sgd.step()
+
+    @torch.no_grad()
+    def forward() -> None:
+        model(x)
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        step_ms = milliseconds(step, device)
+        model.eval()
+        forward_ms = milliseconds(forward, device)
+    finally:
+        torch.set_num_threads(num_threads)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "forward_ms": round(forward_ms / BATCH, 4),
+        "step_ms": round(step_ms / BATCH, 4),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu, 1 thread",
+    }
+
+
+def milliseconds(run: Callable[[], None], device: torch.device) -> float:
+    """The minimum over repetitions that fit in the time budget, at least one."""
+    run()
+    seconds: list[float] = []
+    while not seconds or sum(seconds) < budget_s:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return 1e3 * min(seconds)

@@ -1,0 +1,95 @@
+"""`keel bench`: speed as ratios measured within one run, and the size of the source."""
+
+import subprocess
+from collections import Counter
+from enum import StrEnum
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from protocol.config import app_folder, keel_home
+
+# part: (module in keel.benchmarks, function from BenchOptions to rows)
+PARTS = {
+    "steps": ("steps", "overheads"),
+    "engine": ("engine", "against_bare"),
+    "scale": ("engine", "scale"),
+    "splits": ("engine", "splits"),
+    "resnet50": ("steps", "resnet50_overheads"),
+    "operators": ("operators", "operators"),
+    "deployment": ("deployment", "round_cost"),
+    "gpu": ("gpu", "gpu"),
+}
+DEFAULT_PARTS = ("steps", "engine", "scale", "splits")
+Part = StrEnum("Part", list(PARTS))  # type: ignore[misc]  # from the table
+
+
+def bench(
+    parts: Annotated[
+        list[Part] | None,
+        typer.Argument(metavar="[PART]...", help=f"Default: {' '.join(DEFAULT_PARTS)}."),
+    ] = None,
+    lines: Annotated[bool, typer.Option("--lines", help="Count source lines instead.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="The same as the part gpu.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Smallest sizes: only checks that it runs.")
+    ] = False,
+    repetitions: Annotated[int, typer.Option(min=1, help="Of the engine part.")] = 2,
+    rounds: Annotated[int, typer.Option(min=2, help="The first of them does not count.")] = 4,
+    method: Annotated[str, typer.Option(help="Of the operators part.")] = "fedcka",
+    device: Annotated[str, typer.Option(help="Of the gpu part.")] = "cuda",
+    cifar10: Annotated[
+        Path | None, typer.Option(help="Images in train/CLASS/ and test/CLASS/, for the gpu part.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write OUT.json and OUT.md; default bench or bench-PART.")
+    ] = None,
+) -> None:
+    """Measure speed on this machine, as ratios within one run.
+
+    steps: local training by method. engine: whole rounds against bare loops. scale: up to 2,000
+    clients. splits: partitions. resnet50: steps of a large model (12 minutes). operators: where a
+    method spends its time. deployment: cost of a deployed round. gpu: on a GPU.
+    """
+    if lines:
+        print_lines()
+        return
+    from keel.benchmarks.report import BenchOptions, Row, collect, write
+
+    chosen = [str(part) for part in parts or []] + ["gpu"] * gpu
+    options = BenchOptions(
+        keel_home(), quick, repetitions, rounds, device, str(cifar10 or ""), method
+    )
+    options.home.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for part in chosen or DEFAULT_PARTS:
+        module, function = PARTS[part]
+        rows += collect(getattr(import_module(f"keel.benchmarks.{module}"), function)(options))
+    write(rows, out or Path("-".join(["bench", *chosen])))
+
+
+def source_lines(root: Path) -> Counter[str]:
+    """Lines of Python by package (tests and docs too), of the files that git tracks if it can."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=root, capture_output=True, text=True, check=False
+    )
+    names = listed.stdout.splitlines()
+    if not names:  # not a checkout
+        names = [str(path.relative_to(root)) for path in root.glob("*/**/*.py")]
+    count: Counter[str] = Counter()
+    for name in names:
+        *folders, _ = Path(name).parts
+        package = "/".join(folders[: 2 if folders[:1] == ["keel"] else 1]) or "."
+        if (root / name).is_file():
+            count[package] += len((root / name).read_text().splitlines())
+    return count
+
+
+def print_lines() -> None:
+    """A table of source lines by package; the total leaves the tests out."""
+    count = source_lines(app_folder)
+    for package, number in sorted(count.items()):
+        print(f"{number:7,} {package}")
+    print(f"{sum(n for package, n in count.items() if package != 'tests'):7,} without tests")

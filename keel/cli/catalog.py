@@ -1,0 +1,488 @@
+"""`keel methods`, `models`, `datasets` and `presets`: listings generated from the registries.
+
+torch is imported only to measure (models' speed, methods' traffic); the results are cached under
+$KEEL_HOME/cache until the code they depend on, or torch, changes.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from protocol.catalogue import (
+    MethodSpec,
+    method_names,
+    method_spec,
+    method_stem,
+    model_names,
+    model_spec,
+)
+from protocol.config import app_folder, default_config, keel_home, refuse_unknown, resolve_config
+from protocol.config import presets as known_presets
+from protocol.files import write_atomically
+from protocol.options import key_of, parse_options
+from server_app.history import duration
+
+Row = dict[str, Any]
+NameArgument = Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+MeasureOption = Annotated[bool, typer.Option("--measure", help="Measure again.")]
+
+# What a download leaves in data-dir, or the user may put there.
+DATA_FILES = {
+    "fashion-mnist": ("fashion-mnist", "FashionMNIST/raw"),
+    "mnist": ("mnist", "MNIST/raw"),
+    "cifar10": ("cifar-10-batches-py",),
+    "cifar100": ("cifar-100-python",),
+    "svhn": ("train_32x32.mat",),
+    "tiny-imagenet": ("tiny-imagenet-200",),
+}
+
+
+# --- methods ---------------------------------------------------------------------------------
+
+
+def methods(
+    name: NameArgument = None,
+    as_json: JsonOption = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the README's table.")] = False,
+) -> None:
+    """List the methods, or show one with its options."""
+    if name is None:
+        rows = method_rows()
+        if markdown:
+            print(markdown_table(rows))
+            return
+        show(rows, as_json, "Methods", traffic_how, hidden=("client state",))
+        return
+    refuse_unknown("method", name, list(method_names()))
+    spec = method_spec(name)
+    facts = {
+        "method": name,
+        "summary": spec.summary,
+        "paper": spec.paper,
+        "regularises": spec.regularises,
+        "traffic": traffic_of_all()[name],
+        "extra forwards": spec.extra_forwards,
+        "file": f"client_app/methods/{method_stem(name)}.py",
+        "capabilities": capabilities(spec),
+    }
+    show_one(facts, {"options": option_rows(spec.options, f"{name}.")}, as_json)
+
+
+traffic_how = (
+    "Traffic: bytes sent and received in a round, relative to FedAvg, on cnn-fedintr. "
+    "Extra forwards: forward passes per training step besides the local model's, before caching."
+)
+
+
+def method_rows() -> list[Row]:
+    """One row a method."""
+    traffic = traffic_of_all()
+    return [
+        {
+            "name": name,
+            "paper": spec.paper,
+            "regularises": spec.regularises,
+            "client state": spec.keeps,
+            "stateful": spec.is_stateful,
+            "personal": spec.is_personal,
+            "traffic": traffic[name],
+            "extra forwards": spec.extra_forwards,
+        }
+        for name, spec in ((name, method_spec(name)) for name in method_names())
+    ]
+
+
+def markdown_table(rows: Iterable[Row]) -> str:
+    """The README's table of methods."""
+    lines = [["method", "paper", "regularises", "client state", "traffic", "extra forwards"]]
+    lines.append(["---"] * len(lines[0]))
+    for row in rows:
+        name = f"`{row['name']}`" + (" (personal)" if row["personal"] else "")
+        texts = [row[column] for column in ("paper", "regularises", "client state")]
+        lines.append([name, *texts, f"{row['traffic']:.2f}", row["extra forwards"]])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def capabilities(spec: MethodSpec) -> Row:
+    """The method's capability flags with its default options."""
+    options = parse_options(spec.options, default_config(), prefix=f"{spec.name}.")
+    flags = [f.name for f in dataclasses.fields(spec) if f.name.startswith(FLAG_PREFIXES)]
+    return {flag: getattr(options, flag) for flag in (*flags, "default_weighting", "shared_part")}
+
+
+FLAG_PREFIXES = ("is_", "has_", "adapts_", "sends_", "supports_")
+
+
+def option_rows(options: type, prefix: str) -> list[Row]:
+    """One row an option: key, type, default, allowed values, description and source."""
+    types, defaults = typing.get_type_hints(options), default_config()
+    return [
+        {
+            "option": prefix + key_of(field),
+            "type": types[field.name].__name__,
+            "default": defaults.get(prefix + key_of(field)),
+            "range": field.metadata["constraint"].description,
+            "description": field.metadata["description"],
+            "source": field.metadata["source"],
+        }
+        for field in dataclasses.fields(options)
+    ]
+
+
+def traffic_of_all() -> dict[str, float]:
+    """Every method's `traffic`, from the cache."""
+    key = [digest_of("strategies/*.py", "models/*.py", "client_app/methods/*.py"), method_names()]
+    found: dict[str, float] = cached(
+        "traffic", key, lambda: {name: traffic(name) for name in method_names()}
+    )
+    return found
+
+
+def traffic(name: str) -> float:
+    """Bytes of the arrays sent and received in a round, relative to FedAvg's, on cnn-fedintr."""
+    from client_app.methods import method_of
+    from models import build_model
+    from strategies import strategy_for
+
+    config = resolve_config({"method": name, "model": "cnn-fedintr"})
+    parts = method_of(config).model_parts()
+
+    def build(**more: Any) -> Any:
+        return build_model("cnn-fedintr", num_classes=10, channels=3, image_size=32, **more)
+
+    def size_bytes(arrays: Mapping[str, Any]) -> int:
+        return sum(array.numel() * array.element_size() for array in arrays.values())
+
+    own = build(projection=parts.projection, projection_heads=parts.projection_heads)
+    strategy = strategy_for(config, own)
+    model = strategy.initial_arrays(own)
+    exchanged = (model, strategy.extra_like(), strategy.expected(model), strategy.expected_extra())
+    return round(sum(map(size_bytes, exchanged)) / (2 * size_bytes(build().state_dict())), 4)
+
+
+# --- models ----------------------------------------------------------------------------------
+
+
+def models(
+    name: NameArgument = None, as_json: JsonOption = False, measure: MeasureOption = False
+) -> None:
+    """List the models with their speed on this machine, or show one with its layers."""
+    if name is None:
+        rows = [model_row(each, measure) for each in model_names()]
+        show(rows, as_json, "Models", f"{measured_how} ({rows[0]['device']}).", hidden=("device",))
+        return
+    refuse_unknown("model", name, list(model_names()))
+    show_one(model_row(name, measure), {"layers": layer_rows(name)}, as_json)
+    if not as_json:
+        print(
+            "Width: entries of one image's representation if the model is split after this layer.\n"
+            "Fits: models that may train together in FedReCo at this split (equal widths)."
+        )
+
+
+measured_how = "ms an image in a forward pass and in an SGD step of batch 64, on this machine"
+
+
+def model_row(name: str, again: bool = False) -> Row:
+    """Norms, input, parameters and speed of a model."""
+    spec, speed = model_spec(name), model_speed(name, again)
+    size = spec.input.image_size
+    return {
+        "name": name,
+        "norms": ", ".join(spec.norms) or "none",
+        "input": f"{spec.input.channels} x {size} x {size}" if size else "as the data",
+        "parameters": speed["parameters"],
+        "forward ms": speed["forward_ms"],
+        "step ms": speed["step_ms"],
+        "device": speed["device"],
+    }
+
+
+def model_speed(name: str, again: bool = False) -> Row:
+    """What `keel.benchmarks.model_speed.measure` found on this machine, from the cache."""
+
+    def compute() -> Row:
+        from keel.benchmarks.model_speed import measure
+
+        Console(stderr=True).print(f"measuring {name} ...", style="dim")
+        return measure(name)
+
+    key = [platform.node(), version("torch"), digest_of("models/*.py")]
+    speed: Row = cached(f"speed-{name}", key, compute, again)
+    return speed
+
+
+def layer_rows(name: str) -> list[Row]:
+    """One row a stage, with the models whose representation has the same width there."""
+    key = [version("torch"), digest_of("models/*.py"), model_names()]
+    layers: dict[str, list[Row]] = cached(
+        "layers", key, lambda: {each: layers_of(each) for each in model_names()}
+    )
+    widths = {
+        other: {(row["layer"], row["width"]) for row in rows if row["width"]}
+        for other, rows in layers.items()
+        if other != name
+    }
+    return [
+        row | {"fits": [other for other in widths if (row["layer"], row["width"]) in widths[other]]}
+        for row in layers[name]
+    ]
+
+
+def layers_of(name: str) -> list[Row]:
+    """Every stage's output for one image, parameters, and width where the model is split there.
+
+    The last stage is called "features": split there, the representation is the classifier's input,
+    whichever stage that is.
+    """
+    import torch
+
+    from keel.benchmarks.model_speed import build, input_of
+
+    model = build(name, "meta").eval()
+    x = torch.zeros(1, *input_of(name), device="meta")
+    _, outputs = model.run(x, model.stage_names)
+    rows = [
+        {
+            "layer": stage,
+            "shape": list(output.shape[1:]),
+            "parameters": sum(p.numel() for p in model.stages[stage].parameters()),
+            "width": output.numel(),
+        }
+        for stage, output in zip(model.stage_names, outputs, strict=True)
+    ]
+    rows[-1] |= {"layer": "features", "width": model.feature_width}
+    head = sum(p.numel() for p in model.classifier.parameters())
+    classifier = {"layer": "classifier", "shape": [model.num_classes], "parameters": head}
+    return [*rows, classifier | {"width": None}]
+
+
+# --- data sets -------------------------------------------------------------------------------
+
+
+def datasets(name: NameArgument = None, as_json: JsonOption = False) -> None:
+    """List the data sets, or show one: its classes and pixel statistics."""
+    from data.sources import list_sources, load_source
+
+    data_dir, cache_dir = keel_home() / "data", keel_home() / "cache"
+    rows = {
+        info.name: {
+            "name": info.name,
+            "train": info.num_train,
+            "test": info.num_test,
+            "classes": info.num_classes,
+            "shape": info.image_shape and list(info.image_shape),
+            "description": info.description,
+            "here": availability(info.name, data_dir, cache_dir),
+        }
+        for info in list_sources()
+    }
+    if name is None:
+        caption = f"data-dir is {data_dir} by default."
+        show(list(rows.values()), as_json, "Data sets", caption, hidden=("description",))
+        return
+    if name in rows and rows[name]["here"] != "yes":
+        show_one(rows[name], {}, as_json)
+        return
+    source = load_source(name, data_dir, cache_dir)
+    facts = {
+        "name": source.name,
+        "shape": list(source.image_shape),
+        "mean": [round(value, 4) for value in source.mean],
+        "std": [round(value, 4) for value in source.std],
+    }
+    counts = [
+        {
+            "class": class_name,
+            "train": int((source.train.labels == label).sum()),
+            "test": int((source.test.labels == label).sum()),
+        }
+        for label, class_name in enumerate(source.class_names)
+    ]
+    show_one(facts, {"classes": counts}, as_json)
+
+
+def availability(name: str, data_dir: Path, cache_dir: Path) -> str:
+    """Whether the data set can be used here without a download, else how to get it."""
+    from data.readers import DEBIAN_DATASETS
+
+    if name.endswith(":PATH"):
+        return "your own: give its path"
+    if name not in DATA_FILES:
+        return "yes"
+    files = [data_dir / file for file in DATA_FILES[name]]
+    for about in cache_dir.glob("*/about.json"):
+        if json.loads(about.read_text())["key"]["source"] == name:
+            return "yes"
+    if any(path.exists() for path in (*files, DEBIAN_DATASETS / name)):
+        return "yes"
+    place = f"data-dir/{DATA_FILES[name][0]}"
+    return f"put it in {place}" if name == "tiny-imagenet" else f"download, or put it in {place}"
+
+
+# --- presets ---------------------------------------------------------------------------------
+
+
+def presets(
+    name: NameArgument = None, as_json: JsonOption = False, measure: MeasureOption = False
+) -> None:
+    """List the papers' settings with their expected time here, or show one with its keys."""
+    if name is None:
+        rows = [preset_row(each, measure) for each in known_presets()]
+        show(rows, as_json, "Presets", estimated_how, hidden=("expected seconds",))
+        return
+    refuse_unknown("preset", name, list(known_presets()))
+    keys: list[Row] = [{"key": k, "value": v} for k, v in known_presets()[name].items()]
+    show_one(preset_row(name, measure), {"keys": keys}, as_json)
+    if not as_json:
+        print(estimated_how)
+
+
+estimated_how = (
+    "Expected time is an estimate: measured ms an image of the model (scaled by the image's area) "
+    "times training samples, epochs and rounds, with the method's extra forward passes and the "
+    "evaluation of the test set, divided by the cores of this machine (by one GPU)."
+)
+
+
+def preset_row(name: str, again: bool = False) -> Row:
+    """Method, data, model, clients, rounds and expected time of a preset."""
+    config = resolve_config({"preset": name})
+    seconds = expected_seconds(name, again)
+    return {
+        "name": name,
+        "method": config.rounds.method,
+        "data": config.data.source,
+        "model": config.model.model,
+        "clients": config.rounds.num_clients,
+        "rounds": config.rounds.num_rounds,
+        "expected time": duration(seconds),
+        "expected seconds": round(seconds),
+    }
+
+
+def expected_seconds(preset: str, again: bool = False) -> float:
+    """An estimate of the preset's time on this machine; `estimated_how` says how it is made."""
+    from data.sources import list_sources
+
+    config = resolve_config({"preset": preset})
+    rounds, data, spec = config.rounds, config.data, model_spec(config.model.model).input
+    [info] = [info for info in list_sources() if info.name == data.source]
+    assert info.num_train
+    assert info.num_test
+    assert info.image_shape
+    speed = model_speed(config.model.model, again)
+    pixels = data.image_size or spec.image_size or info.image_shape[1]
+    area = (pixels / (spec.image_size or 32)) ** 2
+    extra = re.match(r"\d+", method_spec(rounds.method).extra_forwards)
+    step_ms = speed["step_ms"] + int(extra[0] if extra else 1) * speed["forward_ms"]
+    share = data.data_fraction * rounds.fraction_train * (1 - data.local_test_fraction)
+    training_ms = info.num_train * share * config.train.local_epochs * step_ms
+    evaluation_ms = info.num_test * speed["forward_ms"] / rounds.evaluate_every
+    workers = (os.cpu_count() or 1) if speed["device"].startswith("cpu") else 1
+    milliseconds = rounds.num_rounds * area * (training_ms + evaluation_ms) / workers
+    return float(milliseconds / 1e3)
+
+
+# --- output and cache ------------------------------------------------------------------------
+
+
+def show(
+    rows: Sequence[Row],
+    as_json: bool,
+    title: str,
+    caption: str = "",
+    hidden: Sequence[str] = (),
+) -> None:
+    """Rows with equal keys as JSON, or as a table without the hidden columns."""
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.padding = (0, 1, 0, 0)
+    columns = [column for column in rows[0] if column not in hidden]
+    for column in columns:
+        is_number = all(isinstance(row[column], int | float | None) for row in rows)
+        is_short = column == columns[0] or max(len(text_of(row[column])) for row in rows) <= 16
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=is_short)
+    for row in rows:
+        table.add_row(*(text_of(row[column]) for column in columns))
+    console = stdout()
+    console.print(table)
+    if caption:
+        console.print(caption, highlight=False)
+
+
+def show_one(facts: Row, tables: Mapping[str, Sequence[Row]], as_json: bool) -> None:
+    """Facts, one a line, then tables; or all of it as one JSON object."""
+    if as_json:
+        print(json.dumps(facts | dict(tables), indent=2))
+        return
+    console = stdout()
+    for key, value in facts.items():
+        line = Text.assemble((f"{key}: ", "bold"), text_of(value))
+        console.print(line, soft_wrap=True)
+    for title, rows in tables.items():
+        if rows:
+            show(rows, False, title)
+
+
+def stdout() -> Console:
+    """A console as wide as the terminal, or wide enough where lines are read by a program."""
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def text_of(value: Any) -> str:
+    """A cell: yes and no, thousands separated, lists with commas."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} = {text_of(v)}" for k, v in value.items())
+    if isinstance(value, list | tuple):
+        separator = " x " if all(isinstance(v, int) for v in value) else ", "
+        return separator.join(text_of(v) for v in value)
+    return str(value)
+
+
+def digest_of(*patterns: str) -> str:
+    """A digest of the source files that match."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in patterns for path in app_folder.glob(pattern)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def cached(name: str, key: Any, compute: Any, again: bool = False) -> Any:
+    """What `compute` returned when it was last called with this key; else, or `again`, call it."""
+    path = keel_home() / "cache" / f"{name}.json"
+    key = json.loads(json.dumps(key))
+    if not again and path.is_file():
+        stored = json.loads(path.read_text())
+        if stored["key"] == key:
+            return stored["value"]
+    value = compute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({"key": key, "value": value}).encode())
+    return value

@@ -1,0 +1,30 @@
+"""`keel check-method`: what any method has to fulfil."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from protocol.catalogue import method_names
+from protocol.config import refuse_unknown
+
+
+def check_method(
+    name: Annotated[str, typer.Argument(help="A method.")],
+) -> int:
+    """Test a method: options, gradients, state, determinism, resuming, flags.
+
+    Prints one line a check; exits with 1 if one fails. It takes a few seconds.
+    """
+    refuse_unknown("method", name, list(method_names()))
+    from keel.method_checks import check_method as results
+
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="keel-check-") as directory:
+        for result in results(name, Path(directory)):
+            failed += result.outcome == "FAIL"
+            reason = f": {result.reason}" if result.reason else ""
+            print(f"{result.outcome}  {result.check}{reason}", flush=True)
+    print(f"{name}: {failed} failed" if failed else f"{name}: all checks pass")
+    return int(failed > 0)

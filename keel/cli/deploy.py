@@ -1,0 +1,92 @@
+"""`keel deploy`: credentials, registration of clients, and a whole deployment on this machine."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Deploy a federation over machines, or on one."
+)
+
+
+@app.command()
+def credentials(
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="DNS name or IP address of the server; repeat it, or use commas."),
+    ] = None,
+    client: Annotated[
+        list[str] | None, typer.Option(help="Name of a client; repeat it, or use commas.")
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="Where they go.")] = Path("credentials"),
+    days: Annotated[int, typer.Option(help="Validity of the server's certificate.")] = 825,
+) -> None:
+    """Make a CA, the server's certificate and a key pair for each client.
+
+    Existing files are never overwritten: run it again with more clients to add them.
+
+    Example: keel deploy credentials --name fl.example.org --client site-a --client site-b
+    """
+    from keel.deployment.credentials import make_credentials
+
+    print("\n".join(make_credentials(folder, split(name), split(client), days)))
+
+
+@app.command()
+def register(
+    folder: Annotated[
+        Path, typer.Option("--credentials", help="The server's credentials directory.")
+    ] = Path("credentials/server"),
+    superlink: Annotated[str, typer.Option(help="HOST:PORT of its HTTP API.")] = "localhost:8000",
+    wait: Annotated[float, typer.Option(help="Seconds that the SuperLink has to start.")] = 0.0,
+) -> None:
+    """Register the clients' public keys with a SuperLink; keys it knows are left alone."""
+    from keel.deployment.register import register as register_keys
+
+    lines = register_keys(folder, superlink, wait)
+    print("\n".join(lines) or f"no keys in {folder / 'clients'}")
+
+
+@app.command()
+def loopback(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", show_default=False)
+    ] = None,
+    clients: Annotated[int, typer.Option(min=1, help="Number of clients.")] = 3,
+    timeout: Annotated[float, typer.Option(help="Seconds for the whole run.")] = 3600.0,
+    folder: Annotated[
+        Path | None, typer.Option(help="Keep logs and client state here.", show_default=False)
+    ] = None,
+) -> None:
+    """Deploy on this machine without containers, run once, and end it all.
+
+    Every process is a real one: SuperLink, SuperNodes, executors, resident workers, over TLS.
+
+    Example: keel deploy loopback --clients 3 method=fedintr num-rounds=5
+    """
+    from keel.cli.engines import app_directory
+    from keel.cli.overrides import checked_config, parse_overrides
+    from protocol.config import keel_home
+
+    try:
+        from keel.deployment.loopback import deploy_and_run
+    except ModuleNotFoundError:
+        raise ValueError("the image has no loopback: use a checkout or `pip install`") from None
+
+    keys = {"output-dir": str(keel_home() / "runs")} | parse_overrides(overrides or [])
+    checked_config(keys)  # a mistake shows here rather than in a log
+    with app_directory() as app:
+        finished, log = deploy_and_run(app, keys, clients, folder, timeout)
+    print(log)
+    if not finished:
+        raise typer.Exit(1)
+
+
+def split(values: list[str] | None) -> list[str]:
+    """The values, those with commas taken apart."""
+    return [part for value in values or [] for part in value.split(",") if part]
+
+
+if __name__ == "__main__":
+    app(prog_name="keel deploy")

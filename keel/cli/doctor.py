@@ -1,0 +1,130 @@
+"""`keel doctor`: what is wrong with this machine, one line a finding, and the way out."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keel.deployment.findings import Finding
+
+app = typer.Typer(add_completion=False)
+
+Credentials = Annotated[
+    Path | None, typer.Option(help="This machine's credentials directory.", show_default=False)
+]
+Fleet = Annotated[str, typer.Option(help="HOST:PORT of the SuperLink that clients connect to.")]
+Inside = Annotated[
+    bool, typer.Option("--inside", help="Check only where the code runs, which is here.")
+]
+Code = Annotated[str, typer.Option(hidden=True)]  # digest that Keel's client code must have
+
+
+@app.callback(invoke_without_command=True)
+def doctor(ctx: typer.Context) -> None:
+    """Check this machine for simulation, or a `client` or `server` of a deployment.
+
+    Exit code 1 if something is wrong. Changes nothing, but `client` decodes data into Keel's cache,
+    as a run would.
+    """
+    if ctx.invoked_subcommand is None:
+        from keel.deployment.checks_runtime import check_simulation
+
+        report(check_simulation())
+
+
+@app.command()
+def client(
+    credentials: Credentials = None,
+    fleet: Fleet = "",
+    source: Annotated[str, typer.Option(help="folder:PATH or npz:PATH; else $KEEL_SOURCE.")] = "",
+    classes: Annotated[str, typer.Option(help="The run's classes, separated by commas.")] = "",
+    model: Annotated[str, typer.Option(help="The run's model, for the image size.")] = "",
+    device: Annotated[str, typer.Option(help="Else $KEEL_DEVICE, else auto.")] = "",
+    worker: Annotated[
+        Path | None, typer.Option(help="The worker's socket; else $KEEL_WORKER.")
+    ] = None,
+    inside: Inside = False,
+    code: Code = "",
+) -> None:
+    """Check a client's machine: files, clock, port and key here; the rest where its code runs.
+
+    That is in Keel's containers if some run here, else on this machine. --source and --worker are
+    for a machine without containers: those have their own.
+    """
+    from client_app.worker_client import code_digest
+    from client_app.worker_socket import default_socket
+    from keel.deployment.checks_containers import check_containers
+    from keel.deployment.checks_host import check_client
+    from keel.deployment.checks_runtime import check_runtime
+
+    def findings() -> Iterable[Finding]:
+        inner = check_runtime(
+            "client",
+            code,
+            device or os.environ.get("KEEL_DEVICE") or "auto",
+            source or os.environ.get("KEEL_SOURCE", ""),
+            [name for name in classes.split(",") if name],
+            model,
+            worker or default_socket(),
+        )
+        if inside:
+            yield from inner
+            return
+        yield from check_client(*required(credentials, fleet))
+        options = ["--code", code_digest()]
+        for name, value in (("classes", classes), ("model", model), ("device", device)):
+            options += [f"--{name}", value] if value else []
+        unused = [f"--{n}" for n, value in (("source", source), ("worker", worker)) if value]
+        yield from check_containers("client", options, unused, lambda: inner)
+
+    report(findings())
+
+
+@app.command()
+def server(
+    credentials: Credentials = None,
+    fleet: Fleet = "",
+    superlink: Annotated[str, typer.Option(help="HOST:PORT of the SuperLink's HTTP API.")] = "",
+    inside: Inside = False,
+    code: Code = "",
+) -> None:
+    """Check a server's machine: files, clock, port, clients; and where its code runs."""
+    from client_app.worker_client import code_digest
+    from keel.deployment.checks_containers import check_containers
+    from keel.deployment.checks_host import check_server
+    from keel.deployment.checks_runtime import check_runtime
+
+    def findings() -> Iterable[Finding]:
+        inner = check_runtime("server", code)
+        if inside:
+            yield from inner
+            return
+        yield from check_server(*required(credentials, fleet), superlink)
+        yield from check_containers("server", ["--code", code_digest()], [], lambda: inner)
+
+    report(findings())
+
+
+def required(credentials: Path | None, fleet: str) -> tuple[Path, str]:
+    """Both options; BadParameter if one is missing."""
+    if credentials is None or not fleet:
+        raise typer.BadParameter("--credentials and --fleet are required without --inside")
+    return credentials, fleet
+
+
+def report(findings: Iterable[Finding]) -> None:
+    """Print the findings as they come; exit with status 1 if one is a problem."""
+    num_problems = 0
+    for finding in findings:
+        print(finding, flush=True)
+        num_problems += finding.is_problem
+    if num_problems:
+        print(f"{num_problems} problem{'s' if num_problems > 1 else ''}")
+        raise typer.Exit(1)
+    print("nothing is wrong")
+
+
+if __name__ == "__main__":
+    app(prog_name="keel doctor")

@@ -1,0 +1,171 @@
+"""`keel experiments`: run the papers' tables and figures, report, verify and list them."""
+
+import signal
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from keel.experiments.scale import SCALES
+from protocol.config import (
+    RENAMED_KEYS,
+    default_config,
+    keel_home,
+    refuse_unknown,
+    with_current_names,
+)
+from protocol.options import OptionValue
+
+app = typer.Typer(
+    help="Run, report and verify the papers' tables and figures, and sweeps of your own.",
+    no_args_is_help=True,
+)
+
+Output = Annotated[
+    Path | None, typer.Option(help="Folder of all runs and reports. Default: ~/.keel/experiments.")
+]
+Scale = Annotated[str, typer.Option(help=f"How far runs are shrunk: {', '.join(SCALES)}.")]
+
+
+def output_folder(output: Path | None) -> Path:
+    """The absolute output folder."""
+    return (output or keel_home() / "experiments").expanduser().absolute()
+
+
+def new_console() -> Console:
+    """Plain text, one line a message."""
+    return Console(highlight=False, soft_wrap=True)
+
+
+def parse_changes(assignments: Sequence[str]) -> dict[str, OptionValue]:
+    """The keys of `--set KEY=VALUE`; text needs no quotes."""
+    from keel.experiments.recipe_file import RUNNER_KEYS
+
+    defaults = default_config()
+    changes: dict[str, OptionValue] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise ValueError(f"--set {assignment}: expected KEY=VALUE")
+        if key in RUNNER_KEYS:
+            raise ValueError(f"--set {key}: set by the runner; use --seeds and --output")
+        refuse_unknown("config key", key, [*defaults, *RENAMED_KEYS])
+        default = defaults[RENAMED_KEYS.get(key, key)]
+        try:
+            changes[key] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            changes[key] = text
+        if isinstance(default, str) and not isinstance(changes[key], str):
+            changes[key] = text
+        elif isinstance(changes[key], str) and not isinstance(default, str):
+            kind = type(default).__name__
+            raise ValueError(f"--set {key} = {text!r}: expected a value of type {kind}")
+    return with_current_names(changes)
+
+
+@app.command("run")
+def run_command(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe, or path of a YAML file.")],
+    scale: Scale = "paper",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Rows and columns, as 'NAME;NAME'. Can be repeated.", metavar="NAMES"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=0, help="Number of seeds. 0: the recipe's.")] = 0,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A config key of all runs. Repeatable.", metavar="KEY=VALUE"),
+    ] = None,
+    grid: Annotated[
+        str, typer.Option(help="Values under tune: full or paper (its best). Default: by scale.")
+    ] = "",
+    workers: Annotated[
+        int, typer.Option(min=0, help="Runs at a time. 0: one a GPU, or one a core.")
+    ] = 0,
+    output: Output = None,
+) -> None:
+    """Run a recipe: a name from `keel experiments list`, or a YAML file.
+
+    Finished runs are skipped, interrupted ones resumed.
+    """
+    from keel.experiments.plan import selected
+    from keel.experiments.recipe import load_recipe
+    from keel.experiments.runs import Options
+
+    refuse_unknown("--scale", scale, list(SCALES))
+    refuse_unknown("--grid", grid, ["", "full", "paper"])
+    loaded = load_recipe(recipe)
+    cells = selected(loaded, [name.strip() for names in only or () for name in names.split(";")])
+    options = Options(
+        scale=scale,
+        changes=parse_changes(set_ or ()),
+        seeds=list(range(seeds)) or loaded.seeds,
+        full_grid=(grid or ("full" if scale == "paper" else "paper")) == "full",
+    )
+    from keel.experiments.runner import run_recipe  # torch; mistakes above are refused without it
+
+    console, folder = new_console(), output_folder(output)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        failed = run_recipe(loaded, cells, options, folder, workers, console)
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command resumes from the last finished rounds")
+        raise typer.Exit(130) from None
+    for name, reason in failed.items():
+        console.print(f"[red]failed[/] {name}: {escape(reason)}")
+    if loaded.shows == "labels":
+        console.print("nothing to train: the report draws the splits")
+    console.print(f"results: {folder}; keel experiments report --output {folder}")
+    raise typer.Exit(1 if failed else 0)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+@app.command("report")
+def report_command(output: Output = None) -> None:
+    """Write report.html and report.md on everything that was run."""
+    from keel.experiments.rendering import write_report
+
+    for path in write_report(output_folder(output)):
+        print(path)
+
+
+@app.command("verify")
+def verify_command(
+    directory: Annotated[Path, typer.Argument(help="A run directory, or a folder of several.")],
+    rounds: Annotated[int, typer.Option(help="Rounds to replay.")] = 2,
+) -> None:
+    """Verify finished runs against their manifests, and replay their first rounds."""
+    from keel.experiments.verify import verify
+
+    raise typer.Exit(verify(directory, rounds, new_console()))
+
+
+@app.command("list")
+def list_command(scale: Scale = "paper", output: Output = None) -> None:
+    """List the recipes, which runs are finished on this machine, and how long the others take.
+
+    The time is for one run at a time. It is extrapolated from finished runs in the output folder
+    with the same data and model, so it is unknown before the first.
+    """
+    from keel.experiments.overview import overview
+
+    refuse_unknown("--scale", scale, list(SCALES))
+    console = Console(highlight=False)
+    names = ("recipe", "paper", "title", "size", "finished", "time left")
+    shown = [i for i, name in enumerate(names) if name != "title" or console.width >= 120]
+    table = Table(*(names[i] for i in shown), box=None, title=f"Recipes at scale {scale}")
+    for line in overview(scale, output_folder(output)):
+        table.add_row(*(line[i] for i in shown))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    app()

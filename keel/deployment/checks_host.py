@@ -1,0 +1,187 @@
+"""Checks of a server's or a client's machine: credentials, clock, port, registration."""
+
+import datetime
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+from keel.deployment.findings import Finding, check, fine, problem
+from keel.deployment.reach import handshake, split_address
+from keel.deployment.superlink import SuperLinkClient
+from protocol.flower_compat.registration import Registration, registration_of
+
+min_validity = datetime.timedelta(days=30)  # of a certificate, before the doctor warns
+timeout_s = 10.0
+hostname_mismatch, expired, not_yet_valid = 62, 10, 9  # X509_V_ERR_... of OpenSSL
+
+
+@check
+def check_private_files(folder: Path, names: Sequence[str]) -> Iterator[Finding]:
+    """The files exist and are readable, and private ones are readable by their owner only."""
+    for name in names:
+        path = folder / name
+        if not path.exists():
+            yield problem(f"{path} is missing: copy it from where `keel deploy credentials` ran")
+        elif not os.access(path, os.R_OK):
+            yield problem(
+                f"{path} belongs to user id {path.stat().st_uid} and is not readable by "
+                f"{os.getuid()}: run the doctor as root. It has to belong to the user id that the "
+                "deployment runs as (KEEL_UID; 10001 if root deployed)"
+            )
+        elif name.endswith((".key", ".secret")) and path.stat().st_mode & 0o077:
+            yield problem(f"{path} is readable by others: chmod 600 {path}")
+
+
+@check
+def check_certificate(path: Path, now: datetime.datetime) -> Iterator[Finding]:
+    """A certificate is valid now; one from the future may also mean a clock that is behind."""
+    if not os.access(path, os.R_OK):  # reported by check_private_files
+        return
+    certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now < first:
+        yield problem(
+            f"{path} is valid from {first:%Y-%m-%d %H:%M}, this machine's clock says "
+            f"{now:%Y-%m-%d %H:%M} UTC: set the clock"
+        )
+    elif now > last:
+        yield problem(f"{path} expired on {last:%Y-%m-%d}: make a new one")
+    elif last - now < min_validity:
+        yield problem(f"{path} expires soon, on {last:%Y-%m-%d}: make a new one")
+    else:
+        yield fine(f"{path} is valid until {last:%Y-%m-%d}")
+
+
+@check
+def check_clock() -> Iterator[Finding]:
+    """The system's clock is synchronised, if the system knows."""
+    if not shutil.which("timedatectl"):
+        return
+    command = ["timedatectl", "show", "--property", "NTPSynchronized", "--value"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    if done.stdout.strip() == "no":
+        yield problem(
+            "clock: not synchronised; the SuperLink refuses SuperNodes whose clock is off by "
+            "5 minutes: turn on NTP (timedatectl set-ntp true)"
+        )
+
+
+@check
+def check_port(address: str, ca: Path) -> Iterator[Finding]:
+    """A TLS server listens there, with a certificate of our CA for this name."""
+    host, port = split_address(address)
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except socket.gaierror:
+        yield problem(f"{host}: no such name; check the name and this machine's DNS")
+        return
+    except TimeoutError:
+        yield problem(f"{address}: no answer; a firewall may drop port {port}")
+        return
+    except OSError as error:
+        yield problem(f"{address}: {error.strerror}: is the SuperLink running, the port published?")
+        return
+    if not os.access(ca, os.R_OK):  # reported by check_private_files
+        return
+    try:
+        ssl.create_default_context(cafile=str(ca))
+    except OSError as error:
+        yield problem(f"{ca} is not a CA certificate: {error}")
+        return
+    try:
+        handshake(address, ca)
+    except ssl.SSLCertVerificationError as error:
+        why = error.verify_message
+        if error.verify_code == hostname_mismatch or "mismatch" in why.lower():
+            yield problem(f"{address}: its certificate is for other names: {why}")
+        elif error.verify_code == expired:
+            yield problem(f"{address}: its certificate has expired")
+        elif error.verify_code == not_yet_valid:
+            yield problem(f"{address}: its certificate is not yet valid: set this machine's clock")
+        else:
+            yield problem(f"{address}: its certificate is not from the CA in {ca}: {why}")
+    except OSError as error:
+        yield problem(f"{address}: no TLS there ({error}): is it another service's port?")
+    else:
+        yield fine(f"{address} answers, with a certificate of our CA for this name")
+
+
+@check
+def check_key(address: str, ca: Path, key: Path) -> Iterator[Finding]:
+    """The SuperLink knows this client's key. Changes nothing there."""
+    try:
+        private = load_ssh_private_key(key.read_bytes(), None)
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        yield problem(f"{key} is not an OpenSSH private key: {error}")
+        return
+    if not isinstance(private, ec.EllipticCurvePrivateKey):
+        yield problem(f"{key} is not an ECDSA key: `keel deploy credentials` makes one")
+        return
+    registration, details = registration_of(private, address, ca.read_bytes(), timeout_s)
+    match registration:
+        case Registration.KNOWN:
+            yield fine(f"the SuperLink knows the key in {key}")
+        case Registration.CLOCKS_DIFFER:
+            yield problem("this machine's clock differs from the SuperLink's: set the clocks")
+        case Registration.UNKNOWN:
+            yield problem(
+                f"the SuperLink does not know the key in {key}: register "
+                f"{key.with_suffix('.pub')} there (`make register` on the server's machine)"
+            )
+        case Registration.REFUSED:
+            yield problem(f"the SuperLink refuses the key in {key}: {details[:300]}")
+
+
+@check
+def check_registered(credentials: Path, superlink: str) -> Iterator[Finding]:
+    """Every key in credentials/clients is registered, and every SuperNode is connected."""
+    with tempfile.TemporaryDirectory() as home:
+        client = SuperLinkClient(Path(home), superlink, credentials / "ca.pem")
+        try:
+            nodes = {str(node["node-id"]): str(node["status"]) for node in client.nodes()}
+        except RuntimeError as error:
+            yield problem(f"{superlink}: {' '.join(str(error).split())[:300]}")
+            return
+    num_keys = len(list((credentials / "clients").glob("*.pub")))
+    if len(nodes) < num_keys:
+        yield problem(f"{len(nodes)} of {num_keys} clients' keys are registered: make register")
+    for node, status in sorted(nodes.items()):
+        if status != "online":
+            yield problem(f"SuperNode {node} is {status}: run `keel doctor client` on its machine")
+    if num_online := list(nodes.values()).count("online"):
+        yield fine(f"{num_online} SuperNodes are connected")
+
+
+def check_server(credentials: Path, fleet: str, superlink: str) -> Iterator[Finding]:
+    """Everything on a server's machine. fleet, superlink: HOST:PORT; superlink may be empty."""
+    now = datetime.datetime.now(datetime.UTC)
+    names = ["ca.pem", "server.pem", "server.key", "executor.secret"]
+    yield from check_private_files(credentials, names)
+    yield from check_certificate(credentials / "ca.pem", now)
+    yield from check_certificate(credentials / "server.pem", now)
+    yield from check_clock()
+    yield from check_port(fleet, credentials / "ca.pem")
+    if superlink:
+        yield from check_registered(credentials, superlink)
+
+
+def check_client(credentials: Path, fleet: str) -> Iterator[Finding]:
+    """Everything on a client's machine. fleet: HOST:PORT of the SuperLink."""
+    ca, key = credentials / "ca.pem", credentials / "client.key"
+    yield from check_private_files(credentials, ["ca.pem", "client.key", "executor.secret"])
+    yield from check_certificate(ca, datetime.datetime.now(datetime.UTC))
+    yield from check_clock()
+    port = list(check_port(fleet, ca))
+    yield from port
+    if any(not finding.is_problem for finding in port) and os.access(key, os.R_OK):
+        yield from check_key(fleet, ca, key)

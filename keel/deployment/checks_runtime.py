@@ -1,0 +1,249 @@
+"""Checks of where Keel's code runs: versions, disk, device, data, worker, simulation."""
+
+import os
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+from packaging.requirements import Requirement
+
+from client_app.worker_client import code_digest
+from client_app.worker_socket import worker_status
+from keel.deployment.findings import Finding, check, fine, problem
+from protocol.config import keel_home, project_file, resolve_config
+
+min_disk_bytes = 2 * 2**30  # a few models' checkpoints and decoded data
+min_memory_bytes = 2 * 2**30  # Ray, a worker and a server with torch
+min_shared_memory_bytes = 2**28  # Ray's object store passes models through it
+timeout_s = 10.0
+GiB = 2**30
+
+
+@check
+def check_versions(code: str = "") -> Iterator[Finding]:
+    """Python and the packages that Keel requires and, if given, the digest of Keel's code."""
+    is_right = True
+    for required in requirements():
+        try:
+            version = metadata.version(required.name)
+        except metadata.PackageNotFoundError:
+            version = ""
+        if not version or not required.specifier.contains(version, prereleases=True):
+            is_right = False
+            yield problem(
+                f"{required.name} is {version or 'not installed'}, expected {required.specifier}: "
+                "install Keel's requirements (`make env`, `make image`)"
+            )
+    if code and code != code_digest():
+        yield problem(
+            f"versions: Keel's client code is {code_digest()} here, {code} in the checkout that "
+            "the doctor was called from: take the same version, then `make image` and deploy again"
+        )
+    elif is_right:
+        names = ", ".join(f"{name} {metadata.version(name)}" for name in ("flwr", "torch"))
+        yield fine(
+            f"versions: Python {'.'.join(map(str, sys.version_info[:3]))}, {names}; "
+            f"Keel's client code is {code_digest()}"
+        )
+
+
+def requirements() -> list[Requirement]:
+    """The packages that Keel needs."""
+    project = tomllib.loads(project_file().read_text())["project"]
+    return [Requirement(line) for line in project["dependencies"]]
+
+
+@check
+def check_disk(folder: Path) -> Iterator[Finding]:
+    """There is room, and write access, where state, runs and decoded data go."""
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < min_disk_bytes:
+        yield problem(
+            f"disk: {free / GiB:.1f} GiB free at {folder}, expected {min_disk_bytes / GiB:.0f}: "
+            "make room, or set KEEL_HOME to another disk"
+        )
+    elif not os.access(existing, os.W_OK):
+        yield problem(
+            f"disk: {existing} is not writable for user id {os.getuid()}: change its owner, or set "
+            "KEEL_HOME to another directory"
+        )
+    else:
+        yield fine(f"disk: {free / GiB:.1f} GiB free at {folder}")
+
+
+@check
+def check_device(name: str) -> Iterator[Finding]:
+    """torch can use the device."""
+    import torch
+
+    from client_app.setup import device_for
+
+    try:
+        device = device_for(name)
+    except ValueError as error:
+        hint = "no NVIDIA driver is visible here; a container needs compose.gpu.yml"
+        if shutil.which("nvidia-smi"):
+            built = torch.version.cuda or "no CUDA"
+            hint = f"this machine has NVIDIA's driver, torch is built for {built}"
+        yield problem(f"{error}; {hint}")
+        return
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+        free, total = torch.cuda.mem_get_info(device)
+        gpu = torch.cuda.get_device_name(device)
+        yield fine(f"device: {device}, {gpu}, {free / GiB:.0f} of {total / GiB:.0f} GiB free")
+    elif name == "auto":
+        yield fine(f"device: {device}; auto finds no GPU")
+    else:
+        yield fine(f"device: {device}")
+
+
+@check
+def check_data(
+    source: str, classes: Sequence[str], run_config: dict[str, str]
+) -> Iterator[Finding]:
+    """The data can be read, and the run knows its classes."""
+    from client_app.setup import open_source
+
+    data = open_source(resolve_config(run_config), source)
+    unknown = [name for name in data.class_names if classes and name not in classes]
+    if unknown:
+        yield problem(
+            f"data: {source} has the class {unknown[0]!r}, the run's are {', '.join(classes)}: "
+            "rename or remove it"
+        )
+        return
+    counts = np.bincount(np.asarray(data.train.labels), minlength=data.num_classes)
+    per_class = ", ".join(f"{n} {c}" for n, c in zip(data.class_names, counts, strict=True) if c)
+    shape = " x ".join(map(str, data.image_shape))
+    yield fine(f"data: {counts.sum()} training images of {shape}: {per_class}")
+
+
+@check
+def check_worker(path: Path | None) -> Iterator[Finding]:
+    """The resident worker answers, and runs this machine's code."""
+    if path is None:
+        return
+    status = worker_status(str(path), timeout_s)
+    if status["code"] != code_digest():
+        yield problem(f"worker: runs code {status['code']}, here is {code_digest()}: restart it")
+    else:
+        yield fine(f"worker: process id {status['pid']}, {status['versions']}")
+
+
+def check_runtime(
+    machine: str,
+    code: str = "",
+    device: str = "auto",
+    source: str = "",
+    classes: Sequence[str] = (),
+    model: str = "",
+    worker: Path | None = None,
+) -> Iterator[Finding]:
+    """Everything where the code of a `server` or a `client` runs; data and worker if given."""
+    yield from check_versions(code)
+    yield from check_disk(keel_home())
+    if machine == "client":
+        yield from check_device(device)
+        if source:
+            yield from check_data(source, classes, {"model": model} if model else {})
+        yield from check_worker(worker)
+
+
+# --- simulation ------------------------------------------------------------------------------
+@check
+def check_memory() -> Iterator[Finding]:
+    """There is memory for a simulation, and shared memory for Ray."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # the system's own estimate counts the page cache as available
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    if free < min_memory_bytes:
+        yield problem(
+            f"memory: {free / GiB:.1f} GiB available, expected {min_memory_bytes / GiB:.0f}: end "
+            "other programs, or run with fewer simulation workers (--engine inline uses one)"
+        )
+    else:
+        yield fine(f"memory: {free / GiB:.1f} GiB available, {os.cpu_count()} CPU cores")
+    shared = Path("/dev/shm")
+    if shared.exists() and (size := shutil.disk_usage(shared).total) < min_shared_memory_bytes:
+        yield problem(
+            f"memory: /dev/shm has {size / 2**20:.0f} MiB, Ray needs "
+            f"{min_shared_memory_bytes / 2**20:.0f}: start the container with --shm-size=1g"
+        )
+
+
+@check
+def check_ray() -> Iterator[Finding]:
+    """Ray is installed, in the version that Flower's simulation requires."""
+    for line in metadata.requires("flwr") or []:
+        required = Requirement(line)
+        if required.name != "ray" or (
+            required.marker and not required.marker.evaluate({"extra": "simulation"})
+        ):
+            continue
+        try:
+            version = metadata.version("ray")
+        except metadata.PackageNotFoundError:
+            version = ""
+        if version and required.specifier.contains(version):
+            cluster = os.environ.get("RAY_ADDRESS")
+            yield fine(f"Ray {version}" + (f", cluster {cluster}" if cluster else ""))
+        else:
+            yield problem(
+                f"Ray is {version or 'not installed'}, expected {required.specifier}: "
+                "install flwr[simulation] (`make env`), or run with --engine inline"
+            )
+        return
+    yield problem("Ray: this flwr has no extra `simulation` for this Python: use --engine inline")
+
+
+@check
+def check_entry_points() -> Iterator[Finding]:
+    """The programs that a run starts are those of this Python."""
+    bin_dir = Path(sys.executable).parent
+    path = f"{bin_dir}{os.pathsep}{os.environ.get('PATH', '')}"
+    programs = ("flwr", "flower-superlink", "flower-superexec", "flwr-serverapp", "flwr-simulation")
+    missing = [name for name in programs if not (bin_dir / name).exists()]
+    if missing:
+        elsewhere = shutil.which(missing[0], path=path)
+        yield problem(
+            f"entry points: {bin_dir} lacks {', '.join(missing)}"
+            + (f" (PATH has {elsewhere}, of another Python)" if elsewhere else "")
+            + ": install flwr into this environment"
+        )
+    else:
+        yield fine(f"entry points: {', '.join(programs[:3])}, ... in {bin_dir}")
+
+
+@check
+def check_data_sets() -> Iterator[Finding]:
+    """The size of Keel's directories, and the data sets that are downloaded or decoded there."""
+    home = keel_home()
+    sizes = {
+        name: sum(p.stat().st_size for p in (home / name).rglob("*") if p.is_file())
+        for name in ("data", "cache", "runs")
+    }
+    used = ", ".join(f"{name} {size / GiB:.1f} GiB" for name, size in sizes.items())
+    yield fine(f"caches: {used} in {home}")
+    names = {path.name.rpartition("-")[0] for path in (home / "cache").glob("*-*")}  # less digest
+    names |= {path.name for path in (home / "data").glob("*")}
+    here = ", ".join(sorted(names)) or "none"
+    yield fine(f"data sets downloaded or decoded: {here}; `keel datasets` lists all")
+
+
+def check_simulation() -> Iterator[Finding]:
+    """Everything that a simulation on this machine needs."""
+    yield from check_versions()
+    yield from check_device("auto")
+    yield from check_disk(keel_home())
+    yield from check_memory()
+    yield from check_ray()
+    yield from check_entry_points()
+    yield from check_data_sets()

@@ -1,0 +1,98 @@
+"""Checks before the first run: what can be known beforehand fails no run hours later."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from client_app.methods import method_of
+from client_app.setup import client_indices, model_for, open_source
+from keel.experiments.plan import last_round_read
+from keel.experiments.recipe import Cell, Recipe
+from keel.experiments.runs import Options, Run, run_of
+from protocol.config import RunConfig, resolve_config
+from protocol.options import OptionValue
+from server_app.checks import check_config
+from server_app.roster import evaluates_clients
+
+
+def check_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options, output: Path) -> None:
+    """Check each run's config, data (read, and downloaded, once), split and model.
+
+    ValueError naming the recipe's line.
+    """
+    refuse_overriding(cells, options.changes)
+    checked: set[object] = set()
+
+    def is_new(what: object) -> bool:
+        if what in checked:
+            return False
+        checked.add(what)
+        return True
+
+    def check(cell: Cell, runs: Sequence[Run]) -> None:
+        configs = [resolve_config(run.keys) for run in runs]
+        if is_new(runs[0].name):
+            check_config(configs[0])
+        for config in configs:  # a split may be impossible for one seed only
+            clients = config.rounds.num_clients
+            if is_new((config.data, clients, config.rounds.seed)):
+                client_indices(config, 0, clients)
+        if recipe.shows != "labels":
+            check_reading(cell, runs[0], configs[0])
+            if is_new((runs[0].name, "model")):
+                check_model(configs[0])
+
+    for cell in cells:
+        for candidate in cell.candidates:
+            try:
+                check(cell, [run_of(cell, candidate, s, options, output) for s in options.seeds])
+            except (ValueError, OSError) as error:
+                raise ValueError(
+                    f"{recipe.path}, {recipe.lines_of(cell, str(error))} "
+                    f"({cell.row.name}; {cell.column.name}): {error}"
+                ) from error
+
+
+def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue]) -> None:
+    """ValueError if a --set would override a key in which cells differ."""
+    if not changes:
+        return
+    configs = [resolve_config(cell.keys).flat for cell in cells]
+    for key in sorted(changes):
+        is_tuned = any(key in candidate for cell in cells for candidate in cell.candidates)
+        values = sorted({str(flat.get(key)) for flat in configs})
+        if is_tuned or len(values) > 1:
+            raise ValueError(
+                f"--set {key}: rows, columns or tuned values of this recipe differ in it "
+                f"({', '.join(values)}); select some with --only, or another --output if others "
+                "were run into this one"
+            )
+
+
+def check_model(config: RunConfig) -> None:
+    """ValueError if the method needs representations that the model does not have."""
+    method = method_of(config)
+    if method.is_local_objective:
+        method.check_model(model_for(config, open_source(config)))
+
+
+def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
+    """ValueError if the cell's number could not be read from this run."""
+    if cell.at > run.paper_rounds:
+        raise ValueError(f"at = {cell.at}: expected at most {run.paper_rounds}, the last round")
+    if cell.take.how == "seconds a round":
+        return
+    last, every = last_round_read(cell, run), config.rounds.evaluate_every
+    if last % every and last < run.rounds:
+        raise ValueError(
+            f"at = {cell.at}: corresponds to round {last} of {run.rounds}, which "
+            f"evaluate-every = {every} skips"
+        )
+    method = method_of(config)
+    evaluates = evaluates_clients(config, method) != "none"
+    has_curve = {
+        "global.accuracy": method.has_global_model and config.rounds.evaluate_global,
+        "local_global.mean": method.has_global_model and evaluates,
+        "personal.mean": method.is_personal and evaluates,
+    }
+    if not has_curve[cell.of]:
+        raise ValueError(f"of = {cell.of!r}: not recorded by {config.rounds.method} in this config")

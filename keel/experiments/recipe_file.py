@@ -1,0 +1,246 @@
+"""The YAML file of a recipe: its keys, validated by pydantic, with line numbers in errors.
+
+Example: `docs/sweep.yaml`. `keel.experiments.recipe` expands the file into the cells of a table.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from keel.experiments.measure import Curve, Take, parse_take
+from protocol.config import RENAMED_KEYS, RENAMED_VALUES, default_config, refuse_unknown
+from protocol.options import OptionValue
+
+RUNNER_KEYS = {"seed", "resume", "output-dir", "run-name"}
+ENTRY_KEYS = ("of", "take", "at", "tune", "tuned", "paper")
+MAX_SHOWN = 80  # characters of a refused value
+
+
+class LineError(ValueError):
+    """A mistake in a line of the file."""
+
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(f"line {line}: {message}")
+
+
+class Lines(dict[Any, Any]):
+    """A YAML mapping with the line number of each key."""
+
+    lines: Mapping[Any, int]
+
+
+class _Loader(yaml.SafeLoader):
+    """Keeps line numbers; refuses a duplicate key, where YAML would let the last one win."""
+
+
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Lines:
+    lines: dict[Any, int] = {}
+    for key_node, _ in node.value:
+        if key_node.value == "<<":
+            continue
+        key, line = loader.construct_object(key_node), key_node.start_mark.line + 1
+        if key in lines:
+            raise LineError(line, f"{key!r} is a duplicate of line {lines[key]}")
+        lines[key] = line
+    loader.flatten_mapping(node)
+    mapping = Lines(loader.construct_mapping(node, deep=True))
+    mapping.lines = {key: lines.get(key, node.start_mark.line + 1) for key in mapping}
+    return mapping
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
+
+
+def current_names(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Config keys and values under today's names, without a warning: `old_names` finds those."""
+    current: dict[str, Any] = {}
+    for key, value in keys.items():
+        name = RENAMED_KEYS.get(key, key)
+        if name != key and name in keys:
+            raise ValueError(f"{key} is the old name of {name}: give {name} only")
+        current[name] = RENAMED_VALUES.get((name, str(value)), value)
+    return current
+
+
+def old_names(node: Any) -> Iterator[tuple[int, str, str]]:
+    """(line, old name, today's name) of each key that was renamed."""
+    if isinstance(node, Lines):
+        for key, value in node.items():
+            renamed = RENAMED_KEYS | {"note": "notes"}
+            if key in renamed and not isinstance(value, dict):  # a row may have such a name
+                yield node.lines[key], key, renamed[key]
+            yield from old_names(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from old_names(value)
+
+
+# --- the types of values ----------------------------------------------------------------------
+
+
+def _config_key(key: str) -> str:
+    known = default_config()
+    if key not in known:
+        near = difflib.get_close_matches(key, [*known, *ENTRY_KEYS], n=1)
+        hint = f"did you mean {near[0]}?" if near else "pyproject.toml lists the keys"
+        raise ValueError(f"config key = {key!r} is unknown; {hint}")
+    if key in RUNNER_KEYS:
+        raise ValueError(f"{key} is set by the runner: use seeds and --output")
+    return key
+
+
+def _config_value(value: object) -> object:
+    if not isinstance(value, bool | int | float | str):
+        raise ValueError(
+            "expected a number, true, false or text; a list belongs under grid (each value is a "
+            "row) or tune (the best value is reported)"
+        )
+    return value
+
+
+def _values(value: object) -> object:
+    if not isinstance(value, list) or not value:
+        raise ValueError("expected a list of values")
+    return value
+
+
+def _config_keys(value: object) -> object:
+    if value is None:
+        return {}
+    return current_names(value) if isinstance(value, dict) else value
+
+
+def _seeds(value: object) -> object:
+    seeds = list(range(value)) if type(value) is int else value
+    are_valid = isinstance(seeds, list) and all(type(s) is int and s >= 0 for s in seeds)
+    if not are_valid or not seeds or len(set(seeds)) < len(seeds):  # type: ignore[arg-type, call-overload]
+        raise ValueError("expected a number >= 1, or a list of different seeds >= 0")
+    return seeds
+
+
+def _as_list(value: object) -> object:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+ConfigKey = Annotated[str, AfterValidator(_config_key)]
+ConfigValue = Annotated[Any, AfterValidator(_config_value)]
+ConfigValues = Annotated[list[ConfigValue], BeforeValidator(_values)]
+ConfigKeys = Annotated[dict[ConfigKey, ConfigValue], BeforeValidator(_config_keys)]
+ConfigLists = Annotated[dict[ConfigKey, ConfigValues], BeforeValidator(_config_keys)]
+Name = Annotated[str, BeforeValidator(str)]
+Text = Annotated[str, AfterValidator(str.strip)]
+Texts = Annotated[list[Text], BeforeValidator(_as_list)]
+PaperNumber = Annotated[float, Field(strict=True)] | None
+
+
+class Reading(BaseModel):
+    """How a cell's number is read: which curve, how it becomes one number, at which round."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    of: Curve | None = None
+    take: Annotated[Take | None, BeforeValidator(parse_take)] = None
+    at: Annotated[int, Field(strict=True, ge=0)] = 0
+
+
+class Entry(Reading):
+    """A row or a column: config keys, beside the keys of recipes.
+
+    parts: its name on each axis; line: 0 if it is not in the file; lines: of its keys.
+    """
+
+    keys: ConfigKeys = {}
+    tune: ConfigLists = {}
+    tuned: Annotated[list[OptionValue | None], BeforeValidator(_as_list)] = []
+    paper: Annotated[list[PaperNumber], BeforeValidator(_as_list)] = []
+    parts: tuple[str, ...] = ()
+    line: int = 0
+    lines: dict[str, int] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_config_keys(cls, body: Any) -> Any:
+        if not isinstance(body, Lines):
+            return {} if body is None else body
+        entry: dict[str, Any] = {key: body[key] for key in body if key in ENTRY_KEYS}
+        return entry | {"keys": {key: body[key] for key in body if key not in ENTRY_KEYS}}
+
+    @property
+    def name(self) -> str:
+        """Its parts as one name."""
+        return ", ".join(self.parts)
+
+
+class RecipeFile(Reading):
+    """The keys of a recipe. `note` is the name of `notes` before 0.2."""
+
+    title: Text = ""
+    paper: Text = ""
+    item: Text = ""
+    notes: Texts = Field(default=[], validation_alias=AliasChoices("notes", "note"))
+    shows: Literal["table", "curves", "labels"] = "table"
+    seeds: Annotated[list[int], BeforeValidator(_seeds)] = [0]
+    config: ConfigKeys = {}
+    columns: Annotated[list[dict[Name, Entry]], BeforeValidator(_as_list)] = []
+    rows: Annotated[list[dict[Name, Entry]], BeforeValidator(_as_list)] = []
+    grid: ConfigLists = {}
+    claims: Texts = []
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+def read_recipe_file(text: str) -> tuple[RecipeFile, Lines]:
+    """The validated file and its mapping with line numbers. LineError for the first mistake."""
+    try:
+        top = yaml.load(text, _Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise LineError(line, f"not YAML: {error.problem}") from error
+    if not isinstance(top, Lines):
+        raise LineError(1, "expected a mapping; see docs/experiments.md")
+    try:
+        return RecipeFile.model_validate(top), top
+    except ValidationError as error:
+        found = [_described(details, top) for details in error.errors()]
+        raise LineError(*min(found)) from error
+
+
+def _described(error: ErrorDetails, top: Lines) -> tuple[int, str]:
+    """Line and message of an error of pydantic's: key, value, what is allowed."""
+    node, line, path = top, 1, []
+    for part in error["loc"]:
+        if isinstance(node, list) and isinstance(part, int):
+            node = node[part]
+        elif isinstance(node, Lines):
+            key = next((k for k in node if str(part) in (str(k), RENAMED_KEYS.get(k))), None)
+            if key is not None:  # else a part of the model alone, such as `keys`
+                line, node = node.lines[key], node[key]
+                path.append(str(key))
+    own_message = str(error.get("ctx", {}).get("error", ""))
+    if error["loc"] and error["loc"][-1] == "[key]":
+        return line, own_message
+    if error["type"] == "extra_forbidden":
+        try:
+            refuse_unknown("recipe key", path[-1], list(RecipeFile.model_fields))
+        except ValueError as unknown:
+            return line, str(unknown)
+    expected = own_message or error["msg"].replace("Input should be ", "expected ")
+    if error["type"] in ("model_type", "dict_type"):
+        expected = "expected a mapping"
+    value = repr(error["input"])
+    value = value if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}..."
+    return line, f"{'.'.join(path)} = {value}: {expected}"

@@ -1,0 +1,171 @@
+"""The report: report.html, one file that opens offline, and the same content as report.md."""
+
+import base64
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jinja2
+
+from keel.experiments.claims import Verdict, tally, verdict_of
+from keel.experiments.figures import Picture, label_pictures, run_pictures
+from keel.experiments.plan import Result, narrowed, result_of
+from keel.experiments.recipe import Cell, Recipe, parse_recipe
+from keel.experiments.runs import Options, machines_of, read_json, wall_seconds
+from protocol.files import write_atomically
+from server_app.history import duration
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One recipe at one scale."""
+
+    recipe: Recipe
+    options: Options
+    label: str
+    results: Mapping[tuple[str, str], Result]
+    verdicts: Sequence[Verdict]
+    pictures: Sequence[Picture]
+
+    @property
+    def title(self) -> str:
+        """Paper, item, title."""
+        recipe = self.recipe
+        return ": ".join(filter(None, [f"{recipe.paper} {recipe.item}".strip(), recipe.title]))
+
+    @property
+    def is_scaled(self) -> bool:
+        """The setting differs from the paper's."""
+        return self.options.scale != "paper" or bool(self.options.changes)
+
+    @property
+    def summary(self) -> str:
+        """What the numbers are, and where they were computed."""
+        takes = sorted({(c.take.how, c.take.number, c.of) for c in self.recipe.cells})
+        read = "; ".join(f"{how}{f' {n:g}' if n else ''} of {of}" for how, n, of in takes)
+        warning = "Scaled down: not the paper's setting. " if self.is_scaled else ""
+        about = f"{warning}{self.label}; seeds {list(self.options.seeds)}; {read}."
+        return " ".join([about, *machine_sentences(list(self.results.values()))])
+
+    @property
+    def tally(self) -> str:
+        """The verdicts, counted."""
+        return tally(self.verdicts)
+
+
+def write_report(output: Path) -> list[Path]:
+    """Write both reports on everything run into this output folder; returns their paths."""
+    jobs = sorted((output / "jobs").glob("*.json"))
+    if not jobs:
+        raise ValueError(f"--output {output}: nothing was run there yet")
+    (output / "figures").mkdir(exist_ok=True)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"number": shown, "ours": ours, "data_uri": data_uri}
+    content = {
+        "sections": [section_of(path, output) for path in jobs],
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "output": output,
+    }
+    paths = [output / "report.html", output / "report.md"]
+    for path in paths:
+        page = environment.get_template(f"{path.name}.j2").render(content)
+        write_atomically(path, page.encode())
+    return paths
+
+
+def section_of(job: Path, output: Path) -> Section:
+    """A job (written by `runner.save_job`) with what its runs have left."""
+    about = read_json(job)
+    try:
+        recipe = parse_recipe(about["text"], Path(about["recipe"]))
+        if "cells" in about:  # under a --set, other cells may coincide with these
+            recipe = narrowed(recipe, about["cells"])
+        options = Options(about["scale"], about["changes"], about["seeds"], about["full_grid"])
+    except KeyError as error:
+        raise ValueError(f"{job} is damaged: {error} is missing") from error
+    results = {}
+    if recipe.shows == "labels":
+        pictures = label_pictures(recipe, options, output, job.stem)
+    else:
+        for cell in recipe.cells:
+            results[cell.row.name, cell.column.name] = result_of(cell, options, output)
+        pictures = run_pictures(recipe, results, output, job.stem)
+    label = label_of(recipe, options)
+    return Section(
+        recipe,
+        options,
+        label,
+        results,
+        verdicts=[verdict_of(claim, recipe, results) for claim in recipe.claims],
+        pictures=[replace(each, title=f"{each.title}, {label}") for each in pictures],
+    )
+
+
+def label_of(recipe: Recipe, options: Options) -> str:
+    """Scale, changed keys, and which of the values under `tune` were tried."""
+
+    def only_papers_best(cell: Cell) -> bool:
+        return bool(cell.paper_candidate) and not options.full_grid
+
+    tuned = [cell for cell in recipe.cells if len(cell.candidates) > 1]
+    grid = "full grid" if tuned else ""
+    if any(map(only_papers_best, tuned)):
+        grid = "the paper's best of the tuned values"
+        if not all(map(only_papers_best, tuned)):
+            grid += ", all values where it names none"
+    return ", ".join(filter(None, [options.label, grid]))
+
+
+def machine_sentences(results: Sequence[Result]) -> Iterator[str]:
+    """How many runs each machine did, and how long they took."""
+    seconds: dict[str, list[float]] = {}
+    for directory in {path for result in results for _, path in result.finished}:
+        name = ", then ".join(machines_of(directory))
+        seconds.setdefault(name, []).append(wall_seconds(directory))
+    for name, each in sorted(seconds.items()):
+        times = f"{duration(sum(each))} of rounds, the longest {duration(max(each))}"
+        yield f"{len(each)} runs on {name}: {times}."
+    if len({name for r in results if r.cell.take.is_time for name in r.machines}) > 1:
+        yield "The seconds are from different machines and cannot be compared."
+
+
+def shown(value: float | None, sign: str = "") -> str:
+    """A number with two digits, or a dash."""
+    return "–" if value is None else f"{value:{sign}.2f}"
+
+
+def ours(result: Result) -> str:
+    """Mean, standard deviation over seeds, the tuned value, and what is missing."""
+    number = "–"
+    if result.mean is not None:
+        spread = "" if result.deviation is None else f" ± {result.deviation:.2f}"
+        tuned = ", ".join(str(value) for value in (result.candidate or {}).values())
+        number = f"{result.mean:.2f}{spread}" + (f" ({tuned})" if tuned else "")
+    elif result.by_seed:
+        number = "not reached"
+    missing = []
+    if 0 < len(result.reached) < len(result.by_seed):
+        missing.append(f"reached by {len(result.reached)} of {len(result.by_seed)} seeds")
+    if 0 < len(result.by_seed) < result.num_seeds:
+        missing.append(f"{len(result.by_seed)} of {result.num_seeds} seeds")
+    if 0 < result.num_tried < result.num_candidates:
+        missing.append(f"{result.num_tried} of {result.num_candidates} values tried")
+    if result.outdated:
+        missing.append(f"a run has other defaults: {result.outdated}")
+    return "; ".join([number, *missing])
+
+
+def data_uri(path: Path) -> str:
+    """The image as a data URI."""
+    kind = "svg+xml" if path.suffix == ".svg" else "png"
+    return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"

@@ -1,0 +1,424 @@
+"""The checks of `keel check-method`: what any method has to fulfil, on random images."""
+
+import contextlib
+import dataclasses
+import io
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from client_app.method import Update
+from client_app.methods import METHODS, method_of
+from client_app.objective import LocalObjective, objective_terms
+from client_app.process_cache import ProcessCache
+from client_app.round import RoundContext
+from client_app.samples import Pixels, Step
+from client_app.setup import dataset_spec_of, model_for, open_source
+from client_app.state import StateFolder
+from protocol.config import RunConfig, default_config, resolve_config
+from protocol.messages import Arrays, TrainRequest
+from protocol.options import OptionValue, keys_of, parse_options
+from server_app.inline import run_inline
+from strategies import server_half, strategy_for
+
+num_images, num_classes, image_size = 60, 3, 28
+Keys = dict[str, OptionValue]
+
+
+class CheckFailed(Exception):
+    """A check found something wrong; its text is the reason."""
+
+
+class NotApplicable(Exception):
+    """A check does not concern this method; its text says why."""
+
+
+def require(condition: bool, reason: str) -> None:
+    """CheckFailed with this reason unless the condition holds."""
+    if not condition:
+        raise CheckFailed(reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One line of the report. outcome: pass, FAIL or skip."""
+
+    outcome: str
+    check: str
+    reason: str = ""
+
+
+class Subject:
+    """The method under test, and small runs and rounds of it in a directory of its own."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name, self.directory = name, directory
+        rng = np.random.default_rng(0)
+        arrays: dict[str, np.ndarray] = {}
+        for split, num in (("train", num_images), ("test", 18)):
+            arrays[f"x_{split}"] = rng.integers(
+                0, 256, (num, image_size, image_size), dtype=np.uint8
+            )
+            arrays[f"y_{split}"] = np.arange(num) % num_classes
+        np.savez(directory / "random.npz", **arrays)  # type: ignore[arg-type]  # numpy's stub
+
+    def keys(self, **keys: OptionValue) -> Keys:
+        """Overrides of a small run; underscores in the names stand for hyphens."""
+        fixed: Keys = {
+            "method": self.name,
+            "source": f"npz:{self.directory / 'random.npz'}",
+            "model": "cnn-fedreco",
+            "partition": "iid",
+            "min-samples": 1,
+            "local-test-fraction": 0.2,
+            "batch-size": 8,
+            "lr": 0.05,
+            "device": "cpu",
+        }
+        return fixed | {name.replace("_", "-"): value for name, value in keys.items()}
+
+    def config(self, **keys: OptionValue) -> RunConfig:
+        """The config of a small run."""
+        return resolve_config(self.keys(**keys))
+
+    def run(self, num_clients: int = 2, **keys: OptionValue) -> Path:
+        """The directory of a finished run on the inline engine."""
+        return run_inline(self.keys(output_dir=str(self.directory), **keys), num_clients)
+
+    def round(
+        self, config: RunConfig, number: int, state: dict[str, Arrays], num_clients: int = 2
+    ) -> RoundContext:
+        """Round `number` of client 0, with what this method's server half sends in round 1.
+
+        From round 2 on the received weights differ from those of round 1.
+        """
+        source = open_source(config)
+        seed = None if number == 1 else number
+        strategy = strategy_for(config, model_for(config, source, seed=seed))
+        received = strategy.initial_arrays(model_for(config, source, seed=seed))
+        return ProcessCache().begin_round(
+            TrainRequest(config, dataset_spec_of(config, source), number, number - 1, False, ""),
+            {"partition-id": 0, "num-partitions": num_clients},
+            received=received,
+            extra=strategy.extra() | strategy.own_extra("client-0000"),
+            state=state,
+            last_accepted_round=number - 1 if state else 0,
+        )
+
+    def trained(self, config: RunConfig, num_clients: int = 2) -> Update:
+        """The update of round 1."""
+        return method_of(config).train(self.round(config, 1, {}, num_clients))
+
+
+def options_documented(subject: Subject) -> None:
+    """Every option has a constraint, a description and a default, and every default an option."""
+    name, cls = subject.name, METHODS[subject.name]
+    defaults = {key for key in default_config() if key.startswith(f"{name}.")}
+    options = {f"{name}.{key}" for key in keys_of(cls)}
+    missing, unknown = sorted(options - defaults), sorted(defaults - options)
+    require(not missing, f"{', '.join(missing)}: no default in pyproject.toml")
+    require(not unknown, f"{', '.join(unknown)} in pyproject.toml: no such option")
+    parse_options(cls, default_config(), prefix=f"{name}.")
+    for field in dataclasses.fields(cls):
+        require(bool(field.metadata.get("description")), f"{field.name} has no description")
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Networks built meanwhile have float64 weights."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+class Float64Pixels(Pixels):
+    """Normalised images in float64."""
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """[B, C, H, W] of pixels 0..255 as float64."""
+        return super().normalise(images).double()
+
+
+class Loss:
+    """The loss of a local objective on one batch in round 2, in float64, as a function of w."""
+
+    def __init__(self, subject: Subject, batch_size: int = 8) -> None:
+        config = subject.config(batch_size=batch_size)
+        objective = method_of(config)
+        if not isinstance(objective, LocalObjective):
+            raise NotApplicable("a local procedure is not one loss on one model")
+        state = as_float64_groups(subject.trained(config).state)
+        with in_float64():
+            ctx = subject.round(config, 2, state)
+            pixels = ctx.train_samples.pixels
+            ctx.train_samples.pixels = Float64Pixels(pixels.mean, pixels.std)
+            self.constants = [
+                array.requires_grad_()
+                for arrays in (ctx.received, *ctx.state.values())
+                for array in arrays.values()
+                if array.is_floating_point()
+            ]
+            self.model = ctx.model
+            self.model.load_state_dict(model_for(config, open_source(config), seed=3).state_dict())
+            self.model.train().requires_grad_(True)
+            self.terms_of = objective_terms(objective, ctx, self.model)
+            self.step = next(ctx.batches("check"))
+
+    def value(self, step: Step | None = None) -> Tensor:
+        """Sum of the loss terms, with the same dropout masks at every call."""
+        torch.manual_seed(0)
+        with in_float64():
+            terms = self.terms_of(step or self.step).values()
+        self.is_float64 = all(term.dtype is torch.float64 for term in terms)
+        return torch.stack([term.double() for term in terms]).sum()
+
+
+def as_float64_groups(state: Mapping[str, Arrays]) -> dict[str, Arrays]:
+    """The state with floating arrays in float64."""
+    return {
+        group: {n: a.double() if a.is_floating_point() else a for n, a in arrays.items()}
+        for group, arrays in state.items()
+    }
+
+
+def gradient_is_correct(subject: Subject) -> None:
+    """The gradient is finite and equals central differences along three directions."""
+    loss = Loss(subject)
+    parameters = list(loss.model.parameters())
+    loss.value().backward()  # type: ignore[no-untyped-call]
+    found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+    require(all(bool(g.isfinite().all()) for g in found), "the gradient is not finite")
+    start = [p.detach().clone() for p in parameters]
+    # a method may compute in float32 whatever it is given
+    step, tolerance = (1e-6, 1e-4) if loss.is_float64 else (1e-3, 1e-2)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        random = [torch.randn(p.shape, generator=generator).to(p) for p in parameters]
+        direction = [
+            g / norm(found).clamp_min(1e-12) + r / norm(random)
+            for g, r in zip(found, random, strict=True)
+        ]
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                for p, p_0, d in zip(parameters, start, direction, strict=True):
+                    p.copy_(p_0 + sign * step * d)
+            values.append(loss.value().item())
+        expected = (values[0] - values[1]) / (2 * step)
+        along = sum((g * d).sum().item() for g, d in zip(found, direction, strict=True))
+        require(
+            abs(along - expected) <= tolerance * max(abs(expected), 1e-3),
+            f"autograd gives {along:.6g} along a direction, finite differences {expected:.6g}; "
+            "an intended detach shows here too",
+        )
+
+
+def norm(arrays: list[Tensor]) -> Tensor:
+    """Euclidean norm of all arrays together, a scalar."""
+    return torch.stack([array.square().sum() for array in arrays]).sum().sqrt()
+
+
+def frozen_models_get_no_gradient(subject: Subject) -> None:
+    """Received arrays and client state get no gradient, and training does not change them."""
+    loss = Loss(subject)
+    loss.value().backward()  # type: ignore[no-untyped-call]
+    touched = [array for array in loss.constants if array.grad is not None]
+    require(not touched, "a gradient reaches the received arrays or the client state: detach them")
+    config = subject.config()
+    ctx = subject.round(config, 2, subject.trained(config).state)
+    before = {name: array.clone() for name, array in ctx.received.items()}
+    method_of(config).train(ctx)
+    require(same_bits(before, ctx.received), "training changes the received arrays in place")
+
+
+def batch_order_is_irrelevant(subject: Subject) -> None:
+    """The loss of a permuted batch is the same, up to rounding."""
+    loss = Loss(subject)
+    order = torch.randperm(len(loss.step.y), generator=torch.Generator().manual_seed(0))
+    step = loss.step
+    permuted = Step(step.x[order], step.y[order], step.index[order], step.variant[order])
+    first, second = loss.value().item(), loss.value(permuted).item()
+    require(
+        abs(first - second) <= (1e-9 if loss.is_float64 else 1e-5) * abs(first),
+        f"the loss is {first:.10g}, and {second:.10g} after permuting the batch",
+    )
+
+
+def batch_of_one(subject: Subject) -> None:
+    """A round with batches of one sample gives finite weights and losses."""
+    require_finite(subject.trained(subject.config(batch_size=1)))
+
+
+def client_without_some_classes(subject: Subject) -> None:
+    """A round of a client that holds one of the classes gives finite weights and losses."""
+    config = subject.config(partition="classes", classes_per_client=1)
+    require_finite(subject.trained(config, num_clients=num_classes))
+
+
+def require_finite(update: Update) -> None:
+    """CheckFailed naming what is not finite in the update."""
+    for group in (update.arrays, update.extra, *update.state.values()):
+        for name, array in group.items():
+            is_finite = not array.is_floating_point() or bool(array.isfinite().all())
+            require(is_finite, f"{name} is not finite")
+    for name, value in update.terms.items():
+        require(bool(np.isfinite(value)), f"the mean {name} loss is {value}")
+
+
+def state_round_trip(subject: Subject) -> None:
+    """State is returned exactly if declared, and a state file gives back the same bits."""
+    config = subject.config()
+    method, state = method_of(config), subject.trained(config).state
+    require(
+        method.is_stateful == bool(state),
+        f"is_stateful = {method.is_stateful}, and `train` returns state {sorted(state) or 'none'}",
+    )
+    if isinstance(method, LocalObjective) and method.uses_previous:
+        require(method.is_stateful, "uses_previous needs is_stateful = True")
+    if not state:
+        raise NotApplicable("stateless")
+    folder = StateFolder(subject.directory / "state")
+    folder.save(1, state)
+    loaded = folder.load(2)
+    require(loaded.keys() == state.keys(), f"the file holds {sorted(loaded)}")
+    require(all(same_bits(state[g], loaded[g]) for g in state), "a loaded array has other bits")
+
+
+def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Equal names and values."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def result_of(run: Path) -> Arrays:
+    """Every array of the final global model and of each client's newest state."""
+    arrays: Arrays = {}
+    files = [run / "model.safetensors"]
+    files += [max(c.glob("round-*.safetensors")) for c in sorted((run / "clients").glob("*"))]
+    for file in files:
+        if file.exists():
+            where = f"{file.parent.name}/" if file.parent != run else ""
+            arrays |= {f"{where}{name}": array for name, array in load_file(file).items()}
+    return arrays
+
+
+def resume_is_exact(subject: Subject) -> None:
+    """Three rounds give the same bits as two rounds and one after resuming."""
+    if method_of(subject.config()).depends_on_num_rounds():
+        raise NotApplicable("depends on num-rounds")
+    whole = subject.run(num_rounds=3)
+    part = subject.run(num_rounds=2)
+    resumed = run_inline({"resume": str(part), "num-rounds": 3}, 2)
+    differing = difference(result_of(whole), result_of(resumed))
+    require(not differing, f"{differing} differs after resuming")
+
+
+def repeats_exactly(subject: Subject) -> None:
+    """The same run twice gives the same bits."""
+    first, second = (result_of(subject.run(num_rounds=2)) for _ in range(2))
+    differing = difference(first, second)
+    require(not differing, f"{differing} differs between two runs with one seed")
+
+
+def difference(a: Arrays, b: Arrays) -> str:
+    """The first name under which two results are not the same bits, or ""."""
+    names = [n for n in a | b if n not in a or n not in b or not torch.equal(a[n], b[n])]
+    return names[0] if names else ""
+
+
+def first_round_is_fedavg(subject: Subject) -> None:
+    """With `uses_previous`, the first round is FedAvg's: there is no previous model yet."""
+    method = method_of(subject.config())
+    if not (isinstance(method, LocalObjective) and method.uses_previous):
+        raise NotApplicable("uses no previous model")
+    common: dict[str, OptionValue] = {"num_rounds": 1, "weighting": "examples"}
+    own = result_of(subject.run(2, **common))
+    fedavg = result_of(subject.run(2, **common, method="fedavg"))
+    names = [n for n, array in fedavg.items() if n in own and not torch.equal(own[n], array)]
+    require(not names, f"{names[:1]} differs from FedAvg's after round 1")
+
+
+def flags_are_consistent(subject: Subject) -> None:
+    """What the capability flags allow works, and what they rule out is refused."""
+    config = subject.config()
+    method, name = method_of(config), subject.name
+    server_half(name)
+    update, ctx = subject.trained(config), subject.round(config, 2, {})
+    is_personal = method.personal_model(ctx, update.state) is not None
+    require(
+        method.is_personal == is_personal,
+        f"is_personal = {method.is_personal}, and personal_model "
+        f"{'returns a model' if is_personal else 'returns None'}",
+    )
+    for flag, keys in (
+        ("supports_privacy", {"privacy.epsilon": 0.5}),
+        ("supports_server_optimizer", {"server-optimizer": "fedavgm"}),
+        ("supports_mixed_architectures", {"client-models": "cnn-fedreco,cnn-fedreco"}),
+    ):
+        is_refused = False
+        try:
+            altered = resolve_config(subject.keys() | keys)
+        except ValueError:
+            is_refused = True
+        is_supported = getattr(method, flag)
+        require(
+            is_refused != is_supported,
+            f"{flag} = {is_supported}, and {keys} is {'refused' if is_refused else 'accepted'}",
+        )
+        if is_supported and flag == "supports_privacy":
+            noisy = subject.trained(altered)
+            require(
+                not same_bits(update.arrays, noisy.arrays),
+                "supports_privacy = True, and privacy.epsilon changes nothing in the update",
+            )
+        elif is_supported:
+            run_inline(subject.keys(num_rounds=2, output_dir=str(subject.directory)) | keys, 2)
+
+
+CHECKS: dict[str, Callable[[Subject], None]] = {
+    "options are documented and have defaults": options_documented,
+    "gradient is finite and equals finite differences": gradient_is_correct,
+    "frozen models get no gradient": frozen_models_get_no_gradient,
+    "order of the batch does not matter": batch_order_is_irrelevant,
+    "batch of one": batch_of_one,
+    "client without some classes": client_without_some_classes,
+    "client state is declared and survives a round trip": state_round_trip,
+    "same seed, same bits": repeats_exactly,
+    "resumed run equals uninterrupted run": resume_is_exact,
+    "first round equals FedAvg": first_round_is_fedavg,
+    "capability flags are consistent": flags_are_consistent,
+}
+
+
+def check_method(name: str, directory: Path) -> Iterator[Result]:
+    """The results of all checks, one after the other; runs and caches go below `directory`."""
+    subject = Subject(name, directory)
+    home, os.environ["KEEL_HOME"] = os.environ.get("KEEL_HOME"), str(directory)
+    logging.disable(logging.WARNING)
+    try:
+        for text, check in CHECKS.items():
+            outcome, reason = "pass", ""
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    check(subject)
+            except NotApplicable as error:
+                outcome, reason = "skip", str(error)
+            except CheckFailed as error:
+                outcome, reason = "FAIL", str(error)
+            except Exception as error:  # of the method's own code
+                outcome, reason = "FAIL", f"{type(error).__name__}: {error}"
+            yield Result(outcome, text, " ".join(reason.split()))
+    finally:
+        logging.disable(logging.NOTSET)
+        if home is None:
+            del os.environ["KEEL_HOME"]
+        else:
+            os.environ["KEEL_HOME"] = home

@@ -1,0 +1,120 @@
+"""Measure the representations of a finished run's saved models."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from client_app.setup import build_network, device_for, open_source
+from models import StagedModel
+from protocol.config import config_from_json, default_config
+from protocol.files import write_atomically
+from protocol.messages import Arrays
+from server_app.diagnostics.comparison import (
+    Comparison,
+    chosen_diagnostics,
+    probe_of,
+)
+from server_app.diagnostics.plots import plot_models
+from server_app.history import finite_or_null
+from server_app.run_directory import read_arrays
+from server_app.trained import load_model
+
+
+def write_diagnostics(
+    run_dir: Path, models: Sequence[str], names: str, num_samples: int, output: Path
+) -> None:
+    """Measure and write; ValueError where the run, models or names do not fit.
+
+    names: "all", or comma-separated names of DIAGNOSTICS.
+    """
+    chosen = chosen_diagnostics(names)
+    if num_samples < 2:
+        raise ValueError(f"--samples = {num_samples}: expected at least 2")
+    if output.exists():
+        raise ValueError(f"{output} exists and is not overwritten: give another --output")
+    if not (run_dir / "model.safetensors").is_file():
+        raise ValueError(
+            f"{run_dir} has no model.safetensors: it is not the directory of a finished run"
+        )
+    flat = json.loads((run_dir / "config.json").read_text())["config"]
+    config = config_from_json(json.dumps(default_config() | flat))
+    source = open_source(config)
+    device = device_for(config.train.device)
+    networks: dict[str, StagedModel] = {}
+
+    def network(name: str) -> StagedModel:
+        if name not in networks:
+            shape, num_classes = source.image_shape, source.num_classes
+            networks[name] = build_network(config, shape, num_classes, name).to(device)
+        return networks[name]
+
+    w_g, _ = read_arrays(run_dir / "model.safetensors")
+    probe = probe_of(config, source, device, num_samples)
+    comparison = Comparison(chosen, probe, network, config.model.model, w_g)
+    subjects = list(models) or clients_with_models(run_dir)
+    for model in subjects:
+        architecture, arrays = saved_model(run_dir, model)
+        architecture = architecture or config.model.model
+        check_shapes(model, arrays, network(architecture))
+        comparison.add(model, architecture, arrays)
+    numbers = comparison.numbers()
+    about = {
+        "run": str(run_dir),
+        "models": subjects,
+        "probe": {"source": config.data.source, "samples": len(probe)},
+        "diagnostics": numbers,
+    }
+    output.mkdir(parents=True)
+    text = json.dumps(finite_or_null(about), indent=2, allow_nan=False)
+    write_atomically(output / "numbers.json", text.encode())
+    title = f"{config.rounds.method}, {config.data.source}, {config.model.model}"
+    plot_models(numbers, title, output)
+
+
+def clients_with_models(run_dir: Path) -> list[str]:
+    """The clients of the run whose own model can be loaded."""
+    found = []
+    for path in sorted((run_dir / "clients").glob("*")):
+        try:
+            load_model(run_dir, client=path.name)
+        except ValueError:
+            continue
+        found.append(path.name)
+    return found
+
+
+def saved_model(run_dir: Path, model: str) -> tuple[str, Arrays]:
+    """(architecture, arrays) of a client's model or of a file; of a file, "": the run's.
+
+    ValueError if there is no such model.
+    """
+    if (run_dir / "clients" / model).is_dir():
+        network = load_model(run_dir, client=model).network
+        return network.name, network.state_dict()
+    path = Path(model).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"{model!r} is neither a client with state in {run_dir / 'clients'} nor a file"
+        )
+    try:
+        arrays = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged, or not a safetensors file: {error}") from error
+    # checkpoints and client states hold other arrays too
+    of_model = {k.removeprefix("model/"): v for k, v in arrays.items() if k.startswith("model/")}
+    return "", of_model or arrays
+
+
+def check_shapes(model: str, arrays: Arrays, network: StagedModel) -> None:
+    """ValueError if one of these arrays does not fit this network."""
+    expected = network.state_dict()
+    for name, array in arrays.items():
+        shape = list(expected[name].shape) if name in expected else "missing"
+        if shape != list(array.shape):
+            raise ValueError(
+                f"{model}: array {name!r} is {list(array.shape)}; in the run's {network.name} it "
+                f"is {shape}"
+            )

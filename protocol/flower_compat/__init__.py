@@ -1,0 +1,155 @@
+"""What Keel uses of Flower 1.39 beyond its public API, and every patch of Flower's processes.
+
+No other module of Keel imports from `flwr` anything but `flwr.app`, `flwr.serverapp`,
+`flwr.clientapp` and `flwr.__version__`. Each entry says what it replaces, why, and the public way
+if there is one; tests/test_flower_compat.py and tests/test_flower_processes.py check each against
+the installed Flower.
+
+This module is cheap to import and free of torch. The patched processes have a module each:
+
+    superlink.py     flower-superlink that delivers a lost message again
+    supernode.py     flower-supernode that polls quickly and answers every message
+    superexec.py     flower-superexec that forks ClientApps instead of starting a Python for each
+    registration.py  whether a SuperLink knows a client's key, without changing anything there
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.common.serde import (
+    context_from_proto,
+    context_to_proto,
+    message_from_proto,
+    message_to_proto,
+    recorddict_from_proto,
+    recorddict_to_proto,
+)
+from flwr.proto.message_pb2 import Context as ContextProto
+from flwr.proto.message_pb2 import Message as MessageProto
+from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
+from flwr.supercore.exit import add_exit_handler
+from flwr.supercore.task_identity import TaskIdentity
+
+# --- server and inline engine --------------------------------------------------------------------
+
+# Error codes of replies. Flower documents `Error.code` and has no public list of its values.
+NO_REPLY = ErrorCode.UNKNOWN  # ours, for a reply that never came
+NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE  # the SuperNode is no longer connected
+UNDELIVERED = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+CRASHED = (ErrorCode.CLIENT_APP_CRASHED, *UNDELIVERED)  # the ClientApp died on the message
+
+
+def is_in_process_grid(grid: object) -> bool:
+    """Whether all nodes exist from the start and none can leave or return: a simulation.
+
+    Replaces nothing. Flower gives a ServerApp no public way to tell a simulation's grid from a
+    deployment's: its class is recognised by name, as importing it would load the whole SuperLink.
+    Grids of our own say it with an attribute `is_in_process`.
+    """
+    return bool(getattr(grid, "is_in_process", type(grid).__name__ == "InMemoryGrid"))
+
+
+def bound_superlink_retries(grid: object, seconds: float) -> None:
+    """Let a deployment's grid raise once its SuperLink has been out of reach for this long.
+
+    Replaces the limit of the grid's private retry invoker, which retries for ever, so that a
+    ServerApp whose SuperLink is gone would never end. No public way. Does nothing in simulation.
+    """
+    invoker = getattr(grid, "_retry_invoker", None)
+    if invoker is not None:
+        invoker.max_time = seconds
+
+
+def begin_task(run_id: int) -> None:
+    """Let this process create messages, as server and clients of this run.
+
+    Replaces what Flower's runtimes set before they start an app; `Message` reads it on creation and
+    raises without it. No public way to create messages outside Flower's runtimes.
+    """
+    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = run_id, 1, 1
+
+
+def assign_message_id(message: Message, message_id: str) -> None:
+    """Give a message its id, as sending it through one of Flower's grids does.
+
+    Replaces the read-only `Metadata.message_id`, which only Flower's own grids set. No public way.
+    """
+    _metadata(message)["_message_id"] = message_id
+
+
+def assign_source_node(message: Message, node_id: int) -> None:
+    """Set the node that a reply counts as coming from.
+
+    Replaces the read-only `Metadata.src_node_id`: errors come from the SuperLink in a client's
+    place, and a restarted SuperNode has another id. Flower's own error replies do the same. No
+    public way.
+    """
+    _metadata(message)["_src_node_id"] = node_id
+
+
+def _metadata(message: Message) -> dict[str, Any]:
+    return message.metadata.__dict__
+
+
+def on_process_exit(function: Any) -> None:
+    """Call this when Flower ends the ServerApp's process: `flwr stop`, a signal, a lost SuperLink.
+
+    Flower ends it with `os._exit`, past every `finally` of a ServerApp in a thread (simulation).
+    Flower's own handlers are registered in the same way; the function is not part of its documented
+    API.
+    """
+    add_exit_handler(function)
+
+
+# --- deployment ------------------------------------------------------------------------------
+# Between a ClientApp's process and the resident worker, messages travel as Flower's own protobuf.
+# Uses: flwr.common.serde and flwr.proto. Public way: none; flwr.app's types do not serialise.
+
+superlink_unavailable = "Connection to the SuperLink is unavailable"  # printed by `flwr`
+
+
+def message_to_bytes(message: Message) -> bytes:
+    """The message, serialised."""
+    return bytes(message_to_proto(message).SerializeToString())
+
+
+def message_from_bytes(content: bytes) -> Message:
+    """Inverse of `message_to_bytes`."""
+    return message_from_proto(MessageProto.FromString(content))
+
+
+def context_to_bytes(context: Context) -> bytes:
+    """The context, serialised."""
+    return bytes(context_to_proto(context).SerializeToString())
+
+
+def context_from_bytes(content: bytes) -> Context:
+    """Inverse of `context_to_bytes`."""
+    return context_from_proto(ContextProto.FromString(content))
+
+
+def records_to_bytes(records: RecordDict) -> bytes:
+    """The content of a message, serialised."""
+    return bytes(recorddict_to_proto(records).SerializeToString())
+
+
+def records_from_bytes(content: bytes) -> RecordDict:
+    """Inverse of `records_to_bytes`."""
+    return recorddict_from_proto(RecordDictProto.FromString(content))
+
+
+class FlowerChanged(RuntimeError):
+    """The installed Flower is not the one that this package was written for."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}: not as in Flower 1.39, which Keel needs; install that version")
+
+
+def replace(module: ModuleType, name: str, replacement: object, expected: object) -> None:
+    """Replace `name` in a module of Flower's. Ends the process if it is not `expected` there."""
+    if vars(module).get(name) is not expected:
+        sys.exit(f"error: {FlowerChanged(f'{module.__name__}.{name}')}")
+    setattr(module, name, replacement)

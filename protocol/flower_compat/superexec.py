@@ -1,0 +1,90 @@
+"""`flower-superexec` for a client: ClientApp processes that start at once.
+
+Replaces: `get_executor` in the executor's loop. Why: Flower starts a Python for every message,
+which imports Flower again, a second of CPU. Here the executor has Flower imported and forks: still
+one process for each message. Keel's client code is not imported here; the child takes it from the
+run's bundle. Public way: none; the kinds of executor are fixed in Flower.
+"""
+
+import os
+import random
+import signal
+import sys
+import traceback
+
+import flwr.supercore.superexec.run_superexec as run_superexec
+from flwr.supercore.cli.flower_superexec import flower_superexec
+from flwr.supercore.constant import TaskType
+from flwr.supercore.exit import exit_handler
+from flwr.supercore.superexec.executor import get_executor
+from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
+from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
+from flwr.supercore.tls import validate_and_resolve_root_certificates
+from flwr.supernode.runtime.run_clientapp import run_clientapp
+
+from protocol.flower_compat import replace
+from protocol.processes import end_with_parent
+
+
+class ForkingExecutor(SubprocessExecutor):
+    """Runs ClientApps in forks of this process, which has no threads; the rest as Flower's."""
+
+    def launch(self, spec: ExecutionSpec) -> LaunchResult:
+        """Start the process of one task."""
+        if spec.task_type != TaskType.CLIENT_APP or spec.runtime_dependency_install:
+            return super().launch(spec)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if os.fork() == 0:
+            status = 1
+            try:
+                status = run_in_child(spec)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)  # never return into the parent's loop
+        return LaunchResult.accepted()
+
+    def reconcile(self) -> None:
+        """Reap the children that have ended."""
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+
+
+def run_in_child(spec: ExecutionSpec) -> int:
+    """Do what `flwr-clientapp` does; its exit status."""
+    for number in (signal.SIGTERM, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Flower's own watchdog signals from a thread, which does not wake a main thread that waits for
+    # a SuperNode that is gone too.
+    end_with_parent()
+    if os.getppid() != spec.parent_pid:
+        return 1
+    exit_handler.registered_exit_handlers.clear()  # they would close what belongs to the parent
+    random.seed()
+    try:
+        run_clientapp(
+            runtime_api_address=spec.runtime_api_address,
+            token=spec.token,
+            insecure=spec.insecure,
+            certificates=validate_and_resolve_root_certificates(
+                spec.root_certificates_path, spec.insecure
+            ),
+            parent_pid=spec.parent_pid,
+        )
+    except SystemExit as end:
+        return int(end.code or 0) if isinstance(end.code, int | None) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def main() -> None:
+    """As `flower-superexec`, with the same options."""
+    replace(run_superexec, "get_executor", lambda *_, **__: ForkingExecutor(), get_executor)
+    flower_superexec()

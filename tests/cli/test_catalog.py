@@ -1,0 +1,169 @@
+"""keel methods, models, datasets and presets against the registries they list."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import keel.benchmarks.model_speed
+from keel.benchmarks.model_speed import build, input_of
+from keel.cli import catalog
+from keel.cli.main import main
+from protocol.catalogue import method_names, model_names, model_spec
+from protocol.config import app_folder, default_config, presets
+
+README = app_folder / "README.md"
+
+
+@pytest.fixture
+def speed(monkeypatch):
+    """Made-up speeds: 1 ms an image forward, 3 ms a training step, on one core."""
+    measured = {"parameters": 5, "forward_ms": 1.0, "step_ms": 3.0, "device": "cpu, 1 thread"}
+    monkeypatch.setattr(catalog, "model_speed", lambda name, again=False: measured)
+    monkeypatch.setattr(catalog.os, "cpu_count", lambda: 1)
+
+
+def as_json(capsys, *words):
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_method_is_listed_with_its_traffic(capsys):
+    rows = {row["name"]: row for row in as_json(capsys, "methods")}
+    assert tuple(rows) == method_names()
+    # from the definitions: SCAFFOLD sends a control variate beside the model, both ways
+    assert rows["fedavg"]["traffic"] == 1
+    assert rows["local"]["traffic"] == 0
+    assert rows["scaffold"]["traffic"] == 2
+    assert rows["moon"]["stateful"]
+    assert rows["ditto"]["personal"]
+    assert not rows["fedprox"]["stateful"]
+
+
+def test_traffic_of_fedrep_lacks_the_classifier(capsys):
+    model = build("cnn-fedintr", "cpu")
+    head = sum(p.numel() for p in model.classifier.parameters())
+    whole = sum(p.numel() for p in model.parameters())
+    rows = {row["name"]: row for row in as_json(capsys, "methods")}
+    assert rows["fedrep"]["traffic"] == pytest.approx(1 - head / whole, abs=1e-4)
+
+
+def test_a_method_shows_every_option_with_default_and_range(capsys):
+    shown = as_json(capsys, "methods", "fedprox")
+    options = {row["option"]: row for row in shown["options"]}
+    keys = {key for key in default_config() if key.startswith("fedprox.")}
+    assert options.keys() == keys
+    assert options["fedprox.mu"]["default"] == default_config()["fedprox.mu"]
+    assert options["fedprox.mu"]["type"] == "float"
+    assert ">= 0" in options["fedprox.mu"]["range"]
+    assert (app_folder / shown["file"]).is_file()
+
+
+def test_the_markdown_table_has_one_row_a_method(capsys):
+    assert main(["methods", "--markdown"]) == 0
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split("`")[1] for row in rows] == list(method_names())
+
+
+def test_the_readmes_table_is_current(capsys):
+    """Its rows are those printed; a new method may wait for its row."""
+    assert main(["methods", "--markdown"]) == 0
+    printed = set(capsys.readouterr().out.splitlines())
+    rows = re.findall(r"^\| `[a-z-]+`(?: \(personal\))? \|.*$", README.read_text(), re.M)
+    assert rows
+    assert [row for row in rows if row not in printed] == []
+
+
+def test_a_listing_imports_no_torch_once_traffic_is_known(capsys):
+    assert main(["methods"]) == 0  # fills the cache
+    code = "import sys; from keel.cli.main import main; main(['methods'])"
+    code += "; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_unknown_names_are_refused_in_one_line(capsys):
+    for command in ("methods", "models", "datasets", "presets"):
+        assert main([command, "fedxyz"]) == 2
+        assert "fedxyz" in capsys.readouterr().err
+
+
+def test_layers_add_up_to_the_model_and_name_their_widths():
+    for name in ("cnn-fedreco", "resnet20"):
+        model = build(name, "cpu")
+        rows = catalog.layers_of(name)
+        assert sum(r["parameters"] for r in rows) == sum(p.numel() for p in model.parameters())
+        assert rows[-2]["layer"] == "features"
+        assert rows[-2]["width"] == model.feature_width
+        x = np.prod(rows[0]["shape"])
+        assert rows[0]["width"] == x
+
+
+def test_models_that_fit_have_equal_feature_widths():
+    widths = {name: build(name, "meta").feature_width for name in model_names()}
+    for name in ("resnet18", "cnn-fedreco"):
+        [features] = [r for r in catalog.layer_rows(name) if r["layer"] == "features"]
+        assert set(features["fits"]) == {
+            other for other in widths if other != name and widths[other] == widths[name]
+        }
+
+
+def test_measuring_a_model_counts_and_times_it(monkeypatch):
+    monkeypatch.setattr(keel.benchmarks.model_speed, "budget_s", 0.0)
+    measured = keel.benchmarks.model_speed.measure("cnn-fedreco")
+    model = build("cnn-fedreco", "cpu")
+    assert measured["parameters"] == sum(p.numel() for p in model.parameters())
+    assert 0 < measured["forward_ms"] < measured["step_ms"]
+
+
+def test_a_measurement_is_reused_until_its_key_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    values = iter(range(9))
+    assert catalog.cached("x", [1], lambda: next(values)) == 0
+    assert catalog.cached("x", [1], lambda: next(values)) == 0
+    assert catalog.cached("x", [1], lambda: next(values), again=True) == 1
+    assert catalog.cached("x", [2], lambda: next(values)) == 2
+
+
+def test_inputs_are_the_papers_or_colour_images_of_32_pixels():
+    for name in model_names():
+        spec = model_spec(name).input
+        assert input_of(name) == (spec.channels or 3, *[spec.image_size or 32] * 2)
+
+
+def test_expected_time_is_images_times_milliseconds(speed):
+    # FedReCo, Fashion-MNIST: 60,000 images, of which 80 % are trained on, 2 epochs, 500 rounds;
+    # one extra forward pass; 10,000 test images a round; 28 pixels instead of 32
+    training = 60_000 * 0.8 * 2 * (3 + 1)
+    expected = 500 * (training + 10_000 * 1) * (28 / 32) ** 2 / 1e3
+    assert catalog.expected_seconds("fedreco-table1-fmnist") == pytest.approx(expected)
+
+
+def test_presets_show_what_they_set(speed, capsys):
+    rows = as_json(capsys, "presets")
+    assert [row["name"] for row in rows] == list(presets())
+    shown = as_json(capsys, "presets", "fedcka-table1-cifar10")
+    assert {row["key"]: row["value"] for row in shown["keys"]} == presets()["fedcka-table1-cifar10"]
+    assert shown["clients"] == 10
+
+
+def test_datasets_say_what_is_here_and_count_classes(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    rows = {row["name"]: row for row in as_json(capsys, "datasets")}
+    assert rows["digits"]["here"] == "yes"
+    assert "data-dir/tiny-imagenet-200" in rows["tiny-imagenet"]["here"]
+    images = np.random.default_rng(0).integers(0, 256, (9, 28, 28), dtype=np.uint8)
+    labels = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2])
+    np.savez(tmp_path / "own.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    shown = as_json(capsys, "datasets", f"npz:{tmp_path / 'own.npz'}")
+    assert [row["train"] for row in shown["classes"]] == [4, 3, 2]
+    assert shown["mean"] == [pytest.approx(images.mean() / 255, abs=1e-4)]
+    assert shown["std"] == [pytest.approx(images.std() / 255, abs=1e-4)]
+
+
+def test_tables_are_printed_for_people(speed, capsys):
+    for words in (["methods"], ["methods", "moon"], ["models"], ["datasets"], ["presets"]):
+        assert main(words) == 0
+        assert capsys.readouterr().out.count("\n") > 5

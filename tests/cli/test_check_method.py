@@ -1,0 +1,100 @@
+"""keel check-method passes sound methods and names what is wrong with broken ones."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import keel.method_checks
+from client_app.methods import METHODS
+from client_app.methods.fedprox import FedProx
+from client_app.methods.fitnet import FitNet
+from keel.cli.main import main
+from keel.method_checks import check_method
+
+# The checks that need the class alone: broken methods are put in the place of a sound one.
+OF_THE_CLASS = [
+    "gradient is finite and equals finite differences",
+    "frozen models get no gradient",
+    "order of the batch does not matter",
+    "batch of one",
+    "client state is declared and survives a round trip",
+]
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
+@dataclass(frozen=True)
+class WithWrongGradient(FedProx):
+    def penalty(self, batch):
+        return WrongGradient.apply(batch.logits.square().mean())
+
+
+@dataclass(frozen=True)
+class WithGradientIntoReceived(FedProx):
+    def penalty(self, batch):
+        w_g = batch.ctx.received
+        named = batch.ctx.model.named_parameters()
+        return sum((p - w_g[name]).square().sum() for name, p in named)
+
+
+@dataclass(frozen=True)
+class WithOrder(FedProx):
+    def penalty(self, batch):
+        return batch.logits[0].square().sum()
+
+
+@dataclass(frozen=True)
+class WithUnbiasedVariance(FedProx):
+    def penalty(self, batch):
+        return batch.logits.var(0).sum()  # of one sample: NaN
+
+
+@dataclass(frozen=True)
+class WithUndeclaredState(FedProx):
+    uses_previous: ClassVar[bool] = True
+
+
+BROKEN = {
+    WithWrongGradient: ("gradient is finite", "autograd gives"),
+    WithGradientIntoReceived: ("frozen models", "detach"),
+    WithOrder: ("order of the batch", "permuting"),
+    WithUnbiasedVariance: ("batch of one", "not finite"),
+    WithUndeclaredState: ("client state", "is_stateful = False"),
+}
+
+
+@pytest.fixture
+def few_checks(monkeypatch):
+    checks = {name: keel.method_checks.CHECKS[name] for name in OF_THE_CLASS}
+    monkeypatch.setattr(keel.method_checks, "CHECKS", checks)
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_is_broken_fails_and_nothing_else(broken, few_checks, monkeypatch, tmp_path):
+    monkeypatch.setitem(METHODS, "fedprox", broken)
+    failed = [r for r in check_method("fedprox", tmp_path) if r.outcome == "FAIL"]
+    check, reason = BROKEN[broken]
+    assert [(r.check.startswith(check), reason in r.reason) for r in failed] == [(True, True)]
+
+
+def test_a_sound_method_passes_all(capsys):
+    assert main(["check-method", "fedcka"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "fedcka: all checks pass"
+    assert all(line.startswith("pass") for line in lines[:-1])
+
+
+def test_a_failure_is_exit_code_1(few_checks, monkeypatch, capsys):
+    monkeypatch.setattr(FitNet, "penalty", WithOrder.penalty)
+    assert main(["check-method", "fitnet"]) == 1
+    assert "FAIL  order of the batch does not matter: the loss is" in capsys.readouterr().out

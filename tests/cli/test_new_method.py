@@ -1,0 +1,88 @@
+"""keel new-method writes files that pass the checks, and nothing where it refuses."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from keel.cli import new_method
+from keel.cli.new_method import named, with_table
+from protocol.config import app_folder
+
+PACKAGES = ("client_app", "data", "keel", "models", "protocol", "server_app", "strategies")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of Keel to write methods in."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for package in PACKAGES:
+        skip = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(app_folder / package, copy / package, ignore=skip)
+    shutil.copy(app_folder / "pyproject.toml", copy)
+    (copy / "tests").mkdir()
+    return copy
+
+
+def run(checkout, *words):
+    return subprocess.run(
+        [sys.executable, "-m", *words], cwd=checkout, capture_output=True, text=True
+    )
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize(
+    ("name", "words"), [("fedpull", []), ("damped-pull", ["--server-half"])], ids=["one", "both"]
+)
+def test_a_new_method_passes_its_own_test_and_the_linter(checkout, name, words):
+    made = run(checkout, "keel", "new-method", name, *words)
+    assert made.returncode == 0, made.stderr
+    files = made.stdout.splitlines()
+    stem = name.replace("-", "_")
+    assert (f"strategies/{stem}.py" in files) == bool(words)
+    python = [file for file in files if file.endswith(".py")]
+    for command in (["check"], ["format", "--check"]):
+        lint = run(checkout, "ruff", *command, *python)
+        assert lint.returncode == 0, lint.stdout
+    words = ("pytest", "-q", "-p", "no:cacheprovider", f"tests/methods/test_{stem}.py")
+    tested = run(checkout, *words)
+    assert tested.returncode == 0, tested.stdout[-2000:]
+    config = tomllib.loads((checkout / "pyproject.toml").read_text())["tool"]["flwr"]["app"][
+        "config"
+    ]
+    assert config[name]["mu"] == 0.1
+
+
+@pytest.mark.parametrize(
+    "name", ["fedprox", "fedavgm", "privacy", "Fed", "fed_pull", "1fed", "class", "fed-", "../x"]
+)
+def test_taken_and_bad_names_are_refused_and_nothing_is_written(checkout, name):
+    before = {path: path.stat().st_mtime_ns for path in checkout.rglob("*.py")}
+    config = (checkout / "pyproject.toml").read_bytes()
+    refused = run(checkout, "keel", "new-method", name)
+    assert refused.returncode == 2
+    assert len(refused.stderr.splitlines()) == 1
+    assert (checkout / "pyproject.toml").read_bytes() == config
+    assert {path: path.stat().st_mtime_ns for path in checkout.rglob("*.py")} == before
+
+
+def test_a_wheel_is_no_place_for_new_methods(monkeypatch, tmp_path):
+    monkeypatch.setattr(new_method, "app_folder", tmp_path)
+    with pytest.raises(ValueError, match="not a checkout"):
+        new_method.method_files("fedpull", False)
+
+
+def test_names_of_files_and_classes():
+    template = "FedNew fednew fed-new"
+    assert named(template, "fedpull") == "FedPull fedpull fedpull"
+    assert named(template, "pull-hard") == "PullHard pull_hard pull-hard"
+
+
+def test_the_table_follows_the_last_one():
+    text = "[tool.x]\na = 1\n\n[tool.flwr.app.config.last]\nb = 2\n\n# ---\n[tool.ruff]\nc = 3\n"
+    changed = with_table(text, "\n[tool.flwr.app.config.new]\nd = 4\n")
+    config = tomllib.loads(changed)["tool"]
+    assert config["flwr"]["app"]["config"] == {"last": {"b": 2}, "new": {"d": 4}}
+    assert config["ruff"] == {"c": 3}

@@ -1,0 +1,112 @@
+"""Checks of containers, beside a `docker` that is a shell script; and the command line."""
+
+import os
+
+import pytest
+from deployment_fixtures import doctor, program
+
+from client_app.worker_client import code_digest
+from keel.deployment.credentials import make_credentials
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    make_credentials(folder, ["fl.example.org"], ["site-a"])
+    return folder
+
+
+@pytest.fixture
+def at_a_client(made, tmp_path, monkeypatch):
+    """The doctor on a client's machine, beside a `docker` that is this shell script."""
+
+    def look(script, *more):
+        program(tmp_path / "docker", script)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+        words = ["--credentials", str(made / "site-a"), "--fleet", "127.0.0.1:1"]
+        _, lines = doctor("client", *words, "--device", "cpu", *more)
+        return lines
+
+    return look
+
+
+def test_checks_run_inside_the_containers(at_a_client):
+    lines = at_a_client(
+        'if [ "$1" = ps ]; then\n'
+        "  printf 'web\\tshop\\texecutor\\tUp 2 hours\\n'\n"
+        "  printf 'k-sn\\tkeel-site-a\\tsupernode\\tRestarting (1) 5 seconds ago\\n'\n"
+        "  printf 'k-ex\\tkeel-site-a\\texecutor\\tUp 2 hours\\n'\n"
+        "  printf 'k-wo\\tkeel-site-a\\tworker\\tUp 2 hours (unhealthy)\\n'\n"
+        "  printf 'k-sa\\tkeel-server\\tserverapp\\tUp 2 hours\\n'\n"
+        "else\n"
+        '  echo "PROBLEM  disk: asked with $*"; echo "ok       device: cuda:0"; exit 1\n'
+        "fi"
+    )
+    options = f"--inside --code {code_digest()} --device cpu"
+    asked = f"exec k-wo python -m keel doctor client {options}"
+    assert lines[-4:] == [
+        "PROBLEM  k-sn: exits when started: docker logs --tail 20 k-sn",
+        f"PROBLEM  k-wo: disk: asked with {asked}",
+        "ok       k-wo: device: cuda:0",
+        "3 problems",  # and the port
+    ]
+    assert not any("device: cpu" in line for line in lines)
+
+
+def test_without_containers_the_machine_is_checked_and_without_permission_it_says_so(at_a_client):
+    lines = at_a_client("exit 0")
+    assert "ok       device: cpu" in lines
+    lines = at_a_client("echo 'permission denied: docker.sock' >&2; exit 1")
+    assert "PROBLEM  containers: permission denied: docker.sock: run the doctor as" in lines[-2]
+    lines = at_a_client(
+        "[ $1 = ps ] && printf 'k-wo\\tkeel-a\\tworker\\tUp\\n' || { echo gone >&2; exit 1; }"
+    )
+    assert lines[-2] == "PROBLEM  k-wo: the doctor did not finish there: gone"
+
+
+def test_a_missing_container_of_a_deployment_is_a_problem(at_a_client):
+    rows = {
+        "keel-a": ["supernode", "worker"],
+        "keel-b": ["executor"],
+        "keel-c": ["supernode", "executor", "worker"],
+        "keel-local": ["supernode-0", "executor-0", "worker-0", "supernode-1", "serverapp"],
+        "shop": ["supernode"],
+    }
+    printed = [
+        f"printf '{project}-{service}\\t{project}\\t{service}\\tUp 2 hours\\n'"
+        for project, there in rows.items()
+        for service in there
+    ]
+    script = "\n".join(["[ $1 = ps ] || { echo 'ok       disk'; exit 0; }", *printed])
+    found = [line for line in at_a_client(script) if "containers:" in line]
+    ended = "see how that ended with `docker ps --all`, and deploy again"
+    assert found == [
+        f"PROBLEM  containers: {project} runs here without its {missing}: {ended}"
+        for project, missing in (
+            ("keel-a", "executor"),
+            ("keel-b", "supernode, worker"),
+            ("keel-local", "executor-1, worker-1"),
+        )
+    ]
+
+
+def test_options_that_containers_do_not_use_are_named(at_a_client, tmp_path):
+    script = (
+        'if [ "$1" = ps ]; then\n'
+        '  for s in supernode executor worker; do printf "k-$s\\tkeel-a\\t$s\\tUp\\n"; done\n'
+        "else\n"
+        '  echo "ok       asked with $*"\n'
+        "fi"
+    )
+    options = ["--source", f"folder:{tmp_path}", "--worker", str(tmp_path / "worker.sock")]
+    lines = at_a_client(script, *options)
+    assert lines[-3] == (
+        "ok       --source and --worker: only used without containers, not checked; "
+        "the containers here have their own"
+    )
+    assert lines[-2].endswith(" --device cpu")
+    assert not any("only used without" in line for line in at_a_client(script))
+    alone = at_a_client("exit 0", *options)  # where none runs they are looked at
+    assert any(line.startswith("PROBLEM  data") for line in alone)
+    assert any(line.startswith("PROBLEM  worker") for line in alone)

@@ -1,0 +1,109 @@
+"""Checks of a machine: each thing that can be wrong is named, with the way out."""
+
+import datetime
+import os
+import socket
+
+import pytest
+from deployment_fixtures import program, result
+from test_credentials import tls_server
+
+import keel.deployment.checks_host
+from keel.deployment.checks_host import (
+    check_certificate,
+    check_clock,
+    check_key,
+    check_port,
+    check_private_files,
+)
+from keel.deployment.credentials import make_credentials
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    make_credentials(folder, ["fl.example.org"], ["site-a"])
+    return folder
+
+
+def test_files_that_are_missing_or_open_to_others(made, tmp_path):
+    assert list(check_private_files(made / "site-a", ["ca.pem", "client.key"])) == []
+    assert "is missing" in result(check_private_files(tmp_path, ["client.key"]))[1]
+    key = tmp_path / "client.key"
+    key.touch(0o644)
+    assert "chmod 600" in result(check_private_files(tmp_path, ["client.key"]))[1]
+
+
+@pytest.mark.parametrize(
+    ("days", "is_problem", "words"),
+    [
+        (0, False, "is valid until"),
+        (-2, True, "set the clock"),
+        (810, True, "expires soon"),
+        (900, True, "expired on"),
+    ],
+)
+def test_dates_of_a_certificate(made, days, is_problem, words):
+    now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    found, text = result(check_certificate(made / "server/server.pem", now))
+    assert found == is_problem
+    assert words in text
+
+
+def test_a_port_in_order_and_a_certificate_of_another_ca(made, tmp_path):
+    make_credentials(tmp_path, ["other.org"], [])
+    port, _ = tls_server(made / "server", 4)
+    address = f"127.0.0.1:{port}"
+    assert not result(check_port(address, made / "ca/ca.pem"))[0]
+    is_problem, text = result(check_port(address, tmp_path / "ca/ca.pem"))
+    assert is_problem
+    assert "is not from the CA" in text
+
+
+def test_a_certificate_for_other_names(made, monkeypatch):
+    port, _ = tls_server(made / "server", 2)
+    real = socket.create_connection
+    monkeypatch.setattr(  # a name that leads there, and that the certificate does not have
+        socket, "create_connection", lambda address, **k: real(("127.0.0.1", address[1]), **k)
+    )
+    is_problem, text = result(check_port(f"wrong.example.org:{port}", made / "ca/ca.pem"))
+    assert is_problem
+    assert "is for other names" in text
+
+
+def test_nobody_listens_no_such_name_and_no_tls(made):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = f"127.0.0.1:{free.getsockname()[1]}"
+    assert "Connection refused" in result(check_port(closed, made / "ca/ca.pem"))[1]
+    nowhere = result(check_port("nowhere.invalid:9092", made / "ca/ca.pem"))[1]
+    assert "no such name" in nowhere
+
+
+def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
+    (tmp_path / "client.key").touch(0o600)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may read everything
+    assert "run the doctor as root" in result(check_private_files(tmp_path, ["client.key"]))[1]
+
+
+def test_an_exception_in_a_check_is_a_problem_of_one_line(made, tmp_path, monkeypatch):
+    is_problem, text = result(
+        check_key("localhost:1", tmp_path / "ca.pem", made / "site-a/client.key")
+    )
+    assert is_problem
+    assert text == f"key: [Errno 2] No such file or directory: '{tmp_path / 'ca.pem'}'"
+    (tmp_path / "ca.pem").write_text("no certificate")
+    assert result(check_certificate(tmp_path / "ca.pem", datetime.datetime.now(datetime.UTC)))[0]
+    program(tmp_path / "timedatectl", "sleep 60")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(keel.deployment.checks_host, "timeout_s", 0.2)
+    assert result(check_clock()) == (True, "clock: timedatectl gave no answer within 0.2 seconds")
+
+
+def test_a_ca_that_cannot_be_used_is_not_taken_for_another_service(made, tmp_path, monkeypatch):
+    port, _ = tls_server(made / "server", 2)
+    (tmp_path / "ca.pem").write_text("no certificate")
+    _, text = result(check_port(f"127.0.0.1:{port}", tmp_path / "ca.pem"))
+    assert text.startswith(f"{tmp_path / 'ca.pem'} is not a CA certificate")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert list(check_port(f"127.0.0.1:{port}", made / "ca/ca.pem")) == []

@@ -1,0 +1,120 @@
+"""Checks of where Keel's code runs, for deployment and simulation."""
+
+import numpy as np
+from deployment_fixtures import result
+
+from keel.deployment import checks_runtime
+from keel.deployment.checks_runtime import (
+    check_data,
+    check_data_sets,
+    check_device,
+    check_disk,
+    check_entry_points,
+    check_memory,
+    check_ray,
+    check_versions,
+    check_worker,
+)
+
+
+def test_versions_that_match_and_one_that_differs(monkeypatch):
+    is_problem, text = result(check_versions())
+    assert not is_problem
+    assert "flwr 1.39" in text
+    real = checks_runtime.metadata.version
+    monkeypatch.setattr(
+        checks_runtime.metadata, "version", lambda n: "1.41.0" if n == "flwr" else real(n)
+    )
+    is_problem, text = result(check_versions())
+    assert is_problem
+    assert "flwr is 1.41.0" in text
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    assert not result(check_disk(tmp_path / "not" / "yet"))[0]
+    monkeypatch.setattr(checks_runtime, "min_disk_bytes", 2**60)
+    is_problem, text = result(check_disk(tmp_path))
+    assert is_problem
+    assert "make room" in text
+
+
+def test_a_device_that_is_not_there():
+    assert result(check_device("cpu")) == (False, "device: cpu")
+    is_problem, text = result(check_device("cuda:63"))
+    assert is_problem
+    assert "cuda:63" in text
+
+
+def test_data_in_order_missing_and_with_a_wrong_class(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path / "home"))
+    rng = np.random.default_rng(0)
+    np.savez(
+        tmp_path / "own.npz",
+        x_train=rng.integers(0, 255, (30, 28, 28), dtype=np.uint8),
+        y_train=np.arange(30) % 3,
+        x_test=rng.integers(0, 255, (6, 28, 28), dtype=np.uint8),
+        y_test=np.arange(6) % 3,
+    )
+    own = f"npz:{tmp_path / 'own.npz'}"
+    is_problem, text = result(check_data(own, ["0", "1", "2"], {}))
+    assert not is_problem
+    assert "30 training images" in text
+    is_problem, text = result(check_data(own, ["0", "1"], {}))
+    assert is_problem
+    assert "has the class '2'" in text
+    is_problem, text = result(check_data(f"folder:{tmp_path / 'nothing'}", [], {}))
+    assert is_problem
+    assert str(tmp_path / "nothing") in text
+
+
+def test_a_worker_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks_runtime, "timeout_s", 0.3)
+    is_problem, text = result(check_worker(tmp_path / "nobody.sock"))
+    assert is_problem
+    assert "no worker answers" in text
+    assert list(check_worker(None)) == []
+
+
+def test_requirements_of_simulation_in_order():
+    for findings in (check_memory(), check_ray(), check_entry_points(), check_data_sets()):
+        for finding in findings:
+            assert not finding.is_problem, finding.text
+
+
+def test_too_little_memory_names_the_way_out(monkeypatch):
+    monkeypatch.setattr(checks_runtime, "min_memory_bytes", 2**60)
+    is_problem, text = result(check_memory())
+    assert is_problem
+    assert "end other programs" in text
+
+
+def test_ray_that_is_missing_or_another_version_is_a_problem(monkeypatch):
+    real = checks_runtime.metadata.version
+    for version in ("1.0.0", None):
+
+        def find(name, version=version):
+            if name != "ray":
+                return real(name)
+            if version is None:
+                raise checks_runtime.metadata.PackageNotFoundError
+            return version
+
+        monkeypatch.setattr(checks_runtime.metadata, "version", find)
+        is_problem, text = result(check_ray())
+        assert is_problem
+        assert f"Ray is {version or 'not installed'}, expected" in text
+
+
+def test_a_python_without_flowers_programs_is_a_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks_runtime.sys, "executable", str(tmp_path / "python"))
+    is_problem, text = result(check_entry_points())
+    assert is_problem
+    assert "lacks flwr, " in text
+
+
+def test_data_sets_in_the_cache_are_listed(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    (tmp_path / "cache" / "cifar10-0123456789abcdef").mkdir(parents=True)
+    caches, data_sets = check_data_sets()
+    assert str(tmp_path) in caches.text
+    assert "cifar10" in data_sets.text

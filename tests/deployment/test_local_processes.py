@@ -1,0 +1,92 @@
+"""The restarts of a loopback deployment: what dies comes back, and nothing is left at the end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import keel.deployment.loopback
+from keel.deployment.loopback import LocalProcess, restarting
+from protocol.config import app_folder
+from protocol.processes import descendants
+
+limit_s = 60
+sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+parent = [  # a process with a child of its own, as executors have
+    sys.executable,
+    "-c",
+    "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])",
+]
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path):
+    monkeypatch.setattr(keel.deployment.loopback, "pause_s", 0.1)
+    processes = {}
+    with restarting(processes):
+
+        def start_all(*commands):
+            for i, command in enumerate(commands):
+                processes[str(i)] = LocalProcess(command, os.environ, tmp_path / f"{i}.log")
+            return list(processes.values())
+
+        yield start_all
+        pids = [process.process.pid for process in processes.values()]
+        pids += [pid for each in pids for pid in descendants(each)]
+    wait_until(lambda: not any(exists(pid) for pid in pids))
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def exists(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_killed_process_is_restarted_and_its_neighbour_left_alone(start):
+    first, second = start(sleeper, sleeper)
+    pid, neighbour = first.process.pid, second.process.pid
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: first.starts == 2)
+    assert first.process.pid != pid
+    assert (second.starts, second.process.pid) == (1, neighbour)
+
+
+def test_children_of_a_killed_process_do_not_outlive_its_pause(start):
+    [only] = start(parent)
+    wait_until(lambda: descendants(only.process.pid))
+    [child] = descendants(only.process.pid)
+    os.kill(only.process.pid, signal.SIGKILL)
+    wait_until(lambda: only.starts == 2)
+    wait_until(lambda: not exists(child))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+def test_a_killed_deployment_leaves_no_process_that_it_started(tmp_path):
+    code = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from keel.deployment.loopback import LocalProcess\n"
+        f"LocalProcess({sleeper!r}, os.environ, Path({str(tmp_path / 'log')!r}))\n"
+        "time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=app_folder)
+    try:
+        wait_until(lambda: len(descendants(process.pid)) == 1)
+        [child] = descendants(process.pid)
+        process.kill()
+        process.wait()
+        wait_until(lambda: not exists(child))
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,143 @@
+"""What the pages say is there: files that they link, commands and config keys that they show."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from keel.cli import main as command_line
+from protocol.config import default_config
+
+repository = Path(__file__).parents[2]
+docs = repository / "docs"
+root_pages = [
+    repository / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")
+]
+pages = root_pages + sorted(docs.rglob("*.md"))
+public_pages = [page for page in pages if docs / "development" not in page.parents]
+generated = {docs / "reference" / f"{name}.md" for name in ("commands", "methods", "config")}
+tutorial_methods = {"feddyn", "fedproto", "fedpull"}
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(repository))
+
+
+def prose_of(page: Path) -> str:
+    """The page without its code blocks."""
+    return re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.S | re.M)
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page."""
+    titles = re.findall(r"^#+ (.+)$", prose_of(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", pages, ids=named)
+def test_relative_links_exist(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose_of(page))
+    for target in targets:
+        if re.match(r"(https?|mailto):", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found in generated or found.exists(), f"{named(page)} links {target}"
+        if anchor and found not in generated:
+            assert anchor in headings(found), f"{named(page)} links {target}"
+
+
+def test_files_that_the_code_mentions_exist() -> None:
+    suffixes = {".py", ".yaml", ".toml", ".yml", ""}
+    folders = (
+        "keel",
+        "server_app",
+        "client_app",
+        "strategies",
+        "models",
+        "data",
+        "protocol",
+        "docker",
+    )
+    files = [p for folder in folders for p in (repository / folder).rglob("*") if p.is_file()]
+    for file in [*files, repository / "Makefile", repository / "pyproject.toml"]:
+        if file.suffix in suffixes:
+            for name in re.findall(r"docs/[\w/-]+\.md", file.read_text()):
+                assert (repository / name).exists(), f"{named(file)} mentions {name}"
+
+
+# --- commands -----------------------------------------------------------------------------------
+
+
+def command_lines(page: Path) -> Iterator[list[str]]:
+    """The words of every `keel ...` line in the code blocks of a page."""
+    for block in re.findall(
+        r"^ *```(?:sh|bash|console)?\n(.*?)^ *```", page.read_text(), re.S | re.M
+    ):
+        for line in block.replace("\\\n", " ").splitlines():
+            line = re.sub(r"^([A-Z_]+=\S+ +)*", "", line.strip())  # environment variables
+            if line.startswith("keel "):
+                yield shlex.split(line, comments=True)[1:]
+
+
+all_lines = [(named(page), line) for page in public_pages for line in command_lines(page)]
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), all_lines, ids=lambda v: v if isinstance(v, str) else " ".join(v)
+)
+def test_commands_options_and_keys_are_known(page: str, words: list[str]) -> None:
+    name, *rest = words
+    if name == "COMMAND":
+        return
+    assert name in command_line.COMMANDS
+    command = command_line.load(name)
+    while isinstance(command, click.Group):
+        assert rest[0] in command.commands, rest
+        command, rest = command.commands[rest[0]], rest[1:]
+    known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    options = {word.partition("=")[0] for word in rest if word.startswith("--")}
+    assert options <= known, (options - known, known)
+    if name in ("run", "resume") or "--set" in options:
+        keys = [w.partition("=")[0] for w in rest if "=" in w and not w.startswith("--")]
+        keys = [
+            key for key in keys if key != "KEY" and key.partition(".")[0] not in tutorial_methods
+        ]
+        assert set(keys) <= default_config().keys()
+
+
+# --- language -----------------------------------------------------------------------------------
+
+# Terms that docs/ no longer uses: style guide and glossary of the project.
+retired = [
+    *(
+        "firewall",
+        "run folder",
+        "roster as",
+        "what is kept",
+        "begin anew",
+        "begins anew",
+        "begin-anew",
+    ),
+    *(
+        "stands in",
+        "says of itself",
+        "goes on",
+        "so many",
+        "held to",
+        "what was given",
+        "bundle.json",
+    ),
+    *("to reach", "missed", "asked: at", "python -m server_app", "python -m keel.experiments"),
+]
+
+
+@pytest.mark.parametrize("page", public_pages, ids=named)
+def test_public_pages_use_the_glossary(page: Path) -> None:
+    if page.name == "CHANGELOG.md":  # it lists the old names
+        return
+    prose = " ".join(page.read_text().lower().split())
+    assert [term for term in retired if term in prose] == []

@@ -1,0 +1,32 @@
+"""`keel demo` as a newcomer sees it."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+root = Path(__file__).parent.parent.parent
+
+
+def test_the_demo_compares_two_runs_and_leaves_a_plot(tmp_path):
+    env = os.environ | {"KEEL_HOME": str(tmp_path), "PYTHONPATH": str(root), "COLUMNS": "120"}
+    started = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "keel", "demo"],
+        cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        lines = [process.stdout.readline()]
+        seconds_to_first_line = time.monotonic() - started
+        lines += process.stdout.readlines()
+    printed = "".join(lines)
+    assert process.returncode == 0, printed
+    assert seconds_to_first_line < 3
+    assert "FedAvg, then with FedIntR" in printed
+    assert printed.count("round 10/10") == 2
+    assert "points ahead of" in printed
+    assert f"plot: {tmp_path}/demo.png" in printed
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert ["fedavg" in names[0], "fedintr" in names[1]] == [True, True]

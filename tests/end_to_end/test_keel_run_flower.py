@@ -1,0 +1,90 @@
+"""`keel run --engine flower`: real `flwr run`, stopped by Ctrl-C; nothing of it is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, all_models, history_of, same_bits, summary_of, without_times
+
+from keel.cli.engines import MARK
+from keel.runs import SavedRun
+from server_app.inline import run_inline
+
+pytestmark = pytest.mark.end_to_end
+root = Path(__file__).parent.parent.parent
+words = [f"{key}={value}" for key, value in SMALL.items() if key != "num-rounds"]
+
+
+def start(home, *arguments):
+    """`keel run --engine flower` with a home of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "keel", *arguments],
+        cwd=home,
+        env=os.environ
+        | {"KEEL_HOME": str(home), "PYTHONPATH": str(root), MARK + "_TEST": str(home)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def started_by(home):
+    """Commands of the living processes that inherited the environment of `start`."""
+    entry, found = f"{MARK}_TEST={home}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if entry in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+def test_a_flower_run_is_stopped_by_ctrl_c_and_resumed_to_the_same_bits(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    process = start(home, "run", *words, "num-rounds=1000", "run-name=cut", "--engine", "flower",
+                    "--clients", "3")  # fmt: skip
+    directory = home / "runs" / "cut"
+    try:
+        deadline = time.monotonic() + 200
+        while not list(directory.glob("checkpoints/round-00002*")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        assert any("flower-superlink" in command for command in started_by(home))
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait(timeout=60)
+    assert process.returncode == 130, err
+    assert err == ""
+    assert "round    1/1000   accuracy" in out
+    assert "keel resume cut" in out
+    assert summary_of(directory)["status"] == "stopped"
+    assert started_by(home) == []
+
+    done = SavedRun(directory).rounds
+    assert f"stopped after round {done}" in out
+    run_inline({"resume": str(directory), "num-rounds": done + 1}, 3)
+    whole = run_inline(SMALL | {"num-rounds": done + 1, "output-dir": str(tmp_path / "whole")}, 3)
+    assert same_bits(all_models(directory), all_models(whole))
+    assert without_times(history_of(directory)) == without_times(history_of(whole))
+
+
+def test_a_flower_run_that_fails_is_one_line_and_code_1(tmp_path):
+    """4,000 samples for each client is refused by the run itself, which has read the data."""
+    process = start(tmp_path, "run", *words, "min-samples=4000", "--engine", "flower",
+                    "--clients", "2")  # fmt: skip
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 1
+    assert err.startswith("error: ")
+    assert "min-samples" in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in out
+    assert started_by(tmp_path) == []

@@ -1,0 +1,592 @@
+"""Recipes: all there, all runnable, the papers' numbers as printed; bad ones refused by line."""
+
+import hashlib
+import json
+import math
+import os
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.partitions import partition_indices, stratified_share
+from keel.experiments import preflight
+from keel.experiments.measure import measure, parse_take
+from keel.experiments.plan import last_round_read, selected
+from keel.experiments.preflight import check_reading, check_recipe, refuse_overriding
+from keel.experiments.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
+from keel.experiments.runs import Options, make_run, run_of
+from keel.experiments.scale import SCALES, Keys, scaled
+from protocol.config import RENAMED_KEYS, RENAMED_VALUES, resolve_config
+from server_app.checks import check_config
+
+root = Path(__file__).parent.parent.parent
+PAPER = Options("paper", {}, [0], full_grid=True)
+
+wanted = {
+    "FedIntR": [
+        *("Table I", "Table II", "Table III", "Table IV", "Table V"),
+        *("Fig. 3", "Fig. 4", "Fig. 5"),
+    ],
+    "FedCKA": ["Table 1", "Table 2", "Table 3", "Table 4", "Fig. 2", "Fig. 4", "Fig. 5", "Fig. 6"],
+    "FedReCo": ["Table 1", "Table 2", "Table 3", "Fig. 2", "Fig. 3 (a)", "Fig. 3 (b)"],
+    "FedRCL": [
+        *("Table 1", "Table 2", "Table 3", "Table 4", "Table 5"),
+        *("Table A", "Table B", "Table C", "Table D"),
+        *("Fig. 1", "Fig. 2", "Fig. 3", "Fig. 4", "Fig. A", "Fig. B", "Fig. C"),
+    ],
+}
+
+
+def test_there_is_a_recipe_for_every_table_and_figure():
+    there = [(r.paper, r.item) for r in map(load_recipe, shipped_recipes())]
+    for paper, items in wanted.items():
+        for item in items:
+            of_it = [i for p, i in there if p == paper and (i == item or i.startswith(item + " "))]
+            assert len(of_it) == 1, (paper, item, of_it)
+    assert len(there) == sum(map(len, wanted.values()))
+
+
+recorded = json.loads((Path(__file__).parent / "recipes_0_1.json").read_text())
+old_keys = {new: old for old, new in RENAMED_KEYS.items()}
+old_values = {(key, new): old for (key, old), new in RENAMED_VALUES.items()}
+
+
+def digest_of(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def config_of_0_1(keys: Keys) -> Keys:
+    """The resolved config with the keys of 0.1, under their names then."""
+    flat = resolve_config(keys).flat
+    old = {old_keys.get(k, k): old_values.get((k, str(v)), v) for k, v in flat.items()}
+    return {key: old[key] for key in recorded["keys"]}
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_the_expanded_recipes_are_those_of_0_1(name, tmp_path):
+    """Every row x column x candidate at two scales: configs, numbers, readings and run names.
+
+    recipes_0_1.json was computed with Keel 0.1.
+    """
+    recipe, expected = load_recipe(name), recorded["recipes"][name]
+    assert (list(recipe.seeds), recipe.shows) == (expected["seeds"], expected["shows"])
+    assert digest_of([claim.text for claim in recipe.claims]) == expected["claims"]
+    assert [row.name for row in recipe.rows] == list(expected["rows"])
+    for row, digests in expected["rows"].items():
+        contents, names = [], []
+        for cell in (cell for cell in recipe.cells if cell.row.name == row):
+            take, best = cell.take, cell.paper_candidate and dict(cell.paper_candidate)
+            contents.append(
+                [cell.column.name, cell.of, take.how, take.number, cell.at, cell.paper, best]
+            )
+            for candidate in cell.candidates:
+                for scale in ("paper", "hour"):
+                    options = Options(scale, {}, [1], full_grid=True)
+                    run = run_of(cell, candidate, 1, options, tmp_path)
+                    contents.append(config_of_0_1(run.keys))
+                    names.append(run.name)
+        assert [digest_of(contents), digest_of(names)] == digests, row
+
+
+def test_old_names_of_keys_and_values_mean_the_same_and_are_named(tmp_path, caplog):
+    today = good.replace("num-clients: 4", "num-clients: 4, evaluate-clients: cohort")
+    today = today.replace("method: fedprox", "server-optimizer: fedadam")
+    before = today.replace("server-optimizer", "server").replace("cohort", "participants")
+    path = tmp_path / "r.yaml"
+    path.write_text(before.replace("title: x", "title: x\nnote: a note"))
+    recipe = load_recipe(str(path))
+    assert recipe.notes == ["a note"]
+    keys = [cell.keys for cell in parse_recipe(today, path).cells]
+    assert [cell.keys for cell in recipe.cells] == keys
+    assert keys[-1]["server-optimizer"] == "fedadam"
+    assert keys[-1]["evaluate-clients"] == "cohort"
+    assert [record.getMessage().partition(", ")[2] for record in caplog.records] == [
+        "line 2: note is now called notes; the old name works until Keel 0.3",
+        "line 10: server is now called server-optimizer; the old name works until Keel 0.3",
+    ]
+    bad = before.replace("server: fedadam", "rest-after: -1")
+    recipe = parse_recipe(bad, Path("r.yaml"))
+    with pytest.raises(ValueError, match=r"line 9 \(two; a\): backoff-after = -1"):
+        check_recipe(recipe, recipe.cells, PAPER, tmp_path)
+
+
+def test_what_the_papers_leave_open_is_in_the_notes():
+    notes = {name: " ".join(load_recipe(name).notes) for name in shipped_recipes()}
+    for name, words in {
+        "fedreco-table-1": ["20 %", "lambda 0.1", "FedBABU", "FedAvg-FT"],
+        "fedreco-table-2": ["fine-tuning", "20 %"],
+        "fedreco-table-3": ["norm C", "10"],
+        "fedreco-figure-2": ["0.003"],
+        "fedrcl-table-1": ["mining", "0.01", "interleaved", "rotation"],
+        "fedrcl-table-d": ["clipping", "interleaved"],
+        "fedcka-table-3": ["mu = 3", "Frobenius"],
+        "fedcka-figure-5": ["alpha 5"],
+        "fedintr-table-5": ["89.03", "85.62"],
+        "fedintr-table-4": ["first participation"],
+        "fedintr-table-1": ["projection", "fan-in"],
+    }.items():
+        for word in words:
+            assert word in notes[name], (name, word)
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_run_of_a_recipe_has_a_config_that_makes_sense(name, tmp_path):
+    recipe = load_recipe(name)
+    checked = set()
+    for cell in recipe.cells:
+        for candidate in cell.candidates:
+            for scale in ("paper", "hour"):
+                options = Options(scale, {}, [0], full_grid=True)
+                run = make_run({**cell.keys, **candidate}, 0, options, tmp_path)
+                if run.name not in checked:
+                    checked.add(run.name)
+                    check_config(resolve_config(run.keys))
+    assert checked
+
+
+# --- the papers' numbers ----------------------------------------------------------------------
+
+titles = {
+    "FedIntR": ["Federated Learning with Intermediate Representation Regularization"],
+    "FedCKA": ["Comparisons Where It Matters", "Compare Where It Matters"],  # journal, preprint
+    "FedReCo": ["CONSENSUS OPTIMIZATION AT REPRESENTATION"],
+    "FedRCL": ["Relaxed Contrastive Learning for Federated Learning"],
+}
+# columns of FedCKA's Table 2 that one version of the paper does not have
+absent = {"Comparisons Where It Matters": "alpha 0.5", "Compare Where It Matters": "alpha 1"}
+printed = {  # what a row is called in the text, where that differs
+    "FedCKA (mu 1)": "FedCKA ($\\mu = 1$)",
+    "FedCKA (mu 10)": "FedCKA ($\\mu = 10$)",
+    "FedProx (mu 0.01)": "FedProx ($\\mu = 0.01$)",
+    "MOON (mu 1)": "MOON $(\\mu = 1)$",
+    "MOON (mu 10)": "MOON ($\\mu = 10$)",
+    "FedIntR (mu 1)": "FedIntR ($\\mu = 1$)",
+    "FedIntR (mu 10)": "FedIntR ($\\mu = 10$)",
+    "FedAvg + FitNet": "+ FitNet",  # so alone in Table C
+    "alpha_i": "α_i",
+    "Average": "α_i",  # its own line is garbled; its numbers stand in the other row's
+}
+
+
+def papers_folder() -> Path:
+    """Where the papers' texts are; skips without them: they are not ours to ship."""
+    folder = Path(os.environ.get("KEEL_PAPERS") or root.parent / "shared" / "papers")
+    if not folder.is_dir():
+        pytest.skip(f"the papers' texts are not there: {folder} (KEEL_PAPERS says where)")
+    return folder
+
+
+def text_of(title: str) -> list[str]:
+    """The lines of the paper whose beginning has this title."""
+    texts = [path.read_text() for path in papers_folder().glob("*.txt")]
+    found = [text for text in texts if title.lower() in text[:1500].lower()]
+    assert len(found) == 1, title
+    return found[0].splitlines()
+
+
+def numbers_in(line: str) -> list[float]:
+    """The numbers of a table's line: tuned values in brackets, citations and formulas left out."""
+    line = re.sub(r"\$[^$]*\$|\([^)]*\)|\[[^\]]*\]", " ", line)
+    return [float(n) for n in re.findall(r"\d+\.\d\d|\d+\.\d|\d+", line)]
+
+
+def is_within(numbers: list[float], line: list[float]) -> bool:
+    """Whether all of them are in the line, in this order."""
+    rest = iter(line)
+    return all(number in rest for number in numbers)
+
+
+def blocks(recipe: Recipe, row: str, left_out: str) -> list[list[float]]:
+    """A row's numbers as the paper prints them: one line for each data set of FedRCL's Table 1."""
+    cells = [c for c in recipe.cells if c.row.name == row and c.column.name != left_out]
+    if (recipe.paper, recipe.item) == ("FedRCL", "Table 1"):
+        sets = list(dict.fromkeys(c.column.parts[0] for c in cells))
+        groups = [[c for c in cells if c.column.parts[0] == name] for name in sets]
+    else:
+        groups = [cells]
+    return [[c.paper for c in group if c.paper is not None] for group in groups]
+
+
+tables = [
+    (name, title)
+    for name in shipped_recipes()
+    if "table" in name and "fedreco" not in name
+    for title in titles[load_recipe(name).paper]
+]
+
+
+@pytest.mark.parametrize(("name", "title"), tables)
+def test_the_papers_numbers_are_those_printed_on_the_rows_line(name, title):
+    recipe, text = load_recipe(name), text_of(title)
+    left_out = absent.get(title, "") if name == "fedcka-table-2" else ""
+    for row in recipe.rows:
+        label = printed.get(row.name, row.name)
+        bare = row.name == "FedAvg"  # not "FedAvg + FitNet"
+        lines = [
+            numbers_in(line.replace(label, " ", 1))
+            for line in text
+            if label in line and not (bare and "+" in line)
+        ]
+        if recipe.item == "Table II":  # its rows are called by a number
+            lines = [numbers_in(line)[1:] for line in text if line.startswith(f"{label}\t")]
+        for numbers in blocks(recipe, row.name, left_out):
+            assert numbers, f"{row.name} has no number"
+            assert any(is_within(numbers, line) for line in lines), (row.name, numbers)
+
+
+def test_fedintrs_best_mu_are_those_printed_in_brackets():
+    text = text_of(titles["FedIntR"][0])
+    for name in ("fedintr-table-1", "fedintr-table-3"):
+        for row in load_recipe(name).rows:
+            if row.tuned:
+                lines = [re.findall(r"(\d+\.\d+) \((\d[\d.]*)\)", line) for line in text]
+                want = [(paper, best) for paper, best in zip(row.paper, row.tuned, strict=True)]
+                assert any([(float(a), float(b)) for a, b in line] == want for line in lines), row
+
+
+@pytest.mark.parametrize("method", ["FedProx", "MOON", "FedCKA"])
+@pytest.mark.parametrize("title", titles["FedCKA"])
+def test_fedckas_best_mu_are_those_of_its_sentences(title, method):
+    text = " ".join(text_of(title))
+    sentences = re.findall(rf"For {method}, the best μ is (\d[\d., and]*\d)", text)
+    said = [[float(mu) for mu in re.findall(r"[\d.]*\d", each)] for each in sentences]
+    found = []
+    for name in ("fedcka-table-1", "fedcka-table-2"):
+        recipe = load_recipe(name)
+        (row,) = (row for row in recipe.rows if row.name == method)
+        columns = zip(recipe.columns, row.tuned, strict=True)
+        found.append([best for column, best in columns if column.name != absent[title]])
+    assert found == said
+
+
+def test_fedrecos_numbers_are_those_printed_in_their_tables():
+    text = text_of(titles["FedReCo"][0])
+    lines = {line.split("\t")[0]: line for line in text if "\t" in line}
+    for name, keys in (("fedreco-table-1", "FC"), ("fedreco-table-3", ("FMNIST", "CIFAR10"))):
+        recipe = load_recipe(name)
+        for key, column in zip(keys, recipe.columns, strict=True):
+            ours = [c.paper for c in recipe.cells if c.column == column]
+            assert numbers_in(lines[key].partition("\t")[2]) == ours
+    times = next(re.findall(r"(\d+) MIN (\d+) S", line) for line in text if " MIN " in line)
+    ours = [cell.paper for cell in load_recipe("fedreco-table-2").cells]
+    assert [60 * int(m) + int(s) for m, s in times] == ours
+
+
+# --- bad recipes ------------------------------------------------------------------------------
+
+good = """\
+title: x
+seeds: 2
+config: {source: digits, num-clients: 4, model: cnn-fedreco}
+columns:
+  a: {alpha: 0.5}
+  b: {alpha: 5.0}
+rows:
+  one: {method: fedavg, paper: [1.5, null]}
+  two: {method: fedprox}
+claims:
+  - two above one in a
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("title: x", "titel: x", 1, "did you mean title?"),
+        ("seeds: 2", "seeds: 0", 2, "a number >= 1"),
+        ("seeds: 2", "seeds: [1, 1]", 2, "different seeds"),
+        ("num-clients: 4", "num-client: 4", 3, "did you mean num-clients?"),
+        ("num-clients: 4", "seed: 4", 3, "seed is set by the runner"),
+        ("alpha: 0.5", "alpha: [0.5, 1]", 5, "a list belongs under grid"),
+        ("  b: {", "  a: {", 6, "'a' is a duplicate of line 5"),
+        ("method: fedavg", "method: fedavg, alpha: 0.1", 8, "alpha is set by 'a' (line 5)"),
+        ("[1.5, null]", "[1.5]", 8, "1 numbers for 2 columns"),
+        ("[1.5, null]", "[1.5, high]", 8, "rows.one.paper = 'high': expected a valid number"),
+        (
+            "two: {method: fedprox}",
+            "two: {take: middle}",
+            9,
+            "rows.two.take = 'middle': expected final, best",
+        ),
+        (
+            "two: {method: fedprox}",
+            "two: {of: accuracy}",
+            9,
+            "rows.two.of = 'accuracy': expected 'global.accuracy",
+        ),
+        (
+            "title: x",
+            "shows: tables",
+            1,
+            "shows = 'tables': expected 'table', 'curves' or 'labels'",
+        ),
+        ("title: x", "title: 3", 1, "title = 3: expected a valid string"),
+        ("two: {method: fedprox}", "two: {at: -1}", 9, "rows.two.at = -1: expected"),
+        ("two: {method: fedprox}", "two: {tune: {lr: 1}}", 9, "rows.two.tune.lr = 1: expected"),
+        ("a: {alpha: 0.5}", "a: {paper: 3}", 5, "paper of a: expected in rows only"),
+        ("a: {", "a: {server: x, server-optimizer: y, ", 5, "the old name of server-optimizer"),
+        ("two: {method: fedprox}", "two: {tune: {mu: [1]}}", 9, "config key = 'mu' is unknown"),
+        ("two: {method: fedprox}", "two: fedprox", 9, "rows.two = 'fedprox': expected a mapping"),
+        ("two above one in a", "two beats one in a", 11, "ROW above ROW in COLUMN"),
+        ("two above one in a", "two above three in a", 11, "'three' is none of the rows"),
+        ("  one:", "  one: [", 9, "not YAML"),
+    ],
+)
+def test_a_bad_recipe_is_refused_with_its_line(old, new, line, words):
+    parse_recipe(good, Path("r.yaml"))
+    with pytest.raises(ValueError) as rejected:
+        parse_recipe(good.replace(old, new, 1), Path("r.yaml"))
+    assert str(rejected.value).startswith(f"r.yaml, line {line}: ")
+    assert words in str(rejected.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where", "words"),
+    [
+        ("method: fedprox", "method: fedprox, fedprox.mu: -1", "line 9", "fedprox.mu = -1"),
+        ("method: fedprox", "method: fedpox", "line 9", "did you mean fedprox?"),
+        ("source: digits", "source: 'npz:/nowhere/x.npz'", "line 3", "x.npz"),
+        ("alpha: 0.5", "alpha: -1", "line 5", "alpha = -1"),
+        ("num-clients: 4", "num-clients: 2000", "line 3", "from 1 to 1438"),
+        ("num-clients: 4", "lr: 0.1", "lines 8 and 5", "num-clients = 0"),
+        ("two: {", "two: {tune: {fedprox.mu: [1, -2]}, ", "line 9", "fedprox.mu = -2"),
+        ("method: fedprox", "method: fedcka, fedcka.num-layers: 9", "line 9", "num-layers = 9"),
+        (
+            "method: fedprox",
+            "method: fedprox, of: personal.mean",
+            "line 9",
+            "of = 'personal.mean': not recorded by fedprox",
+        ),
+        ("alpha: 5.0", "alpha: 5.0, at: 6", "line 6", "at = 6: expected at most 5, the last round"),
+        ("title: x", "at: 3", "line 1", "round 3 of 5, which evaluate-every = 2 skips"),
+    ],
+)
+def test_runs_that_could_not_start_are_refused_before_the_first(old, new, where, words, tmp_path):
+    recipe = parse_recipe(good.replace(old, new, 1), Path("r.yaml"))
+    every = {"evaluate-every": 2} if "at: 3" in new else {}
+    with pytest.raises(ValueError) as rejected:
+        check_recipe(recipe, recipe.cells, replace(PAPER, changes=every), tmp_path)
+    assert str(rejected.value).startswith(f"r.yaml, {where} (")
+    assert words in str(rejected.value)
+    assert "\n" not in str(rejected.value)
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ("lr: 0.1", "line 6: grid.lr = 0.1: expected a list of values"),
+        ("lr: []", "line 6: grid.lr = []: expected a list of values"),
+        ("lrr: [0.1]", "line 6: config key = 'lrr' is unknown; did you mean lr?"),
+        ("lr: [0.1, fast]", "line 6 (lr = fast; a): lr = 'fast': "),
+        ("lr: [0.1, -1.0]", "line 6 (lr = -1.0; a): lr = -1.0: "),
+        ("alpha: [1.0, 2.0]", "line 6: alpha is set by 'a' (line 4)"),
+        ("lr: [0.1, 0.1]", "line 6: two rows are called 'lr = 0.1'"),
+    ],
+)
+def test_an_impossible_grid_is_refused_with_its_line(grid, words, tmp_path):
+    def check():
+        recipe = parse_recipe(f"{head}grid:\n  {grid}\n", Path("r.yaml"))
+        check_recipe(recipe, recipe.cells, PAPER, tmp_path)
+
+    head = "title: x\nconfig: {source: digits, num-clients: 4}\ncolumns:\n  a: {alpha: 0.5}\n"
+    with pytest.raises(ValueError) as rejected:
+        check()
+    assert str(rejected.value).startswith(f"r.yaml, {words}")
+    assert "\n" not in str(rejected.value)
+
+
+def test_a_key_of_a_product_is_refused_with_its_own_line(tmp_path):
+    product = "  - {a: {alpha: 0.5}, b: {alpha: -5.0}}\n  - {c: {lr: 0.1}}\n"
+    text = good.replace("  a: {alpha: 0.5}\n  b: {alpha: 5.0}\n", product).partition("claims")[0]
+    recipe = parse_recipe(text, Path("r.yaml"))
+    with pytest.raises(ValueError, match=r"r\.yaml, line 5 \(one; b, c\): alpha = -5"):
+        check_recipe(recipe, recipe.cells, PAPER, tmp_path)
+
+
+def test_every_seeds_split_is_tried_before_the_first_run(tmp_path, monkeypatch):
+    recipe = parse_recipe(good, Path("r.yaml"))
+    tried = []
+
+    def split(config, partition, num_clients):
+        tried.append((config.data.alpha, config.rounds.seed))
+        if config.rounds.seed == 2:
+            raise ValueError("a client has too few samples")
+
+    monkeypatch.setattr(preflight, "client_indices", split)
+    with pytest.raises(ValueError, match="too few samples"):
+        check_recipe(recipe, recipe.cells, replace(PAPER, seeds=[0, 1, 2]), tmp_path)
+    assert tried == [(0.5, 0), (0.5, 1), (0.5, 2)]
+    tried.clear()
+    check_recipe(recipe, recipe.cells, replace(PAPER, seeds=[0, 1]), tmp_path)
+    assert tried == [(0.5, 0), (0.5, 1), (5.0, 0), (5.0, 1)]  # rows share their splits
+
+
+def test_a_name_under_only_is_a_row_a_column_or_a_part_of_one():
+    recipe = load_recipe("fedintr-table-3")
+    cells = selected(recipe, ["FedIntR", "CIFAR-10", "beta 5", "beta 0.1"])
+    assert [(c.row.name, c.column.name) for c in cells] == [
+        ("FedIntR", "CIFAR-10, beta 5"),
+        ("FedIntR", "CIFAR-10, beta 0.1"),
+    ]
+    assert len(selected(recipe, ["CIFAR-100, beta 5"])) == 5
+    with pytest.raises(ValueError, match="--only 'FedAvgg': fedintr-table-3 has"):
+        selected(recipe, ["FedAvgg"])
+
+
+# --- scales and measures ----------------------------------------------------------------------
+
+
+def test_scales_shrink_by_their_stated_factors():
+    keys = {"preset": "fedintr-table1-fmnist"}  # 100 rounds, 10 epochs, batches of 512
+    assert scaled(keys, SCALES["paper"]) == {}
+    hour = scaled(keys, SCALES["hour"])
+    assert hour == {
+        "num-rounds": 20,
+        "local-epochs": 2,
+        "data-fraction": 0.25,
+        "batch-size": 128,
+        "batches-per-epoch": 0,
+        "min-samples": 2,
+        "evaluate-every": 1,
+    }
+    small = {"preset": "fedcka-table1-cifar10"}  # batches of 128
+    assert scaled(small, SCALES["minutes"])["batch-size"] == 128
+    short = {"preset": "fedcka-table1-tiny-imagenet", "local-epochs": 1, "batch-size": 8}
+    minutes = scaled(short, SCALES["minutes"])  # 20 rounds: the floors hold
+    assert (minutes["num-rounds"], minutes["local-epochs"], minutes["batch-size"]) == (5, 1, 8)
+
+
+def test_where_the_number_of_batches_rules_it_shrinks_and_their_size_does_not():
+    keys = {"preset": "fedrcl-table1-cifar10"}  # 10 batches an epoch
+    assert [scaled(keys, SCALES[s])["batches-per-epoch"] for s in ("hour", "minutes")] == [2, 1]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_round_that_a_cell_is_read_at_is_evaluated(scale, tmp_path):
+    options = Options(scale, {}, [0], full_grid=False)
+    for name in ("fedintr-table-4", "fedrcl-table-1", "fedrcl-table-2"):
+        for cell in load_recipe(name).cells:
+            run = run_of(cell, {}, 0, options, tmp_path)
+            check_reading(cell, run, resolve_config(run.keys))
+            expected = cell.at * run.rounds / run.paper_rounds
+            assert abs(last_round_read(cell, run) - expected) <= 0.5, cell.column.name
+
+
+def test_what_the_notes_say_of_shards_at_minutes_is_so(tmp_path):
+    recipe = load_recipe("fedrcl-table-a")
+    options = Options("minutes", {}, [0], full_grid=True)
+    labels = np.repeat(np.arange(100), 500)  # CIFAR-100's
+    for gamma, fits in ((20, True), (50, False)):
+        keys = recipe.cell("FedRCL", f"CIFAR-100, gamma {gamma}, 1000R").keys
+        config = resolve_config(make_run(keys, 0, options, tmp_path).keys)
+        share = labels[stratified_share(labels, config.data.data_fraction, 0)]
+        with nullcontext() if fits else pytest.raises(ValueError, match="shards-per-client"):
+            partition_indices(
+                config.data.partition,
+                share,
+                config.rounds.num_clients,
+                alpha=config.data.alpha,
+                classes_per_client=config.data.classes_per_client,
+                shards_per_client=config.data.shards_per_client,
+                min_size=config.data.min_samples,
+                seed=0,
+            )
+
+
+def test_recipes_with_claims_have_the_seeds_to_judge_them():
+    for recipe in map(load_recipe, shipped_recipes()):
+        assert not recipe.claims or len(recipe.seeds) >= 3, recipe.name
+
+
+def test_no_more_rounds_are_evaluated_than_have_to_be():
+    keys = {"num-rounds": 1150, "num-clients": 4}  # 230 rounds: each 11th, and the last anyway
+    read_at = {(): 11, (1150,): 11, (500,): 10, (500, 1150): 10, (30, 500): 2}
+    for read, every in read_at.items():
+        assert scaled(keys, SCALES["hour"], read)["evaluate-every"] == every
+
+
+def test_diagnostics_stay_as_many_in_a_scaled_run():
+    keys = {"num-rounds": 1000, "num-clients": 4, "diagnostics": "vci", "diagnostics-every": 50}
+    assert scaled(keys, SCALES["hour"])["diagnostics-every"] == 10
+    assert "diagnostics-every" not in scaled({**keys, "diagnostics": ""}, SCALES["hour"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "is_refused"),
+    [
+        ("fedintr-table-3", "alpha", True),  # the columns
+        ("fedintr-table-3", "method", True),  # the rows
+        ("fedintr-table-3", "fedintr.mu", True),  # tuned
+        ("fedintr-table-1", "source", True),  # by way of the columns' presets
+        ("fedintr-table-3", "lr", False),
+    ],
+)
+def test_what_cells_differ_in_cannot_be_set_for_all_of_them(recipe, key, is_refused):
+    cells = load_recipe(recipe).cells
+    if is_refused:
+        with pytest.raises(ValueError, match=f"--set {key}: rows, columns or tuned"):
+            refuse_overriding(cells, {key: 1})
+    else:
+        refuse_overriding(cells, {key: 1})
+
+
+def test_runs_of_one_setting_have_one_folder_and_a_scaled_one_another(tmp_path):
+    table, figure = load_recipe("fedintr-table-1"), load_recipe("fedintr-figure-5")
+    a = make_run(table.cell("FedAvg", "CIFAR-10").keys, 0, PAPER, tmp_path)
+    b = make_run(figure.cell("FedAvg", "E = 10").keys, 0, PAPER, tmp_path)
+    assert a.folder == b.folder
+    hour = Options("hour", {}, [0], full_grid=True)
+    changed = Options("paper", {"lr": 0.5}, [0], full_grid=True)
+    keys = table.cell("FedAvg", "CIFAR-10").keys
+    others = [make_run(keys, 0, hour, tmp_path), make_run(keys, 1, PAPER, tmp_path)]
+    others += [make_run(keys, 0, changed, tmp_path)]
+    assert len({a.folder, *(other.folder for other in others)}) == 4
+    # another method's option is none of this run's business
+    same = make_run({**keys, "moon.mu": 0.3}, 0, PAPER, tmp_path)
+    assert same.folder == a.folder
+
+
+accuracies = [0.10, 0.40, 0.20, 0.80, 0.60]
+history = [
+    {"round": i, "client_seconds": 10.0 * i, "global": {"accuracy": value}}
+    for i, value in enumerate(accuracies, start=1)
+]
+
+
+@pytest.mark.parametrize(
+    ("take", "at", "shrink", "expected"),
+    [
+        ("final", 5, 1.0, 60.0),
+        ("final", 3, 1.0, 20.0),
+        ("best", 5, 1.0, 80.0),
+        ("median 3", 5, 1.0, 60.0),
+        ("mean 2", 5, 1.0, 70.0),
+        ("mean 4", 5, 0.5, 70.0),  # a window of 4 of the paper's rounds is 2 of half as many
+        ("median 10", 5, 0.05, 60.0),  # never less than the last
+        ("ema 0.5", 3, 1.0, 22.5),  # ((0.5 * 10 + 0.5 * 40) + 20) / 2
+        ("ema 0.25", 3, 0.5, 21.1328125),  # two of the paper's rounds each: 0.0625 is kept
+        ("seconds to 40", 5, 1.0, 30.0),
+        ("seconds to 90", 5, 1.0, math.inf),
+        ("seconds a round", 5, 1.0, 30.0),
+        ("final", 6, 1.0, None),  # not there yet
+    ],
+)
+def test_measures_of_a_history(take, at, shrink, expected):
+    found = measure(history, "global.accuracy", parse_take(take), at, shrink)
+    assert found == (expected if expected is None else pytest.approx(expected))
+
+
+def test_a_moving_average_is_the_same_of_a_scaled_run_and_of_rarer_evaluations():
+    """An accuracy that rises evenly from 0 to 100: the average lags by 9 of the paper's rounds."""
+    found = []
+    for rounds, every in ((1000, 1), (1000, 10), (200, 10), (50, 25)):
+        evaluated = range(every, rounds + 1, every)
+        curve = [{"round": r, "global": {"accuracy": r / rounds}} for r in evaluated]
+        shrink = rounds / 1000
+        found.append(measure(curve, "global.accuracy", parse_take("ema 0.9"), rounds, shrink))
+    assert found[0] == pytest.approx(99.1)
+    assert found[1:] == pytest.approx([100] * 3, abs=0.6)

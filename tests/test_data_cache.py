@@ -1,0 +1,120 @@
+"""The cache of decoded sources."""
+
+import multiprocessing
+import os
+
+import numpy as np
+import pytest
+from data_fixtures import make_folder, make_npz, random_images, save_image
+
+from data import decoding, sources
+from data.sources import load_source
+
+
+def entries(tmp_path):
+    return sorted(entry.name for entry in (tmp_path / "cache").iterdir())
+
+
+def test_the_second_load_reads_no_image(load, tmp_path, monkeypatch):
+    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30, 3))
+    first = load(spec)
+    monkeypatch.setattr(decoding.Image, "open", lambda _: pytest.fail("decoded again"))
+    second = load(spec)
+    for a, b in ((first.train, second.train), (first.test, second.test)):
+        assert np.array_equal(a.images, b.images)
+        assert np.array_equal(a.labels, b.labels)
+    assert isinstance(second.train.images, np.memmap)
+    assert not second.train.images.flags.writeable
+    assert (second.mean, second.std, second.class_names, second.name) == (
+        first.mean,
+        first.std,
+        first.class_names,
+        first.name,
+    )
+
+
+def test_each_size_and_number_of_channels_is_cached_on_its_own(load, tmp_path):
+    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30, 3))
+    for recipe in ({}, {"image_size": 28}, {"channels": 1}, {"image_size": 28}):
+        load(spec, **recipe)
+    assert len(entries(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("change", ["new file", "other size", "other time", "renamed"])
+def test_a_changed_folder_is_decoded_again_and_its_old_entries_are_removed(load, tmp_path, change):
+    other = make_folder(tmp_path / "elsewhere" / "mine", random_images(2, 30, 30))
+    load(other)
+    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
+    load(spec)
+    load(spec, channels=3)
+    before = entries(tmp_path)
+    file = tmp_path / "mine" / "train" / "ant" / "0.png"
+    if change == "new file":
+        save_image(file.with_name("new.png"), random_images(30, 30, seed=9))
+    elif change == "other size":
+        times = file.stat()
+        save_image(file, np.zeros((30, 30), dtype=np.uint8))
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    elif change == "other time":
+        os.utime(file, ns=(0, 0))
+    else:
+        file.rename(file.with_name("9.png"))
+    source = load(spec)
+    assert len(source.train.labels) == (3 if change == "new file" else 2)
+    assert (source.train.images[0] == 0).all() == (change == "other size")
+    after = entries(tmp_path)
+    assert len(before) == 3
+    assert len(after) == 2  # both recipes of the folder as it was are gone
+    load(other)
+    assert entries(tmp_path) == after
+
+
+def test_an_entry_of_an_earlier_version_is_removed(load, tmp_path, monkeypatch):
+    spec = make_npz(tmp_path / "mine.npz")
+    monkeypatch.setattr(sources, "CACHE_VERSION", 0)
+    load(spec)
+    (earlier,) = entries(tmp_path)
+    monkeypatch.undo()
+    load(spec)
+    (now,) = entries(tmp_path)
+    assert now != earlier
+
+
+def test_a_failed_decoding_leaves_no_entry(load, tmp_path):
+    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
+    (tmp_path / "mine" / "test" / "bee" / "3.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"test/bee/3\.png: not a readable image"):
+        load(spec)
+    assert entries(tmp_path) == []
+
+
+def load_when_both_are_reading(spec, root, barrier, results):
+    """In a process of its own: hold the reading until the other process reads as well."""
+    write_entry = sources._write_entry
+
+    def write_at_once(*args, **kwargs):
+        barrier.wait(60)
+        write_entry(*args, **kwargs)
+        barrier.wait(60)  # both entries are complete before either is put in place
+
+    sources._write_entry = write_at_once
+    source = load_source(spec, root / "data", root / "cache")
+    results.put((source.train.images.tobytes(), source.test.labels.tolist(), source.mean))
+
+
+def test_two_processes_at_once_share_one_entry(tmp_path):
+    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30, 3))
+    spawn = multiprocessing.get_context("spawn")
+    barrier, results = spawn.Barrier(2), spawn.Queue()
+    processes = [
+        spawn.Process(target=load_when_both_are_reading, args=(spec, tmp_path, barrier, results))
+        for _ in range(2)
+    ]
+    for process in processes:
+        process.start()
+    first, second = results.get(timeout=90), results.get(timeout=90)
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    assert first == second
+    assert len(entries(tmp_path)) == 1

@@ -1,0 +1,71 @@
+"""Decoding: sizes, channels, mean and deviation, unreadable images."""
+
+import numpy as np
+import pytest
+from data_fixtures import make_folder, make_npz, random_images, rejected
+
+
+def test_a_source_of_small_images_becomes_32_pixels(load):
+    digits = load("digits")
+    assert digits.image_shape == (1, 32, 32)
+    assert digits.num_classes == 10
+    assert digits.name == "digits"
+
+
+def test_resizing_is_bilinear_and_antialiased(load, tmp_path):
+    import torch
+
+    smooth = np.add.outer(np.arange(60), np.arange(48))[..., None] * [2, 1, 0] + [0, 9, 80]
+    noise = random_images(60, 48, 3) // 8
+    image = (smooth + noise).astype(np.uint8)
+    source = load(make_folder(tmp_path / "mine", [image, image]), image_size=28)
+    as_tensor = torch.from_numpy(image).permute(2, 0, 1)[None].double()
+    expected = torch.nn.functional.interpolate(as_tensor, (28, 28), mode="bilinear", antialias=True)
+    assert abs(source.train.images[0] - expected[0].numpy()).max() <= 1.1  # Pillow rounds twice
+
+
+def test_images_of_several_sizes_need_an_image_size(load, tmp_path):
+    spec = make_folder(tmp_path / "mine", [random_images(30, 40), random_images(32, 28)])
+    with pytest.raises(
+        ValueError, match=r"ant/0.png is 40x30 .*bee/1.png is 28x32; set image-size"
+    ):
+        load(spec)
+    assert load(spec, image_size=32).image_shape == (1, 32, 32)
+
+
+def test_grey_and_colour_become_each_other(load, tmp_path):
+    colour, grey = random_images(30, 30, 3), random_images(30, 30)
+    spec = make_folder(tmp_path / "mine", [grey, colour])
+    both = load(spec)  # colour anywhere means 3 channels
+    assert np.array_equal(both.train.images[0], np.stack([grey] * 3))
+    assert np.array_equal(both.train.images[1], colour.transpose(2, 0, 1))
+    one = load(spec, channels=1)
+    assert np.array_equal(one.train.images[0, 0], grey)
+    luma = colour @ [0.299, 0.587, 0.114]  # ITU-R 601
+    assert abs(one.train.images[1, 0] - luma).max() <= 1
+    assert load(make_folder(tmp_path / "grey", [grey, grey])).image_shape == (1, 30, 30)
+
+
+def test_mean_and_std_are_of_the_train_split(load, tmp_path):
+    x_train = random_images(6, 28, 30, 3) // np.array([1, 2, 4], dtype=np.uint8)
+    x_train[..., 2] = 51
+    source = load(make_npz(tmp_path / "mine.npz", x_train=x_train))
+    pixels = x_train.reshape(-1, 3) / 255
+    assert source.mean == pytest.approx(pixels.mean(0), rel=1e-12)
+    assert source.std[:2] == pytest.approx(pixels.std(0)[:2], rel=1e-12)
+    assert source.mean[2] == pytest.approx(0.2)
+    assert source.std[2] == 1.0  # never varies, and is divided by
+
+
+@pytest.mark.parametrize("kind", ["text", "cut short", "empty"])
+def test_an_unreadable_image_is_named(load, tmp_path, kind):
+    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
+    file = tmp_path / "mine" / "train" / "bee" / "3.png"
+    content = {"text": b"no image", "cut short": file.read_bytes()[:200], "empty": b""}[kind]
+    file.write_bytes(content)
+    assert f"{file}: not a readable image: " in rejected(load, spec)
+
+
+def test_images_of_16_bits(load, tmp_path):
+    spec = make_folder(tmp_path / "mine", np.zeros((2, 30, 30), dtype=np.uint16))
+    assert "mode 'I;16'" in rejected(load, spec)

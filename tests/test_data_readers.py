@@ -1,0 +1,328 @@
+"""Every reader from files made here; CIFAR and SVHN, whose real files are checked by MD5, from
+stand-ins for torchvision's classes, as nothing can be downloaded here.
+"""
+
+import gzip
+import struct
+import urllib.error
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_fixtures import make_folder, make_npz, random_images, rejected, save_image
+from PIL import Image
+
+from data import readers
+
+
+def idx_bytes(array):
+    sizes = struct.pack(f">{array.ndim}I", *array.shape)
+    return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
+
+
+def write_idx(folder, suffix=".gz"):
+    """A small MNIST; returns its train images."""
+    folder.mkdir(parents=True)
+    train = random_images(20, 28, 28)
+    for name, array in {
+        "train-images-idx3-ubyte": train,
+        "train-labels-idx1-ubyte": np.arange(20, dtype=np.uint8) % 10,
+        "t10k-images-idx3-ubyte": random_images(10, 28, 28, seed=1),
+        "t10k-labels-idx1-ubyte": np.arange(10, dtype=np.uint8),
+    }.items():
+        content = idx_bytes(array)
+        (folder / f"{name}{suffix}").write_bytes(gzip.compress(content) if suffix else content)
+    return train
+
+
+def test_digits_are_scikit_learns_scaled_to_bytes_and_split_by_class(load):
+    from sklearn.datasets import load_digits  # in tests alone: spawned processes import this file
+
+    digits = load("digits", image_size=8)
+    assert (len(digits.train.labels), len(digits.test.labels)) == (1438, 359)
+    original = load_digits()
+    expected = sorted(
+        (label, *np.round(image * 255 / 16).astype(int).ravel())
+        for label, image in zip(original.target, original.images, strict=True)
+    )
+    found = sorted(
+        (label, *image.ravel())
+        for split in (digits.train, digits.test)
+        for label, image in zip(split.labels, split.images, strict=True)
+    )
+    assert found == expected
+    share = np.bincount(digits.test.labels) / np.bincount(original.target)
+    assert abs(share - 0.2).max() < 0.004
+
+
+@pytest.mark.parametrize("debian", [True, False])
+@pytest.mark.parametrize("suffix", [".gz", ""])
+def test_fashion_mnist_from_idx_files(load, tmp_path, monkeypatch, debian, suffix):
+    from torchvision.datasets import FashionMNIST
+
+    monkeypatch.setattr(readers, "DEBIAN_DATASETS", tmp_path / "usr")
+    train = write_idx(tmp_path / ("usr" if debian else "data") / "fashion-mnist", suffix)
+    fashion = load("fashion-mnist")
+    assert np.array_equal(fashion.train.images, train[:, None])
+    assert fashion.train.labels.tolist() == [*range(10), *range(10)]
+    assert fashion.class_names == tuple(FashionMNIST.classes)
+    assert fashion.test.images.shape == (10, 1, 28, 28)
+
+
+def test_mnist_from_what_torchvision_keeps(load, tmp_path):
+    train = write_idx(tmp_path / "data" / "MNIST" / "raw", suffix="")
+    mnist = load("mnist")
+    assert np.array_equal(mnist.train.images[:, 0], train)
+    assert mnist.class_names == tuple("0123456789")
+
+
+class Downloadable:
+    """A stand-in for a torchvision data set: there once it was downloaded to `root`."""
+
+    downloads = 0
+
+    def __init__(self, root, which, download=False):
+        marker = Path(root) / "published" / "files"
+        if download and not marker.exists():
+            type(self).downloads += 1
+            marker.parent.mkdir()
+            marker.touch()
+        if not marker.exists():
+            raise RuntimeError("Dataset not found or corrupted.")
+        is_train = which in (True, "train")
+        self.data, numbers = random_images(4, 32, 32, 3, seed=is_train), [1, 0, 1, 1]
+        self.targets = numbers if is_train else numbers[::-1]
+        self.classes = ["cat", "dog"]
+
+
+class DownloadableSVHN(Downloadable):
+    def __init__(self, root, which, download=False):
+        super().__init__(root, which, download)
+        self.data, self.labels = self.data.transpose(0, 3, 1, 2), np.array(self.targets)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dataset", "stand_in"),
+    [
+        ("cifar10", "CIFAR10", Downloadable),
+        ("cifar100", "CIFAR100", Downloadable),
+        ("svhn", "SVHN", DownloadableSVHN),
+    ],
+)
+def test_torchvision_sources_are_downloaded_once(
+    load, tmp_path, monkeypatch, spec, dataset, stand_in
+):
+    monkeypatch.setattr(f"torchvision.datasets.{dataset}", stand_in)
+    monkeypatch.setattr(stand_in, "downloads", 0)
+    source = load(spec)
+    for split, is_train in ((source.train, True), (source.test, False)):
+        pixels = random_images(4, 32, 32, 3, seed=is_train)
+        assert np.array_equal(split.images, pixels.transpose(0, 3, 1, 2))
+    assert source.train.labels.tolist() == [1, 0, 1, 1]
+    assert source.test.labels.tolist() == [1, 1, 0, 1]
+    assert source.class_names == (("0", *"123456789") if spec == "svhn" else ("cat", "dog"))
+    load(spec, channels=1)
+    assert stand_in.downloads == 1
+    assert [f.name for f in (tmp_path / "data").iterdir()] == ["published"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "dataset", "files"),
+    [
+        ("cifar10", "CIFAR10", "cifar-10-batches-py"),
+        ("cifar100", "CIFAR100", "cifar-100-python"),
+        ("svhn", "SVHN", "{train,test}_32x32.mat"),
+        ("mnist", "MNIST", "mnist/*-ubyte.gz"),
+    ],
+)
+def test_a_failed_download_says_where_files_may_be_put(
+    load, tmp_path, monkeypatch, spec, dataset, files
+):
+    def unreachable(root, which, download):
+        if download:
+            raise urllib.error.URLError("no\nroute")
+        raise RuntimeError("Dataset not found")
+
+    monkeypatch.setattr(f"torchvision.datasets.{dataset}", unreachable)
+    with pytest.raises(FileNotFoundError) as refusal:
+        load(spec)
+    message = str(refusal.value)
+    assert f"source = {spec!r}: {tmp_path}/data/{files} is missing or incomplete" in message
+    assert "URLError" in message
+    assert "\n" not in message
+    assert list((tmp_path / "data").iterdir()) == []
+    assert not (tmp_path / "cache").exists()
+
+
+def make_tiny_imagenet(data_dir):
+    """The published layout with two classes; returns the train images of the first, n01."""
+    root = data_dir / "tiny-imagenet-200"
+    first = random_images(3, 64, 64, 3)
+    for wnid, images in {"n02": random_images(2, 64, 64), "n01": first}.items():
+        for i, pixels in enumerate(images):
+            save_image(root / "train" / wnid / "images" / f"{wnid}_{i}.JPEG", pixels)
+        (root / "train" / wnid / f"{wnid}_boxes.txt").touch()
+    for i in range(3):
+        save_image(root / "val" / "images" / f"val_{i}.JPEG", random_images(64, 64, 3, seed=i))
+    (root / "wnids.txt").write_text("n02\nn01\n")
+    (root / "words.txt").write_text("n00\tentity\nn01\tgoldfish, Carassius\nn02\tbell\n")
+    rows = [f"val_{i}.JPEG\t{wnid}\t0\t0\t9\t9\n" for i, wnid in enumerate(["n02", "n01", "n02"])]
+    (root / "val" / "val_annotations.txt").write_text("".join(rows))
+    return root
+
+
+def test_tiny_imagenet_as_published(load, tmp_path):
+    root = make_tiny_imagenet(tmp_path / "data")
+    tiny = load("tiny-imagenet")
+    assert tiny.class_names == ("goldfish", "bell")
+    assert tiny.image_shape == (3, 64, 64)
+    assert tiny.train.labels.tolist() == [0, 0, 0, 1, 1]
+    assert tiny.test.labels.tolist() == [1, 0, 1]
+    decoded = np.asarray(Image.open(root / "train" / "n01" / "images" / "n01_2.JPEG"))
+    assert np.array_equal(tiny.train.images[2], decoded.transpose(2, 0, 1))
+    grey = np.asarray(Image.open(root / "train" / "n02" / "images" / "n02_0.JPEG"))
+    assert np.array_equal(tiny.train.images[3], np.stack([grey] * 3))  # some of its files are grey
+
+
+def test_folder_of_images(load, tmp_path):
+    images = random_images(5, 30, 40, 3)
+    spec = make_folder(tmp_path / "mine", images)
+    (tmp_path / "mine" / "train" / "bee" / "._1.png").write_bytes(b"what macOS leaves behind")
+    for hidden in (".thumbnails", "bee/.thumbnails"):
+        save_image(tmp_path / "mine" / "train" / hidden / "0.png", images[0])
+    source = load(spec)
+    assert source.class_names == ("ant", "bee")
+    assert source.train.labels.tolist() == [0, 0, 0, 1, 1]
+    assert np.array_equal(source.train.images, images[[0, 2, 4, 1, 3]].transpose(0, 3, 1, 2))
+    assert source.name == spec
+
+
+def test_a_class_may_be_missing_from_test(load, tmp_path):
+    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
+    for file in (tmp_path / "mine" / "test" / "ant").iterdir():
+        file.unlink()
+    (tmp_path / "mine" / "test" / "ant").rmdir()
+    assert load(spec).test.labels.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("axes", ["NHW", "NHWC", "NCHW", "NHW1"])
+def test_npz_in_every_layout(load, tmp_path, axes):
+    if axes == "NHW":
+        x, expected = (a := random_images(6, 28, 30)), a[:, None]
+    elif axes == "NHWC":
+        x, expected = (a := random_images(6, 28, 30, 3)), a.transpose(0, 3, 1, 2)
+    elif axes == "NCHW":
+        x, expected = (a := random_images(6, 3, 28, 30)), a
+    else:
+        x, expected = (a := random_images(6, 28, 30, 1)), a.transpose(0, 3, 1, 2)
+    source = load(make_npz(tmp_path / "mine.npz", x_train=x, x_test=x[:3]))
+    assert np.array_equal(source.train.images, expected)
+    assert source.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
+    assert source.train.labels.dtype == np.int64
+    assert source.class_names == ("0", "1", "2")
+
+
+# --- invalid files ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["", "train", "test"])
+def test_a_folder_that_is_not_there(load, tmp_path, missing):
+    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
+    (tmp_path / "mine" / missing).rename(tmp_path / "gone")
+    message = rejected(load, spec, FileNotFoundError)
+    assert f"{tmp_path}/mine/{missing or 'train'} does not exist" in message
+    assert "train/<class>/ and test/<class>/" in message
+
+
+def test_an_empty_folder(load, tmp_path):
+    (tmp_path / "mine" / "train").mkdir(parents=True)
+    (tmp_path / "mine" / "test").mkdir()
+    assert "mine/train is empty" in rejected(load, f"folder:{tmp_path}/mine")
+
+
+def test_a_class_without_images(load, tmp_path):
+    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
+    (tmp_path / "mine" / "train" / "cat").mkdir()
+    (tmp_path / "mine" / "train" / "cat" / "cat.txt").touch()
+    message = rejected(load, spec)
+    assert "train/cat has no images" in message
+    assert ".png" in message
+
+
+def test_a_class_of_test_that_train_lacks(load, tmp_path):
+    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
+    save_image(tmp_path / "mine" / "test" / "cat" / "0.png", random_images(30, 30))
+    assert "test/cat: this class is not in train/, which has ant, bee" in rejected(load, spec)
+
+
+def test_tiny_imagenet_that_is_not_there_or_not_as_published(load, tmp_path):
+    assert "the published layout" in rejected(load, "tiny-imagenet", FileNotFoundError)
+    annotations = make_tiny_imagenet(tmp_path / "data") / "val" / "val_annotations.txt"
+    annotations.write_text("val_0.JPEG\tn77\t0\t0\t9\t9\n")
+    assert "val_0.JPEG has class 'n77', which is not in wnids.txt" in rejected(
+        load, "tiny-imagenet"
+    )
+    annotations.write_text("")
+    assert "val_annotations.txt is empty" in rejected(load, "tiny-imagenet")
+
+
+def test_idx_files_that_are_missing_or_broken(load, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "DEBIAN_DATASETS", tmp_path / "usr")
+    folder = tmp_path / "data" / "fashion-mnist"
+    write_idx(folder)
+    labels = folder / "train-labels-idx1-ubyte.gz"
+    good = labels.read_bytes()
+    labels.write_bytes(good[:20])
+    assert "idx1-ubyte.gz: not a readable gzip file" in rejected(load, "fashion-mnist")
+    for kept in (-1, 6, 0):
+        labels.write_bytes(gzip.compress(gzip.decompress(good)[:kept]))
+        assert "truncated" in rejected(load, "fashion-mnist")
+    labels.write_bytes(gzip.compress(idx_bytes(np.zeros(19, dtype=np.uint8))))
+    assert "20 images and 19 labels" in rejected(load, "fashion-mnist")
+    labels.unlink()
+    message = rejected(load, "fashion-mnist", FileNotFoundError)
+    assert message == f"{folder} has no {labels.name} and no {labels.stem}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"y_test": None}, "has no y_test; expected x_train, y_train, x_test, y_test"),
+        ({"x_train": np.zeros((6, 28, 28))}, "x_train is float64 [6, 28, 28]; expected uint8"),
+        ({"x_test": random_images(3, 28)}, "x_test is uint8 [3, 28]"),
+        ({"x_test": random_images(3, 28, 28, 2)}, "x_test is uint8 [3, 28, 28, 2]"),
+        ({"x_test": random_images(3, 3, 28, 3)}, "x_test is uint8 [3, 3, 28, 3]"),
+        (
+            {"x_test": random_images(0, 28, 28), "y_test": np.zeros(0, dtype=int)},
+            "with at least 1 image",
+        ),
+        ({"y_train": np.arange(5)}, "y_train is int64 [5]; expected integers [6]"),
+        ({"y_train": np.zeros((6, 1), dtype=int)}, "y_train is int64 [6, 1]"),
+        ({"y_train": np.zeros(6)}, "y_train is float64 [6]"),
+        ({"y_test": np.array([0, 3, 1])}, "y_test has the label 3; expected 0 to 2"),
+        ({"y_train": np.array([0, 1, -1, 0, 1, 2])}, "y_train has the label -1"),
+        ({"y_train": np.array([None] * 6)}, "not a readable npz file: ValueError: Object arrays"),
+    ],
+)
+def test_invalid_npz_files_are_refused(load, tmp_path, changes, problem):
+    assert f"{tmp_path}/mine.npz" in (
+        message := rejected(load, make_npz(tmp_path / "mine.npz", **changes))
+    )
+    assert problem in message
+
+
+@pytest.mark.parametrize("kind", ["npy", "text", "cut short"])
+def test_files_that_are_not_npz_are_refused(load, tmp_path, kind):
+    path = tmp_path / "mine.npz"
+    make_npz(path)
+    if kind == "npy":
+        with path.open("wb") as file:
+            np.save(file, np.zeros(3))
+    else:
+        path.write_bytes(b"text" if kind == "text" else path.read_bytes()[:5000])
+    assert f"{path}: not a readable npz file" in rejected(load, f"npz:{path}")
+
+
+def test_an_npz_file_that_is_not_there(load, tmp_path):
+    message = rejected(load, f"npz:{tmp_path}/no.npz", FileNotFoundError)
+    assert f"{tmp_path}/no.npz does not exist; expected a file with x_train" in message

@@ -1,0 +1,172 @@
+"""What Keel's patches of SuperLink, SuperNode and SuperExec rest on, in the installed Flower.
+
+A failure here means that Flower changed: read its message, and the patch in protocol/flower_compat.
+"""
+
+import ast
+import dataclasses
+import inspect
+import sys
+from types import ModuleType
+
+import flwr.supercore.superexec.run_superexec as run_superexec
+import flwr.supernode.nodestate.nodestate_factory as nodestate_factory
+import flwr.supernode.start_client_internal as client_loop
+import pytest
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
+from flwr.server.superlink.fleet.grpc_rere import fleet_servicer
+from flwr.server.superlink.fleet.message_handler import message_handler
+from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
+from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.exit import exit_handler
+from flwr.supercore.inflatable.inflatable_utils import pull_objects
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
+from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes
+from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
+from flwr.supercore.superexec.executor.types import ExecutionSpec
+from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
+from flwr.supernode.runtime.run_clientapp import run_clientapp
+
+from protocol import flower_compat
+from protocol.config import app_folder
+from protocol.flower_compat.superexec import ForkingExecutor
+from protocol.flower_compat.supernode import AnsweringNodeState
+
+packages = ("client_app", "data", "keel", "models", "protocol", "server_app", "strategies")
+public = ("flwr.app", "flwr.serverapp", "flwr.clientapp")  # and what lies below them
+
+
+def parameters(function):
+    return set(inspect.signature(function).parameters)
+
+
+def calls(module, name):
+    """How often a module's source calls this dotted name."""
+    tree = ast.parse(inspect.getsource(module))
+    found = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return found.count(name)
+
+
+def test_no_other_module_imports_flowers_internals():
+    strangers = []
+    for package in packages:
+        for path in sorted((app_folder / package).rglob("*.py")):
+            if (app_folder / "protocol/flower_compat") in path.parents:
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and node.module:
+                    names = [node.module]
+                strangers += [
+                    f"{path.relative_to(app_folder)}: {name}"
+                    for name in names
+                    if name.startswith("flwr.") and not name.startswith(public)
+                ]
+    assert strangers == [], "import these through protocol.flower_compat"
+
+
+def test_replacing_a_name_that_is_not_as_expected_ends_the_process_and_says_so():
+    module = ModuleType("flwr.some_module")
+    module.name = "as in Flower 1.40"
+    with pytest.raises(SystemExit, match=r"flwr\.some_module\.name: not as in Flower 1\.39"):
+        flower_compat.replace(module, "name", "new", "as in Flower 1.39")
+    assert module.name == "as in Flower 1.40"
+    flower_compat.replace(module, "name", "new", "as in Flower 1.40")
+    assert module.name == "new"
+
+
+def test_messages_contexts_and_records_survive_serialisation():
+    records = RecordDict({"config": ConfigRecord({"a": 1, "b": [0.5], "c": b"\0"})})
+    flower_compat.begin_task(7)
+    message = Message(records, dst_node_id=3, message_type="train")
+    flower_compat.assign_message_id(message, "id")
+    copy = flower_compat.message_from_bytes(flower_compat.message_to_bytes(message))
+    assert copy.content == records
+    assert copy.metadata.message_id == "id"
+    assert copy.metadata.message_type == "train"
+    context = Context(7, 3, {"name": "site-a"}, records, {"lr": 0.1})
+    copied = flower_compat.context_from_bytes(flower_compat.context_to_bytes(context))
+    assert copied.node_config == {"name": "site-a"}
+    assert copied.state == records
+    back = flower_compat.records_from_bytes(flower_compat.records_to_bytes(records))
+    assert back == records
+
+
+def test_the_command_line_says_that_a_superlink_is_unavailable_in_these_words():
+    assert flower_compat.superlink_unavailable in " ".join(SUPERLINK_UNAVAILABLE_MESSAGE.split())
+
+
+def test_superlink():
+    assert parameters(message_handler.pull_messages) == {"request", "state", "store"}
+    assert vars(fleet_servicer)["message_handler"] is message_handler, "the name that is patched"
+    assert calls(fleet_servicer, "message_handler.pull_messages") == 1
+    columns = set(MessageIns.__table__.columns.keys())
+    used = {"message_id", "run_id", "dst_node_id", "delivered_at", "created_at", "ttl"}
+    assert used <= columns, "columns of Flower's table of messages"
+    assert MessageIns.__table__.columns["delivered_at"].type.python_type is str
+    assert "reply_to_message_id" in MessageRes.__table__.columns
+    for method in ("session", "get_run_status"):
+        assert hasattr(SqlLinkState, method), f"SqlLinkState.{method}"
+    source = inspect.getsource(SqlLinkState)
+    assert "delivered_at" in source, "where Flower marks a message as delivered"
+
+
+def test_supernode():
+    assert vars(client_loop)["time"].sleep, "the clock of the client loop"
+    assert calls(client_loop, "time.sleep") == 3, "waits that $KEEL_POLL_S shortens"
+    assert calls(client_loop, "pull_objects") == 1
+    assert vars(client_loop)["pull_objects"] is pull_objects
+    assert "max_time" in parameters(pull_objects)
+    assert vars(nodestate_factory)["InMemoryNodeState"] is InMemoryNodeState
+    assert calls(nodestate_factory, "InMemoryNodeState") == 1
+    overridden = [n for n in vars(AnsweringNodeState) if n in vars(InMemoryNodeState)]
+    inherited = {n for c in InMemoryNodeState.__mro__ for n in vars(c)}
+    for name in ("create_task", "store_message", "get_messages", "finish_task"):
+        assert name in inherited, f"InMemoryNodeState.{name}, which Keel extends"
+    assert "store_message" in overridden
+    assert "get_messages" in overridden
+    for name in ("_on_task_tokens_expired", "_store_error_replies", "delete_messages"):
+        assert name in inherited, f"InMemoryNodeState.{name}"
+    state = InMemoryNodeState(InMemoryObjectStore())
+    for name in ("lock_msg_store", "msg_store", "object_store", "time_store"):
+        assert hasattr(state, name), f"InMemoryNodeState.{name}"
+    clash = {"message_id", "task_id", "_awaits_reply", "_answer_with_error", "_drop"}
+    assert not clash & (inherited | set(vars(state))), "names of Keel's that Flower now uses too"
+
+
+def test_superexec():
+    assert calls(run_superexec, "get_executor") == 1
+    for name in ("launch", "reconcile"):
+        assert parameters(getattr(SubprocessExecutor, name)) == parameters(
+            getattr(ForkingExecutor, name)
+        ), f"SubprocessExecutor.{name}"
+    used = {"task_type", "runtime_dependency_install", "parent_pid", "runtime_api_address"}
+    used |= {"token", "insecure", "root_certificates_path"}
+    assert used <= {field.name for field in dataclasses.fields(ExecutionSpec)}
+    assert parameters(run_clientapp) >= {
+        *("runtime_api_address", "token", "insecure", "certificates", "parent_pid"),
+    }
+    assert isinstance(exit_handler.registered_exit_handlers, list)
+
+
+def test_registration():
+    codes = ("FLEET_INVALID_HEARTBEAT_INTERVAL", "FLEET_NODE_ACTIVATION_FAILED")
+    for code in codes:
+        assert hasattr(ApiErrorCode, code), f"ApiErrorCode.{code}"
+    assert FlowerError.from_json("no JSON") is None
+    activate = inspect.getsource(fleet_servicer)
+    assert "InvalidHeartbeatIntervalError" in activate, "the refusal that the doctor asks for"
+
+
+def test_importing_it_is_cheap():
+    import subprocess
+
+    code = (
+        "import sys, protocol.flower_compat\n"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'sqlalchemy', 'flwr.superlink')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=app_folder, timeout=60, check=False)
+    assert done.returncode == 0

@@ -1,0 +1,60 @@
+"""The ServerApp as Flower calls it: overrides in, one line for a mistake, a bounded wait."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from flwr.app import Context, RecordDict
+
+import client_app.app
+from server_app.app import SUPERLINK_TIMEOUT_S, log_to_stdout, main
+from server_app.inline import InlineGrid, simulated_nodes
+
+
+@pytest.fixture(autouse=True)
+def own_log_handlers():
+    logger = logging.getLogger("keel")
+    before = list(logger.handlers), logger.level, logger.propagate
+    logger.handlers.clear()
+    yield logger
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+class Grid(InlineGrid):
+    """An inline grid with the keys of `flwr run`, and a SuperLink to retry."""
+
+    def __init__(self, keys):
+        super().__init__(client_app.app.app, simulated_nodes(2))
+        self.keys, self._retry_invoker = keys, SimpleNamespace(max_time=None)
+
+    @property
+    def run(self):
+        return SimpleNamespace(override_config=self.keys)
+
+
+context = Context(1, 1, {}, RecordDict(), {})
+
+
+def test_a_run_uses_the_overrides_prints_a_line_a_round_and_the_table(tmp_path, capsys):
+    keys = {"model": "cnn-fedreco", "num-rounds": 2, "output-dir": str(tmp_path), "run-name": "a"}
+    grid = Grid(keys | {"local-epochs": 0})
+    main(grid, context)
+    shown = capsys.readouterr().out
+    assert "round 1/2: accuracy " in shown
+    assert f"run directory: {tmp_path / 'a'}" in shown
+    assert grid._retry_invoker.max_time == SUPERLINK_TIMEOUT_S
+
+
+def test_a_mistake_is_one_line_without_the_traceback_below(capsys):
+    with pytest.raises(RuntimeError, match=r"^method = 'fedavgg' is unknown") as caught:
+        main(Grid({"method": "fedavgg"}), context)
+    assert caught.value.__suppress_context__
+    [line] = capsys.readouterr().out.splitlines()
+    assert "error: method = 'fedavgg' is unknown" in line
+
+
+def test_logging_to_stdout_is_set_up_once(own_log_handlers):
+    log_to_stdout()
+    log_to_stdout()
+    assert len(own_log_handlers.handlers) == 1

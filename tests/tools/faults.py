@@ -1,0 +1,246 @@
+"""Kills processes of a loopback deployment at random moments and counts what was lost.
+
+    python -m tests.tools.faults --kills 100 --seed 0
+
+Runs FedReCo and FedIntR on `digits` in turn. Every few seconds one process gets SIGKILL: the
+ServerApp, the SuperLink, a client's SuperNode, its executor or its worker, each equally likely. The
+run of a killed ServerApp is resumed. A personal model is lost if its client's state is damaged at
+the end, or older than the last round in which the server accepted it. Prints a table, with the
+accuracies of the same runs undisturbed.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from client_app.state import StateFolder
+from keel.deployment.loopback import Loopback, partitions, running
+from protocol.options import OptionValue
+from protocol.processes import descendants
+from server_app.history import read_history
+from server_app.inline import run_inline
+
+kinds = ("serverapp", "superlink", "supernode", "executor", "worker")
+methods: dict[str, dict[str, OptionValue]] = {
+    "fedreco": {
+        "method": "fedreco",
+        "fedreco.eta-0": 0.05,
+        "fedreco.eta-u": 0.05,
+        "fedreco.eta-v": 0.05,
+    },
+    "fedintr": {"method": "fedintr", "evaluate-clients": "none"},
+}
+common: dict[str, OptionValue] = {
+    "source": "digits",
+    "model": "cnn-fedreco",
+    "alpha": 5.0,
+    "lr": 0.05,
+    "local-epochs": 3,
+    "batch-size": 32,
+    "local-test-fraction": 0.2,
+    "round-timeout": 100.0,
+    "device": "cpu",
+}
+start_timeout_s, resume_pause_s = 300.0, 5.0
+
+
+@dataclass
+class Outcome:
+    """The result of one run."""
+
+    method: str
+    finished: bool = False
+    kills: Counter[str] = field(default_factory=Counter)
+    resumes: int = 0
+    left_out: int = 0
+    lost: list[str] = field(default_factory=list)
+    accuracy: float = 0.0
+    seconds: float = 0.0
+
+
+def kill(local: Loopback, kind: str, client: str) -> bool:
+    """SIGKILL one process of this kind; False if none is running."""
+    if kind == "serverapp":
+        below = descendants(local.pid("serverapp-executor"))
+        found = [pid for pid, command in below.items() if "flwr-serverapp" in command]
+    else:
+        name = kind if kind == "superlink" else f"{kind}-{client}"
+        is_running = local.processes[name].process.poll() is None
+        found = [local.pid(name)] if is_running else []
+    for pid in found[:1]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            return True
+    return False
+
+
+def status(folder: Path) -> str:
+    """The status in the run's summary; "" if there is none yet."""
+    path = folder / "summary.json"
+    return str(json.loads(path.read_text())["status"]) if path.exists() else ""
+
+
+def lost_models(local: Loopback, folder: Path) -> list[str]:
+    """Clients whose state is damaged, or older than their last accepted round."""
+    last: dict[str, int] = {}
+    for line in read_history(folder):
+        last |= dict.fromkeys(line["participants"], int(line["round"]))
+    lost = []
+    for client, round_ in last.items():
+        state = local.root / client / "keel" / "clients" / folder.name / client
+        newest = max((int(p.name.split("-")[1]) for p in state.glob("round-*")), default=0)
+        try:
+            is_complete = bool(StateFolder(state).load(newest + 1))
+        except ValueError:
+            is_complete = False
+        if list(state.glob("*.damaged")) or not is_complete or newest < round_:
+            lost.append(client)
+    return lost
+
+
+def accuracy(folder: Path) -> float:
+    """The last evaluation: of the personal models if there are any, else of the global one."""
+    for line in reversed(read_history(folder)):
+        for key, entry in (("personal", "mean"), ("global", "accuracy")):
+            if key in line:
+                return float(line[key][entry])
+    raise ValueError(f"{folder}: no evaluation")
+
+
+def submit_until(local: Loopback, keys: dict[str, OptionValue], deadline: float) -> None:
+    """Submit a run; try again while the SuperLink is down, killed in the previous run."""
+    while True:
+        try:
+            local.superlink.submit(keys)
+            return
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+
+
+def one_run(
+    local: Loopback,
+    method: str,
+    rounds: int,
+    draw: random.Random,
+    kills_left: int,
+    pause_s: tuple[float, float],
+    limit_s: float,
+) -> Outcome:
+    """One run with kills, until it has finished or the limit is reached."""
+    outcome, started = Outcome(method), time.monotonic()
+    runs = local.root / "server" / "keel" / "runs"
+    before = set(runs.glob("*"))
+    overrides = common | methods[method] | {"num-rounds": rounds}
+    submit_until(local, overrides, started + start_timeout_s)
+    while not (new := set(runs.glob("*")) - before):
+        if time.monotonic() - started > start_timeout_s:
+            raise TimeoutError(f"{method}: the run has not started after {start_timeout_s:g} s")
+        time.sleep(0.2)
+    folder = new.pop()
+    next_kill = time.monotonic() + draw.uniform(*pause_s)
+    resume_at = 0.0
+    while time.monotonic() - started < limit_s:
+        if status(folder) == "finished":
+            outcome.finished = True
+            break
+        alive = any(
+            "flwr-serverapp" in command
+            for command in descendants(local.pid("serverapp-executor")).values()
+        )
+        now = time.monotonic()
+        if not alive and not resume_at:
+            resume_at = now + resume_pause_s
+        elif not alive and now >= resume_at:
+            with contextlib.suppress(RuntimeError):  # the SuperLink may be away
+                local.superlink.submit({"resume": str(folder)})
+                outcome.resumes += 1
+            resume_at = time.monotonic() + 60
+        elif alive:
+            resume_at = 0.0
+        if now >= next_kill and sum(outcome.kills.values()) < kills_left:
+            kind, client = draw.choice(kinds), draw.choice(local.clients)
+            if kill(local, kind, client):
+                outcome.kills[kind] += 1
+                print(f"  killed {kind} {client if kind in kinds[2:] else ''}", flush=True)
+            next_kill = time.monotonic() + draw.uniform(*pause_s)
+        time.sleep(0.2)
+    outcome.seconds = time.monotonic() - started
+    outcome.left_out = sum(len(line["left_out"]) for line in read_history(folder))
+    outcome.lost = lost_models(local, folder)
+    with contextlib.suppress(ValueError):
+        outcome.accuracy = accuracy(folder)
+    return outcome
+
+
+def table(outcomes: Sequence[Outcome], undisturbed: dict[str, float]) -> str:
+    """The outcomes as a Markdown table, one line for each run, and their sum."""
+    lines = [
+        "| run | kills: " + ", ".join(kinds) + " | resumed | left out | finished | models lost "
+        "| accuracy | undisturbed | seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {o.method} | {', '.join(str(o.kills[k]) for k in kinds)} | {o.resumes} | {o.left_out} "
+        f"| {'yes' if o.finished else 'no'} | {len(o.lost)} | {100 * o.accuracy:.1f} "
+        f"| {100 * undisturbed[o.method]:.1f} | {o.seconds:.0f} |"
+        for o in outcomes
+    ]
+    total = sum((o.kills for o in outcomes), Counter[str]())
+    done, lost = sum(o.finished for o in outcomes), sum(len(o.lost) for o in outcomes)
+    lines.append(
+        f"\n{total.total()} kills ({', '.join(f'{k} {total[k]}' for k in kinds)}): "
+        f"{done} of {len(outcomes)} runs finished, {lost} personal models lost."
+    )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.faults", description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--pause", type=float, nargs=2, default=(4.0, 20.0), metavar="SECONDS")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="for all runs together")
+    parser.add_argument("--run-limit-s", type=float, default=1800.0, help="for one run")
+    arguments = parser.parse_args()
+    draw = random.Random(arguments.seed)
+    deadline = time.monotonic() + arguments.limit_s
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="keel-faults-") as name:
+        undisturbed = {}
+        for method, keys in methods.items():
+            overrides = common | keys | {"num-rounds": arguments.rounds}
+            overrides |= {"output-dir": f"{name}/inline"}
+            undisturbed[method] = accuracy(run_inline(overrides, arguments.clients))
+        with running(Path(name), partitions(arguments.clients)) as local:
+            left = arguments.kills
+            while left > 0 and (limit_s := deadline - time.monotonic()) > 0:
+                method = list(methods)[len(outcomes) % len(methods)]
+                print(f"{method}: {left} kills left", flush=True)
+                limit_s = min(limit_s, arguments.run_limit_s)
+                pause = tuple(arguments.pause)
+                outcomes.append(
+                    one_run(local, method, arguments.rounds, draw, left, pause, limit_s)
+                )
+                left -= sum(outcomes[-1].kills.values())
+                print(f"  {outcomes[-1]}", flush=True)
+    print(table(outcomes, undisturbed))
+    return 0 if all(o.finished and not o.lost for o in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
