@@ -21,7 +21,7 @@ from protocol.options import at_least, option, true_or_false
 class FedProx(LocalObjective):
     """Proximal term on the parameters, but not on buffers."""
 
-    regularises: ClassVar[str] = "all weights, to the global model's"
+    regularises: ClassVar[str] = "all weights, towards the global model's"
     paper: ClassVar[str] = "Li et al. 2020"
 
     mu: float = option(at_least(0), "weight of the proximal term", source="eq. (2)")
