@@ -77,6 +77,9 @@ class Method:
     # What is sent and averaged: "model", "extractor" (all but the classifier) or "nothing".
     shared_part: ClassVar[str] = "model"
 
+    # Option values with which the trained model is FedAvg's, bit for bit; a test holds it to that.
+    equals_fedavg_at: ClassVar[Mapping[str, float]] = {}
+
     # Documentation only: nothing depends on these.
     paper: ClassVar[str] = ""
     regularises: ClassVar[str] = "nothing"

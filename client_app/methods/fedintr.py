@@ -12,7 +12,7 @@ flows through alpha_k (`detach = true`: not). `layer-weights = "average"` is eq.
 At a client's first participation (z_p = z_g) l_k is the constant log 2, and the term is left out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -58,6 +58,7 @@ class FedIntR(LocalObjective):
     uses_global: ClassVar[bool] = True
     uses_previous: ClassVar[bool] = True
     keeps: ClassVar[str] = "its previous local model"
+    equals_fedavg_at: ClassVar[Mapping[str, float]] = {"mu": 0.0}
     regularises: ClassVar[str] = "all stages, towards the global, away from the previous model"
     paper: ClassVar[str] = "Tun et al. 2023 (FedIntR)"
     extra_forwards: ClassVar[str] = "2"
