@@ -21,7 +21,7 @@ class ModelParts:
     """What a method adds to the plain model; server and clients build the same."""
 
     projection: str = "none"  # before the classifier: none, mlp, mlp-normalised, gaussian
-    projection_heads: bool = False  # one for every stage
+    projection_heads: int = 0  # outputs of a projection head at every stage; 0: no heads
 
 
 @dataclass

@@ -78,17 +78,20 @@ class FedIntR(LocalObjective):
         source="authors' code: batch",
     )
     detach: bool = option(true_or_false(), "no gradient through alpha_k", source="this project")
+    projection_width: int = option(
+        at_least(1), "d: outputs of each projection head", source="Sec. IV; the paper: 256"
+    )
 
     def model_parts(self) -> ModelParts:
         """A projection head q_k for every stage."""
-        return ModelParts(projection_heads=True)
+        return ModelParts(projection_heads=self.projection_width)
 
     def layers(self, model: StagedModel) -> list[str]:
         """All stages of the network."""
         return list(model.regularised_stages)
 
     def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
-        """z^k, [B, 256] each, by the projection heads of `model` itself."""
+        """z^k, [B, d] each, by the projection heads of `model` itself."""
         named = zip(self.layers(model), outputs, strict=True)
         return [model.projection_heads[name](h.flatten(1)) for name, h in named]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data.sources import SourceInfo, source_info
-from protocol.config import RunConfig, keel_home
+from protocol.config import RunConfig, default_config, keel_home
 from protocol.models import MODELS
 
 SIZES_FILE = Path(__file__).with_name("sizes.json")
@@ -57,11 +57,12 @@ def is_cached(source: str) -> bool:
 
 
 def parameter_count(config: RunConfig, data: SourceInfo, model: str = "") -> int | None:
-    """Parameters of the run's model (or `model`) on this data; None if it is not in sizes.json.
+    """Parameters of the run's model (or `model`) on this data; None if not known before the run.
 
     The count is linear in the number of classes, so it is stored as its value at 0 and its slope.
     """
-    if data.image_shape is None:
+    width = f"{config.rounds.method}.projection-width"
+    if data.image_shape is None or config.flat.get(width) != default_config().get(width):
         return None
     sizes, method = stored_sizes(), config.rounds.method
     addition = config.flat.get(f"{method}.projection") or sizes["methods"].get(method, "none")
@@ -76,7 +77,7 @@ def measured_sizes(inputs: Sequence[tuple[int, int]] = INPUTS) -> Sizes:
 
     from client_app.methods import METHODS, method_of
     from models import build_model
-    from models.registry import PROJECTION_TAILS
+    from models.registry import PROJECTION_TAILS, PROJECTION_WIDTH
     from protocol.config import resolve_config
 
     def count(name: str, channels: int, size: int, classes: int, addition: str) -> int:
@@ -87,7 +88,7 @@ def measured_sizes(inputs: Sequence[tuple[int, int]] = INPUTS) -> Sizes:
                 channels=channels,
                 image_size=size,
                 projection="none" if addition == HEADS else addition,
-                projection_heads=addition == HEADS,
+                projection_heads=PROJECTION_WIDTH if addition == HEADS else 0,
             )
         return sum(parameter.numel() for parameter in network.parameters())
 
