@@ -211,7 +211,7 @@ def read_recipe_file(text: str) -> tuple[RecipeFile, Lines]:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise LineError(line, f"not YAML: {error.problem}") from error
     if not isinstance(top, Lines):
-        raise LineError(1, "expected a mapping; see docs/experiments.md")
+        raise LineError(1, "expected a mapping; see docs/how-to/experiments.md")
     try:
         return RecipeFile.model_validate(top), top
     except ValidationError as error:
