@@ -160,8 +160,7 @@ def prepare(
     if config.rounds.min_replies > cohort:
         raise ValueError(
             f"min-replies = {config.rounds.min_replies}: only {cohort} clients train in a round; "
-            f"lower "
-            "it, or raise fraction-train"
+            "lower it, or raise fraction-train"
         )
     entries = list(roster.values())
     monitor = None
@@ -286,8 +285,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     if not all_finite(tensors(following)) or not all_finite(strategy.state()):
         raise DivergedError(
             f"round {server_round}: the server update gave values that are not finite; the model "
-            f"of "
-            f"the round before is kept. Lower lr, or the server's learning rate (options of "
+            f"of the round before is kept. Lower lr, or the server's learning rate (options of "
             f"{rounds.method} and of server-optimizer {rounds.server_optimizer})"
         )
     seconds["aggregation"] = time.perf_counter() - started

@@ -262,8 +262,7 @@ def open_run_directory(
     if changed:
         raise ValueError(
             f"resume = {path!r}: {changed[0]} cannot be changed: a resumed run keeps its config; "
-            f"only "
-            "num-rounds can be given with it"
+            "only num-rounds can be given with it"
         )
     merged = saved_overrides | {k: v for k, v in overrides.items() if k == "num-rounds"}
     config = resolve_config(merged)
@@ -271,16 +270,14 @@ def open_run_directory(
     if num_rounds != saved["num-rounds"] and method_of(config).depends_on_num_rounds():
         raise ValueError(
             f"num-rounds = {num_rounds}: the result of {config.rounds.method} depends on it: it "
-            f"was "
-            f"{saved['num-rounds']} and cannot change on resume"
+            f"was {saved['num-rounds']} and cannot change on resume"
         )
     expected = saved | {"num-rounds": num_rounds}
     for key, value in config.flat.items():
         if value != expected.get(key):
             raise ValueError(
                 f"resume = {path!r}: the defaults changed since: {key} was {expected.get(key)!r}, "
-                f"is "
-                f"{value!r}; give {key} explicitly in a new run"
+                f"is {value!r}; give {key} explicitly in a new run"
             )
     return RunDirectory(directory), config, merged
 
