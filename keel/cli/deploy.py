@@ -65,8 +65,8 @@ def loopback(
 
     Example: keel deploy loopback --clients 3 method=fedintr num-rounds=5
     """
-    from keel.cli.engines import app_directory
     from keel.cli.overrides import checked_config, parse_overrides
+    from keel.deployment.superlink import app_directory
     from protocol.config import keel_home
 
     try:
