@@ -86,7 +86,3 @@ def loopback(
 def split(values: list[str] | None) -> list[str]:
     """The values, those with commas taken apart."""
     return [part for value in values or [] for part in value.split(",") if part]
-
-
-if __name__ == "__main__":
-    app(prog_name="keel deploy")

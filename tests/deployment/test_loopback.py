@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SMALL, final_model, history_of, same_bits, summary_of
+from tools.processes import descendants
 
 from keel.deployment.checks_host import check_key, check_port, check_registered
 from keel.deployment.checks_runtime import check_worker
@@ -18,7 +19,6 @@ from keel.deployment.loopback import Loopback, free_ports, partitions, running
 from keel.deployment.register import register_all
 from keel.deployment.superlink import connection, run_config
 from protocol.config import app_folder
-from protocol.processes import descendants
 from server_app.inline import run_inline
 
 num_clients = 2
