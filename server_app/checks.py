@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 
 from client_app.methods import method_of
-from protocol.catalogue import method_names, server_optimizer_names
+from protocol.catalogue import method_names
 from protocol.config import RunConfig
 from protocol.options import OptionValue
+from protocol.server_optimizers import SERVER_OPTIMIZERS
 from server_app.diagnostics.comparison import chosen_diagnostics
 from server_app.observers import check_tensorboard
 from server_app.roster import evaluates_clients
@@ -22,7 +23,7 @@ def check_config(config: RunConfig) -> None:
 def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> list[str]:
     """A line for each key that the user set without effect, and for models never evaluated."""
     rounds, method = config.rounds, method_of(config)
-    tables = {*method_names(), *server_optimizer_names()} - {rounds.method, rounds.server_optimizer}
+    tables = {*method_names(), *SERVER_OPTIMIZERS} - {rounds.method, rounds.server_optimizer}
     lines = [
         f"{key} has no effect: method is {rounds.method}, server-optimizer is "
         f"{rounds.server_optimizer}"
