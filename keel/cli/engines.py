@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -71,7 +71,12 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
     assert job.directory is not None
     folder = keel_home() / "flower" / job.directory.name
     terminal.phase("starting Flower")
-    with app_directory() as app, simulation_superlink(folder, app) as client:
+    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+    with (
+        app_directory() as app,
+        removed_unless_failed(folder),
+        simulation_superlink(folder, app) as client,
+    ):
         flower = FlowerRun(client, app, folder / "flwr.log")
         words = ["--federation-config", job.federation_config()]
         last_round = SavedRun(job.directory).rounds
@@ -87,6 +92,18 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
         if state != FINISHED:
             reason = state if state.startswith("failed") else flower.reason()
             raise RuntimeError(f"{reason} (log: {folder / 'flwr.log'})")
+
+
+@contextmanager
+def removed_unless_failed(folder: Path) -> Iterator[None]:
+    """Remove the directory on the way out; after an error its logs are kept."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:  # an interrupt
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     shutil.rmtree(folder, ignore_errors=True)
 
 

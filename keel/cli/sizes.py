@@ -11,7 +11,7 @@ from typing import Any
 
 from data.cache import is_cached
 from data.sources import SourceInfo, source_info
-from protocol.config import RunConfig, keel_home
+from protocol.config import RunConfig, default_config, keel_home
 from protocol.models import MODELS
 
 SIZES_FILE = Path(__file__).with_name("sizes.json")
@@ -46,11 +46,12 @@ def data_size(config: RunConfig) -> SourceInfo | None:
 
 
 def parameter_count(config: RunConfig, data: SourceInfo, model: str = "") -> int | None:
-    """Parameters of the run's model (or `model`) on this data; None if it is not in sizes.json.
+    """Parameters of the run's model (or `model`) on this data; None if not known before the run.
 
     The count is linear in the number of classes, so it is stored as its value at 0 and its slope.
     """
-    if data.image_shape is None:
+    width = f"{config.rounds.method}.projection-width"
+    if data.image_shape is None or config.flat.get(width) != default_config().get(width):
         return None
     sizes, method = stored_sizes(), config.rounds.method
     addition = config.flat.get(f"{method}.projection") or sizes["methods"].get(method, "none")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -184,6 +185,8 @@ def app_directory() -> Iterator[Path]:
         for package in app_packages:
             skip = shutil.ignore_patterns("__pycache__")
             shutil.copytree(app_folder / package, Path(folder, package), ignore=skip)
-        shutil.copy(project_file(), Path(folder, "pyproject.toml"))
+        # Flower refuses patterns that match nothing, and what they exclude is not there
+        project = re.sub(r"(?m)^fab-exclude = .*\n", "", project_file().read_text())
+        Path(folder, "pyproject.toml").write_text(project)
         Path(folder, "LICENSE").write_text("Apache-2.0\n")
         yield Path(folder)

@@ -11,7 +11,7 @@ import torch
 from client_app.methods import METHODS, method_of
 from keel.cli.sizes import SIZES_FILE, Sizes
 from models import build_model
-from models.registry import PROJECTION_TAILS
+from models.registry import PROJECTION_TAILS, PROJECTION_WIDTH
 from protocol.config import resolve_config
 from protocol.models import MODELS
 
@@ -30,7 +30,7 @@ def measured_sizes(inputs: Sequence[tuple[int, int]] = INPUTS) -> Sizes:
                 channels=channels,
                 image_size=size,
                 projection="none" if addition == HEADS else addition,
-                projection_heads=addition == HEADS,
+                projection_heads=PROJECTION_WIDTH if addition == HEADS else 0,
             )
         return sum(parameter.numel() for parameter in network.parameters())
 
