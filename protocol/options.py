@@ -25,10 +25,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Constraint:
-    """Which values an option accepts."""
+    """Which values an option accepts. choices: all of them, where they are few."""
 
     holds: Callable[[Any], bool]
     description: str
+    choices: tuple[str, ...] = ()
 
 
 def at_least(low: float) -> Constraint:
@@ -54,7 +55,7 @@ def between(
 
 def one_of(*names: str) -> Constraint:
     """One of these strings."""
-    return Constraint(lambda v: v in names, "one of " + ", ".join(names))
+    return Constraint(lambda v: v in names, "one of " + ", ".join(names), names)
 
 
 def any_text() -> Constraint:
