@@ -63,6 +63,7 @@ class RunDirectory:
         self._log: logging.Handler | None = None
         self._level_before = logging.NOTSET
         self._releases: Counter[str] = Counter()
+        self._num_damaged = 0  # lines of releases.jsonl, at the last look
         for attempt in range(LOCK_ATTEMPTS):  # `is_being_written` holds it for a moment
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,7 +120,8 @@ class RunDirectory:
         path = self.path / RELEASES_FILE
         entries, num_damaged = read_chained(path)
         asked = [[str(client) for client in entry["clients"]] for entry in entries]
-        if num_damaged:
+        if num_damaged > self._num_damaged:
+            self._num_damaged = num_damaged
             log.warning("%s: %d lines are damaged: each counts for every client", path, num_damaged)
         everyone = sorted({client for clients in asked for client in clients}) or ["unknown"]
         return asked + num_damaged * [everyone]
