@@ -186,6 +186,16 @@ class PrivacyConfig:
         one_of("local", "central"),
         "local: 2C, for any two data sets; central: C, for one clipped contribution",
     )
+    metrics: str = option(
+        one_of("withheld", "exact"),
+        "with epsilon > 0, what clients send without noise: withheld: no losses, accuracies, label "
+        "counts or times; exact: all of them, outside the guarantee",
+    )
+
+    @property
+    def withholds_metrics(self) -> bool:
+        """Whether clients send nothing measured on their data."""
+        return self.epsilon > 0 and self.metrics == "withheld"
 
 
 RUN_NAME_RULE = "1 to 64 of the characters A-Z a-z 0-9 . _ -, not beginning with a dot"

@@ -31,7 +31,20 @@ def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> 
         if key.partition(".")[0] in tables and "." in key
     ]
     on_clients = evaluates_clients(config, method) != "none"
-    if method.is_personal and not on_clients:
+    if config.privacy.withholds_metrics:
+        what = "no losses and no accuracies of clients"
+        if not method.has_global_model:
+            what = f"no accuracy at all: {rounds.method} is evaluated on clients only"
+        lines.append(
+            f"privacy.metrics = 'withheld': this run reports {what}; 'exact' reports them without "
+            "noise, outside the guarantee"
+        )
+    elif config.privacy.epsilon:
+        lines.append(
+            "privacy.metrics = 'exact': losses, accuracies, label counts and times leave the "
+            "clients without noise, outside the guarantee of privacy.epsilon"
+        )
+    if not config.privacy.withholds_metrics and method.is_personal and not on_clients:
         lines.append("evaluate-clients = 'none': the clients' personal models are never evaluated")
     elif not on_clients and not rounds.evaluate_global:
         lines.append("evaluate-global = false: nothing is evaluated in this run")

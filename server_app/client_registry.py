@@ -166,7 +166,8 @@ class ClientRegistry:
             self.unusable[new] = time.monotonic() + RETRY_AFTER_S
             return
         self.has_changed = True
-        if entry.label_counts != self.roster[old].label_counts:
+        before = self.roster[old]
+        if (entry.label_counts, entry.num_train) != (before.label_counts, before.num_train):
             log.warning("client %s: its training samples have changed", entry.client)
         del self.roster[old]
         self.roster[new] = entry
