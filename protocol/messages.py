@@ -27,7 +27,7 @@ from protocol.config import RunConfig, config_from_json, keel_version
 Arrays = dict[str, Tensor]
 PACKED = "keel.safetensors"  # `Array.stype` of what `array_record` makes
 MAX_HEADER_BYTES = 2**22  # names, shapes and offsets of some ten thousand tensors
-protocol_version = 3  # of the layout of messages; both sides need the same
+protocol_version = 4  # of the layout of messages; both sides need the same
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class RosterEntry:
     """A client's description of itself before round 1. Counts are samples per class.
 
     num_partitions: the number of clients of a simulation; 0 for a real site. versions: of flwr and
-    torch on the client; keel, protocol: versions of Keel and of the messages there.
+    torch on the client; keel, protocol: versions of Keel and of the messages there. num_train,
+    num_test: of samples, where the counts of each class are withheld (`privacy.metrics`) and [].
     """
 
     client: str
@@ -106,11 +107,18 @@ class RosterEntry:
     num_partitions: int
     keel: str = field(default_factory=keel_version)
     protocol: int = protocol_version
+    num_train: int = 0
+    num_test: int = 0
 
     @property
     def num_examples(self) -> int:
         """Training samples."""
-        return sum(self.label_counts)
+        return sum(self.label_counts) or self.num_train
+
+    @property
+    def num_test_examples(self) -> int:
+        """Samples of the local test part."""
+        return sum(self.test_label_counts) or self.num_test
 
 
 @dataclass(frozen=True)
@@ -143,8 +151,7 @@ def read_request(message: Message, kind: type[Request]) -> Request:
     if missing := [name for name in names if name not in values]:
         raise ValueError(
             f"the message's record 'round' has no {missing[0]!r}: the server speaks another "
-            f"version of "
-            f"the protocol, this Keel version {protocol_version}; install the same Keel on both"
+            f"version of the protocol, this Keel {protocol_version}; install the same Keel on both"
         )
     values["config"] = config_from_json(values["config"])
     values["data"] = dataset_spec_from_json(values["data"])
@@ -266,6 +273,7 @@ def has_type(kind: object, value: object) -> bool:
 
 def roster_entry(sent: dict[str, Any]) -> RosterEntry:
     """The entry in decoded JSON; ValueError naming the client and the field that is wrong."""
+    sent = {"num_train": 0, "num_test": 0} | sent  # saved before version 4
     wrong = sorted(sent.keys() ^ {f.name for f in fields(RosterEntry)})
     types = get_type_hints(RosterEntry)
     wrong += [name for name, kind in types.items() if not has_type(kind, sent.get(name))]
@@ -275,8 +283,7 @@ def roster_entry(sent: dict[str, Any]) -> RosterEntry:
         client = in_one_line(sent.get("client"), 60)
         raise ValueError(
             f"client {client}: field {wrong[0]!r} of its roster entry is missing, unknown or of a "
-            f"wrong "
-            "type: install the same Keel on client and server"
+            "wrong type: install the same Keel on client and server"
         )
     return RosterEntry(**sent)
 

@@ -140,7 +140,7 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
     Reads the keys prefix + key. ValueError, one line, with the key, the value and what is allowed
     if a key is missing, of another type, or out of range.
     """
-    types = types_of(cls)
+    types = types_of(cls)  # type: ignore[arg-type]  # a class is hashable
     parsed: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # T is always a dataclass
         key, expected = prefix + key_of(field), types[field.name]

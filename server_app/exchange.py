@@ -29,7 +29,8 @@ class Exchange:
     """Asks the nodes of one grid, one round after the other.
 
     name: the client behind a node, for the log. returned: finds the nodes of clients that are
-    connected again; None: a node that is gone stays away (simulation).
+    connected again; None: a node that is gone stays away (simulation). resent: is told of a node
+    whose message is about to be sent again.
     """
 
     grid: Grid
@@ -37,6 +38,7 @@ class Exchange:
     returned: Returned | None = None
     late: dict[str, tuple[str, int]] = field(default_factory=dict)  # id: description, asks since
     arrived_late: list[str] = field(default_factory=list)  # descriptions, see `take_late`
+    resent: Callable[[int], None] | None = None
 
     def ask(
         self, messages: Iterable[Message], timeout_s: float, what: str, key: str = "round-timeout"
@@ -124,6 +126,8 @@ class Exchange:
                 ttl=max(1.0, deadline - time.monotonic()),
             )
             sent: dict[str, int] = {}
+            if self.resent:
+                self.resent(node)
             if not self.push([again], sent):
                 log.info("%s: client %s is connected again and asked again", what, self.name(node))
                 waiting.update(dict.fromkeys(sent, node))

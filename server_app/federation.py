@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,13 +34,20 @@ from protocol.messages import (
     tensors,
 )
 from protocol.options import OptionValue
-from protocol.privacy import composed_budget
+from protocol.privacy import privacy_statement
 from server_app.checks import check_config, config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
 from server_app.diagnostics.plots import plot_rounds
 from server_app.exchange import Exchange
-from server_app.history import Line, finite_or_null, without_clients
+from server_app.history import (
+    HISTORY_FILE,
+    Line,
+    append_history,
+    finite_or_null,
+    truncate_history,
+    without_clients,
+)
 from server_app.manifest import begin_manifest, finish_manifest, note_round
 from server_app.observers import RunInfo, RunObserver
 from server_app.record import client_fields, score_fields, training_fields
@@ -160,8 +166,7 @@ def prepare(
     if config.rounds.min_replies > cohort:
         raise ValueError(
             f"min-replies = {config.rounds.min_replies}: only {cohort} clients train in a round; "
-            f"lower "
-            "it, or raise fraction-train"
+            "lower it, or raise fraction-train"
         )
     entries = list(roster.values())
     monitor = None
@@ -172,6 +177,8 @@ def prepare(
     if resumed and resumed.has_rounds():  # a run interrupted in round 1 starts again
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
         strategy.load(start.state)
+    if resumed and config.privacy.epsilon:
+        resumed.restore_releases(start.state)
     directory = resumed or new_run_directory(config)
     directory.start_log()
     for warning in [*roster_warnings(config, entries), *config_warnings(config, overrides)]:
@@ -214,7 +221,7 @@ def run_rounds(
 ) -> None:
     """All rounds from the first or the checkpoint's, then the final model and the report."""
     config, path = run.config, run.directory.path
-    history = run.directory.truncate_history(run.start.round)
+    history = truncate_history(path / HISTORY_FILE, run.start.round)
     reporter = Reporter(config, info_of(run, history), observers, lambda: privacy_spent(run))
     at_exit(reporter.interrupted)
     arrays = array_record(run.start.arrays)
@@ -273,10 +280,15 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     )
     bytes_down = sum(payload_bytes(message) for message in messages)
     if config.privacy.epsilon:
-        cohort = [run.roster[message.metadata.dst_node_id].client for message in messages]
-        run.directory.append_releases(server_round, cohort)
+        nodes = [message.metadata.dst_node_id for message in messages]
+        names = {node: run.roster[node].client for node in nodes}
+        run.directory.append_releases(server_round, list(names.values()))
+        run.exchange.resent = lambda node: run.directory.append_releases(
+            server_round, [names[node]]
+        )
     backed_off = sorted(strategy.backed_off(server_round))
     replies = run.exchange.ask(messages, rounds.round_timeout, f"round {server_round}")
+    run.exchange.resent = None
     seconds["training"] = time.perf_counter() - started
 
     started = time.perf_counter()
@@ -286,8 +298,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     if not all_finite(tensors(following)) or not all_finite(strategy.state()):
         raise DivergedError(
             f"round {server_round}: the server update gave values that are not finite; the model "
-            f"of "
-            f"the round before is kept. Lower lr, or the server's learning rate (options of "
+            f"of the round before is kept. Lower lr, or the server's learning rate (options of "
             f"{rounds.method} and of server-optimizer {rounds.server_optimizer})"
         )
     seconds["aggregation"] = time.perf_counter() - started
@@ -324,9 +335,13 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     line["late"] = run.exchange.take_late()
     line["seconds"] = {name: round(value, 4) for name, value in seconds.items()}
     line = finite_or_null(line)
-    run.directory.append_history(line)  # before the checkpoint: a resume drops what is ahead of it
+    # before the checkpoint: a resume drops what is ahead of it
+    append_history(run.directory.path / HISTORY_FILE, line)
+    state = strategy.state()
+    if config.privacy.epsilon:
+        state |= run.directory.release_state()
     checkpoint_digest = run.directory.save_checkpoint(
-        Checkpoint(server_round, tensors(following), strategy.state()), config.model.model
+        Checkpoint(server_round, tensors(following), state), config.model.model
     )
     note_round(run.directory.path, server_round, checkpoint_digest)
     return following, line
@@ -394,14 +409,10 @@ def model_metadata(run: Run) -> dict[str, str]:
 
 
 def privacy_spent(run: Run) -> dict[str, Any] | None:
-    """Per release and composed over those of the client asked most often; None without noise."""
+    """What the client asked most often has released, and what the guarantee covers."""
     privacy = run.config.privacy
     if not privacy.epsilon:
         return None
-    counts = Counter(client for cohort in run.directory.read_releases() for client in cohort)
-    budget = composed_budget(privacy, max(counts.values(), default=0))
-    return {
-        "per_release": {"epsilon": privacy.epsilon, "delta": privacy.delta},
-        "releases": budget.releases,
-        "composed": {"epsilon": budget.epsilon, "delta": budget.delta},
-    }
+    num_entries = sum(array.numel() for array in run.start.arrays.values())
+    releases = max(run.directory.release_counts().values(), default=0)
+    return privacy_statement(privacy, num_entries, releases)

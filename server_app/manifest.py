@@ -75,9 +75,15 @@ def machine(device: torch.device) -> str:
 
 
 def split_digest(config: RunConfig, roster: Sequence[RosterEntry]) -> str:
-    """A digest of the split: label counts and, in simulation, every sample's index."""
+    """A digest of the split: label counts and, in simulation, every sample's index.
+
+    Where label counts are withheld: the numbers of samples.
+    """
     clients = sorted(roster, key=lambda entry: entry.client)
-    counts = [[e.client, e.label_counts, e.test_label_counts] for e in clients]
+    counts = [
+        [e.client, e.label_counts or e.num_train, e.test_label_counts or e.num_test]
+        for e in clients
+    ]
     hashed = hashlib.sha256(json.dumps(counts).encode())
     if all(entry.num_partitions for entry in clients):
         for partition in range(len(clients)):

@@ -15,6 +15,8 @@ from protocol.config import RunConfig
 from protocol.files import write_atomically
 from protocol.messages import RosterEntry, roster_entry
 
+CLASSES = "number of classes"
+
 
 def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
     """Node id to entry, as `save_roster` wrote it; ValueError naming the file if it is damaged."""
@@ -44,11 +46,15 @@ def roster_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[s
             differing = sorted(f"{client} has {v}" for client, v in versions.items() if v != usual)
             warnings.append(
                 f"versions of {what} differ: {shortened(differing)}; the others have {usual}. "
-                f"Results "
-                "may differ in the last bits"
+                "Results may differ in the last bits"
             )
-    note = method_of(config).check_roster({e.client: e.label_counts for e in entries})
+    note = method_of(config).check_roster(known_label_counts(entries))
     return warnings + ([note] if note else [])
+
+
+def known_label_counts(entries: Sequence[RosterEntry]) -> dict[str, list[int]]:
+    """Client to its training samples of each class, of those that do not withhold them."""
+    return {entry.client: entry.label_counts for entry in entries if entry.label_counts}
 
 
 def shortened(words: Sequence[str], max_words: int = 5) -> str:
@@ -60,6 +66,8 @@ def shortened(words: Sequence[str], max_words: int = 5) -> str:
 def evaluates_clients(config: RunConfig, method: Method) -> str:
     """Whose local test parts are evaluated on: none, cohort or all."""
     asked = config.rounds.evaluate_clients
+    if config.privacy.withholds_metrics:
+        return "none"
     if asked != "auto":
         return asked
     return "all" if method.is_personal else "none"
@@ -74,36 +82,35 @@ def check_roster(config: RunConfig, entries: Sequence[RosterEntry], source: Sour
     num_clients = config.rounds.num_clients
     if num_clients and len(entries) > num_clients:
         raise ValueError(
-            f"num-clients = {num_clients}, but the federation has {len(entries)} SuperNodes: start "
-            f"with "
+            f"num-clients = {num_clients}, but {len(entries)} SuperNodes are connected: start with "
             f"--federation-config 'num-supernodes={num_clients}', or set num-clients={len(entries)}"
         )
     names = sorted(e.client for e in entries)
     if twice := [a for a, b in itertools.pairwise(names) if a == b]:
         raise ValueError(
-            f"two clients are named {twice[0]!r}: give each SuperNode a name of its own in "
-            f"--node-config"
+            f"two clients are named {twice[0]!r}: give each SuperNode its own, by --node-config"
         )
     by_name = sorted(entries, key=lambda e: e.client)
     first = by_name[0]
+    are_withheld = config.privacy.withholds_metrics
     for entry in by_name:
         if entry.num_examples == 0:
             raise ValueError(f"client {entry.client} has no training samples")
         for what, value, expected in (
             ("image shape", entry.image_shape, first.image_shape),
-            ("number of classes", len(entry.label_counts), len(first.label_counts)),
+            (CLASSES, len(entry.label_counts), len(first.label_counts)),
             ("representation width", entry.representation_width, first.representation_width),
         ):
-            if value != expected:
+            if value != expected and not (are_withheld and what == CLASSES):
                 raise ValueError(
                     f"client {entry.client} ({entry.model}): {what} {value}, client {first.client} "
                     f"({first.model}) has {expected}: they have to agree"
                 )
     for what, value, expected in (
         ("image shape", first.image_shape, list(source.image_shape)),
-        ("number of classes", len(first.label_counts), source.num_classes),
+        (CLASSES, len(first.label_counts), source.num_classes),
     ):
-        if value != expected:
+        if value != expected and not (are_withheld and what == CLASSES):
             raise ValueError(
                 f"client {first.client}: {what} {value}, the run's source {source.name} has "
                 f"{expected}: "
@@ -115,16 +122,16 @@ def check_roster(config: RunConfig, entries: Sequence[RosterEntry], source: Sour
         able = ", ".join(n for n in method_names() if method_spec(n).supports_mixed_architectures)
         raise ValueError(
             f"client {others[0].client} trains {others[0].model}, the run {config.model.model}: "
-            f"methods "
-            f"that allow several architectures: {able}"
+            f"methods that allow several architectures: {able}"
         )
-    totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
-    if 0 in totals:
-        raise ValueError(f"class {totals.index(0)} is held by no client: it cannot be learnt")
-    method.check_roster({e.client: e.label_counts for e in entries})
+    if not are_withheld:
+        totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
+        if 0 in totals:
+            raise ValueError(f"class {totals.index(0)} is held by no client: it cannot be learnt")
+    method.check_roster(known_label_counts(entries))
     if evaluates_clients(config, method) != "none":
         for entry in entries:
-            if not sum(entry.test_label_counts):
+            if not entry.num_test_examples:
                 raise ValueError(
                     f"client {entry.client} has no local test part: evaluating on clients needs "
                     "local-test-fraction > 0 (or images under test/ in the client's own data)"

@@ -152,8 +152,11 @@ def test_a_client_that_returns_with_another_node_id_is_asked_there(hurry):
     back = iter([{}, {}, {6: 60}])
     grid = ToyGrid(lambda node, before: "gone" if node == 6 else "reply")
     exchange = Exchange(grid, str, lambda nodes: next(back) if nodes == [6] else {})
+    told = []
+    exchange.resent = lambda node: told.append((node, list(grid.pushes)))
     assert outcomes(exchange.ask(to(5, 6), 5, "round 3")) == [(5, 5), (60, 60)]
     assert grid.pushes == [5, 6, 60]
+    assert told == [(6, [5, 6])]  # before it is sent: a second private release counts
 
 
 def test_a_client_that_does_not_return_is_given_up_before_the_deadline(hurry):

@@ -23,7 +23,7 @@ class FedProx(LocalObjective):
     """Proximal term on the parameters, but not on buffers."""
 
     equals_fedavg_at: ClassVar[Mapping[str, float]] = {"mu": 0.0}
-    regularises: ClassVar[str] = "all weights, to the global model's"
+    regularises: ClassVar[str] = "all weights, towards the global model's"
     paper: ClassVar[str] = "Li et al. 2020"
 
     mu: float = option(at_least(0), "weight of the proximal term", source="eq. (2)")

@@ -18,6 +18,7 @@ from deployment_fixtures import (
     state_of_clients,
     wait_for_round,
 )
+from tools.processes import descendants
 
 from keel.deployment.checks_host import check_key, check_port, check_registered
 from keel.deployment.checks_runtime import check_worker
@@ -26,7 +27,6 @@ from keel.deployment.loopback import Loopback, free_ports, partitions, running
 from keel.deployment.register import register_all
 from keel.deployment.superlink import connection, run_config
 from protocol.config import app_folder
-from protocol.processes import descendants
 from server_app.inline import run_inline
 
 num_clients = 2

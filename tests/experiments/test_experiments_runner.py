@@ -57,7 +57,7 @@ def test_each_run_has_one_gpu_in_turn_and_one_thread(tmp_path, monkeypatch):
         (["--output", "/dev/null/x"], "cannot be written"),
         (["--seeds", "-1"], "-1 is not in the range"),
         (["--set", "seed=3"], "--set seed"),
-        (["--set", "lr=high"], "expected a value of type float"),
+        (["--set", "lr=high"], "expected a number"),
         (["--set", "lrr=1"], "did you mean lr?"),
         (["--set", "lr"], "expected KEY=VALUE"),
         (["--scale", "week"], "--scale = 'week' is unknown"),
