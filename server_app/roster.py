@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -9,11 +10,14 @@ from pathlib import Path
 
 from client_app.method import Method
 from client_app.methods import method_of
+from client_app.setup import client_indices
 from data.sources import Source
 from protocol.catalogue import method_names, method_spec
 from protocol.config import RunConfig
 from protocol.files import write_atomically
 from protocol.messages import RosterEntry, roster_entry
+
+OUTLIER = 10  # times the median of the sites' numbers of samples: worth a warning
 
 
 def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
@@ -47,8 +51,30 @@ def roster_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[s
                 f"Results "
                 "may differ in the last bits"
             )
+    warnings += count_warnings(config, entries)
     note = method_of(config).check_roster({e.client: e.label_counts for e in entries})
     return warnings + ([note] if note else [])
+
+
+def partition_sizes(config: RunConfig, entries: Sequence[RosterEntry]) -> dict[str, int]:
+    """Training samples of every simulated client, by the partition that the run's config makes."""
+    num_clients = max(entry.num_partitions for entry in entries)
+    parts = (client_indices(config, i, num_clients)[0] for i in range(num_clients))
+    return {f"client-{i:04d}": len(part) for i, part in enumerate(parts)}
+
+
+def count_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[str]:
+    """A line for each site that declares far more samples than the others, or too large a share."""
+    counts = {e.client: e.num_examples for e in entries if not e.num_partitions}
+    median = statistics.median_low(counts.values()) if counts else 0
+    total = sum(entry.num_examples for entry in entries) or 1
+    share = max(config.rounds.max_weight_share, 1 / len(entries))
+    return [
+        f"client {client} declares {count} training samples, {count / total:.1%} of all (the "
+        f"median is {median}); it weighs at most max-weight-share = {share:.2g} of a round"
+        for client, count in sorted(counts.items())
+        if count > OUTLIER * median or count > share * total * (1 + 1e-9)
+    ]
 
 
 def shortened(words: Sequence[str], max_words: int = 5) -> str:

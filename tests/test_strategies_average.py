@@ -37,7 +37,8 @@ from protocol.messages import (
     request_record,
     tensors,
 )
-from strategies.average import Average, TooFewRepliesError, weighted_mean
+from strategies.aggregation import weighted_mean
+from strategies.average import Average, TooFewRepliesError
 
 pytestmark = pytest.mark.usefixtures("task_identity")
 shapes = {"conv": (2, 3, 1), "fc": (4,)}
@@ -71,6 +72,7 @@ def average_of(num_clients: int = 5, counts: list[int] | None = None, **keys: ob
     strategy = Average(config, network())
     names = {100 + i: f"client-{i}" for i in range(num_clients)}
     strategy.roster = roster_of(names, counts or [10 + i for i in range(num_clients)])
+    strategy.partition_sizes = {e.client: e.num_examples for e in strategy.roster.values()}
     return strategy
 
 
@@ -387,7 +389,7 @@ def test_no_client_fills_the_log():
     current, strategy = network().state_dict(), average_of()
     asked, _ = all_answers(strategy, current)[0]
     words = Message(Error(1, "x\n" * 10**6), reply_to=asked)
-    report = strategy.screened(1, [words], current, {})
+    report = strategy._validated(1, [words], current, {})
     (said,) = report.left_out.values()
     assert len(said) == 300
     assert "\n" not in said
@@ -476,7 +478,7 @@ def test_statistics_far_off_are_beyond_the_norm_bound():
     current = network().state_dict()
     strategy = average_of(norm_bound="fixed", norm_bound_value=1e3)
     answers = all_answers(strategy, current)
-    far = {"1.running_mean": torch.full_like(current["1.running_mean"], 1e30)}
+    far = {"1.running_mean": torch.full_like(current["1.running_mean"], 5e3)}
     messages = [
         answer(m, replace(r, arrays=r.arrays | far) if r.client == "client-2" else r)
         for m, r in answers
@@ -523,8 +525,8 @@ def test_too_few_good_replies_end_the_round_with_one_line_that_names_them_all():
     with pytest.raises(TooFewRepliesError) as caught:
         strategy.aggregate_train(1, replies)
     assert str(caught.value) == (
-        "round 1: 1 good replies, min-replies = 2. client-1: array '0.weight' holds 1 values that "
-        "are not finite; client-2: OSError: disk full"
+        "round 1: 1 accepted replies, min-replies = 2. client-1: array '0.weight' holds 1 values "
+        "that are not finite; client-2: OSError: disk full"
     )
 
 
