@@ -389,10 +389,10 @@ def test_no_client_fills_the_log():
     current, strategy = network().state_dict(), average_of()
     asked, _ = all_answers(strategy, current)[0]
     words = Message(Error(1, "x\n" * 10**6), reply_to=asked)
-    report = strategy._validated(1, [words], current, {})
-    (said,) = report.left_out.values()
-    assert len(said) == 300
-    assert "\n" not in said
+    strategy.aggregate_evaluate(1, [words])
+    (reason,) = strategy.report.left_out.values()
+    assert len(reason) == 300
+    assert "\n" not in reason
 
 
 bad_messages = {
