@@ -12,14 +12,18 @@ from client_app.worker_socket import worker_variable
 from data.sources import ImageSplit, Source
 from protocol.config import RunConfig, keel_home
 from protocol.messages import DatasetSpec, RoundRequest
+from protocol.text import check_client_name
 
 NodeConfig = Mapping[str, bool | int | float | str]
 
 
 def client_name(node_config: NodeConfig) -> str:
-    """The client's stable name: `name` of its node config, else from its partition's number."""
+    """The client's stable name: `name` of its node config, else from its partition's number.
+
+    ValueError for a name that the server would reject, or where there is neither.
+    """
     if "name" in node_config:
-        return str(node_config["name"])
+        return check_client_name(node_config["name"])
     if "partition-id" in node_config:
         return f"client-{int(node_config['partition-id']):04d}"
     raise ValueError(

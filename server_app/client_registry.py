@@ -12,7 +12,8 @@ from flwr.serverapp import Grid
 from data.sources import Source
 from protocol.config import RunConfig
 from protocol.flower_compat import CRASHED, NO_REPLY, NODE_UNAVAILABLE, is_in_process_grid
-from protocol.messages import RosterEntry, in_one_line, read_roster
+from protocol.messages import RosterEntry, read_roster
+from protocol.text import in_one_line
 from server_app.exchange import Exchange
 from server_app.roster import check_roster, shortened
 

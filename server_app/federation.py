@@ -52,7 +52,13 @@ from server_app.manifest import begin_manifest, finish_manifest, note_round
 from server_app.observers import RunInfo, RunObserver
 from server_app.record import client_fields, score_fields, training_fields
 from server_app.report import Reporter, plot_split
-from server_app.roster import evaluates_clients, read_saved_roster, roster_warnings, save_roster
+from server_app.roster import (
+    evaluates_clients,
+    partition_sizes,
+    read_saved_roster,
+    roster_warnings,
+    save_roster,
+)
 from server_app.run_directory import (
     NUM_CHECKPOINTS,
     Checkpoint,
@@ -161,6 +167,8 @@ def prepare(
     if resumed:
         registry.gather()
     strategy.roster = roster
+    if any(entry.num_partitions for entry in roster.values()):
+        strategy.partition_sizes = partition_sizes(config, [*roster.values()])
     cohort = len(strategy.sample(1))
     strategy.check_cohort(cohort)
     if config.rounds.min_replies > cohort:

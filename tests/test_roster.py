@@ -159,7 +159,7 @@ def test_fedlc_in_the_papers_form_refuses_clients_of_one_class():
 
 def test_fedpac_says_which_clients_lack_classes():
     entries = [entry("a"), entry("b", (0, 1) * 5), entry("c", (1,) * 9 + (0,))]
-    [line] = roster_warnings(config_of(method="fedpac"), entries)
+    *_, line = roster_warnings(config_of(method="fedpac"), entries)
     assert line.startswith("fedpac: 2 of 3 clients lack classes: b (5), c (1). ")
     assert roster_warnings(config_of(method="fedpac"), [entry("a")]) == []
 
