@@ -119,7 +119,8 @@ deploy-local: $(READY)  ## a server and three clients on this machine, to try
 	  --client client-0000,client-0001,client-0002
 	$(give_secrets) '$(KEEL_CREDENTIALS)'
 	$(LOCAL) up -d superlink serverapp
-	$(BIN)/python -m keel deploy register --credentials '$(KEEL_CREDENTIALS)/server' --wait 120
+	$(LOCAL) exec -T superlink \
+	  python -m keel deploy register --credentials /credentials --wait 120
 	$(LOCAL) up -d
 
 end-local:  ## stop what deploy-local started; its volumes stay

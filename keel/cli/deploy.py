@@ -41,7 +41,11 @@ def register(
     superlink: Annotated[str, typer.Option(help="HOST:PORT of its HTTP API.")] = "localhost:8000",
     wait: Annotated[float, typer.Option(help="Seconds that the SuperLink has to start.")] = 0.0,
 ) -> None:
-    """Register the clients' public keys with a SuperLink; keys it knows are left alone."""
+    """Register the clients' public keys with a SuperLink, and record whose they are.
+
+    Keys that it knows are left alone. Names and node ids go to $KEEL_CLIENT_REGISTRY, or to
+    clients.json in the credentials directory; the ServerApp takes the clients' names from there.
+    """
     from keel.deployment.register import register as register_keys
 
     lines = register_keys(folder, superlink, wait)

@@ -26,7 +26,6 @@ import yaml
 from keel.deployment.credentials import make_credentials
 from keel.deployment.loopback import free_ports
 from keel.deployment.reach import wait_for_server
-from keel.deployment.register import register_all
 from keel.deployment.superlink import SuperLinkClient
 from protocol.config import app_folder
 
@@ -191,7 +190,8 @@ def local(work, docker, image):
     try:
         compose("up", "-d", "superlink", "serverapp")
         wait_for_server(f"127.0.0.1:{control}", credentials / "server" / "ca.pem", 120)
-        lines = register_all(credentials / "server" / "clients", superlink)
+        register = ["python", "-m", "keel", "deploy", "register", "--credentials", "/credentials"]
+        lines = compose("exec", "-T", "superlink", *register).splitlines()
         assert [line.split()[0] for line in lines] == ["registered"] * 3
         compose("up", "-d")
         yield compose, superlink
