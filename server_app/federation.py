@@ -266,7 +266,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         save_roster(run.directory.path / ROSTER_FILE, run.roster)
         run.registry.has_changed = False
     checkpoint_round = max(0, server_round - NUM_CHECKPOINTS)  # the oldest a resume may start from
-    run_dir = str(run.directory.path)
+    run_dir = name_for_clients(run)
     request = TrainRequest(config, run.data, server_round, checkpoint_round, on_train, run_dir)
     messages = list(
         strategy.configure_train(server_round, arrays, request_record(request), run.grid)
@@ -332,6 +332,12 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     return following, line
 
 
+def name_for_clients(run: Run) -> str:
+    """The run directory's path in a simulation, whose clients store their state there; its name."""
+    path = run.directory.path
+    return str(path) if is_in_process_grid(run.grid) else path.name
+
+
 def global_score(run: Run, arrays: ArrayRecord) -> Score:
     """The global model on the source's test set."""
     device = run.test_samples.labels.device
@@ -344,7 +350,7 @@ def evaluate_on_clients(
 ) -> RoundReport:
     """The replies of these nodes to an evaluate message, and who gave none."""
     asked = frozenset(nodes)
-    request = EvaluateRequest(run.config, run.data, server_round, str(run.directory.path))
+    request = EvaluateRequest(run.config, run.data, server_round, name_for_clients(run))
     messages = [
         message
         for message in run.strategy.configure_evaluate(
