@@ -36,6 +36,7 @@ from protocol.messages import (
 )
 from protocol.options import OptionValue
 from protocol.privacy import composed_budget
+from server_app.audit import AuditLog
 from server_app.checks import check_config, config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
@@ -83,6 +84,7 @@ class Run:
     test_samples: Samples
     roster: dict[int, RosterEntry]
     registry: ClientRegistry
+    audit: AuditLog
     exchange: Exchange
     cohort_size: int
     start: Checkpoint
@@ -153,6 +155,7 @@ def prepare(
         roster = gather_roster(grid, config, query, source)
     registry = ClientRegistry(grid, config, query, source, roster)
     if resumed:
+        registry.note = AuditLog(resumed.path).note
         registry.gather()
     strategy.roster = roster
     cohort = len(strategy.sample(1))
@@ -173,6 +176,12 @@ def prepare(
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
         strategy.load(start.state)
     directory = resumed or new_run_directory(config)
+    audit = AuditLog(directory.path)
+    registry.note = audit.note
+    audit.note("started", round=start.round + 1)
+    for node, entry in sorted(roster.items(), key=lambda pair: pair[1].client):
+        if entry.client not in registry.missing:
+            audit.note("joined", client=entry.client, node=node)
     directory.start_log()
     for warning in [*roster_warnings(config, entries), *config_warnings(config, overrides)]:
         log.warning("%s", warning)
@@ -200,6 +209,7 @@ def prepare(
         test_samples=test_samples,
         roster=roster,
         registry=registry,
+        audit=audit,
         exchange=exchange,
         cohort_size=cohort,
         start=start,
@@ -240,6 +250,7 @@ def run_rounds(
             plot_split(list(run.roster.values()), run.source, path / "labels.png")
         finally:
             reporter.finish(status)
+            run.audit.note("ended", status=status)
         finish_manifest(path)
         if run.monitor:
             plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
@@ -272,8 +283,12 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         strategy.configure_train(server_round, arrays, request_record(request), run.grid)
     )
     bytes_down = sum(payload_bytes(message) for message in messages)
+    cohort = [run.roster[message.metadata.dst_node_id].client for message in messages]
+    sent = {"round": server_round, "clients": cohort}
+    run.audit.note("sent", kind="train", bytes=bytes_down, **sent)
     if config.privacy.epsilon:
-        cohort = [run.roster[message.metadata.dst_node_id].client for message in messages]
+        privacy = {"epsilon": config.privacy.epsilon, "delta": config.privacy.delta}
+        run.audit.note("released", **sent, **privacy)
         run.directory.append_releases(server_round, cohort)
     backed_off = sorted(strategy.backed_off(server_round))
     replies = run.exchange.ask(messages, rounds.round_timeout, f"round {server_round}")
@@ -282,6 +297,8 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     started = time.perf_counter()
     following, _ = strategy.aggregate_train(server_round, replies)
     report = strategy.report
+    if report.left_out:
+        run.audit.note("rejected", round=server_round, kind="train", clients=report.left_out)
     assert following is not None
     if not all_finite(tensors(following)) or not all_finite(strategy.state()):
         raise DivergedError(
@@ -363,6 +380,11 @@ def evaluate_on_clients(
     run.strategy.aggregate_evaluate(server_round, replies)
     report = run.strategy.report
     report.bytes_down = sum(payload_bytes(message) for message in messages)
+    clients = [run.roster[node].client for node in nodes if node in run.roster]
+    sent = {"round": server_round, "kind": "evaluate"}
+    run.audit.note("sent", **sent, clients=clients, bytes=report.bytes_down)
+    if report.left_out:
+        run.audit.note("rejected", **sent, clients=report.left_out)
     return report
 
 

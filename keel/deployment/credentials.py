@@ -156,8 +156,8 @@ def renew(folder: Path, names: Sequence[str] = (), days: int = 825) -> list[str]
     left = (last - datetime.datetime.now(datetime.UTC)).days
     if left < 1:
         raise ValueError(
-            f"{ca / 'ca.pem'} expired on {last:%Y-%m-%d}: make new credentials in another directory "
-            "and copy them to all machines"
+            f"{ca / 'ca.pem'} expired on {last:%Y-%m-%d}: make new credentials in another "
+            "directory and copy them to all machines"
         )
     all_names = list(dict.fromkeys([*certificate_names(path), *names]))
     content = server_certificate(ca, load_key(path.with_suffix(".key")), all_names, min(days, left))

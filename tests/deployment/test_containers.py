@@ -162,7 +162,13 @@ def image(work, docker):
         command += ["--python-version", "3.11", "-d", str(context / "docker" / "wheels")]
         sh(*command, torch_cpu, "-r", str(context / "docker/requirements.txt"), limit_s=1800)
     sh(
-        *("make", "image", "BASE=keel-base", f"PIP_OPTIONS=--no-index {torch_cpu}"),
+        *(
+            "make",
+            "image",
+            "BASE=keel-base",
+            "CONSTRAINTS=requirements.txt",
+            f"PIP_OPTIONS=--no-index {torch_cpu}",
+        ),
         cwd=context,
         env=docker,
         limit_s=1800,

@@ -183,3 +183,27 @@ def test_the_serverapp_reads_whose_key_each_client_s_is_and_cannot_change_it(nam
     assert superlink["environment"] == serverapp["environment"] == path
     assert "registry:/registry" in superlink["volumes"]
     assert "registry:/registry:ro" in serverapp["volumes"]
+
+
+@pytest.mark.parametrize("name", files)
+def test_every_service_has_a_limit_of_memory_and_processes(name):
+    for service in files[name]["services"].values():
+        assert re.fullmatch(r"\$\{KEEL_(SERVER_|WORKER_)?MEMORY:-\d+g\}", service["mem_limit"])
+        assert service["pids_limit"] == 4096
+
+
+def test_the_image_s_versions_are_pinned_within_the_requirements():
+    def listed(name):
+        lines = (docker / name).read_text().splitlines()
+        return {r.name: r.specifier for r in map(Requirement, lines[1:]) if not r.extras}
+
+    lines = (docker / "requirements.txt").read_text().splitlines()
+    allowed = {r.name: r.specifier for r in map(Requirement, (x for x in lines if x[0] != "#"))}
+    pinned = listed("constraints.txt")
+    assert pinned.keys() == allowed.keys()
+    for name, [only] in pinned.items():
+        assert only.operator == "=="
+        assert only.version in allowed[name], name
+    assert re.search(
+        r"^ARG BASE=python:\d+\.\d+\.\d+-slim-\w+$", (docker / "Dockerfile").read_text(), re.M
+    )

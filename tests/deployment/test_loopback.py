@@ -228,6 +228,29 @@ def test_an_executor_without_the_secret_gets_no_work(deployed):
     assert with_secret.poll() is None
 
 
+def test_the_doctor_finds_this_server_in_order_and_a_key_that_is_not_registered(deployed, tmp_path):
+    make_credentials(tmp_path, ["127.0.0.1"], ["stranger"])
+    address, ca = f"127.0.0.1:{deployed.fleet_port}", deployed.credentials / "server" / "ca.pem"
+    before = {node["node-id"]: node["status"] for node in deployed.superlink.nodes()}
+    [reached] = check_port(address, ca)
+    assert not reached.is_problem, reached.text
+    [known] = check_key(address, ca, deployed.credentials / "client-0000" / "client.key")
+    assert not known.is_problem, known.text
+    [unknown] = check_key(address, ca, tmp_path / "stranger" / "client.key")
+    assert unknown.is_problem
+    assert "does not know the key" in unknown.text
+    registered = list(
+        check_registered(deployed.credentials / "server", f"127.0.0.1:{deployed.http_port}")
+    )
+    assert [(f.is_problem, f.text) for f in registered] == [(False, "2 SuperNodes are connected")]
+    lines = register(deployed.credentials / "server", f"127.0.0.1:{deployed.http_port}", 0.0)
+    assert [line.split()[:2] for line in lines] == [["known", name] for name in deployed.clients]
+    assert {line.split()[3] for line in lines} == before.keys()
+    [worker] = check_worker(deployed.worker_socket("client-0000"))
+    assert not worker.is_problem, worker.text
+    assert {node["node-id"]: node["status"] for node in deployed.superlink.nodes()} == before
+
+
 def test_a_registered_key_cannot_take_the_name_of_a_client_that_is_away(deployed):
     """The review's impostor: another site's key with the name of one whose SuperNode is down."""
     impostor, name = "client-0009", "client-0001"
@@ -259,26 +282,3 @@ def test_a_registered_key_cannot_take_the_name_of_a_client_that_is_away(deployed
             deployed.processes.pop(f"{process}-{impostor}").stop()
         real.start()
         deployed.processes[f"supernode-{name}"] = real
-
-
-def test_the_doctor_finds_this_server_in_order_and_a_key_that_is_not_registered(deployed, tmp_path):
-    make_credentials(tmp_path, ["127.0.0.1"], ["stranger"])
-    address, ca = f"127.0.0.1:{deployed.fleet_port}", deployed.credentials / "server" / "ca.pem"
-    before = {node["node-id"]: node["status"] for node in deployed.superlink.nodes()}
-    [reached] = check_port(address, ca)
-    assert not reached.is_problem, reached.text
-    [known] = check_key(address, ca, deployed.credentials / "client-0000" / "client.key")
-    assert not known.is_problem, known.text
-    [unknown] = check_key(address, ca, tmp_path / "stranger" / "client.key")
-    assert unknown.is_problem
-    assert "does not know the key" in unknown.text
-    registered = list(
-        check_registered(deployed.credentials / "server", f"127.0.0.1:{deployed.http_port}")
-    )
-    assert [(f.is_problem, f.text) for f in registered] == [(False, "2 SuperNodes are connected")]
-    lines = register(deployed.credentials / "server", f"127.0.0.1:{deployed.http_port}", 0.0)
-    assert [line.split()[:2] for line in lines] == [["known", name] for name in deployed.clients]
-    assert {line.split()[3] for line in lines} == before.keys()
-    [worker] = check_worker(deployed.worker_socket("client-0000"))
-    assert not worker.is_problem, worker.text
-    assert {node["node-id"]: node["status"] for node in deployed.superlink.nodes()} == before
