@@ -1,1 +1,1 @@
-"""The ClientApp: answers query, train and evaluate; local training; what a client keeps."""
+"""The ClientApp: answers query, train and evaluate; local training; client state."""

@@ -1,7 +1,7 @@
-"""The ClientApp: what Flower calls; the work itself is `handlers.answer`.
+"""The ClientApp that Flower calls; `handlers.answer` does the work.
 
 In deployment Flower starts a fresh process for every message. Where $KEEL_WORKER names the socket
-of a resident worker, that process hands its message over and never imports torch.
+of a resident worker, that process sends its message there and never imports torch.
 """
 
 import os
@@ -16,13 +16,13 @@ app = ClientApp()
 
 
 def replied(message: Message, context: Context) -> Message:
-    """The reply to a message: of the resident worker where there is one, else made here."""
+    """The reply to a message, from the resident worker where there is one."""
     socket = os.environ.get(worker_variable)
     content: RecordDict | Error
     if socket:
         content = send_to_worker(socket, message, context)
     else:
-        from client_app.handlers import answer  # brings torch
+        from client_app.handlers import answer  # imports torch
 
         content = answer(message, context)
     return Message(content, reply_to=message)

@@ -1,4 +1,4 @@
-"""How far a model's weights are from others: what FedProx, Ditto and FedACG penalise."""
+"""The squared distance of a model's weights from others, for FedProx, Ditto and FedACG."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 class SquaredDistance(torch.autograd.Function):
-    """||w - w_g||^2 in a few kernels for all arrays together, and 2 (w - w_g) in one."""
+    """||w - w_g||^2 and its gradient, in a few kernels for all arrays together."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, w_g: list[Tensor], *w: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ class SquaredDistance(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         """None for w_g; the gradient for each of w."""
-        drift = list(ctx.saved_tensors)  # type: ignore[attr-defined]  # what forward saved
+        drift = list(ctx.saved_tensors)  # type: ignore[attr-defined]  # saved by forward
         return None, *torch._foreach_mul(drift, 2 * grad)
 
 

@@ -1,4 +1,4 @@
-"""How good a model is on samples: accuracy and mean cross entropy."""
+"""Evaluation: accuracy and mean cross entropy of a model."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Score:
 @torch.no_grad()
 @products("fp32")
 def evaluate(model: nn.Module, samples: Samples) -> Score:
-    """The score of the model in eval mode; its mode is restored. ValueError without samples."""
+    """The model's score in eval mode; its mode is restored. ValueError without samples."""
     if len(samples) == 0:
         raise ValueError("there are no samples to evaluate on")
     was_training = model.training

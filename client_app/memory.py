@@ -1,27 +1,27 @@
-"""Memory that one training step frees is for the next one.
+"""Reuse the memory that one training step frees in the next one.
 
 glibc's malloc gives the top of its heap back to the system when a backward pass has freed it, and
-gets it again in the next step, page by page: in how many steps depends on what happens to lie
-above, and so differs between two workers of one run (docs/development/speed.md, "Page faults").
+requests it again in the next step, page by page. In how many steps this happens depends on what
+else is allocated, and so differs between two processes of one run.
 """
 
 import ctypes
 import os
 import platform
 
-# parameters of mallopt(3), and what they are set to, in bytes
+# parameters of mallopt(3) and their values, in bytes
 _trim_threshold, _freed_kept = -1, 128 * 2**20
-_mmap_threshold, _largest_in_heap = -3, 32 * 2**20  # the most that older glibc takes, on 64 bits
+_mmap_threshold, _largest_in_heap = -3, 32 * 2**20  # the maximum of older glibc on 64 bits
 
 
 def keep_freed_memory() -> None:
-    """From now on up to `_freed_kept` bytes that are free at the end of the heap stay.
+    """Keep up to `_freed_kept` bytes at the end of the heap, in this process from now on.
 
-    For the whole process. Nothing without glibc, or where the environment tells malloc what to do
-    (MALLOC_... or GLIBC_TUNABLES).
+    Does nothing without glibc, or where the environment configures malloc (MALLOC_... or
+    GLIBC_TUNABLES).
     """
-    is_told = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
-    if platform.libc_ver()[0] == "glibc" and not is_told:
+    is_configured = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    if platform.libc_ver()[0] == "glibc" and not is_configured:
         library = ctypes.CDLL(None)
         library.mallopt(_mmap_threshold, _largest_in_heap)
         library.mallopt(_trim_threshold, _freed_kept)

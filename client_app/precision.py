@@ -1,4 +1,4 @@
-"""The numbers that training computes in: float32, TF32 in a GPU's products, or bfloat16 forward.
+"""Precision of training: float32, TF32 in a GPU's matrix products, or bfloat16 forward passes.
 
 Weights, gradients, losses and evaluation are float32 throughout.
 """
@@ -11,11 +11,11 @@ import torch
 
 @contextmanager
 def products(precision: str) -> Iterator[None]:
-    """Matrix products and convolutions on a GPU: in TF32 under "tf32", in float32 else.
+    """A context with GPU matrix products and convolutions in TF32 under "tf32", else in float32.
 
-    torch's own default lets convolutions use TF32. Without a GPU nothing changes.
+    By default torch lets convolutions use TF32. Without a GPU nothing changes.
     """
-    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]  # made when imported
+    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]  # defined at import
     places = (torch.backends.cuda.matmul, convolutions)
     before = [place.fp32_precision for place in places]
     for place in places:
@@ -28,12 +28,12 @@ def products(precision: str) -> Iterator[None]:
 
 
 def forward_in(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """A forward pass: under "bf16" in bfloat16 where autocast says so."""
+    """A context for forward passes: autocast to bfloat16 under "bf16"."""
     return _autocast(precision, device, enabled=True)
 
 
 def losses_in_float32(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The losses behind a forward pass: similarities are too fine for bfloat16."""
+    """A context for losses: bfloat16 is too coarse for similarities."""
     return _autocast(precision, device, enabled=False)
 
 

@@ -1,4 +1,4 @@
-"""What makes a release private before it leaves the client: clip, then add Gaussian noise."""
+"""Differential privacy on the client: clip an update, then add Gaussian noise."""
 
 import numpy as np
 import torch
@@ -13,16 +13,16 @@ Arrays = dict[str, Tensor]
 def clip_to_norm(arrays: Arrays, max_norm: float) -> Arrays:
     """The arrays scaled by min(1, max_norm / their joint 2-norm)."""
     norm = torch.linalg.vector_norm(torch.stack([a.norm() for a in arrays.values()]))
-    scale = (max_norm / norm).clamp(max=1.0)  # a norm of 0 gives inf, clamped: nothing to clip
+    scale = (max_norm / norm).clamp(max=1.0)  # a norm of 0 gives inf, which is clamped
     return {name: a * scale for name, a in arrays.items()}
 
 
 def privatise(arrays: Arrays, ctx: RoundContext) -> Arrays:
-    """The release that the run's `privacy.*` asks for; the arrays as they are with epsilon 0.
+    """The arrays clipped and noised as `privacy.*` says; unchanged with epsilon 0.
 
-    In simulation the noise comes from (seed, round, client), so a run repeats. A real site's comes
-    from the operating system: the server knows the run's seed and could subtract the noise. Not
-    from torch's generator, of whose seed 32 bits count: few enough to try them all.
+    In simulation the noise comes from (seed, round, client), so that a run is repeatable. At a real
+    site it comes from the operating system, because the server knows the run's seed and could
+    subtract the noise. torch's generator uses 32 bits of its seed: few enough to try them all.
     """
     privacy = ctx.config.privacy
     if privacy.epsilon == 0:

@@ -1,4 +1,4 @@
-"""Class means of features: what FedProc and FedPAC exchange."""
+"""Class means of features, which FedProc and FedPAC exchange."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from models import StagedModel
 
 @torch.no_grad()
 def class_sums(model: StagedModel, samples: Samples) -> tuple[Tensor, Tensor]:
-    """(sums [C, d], counts [C]) of what enters the classifier, over all samples, in eval mode."""
+    """(sums [C, d], counts [C]) of the classifier's input over all samples, in eval mode."""
     was_training = model.training
     model.eval()
     like = model.classifier.weight

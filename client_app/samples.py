@@ -1,4 +1,4 @@
-"""A client's samples as tensors on its training device: a batch is an index, never a loop."""
+"""A client's samples as tensors on its training device; a batch is an index into them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ evaluation_batch = 500
 
 @dataclass(frozen=True)
 class Pixels:
-    """How uint8 pixels become what a model reads: (pixel / 255 - mean) / std, per channel."""
+    """Normalisation of uint8 pixels: (pixel / 255 - mean) / std, per channel."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -25,7 +25,7 @@ class Pixels:
         """[B, C, H, W] of pixels 0..255, any dtype, as float32 in channels-last memory."""
         batch, channels, height, width = images.shape
         scale, shift = _scale_and_shift(self, width, images.device)
-        # whole rows of interleaved channels: three numbers at a time are too few for the processor
+        # whole rows of interleaved channels: faster on a CPU than three numbers at a time
         rows = images.permute(0, 2, 3, 1).reshape(batch, height, width * channels)
         x = rows.to(torch.float32, copy=True).mul_(scale).sub_(shift)
         return x.view(batch, height, width, channels).permute(0, 3, 1, 2)
@@ -33,15 +33,15 @@ class Pixels:
 
 @lru_cache(maxsize=8)
 def _scale_and_shift(pixels: Pixels, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """1 / (255 std) and mean / std of a row, [W * C]: made once, as a copy to a device waits."""
+    """1 / (255 std) and mean / std of a row, [W * C]: cached, because a copy to a device waits."""
     std, mean = (torch.tensor(v, device=device) for v in (pixels.std, pixels.mean))
     return (1 / (255 * std)).repeat(width), (mean / std).repeat(width)
 
 
 def _on(device: torch.device, array: np.ndarray) -> Tensor:
-    """The array as a tensor, without a copy of its own if it can be written to, and is there.
+    """The array as a tensor on this device, without a copy if it is writable and on the CPU.
 
-    What is read-only is a memory map that all workers share, and torch would write to.
+    A read-only array is a memory map that all processes share, which must not be written to.
     """
     array = np.asarray(array)
     if not array.flags.writeable:
@@ -53,8 +53,8 @@ def _on(device: torch.device, array: np.ndarray) -> Tensor:
 class Step:
     """One batch. x [B, C, H, W] normalised and augmented, y [B]; both on the training device.
 
-    index [B], on the CPU: which of the client's samples. variant [B], on the CPU: which of
-    `Samples.num_variants` forms each sample has here; meaningless where that is 0.
+    index [B], on the CPU: places in the client's samples. variant [B], on the CPU: the augmented
+    form of each sample, below `num_variants`; meaningless where that is 0.
     """
 
     x: Tensor
@@ -69,7 +69,7 @@ class Samples:
     def __init__(
         self, images: np.ndarray, labels: np.ndarray, pixels: Pixels, device: torch.device
     ) -> None:
-        """images uint8 [N, C, H, W], labels int64 [N]; these may be kept: write to them no more."""
+        """images uint8 [N, C, H, W], labels int64 [N]; do not modify them later."""
         self.images = _on(device, images).contiguous(memory_format=torch.channels_last)
         self.labels = _on(device, labels)
         self.pixels = pixels
@@ -79,10 +79,10 @@ class Samples:
 
     @cached_property
     def plain_and_mirrored(self) -> Tensor:
-        """uint8 [2 N, H, W, C]: the images, then their mirror images; a flip is an index then."""
+        """uint8 [2 N, H, W, C]: the images, then their mirror images; a flip is an index."""
         images = self.images.permute(0, 2, 3, 1)
         both = torch.cat([images, images.flip(2)])
-        self.images = both[: len(self)].permute(0, 3, 1, 2)  # so nothing is held twice
+        self.images = both[: len(self)].permute(0, 3, 1, 2)  # no second copy in memory
         return both
 
     def batches(
@@ -90,7 +90,7 @@ class Samples:
     ) -> Iterator[Step]:
         """One epoch in a random order, augmented; the last batch may be smaller.
 
-        Every draw comes from `generator` on the CPU, so it is the same on every device.
+        Every draw comes from `generator` on the CPU, so batches are the same on every device.
         """
         flips, num, device = augmentation.flip, len(self), self.labels.device
         forms = self.plain_and_mirrored if flips else self.images.permute(0, 2, 3, 1)
@@ -109,14 +109,14 @@ class Samples:
             yield Step(self.pixels.normalise(images), y, index, variant)
 
     def in_order(self, batch_size: int = evaluation_batch) -> Iterator[tuple[Tensor, Tensor]]:
-        """All samples as they are, (x, y) batches in the order of storage."""
+        """All samples without augmentation, as (x, y) batches in the order of storage."""
         for start in range(0, len(self), batch_size):
             images = self.images[start : start + batch_size]
             yield self.pixels.normalise(images), self.labels[start : start + batch_size]
 
 
 def num_variants(augmentation: DataConfig) -> int:
-    """How many forms augmentation gives one sample: 1, 2 (flipped or not), or 0: too many."""
+    """The number of augmented forms of a sample: 1, 2 (flipped or not), or 0 for too many."""
     if augmentation.crop_padding or augmentation.rotation:
         return 0
     return 2 if augmentation.flip else 1

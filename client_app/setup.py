@@ -1,4 +1,4 @@
-"""From a config to its data source, split and network: what server and clients build alike."""
+"""From a config to its data source, partition and network, the same on server and clients."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from protocol.seeds import seed_of
 
 
 def open_source(config: RunConfig, spec: str = "") -> Source:
-    """The run's data source (or `spec`), decoded at most once a machine, memory-mapped."""
+    """The run's data source (or `spec`), memory-mapped; decoded once on each machine."""
     data, expected = config.data, model_spec(config.model.model).input
     return _open_source(
         spec or data.source,
@@ -35,7 +35,7 @@ def _open_source(spec: str, data_dir: Path, cache_dir: Path, size: int, channels
 
 
 def dataset_spec_of(config: RunConfig, source: Source) -> DatasetSpec:
-    """What the run's clients are told of its source: its shape, classes and normalisation."""
+    """The shape, classes and normalisation of the run's data set, which all clients use."""
     mean, std = source.mean, source.std
     if config.data.normalise == "half":
         mean = std = (0.5,) * len(source.mean)
@@ -43,9 +43,9 @@ def dataset_spec_of(config: RunConfig, source: Source) -> DatasetSpec:
 
 
 def pixels_of(config: RunConfig, source: Source) -> Pixels:
-    """How the run normalises this source."""
-    facts = dataset_spec_of(config, source)
-    return Pixels(facts.mean, facts.std)
+    """The run's normalisation of this source."""
+    spec = dataset_spec_of(config, source)
+    return Pixels(spec.mean, spec.std)
 
 
 def client_indices(
@@ -101,12 +101,12 @@ def build_network(
     """The run's network (or `name`) with the parts its method adds.
 
     shape: (channels, pixels, pixels). Weights from `seed`, or from the run's. On the CPU, in
-    channels-last memory: the layout that convolutions are fastest in.
+    channels-last memory, in which convolutions are fastest.
     """
     if shape[1] != shape[2]:
         raise ValueError(
-            f"images are {shape[1]} x {shape[2]} pixels: the networks take squares; image-size has "
-            "to be from 28 to 64"
+            f"images are {shape[1]} x {shape[2]} pixels: the networks take squares; set "
+            "image-size to a value from 28 to 64"
         )
     parts = method_of(config).model_parts()
     name = name or config.model.model
@@ -124,14 +124,14 @@ def build_network(
 
 
 def device_for(name: str) -> torch.device:
-    """The device called `name`; auto is cuda where there is one. ValueError if it is not there."""
+    """The device called `name`; auto is cuda where available. ValueError for an absent device."""
     has_cuda = torch.cuda.is_available()
     if name == "auto":
         return torch.device("cuda" if has_cuda else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"device = {name!r}: it has to be auto, cpu, cuda or cuda:N") from error
+        raise ValueError(f"device = {name!r}: expected auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device = {name!r}: this machine has {torch.cuda.device_count()} GPUs")
     return device

@@ -1,7 +1,7 @@
-"""SGD with momentum and weight decay in one fused kernel: the bits of torch.optim.SGD.
+"""SGD with momentum and weight decay in one fused kernel, bit-identical to torch.optim.SGD.
 
-That class imports torch's compiler, 1 to 2 seconds in every new process, and in deployment every
-message starts a process; the kernel behind it (`fused=True`) does not.
+That class imports torch's compiler, which takes 1 to 2 seconds in every new process, and in
+deployment every message starts a process; the kernel behind it (`fused=True`) does not.
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ class SGD:
     def __init__(self, parameters: Sequence[Tensor], momentum: float, weight_decay: float) -> None:
         self.parameters = list(parameters)
         self.momentum, self.weight_decay = momentum, weight_decay
-        # zeros: a first step then gives m = g, as torch's own
+        # zeros, so that the first step gives m = g, as in torch
         self.velocities = [torch.zeros_like(p) for p in self.parameters] if momentum else []
 
     def zero_grad(self) -> None:
-        """Forget the gradients, memory and all."""
+        """Free the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Move every parameter that has a gradient; the others and their momentum stay."""
-        has = [n for n, p in enumerate(self.parameters) if p.grad is not None]
-        if not has:
+        """Update every parameter that has a gradient; the others keep value and momentum."""
+        with_gradient = [n for n, p in enumerate(self.parameters) if p.grad is not None]
+        if not with_gradient:
             return
         torch._fused_sgd_(
-            [self.parameters[n] for n in has],
-            [self.parameters[n].grad for n in has],  # type: ignore[misc]  # not None, as picked
-            [self.velocities[n] for n in has] if self.momentum else [],
+            [self.parameters[n] for n in with_gradient],
+            [self.parameters[n].grad for n in with_gradient],  # type: ignore[misc]  # not None, as selected
+            [self.velocities[n] for n in with_gradient] if self.momentum else [],
             weight_decay=self.weight_decay,
             momentum=self.momentum,
             lr=lr,

@@ -43,8 +43,7 @@ def roster_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[s
             differing = sorted(f"{client} has {v}" for client, v in versions.items() if v != usual)
             warnings.append(
                 f"versions of {what} differ: {shortened(differing)}; the others have {usual}. "
-                f"Results "
-                "may differ in the last bits"
+                "Results may differ in the last bits"
             )
     note = method_of(config).check_roster({e.client: e.label_counts for e in entries})
     return warnings + ([note] if note else [])
@@ -73,16 +72,15 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
     num_clients, entries = config.rounds.num_clients, list(roster.values())
     if num_clients and len(entries) > num_clients:
         raise ValueError(
-            f"num-clients = {num_clients}, but the federation has {len(entries)} SuperNodes: start "
-            f"with "
+            f"num-clients = {num_clients}, but {len(entries)} SuperNodes are connected: start with "
             f"--federation-config 'num-supernodes={num_clients}', or set num-clients={len(entries)}"
         )
     [(name, count), *_] = Counter(e.client for e in entries).most_common(1)
     if count > 1:
         nodes = [str(node) for node, e in sorted(roster.items()) if e.client == name]
         raise ValueError(
-            f"{count} clients are named {name!r} (nodes {shortened(nodes)}): give each SuperNode a "
-            f"name of its own in --node-config"
+            f"{count} clients are named {name!r} (nodes {shortened(nodes)}): give each SuperNode "
+            "its own, by --node-config"
         )
     by_name = sorted(entries, key=lambda e: e.client)
     first = by_name[0]
@@ -115,8 +113,7 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
         able = ", ".join(n for n in method_names() if method_spec(n).supports_mixed_architectures)
         raise ValueError(
             f"client {others[0].client} trains {others[0].model}, the run {config.model.model}: "
-            f"methods "
-            f"that allow several architectures: {able}"
+            f"methods that allow several architectures: {able}"
         )
     totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
     if 0 in totals:

@@ -3,7 +3,7 @@
 Zhang et al., ICML 2023, PMLR 202, as its code: with a standard normal as one more expert,
     1/S_k^2 = 1 + sum_i 1/S_ik^2,   M_k = S_k^2 sum_i M_ik / S_ik^2
 over the clients that saw class k, then G_k <- (1 - b2) G_k + b2 (M_k, S_k) on mean and deviation. A
-class nobody saw keeps its Gaussian, N(0, I) at first. The average of the extractors is
+class that no client saw keeps its Gaussian, initially N(0, I). The average of the extractors is
 uniform.
 """
 
@@ -48,9 +48,9 @@ class FedCRServer(Average):
         means, deviations, seen = ([r.extra[k] for r in replies] for k in ("M", "S", "seen"))
         m, s, reported = product_of_experts(means, deviations, seen)
         b2 = self.options.b2
-        keep = ~reported[:, None]
-        self.m = torch.where(keep, self.m, (1 - b2) * self.m + b2 * m)
-        self.s = torch.where(keep, self.s, (1 - b2) * self.s + b2 * s)
+        is_new = reported[:, None]
+        self.m = torch.where(is_new, (1 - b2) * self.m + b2 * m, self.m)
+        self.s = torch.where(is_new, (1 - b2) * self.s + b2 * s, self.s)
         return following
 
     def own_state(self) -> Arrays:

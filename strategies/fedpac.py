@@ -41,11 +41,11 @@ def head_mix(i: int, h: np.ndarray, v: np.ndarray) -> np.ndarray:
     try:
         x, _ = nnls(b, np.append(np.zeros(len(b) - 1), 1.0))
     except RuntimeError as error:
-        log.warning("FedPAC: the quadratic programme failed (%s): own head kept", error)
+        log.warning("FedPAC: the quadratic programme failed (%s): own head used", error)
         return own
     shares: np.ndarray = x / x.sum()
-    kept = np.where(shares > smallest_share, shares, 0.0)
-    return kept / kept.sum() if kept.any() else shares
+    large = np.where(shares > smallest_share, shares, 0.0)
+    return large / large.sum() if large.any() else shares
 
 
 class FedPACServer(Average):

@@ -85,8 +85,8 @@ def run(
 ) -> int:
     """Train: `keel run method=fedintr num-rounds=10 source=folder:/data`.
 
-    Config keys are given as KEY=VALUE; `keel methods NAME` shows a method's.
-    Exit code: 0 if the run finished, 1 if it failed, 2 if it was refused, 130 if interrupted.
+    Config keys are given as KEY=VALUE; `keel methods NAME` shows a method's. Exit code 0 if the run
+    finished, 1 if it failed, 2 if it was refused, 130 if it was interrupted.
     """
     overrides = parse_overrides(words or [])
     if preset:
@@ -134,12 +134,18 @@ def resume(
 
 def executed(overrides: Mapping[str, OptionValue], options: EngineOptions) -> int:
     """Execute a run for the command line; returns the exit code."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell had it ignored
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,  # also where a shell had it ignored
+        signal.SIGTERM: lambda *_: sys.exit(128 + signal.SIGTERM),
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         execute(overrides, options)
     except KeyboardInterrupt:
         return INTERRUPTED_CODE
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return 0
 
 

@@ -39,6 +39,7 @@ def trained(tmp_path_factory):
 def home(tmp_path, monkeypatch):
     """An empty Keel home."""
     monkeypatch.setenv("KEEL_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)  # `keel export` writes there
     (tmp_path / "home" / "runs").mkdir(parents=True)
     return tmp_path / "home"
 

@@ -1,4 +1,4 @@
-"""`keel run --engine deployment`: submit to a running SuperLink, follow its log to the end."""
+"""`keel run --engine deployment`: submit to a running SuperLink, follow its log, stop it."""
 
 import signal
 import subprocess

@@ -1,0 +1,113 @@
+"""What the engines are made of: the app, flwr's words, and the processes that are ours."""
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from flwr.cli.build import build_fab_from_disk
+from flwr.common.config import parse_config_args
+
+from keel.cli import engines
+from keel.cli.engines import (
+    MARK,
+    FlowerRun,
+    Job,
+    app_directory,
+    end_processes,
+    is_from_keel,
+    locked,
+    marked_processes,
+)
+from keel.runs import is_locked, lock_holder
+
+root = Path(__file__).parent.parent.parent
+
+
+def names_in(fab):
+    """What a Flower app bundle holds; its own list of contents aside."""
+    with zipfile.ZipFile(io.BytesIO(fab)) as file:
+        return {name for name in file.namelist() if not name.startswith(".info")}
+
+
+def test_an_installed_keel_makes_the_same_app_as_its_checkout(tmp_path, monkeypatch):
+    expected = names_in(build_fab_from_disk(root))
+    for package in (*engines.APP_PACKAGES, "keel"):
+        skip = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(root / package, tmp_path / package, ignore=skip)
+    shutil.copy(root / "pyproject.toml", tmp_path / "protocol")
+    monkeypatch.setattr("protocol.config.app_folder", tmp_path)
+    monkeypatch.setattr(engines, "app_folder", tmp_path)
+    with app_directory() as app:
+        assert app != tmp_path
+        assert names_in(build_fab_from_disk(app)) == expected
+    assert not app.exists()
+
+
+def test_flwr_reads_back_what_a_job_says():
+    overrides = {"method": "fedreco", "fedreco.k-u": "2 epochs", "flip": True, "lr": 0.1,
+                 "num-rounds": 3, "source": "folder:/a b=c"}  # fmt: skip
+    job = Job(overrides, 4, cpus_per_client=0.5, gpus_per_client=0.25)
+    assert parse_config_args([job.run_config()]) == overrides
+    found = tomllib.loads(job.federation_config().replace(" ", "\n"))
+    assert found == {
+        "num-supernodes": 4,
+        "client-resources-num-cpus": 0.5,
+        "client-resources-num-gpus": 0.25,
+    }
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("x\n12:00:00 error: no data\nTraceback\nRuntimeError: no data\n", "no data"),
+        ("Error: SuperLink is unavailable\n", "SuperLink is unavailable"),
+        ("something\nelse\n\n", "else"),
+        ("", "its log is empty"),
+    ],
+)
+def test_the_reason_of_a_failure_is_one_line(tmp_path, log, reason):
+    path = tmp_path / "flwr.log"
+    path.write_text(log)
+    assert FlowerRun({}, root, path, "keel").reason() == reason
+
+
+def test_lines_of_keel_are_told_from_flowers():
+    assert is_from_keel("12:34:56 round 1/5: accuracy 10.00 %")
+    assert not is_from_keel("INFO :      Starting Flower ServerApp")
+
+
+def test_only_marked_processes_are_ended():
+    mark = f"test-{os.getpid()}"
+    sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
+    code = (
+        "import subprocess, time; "
+        f"subprocess.Popen({sleep!r}, start_new_session=True); time.sleep(100)"
+    )
+    other = subprocess.Popen(sleep)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], env=os.environ | {MARK: mark}, start_new_session=True
+        )
+        while len(marked_processes(mark)) < 2:
+            assert process.poll() is None
+        end_processes(process, mark)
+        assert marked_processes(mark) == []
+        assert process.poll() is not None
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_the_lock_names_the_process_that_can_stop_the_run(tmp_path):
+    path = tmp_path / ".lock"
+    with locked(path):
+        assert is_locked(path)
+        assert lock_holder(path) == os.getpid()
+    assert not is_locked(path)
