@@ -71,7 +71,8 @@ class TrainRequest:
 
     checkpoint_round: the oldest round that the server may resume from; client state written for it
     or later is not pruned. evaluate: reply with the accuracies on the local test part as well.
-    run_dir: the run directory, which in simulation holds the clients' state.
+    run_dir: the path of the run directory in simulation, where it holds the clients' state; its
+        name in deployment.
     """
 
     config: RunConfig

@@ -35,6 +35,7 @@ from protocol.messages import (
 )
 from protocol.options import OptionValue
 from protocol.privacy import privacy_statement
+from server_app.audit import AuditLog
 from server_app.checks import check_config, config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
@@ -95,6 +96,7 @@ class Run:
     test_samples: Samples
     roster: dict[int, RosterEntry]
     registry: ClientRegistry
+    audit: AuditLog
     exchange: Exchange
     cohort_size: int
     start: Checkpoint
@@ -165,6 +167,7 @@ def prepare(
         roster = gather_roster(grid, config, query, source)
     registry = ClientRegistry(grid, config, query, source, roster)
     if resumed:
+        registry.note = AuditLog(resumed.path).note
         registry.gather()
     strategy.roster = roster
     if any(entry.num_partitions for entry in roster.values()):
@@ -188,6 +191,12 @@ def prepare(
     if resumed and config.privacy.epsilon:
         resumed.restore_releases(start.state)
     directory = resumed or new_run_directory(config)
+    audit = AuditLog(directory.path)
+    registry.note = audit.note
+    audit.note("started", round=start.round + 1)
+    for node, entry in sorted(roster.items(), key=lambda pair: pair[1].client):
+        if entry.client not in registry.missing:
+            audit.note("joined", client=entry.client, node=node)
     directory.start_log()
     for warning in [*roster_warnings(config, entries), *config_warnings(config, overrides)]:
         log.warning("%s", warning)
@@ -215,6 +224,7 @@ def prepare(
         test_samples=test_samples,
         roster=roster,
         registry=registry,
+        audit=audit,
         exchange=exchange,
         cohort_size=cohort,
         start=start,
@@ -255,6 +265,7 @@ def run_rounds(
             plot_split(list(run.roster.values()), run.source, path / "labels.png")
         finally:
             reporter.finish(status)
+            run.audit.note("ended", status=status)
         finish_manifest(path)
         if run.monitor:
             plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
@@ -281,19 +292,26 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         save_roster(run.directory.path / ROSTER_FILE, run.roster)
         run.registry.has_changed = False
     checkpoint_round = max(0, server_round - NUM_CHECKPOINTS)  # the oldest a resume may start from
-    run_dir = str(run.directory.path)
+    run_dir = name_for_clients(run)
     request = TrainRequest(config, run.data, server_round, checkpoint_round, on_train, run_dir)
     messages = list(
         strategy.configure_train(server_round, arrays, request_record(request), run.grid)
     )
     bytes_down = sum(payload_bytes(message) for message in messages)
+    cohort = [run.roster[message.metadata.dst_node_id].client for message in messages]
+    sent = {"round": server_round, "clients": cohort}
+    run.audit.note("sent", kind="train", bytes=bytes_down, **sent)
     if config.privacy.epsilon:
-        nodes = [message.metadata.dst_node_id for message in messages]
-        names = {node: run.roster[node].client for node in nodes}
-        run.directory.append_releases(server_round, list(names.values()))
-        run.exchange.resent = lambda node: run.directory.append_releases(
-            server_round, [names[node]]
-        )
+        privacy = {"epsilon": config.privacy.epsilon, "delta": config.privacy.delta}
+        run.audit.note("released", **sent, **privacy)
+        run.directory.append_releases(server_round, cohort)
+        names = dict(zip((m.metadata.dst_node_id for m in messages), cohort, strict=True))
+
+        def count_again(node: int) -> None:
+            run.audit.note("released", round=server_round, clients=[names[node]], **privacy)
+            run.directory.append_releases(server_round, [names[node]])
+
+        run.exchange.resent = count_again
     backed_off = sorted(strategy.backed_off(server_round))
     replies = run.exchange.ask(messages, rounds.round_timeout, f"round {server_round}")
     run.exchange.resent = None
@@ -302,6 +320,8 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     started = time.perf_counter()
     following, _ = strategy.aggregate_train(server_round, replies)
     report = strategy.report
+    if report.left_out:
+        run.audit.note("rejected", round=server_round, kind="train", clients=report.left_out)
     assert following is not None
     if not all_finite(tensors(following)) or not all_finite(strategy.state()):
         raise DivergedError(
@@ -355,6 +375,12 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     return following, line
 
 
+def name_for_clients(run: Run) -> str:
+    """The run directory's path in a simulation, whose clients store their state there; its name."""
+    path = run.directory.path
+    return str(path) if is_in_process_grid(run.grid) else path.name
+
+
 def global_score(run: Run, arrays: ArrayRecord) -> Score:
     """The global model on the source's test set."""
     device = run.test_samples.labels.device
@@ -367,7 +393,7 @@ def evaluate_on_clients(
 ) -> RoundReport:
     """The replies of these nodes to an evaluate message, and who gave none."""
     asked = frozenset(nodes)
-    request = EvaluateRequest(run.config, run.data, server_round, str(run.directory.path))
+    request = EvaluateRequest(run.config, run.data, server_round, name_for_clients(run))
     messages = [
         message
         for message in run.strategy.configure_evaluate(
@@ -380,6 +406,11 @@ def evaluate_on_clients(
     run.strategy.aggregate_evaluate(server_round, replies)
     report = run.strategy.report
     report.bytes_down = sum(payload_bytes(message) for message in messages)
+    clients = [run.roster[node].client for node in nodes if node in run.roster]
+    sent = {"round": server_round, "kind": "evaluate"}
+    run.audit.note("sent", **sent, clients=clients, bytes=report.bytes_down)
+    if report.left_out:
+        run.audit.note("rejected", **sent, clients=report.left_out)
     return report
 
 

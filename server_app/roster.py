@@ -1,6 +1,5 @@
 """The roster: one entry per client, saved in the run directory, checked before round 1."""
 
-import itertools
 import json
 import statistics
 from collections import Counter
@@ -98,22 +97,24 @@ def evaluates_clients(config: RunConfig, method: Method) -> str:
     return "all" if method.is_personal else "none"
 
 
-def check_roster(config: RunConfig, entries: Sequence[RosterEntry], source: Source) -> None:
+def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: Source) -> None:
     """ValueError, one line naming the client, for clients that do not fit together.
 
     They also have to fit the run's source, on whose test set the global model is evaluated, and the
     method.
     """
-    num_clients = config.rounds.num_clients
+    num_clients, entries = config.rounds.num_clients, list(roster.values())
     if num_clients and len(entries) > num_clients:
         raise ValueError(
             f"num-clients = {num_clients}, but {len(entries)} SuperNodes are connected: start with "
             f"--federation-config 'num-supernodes={num_clients}', or set num-clients={len(entries)}"
         )
-    names = sorted(e.client for e in entries)
-    if twice := [a for a, b in itertools.pairwise(names) if a == b]:
+    [(name, count), *_] = Counter(e.client for e in entries).most_common(1)
+    if count > 1:
+        nodes = [str(node) for node, e in sorted(roster.items()) if e.client == name]
         raise ValueError(
-            f"two clients are named {twice[0]!r}: give each SuperNode its own, by --node-config"
+            f"{count} clients are named {name!r} (nodes {shortened(nodes)}): give each SuperNode "
+            "its own, by --node-config"
         )
     by_name = sorted(entries, key=lambda e: e.client)
     first = by_name[0]
