@@ -19,7 +19,7 @@ from client_app.setup import dataset_spec_of, device_for, model_for, open_source
 from data.sources import Source
 from models import StagedModel
 from protocol.config import RunConfig, resolve_config
-from protocol.flower_compat import is_in_process_grid
+from protocol.flower_compat import is_in_process_grid, watch_superlink
 from protocol.messages import (
     Arrays,
     DatasetSpec,
@@ -186,6 +186,7 @@ def prepare(
         grid,
         lambda node: roster[node].client if node in roster else f"on node {node}",
         None if is_in_process_grid(grid) else registry.returned,
+        watch_superlink(grid),
     )
     return Run(
         config=config,
@@ -272,11 +273,16 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         strategy.configure_train(server_round, arrays, request_record(request), run.grid)
     )
     bytes_down = sum(payload_bytes(message) for message in messages)
-    if config.privacy.epsilon:
-        cohort = [run.roster[message.metadata.dst_node_id].client for message in messages]
-        run.directory.append_releases(server_round, cohort)
+
+    def note_releases(*nodes: int) -> None:
+        if config.privacy.epsilon:
+            cohort = [run.roster[node].client for node in nodes]
+            run.directory.append_releases(server_round, cohort)
+
+    note_releases(*(message.metadata.dst_node_id for message in messages))
     backed_off = sorted(strategy.backed_off(server_round))
-    replies = run.exchange.ask(messages, rounds.round_timeout, f"round {server_round}")
+    what, timeout_s = f"round {server_round}", rounds.round_timeout
+    replies = run.exchange.ask(messages, timeout_s, what, before_resend=note_releases)
     seconds["training"] = time.perf_counter() - started
 
     started = time.perf_counter()
