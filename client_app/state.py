@@ -90,8 +90,9 @@ class StateFolder:
         if not was_reset and not self._is_reset_allowed():
             self.folder.mkdir(parents=True, exist_ok=True)  # so that its owner may write there
             raise ValueError(
-                f"{lost}: restore it from a backup, or create the file {self.folder / reset_markers[0]} on this "
-                "client's machine to let it start again without"
+                f"{lost}: restore it from a backup, or create the file "
+                f"{self.folder / reset_markers[0]} on this client's machine to let it start again "
+                "without"
             )
         log.warning("%s: the client starts again without, as an operator has allowed", lost)
 

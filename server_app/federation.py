@@ -19,6 +19,7 @@ from client_app.setup import dataset_spec_of, device_for, model_for, open_source
 from data.sources import Source
 from models import StagedModel
 from protocol.config import RunConfig, resolve_config
+from protocol.files import private_files
 from protocol.flower_compat import is_in_process_grid, watch_superlink
 from protocol.messages import (
     Arrays,
@@ -89,6 +90,7 @@ class Run:
     monitor: Monitor | None
 
 
+@private_files()
 def run_federation(
     grid: Grid,
     overrides: Mapping[str, OptionValue],
