@@ -34,7 +34,7 @@ PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
 # $(call checked,OPTIONS): style, then types beside the tests; pytest's summary is the last line
 checked = $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . || exit 1; \
   log=$$(mktemp); $(BIN)/mypy >$$log 2>&1 & types=$$!; \
-  $(PYTEST) --numprocesses $(JOBS) $(1); tests=$$?; \
+  $(PYTEST) --quiet --durations 15 --numprocesses $(JOBS) $(1); tests=$$?; \
   wait $$types || { cat $$log; tests=1; }; \
   rm -f $$log; exit $$tests
 

@@ -21,7 +21,7 @@ class ModelParts:
     """What a method adds to the plain model; server and clients build the same."""
 
     projection: str = "none"  # before the classifier: none, mlp, mlp-normalised, gaussian
-    projection_heads: bool = False  # one for every stage
+    projection_heads: int = 0  # outputs of a projection head at every stage; 0: no heads
 
 
 @dataclass
@@ -76,6 +76,9 @@ class Method:
     default_weighting: ClassVar[str] = "examples"
     # What is sent and averaged: "model", "extractor" (all but the classifier) or "nothing".
     shared_part: ClassVar[str] = "model"
+
+    # Option values with which the trained model is FedAvg's, bit for bit; a test holds it to that.
+    equals_fedavg_at: ClassVar[Mapping[str, float]] = {}
 
     # Documentation only: nothing depends on these.
     paper: ClassVar[str] = ""

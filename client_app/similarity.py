@@ -27,15 +27,6 @@ def unit_features(z: Tensor) -> Tensor:
     return torch.where(length > 0, phi / torch.where(length > 0, length, 1.0), 0.0)
 
 
-def linear_cka(x: Tensor, y: Tensor) -> Tensor:
-    """Linear CKA of two representations x and y [B, ...] of one batch, a scalar in [0, 1].
-
-    Invariant to orthogonal transforms and isotropic scaling of either argument. 0, with gradient 0,
-    if either is constant over the batch.
-    """
-    return linear_alignment(linear_view(x), linear_view(y))
-
-
 def flat_features(z: Tensor) -> Tensor:
     """A representation [B, ...] as [B, P], features in memory order, to which CKA is invariant."""
     return torch.movedim(z, 1, -1).flatten(1)  # no copy of a channels-last representation
@@ -85,7 +76,9 @@ def linear_view(z: Tensor) -> Tensor:
 
 
 def linear_alignment(x: Tensor, y: Tensor) -> Tensor:
-    """Linear CKA from the `linear_view`s of two representations, a scalar.
+    """Linear CKA from the `linear_view`s of two representations, a scalar in [0, 1].
+
+    Invariant to orthogonal transforms and isotropic scaling of either.
 
     Views of representations of unlike widths may differ in form: a narrow one is then brought to
     its Gram matrix.

@@ -91,7 +91,7 @@ class WorkerProcess:
         finally:
             faulthandler.cancel_dump_traceback_later()
         if isinstance(content, Error):
-            self.is_broken = "CUDA error" in str(content.reason)  # permanent for this process
+            self.is_broken = "CUDA error" in str(content.reason)  # for the rest of a process's life
             return error_frames(str(content.reason), content.code)
         if message.metadata.message_type == MessageType.TRAIN:
             figures = content.metric_records["metrics"]

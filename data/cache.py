@@ -30,6 +30,15 @@ def read_about(entry: Path) -> dict[str, Any]:
     return about
 
 
+def is_cached(source: str, cache_dir: Path) -> bool:
+    """Whether there is an entry of this source, whatever its key."""
+    for about in cache_dir.glob("*/about.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # being removed, or another Keel's
+            if read_about(about.parent)["key"]["source"] == source:
+                return True
+    return False
+
+
 def write_about(entry: Path, about: dict[str, Any]) -> None:
     """Write the entry's about.json; `about["key"]` is the entry's key."""
     (entry / "about.json").write_text(json.dumps(about, indent=1))

@@ -80,11 +80,6 @@ class SourceInfo:
     image_shape: tuple[int, int, int] | None = None  # (channels, height, width)
 
 
-def source_names() -> tuple[str, ...]:
-    """Every source, as the `source` key names it; PATH stands for an absolute path."""
-    return tuple(READERS)
-
-
 def list_sources() -> list[SourceInfo]:
     """Every source with its published sizes, without looking at any file."""
     return [
@@ -98,7 +93,7 @@ def list_sources() -> list[SourceInfo]:
 def load_source(
     spec: str, data_dir: Path, cache_dir: Path, image_size: int = 0, channels: int = 0
 ) -> Source:
-    """The source `spec`, one of `source_names()` with PATH filled in, from the cache or its files.
+    """The source `spec`, one of SOURCE_NAMES with PATH filled in, from the cache or its files.
 
     image_size: height and width in pixels; 0: the source's own, or 32 if that is below 28.
     channels: 1 or 3; 0: the source's own, which is 1 only if every image is grey.

@@ -3,10 +3,8 @@
 An mkdocs hook: `on_files` adds them to the site. Called with a folder, it writes them there.
 """
 
-import dataclasses
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,9 @@ sys.path.insert(0, str(repository))
 import click  # noqa: E402
 
 from keel.cli import main as command_line  # noqa: E402
+from keel.cli.catalog import option_rows  # noqa: E402
+from keel.tables import markdown as table  # noqa: E402
 from protocol import catalogue, config  # noqa: E402
-from protocol.options import key_of  # noqa: E402
-
-type_names = {bool: "boolean", int: "integer", float: "number", str: "string"}
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """A Markdown table; vertical bars in cells are escaped."""
-    head = list(header)
-    lines = [head, ["---"] * len(head), *([str(cell) for cell in row] for row in rows)]
-    cells = ([cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines)
-    return "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"
 
 
 def code(value: object) -> str:
@@ -36,40 +25,22 @@ def code(value: object) -> str:
     return f"`{text}`" if text else "(empty)"
 
 
-def comments() -> dict[str, str]:
-    """The comment beside each key of [tool.flwr.app.config] in pyproject.toml."""
-    found: dict[str, str] = {}
-    prefix: str | None = None
-    for line in (repository / "pyproject.toml").read_text().splitlines():
-        if line.startswith("["):
-            name = re.fullmatch(r"\[tool\.flwr\.app\.config(?:\.([\w-]+))?\]", line)
-            prefix = None if name is None else f"{name[1]}." if name[1] else ""
-        elif prefix is not None:
-            key = re.match(r"""([\w-]+) = (?:"[^"]*"|[^#"]+?)\s*(?:#\s*(.*))?$""", line)
-            if key:
-                found[prefix + key[1]] = (key[2] or "").strip()
-    return found
-
-
-def option_rows(options: type[Any], prefix: str = "") -> list[tuple[str, ...]]:
-    """(key, type, default, allowed, meaning) of each field of an options dataclass."""
-    defaults, beside = config.default_config(), comments()
-    rows = []
-    for field in dataclasses.fields(options):
-        key = prefix + key_of(field)
-        if key not in defaults:
-            continue
-        allowed = field.metadata["constraint"].description
-        meaning = field.metadata.get("description") or beside.get(key, "")
-        if source := field.metadata.get("source"):
-            meaning = f"{meaning} ({source})"
-        kind = type_names[type(defaults[key])]
-        rows.append((f"`{key}`", kind, code(defaults[key]), allowed, meaning))
-    return rows
+def options_table(options: type, prefix: str = "") -> str:
+    """Key, type, default, allowed values and meaning of each option; "" if there is none."""
+    rows = [
+        (
+            f"`{row['option']}`",
+            row["type"],
+            code(row["default"]),
+            row["range"],
+            row["description"] + (f" ({row['source']})" if row["source"] else ""),
+        )
+        for row in option_rows(options, prefix)
+    ]
+    return table(("key", "type", "default", "allowed", "meaning"), rows) if rows else ""
 
 
 unlisted = {"--help", "--install-completion", "--show-completion"}
-option_header = ("key", "type", "default", "allowed", "meaning")
 
 
 def config_page() -> str:
@@ -88,14 +59,12 @@ def config_page() -> str:
         "[Methods](methods.md).",
     ]
     for title, options, prefix in groups:
-        parts += [f"## {title}", table(option_header, option_rows(options, prefix))]
+        parts += [f"## {title}", options_table(options, prefix)]
     parts.append("## Server optimizers")
     parts.append("`server-optimizer` selects one of these.")
     for name in catalogue.server_optimizer_names():
         spec = catalogue.server_optimizer_spec(name)
-        parts += [f"### {name}", spec.summary]
-        if rows := option_rows(spec.options, f"{name}."):
-            parts.append(table(option_header, rows))
+        parts += [f"### {name}", spec.summary, options_table(spec.options, f"{name}.")]
     parts += ["## Presets", "`keel presets NAME` shows the keys that a preset sets."]
     names = config.presets()
     parts.append(
@@ -107,7 +76,7 @@ def config_page() -> str:
             ),
         )
     )
-    return "\n\n".join(parts)
+    return "\n\n".join(part for part in parts if part)
 
 
 flag_words = {
@@ -134,8 +103,7 @@ def methods_page() -> str:
         parts.append("\n".join(f"- {words}" for words in abilities))
         rest = spec.documentation.partition("\n")[2].strip()
         parts.append(f"```text\n{rest}\n```" if rest else "")
-        if rows := option_rows(spec.options, f"{name}."):
-            parts.append(table(option_header, rows))
+        parts.append(options_table(spec.options, f"{name}."))
     return "\n\n".join(part for part in parts if part)
 
 

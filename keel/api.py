@@ -73,9 +73,9 @@ class Run:
         """Accuracy over rounds as a matplotlib figure, which a notebook shows."""
         import matplotlib.pyplot  # noqa: F401  # tells a notebook how to show a figure
 
-        from keel.cli.plots import accuracy_figure
+        from keel.cli.plots import figure_of
 
-        return accuracy_figure([self._saved])
+        return figure_of([self._saved])
 
 
 def run(

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 from client_app.setup import build_network, device_for, open_source
 from models import StagedModel
-from protocol.config import config_from_json, default_config
 from protocol.files import write_atomically
 from protocol.messages import Arrays
 from server_app.diagnostics.comparison import (
@@ -20,6 +19,7 @@ from server_app.diagnostics.comparison import (
 from server_app.diagnostics.plots import plot_models
 from server_app.history import finite_or_null
 from server_app.run_directory import read_arrays
+from server_app.summary import read_run_config
 from server_app.trained import load_model
 
 
@@ -39,8 +39,7 @@ def write_diagnostics(
         raise ValueError(
             f"{run_dir} has no model.safetensors: it is not the directory of a finished run"
         )
-    flat = json.loads((run_dir / "config.json").read_text())["config"]
-    config = config_from_json(json.dumps(default_config() | flat))
+    config = read_run_config(run_dir)
     source = open_source(config)
     device = device_for(config.train.device)
     networks: dict[str, StagedModel] = {}

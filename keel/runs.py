@@ -7,6 +7,7 @@ the run's state.
 import fcntl
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -164,14 +165,17 @@ def lock_holder(path: Path) -> int | None:
     try:
         return int(path.read_text())
     except (OSError, ValueError):
-        pass
+        return next(iter(holders(path)), None)
+
+
+def holders(path: Path) -> list[int]:
+    """Ids of the other processes that have this file open, as far as they can be inspected."""
+    found = set()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if link.readlink() == path.resolve() and int(link.parts[2]) != os.getpid():
-                return int(link.parts[2])
-        except OSError:  # another user's, or gone
-            continue
-    return None
+        with suppress(OSError):  # another user's, or gone
+            if link.readlink() == path.resolve():
+                found.add(int(link.parts[2]))
+    return sorted(found - {os.getpid()})
 
 
 def runs_directory() -> Path:

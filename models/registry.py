@@ -46,12 +46,13 @@ def build_model(
     seed: int | None = None,
     norm: str = "",
     projection: str = "none",
-    projection_heads: bool = False,
+    projection_heads: int = 0,
 ) -> StagedModel:
     """The model `name`, in training mode, on the CPU.
 
     With a seed the weights depend on the arguments alone and no global random state is touched;
     projection heads are drawn last, so the rest is the same with and without them.
+    projection_heads: outputs of the projection head at every stage; 0: no heads.
     norm: "group" (two groups) or "batch"; "" is the model's own choice.
     projection: "mlp" adds a last stage "projection", two linear layers down to 256 features;
     "mlp-normalised" scales these to unit length; "gaussian" (FedCR) is one layer to 512, of which
@@ -88,7 +89,7 @@ def build_model(
             trunk = _projected(trunk, PROJECTION_TAILS[projection]())
         model = StagedModel(name, input_shape, num_classes, trunk)
         if projection_heads:
-            model.projection_heads = _projection_heads(model)
+            model.projection_heads = _projection_heads(model, projection_heads)
     return model
 
 
@@ -106,25 +107,24 @@ def _gaussian(trunk: Trunk) -> Trunk:
     return Trunk(stages, FirstHalf(), PROJECTION_WIDTH)
 
 
-def _projection_heads(model: StagedModel) -> nn.ModuleDict:
-    """FedIntR's q_k, one a stage: [B, size of the stage's output] -> [B, 256].
+def _projection_heads(model: StagedModel, width: int) -> nn.ModuleDict:
+    """FedIntR's q_k, one a stage: [B, size of the stage's output] -> [B, width].
 
-    As in the authors' code, the hidden width is 256, but the last stage's own if fully connected.
+    As in the authors' code, the hidden layer is as wide, but at the last stage, if that is fully
+    connected, as wide as the stage's own output.
     """
     names = model.regularised_stages
     model.eval()  # the batch norms' statistics are not for this image
     with torch.no_grad():
         _, outputs = model.run(torch.zeros(1, *model.input_shape), names, to_logits=False)
     model.train()
-    hidden = [PROJECTION_WIDTH] * len(outputs)
+    hidden = [width] * len(outputs)
     if outputs[-1].dim() == 2:
         hidden[-1] = outputs[-1].numel()
     return nn.ModuleDict(
-        {n: _mlp(z.numel(), h) for n, z, h in zip(names, outputs, hidden, strict=True)}
+        {n: _mlp(z.numel(), h, width) for n, z, h in zip(names, outputs, hidden, strict=True)}
     )
 
 
-def _mlp(in_width: int, hidden: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(in_width, hidden), nn.ReLU(), nn.Linear(hidden, PROJECTION_WIDTH)
-    )
+def _mlp(in_width: int, hidden: int, width: int = PROJECTION_WIDTH) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(in_width, hidden), nn.ReLU(), nn.Linear(hidden, width))

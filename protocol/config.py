@@ -74,7 +74,7 @@ def with_current_names(flat: Mapping[str, OptionValue], warn: bool = True) -> Fl
         name = RENAMED_KEYS.get(key, key)
         if name != key:
             if name in flat:
-                raise ValueError(f"{key} and {name} are the same key: give {name} only")
+                raise ValueError(f"{key} is the old name of {name}: give {name} only")
             if warn:
                 log.warning("%s is now called %s; the old name works until Keel 0.3", key, name)
         new_value = RENAMED_VALUES.get((name, str(value)), value)

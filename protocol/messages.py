@@ -143,8 +143,7 @@ def read_request(message: Message, kind: type[Request]) -> Request:
     if missing := [name for name in names if name not in values]:
         raise ValueError(
             f"the message's record 'round' has no {missing[0]!r}: the server speaks another "
-            f"version of "
-            f"the protocol, this Keel version {protocol_version}; install the same Keel on both"
+            f"version of the protocol, this Keel {protocol_version}; install the same Keel on both"
         )
     values["config"] = config_from_json(values["config"])
     values["data"] = dataset_spec_from_json(values["data"])
@@ -275,8 +274,7 @@ def roster_entry(sent: dict[str, Any]) -> RosterEntry:
         client = in_one_line(sent.get("client"), 60)
         raise ValueError(
             f"client {client}: field {wrong[0]!r} of its roster entry is missing, unknown or of a "
-            f"wrong "
-            "type: install the same Keel on client and server"
+            "wrong type: install the same Keel on client and server"
         )
     return RosterEntry(**sent)
 

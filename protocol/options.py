@@ -25,11 +25,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Constraint:
-    """Which values an option accepts. choices: all of them, where they are few."""
+    """Which values an option accepts."""
 
     holds: Callable[[Any], bool]
     description: str
-    choices: tuple[str, ...] = ()
 
 
 def at_least(low: float) -> Constraint:
@@ -55,7 +54,7 @@ def between(
 
 def one_of(*names: str) -> Constraint:
     """One of these strings."""
-    return Constraint(lambda v: v in names, "one of " + ", ".join(names), names)
+    return Constraint(lambda v: v in names, "one of " + ", ".join(names))
 
 
 def any_text() -> Constraint:

@@ -43,9 +43,8 @@ def gather_roster(
             raise ValueError(f"a client cannot take part (node {node}): {reason}")
         if answers.silent:
             raise TimeoutError(
-                f"start-timeout = {config.rounds.start_timeout:g}: {len(answers.silent)} "
-                f"SuperNodes did "
-                f"not answer in that time: {shortened([str(node) for node in answers.silent])}"
+                f"start-timeout = {config.rounds.start_timeout:g}: {len(answers.silent)} nodes did "
+                f"not answer in time: {shortened([str(node) for node in answers.silent])}"
             )
         entries |= answers.entries
         partitions = max((entry.num_partitions for entry in entries.values()), default=1)
@@ -105,8 +104,7 @@ class ClientRegistry:
             log.warning("the run continues without %s until they return", names)
 
     def absent(self, online: set[int]) -> set[str]:
-        """Clients that are neither among `online` nor were at the look before: not to be waited
-        for.
+        """Clients missing from `online` twice in a row, which are not waited for.
 
         A client that has just gone may return in a moment; the message is then sent to it again.
         """
@@ -182,9 +180,8 @@ def wait_for_nodes(grid: Grid, num_clients: int, deadline: float) -> list[int]:
     while len(nodes) < expected:
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"num-clients = {num_clients}: {len(nodes)} SuperNodes are connected. In "
-                f"simulation, "
-                f"start with --federation-config 'num-supernodes={expected}'"
+                f"num-clients = {num_clients}: {len(nodes)} SuperNodes are connected; simulation "
+                f"takes --federation-config 'num-supernodes={expected}'"
             )
         time.sleep(0.1)
         before, nodes = nodes, sorted(grid.get_node_ids())

@@ -42,7 +42,14 @@ from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
 from server_app.diagnostics.plots import plot_rounds
 from server_app.exchange import Exchange
-from server_app.history import Line, finite_or_null, without_clients
+from server_app.history import (
+    HISTORY_FILE,
+    Line,
+    append_history,
+    finite_or_null,
+    truncate_history,
+    without_clients,
+)
 from server_app.manifest import begin_manifest, finish_manifest, note_round
 from server_app.observers import RunInfo, RunObserver
 from server_app.record import client_fields, score_fields, training_fields
@@ -162,8 +169,7 @@ def prepare(
     if config.rounds.min_replies > cohort:
         raise ValueError(
             f"min-replies = {config.rounds.min_replies}: only {cohort} clients train in a round; "
-            f"lower "
-            "it, or raise fraction-train"
+            "lower it, or raise fraction-train"
         )
     entries = list(roster.values())
     monitor = None
@@ -217,7 +223,7 @@ def run_rounds(
 ) -> None:
     """All rounds from the first or the checkpoint's, then the final model and the report."""
     config, path = run.config, run.directory.path
-    history = run.directory.truncate_history(run.start.round)
+    history = truncate_history(path / HISTORY_FILE, run.start.round)
     reporter = Reporter(config, info_of(run, history), observers, lambda: privacy_spent(run))
     at_exit(reporter.interrupted)
     arrays = array_record(run.start.arrays)
@@ -294,8 +300,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     if not all_finite(tensors(following)) or not all_finite(strategy.state()):
         raise DivergedError(
             f"round {server_round}: the server update gave values that are not finite; the model "
-            f"of "
-            f"the round before is kept. Lower lr, or the server's learning rate (options of "
+            f"of the round before is kept. Lower lr, or the server's learning rate (options of "
             f"{rounds.method} and of server-optimizer {rounds.server_optimizer})"
         )
     seconds["aggregation"] = time.perf_counter() - started
@@ -332,7 +337,8 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     line["late"] = run.exchange.take_late()
     line["seconds"] = {name: round(value, 4) for name, value in seconds.items()}
     line = finite_or_null(line)
-    run.directory.append_history(line)  # before the checkpoint: a resume drops what is ahead of it
+    # before the checkpoint: a resume drops what is ahead of it
+    append_history(run.directory.path / HISTORY_FILE, line)
     checkpoint_digest = run.directory.save_checkpoint(
         Checkpoint(server_round, tensors(following), strategy.state()), config.model.model
     )

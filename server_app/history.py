@@ -133,10 +133,13 @@ def curve(history: Sequence[Mapping[str, Any]], key: str, name: str) -> list[tup
 
 
 def duration(seconds: float) -> str:
-    """12 s, 3 min 4 s, 2 h 5 min."""
-    s = round(seconds)
-    if s < 60:
-        return f"{s} s"
-    if s < 3600:
-        return f"{s // 60} min {s % 60} s"
-    return f"{s // 3600} h {s % 3600 // 60} min"
+    """12 s, 3 min 4 s, 2 h 5 min, 4 d 3 h."""
+    s = max(0, round(seconds))
+    for size, unit, part, name in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if s >= size:
+            return f"{s // size} {unit} {s % size // part} {name}"
+    return f"{s} s"

@@ -206,8 +206,7 @@ def print_summary(summary: Mapping[str, Any], title: str) -> None:
         release, composed = summary["privacy"]["per_release"], summary["privacy"]["composed"]
         console.print(
             f"privacy: epsilon {release['epsilon']}, delta {release['delta']} a release; composed "
-            f"over "
-            f"{summary['privacy']['releases']} releases: epsilon {composed['epsilon']:.2f}, "
+            f"over {summary['privacy']['releases']} releases: epsilon {composed['epsilon']:.2f}, "
             f"delta {composed['delta']}"
         )
     console.print(f"run directory: {summary['directory']}", soft_wrap=True)

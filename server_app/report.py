@@ -6,16 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
 from data.plots import plot_label_distribution
 from data.sources import Source
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry
 from server_app.history import CURVES, Line, curve, without_clients
 from server_app.observers import RoundLog, RunInfo, RunObserver, TensorBoardEvents
+from server_app.plots import accuracy_figure, save_png
 from server_app.summary import iso_time, read_summary, summarise, write_summary
 
 log = logging.getLogger("keel.server")
@@ -103,20 +100,5 @@ def plot_split(roster: Sequence[RosterEntry], source: Source, path: Path) -> Non
 
 def plot_accuracy(history: Sequence[Line], title: str, path: Path) -> None:
     """The accuracy curves over rounds as a PNG; rounds without an evaluation have no point."""
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for key, name, description in CURVES:
-        points = curve(history, key, name)
-        if points:
-            rounds, values = zip(*points, strict=True)
-            marker = "o" if len(points) < 40 else None
-            axes.plot(rounds, [100 * v for v in values], label=description, marker=marker, ms=3)
-    axes.set(xlabel="round", ylabel="accuracy (%)", title=title)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend(frameon=False)
-    part = path.with_suffix(".part.png")
-    figure.savefig(part, dpi=150)
-    part.replace(path)
+    curves = [(description, curve(history, key, name)) for key, name, description in CURVES]
+    save_png(accuracy_figure(curves, title), path)

@@ -44,8 +44,7 @@ def roster_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[s
             differing = sorted(f"{client} has {v}" for client, v in versions.items() if v != usual)
             warnings.append(
                 f"versions of {what} differ: {shortened(differing)}; the others have {usual}. "
-                f"Results "
-                "may differ in the last bits"
+                "Results may differ in the last bits"
             )
     note = method_of(config).check_roster({e.client: e.label_counts for e in entries})
     return warnings + ([note] if note else [])
@@ -74,15 +73,13 @@ def check_roster(config: RunConfig, entries: Sequence[RosterEntry], source: Sour
     num_clients = config.rounds.num_clients
     if num_clients and len(entries) > num_clients:
         raise ValueError(
-            f"num-clients = {num_clients}, but the federation has {len(entries)} SuperNodes: start "
-            f"with "
+            f"num-clients = {num_clients}, but {len(entries)} SuperNodes are connected: start with "
             f"--federation-config 'num-supernodes={num_clients}', or set num-clients={len(entries)}"
         )
     names = sorted(e.client for e in entries)
     if twice := [a for a, b in itertools.pairwise(names) if a == b]:
         raise ValueError(
-            f"two clients are named {twice[0]!r}: give each SuperNode a name of its own in "
-            f"--node-config"
+            f"two clients are named {twice[0]!r}: give each SuperNode its own, by --node-config"
         )
     by_name = sorted(entries, key=lambda e: e.client)
     first = by_name[0]
@@ -115,8 +112,7 @@ def check_roster(config: RunConfig, entries: Sequence[RosterEntry], source: Sour
         able = ", ".join(n for n in method_names() if method_spec(n).supports_mixed_architectures)
         raise ValueError(
             f"client {others[0].client} trains {others[0].model}, the run {config.model.model}: "
-            f"methods "
-            f"that allow several architectures: {able}"
+            f"methods that allow several architectures: {able}"
         )
     totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
     if 0 in totals:

@@ -27,15 +27,7 @@ from protocol.config import RunConfig, keel_home, resolve_config
 from protocol.files import digest, remove_parts, write_atomically
 from protocol.messages import Arrays, with_current_names
 from protocol.options import OptionValue
-from server_app.history import (
-    HISTORY_FILE,
-    Line,
-    append_history,
-    append_line,
-    read_history,
-    truncate_history,
-    whole_lines,
-)
+from server_app.history import append_line, whole_lines
 from server_app.summary import read_config_file
 
 log = logging.getLogger("keel.server")
@@ -100,10 +92,6 @@ class RunDirectory:
         text = json.dumps({"config": dict(config.flat), "overrides": dict(overrides)}, indent=2)
         write_atomically(self.path / "config.json", text.encode())
 
-    def append_history(self, line: Mapping[str, Any]) -> None:
-        """Append one round's line."""
-        append_history(self.path / HISTORY_FILE, line)
-
     def append_releases(self, server_round: int, clients: list[str]) -> None:
         """Record the clients that are about to be asked for a private release; never truncated."""
         line = json.dumps({"round": server_round, "clients": clients})
@@ -127,14 +115,6 @@ class RunDirectory:
             log.warning("%s: %d lines are damaged: each counts for every client", path, damaged)
         everyone = sorted({client for clients in asked for client in clients}) or ["unknown"]
         return asked + damaged * [everyone]
-
-    def read_history(self) -> list[Line]:
-        """The lines of all rounds so far."""
-        return read_history(self.path)
-
-    def truncate_history(self, last_round: int) -> list[Line]:
-        """Drop the lines of rounds that a resume repeats; return the others."""
-        return truncate_history(self.path / HISTORY_FILE, last_round)
 
     def save_checkpoint(self, checkpoint: Checkpoint, model: str) -> str:
         """Write this round's checkpoint, delete all others but that of the round before.
@@ -267,8 +247,7 @@ def open_run_directory(
     if changed:
         raise ValueError(
             f"resume = {path!r}: {changed[0]} cannot be changed: a resumed run keeps its config; "
-            f"only "
-            "num-rounds can be given with it"
+            "only num-rounds can be given with it"
         )
     merged = saved_overrides | {k: v for k, v in overrides.items() if k == "num-rounds"}
     config = resolve_config(merged)
@@ -276,16 +255,14 @@ def open_run_directory(
     if num_rounds != saved["num-rounds"] and method_of(config).depends_on_num_rounds():
         raise ValueError(
             f"num-rounds = {num_rounds}: the result of {config.rounds.method} depends on it: it "
-            f"was "
-            f"{saved['num-rounds']} and cannot change on resume"
+            f"was {saved['num-rounds']} and cannot change on resume"
         )
     expected = saved | {"num-rounds": num_rounds}
     for key, value in config.flat.items():
         if value != expected.get(key):
             raise ValueError(
                 f"resume = {path!r}: the defaults changed since: {key} was {expected.get(key)!r}, "
-                f"is "
-                f"{value!r}; give {key} explicitly in a new run"
+                f"is {value!r}; give {key} explicitly in a new run"
             )
     return RunDirectory(directory), config, merged
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from protocol.config import default_config, with_current_names
+from protocol.config import RunConfig, config_from_json, default_config, with_current_names
 from protocol.files import write_atomically
 from server_app.history import CURVES, Line, curve
 
@@ -97,6 +97,11 @@ def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return current, with_current_names(overrides, warn=False)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged or incomplete: {error}") from error
+
+
+def read_run_config(directory: Path) -> RunConfig:
+    """The config of a run, from its config.json; ValueError as for `read_config_file`."""
+    return config_from_json(json.dumps(read_config_file(directory)[0]))
 
 
 def read_summary(directory: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ model = load_model("~/.keel/runs/20260101-120000-fedintr-digits")
 names = model.predict(images)          # uint8 [N, H, W], [N, H, W, C] or [N, C, H, W]
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +18,9 @@ from client_app.samples import Pixels
 from client_app.setup import build_network
 from client_app.state import StateFolder
 from models import StagedModel
-from protocol.config import config_from_json
 from protocol.messages import Arrays
 from server_app.run_directory import read_arrays
-from server_app.summary import read_config_file
+from server_app.summary import read_run_config
 
 OWN_STATE = "state/own/"  # prefix in a checkpoint of the state of the method's server half
 
@@ -71,7 +69,7 @@ def load_model(directory: str | Path, client: str = "") -> TrainedModel:
     if not (path / "model.safetensors").is_file():
         raise ValueError(f"{path} has no model.safetensors: it is not a run that has ended")
     arrays, about = read_arrays(path / "model.safetensors")
-    config = config_from_json(json.dumps(read_config_file(path)[0]))
+    config = read_run_config(path)
     shape = tuple(int(n) for n in about["shape"].split(","))
     class_names = tuple(about["classes"].split("\n"))
     mean, std = (tuple(map(float, about[key].split(","))) for key in ("mean", "std"))

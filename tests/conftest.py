@@ -49,13 +49,17 @@ FACTS = DatasetSpec(
 )  # where only a record is needed
 
 
+COSTLY_FIXTURES = ("superlink", "deployed", "keel", "swept", "site", "copy_with_tutorials")
+torch.set_num_threads(1)  # xdist has a worker for each core
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests in end_to_end/, and keep those that share a costly fixture on one worker."""
     for item in items:
         if "end_to_end" in item.path.parts:
             item.add_marker(pytest.mark.end_to_end)
-        for fixture in ("superlink", "deployed", "keel"):
+        for fixture in COSTLY_FIXTURES:
             if fixture in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.xdist_group(fixture))
 

@@ -232,7 +232,7 @@ def test_augmentation_with_too_many_forms_is_not_cached(keys, monkeypatch):
 
 
 @pytest.mark.parametrize(("cache_mb", "cached"), [(0, 0), (1, 1), (2, 2)])
-def test_what_finds_no_room_is_computed_again_and_says_so_once(
+def test_representations_beyond_cache_mb_are_computed_again_and_logged_once(
     cache_mb, cached, monkeypatch, caplog
 ):
     """60 samples x (16 x 12 x 12 + 32 x 4 x 4) floats = 0.64 MB a frozen model; there are two."""
@@ -247,8 +247,8 @@ def test_what_finds_no_room_is_computed_again_and_says_so_once(
     if cached == 1:
         (line,) = said
         assert "client-0000: " in line
-        assert "takes 0.6 MB" in line
-        assert "cache-mb = 1 there are 0.4 left" in line
+        assert "take 0.6 MB" in line
+        assert "0.4 of cache-mb = 1 are left" in line
     else:
         assert not said
     other = train(make_config(**keys, cache_mb=0), state=state, of=1)

@@ -160,7 +160,7 @@ def test_a_seed_alone_decides_the_weights_and_global_randomness_is_not_touched(n
     torch.manual_seed(11)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("reseeded the GPUs"))
     before = torch.get_rng_state()
-    first, with_heads = build(7), build(7, projection_heads=True)
+    first, with_heads = build(7), build(7, projection_heads=256)
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(1)
     again, other = build(7), build(8)
@@ -268,7 +268,7 @@ TAP_SIZES = {  # at 3 x 32 x 32: channels x height x width of each stage's outpu
 def test_tap_heads_take_every_tap_to_256(name):
     """Hidden widths as in FedIntR's code: 256, but 96 after the small CNN's last layer, fc2."""
     model = build_model(
-        name, num_classes=10, channels=3, image_size=32, seed=0, projection_heads=True
+        name, num_classes=10, channels=3, image_size=32, seed=0, projection_heads=256
     )
     assert model.training
     assert not shared(name).projection_heads

@@ -255,7 +255,7 @@ def test_parameters_of_the_small_networks_by_layer_arithmetic():
         affine(tap, hidden) + affine(hidden, 256)
         for tap, hidden in [(1800, 256), (576, 256), (128, 256), (128, 256), (96, 96)]
     )
-    assert count(build("cnn-fedintr", projection_heads=True)) == fedintr + heads
+    assert count(build("cnn-fedintr", projection_heads=256)) == fedintr + heads
 
     fedcka = affine(75, 16) + affine(16 * 25, 32) + affine(32 * 5 * 5, 120)
     fedcka += affine(120, 84) + affine(84, 84) + affine(84, 256) + affine(256, 10)

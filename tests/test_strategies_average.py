@@ -388,10 +388,10 @@ def test_no_client_fills_the_log():
     current, strategy = network().state_dict(), average_of()
     asked, _ = all_answers(strategy, current)[0]
     words = Message(Error(1, "x\n" * 10**6), reply_to=asked)
-    report = strategy.screened(1, [words], current, {})
-    (said,) = report.left_out.values()
-    assert len(said) == 300
-    assert "\n" not in said
+    strategy.aggregate_evaluate(1, [words])
+    (reason,) = strategy.report.left_out.values()
+    assert len(reason) == 300
+    assert "\n" not in reason
 
 
 bad_messages = {
@@ -524,8 +524,8 @@ def test_too_few_good_replies_end_the_round_with_one_line_that_names_them_all():
     with pytest.raises(TooFewRepliesError) as caught:
         strategy.aggregate_train(1, replies)
     assert str(caught.value) == (
-        "round 1: 1 good replies, min-replies = 2. client-1: array '0.weight' holds 1 values that "
-        "are not finite; client-2: OSError: disk full"
+        "round 1: 1 accepted replies, min-replies = 2. client-1: array '0.weight' holds 1 values "
+        "that are not finite; client-2: OSError: disk full"
     )
 
 

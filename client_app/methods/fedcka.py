@@ -12,7 +12,7 @@ norm is negated, so that larger is more similar, and divided by the number of en
 the layers, so that M = 7 exists, is the logits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -79,6 +79,7 @@ class FedCKA(LocalObjective):
     uses_global: ClassVar[bool] = True
     uses_previous: ClassVar[bool] = True
     keeps: ClassVar[str] = "its previous local model"
+    equals_fedavg_at: ClassVar[Mapping[str, float]] = {"mu": 0.0}
     regularises: ClassVar[str] = "first M layers, towards the global, away from the previous model"
     paper: ClassVar[str] = "Son et al. 2022 (FedCKA)"
     extra_forwards: ClassVar[str] = "2"

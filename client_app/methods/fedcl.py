@@ -15,11 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from client_app.methods.fedrcl import level_layers
-from client_app.objective import Batch, LocalObjective
-from client_app.similarity import unit_features
-from models import StagedModel
-from protocol.options import more_than, one_of, option, true_or_false
+from client_app.methods.fedrcl import _LevelContrast
+from protocol.options import more_than, one_of, option
 
 
 def repulsion(phi: Tensor, tau: float, negatives: str) -> Tensor:
@@ -36,10 +33,9 @@ def repulsion(phi: Tensor, tau: float, negatives: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FedCL(LocalObjective):
+class FedCL(_LevelContrast):
     """Repulsion of samples within the batch, at every level."""
 
-    default_weighting: ClassVar[str] = "uniform"
     regularises: ClassVar[str] = "all stages, samples of a batch against each other, without labels"
     paper: ClassVar[str] = "Seo et al. 2024 (ablation)"
 
@@ -47,20 +43,7 @@ class FedCL(LocalObjective):
     negatives: str = option(
         one_of("hard", "all"), "the two most similar other samples, or all", source="authors' code"
     )
-    levels: str = option(one_of("all", "last"), "stages compared", source="FedRCL, Table 4")
-    pre_activation: bool = option(
-        true_or_false(), "representations before the closing ReLU", source="authors' code"
-    )
 
-    def layers(self, model: StagedModel) -> list[str]:
-        """All stages or the last, before or after their activation."""
-        return level_layers(model, self.levels, self.pre_activation)
-
-    def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
-        """phi_l, [B, C] each."""
-        return [unit_features(z) for z in outputs]
-
-    def penalty(self, batch: Batch) -> Tensor:
-        """The repulsion, mean over levels."""
-        losses = [repulsion(phi, self.tau, self.negatives) for phi in batch.reps]
-        return torch.stack(losses).mean()
+    def level_loss(self, phi: Tensor, y: Tensor) -> Tensor:
+        """The repulsion; the labels are not read."""
+        return repulsion(phi, self.tau, self.negatives)

@@ -10,6 +10,7 @@ z, (1/n) times the mean over the d (d - 1) off-diagonal entries of (x'x)^2, that
 the mean squared correlation. `form = "paper"` is (1/d^2) ||Corr||_F^2, about n times smaller.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,6 +45,7 @@ def decorrelation(z: Tensor, form: str) -> Tensor:
 class FedDecorr(LocalObjective):
     """Decorrelation of the classifier's input."""
 
+    equals_fedavg_at: ClassVar[Mapping[str, float]] = {"beta": 0.0}
     regularises: ClassVar[str] = "classifier's input, its dimensions against each other"
     paper: ClassVar[str] = "Shi et al. 2023"
 

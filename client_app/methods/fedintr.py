@@ -12,7 +12,7 @@ flows through alpha_k (`detach = true`: not). `layer-weights = "average"` is eq.
 At a client's first participation (z_p = z_g) l_k is the constant log 2, and the term is left out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -58,6 +58,7 @@ class FedIntR(LocalObjective):
     uses_global: ClassVar[bool] = True
     uses_previous: ClassVar[bool] = True
     keeps: ClassVar[str] = "its previous local model"
+    equals_fedavg_at: ClassVar[Mapping[str, float]] = {"mu": 0.0}
     regularises: ClassVar[str] = "all stages, towards the global, away from the previous model"
     paper: ClassVar[str] = "Tun et al. 2023 (FedIntR)"
     extra_forwards: ClassVar[str] = "2"
@@ -77,17 +78,20 @@ class FedIntR(LocalObjective):
         source="authors' code: batch",
     )
     detach: bool = option(true_or_false(), "no gradient through alpha_k", source="this project")
+    projection_width: int = option(
+        at_least(1), "d: outputs of each projection head", source="Sec. IV; the paper: 256"
+    )
 
     def model_parts(self) -> ModelParts:
         """A projection head q_k for every stage."""
-        return ModelParts(projection_heads=True)
+        return ModelParts(projection_heads=self.projection_width)
 
     def layers(self, model: StagedModel) -> list[str]:
         """All stages of the network."""
         return list(model.regularised_stages)
 
     def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
-        """z^k, [B, 256] each, by the projection heads of `model` itself."""
+        """z^k, [B, d] each, by the projection heads of `model` itself."""
         named = zip(self.layers(model), outputs, strict=True)
         return [model.projection_heads[name](h.flatten(1)) for name, h in named]
 

@@ -10,7 +10,7 @@ The global weights are frozen, but gradient flows through them into the local fe
 authors' code the KL's target q_j is not detached (`detach-target = true`: it is), T^2 is absent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,6 +44,7 @@ class FedMLB(LocalObjective):
     """Hybrid pathways through the global network."""
 
     uses_global_model: ClassVar[bool] = True
+    equals_fedavg_at: ClassVar[Mapping[str, float]] = {"lambda1": 0.0, "lambda2": 0.0}
     regularises: ClassVar[str] = "all stages, through the rest of the global network"
     paper: ClassVar[str] = "Kim et al. 2022"
     extra_forwards: ClassVar[str] = "M partial ones, with backward"

@@ -9,6 +9,7 @@ The default is the paper's CE + beta tau^2 KL. `convex = true` is (1 - beta) CE 
 and no tau^2, the code behind FedRCL's tables (there beta = 0.3).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,6 +44,7 @@ class FedNTD(LocalObjective):
     """Not-true distillation from the global model."""
 
     uses_global: ClassVar[bool] = True
+    equals_fedavg_at: ClassVar[Mapping[str, float]] = {"beta": 0.0}
     regularises: ClassVar[str] = "not-true logits, towards the global model's"
     paper: ClassVar[str] = "Lee et al. 2022"
     extra_forwards: ClassVar[str] = "1"

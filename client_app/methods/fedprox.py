@@ -7,6 +7,7 @@ Difference to the paper: every client completes its local steps (no gamma-inexac
 `half = false` is the code behind FedRCL's tables: mu ||w - w_g||^2.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +22,8 @@ from protocol.options import at_least, option, true_or_false
 class FedProx(LocalObjective):
     """Proximal term on the parameters, but not on buffers."""
 
-    regularises: ClassVar[str] = "all weights, to the global model's"
+    equals_fedavg_at: ClassVar[Mapping[str, float]] = {"mu": 0.0}
+    regularises: ClassVar[str] = "all weights, towards the global model's"
     paper: ClassVar[str] = "Li et al. 2020"
 
     mu: float = option(at_least(0), "weight of the proximal term", source="eq. (2)")

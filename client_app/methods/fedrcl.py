@@ -77,17 +77,39 @@ MINING: dict[str, Callable[[Tensor, Tensor, float, float, float], Tensor]] = {
 }
 
 
-def level_layers(model: StagedModel, levels: str, pre_activation: bool) -> list[str]:
-    """The layers that are levels: all stages or the last, before or after their activation."""
-    stages = model.regularised_stages if levels == "all" else model.regularised_stages[-1:]
-    return [f"{stage}:pre" if pre_activation else stage for stage in stages]
+@dataclass(frozen=True)
+class _LevelContrast(LocalObjective):
+    """What FedRCL and its ablations compare: every level's phi_l, for which they have a loss."""
+
+    default_weighting: ClassVar[str] = "uniform"
+
+    levels: str = option(one_of("all", "last"), "stages compared", source="FedRCL, Table 4")
+    pre_activation: bool = option(
+        true_or_false(), "representations before the closing ReLU", source="authors' code"
+    )
+
+    def layers(self, model: StagedModel) -> list[str]:
+        """All stages or the last, before or after their activation."""
+        stages = model.regularised_stages if self.levels == "all" else model.regularised_stages[-1:]
+        return [f"{stage}:pre" if self.pre_activation else stage for stage in stages]
+
+    def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
+        """phi_l, [B, C] each."""
+        return [unit_features(z) for z in outputs]
+
+    def level_loss(self, phi: Tensor, y: Tensor) -> Tensor:
+        """The loss at one level, a scalar. phi [B, C] of unit length, y [B]."""
+        raise NotImplementedError
+
+    def penalty(self, batch: Batch) -> Tensor:
+        """(1/L) sum_l of the loss at level l, section 4.4."""
+        return torch.stack([self.level_loss(phi, batch.y) for phi in batch.reps]).mean()
 
 
 @dataclass(frozen=True)
-class FedRCL(LocalObjective):
+class FedRCL(_LevelContrast):
     """Supervised contrast within the batch, at every level, with a penalty on collapse."""
 
-    default_weighting: ClassVar[str] = "uniform"
     regularises: ClassVar[str] = "all stages, samples of a batch against each other"
     paper: ClassVar[str] = "Seo et al. 2024 (FedRCL)"
 
@@ -103,21 +125,7 @@ class FedRCL(LocalObjective):
     mining: str = option(
         one_of("all", "hard"), "all pairs, eq. (5), or hard pairs", source="hard: authors' code"
     )
-    levels: str = option(one_of("all", "last"), "stages compared", source="Table 4")
-    pre_activation: bool = option(
-        true_or_false(), "representations before the closing ReLU", source="authors' code"
-    )
 
-    def layers(self, model: StagedModel) -> list[str]:
-        """All stages or the last, before or after their activation."""
-        return level_layers(model, self.levels, self.pre_activation)
-
-    def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
-        """phi_l, [B, C] each."""
-        return [unit_features(z) for z in outputs]
-
-    def penalty(self, batch: Batch) -> Tensor:
-        """(1/L) sum_l L_RCL(phi_l), section 4.4."""
-        rcl = MINING[self.mining]
-        losses = [rcl(phi, batch.y, self.tau, self.threshold, self.beta) for phi in batch.reps]
-        return torch.stack(losses).mean()
+    def level_loss(self, phi: Tensor, y: Tensor) -> Tensor:
+        """L_RCL(phi_l), eq. (5)."""
+        return MINING[self.mining](phi, y, self.tau, self.threshold, self.beta)

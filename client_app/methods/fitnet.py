@@ -10,7 +10,7 @@ square over batch and channels, then the mean over levels, features before their
 logits as one more level (`logits = false` drops it; `pooled = false` compares whole maps).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,6 +37,7 @@ class FitNet(LocalObjective):
     """Feature distillation from the global model."""
 
     uses_global: ClassVar[bool] = True
+    equals_fedavg_at: ClassVar[Mapping[str, float]] = {"lambda": 0.0}
     regularises: ClassVar[str] = "all stages and the logits, towards the global model's"
     paper: ClassVar[str] = "Romero et al. 2015"
     extra_forwards: ClassVar[str] = "1"

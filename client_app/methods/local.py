@@ -8,13 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch.nn.functional as F
-from torch import Tensor
-
 from client_app.method import Method, Update
 from client_app.round import RoundContext
-from client_app.samples import Step
-from client_app.trainer import Duration, copy_of, descend
+from client_app.split_model import train_part
+from client_app.trainer import copy_of
 from models import StagedModel
 from protocol.messages import Arrays
 
@@ -39,12 +36,6 @@ class LocalOnly(Method):
 
     def train(self, ctx: RoundContext) -> Update:
         """Continue from the model of the last round."""
-        model = self.personal_model(ctx, ctx.state).train().requires_grad_(True)
-
-        def terms(step: Step) -> dict[str, Tensor]:
-            return {"supervised": F.cross_entropy(model(step.x), step.y)}
-
-        train = ctx.config.train
-        duration = Duration(train.local_epochs, "epochs")
-        descent = descend(ctx, list(model.parameters()), terms, lr=train.lr, duration=duration)
+        model, train = self.personal_model(ctx, ctx.state), ctx.config.train
+        descent = train_part(ctx, model, "full", train.local_epochs, train.lr, stream="batches")
         return Update({}, descent.num_steps, descent.terms, state={"model": copy_of(model)})

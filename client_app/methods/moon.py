@@ -11,6 +11,7 @@ round only, while a client first sampled later contrasts with random weights of 
 "none" compares the network's own features.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,6 +45,7 @@ class MOON(LocalObjective):
     uses_global: ClassVar[bool] = True
     uses_previous: ClassVar[bool] = True
     keeps: ClassVar[str] = "its previous local model"
+    equals_fedavg_at: ClassVar[Mapping[str, float]] = {"mu": 0.0}
     regularises: ClassVar[str] = (
         "classifier's input, towards the global, away from the previous model"
     )

@@ -6,16 +6,12 @@ over all processes of the run; other work on the machine disturbs them less than
 
 import itertools
 import os
-import secrets
-import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +20,8 @@ import numpy as np
 from data.partitions import partition_indices
 from keel.benchmarks.report import BenchOptions, Row
 from keel.benchmarks.sources import Keys, random_source, workload_source
-from keel.deployment.loopback import free_ports
-from keel.deployment.superlink import environment, run_config
+from keel.deployment.simulation import MARK, marked_processes, simulation_superlink
+from keel.deployment.superlink import app_directory, run_config
 from protocol.config import app_folder
 from server_app.history import read_history
 
@@ -54,37 +50,21 @@ class Process:
 
 
 def processes(mark: str) -> list[Process]:
-    """The living processes whose environment holds this variable, written NAME=VALUE."""
+    """The living processes with this mark in their environment."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
+    for pid in marked_processes(mark):
+        folder = Path(f"/proc/{pid}")
         try:
-            if mark.encode() not in (folder / "environ").read_bytes().split(b"\0"):
-                continue
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             stat = (folder / "stat").read_text().rpartition(")")[2].split()
             status = (folder / "status").read_text()
-        except OSError:  # it has ended, or belongs to another user
+        except OSError:  # it has ended
             continue
-        if stat[0] not in "ZX":
-            cpu_s = sum(int(stat[n]) for n in (11, 12, 13, 14)) / ticks  # with ended children
-            # anonymous memory only: mapped files are shared
-            [own_kb] = [line.split()[1] for line in status.splitlines() if "RssAnon" in line]
-            pid, faults = int(folder.name), int(stat[7])
-            found.append(Process(pid, command, cpu_s, int(own_kb) / 1024, faults))
+        cpu_s = sum(int(stat[n]) for n in (11, 12, 13, 14)) / ticks  # with ended children
+        # anonymous memory only: mapped files are shared
+        own_kb = sum(int(line.split()[1]) for line in status.splitlines() if "RssAnon" in line)
+        found.append(Process(pid, command, cpu_s, own_kb / 1024, int(stat[7])))
     return found
-
-
-def end(mark: str) -> None:
-    """End the processes with this mark."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes(mark):
-            try:
-                os.kill(process.pid, number)
-            except ProcessLookupError:
-                continue
-        deadline = time.monotonic() + 10
-        while processes(mark) and time.monotonic() < deadline:
-            time.sleep(0.2)
 
 
 @dataclass
@@ -104,44 +84,28 @@ class RoundCost:
     faults: int = 0
 
 
-@contextmanager
-def superlink_home(home: Path) -> Iterator[tuple[str, dict[str, str], Path]]:
-    """(mark, environment, app directory) for one `flwr run`; its processes are ended afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix="keel-b-"))  # short: Ray puts socket paths in it
-    name, value = "KEEL_BENCHMARK", secrets.token_hex(16)
-    http, control = free_ports(2)
-    app = folder / "app"
-    skip = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build")
-    shutil.copytree(app_folder, app, ignore=skip)
-    shutil.copy(app_folder / ".gitignore", app)
-    env = environment(folder / "flwr") | {
-        name: value,
-        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(http),
-        "FLWR_LOCAL_CONTROL_API_PORT": str(control),
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "KEEL_HOME": str(home),
-        "RAY_TMPDIR": str(folder),
-    }
-    try:
-        yield f"{name}={value}", env, app
-    finally:
-        end(f"{name}={value}")
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def keel_rounds(home: Path, keys: Keys, num_clients: int) -> tuple[float, list[RoundCost]]:
     """(seconds from `flwr run` to the end of round 1, the cost of every later round).
 
     One core a client. A round is the time between two lines of history.jsonl, so its checkpoint is
     included. RuntimeError with the end of the run's output if it fails or takes too long.
     """
-    with superlink_home(home) as (mark, env, app):
-        out, log = app.parent / "runs", app.parent / "log"
+    variables = {"KEEL_HOME": str(home), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    with (
+        tempfile.TemporaryDirectory(prefix="keel-bench-") as folder,
+        app_directory() as app,
+        simulation_superlink(Path(folder), app, variables) as client,
+    ):
+        out, log = Path(folder, "runs"), Path(folder, "log")
+        mark = client.environment[MARK]
         federation = f"num-supernodes={num_clients} client-resources-num-cpus=1"
-        command = ["flwr", "run", ".", "--stream", "--federation-config", federation]
+        command = ["flwr", "run", ".", client.connection, "--stream"]
+        command += ["--federation-config", federation]
         command += ["--run-config", run_config({**keys, "output-dir": str(out)})]
         with log.open("w") as stream:
-            flwr = subprocess.Popen(command, cwd=app, env=env, stdout=stream, stderr=stream)
+            flwr = subprocess.Popen(
+                command, cwd=app, env=client.environment, stdout=stream, stderr=stream
+            )
         started = time.perf_counter()
         seen: list[tuple[float, list[Process]]] = []
         while len(seen) < int(keys["num-rounds"]):

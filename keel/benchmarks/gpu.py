@@ -8,7 +8,6 @@ synchronised; the minimum of the repetitions. `--device cpu --quick` tries the c
 
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from client_app.precision import products
 from keel.benchmarks.engine import WORKLOADS, bare_rounds, median_wall
+from keel.benchmarks.model_speed import min_seconds
 from keel.benchmarks.report import BenchOptions, Row
 from keel.benchmarks.sources import Keys, random_source, workload_source
 from keel.benchmarks.steps import Run, frozen_passes, local_training
@@ -30,24 +30,6 @@ WAYS: dict[str, Keys] = {
     "bf16, compiled": {"precision": "bf16", "compile": True},
 }
 target_accuracy = 0.85  # personal accuracy whose time is measured
-
-
-def min_seconds(run: Run, device: str, repetitions: int) -> float:
-    """Minimum wall seconds of a run, after one warm-up."""
-
-    def synchronise() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    run()
-    seconds = []
-    for _ in range(repetitions):
-        synchronise()
-        started = time.perf_counter()
-        run()
-        synchronise()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
 
 
 def product_rate(device: str, precision: str, size: int) -> float:

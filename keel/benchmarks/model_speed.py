@@ -54,29 +54,35 @@ def measure(name: str) -> dict[str, float | int | str]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        step_ms = milliseconds(step, device)
+        step_s = min_seconds(step, device.type)
         model.eval()
-        forward_ms = milliseconds(forward, device)
+        forward_s = min_seconds(forward, device.type)
     finally:
         torch.set_num_threads(num_threads)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "forward_ms": round(forward_ms / BATCH, 4),
-        "step_ms": round(step_ms / BATCH, 4),
+        "forward_ms": round(1e3 * forward_s / BATCH, 4),
+        "step_ms": round(1e3 * step_s / BATCH, 4),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu, 1 thread",
     }
 
 
-def milliseconds(run: Callable[[], None], device: torch.device) -> float:
-    """The minimum over repetitions that fit in the time budget, at least one."""
+def min_seconds(run: Callable[[], object], device: str, repetitions: int = 0) -> float:
+    """Minimum wall seconds of a run, after one warm-up.
+
+    repetitions: 0 for as many as fit in the time budget, at least one.
+    """
+
+    def synchronise() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
     run()
     seconds: list[float] = []
-    while not seconds or sum(seconds) < budget_s:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+    while len(seconds) < (repetitions or 1) or (not repetitions and sum(seconds) < budget_s):
+        synchronise()
         started = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronise()
         seconds.append(time.perf_counter() - started)
-    return 1e3 * min(seconds)
+    return min(seconds)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from keel.tables import markdown
+
 Row = dict[str, object]
 
 
@@ -55,9 +57,8 @@ def collect(rows: Iterable[Row]) -> list[Row]:
 def table(rows: list[Row]) -> str:
     """Markdown, with a column for every key that a row has."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [["" if row.get(c) is None else str(row[c]) for c in columns] for row in rows]
-    header = [[c.replace("_", " ") for c in columns], ["---"] * len(columns)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in header + cells)
+    cells = [["" if row.get(c) is None else row[c] for c in columns] for row in rows]
+    return markdown([c.replace("_", " ") for c in columns], cells)
 
 
 def write(rows: list[Row], out: Path) -> None:

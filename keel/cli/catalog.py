@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import re
-import sys
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from keel.tables import markdown, terminal_console
 from protocol.catalogue import (
     MethodSpec,
     method_names,
@@ -110,13 +110,17 @@ def method_rows() -> list[Row]:
 
 def markdown_table(rows: Iterable[Row]) -> str:
     """The README's table of methods."""
-    lines = [["method", "paper", "regularises", "client state", "traffic", "extra forwards"]]
-    lines.append(["---"] * len(lines[0]))
-    for row in rows:
-        name = f"`{row['name']}`" + (" (personal)" if row["personal"] else "")
-        texts = [row[column] for column in ("paper", "regularises", "client state")]
-        lines.append([name, *texts, f"{row['traffic']:.2f}", row["extra forwards"]])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    texts = ("paper", "regularises", "client state")
+    lines = [
+        [
+            f"`{row['name']}`" + (" (personal)" if row["personal"] else ""),
+            *(row[column] for column in texts),
+            f"{row['traffic']:.2f}",
+            row["extra forwards"],
+        ]
+        for row in rows
+    ]
+    return markdown(["method", *texts, "traffic", "extra forwards"], lines)
 
 
 def capabilities(spec: MethodSpec) -> Row:
@@ -320,6 +324,7 @@ def datasets(name: NameArgument = None, as_json: JsonOption = False) -> None:
 
 def availability(name: str, data_dir: Path, cache_dir: Path) -> str:
     """Whether the data set can be used here without a download, else how to get it."""
+    from data.cache import is_cached
     from data.readers import DEBIAN_DATASETS
 
     if name.endswith(":PATH"):
@@ -327,10 +332,9 @@ def availability(name: str, data_dir: Path, cache_dir: Path) -> str:
     if name not in DATA_FILES:
         return "yes"
     files = [data_dir / file for file in DATA_FILES[name]]
-    for about in cache_dir.glob("*/about.json"):
-        if json.loads(about.read_text())["key"]["source"] == name:
-            return "yes"
-    if any(path.exists() for path in (*files, DEBIAN_DATASETS / name)):
+    if is_cached(name, cache_dir) or any(
+        path.exists() for path in (*files, DEBIAN_DATASETS / name)
+    ):
         return "yes"
     place = f"data-dir/{DATA_FILES[name][0]}"
     return f"put it in {place}" if name == "tiny-imagenet" else f"download, or put it in {place}"
@@ -423,7 +427,7 @@ def show(
         table.add_column(column, justify="right" if is_number else "left", no_wrap=is_short)
     for row in rows:
         table.add_row(*(text_of(row[column]) for column in columns))
-    console = stdout()
+    console = terminal_console()
     console.print(table)
     if caption:
         console.print(caption, highlight=False)
@@ -434,18 +438,13 @@ def show_one(facts: Row, tables: Mapping[str, Sequence[Row]], as_json: bool) -> 
     if as_json:
         print(json.dumps(facts | dict(tables), indent=2))
         return
-    console = stdout()
+    console = terminal_console()
     for key, value in facts.items():
         line = Text.assemble((f"{key}: ", "bold"), text_of(value))
         console.print(line, soft_wrap=True)
     for title, rows in tables.items():
         if rows:
             show(rows, False, title)
-
-
-def stdout() -> Console:
-    """A console as wide as the terminal, or wide enough where lines are read by a program."""
-    return Console(width=None if sys.stdout.isatty() else 160)
 
 
 def text_of(value: Any) -> str:

@@ -65,8 +65,8 @@ def loopback(
 
     Example: keel deploy loopback --clients 3 method=fedintr num-rounds=5
     """
-    from keel.cli.engines import app_directory
     from keel.cli.overrides import checked_config, parse_overrides
+    from keel.deployment.superlink import app_directory
     from protocol.config import keel_home
 
     try:
@@ -86,7 +86,3 @@ def loopback(
 def split(values: list[str] | None) -> list[str]:
     """The values, those with commas taken apart."""
     return [part for value in values or [] for part in value.split(",") if part]
-
-
-if __name__ == "__main__":
-    app(prog_name="keel deploy")

@@ -124,7 +124,3 @@ def report(findings: Iterable[Finding]) -> None:
         print(f"{num_problems} problem{'s' if num_problems > 1 else ''}")
         raise typer.Exit(1)
     print("nothing is wrong")
-
-
-if __name__ == "__main__":
-    app(prog_name="keel doctor")

@@ -1,7 +1,6 @@
 """`keel experiments`: run the papers' tables and figures, report, verify and list them."""
 
 import signal
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -11,14 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from keel.cli.overrides import parse_overrides
 from keel.experiments.scale import SCALES
-from protocol.config import (
-    RENAMED_KEYS,
-    default_config,
-    keel_home,
-    refuse_unknown,
-    with_current_names,
-)
+from protocol.config import keel_home, refuse_unknown, with_current_names
 from protocol.options import OptionValue
 
 app = typer.Typer(
@@ -43,29 +37,16 @@ def new_console() -> Console:
 
 
 def parse_changes(assignments: Sequence[str]) -> dict[str, OptionValue]:
-    """The keys of `--set KEY=VALUE`; text needs no quotes."""
+    """The keys of `--set KEY=VALUE`, under today's names; text needs no quotes."""
     from keel.experiments.recipe_file import RUNNER_KEYS
 
-    defaults = default_config()
-    changes: dict[str, OptionValue] = {}
-    for assignment in assignments:
-        key, equals, text = assignment.partition("=")
-        if not equals:
-            raise ValueError(f"--set {assignment}: expected KEY=VALUE")
-        if key in RUNNER_KEYS:
-            raise ValueError(f"--set {key}: set by the runner; use --seeds and --output")
-        refuse_unknown("config key", key, [*defaults, *RENAMED_KEYS])
-        default = defaults[RENAMED_KEYS.get(key, key)]
-        try:
-            changes[key] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            changes[key] = text
-        if isinstance(default, str) and not isinstance(changes[key], str):
-            changes[key] = text
-        elif isinstance(changes[key], str) and not isinstance(default, str):
-            kind = type(default).__name__
-            raise ValueError(f"--set {key} = {text!r}: expected a value of type {kind}")
-    return with_current_names(changes)
+    try:
+        changes = with_current_names(parse_overrides(assignments))
+    except ValueError as error:
+        raise ValueError(f"--set {error}") from None
+    if own := sorted(changes.keys() & RUNNER_KEYS):
+        raise ValueError(f"--set {own[0]}: set by the runner; use --seeds and --output")
+    return changes
 
 
 @app.command("run")

@@ -122,7 +122,3 @@ def main(words: Sequence[str] | None = None) -> int:
 def one_line(text: str) -> str:
     """The text without line breaks."""
     return " ".join(text.split())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

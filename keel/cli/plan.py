@@ -5,6 +5,7 @@ import shlex
 from data.sources import SourceInfo
 from keel.cli.engines import Job
 from keel.cli.sizes import data_size, parameter_count
+from keel.deployment.superlink import run_config
 from protocol.config import DataConfig, RunConfig
 
 PARTITION_KEYS = {
@@ -66,9 +67,8 @@ def data_text(data: DataConfig, size: SourceInfo | None) -> str:
 
 def model_text(config: RunConfig, size: SourceInfo | None) -> str:
     """The model, or all models of the clients, with parameter counts where they are known."""
-    names = [name.strip() for name in config.model.client_models.split(",") if name.strip()]
     texts = []
-    for name in names or [config.model.model]:
+    for name in config.client_models or [config.model.model]:
         count = parameter_count(config, size, name) if size else None
         texts.append(f"{name}, {count:,} parameters" if count else name)
     return "; ".join(texts)
@@ -102,7 +102,7 @@ def flwr_line(job: Job) -> str:
         words += [job.federation]
     words += ["--stream"]
     if job.overrides:
-        words += ["--run-config", job.run_config()]
+        words += ["--run-config", run_config(job.overrides)]
     if not job.federation:
         words += ["--federation-config", job.federation_config()]
     return shlex.join(words)

@@ -2,42 +2,26 @@
 
 from collections.abc import Sequence
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from keel.runs import SavedRun
 from server_app.history import CURVES, curve
+from server_app.plots import accuracy_figure
 
 MAX_LABEL = 60  # characters; a run whose label would be longer is shown by its name
-MAX_MARKED = 40  # points with a marker each
 
 
-def accuracy_figure(runs: Sequence[SavedRun], keys: Sequence[str] = ()) -> Figure:
+def figure_of(runs: Sequence[SavedRun], keys: Sequence[str] = ()) -> Figure:
     """All curves of a single run, or the headline curve of each of several.
 
     keys: the config keys whose values name the runs.
     """
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    if len(runs) == 1:
-        lines = [(text, curve(runs[0].history, key, name)) for key, name, text in CURVES]
-        axes.set_title(f"{runs[0].config['method']}, {runs[0].source}, {runs[0].config['model']}")
-    else:
-        lines = [(label_of(run, keys), curve(run.history, *run.headline)) for run in runs]
-    for label, points in lines:
-        if points:
-            rounds, values = zip(*points, strict=True)
-            percents = [100 * value for value in values]
-            marker = "o" if len(points) < MAX_MARKED else None
-            axes.plot(rounds, percents, label=label, marker=marker, ms=3)
-    axes.set(xlabel="round", ylabel="accuracy (%)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend(frameon=False)
-    return figure
+    if len(runs) > 1:
+        pairs = [(label_of(run, keys), curve(run.history, *run.headline)) for run in runs]
+        return accuracy_figure(pairs)
+    [run] = runs
+    pairs = [(text, curve(run.history, key, name)) for key, name, text in CURVES]
+    return accuracy_figure(pairs, f"{run.config['method']}, {run.source}, {run.config['model']}")
 
 
 def label_of(run: SavedRun, keys: Sequence[str]) -> str:

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from keel.runs import DAMAGE, RUNNING, SavedRun, all_runs, find_run, is_locked, lock_holder
+from keel.tables import terminal_console
 from protocol.config import keel_home
 from server_app.history import CURVES, curve, duration
+from server_app.summary import summarise
 
 RECENT_ROUNDS = 10  # whose left out clients `status` names
 STOP_TIMEOUT_S = 90.0
-PIPE_WIDTH = 240  # columns, where the output is no terminal
 PLACES = {"output-dir", "run-name", "data-dir", "resume"}  # keys that do not distinguish runs
 
 RunName = Annotated[str, typer.Argument()]
@@ -94,13 +94,12 @@ def list_command(
     table.add_column("state", max_width=40, no_wrap=True, overflow="ellipsis")
     table.add_column("age", justify="right", no_wrap=True)
     for run, row in zip(shown, rows, strict=True):
-        accuracy = "" if row["accuracy"] is None else f"{100 * row['accuracy']:.2f} %"
         table.add_row(
             *map(escape, (row["run"], row["method"], row["source"])),
             f"{row['rounds']}/{row['num_rounds']}",
-            accuracy,
+            percent(row["accuracy"]),
             coloured(row["state"]),
-            age(run.age_s),
+            duration(run.age_s),
         )
     if rows:
         console.print(table)
@@ -135,20 +134,6 @@ def coloured(state: str) -> str:
     """A state in its colour."""
     colours = {"finished": "green", "running": "cyan", "stopped": "yellow", "interrupted": "yellow"}
     return f"[{colours.get(state, 'red')}]{escape(state)}[/]"
-
-
-def age(seconds: float) -> str:
-    """5 s, 3 min, 2 h, 4 d."""
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0, seconds):.0f} s"
-
-
-def terminal_console() -> Console:
-    """A console as wide as the terminal; wide where the output goes to a file or a pipe."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 # --- stop ----------------------------------------------------------------------------------------
@@ -222,10 +207,10 @@ def compare(
                 writer.writerow(row | {key: run.config.get(key) for key in keys})
         print(f"table: {csv_file}")
     path = (plot or keel_home() / "compare.png").expanduser()
-    from keel.cli.plots import accuracy_figure
+    from keel.cli.plots import figure_of
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    accuracy_figure(found, keys).savefig(path, dpi=150)
+    figure_of(found, keys).savefig(path, dpi=150)
     print(f"plot: {path}")
 
 
@@ -237,16 +222,14 @@ def differing_keys(runs: Sequence[SavedRun]) -> list[str]:
 
 def comparison_row(run: SavedRun) -> dict[str, Any]:
     """What `compare` says of a run."""
-    key, name = run.headline
-    values = [value for _, value in curve(run.history, key, name)]
-    seconds = sum(sum(line["seconds"].values()) for line in run.history)
+    numbers = summarise(run.history, run.config, last_rounds=1)
     return {
         "run": run.name,
-        "accuracy_of": f"{key}.{name}",
+        "accuracy_of": numbers["accuracy_of"],
         "rounds": run.rounds,
-        "final": values[-1] if values else None,
-        "best": max(values, default=None),
-        "seconds_per_round": round(seconds / max(1, len(run.history)), 3),
+        "final": numbers["final_accuracy"],
+        "best": numbers["best_accuracy"],
+        "seconds_per_round": numbers["seconds_per_round"],
         "state": run.state,
     }
 

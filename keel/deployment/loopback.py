@@ -8,7 +8,6 @@ would. Not part of the image.
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from client_app.worker_socket import worker_status, worker_variable
 from keel.deployment.credentials import make_credentials
-from keel.deployment.superlink import SuperLinkClient, environment, run_config
+from keel.deployment.superlink import SuperLinkClient, environment, free_ports, run_config
 from protocol.config import app_folder
 from protocol.options import OptionValue
 from protocol.processes import end_with_parent
@@ -101,17 +100,6 @@ def restarting(processes: dict[str, LocalProcess]) -> Iterator[None]:
         thread.join()
         for process in reversed(processes.values()):
             process.stop()
-
-
-def free_ports(count: int) -> Sequence[int]:
-    """Ports that nobody listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class Loopback:

@@ -2,26 +2,32 @@
 
 import json
 import os
+import re
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from protocol.config import app_folder
+from protocol.config import app_folder, project_file
 from protocol.flower_compat import superlink_unavailable
 from protocol.options import OptionValue
 
 command_timeout_s = 100.0
 poll_s = 2.0  # each look takes a process a second
 connection = "deployment"  # name of the SuperLink in the configuration of Flower's command line
+app_packages = ("client_app", "data", "models", "protocol", "server_app", "strategies")
 max_refusals = 5  # consecutive and identical: then the SuperLink means it
 
 
 def toml(value: OptionValue) -> str:
-    """The value as a TOML literal."""
-    return f'"{value}"' if isinstance(value, str) else str(value).lower()
+    """The value as a TOML literal, which its JSON is too."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def run_config(values: Mapping[str, OptionValue]) -> str:
@@ -29,27 +35,51 @@ def run_config(values: Mapping[str, OptionValue]) -> str:
     return " ".join(f"{key}={toml(value)}" for key, value in values.items())
 
 
+def free_ports(count: int) -> Sequence[int]:
+    """Ports that nobody listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
 class SuperLinkClient:
     """Talks to the SuperLink at `address` (its HTTP API) through `flwr`."""
 
-    def __init__(self, flwr_home: Path, address: str, ca: Path, prefix: Sequence[str] = ()) -> None:
-        """Writes config.toml into flwr_home, a directory of this client's own.
+    def __init__(
+        self,
+        flwr_home: Path | None,
+        address: str,
+        ca: Path | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """flwr_home: a directory of this client's own, into which config.toml is written.
 
-        prefix: words before each command, such as those that enter a network namespace.
+        None: the user's, in whose config.toml `address` names a connection. ca: None for a
+        SuperLink without TLS. prefix: words before each command, such as those that enter a
+        network namespace.
         """
-        self.flwr_home, self.prefix = flwr_home, list(prefix)
-        flwr_home.mkdir(parents=True, exist_ok=True)
-        (flwr_home / "config.toml").write_text(
-            f'[superlink]\ndefault = "{connection}"\n\n[superlink.{connection}]\n'
-            f'address = "{address}"\nroot-certificates = "{ca.absolute()}"\n'
-        )
+        self.prefix, self.environment = list(prefix), environment(flwr_home)
+        self.connection = connection if flwr_home else address
+        if flwr_home:
+            security = (
+                f"root-certificates = {toml(str(ca.absolute()))}" if ca else "insecure = true"
+            )
+            flwr_home.mkdir(parents=True, exist_ok=True)
+            (flwr_home / "config.toml").write_text(
+                f'[superlink]\ndefault = "{connection}"\n\n[superlink.{connection}]\n'
+                f"address = {toml(address)}\n{security}\n"
+            )
 
     def flwr(self, *words: str) -> str:
         """The output of `flwr`; RuntimeError, with that output, if it fails or takes too long."""
         try:
             done = subprocess.run(
                 [*self.prefix, "flwr", *words],
-                env=environment(self.flwr_home),
+                env=self.environment,
                 cwd=app_folder,
                 capture_output=True,
                 text=True,
@@ -72,27 +102,27 @@ class SuperLinkClient:
 
     def register(self, public_key: Path, name: str) -> None:
         """Register a client's public key."""
-        self.flwr_json("supernode", "register", str(public_key), connection, "--name", name)
+        self.flwr_json("supernode", "register", str(public_key), self.connection, "--name", name)
 
     def nodes(self) -> list[dict[str, Any]]:
         """The registered SuperNodes: node-id, status, ..."""
-        nodes: list[dict[str, Any]] = self.flwr_json("supernode", "list", connection)["nodes"]
+        nodes: list[dict[str, Any]] = self.flwr_json("supernode", "list", self.connection)["nodes"]
         return nodes
 
     def submit(self, overrides: Mapping[str, OptionValue], app: Path = app_folder) -> int:
         """Start a run of the Flower app in `app`; its id."""
         words = ["--run-config", run_config(overrides)]
-        return int(self.flwr_json("run", str(app), connection, *words)["run-id"])
+        return int(self.flwr_json("run", str(app), self.connection, *words)["run-id"])
 
     def run_info(self, run_id: int) -> dict[str, Any]:
         """What the SuperLink knows about a run: status, network-traffic, ..."""
-        listed: dict[str, Any] = self.flwr_json("list", connection, "--run-id", str(run_id))
+        listed: dict[str, Any] = self.flwr_json("list", self.connection, "--run-id", str(run_id))
         row: dict[str, Any] = listed["runs"][0]
         return row
 
     def log(self, run_id: int) -> str:
         """The log of a run's ServerApp."""
-        return self.flwr("log", str(run_id), connection, "--show")
+        return self.flwr("log", str(run_id), self.connection, "--show")
 
     def wait(self, run_id: int, timeout_s: float) -> str:
         """The status of a run once it has ended; TimeoutError if it does not.
@@ -121,22 +151,42 @@ class SuperLinkClient:
 
     def stop(self, run_id: int) -> None:
         """Stop a run."""
-        self.flwr("stop", str(run_id), connection)
+        self.flwr("stop", str(run_id), self.connection)
 
 
 class CommandTimeout(RuntimeError):
     """`flwr` did not end in time."""
 
 
-def environment(flwr_home: Path) -> dict[str, str]:
-    """This environment with Flower's home there, quick polls, and nothing sent to Flower."""
+def environment(flwr_home: Path | None) -> dict[str, str]:
+    """This environment with this Python's scripts first, quick polls, nothing sent to Flower.
+
+    flwr_home: Flower's home; None: the user's.
+    """
     return {
         **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "FLWR_HOME": str(flwr_home),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        **({"FLWR_HOME": str(flwr_home)} if flwr_home else {}),
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # Flower's own: 1 s
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "COLUMNS": "200",
+        "COLUMNS": "400",  # long lines stay whole
     }
+
+
+@contextmanager
+def app_directory() -> Iterator[Path]:
+    """The Flower app: the checkout, or a temporary copy of the installed packages."""
+    if (app_folder / "pyproject.toml").exists():
+        yield app_folder
+        return
+    with tempfile.TemporaryDirectory(prefix="keel-app-") as folder:
+        for package in app_packages:
+            skip = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(app_folder / package, Path(folder, package), ignore=skip)
+        # Flower refuses patterns that match nothing, and what they exclude is not there
+        project = re.sub(r"(?m)^fab-exclude = .*\n", "", project_file().read_text())
+        Path(folder, "pyproject.toml").write_text(project)
+        Path(folder, "LICENSE").write_text("Apache-2.0\n")
+        yield Path(folder)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from keel.experiments.plan import best_candidate, candidates_of
 from keel.experiments.recipe import Recipe, load_recipe, shipped_recipes
-from keel.experiments.recipe_file import current_names
 from keel.experiments.runs import Options, Run, read_json, run_of, wall_seconds
-from protocol.config import RunConfig, default_config, resolve_config
+from protocol.config import RunConfig, resolve_config
+from server_app.history import duration
+from server_app.summary import read_run_config
 
 Rates = dict[tuple[str, ...], list[float]]  # seconds for each unit of `work_of`
 
@@ -44,8 +45,7 @@ def measured_rates(output: Path) -> Rates:
     rates: Rates = {}
     for path in output.glob("runs/*/*/summary.json"):
         if read_json(path).get("status") == "finished":
-            saved = current_names(read_json(path.parent / "config.json")["config"])
-            config = resolve_config({key: saved[key] for key in default_config() if key in saved})
+            config = read_run_config(path.parent)
             rate = wall_seconds(path.parent) / work_of(config)
             for key in rate_keys(config):
                 rates.setdefault(key, []).append(rate)
@@ -75,17 +75,10 @@ def expected_seconds(config: RunConfig, rates: Rates) -> float | None:
 
 
 def total(seconds: Sequence[float | None]) -> str:
-    """The sum in minutes, hours or days; a lower bound if some are unknown."""
+    """The sum; a lower bound if some are unknown."""
     known = [each for each in seconds if each is not None]
     if not seconds:
         return "–"
     if not known:
         return "unknown"
-    bound = "more than " if len(known) < len(seconds) else ""
-    number, unit = sum(known) / 60, "min"
-    for size, larger in ((60, "h"), (24, "days")):
-        if number >= size:
-            number, unit = number / size, larger
-        else:
-            break
-    return f"{bound}{number:.1f} {unit}"
+    return ("more than " if len(known) < len(seconds) else "") + duration(sum(known))

@@ -21,7 +21,12 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from keel.experiments.measure import Curve, Take, parse_take
-from protocol.config import RENAMED_KEYS, RENAMED_VALUES, default_config, refuse_unknown
+from protocol.config import (
+    RENAMED_KEYS,
+    default_config,
+    refuse_unknown,
+    with_current_names,
+)
 from protocol.options import OptionValue
 
 RUNNER_KEYS = {"seed", "resume", "output-dir", "run-name"}
@@ -66,13 +71,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _constru
 
 def current_names(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Config keys and values under today's names, without a warning: `old_names` finds those."""
-    current: dict[str, Any] = {}
-    for key, value in keys.items():
-        name = RENAMED_KEYS.get(key, key)
-        if name != key and name in keys:
-            raise ValueError(f"{key} is the old name of {name}: give {name} only")
-        current[name] = RENAMED_VALUES.get((name, str(value)), value)
-    return current
+    return dict(with_current_names(keys, warn=False))
 
 
 def old_names(node: Any) -> Iterator[tuple[int, str, str]]:
@@ -211,7 +210,7 @@ def read_recipe_file(text: str) -> tuple[RecipeFile, Lines]:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise LineError(line, f"not YAML: {error.problem}") from error
     if not isinstance(top, Lines):
-        raise LineError(1, "expected a mapping; see docs/experiments.md")
+        raise LineError(1, "expected a mapping; see docs/how-to/experiments.md")
     try:
         return RecipeFile.model_validate(top), top
     except ValidationError as error:

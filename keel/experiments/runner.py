@@ -37,6 +37,7 @@ from keel.experiments.plan import narrowed, runs_needed
 from keel.experiments.preflight import check_recipe, refuse_overriding
 from keel.experiments.recipe import Cell, Recipe
 from keel.experiments.runs import Options, Run, history_in, read_json, wall_seconds
+from keel.runs import holders
 from protocol.config import app_folder
 from protocol.files import write_atomically
 from protocol.options import OptionValue
@@ -70,16 +71,6 @@ def locked(output: Path) -> Iterator[TextIO]:
                 f"process {pids}"
             ) from error
         yield file
-
-
-def holders(path: Path) -> list[int]:
-    """Ids of the other processes that have this file open, as far as they can be inspected."""
-    found = set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if link.readlink() == path.resolve():
-                found.add(int(link.parts[2]))
-    return sorted(found - {os.getpid()})
 
 
 def recipe_id(path: str) -> str:

@@ -7,11 +7,11 @@ from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from server_app.diagnostics.comparison import SIMILARITIES, Numbers
+from server_app.plots import save_png
 
 MAX_CURVES = 5  # rounds in one figure of CKA: the first, the last, and some between
 DESCRIPTIONS = {
@@ -97,7 +97,6 @@ def plot_similarities(series: Mapping[str, Numbers], title: str, path: Path) -> 
     if not kinds:
         return
     figure = Figure(figsize=(11, 1 + 3.4 * len(kinds)), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title)
     rows = figure.subplots(len(kinds), 2, squeeze=False)
     for kind, (left, right) in zip(kinds, rows, strict=True):
@@ -116,7 +115,7 @@ def plot_similarities(series: Mapping[str, Numbers], title: str, path: Path) -> 
             axes.grid(alpha=0.3)
             if any(series):
                 axes.legend(frameon=False)
-    save(figure, path)
+    save_png(figure, path)
 
 
 def plot_panels(everything: Sequence[Numbers], draw: Any, title: str, path: Path) -> None:
@@ -127,7 +126,6 @@ def plot_panels(everything: Sequence[Numbers], draw: Any, title: str, path: Path
     columns = min(3, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(4.2 * columns, 0.6 + 3.2 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title)
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     entries: dict[str, Any] = {}
@@ -144,7 +142,7 @@ def plot_panels(everything: Sequence[Numbers], draw: Any, title: str, path: Path
     )
     for axes in panels[len(names) :]:
         axes.set_axis_off()
-    save(figure, path)
+    save_png(figure, path)
 
 
 def known(each: Mapping[str, float | None]) -> dict[str, float]:
@@ -155,11 +153,3 @@ def known(each: Mapping[str, float | None]) -> dict[str, float]:
 def shortened(name: str) -> str:
     """A client's name without `client-`; a file's name without directories and suffix."""
     return Path(name).stem.removeprefix("client-")[:16]
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a PNG, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part.png")
-    figure.savefig(part, dpi=150)
-    part.replace(path)

@@ -8,17 +8,11 @@ import time
 
 import pytest
 from conftest import all_models, history_of, same_bits, summary_of, without_times
+from tools.sizes import as_json, measured_sizes
 
 from keel.cli.main import main
 from keel.cli.run import EngineOptions, config_of, with_clients
-from keel.cli.sizes import (
-    SIZES_FILE,
-    as_json,
-    data_size,
-    measured_sizes,
-    parameter_count,
-    stored_sizes,
-)
+from keel.cli.sizes import SIZES_FILE, data_size, parameter_count, stored_sizes
 from keel.runs import SavedRun
 from protocol.config import presets, resolve_config
 from server_app.inline import InlineGrid
@@ -185,7 +179,7 @@ def test_the_stored_sizes_are_those_of_the_registries():
     stored = stored_sizes()
     models = {name: {"1x28": counts["1x28"]} for name, counts in stored["models"].items()}
     expected = stored | {"models": models}
-    assert measured_sizes([(1, 28)]) == expected, "run: python -m keel.cli.sizes"
+    assert measured_sizes([(1, 28)]) == expected, "run: python -m tests.tools.sizes"
     assert SIZES_FILE.read_text() == as_json(stored)
 
 

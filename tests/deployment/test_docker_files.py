@@ -89,7 +89,7 @@ def test_the_worker_is_a_service_without_a_network_that_the_executor_waits_for(n
 
 def test_the_directory_of_the_socket_is_writable_for_every_user():
     lines = (docker / "Dockerfile").read_text()
-    assert "mkdir /state /run/keel && chmod 1777 /state /run/keel" in lines
+    assert "mkdir /state /run/keel /run/flwr && chmod 1777 /state /run/keel /run/flwr" in lines
 
 
 def test_the_gpus_go_to_the_worker():

@@ -7,11 +7,11 @@ import sys
 import time
 
 import pytest
+from tools.processes import descendants
 
 import keel.deployment.loopback
 from keel.deployment.loopback import LocalProcess, restarting
 from protocol.config import app_folder
-from protocol.processes import descendants
 
 limit_s = 60
 sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import SMALL, all_models, history_of, same_bits, summary_of, without_times
 
-from keel.cli.engines import MARK
+from keel.deployment.simulation import MARK
 from keel.runs import SavedRun
 from server_app.inline import run_inline
 

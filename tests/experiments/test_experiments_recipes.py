@@ -351,7 +351,7 @@ def test_a_bad_recipe_is_refused_with_its_line(old, new, line, words):
         ("method: fedprox", "method: fedpox", "line 9", "did you mean fedprox?"),
         ("source: digits", "source: 'npz:/nowhere/x.npz'", "line 3", "x.npz"),
         ("alpha: 0.5", "alpha: -1", "line 5", "alpha = -1"),
-        ("num-clients: 4", "num-clients: 2000", "line 3", "from 1 to 1438"),
+        ("num-clients: 4", "num-clients: 2000", "line 3", "1 to 1438"),
         ("num-clients: 4", "lr: 0.1", "lines 8 and 5", "num-clients = 0"),
         ("two: {", "two: {tune: {fedprox.mu: [1, -2]}, ", "line 9", "fedprox.mu = -2"),
         ("method: fedprox", "method: fedcka, fedcka.num-layers: 9", "line 9", "num-layers = 9"),

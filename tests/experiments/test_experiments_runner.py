@@ -1,23 +1,15 @@
 """The runner on digits: what it runs, skips, resumes, survives; the report and verify after it."""
 
 import json
-import os
-import re
-import shutil
 import signal
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import typer
-from conftest import final_model, history_of, same_bits
 from matplotlib.figure import Figure
 
 from keel.cli import experiments as command_line
@@ -28,14 +20,10 @@ from keel.experiments.plan import Result, best_candidate, runs_needed, selected
 from keel.experiments.recipe import Claim, Recipe, load_recipe, parse_recipe
 from keel.experiments.rendering import write_report
 from keel.experiments.runs import Options, Run, run_of
-from keel.experiments.verify import checks
 from protocol.config import resolve_config
-from server_app.inline import run_inline
 
 root = Path(__file__).parent.parent.parent
 sweep = root / "docs" / "sweep.yaml"
-ONCE = ("--seeds", "1", "--only", "heterogeneous")
-wait_s = 120.0
 
 
 def main(*arguments: str) -> int:
@@ -49,171 +37,6 @@ def main(*arguments: str) -> int:
         return 2
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output folder after half of the documented example: two runs of three rounds."""
-    output = tmp_path_factory.mktemp("experiments")
-    assert main("run", str(sweep), "--output", str(output), *ONCE) == 0
-    return output
-
-
-def folders(output: Path) -> list[Path]:
-    """The folders of all attempts, by the name of their run."""
-    return [path.parent for path in sorted(output.glob("runs/*/*/config.json"))]
-
-
-def test_the_documented_sweep_gives_what_the_same_runs_give_by_hand(swept, tmp_path):
-    assert len(folders(swept)) == 2
-    for folder in folders(swept):
-        given = json.loads((folder / "config.json").read_text())["overrides"]
-        assert given["alpha"] == 0.5
-        by_hand = run_inline({**given, "output-dir": str(tmp_path)}, 4)
-        assert same_bits(final_model(folder), final_model(by_hand))
-
-
-def test_what_is_finished_is_not_run_again(swept, monkeypatch, capsys):
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr(runner.subprocess, "Popen", refuse)
-    assert main("run", str(sweep), "--output", str(swept), *ONCE) == 0
-    assert "2 runs are already finished" in capsys.readouterr().out
-
-
-def test_a_failing_run_is_survived_and_named(swept, tmp_path, capsys):
-    text = sweep.read_text().replace("[0.01, 1.0]", "[0.01, 1.0e+30]")
-    recipe = tmp_path / "diverging.yaml"
-    recipe.write_text(text)
-    before = folders(swept)
-    assert main("run", str(recipe), "--output", str(swept), *ONCE) == 1
-    message = capsys.readouterr().out
-    assert "failed" in message
-    assert "values that are not finite" in message
-    assert "1 runs are already finished" in message  # the sweep's own, shared
-    new = set(folders(swept)) - set(before)
-    assert len(new) == 1
-    shutil.rmtree(new.pop().parent)
-    (job,) = swept.glob("jobs/diverging*")
-    job.unlink()
-
-
-def long_recipe(folder: Path) -> Path:
-    """A recipe of one run, long enough to be interrupted."""
-    path = folder / "long.yaml"
-    path.write_text(
-        "config: {source: digits, model: cnn-fedreco, num-clients: 4, num-rounds: 20, lr: 0.05}\n"
-        "rows:\n  FedAvg: {method: fedavg}\n"
-    )
-    return path
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Until it holds; fails after `wait_s`."""
-    deadline = time.monotonic() + wait_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that in time"
-        time.sleep(0.05)
-
-
-@pytest.fixture
-def interrupted(tmp_path: Path) -> Iterator[Callable[[], tuple[int, str, int]]]:
-    """A runner in a process of its own; interrupted() stops it in the middle of its run."""
-    arguments = ["run", str(long_recipe(tmp_path)), "--output", str(tmp_path / "out")]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "keel.cli.experiments", *arguments],
-        cwd=root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # a shell that started us in the background has it ignored, which is inherited
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-    def stop() -> tuple[int, str, int]:
-        def rounds() -> int:
-            return sum(len(history_of(f)) for f in folders(tmp_path / "out") if has_history(f))
-
-        wait_for(lambda: rounds() >= 2)
-        runs = [pid for pid in processes_with(str(tmp_path / "out")) if pid != process.pid]
-        for pid in runs:
-            os.kill(pid, signal.SIGSTOP)  # or it would be over before the interrupt
-        assert main(*arguments) == 2  # a second runner on the same folder
-        assert set(runner.holders(tmp_path / "out" / ".lock")) == {process.pid, *runs}
-        process.send_signal(signal.SIGINT)
-        for pid in runs:
-            os.kill(pid, signal.SIGCONT)
-        message, _ = process.communicate(timeout=wait_s)
-        return process.returncode, message, rounds()
-
-    try:
-        yield stop
-    finally:
-        if process.poll() is None:
-            process.terminate()  # it ends its runs
-            process.wait(30)
-
-
-def has_history(folder: Path) -> bool:
-    return (folder / "history.jsonl").exists()
-
-
-def processes_with(word: str) -> list[int]:
-    """Ids of processes that have `word` in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if word.encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
-
-
-def test_an_interrupted_runner_resumes_bit_for_bit(interrupted, tmp_path, capsys):
-    code, message, rounds = interrupted()
-    assert (code, "interrupted" in message) == (130, True), message
-    rejected = capsys.readouterr().err
-    assert re.search(r"in use by another runner, .*: process \d+, \d+$", rejected.strip())
-    assert 2 <= rounds < 20, "it was over before it was interrupted"
-    assert processes_with(str(tmp_path / "out")) == []
-    (attempt,) = folders(tmp_path / "out")
-    summary = attempt / "summary.json"  # there unless the run was killed before it could say so
-    assert not summary.exists() or json.loads(summary.read_text())["status"] != "finished"
-    before = (attempt / "history.jsonl").read_text().splitlines()
-
-    recipe, output = long_recipe(tmp_path), tmp_path / "out"
-    assert main("run", str(recipe), "--output", str(output)) == 0
-    assert folders(output) == [attempt]  # resumed, not started from scratch
-    after = (attempt / "history.jsonl").read_text().splitlines()
-    assert after[: len(before)] == before  # only the round in flight was run again
-    assert [json.loads(line)["round"] for line in after] == list(range(1, 21))
-    given = json.loads((attempt / "config.json").read_text())["overrides"]
-    whole = run_inline({**given, "output-dir": str(tmp_path / "whole")}, 4)
-    assert same_bits(final_model(attempt), final_model(whole))
-
-
-def test_runs_that_a_killed_runner_left_behind_keep_the_folder_until_they_end(
-    tmp_path, monkeypatch
-):
-    recipe = load_recipe(str(sweep))
-    run = next(runs_needed(recipe, recipe.cells, options(), tmp_path, ()))
-    monkeypatch.setattr(runner, "command_of", lambda run: ["sleep", "600"])
-    with runner.locked(tmp_path) as lock:
-        left = runner.start(run, 0, [], lock, runner.TaskID(0)).process
-    try:  # the runner's own hold is gone
-        with (
-            pytest.raises(ValueError, match=f"left behind: process {left.pid}$"),
-            runner.locked(tmp_path),
-        ):
-            pass
-    finally:
-        left.kill()
-        left.wait()
-    with runner.locked(tmp_path):
-        assert runner.holders(tmp_path / ".lock") == []
 
 
 def test_each_run_has_one_gpu_in_turn_and_one_thread(tmp_path, monkeypatch):
@@ -234,7 +57,7 @@ def test_each_run_has_one_gpu_in_turn_and_one_thread(tmp_path, monkeypatch):
         (["--output", "/dev/null/x"], "cannot be written"),
         (["--seeds", "-1"], "-1 is not in the range"),
         (["--set", "seed=3"], "--set seed"),
-        (["--set", "lr=high"], "expected a value of type float"),
+        (["--set", "lr=high"], "expected a number"),
         (["--set", "lrr=1"], "did you mean lr?"),
         (["--set", "lr"], "expected KEY=VALUE"),
         (["--scale", "week"], "--scale = 'week' is unknown"),
@@ -634,101 +457,6 @@ def test_text_of_a_recipe_is_escaped_and_its_notes_are_below_the_table(tmp_path)
     assert "\n- <script>alert(1)</script>\n- second\n\n| claim |" in markdown
 
 
-class Cells(HTMLParser):
-    """The cells of a page's tables, row by row, and every address that the page refers to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[list[str]] = []
-        self.addresses: list[str] = []
-        self.in_cell = False
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.addresses += [v or "" for k, v in attributes if k in ("src", "href")]
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-            self.in_cell = True
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("td", "th"):
-            self.in_cell = False
-
-    def handle_data(self, data: str) -> None:
-        if self.in_cell:
-            self.rows[-1][-1] += data
-
-
-def test_the_report_holds_the_numbers_of_the_histories(swept):
-    page, text = write_report(swept)
-    cells = Cells()
-    cells.feed(page.read_text())
-    for folder in folders(swept):
-        mu = json.loads((folder / "config.json").read_text())["overrides"]["fedprox.mu"]
-        mean = statistics.fmean(100 * line["global"]["accuracy"] for line in history_of(folder)[1:])
-        (row,) = [row for row in cells.rows if row and row[0] == f"fedprox.mu = {mu}"]
-        assert row[1:] == ["–", f"{mean:.2f}", "–"]  # the other column was not asked for
-        assert f"| fedprox.mu = {mu} | {mean:.2f} |\n" in text.read_text()
-    assert ["homogeneous above heterogeneous in fedprox.mu = 1.0", "not tested", ""] in cells.rows
-    pictures = [a for a in cells.addresses if a.startswith("data:image/")]
-    assert len(pictures) == 2  # the curves, and how the classes lie over the clients
-    assert all(a.startswith(("data:image/", "#")) for a in cells.addresses)  # it opens offline
-    for line in text.read_text().splitlines():
-        if line.startswith("!["):
-            assert (swept / line.rpartition("(")[2].rstrip(")")).is_file()
-
-
-def test_where_curves_are_shown_they_come_before_the_numbers(swept, tmp_path):
-    output = tmp_path / "copy"
-    shutil.copytree(swept, output)
-    (job,) = output.glob("jobs/*.json")
-    about = json.loads(job.read_text())
-    for shows in ("table", "curves"):
-        message = about | {"text": f"shows: {shows}\n{about['text']}"}
-        job.write_text(json.dumps(message))
-        page, text = (path.read_text() for path in write_report(output))
-        is_first = shows == "curves"
-        assert (page.index("<figure>") < page.index('<table class="sortable">')) is is_first
-        assert (text.index("\n![") < text.index("\n| |")) is is_first
-
-
-def browser() -> str:
-    """A headless browser, if there is one; skips without."""
-    found = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-    )
-    if not found:
-        pytest.skip("no Chromium or Chrome on PATH: sorting is not tried in a browser")
-    return found
-
-
-def test_a_click_on_a_heading_sorts_in_a_real_browser(swept, tmp_path):
-    page, _ = write_report(swept)
-    click = """<script>
-      const heads = document.querySelectorAll("table.sortable thead tr:last-child button");
-      const read = () => [...document.querySelectorAll("table.sortable tbody tr")].map(
-        row => row.cells[2].textContent).join();
-      const seen = [];
-      heads[2].click(); seen.push(read()); heads[2].click(); seen.push(read());
-      document.title = seen.join(";");
-    </script>"""
-    copy = tmp_path / "page.html"
-    copy.write_text(page.read_text().replace("</html>", click + "</html>"))
-    dump = subprocess.run(
-        [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", copy.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
-    falling, rising = dump.partition("<title>")[2].partition("</title>")[0].split(";")
-    values = [float(value) for value in falling.split(",")]
-    assert len(values) == 2
-    assert values == sorted(values, reverse=True)
-    assert rising.split(",") == falling.split(",")[::-1]
-
-
 def test_labels_need_no_run(tmp_path):
     recipe = tmp_path / "labels.yaml"
     recipe.write_text(
@@ -741,66 +469,3 @@ def test_labels_need_no_run(tmp_path):
     assert page.read_text().count("<img ") == 2
     assert "digits, odd: samples of each class by client" in text.read_text()
     assert not (output / "runs").exists()
-
-
-# --- verify -----------------------------------------------------------------------------------
-
-
-def wrong(folder: Path) -> list[str]:
-    """What verify finds wrong, replaying two rounds."""
-    return [check.found for check in checks(folder, 2) if not check.passed]
-
-
-@pytest.fixture
-def copied(swept: Path, tmp_path: Path) -> Path:
-    """A copy of one finished run, to be tampered with."""
-    return Path(shutil.copytree(folders(swept)[0], tmp_path / "run"))
-
-
-def test_a_finished_run_verifies_to_the_bit(swept, capsys):
-    assert main("verify", str(folders(swept)[0])) == 0
-    message = capsys.readouterr().out
-    assert "split: " in message
-    assert message.count("bit-identical (") == 2
-    assert "1 runs, 0 checks failed" in message
-
-
-def test_files_that_are_not_the_runs_are_found(copied):
-    model = copied / "model.safetensors"
-    model.write_bytes(model.read_bytes()[:-1] + b"\x01")
-    assert [found.partition(":")[0] for found in wrong(copied)] == ["model.safetensors"]
-
-
-def test_accuracies_that_the_replay_does_not_give_are_found(copied):
-    lines = history_of(copied)
-    lines[1]["global"]["accuracy"] += 0.05
-    (copied / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [found.partition(":")[0] for found in wrong(copied)] == ["history.jsonl", "round 2"]
-
-
-def test_another_split_and_other_weights_are_found(copied):
-    """A bundle that fits its files, but not the run: only the replay can tell."""
-    bundle = json.loads((copied / "manifest.json").read_text())
-    bundle["split"] = bundle["rounds"]["1"] = "0" * 16
-    (copied / "manifest.json").write_text(json.dumps(bundle))
-    assert [found.partition(":")[0] for found in wrong(copied)] == ["split", "round 1"]
-
-
-def test_a_run_that_did_not_end_is_not_verified(copied):
-    bundle = json.loads((copied / "manifest.json").read_text())
-    del bundle["files"]
-    (copied / "manifest.json").write_text(json.dumps(bundle))
-    assert wrong(copied) == ["the run has not ended: its manifest is incomplete"]
-    assert main("verify", str(copied.parent / "nothing")) == 2
-
-
-def test_of_several_runs_one_that_was_killed_is_skipped_by_name(copied, capsys):
-    killed = Path(shutil.copytree(copied, copied.parent / "killed"))
-    bundle = json.loads((killed / "manifest.json").read_text())
-    del bundle["files"]
-    (killed / "manifest.json").write_text(json.dumps(bundle))
-    assert main("verify", str(killed)) == 1
-    assert main("verify", str(copied.parent), "--rounds", "1") == 0
-    assert "2 runs, 1 skipped, 0 checks failed" in capsys.readouterr().out
-    shutil.copytree(killed, copied, dirs_exist_ok=True)
-    assert main("verify", str(copied.parent)) == 1  # nothing was looked at

@@ -143,10 +143,10 @@ def test_the_list_has_every_recipe(output):
     [
         ([], "–"),
         ([None], "unknown"),
-        ([30.0, 60.0], "1.5 min"),
-        ([3600.0, 5400.0], "2.5 h"),
-        ([3600.0 * 36], "1.5 days"),
-        ([3600.0, None], "more than 1.0 h"),
+        ([30.0, 60.0], "1 min 30 s"),
+        ([3600.0, 5400.0], "2 h 30 min"),
+        ([3600.0 * 36], "1 d 12 h"),
+        ([3600.0, None], "more than 1 h 0 min"),
     ],
 )
 def test_the_total_time_is_in_a_readable_unit(seconds, text):

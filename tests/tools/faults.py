@@ -27,9 +27,9 @@ from pathlib import Path
 from client_app.state import StateFolder
 from keel.deployment.loopback import Loopback, partitions, running
 from protocol.options import OptionValue
-from protocol.processes import descendants
 from server_app.history import read_history
 from server_app.inline import run_inline
+from tests.tools.processes import descendants
 
 kinds = ("serverapp", "superlink", "supernode", "executor", "worker")
 methods: dict[str, dict[str, OptionValue]] = {

@@ -10,8 +10,8 @@ import pytest
 import torch
 from client_fixtures import add_model
 from conftest import NUM_CLIENTS, SMALL, final_model, history_of, resume, same_bits, without_times
+from printed_formulas import cka_as_printed, covariances
 from safetensors.torch import load_file
-from test_diagnostics_measures import cka_as_printed, covariances
 
 import keel.cli.main
 import server_app.diagnostics.comparison
@@ -29,7 +29,7 @@ from server_app.diagnostics.monitor import Monitor
 Run = Callable[..., Path]
 TAPS = ["conv1", "conv2", "fc1", "fc2", "features", "logits"]  # of cnn-fedreco
 PERSONAL = {"local-test-fraction": 0.2, "num-rounds": 1, "local-epochs": 1}
-guide = (Path(__file__).parent.parent / "docs/how-to/diagnostics.md").read_text()
+guide = (Path(__file__).parents[2] / "docs/how-to/diagnostics.md").read_text()
 
 
 @pytest.fixture

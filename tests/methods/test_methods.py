@@ -12,6 +12,9 @@ from client_fixtures import (
     NUM_CLASSES,
     SHAPE,
     Client,
+    assert_same_bits,
+    differ,
+    initial,
     keel_home_of_tests,  # noqa: F401 (used by being here)
     make_config,
     make_round,
@@ -105,6 +108,25 @@ def test_a_round_returns_what_the_server_half_expects(name):
     assert update.num_steps > 0
     assert update.terms
     check_state(method_of(config), update)
+
+
+@pytest.mark.parametrize("name", [n for n, cls in METHODS.items() if cls.equals_fedavg_at])
+def test_at_its_limit_a_method_is_fedavg_to_the_bit_and_otherwise_not(name):
+    keys = {"batch_size": 16, "local_epochs": 2}
+    plain = make_config(**keys)
+    at_limit = {f"{name}__{k}": value for k, value in METHODS[name].equals_fedavg_at.items()}
+    received = initial(make_config(method=name))
+    shared = {key: received[key] for key in initial(plain)}
+    fedavg = method_of(plain).train(make_round(plain, received=shared)).arrays
+
+    def trained(**options):
+        config = make_config(method=name, **keys, **options)
+        state = {"previous": initial(config, seed=5)} if METHODS[name].is_stateful else {}
+        return method_of(config).train(make_round(config, received=received, state=state)).arrays
+
+    assert_same_bits(trained(**at_limit), fedavg, names=fedavg)
+    arrays = trained()
+    assert differ(fedavg, arrays)
 
 
 @each_method

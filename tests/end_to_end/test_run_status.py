@@ -21,7 +21,7 @@ from protocol.config import keel_version
 from server_app.inline import InlineGrid, run_inline
 from server_app.run_directory import RunDirectory
 
-root = Path(__file__).parent.parent
+root = Path(__file__).parents[2]
 quick = {"local-epochs": 0, "num-rounds": 2}
 
 

@@ -34,7 +34,7 @@ def model_with_heads(seed):
 
 def fedintr(**options):
     defaults = {"mu": 1.0, "tau": TAU, "layer_weights": "similarity", "reduction": "batch"}
-    return FedIntR(**(defaults | {"detach": False} | options))
+    return FedIntR(**(defaults | {"detach": False, "projection_width": 256} | options))
 
 
 def scene(batch_size=5, same_previous=False):
@@ -206,11 +206,11 @@ def test_a_representation_is_flattened_and_goes_through_the_head_of_that_very_mo
 
 def test_all_stages_of_a_model_are_represented_but_not_an_added_projection():
     method = fedintr()
-    assert method.model_parts() == ModelParts(projection="none", projection_heads=True)
+    assert method.model_parts() == ModelParts(projection="none", projection_heads=256)
     assert method.uses_global
     assert method.uses_previous
     model = build_model(
-        "cnn-fedintr", num_classes=3, channels=3, image_size=32, seed=0, projection_heads=True
+        "cnn-fedintr", num_classes=3, channels=3, image_size=32, seed=0, projection_heads=256
     )
     assert method.layers(model) == ["conv1", "conv2", "conv3", "fc1", "fc2"]
     _, outputs = model.run(torch.randn(2, 3, 32, 32), method.layers(model))

@@ -1,5 +1,6 @@
 """FedRCL against eq. (5) as printed, in loops, for both kinds of mining, levels and edge cases."""
 
+import dataclasses
 import math
 
 import pytest
@@ -8,7 +9,8 @@ from client_fixtures import batch_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from client_app.methods.fedrcl import FedRCL, rcl_all, rcl_hard
+from client_app.methods.fedrcl import MINING, FedRCL, rcl_all, rcl_hard
+from client_app.methods.fedscl import FedSCL
 from client_app.similarity import unit_features
 from models import build_model
 
@@ -227,3 +229,9 @@ def test_levels_are_the_stages_of_the_network(options, expected):
     penalty = penalty_of(method, outputs, torch.tensor([0, 0, 1, 1, 2, 2]))
     penalty.backward()
     assert all(p.grad.isfinite().all() for p in model.stages["conv1"].parameters())
+
+
+@pytest.mark.parametrize("method", [FedRCL, FedSCL])
+def test_every_way_of_mining_is_a_choice_and_the_other_way_round(method):
+    (field,) = (f for f in dataclasses.fields(method) if f.name == "mining")
+    assert field.metadata["constraint"].choices == tuple(MINING)

@@ -10,6 +10,15 @@ from pathlib import Path
 
 import pytest
 from conftest import SMALL, final_model, history_of, same_bits, summary_of
+from deployment_fixtures import (
+    limit_s,
+    lines_of,
+    new_run,
+    state_inline,
+    state_of_clients,
+    wait_for_round,
+)
+from tools.processes import descendants
 
 from keel.deployment.checks_host import check_key, check_port, check_registered
 from keel.deployment.checks_runtime import check_worker
@@ -18,11 +27,9 @@ from keel.deployment.loopback import Loopback, free_ports, partitions, running
 from keel.deployment.register import register_all
 from keel.deployment.superlink import connection, run_config
 from protocol.config import app_folder
-from protocol.processes import descendants
 from server_app.inline import run_inline
 
 num_clients = 2
-limit_s = 300
 KEYS = SMALL | {
     "method": "fedreco",
     "fedreco.eta-0": 0.5,
@@ -46,45 +53,6 @@ def inline(tmp_path_factory):
     return run_inline(KEYS | {"output-dir": str(tmp_path_factory.mktemp("inline"))}, num_clients)
 
 
-def runs(local: Loopback) -> list[Path]:
-    return sorted((local.root / "server" / "keel" / "runs").glob("*"))
-
-
-def new_run(local: Loopback, overrides) -> tuple[int, Path]:
-    """The id and the folder of a run just submitted, once its folder is there."""
-    before = set(runs(local))
-    run_id = local.superlink.submit(overrides)
-    deadline = time.monotonic() + limit_s
-    while not (new := set(runs(local)) - before):
-        assert time.monotonic() < deadline, local.log_file("serverapp-executor").read_text()
-        time.sleep(0.1)
-    return run_id, new.pop()
-
-
-def state_of_clients(local: Loopback, run: Path) -> dict[str, set[str]]:
-    """Names of the newest state files; a name holds the round and the content's digest."""
-    return {
-        name: {max(path.name for path in folder.glob("round-*"))}
-        for name in local.clients
-        if (folder := local.root / name / "keel" / "clients" / run.name / name).exists()
-    }
-
-
-def state_inline(run: Path) -> dict[str, set[str]]:
-    return {
-        folder.name: {max(path.name for path in folder.glob("round-*"))}
-        for folder in (run / "clients").iterdir()
-    }
-
-
-def wait_for_round(run: Path, number: int) -> None:
-    """Return once this round is in the history."""
-    deadline = time.monotonic() + limit_s
-    while len(lines_of(run)) < number:
-        assert time.monotonic() < deadline, f"round {number} did not come"
-        time.sleep(0.05)
-
-
 def wait_for_end(local: Loopback, run_id: int, run: Path) -> str:
     """Flower's status of a run that has ended; each of its rounds may take `limit_s`."""
     rounds = len(lines_of(run))
@@ -94,11 +62,6 @@ def wait_for_end(local: Loopback, run_id: int, run: Path) -> str:
         except TimeoutError:
             assert len(lines_of(run)) > rounds, f"nothing happened in {limit_s} s"
             rounds = len(lines_of(run))
-
-
-def lines_of(run: Path) -> list[str]:
-    path = run / "history.jsonl"
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def server_app_pid(local: Loopback) -> int:

@@ -340,8 +340,8 @@ def test_a_run_killed_in_its_third_round_ends_as_if_it_had_not_been(case, home, 
     assert len({tuple(line["participants"]) for line in lines}) > 1
 
 
-def test_a_run_whose_schedule_hangs_on_its_length_cannot_be_made_longer():
-    with pytest.raises(ValueError, match="num-rounds = 4: fedproc depends on"):
+def test_a_run_whose_schedule_depends_on_its_length_cannot_be_made_longer():
+    with pytest.raises(ValueError, match=r"num-rounds = 4: .*fedproc depends on"):
         run_inline({"resume": str(run("fedproc")), "num-rounds": 4}, num_clients=3)
 
 
@@ -402,7 +402,7 @@ def test_a_client_without_some_classes_takes_part_in_fedpac():
         ),
         (
             {"method": "fedbabu", "fedbabu.part": "tail"},
-            ["fedbabu.part = 'tail'", "full, head, body"],
+            ["fedbabu.part = 'tail'", "full, head, extractor"],
         ),
         ({"method": "scaffold", "scaffold.momentum-form": "plain"}, ["scaffold.momentum-form"]),
         ({"fedntd.convex": True, "fedntd.beta": 1.0}, ["fedntd.beta = 1.0", "below 1"]),

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from conftest import final_model, history_of, random_arrays, same_bits, sent, summary_of
+from conftest import random_arrays, sent
 from flwr.app import ArrayRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedMedian, FedTrimmedAvg, MultiKrum
 
-from client_app.methods import METHODS
 from protocol.config import resolve_config
 from protocol.messages import TrainReply
 from strategies.aggregation import coordinate_wise, krum_selection, weighted_mean
@@ -116,61 +115,6 @@ def test_whole_numbers_are_rounded_and_keep_their_type():
     found = coordinate_wise(counts, rounds_of(aggregation="median"))["steps"]
     assert found.dtype == torch.int64
     assert found.tolist() == [3, -3]
-
-
-# --- in a run -------------------------------------------------------------------------------------
-
-robust = {
-    "median": {"aggregation": "median"},
-    "trimmed-mean": {"aggregation": "trimmed-mean"},
-    "krum": {"aggregation": "krum"},
-    "multi-krum": {"aggregation": "multi-krum"},
-}
-
-
-liar = {"num-rounds": 4, "batch-size": 16, "partition": "iid"}
-
-
-@pytest.fixture
-def lying(monkeypatch):
-    """One client sends the opposite of its update, ten times."""
-    train = METHODS["fedavg"].train
-
-    def lie(method, now):
-        update = train(method, now)
-        if now.client == "client-0003":
-            for name, array in update.arrays.items():
-                update.arrays[name] = now.received[name] - 10 * (array - now.received[name])
-        return update
-
-    monkeypatch.setattr(METHODS["fedavg"], "train", lie)
-
-
-@pytest.mark.parametrize("keys", robust.values(), ids=robust)
-def test_a_client_that_lies_does_not_spoil_the_model(run, lying, keys):
-    folder = run(liar | keys, 5)
-    assert all(len(line["participants"]) == 5 for line in history_of(folder))
-    assert summary_of(folder)["results"]["global.accuracy"]["final"] > 0.4
-
-
-def test_the_mean_is_spoilt_by_such_a_client(run, lying):
-    try:
-        folder = run(liar, 5)
-    except RuntimeError:
-        return  # not even finite
-    assert summary_of(folder)["results"]["global.accuracy"]["final"] < 0.3
-
-
-@pytest.mark.parametrize(
-    ("method", "server"), [("fedcr", "fedavg"), ("fedrep", "fedavgm"), ("fedavg", "fedacg")]
-)
-def test_it_combines_with_methods_and_server_steps(run, method, server):
-    given = {"method": method, "server-optimizer": server, "local-test-fraction": 0.2}
-    folder, mean = (
-        run(given | {"aggregation": name, "num-rounds": 1}) for name in ("median", "mean")
-    )
-    assert all(array.isfinite().all() for array in final_model(folder).values())
-    assert not same_bits(final_model(folder), final_model(mean))
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from flwr.app import Message, MessageType
 
 import protocol.files
 import server_app.client_registry
+import server_app.federation
 import server_app.inline
 from client_app.method import Update
 from client_app.methods import METHODS, method_of
@@ -472,20 +473,23 @@ def test_no_readable_checkpoint_is_one_line_and_nothing_is_touched(run, damage):
         assert after[folder / name] == before[folder / name]
 
 
-@pytest.mark.parametrize("step", ["save_checkpoint", "append_history"])
-def test_a_crash_while_a_round_is_recorded_loses_no_line(run, monkeypatch, step):
+@pytest.mark.parametrize(
+    ("owner", "step"),
+    [(RunDirectory, "save_checkpoint"), (server_app.federation, "append_history")],
+)
+def test_a_crash_while_a_round_is_recorded_loses_no_line(run, monkeypatch, owner, step):
     whole = run({"num-rounds": 4})
-    record = getattr(RunDirectory, step)
+    record = getattr(owner, step)
 
-    def record_or_die(folder: RunDirectory, what, *more) -> None:
+    def record_or_die(place, what, *more):
         if (what["round"] if isinstance(what, dict) else what.round) == 3:
             raise KeyboardInterrupt
-        record(folder, what, *more)
+        return record(place, what, *more)
 
-    monkeypatch.setattr(RunDirectory, step, record_or_die)
+    monkeypatch.setattr(owner, step, record_or_die)
     with pytest.raises(KeyboardInterrupt):
         run({"num-rounds": 4})
-    monkeypatch.setattr(RunDirectory, step, record)
+    monkeypatch.setattr(owner, step, record)
     [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
     resume(broken)
     assert without_times(history_of(broken)) == without_times(history_of(whole))
@@ -812,7 +816,7 @@ def test_when_all_fail_the_run_ends_saying_why_and_can_go_on_from_before(run, sp
     with pytest.raises(TooFewRepliesError) as caught:
         run(keys)
     text = str(caught.value)
-    assert text.startswith("round 3: 0 good replies, min-replies = 1. client-0000: ")
+    assert text.startswith("round 3: 0 accepted replies, min-replies = 1. client-0000: ")
     assert all(f"client-000{i}: " in text for i in range(4))
     assert "\n" not in text
     [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}

@@ -1,7 +1,7 @@
 """`flwr run` as a user types it: two rounds of every method, in one background SuperLink.
 
-Two runs are under way at once; each starts Ray, which takes most of its time. The methods that the
-four papers compare against run with the slow tests.
+Two runs are under way at once; each starts Ray, which takes most of its time. All but the methods
+in QUICK are slow tests: test_compared_runs.py trains every method on the inline engine.
 """
 
 import hashlib
@@ -36,16 +36,15 @@ runs: dict[str, tuple[dict[str, OptionValue], int]] = {  # keys, CPUs for each w
     "fedreco": ({"method": "fedreco", "fedreco.eta-0": 0.5}, 1),
     "fedreco, one worker": ({"method": "fedreco", "fedreco.eta-0": 0.5}, num_cpus),
     "fedavg": ({"method": "fedavg", "evaluate-clients": "all"}, 1),
+    "scaffold": ({"method": "scaffold"}, 1),
+}
+QUICK = list(runs)  # of these, a run starts while the one before it is under way
+runs |= {
     "fedprox": ({"method": "fedprox", "evaluate-clients": "cohort"}, 1),
-    "moon": ({"method": "moon"}, 1),
-    "fedcka": ({"method": "fedcka"}, 1),
-    "fedrcl": ({"method": "fedrcl"}, 1),
     "fedavgm": ({"server-optimizer": "fedavgm"}, 1),
     "fedadam": ({"server-optimizer": "fedadam"}, 1),
 }
-
-compared = [name for name in METHODS if name not in runs]
-runs |= {name: ({"method": name}, 1) for name in compared}
+runs |= {name: ({"method": name}, 1) for name in METHODS if name not in runs}
 
 Finished = Callable[[str], tuple[Path, str]]
 
@@ -68,8 +67,7 @@ def finished(superlink: SuperLink, tmp_path_factory: pytest.TempPathFactory) -> 
     under_way: dict[str, Future[str]] = {}
 
     def wait_for(name: str) -> tuple[Path, str]:
-        at = list(runs).index(name)
-        for each in list(runs)[at : at + 2] if name not in compared else [name]:
+        for each in QUICK[QUICK.index(name) :][:2] if name in QUICK else [name]:
             if each not in under_way:
                 keys, cpus_each = runs[each]
                 output = {"output-dir": str(base / each.replace(", ", "-").replace(" ", "-"))}
@@ -87,7 +85,7 @@ def finished(superlink: SuperLink, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in compared else []) for n in runs]
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in runs]
 )
 def test_every_method_runs_for_two_rounds_and_leaves_its_folder(finished, name):
     folder, printed = finished(name)

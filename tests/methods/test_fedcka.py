@@ -1,5 +1,6 @@
 """FedCKA against eq. (2) and (3) as printed, the invariances of CKA, and degenerate inputs."""
 
+import dataclasses
 import math
 import statistics
 
@@ -325,3 +326,8 @@ def test_all_layers_of_a_real_model_train(name):
     local, *frozen = models
     assert all(p.grad.isfinite().all() and p.grad.any() for p in local.stages.parameters())
     assert all(p.grad is None for model in frozen for p in model.parameters())
+
+
+def test_every_similarity_is_a_choice_and_the_other_way_round():
+    (field,) = (f for f in dataclasses.fields(FedCKA) if f.name == "similarity")
+    assert field.metadata["constraint"].choices == tuple(SIMILARITIES)

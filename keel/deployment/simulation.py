@@ -1,0 +1,112 @@
+"""A SuperLink of our own for one simulation, ended with every process that came of it."""
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from keel.deployment.superlink import SuperLinkClient, free_ports
+
+START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 10.0  # for processes to end after SIGTERM
+MARK = "KEEL_ENGINE"  # environment variable of every process that came of such a SuperLink
+
+
+@contextmanager
+def simulation_superlink(
+    folder: Path, app: Path, variables: Mapping[str, str] | None = None
+) -> Iterator[SuperLinkClient]:
+    """A SuperLink for simulations; yields its client, in whose environment `flwr run` is called.
+
+    It has its own ports and FLWR_HOME (`folder`), and this process's environment with `variables`.
+    Every process that comes of it carries a mark in its environment; these, and no others, are
+    ended on the way out.
+    """
+    http, control = free_ports(2)
+    client = SuperLinkClient(folder, f"127.0.0.1:{http}")
+    mark = f"{os.getpid()}-{time.time_ns()}"
+    sockets = tempfile.mkdtemp(prefix="keel-ray-")  # short: it holds the paths of sockets
+    client.environment = {"RAY_TMPDIR": sockets} | client.environment | {MARK: mark}
+    client.environment |= variables or {}
+    log_path = folder / "superlink.log"
+    with locked(folder / ".lock"), log_path.open("w") as log_file:
+        process = subprocess.Popen(
+            [
+                *("flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"),
+                *("--host", "127.0.0.1", "--port", str(http)),
+                *("--control-api-address", f"127.0.0.1:{control}"),
+                *("--database", str(folder / "state.db")),
+            ],
+            cwd=app,
+            env=client.environment,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            wait_until_healthy(process, http, log_path)
+            yield client
+        finally:
+            end_processes(process, mark)
+            shutil.rmtree(sockets, ignore_errors=True)
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], port: int, log_path: Path) -> None:
+    """Return once the SuperLink answers; RuntimeError with its log's last line if it does not."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"Flower's SuperLink did not start: {last_line(log_path)} (log: {log_path})")
+
+
+def end_processes(superlink: subprocess.Popen[bytes], mark: str) -> None:
+    """End the SuperLink and every process with our mark, by SIGTERM, then by SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(superlink.pid, number)
+        for pid in marked_processes(mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if superlink.poll() is not None and not marked_processes(mark):
+                return
+            time.sleep(0.1)
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Ids of the living processes with our mark in their environment."""
+    entry, found = f"{MARK}={mark}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            is_ours = entry in (folder / "environ").read_bytes().split(b"\0")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if is_ours and state not in "ZX":
+                found.append(int(folder.name))
+    return found
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock on the file, which contains this process's id: `keel stop` finds it there."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log."""
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")

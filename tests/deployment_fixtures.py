@@ -1,0 +1,73 @@
+"""Shared by the tests of the doctor's checks and of deployments."""
+
+import time
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from keel.cli.doctor import app
+from keel.deployment.loopback import Loopback
+
+limit_s = 300  # for one round
+
+
+def result(findings):
+    """(whether it is a problem, the text) of the only finding."""
+    [finding] = list(findings)
+    return finding.is_problem, finding.text
+
+
+def program(path, script):
+    """Write an executable shell script."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def doctor(*words):
+    """(exit status, lines) of `keel doctor`."""
+    result = CliRunner().invoke(app, words)
+    return result.exit_code, result.output.splitlines()
+
+
+def runs(local: Loopback) -> list[Path]:
+    return sorted((local.root / "server" / "keel" / "runs").glob("*"))
+
+
+def new_run(local: Loopback, overrides) -> tuple[int, Path]:
+    """The id and the folder of a run just submitted, once its folder is there."""
+    before = set(runs(local))
+    run_id = local.superlink.submit(overrides)
+    deadline = time.monotonic() + limit_s
+    while not (new := set(runs(local)) - before):
+        assert time.monotonic() < deadline, local.log_file("serverapp-executor").read_text()
+        time.sleep(0.1)
+    return run_id, new.pop()
+
+
+def state_of_clients(local: Loopback, run: Path) -> dict[str, set[str]]:
+    """Names of the newest state files; a name holds the round and the content's digest."""
+    return {
+        name: {max(path.name for path in folder.glob("round-*"))}
+        for name in local.clients
+        if (folder := local.root / name / "keel" / "clients" / run.name / name).exists()
+    }
+
+
+def state_inline(run: Path) -> dict[str, set[str]]:
+    return {
+        folder.name: {max(path.name for path in folder.glob("round-*"))}
+        for folder in (run / "clients").iterdir()
+    }
+
+
+def wait_for_round(run: Path, number: int) -> None:
+    """Return once this round is in the history."""
+    deadline = time.monotonic() + limit_s
+    while len(lines_of(run)) < number:
+        assert time.monotonic() < deadline, f"round {number} did not come"
+        time.sleep(0.05)
+
+
+def lines_of(run: Path) -> list[str]:
+    path = run / "history.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
