@@ -68,6 +68,12 @@ def bound_superlink_retries(grid: object, seconds: float) -> None:
     invoker = getattr(grid, "_retry_invoker", None)
     if invoker is None:
         return
+    wait_out_time_outs(invoker)
+    invoker.max_time = seconds
+
+
+def wait_out_time_outs(invoker: Any) -> Any:
+    """Flower's retry invoker for HTTP, which now retries what `bound_superlink_retries` says."""
     gives_up = invoker.should_giveup
 
     def should_give_up(error: Exception) -> bool:
@@ -76,7 +82,8 @@ def bound_superlink_retries(grid: object, seconds: float) -> None:
             return "certificate" in str(error).lower()  # another's, which no waiting mends
         return response.status_code < 500 and bool(gives_up(error))
 
-    invoker.max_time, invoker.should_giveup = seconds, should_give_up
+    invoker.should_giveup = should_give_up
+    return invoker
 
 
 def watch_superlink(grid: object) -> Callable[[], float]:
