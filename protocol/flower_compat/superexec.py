@@ -19,10 +19,10 @@ import flwr.supercore.superexec.run_superexec as run_superexec
 from flwr.supercore.cli.flower_superexec import flower_superexec
 from flwr.supercore.constant import TaskType
 from flwr.supercore.exit import exit_handler
+from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.superexec.executor import get_executor
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
-from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.tls import validate_and_resolve_root_certificates
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 
