@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import queue
-import shutil
 import socket
 import sys
 import threading
@@ -35,6 +34,7 @@ from flwr.app import Context, Error, Message, MessageType
 
 from client_app.handlers import answer
 from client_app.node_config import client_name, clients_folder
+from client_app.old_state import OldState
 from client_app.setup import device_for
 from client_app.worker_client import (
     client_failed,
@@ -51,8 +51,9 @@ from client_app.worker_socket import (
     worker_status,
     worker_variable,
 )
+from protocol.files import remove_parts
 from protocol.flower_compat import context_from_bytes, message_from_bytes, records_to_bytes
-from protocol.messages import in_one_line
+from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
 max_path_bytes = 100  # of a Unix socket, on every system
@@ -233,17 +234,6 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def delete_old_state(days: float) -> None:
-    """Delete the client state of runs that were not written to for `days`; 0: nothing."""
-    if days <= 0 or not clients_folder().is_dir():
-        return
-    oldest = time.time() - days * 86400
-    for run in clients_folder().iterdir():
-        if max(path.stat().st_mtime for path in [run, *run.rglob("*")]) < oldest:
-            log.warning("client state of run %s deleted: unchanged for %g days", run.name, days)
-            shutil.rmtree(run)
-
-
 def warm_device() -> str:
     """The device in $KEEL_DEVICE (auto), with its CUDA context created; or why it is missing.
 
@@ -266,7 +256,7 @@ def main() -> int:
         "--keep-days",
         type=float,
         default=float(os.environ.get("KEEL_KEEP_DAYS") or 0),
-        help="delete client state unchanged for so long; 0: never; or $KEEL_KEEP_DAYS",
+        help="delete state so much older than the newest run's; 0: never; or $KEEL_KEEP_DAYS",
     )
     arguments = parser.parse_args()
     logging.basicConfig(format="%(asctime)s worker %(message)s", datefmt="%H:%M:%S")
@@ -276,7 +266,7 @@ def main() -> int:
         return 2
     os.environ[worker_variable] = str(arguments.socket)  # state goes to $KEEL_HOME
     try:
-        delete_old_state(arguments.keep_days)
+        remove_parts(clients_folder())
         device = warm_device()
         process = WorkerProcess(arguments.socket)
     except (ValueError, OSError) as error:
@@ -286,6 +276,8 @@ def main() -> int:
         "ready at %s, process id %d, code %s, device %s",
         *(arguments.socket, os.getpid(), process.code, device),
     )
+    old_state = OldState(clients_folder(), arguments.keep_days)
+    threading.Thread(target=old_state.watch, daemon=True).start()
     process.serve()
     return 0
 

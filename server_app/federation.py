@@ -18,7 +18,8 @@ from client_app.setup import dataset_spec_of, device_for, model_for, open_source
 from data.sources import Source
 from models import StagedModel
 from protocol.config import RunConfig, resolve_config
-from protocol.flower_compat import is_in_process_grid
+from protocol.files import private_files
+from protocol.flower_compat import is_in_process_grid, watch_superlink
 from protocol.messages import (
     Arrays,
     DatasetSpec,
@@ -103,6 +104,7 @@ class Run:
     monitor: Monitor | None
 
 
+@private_files()
 def run_federation(
     grid: Grid,
     overrides: Mapping[str, OptionValue],
@@ -210,6 +212,7 @@ def prepare(
         grid,
         lambda node: roster[node].client if node in roster else f"on node {node}",
         None if is_in_process_grid(grid) else registry.returned,
+        watch_superlink(grid),
     )
     return Run(
         config=config,
@@ -299,22 +302,19 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     )
     bytes_down = sum(payload_bytes(message) for message in messages)
     cohort = [run.roster[message.metadata.dst_node_id].client for message in messages]
-    sent = {"round": server_round, "clients": cohort}
-    run.audit.note("sent", kind="train", bytes=bytes_down, **sent)
-    if config.privacy.epsilon:
-        privacy = {"epsilon": config.privacy.epsilon, "delta": config.privacy.delta}
-        run.audit.note("released", **sent, **privacy)
-        run.directory.append_releases(server_round, cohort)
-        names = dict(zip((m.metadata.dst_node_id for m in messages), cohort, strict=True))
+    run.audit.note("sent", kind="train", bytes=bytes_down, round=server_round, clients=cohort)
 
-        def count_again(node: int) -> None:
-            run.audit.note("released", round=server_round, clients=[names[node]], **privacy)
-            run.directory.append_releases(server_round, [names[node]])
+    def note_releases(*nodes: int) -> None:
+        if config.privacy.epsilon:
+            clients = [run.roster[node].client for node in nodes]
+            privacy = {"epsilon": config.privacy.epsilon, "delta": config.privacy.delta}
+            run.audit.note("released", round=server_round, clients=clients, **privacy)
+            run.directory.append_releases(server_round, clients)
 
-        run.exchange.resent = count_again
+    note_releases(*(message.metadata.dst_node_id for message in messages))
     backed_off = sorted(strategy.backed_off(server_round))
-    replies = run.exchange.ask(messages, rounds.round_timeout, f"round {server_round}")
-    run.exchange.resent = None
+    what, timeout_s = f"round {server_round}", rounds.round_timeout
+    replies = run.exchange.ask(messages, timeout_s, what, before_resend=note_releases)
     seconds["training"] = time.perf_counter() - started
 
     started = time.perf_counter()

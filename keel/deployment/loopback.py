@@ -165,7 +165,14 @@ class Loopback:
             *("--ssl-keyfile", str(own / "server.key"), "--enable-supernode-auth"),
             *("--database", str(home / "superlink.db"), *secret),
         ]
-        executor = ["flower-superexec", "--root-certificates", ca, *secret]
+        executor = [
+            sys.executable,
+            "-m",
+            "keel.deployment.executor",
+            "--root-certificates",
+            ca,
+            *secret,
+        ]
         executor += ["--runtime-api-address", f"127.0.0.1:{self.http_port}"]
         self.start("superlink", "server", superlink, env)
         self.start("serverapp-executor", "server", executor, env)

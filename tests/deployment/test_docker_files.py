@@ -53,6 +53,15 @@ def test_executors_reach_nothing_but_their_control(name):
             assert about["dns"] == ["192.0.2.1"]
 
 
+@pytest.mark.parametrize("name", files)
+def test_flowers_app_installations_do_not_outlive_their_container(name):
+    """Flower takes an app that is there for whole: one that a full disk cut short would stay."""
+    assert "FLWR_HOME=/run/flwr" in (docker / "Dockerfile").read_text()
+    for service, about in files[name]["services"].items():
+        is_executor = service.startswith(("serverapp", "executor"))
+        assert about.get("tmpfs") == (["/run/flwr"] if is_executor else None)
+
+
 def mounts(service):
     """Target to source of a service's volumes."""
     return {
@@ -80,7 +89,7 @@ def test_the_worker_is_a_service_without_a_network_that_the_executor_waits_for(n
 
 def test_the_directory_of_the_socket_is_writable_for_every_user():
     lines = (docker / "Dockerfile").read_text()
-    assert "chmod 1777 /state /registry /run/keel" in lines
+    assert "chmod 1777 /state /registry /run/keel /run/flwr" in lines
 
 
 def test_the_gpus_go_to_the_worker():

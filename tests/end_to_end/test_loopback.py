@@ -128,6 +128,25 @@ def test_a_supernode_and_an_executor_killed_come_back_and_rounds_without_them_sa
         assert max(int(path.name.split("-")[1]) for path in folder.glob("round-*")) > disturbed
 
 
+@pytest.mark.slow
+@pytest.mark.deployment
+@pytest.mark.parametrize(
+    ("stopped", "seconds"), [("superlink", 40), ("superlink", 95), ("supernode-client-0000", 40)]
+)
+def test_a_process_that_hangs_costs_time_and_nothing_else(deployed, inline, stopped, seconds):
+    run_id, run = new_run(deployed, KEYS)
+    wait_for_round(run, 1)
+    os.kill(deployed.pid(stopped), signal.SIGSTOP)
+    try:
+        time.sleep(seconds)
+    finally:
+        os.kill(deployed.pid(stopped), signal.SIGCONT)
+    assert wait_for_end(deployed, run_id, run) == "finished:completed"
+    assert all(line["left_out"] == {} for line in history_of(run))
+    assert same_bits(final_model(run), final_model(inline))
+    assert state_of_clients(deployed, run) == state_inline(inline)
+
+
 def rejected(deployed, words: list[str]) -> subprocess.CompletedProcess:
     """A SuperNode started with these words, which has to give up."""
     [port] = free_ports(1)
