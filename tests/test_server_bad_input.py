@@ -3,7 +3,6 @@
 import itertools
 import logging
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -352,32 +351,6 @@ def test_a_refused_resume_loses_nothing(rejected, run):
     rejected({"resume": str(folder), "num-rounds": 5}, num_clients=3)
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
     assert same_bits(final_model(folder), model)
-
-
-# --- the command itself ----------------------------------------------------------------------
-
-
-def test_the_command_ends_with_one_line_and_exit_code_1(tmp_path, keel_home):
-    """Once in a process of its own, with all that the libraries may print on the way."""
-    broken = tmp_path / "runs"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "server_app.inline", "--num-clients", "3"),
-            *(f'output-dir="{broken}"', 'method="fedreco"', "local-test-fraction=0.2"),
-            *("fedreco.eta-0=1e38", "num-rounds=5", 'model="cnn-fedreco"'),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent.parent,
-        check=False,
-    )
-    assert done.returncode == 1
-    [line] = done.stderr.splitlines()
-    assert re.match(r"error: round \d: ", line)
-    assert "not finite" in line
-    assert "Traceback" not in done.stdout
-    [folder] = broken.iterdir()
-    assert f"run directory: {folder}" in done.stdout
 
 
 def test_check_config_accepts_what_is_there_by_default():
