@@ -26,6 +26,7 @@ from client_app.site_privacy import PrivacyRefused, charge_release, check_limits
 from client_app.worker_client import client_failed, run_and_round
 from models import StagedModel
 from protocol.config import RunConfig, config_from_json
+from protocol.files import private_files
 from protocol.messages import (
     Arrays,
     EvaluateRequest,
@@ -46,13 +47,14 @@ log = logging.getLogger("keel.client")
 process_cache = ProcessCache()
 
 
+@private_files()
 def answer(message: Message, context: Context) -> RecordDict | Error:
     """The content of the reply to a message, or an error of one line."""
     try:
         return handlers[message.metadata.message_type](message, context)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        is_mistake = isinstance(error, ValueError | FileNotFoundError)  # needs no traceback
+        is_mistake = isinstance(error, ValueError | OSError)  # or a full disk: no traceback
         try:
             client = client_name(context.node_config)
         except ValueError:

@@ -215,7 +215,13 @@ class RoundsConfig:
     server_optimizer: str = option(any_text(), "the server's update rule")
     weighting: str = option(
         one_of("auto", "examples", "uniform"),
-        "of the clients' updates; auto: the paper's",
+        "of the clients' updates; auto: the paper's, or uniform with norm-bound or a robust "
+        "aggregation",
+    )
+    max_weight_share: float = option(
+        between(0, 1, open_low=True),
+        "largest share of a round's weight for a client whose number of samples the server cannot "
+        "check; 1: no cap",
     )
     seed: int = option(
         at_least(0), "of all randomness: weights, partition, sampling, batch order, dropout"

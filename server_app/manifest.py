@@ -22,6 +22,7 @@ from client_app.worker_client import code_digest
 from protocol.config import RunConfig, app_folder, keel_version
 from protocol.files import digest, write_atomically
 from protocol.messages import RosterEntry
+from server_app.audit import audit_end
 
 NUM_NOTED_ROUNDS = 3  # rounds whose checkpoints a replay can be compared with
 PACKAGES = ("flwr", "torch", "torchvision", "numpy", "scipy", "safetensors")
@@ -140,7 +141,8 @@ def finish_manifest(directory: Path) -> None:
     """
     files = {name: digest((directory / name).read_bytes()) for name in signed_files}
     states = sorted(directory.glob("clients/*/round-*.safetensors"))  # the newest comes last
-    update(directory, files=files, kept={path.parent.name: path.name for path in states})
+    kept = {path.parent.name: path.name for path in states}
+    update(directory, files=files, kept=kept, audit=audit_end(directory))
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

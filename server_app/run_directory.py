@@ -27,10 +27,10 @@ from safetensors.torch import save
 from client_app.methods import method_of
 from protocol.chained import append_chained, read_chained
 from protocol.config import RunConfig, keel_home, resolve_config
-from protocol.files import digest, write_atomically
+from protocol.files import digest, remove_parts, write_atomically
 from protocol.messages import Arrays, with_current_names
 from protocol.options import OptionValue
-from server_app.history import read_history
+from server_app.history import read_history, whole_lines
 from server_app.summary import read_config_file
 
 log = logging.getLogger("keel.server")
@@ -61,7 +61,7 @@ class RunDirectory:
         for attempt in range(LOCK_ATTEMPTS):  # `is_being_written` holds it for a moment
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                break
             except OSError as error:
                 if attempt == LOCK_ATTEMPTS - 1:
                     self._lock.close()
@@ -69,11 +69,13 @@ class RunDirectory:
                         f"{path} is being written by another process: wait for it, or stop it"
                     ) from error
                 time.sleep(0.05)
+        remove_parts(path)
 
     def start_log(self) -> None:
         """Copy Keel's log to run.log until `close`."""
         logger = logging.getLogger("keel")
         self._log = logging.FileHandler(self.path / "run.log")
+        self._log.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk
         line_format = f"%(asctime)s {self.path.name} %(levelname)s %(message)s"
         self._log.setFormatter(logging.Formatter(line_format))
         self._level_before = logger.level
@@ -176,17 +178,19 @@ class RunDirectory:
 
     def has_rounds(self) -> bool:
         """Whether any round was finished or left a checkpoint."""
-        return bool(read_history(self.path) or any((self.path / "checkpoints").glob("round-*")))
+        lines, faults = whole_lines(self.path)
+        return bool(lines or faults or any((self.path / "checkpoints").glob("round-*")))
 
     def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:
-        """The newest intact checkpoint whose round is in the history.
+        """The newest intact checkpoint, of those whose round is in the history if there are any.
 
         A damaged one is skipped with a warning. ValueError if none is left, or if its arrays are
         not those of `expected`.
         """
-        last = max((line["round"] for line in read_history(self.path)), default=0)
-        found = sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True)
-        paths = [path for path in found if round_of(path) <= last]
+        lines, _ = whole_lines(self.path)
+        last = max((line["round"] for line in lines), default=0)
+        paths = list((self.path / "checkpoints").glob("round-*.safetensors"))
+        paths.sort(key=lambda path: (round_of(path) <= last, round_of(path)), reverse=True)
         for path in paths:
             if digest(path.read_bytes()) in path.name:
                 return read_checkpoint(path, expected, model)
