@@ -56,8 +56,8 @@ def test_the_printed_flwr_line_is_the_same_run(home, capsys):
 
 
 def test_a_run_that_fails_is_one_line_and_code_1(home, capsys):
-    assert main(["run", *SMALL, "lr=1e9", "clip-norm=0"]) in (1, 2)  # lr is given twice: 2
-    assert capsys.readouterr().err.startswith("error: lr is given twice")
+    assert main(["run", *SMALL, "lr=1e9", "clip-norm=0"]) in (1, 2)  # lr is set twice: 2
+    assert capsys.readouterr().err.startswith("error: lr is set twice")
     words = [word for word in SMALL if not word.startswith("lr")]
     assert main(["run", *words, "lr=1e30", "--clients", "2"]) == 1
     said = capsys.readouterr().err
@@ -82,7 +82,7 @@ def test_data_that_does_not_fit_is_refused_with_code_2(home, capsys):
         (["--engine", "deployment"], "--engine deployment and --federation go together"),
         (["--federation", "x"], "--engine deployment and --federation go together"),
         (["--preset", "nope"], "preset = 'nope' is unknown"),
-        (["num-clients=3", "--clients", "4"], "--clients 4: num-clients is 3; leave one of them"),
+        (["num-clients=3", "--clients", "4"], "--clients 4: num-clients is 3; remove one of them"),
         (["resume=/x"], "resume: use `keel resume /x`"),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(home, capsys, monkeyp
 def test_a_finished_run_is_resumed_for_more_rounds_only(home, capsys):
     assert main(["run", "run-name=a", *SMALL, "--clients", "2"]) == 0
     assert main(["resume", "a"]) == 2
-    assert "a has finished its 3 rounds: give more, such as num-rounds=6" in capsys.readouterr().err
+    assert "a has finished its 3 rounds: set more, such as num-rounds=6" in capsys.readouterr().err
     assert main(["resume", "a", "num-rounds=4"]) == 0
     assert [line["round"] for line in history_of(home / "runs" / "a")] == [1, 2, 3, 4]
 
