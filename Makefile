@@ -90,9 +90,10 @@ credentials: $(READY)  ## CA, certificate and keys: NAMES="fl.example.org 10.0.0
 	$(BIN)/python -m keel deploy credentials --folder '$(CREDENTIALS)' \
 	  $(foreach name,$(NAMES),--name '$(name)') $(foreach client,$(CLIENTS),--client '$(client)')
 
-image:  ## the container image, from BASE (python:3.12-slim), with PIP_OPTIONS
+image:  ## the container image, from BASE (python:3.12.11-slim-bookworm), with PIP_OPTIONS, CONSTRAINTS
 	docker build -f docker/Dockerfile -t $(KEEL_IMAGE) \
-	  $(if $(BASE),--build-arg BASE='$(BASE)') $(if $(PIP_OPTIONS),--build-arg PIP_OPTIONS='$(PIP_OPTIONS)') .
+	  $(if $(BASE),--build-arg BASE='$(BASE)') $(if $(PIP_OPTIONS),--build-arg PIP_OPTIONS='$(PIP_OPTIONS)') \
+	  $(if $(CONSTRAINTS),--build-arg CONSTRAINTS='$(CONSTRAINTS)') .
 
 deploy-server: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/server
 deploy-server:  ## SuperLink and ServerApp executor on this machine; variables: docs/environment.md
@@ -119,7 +120,8 @@ deploy-local: $(READY)  ## a server and three clients on this machine, to try
 	  --client client-0000,client-0001,client-0002
 	$(give_secrets) '$(KEEL_CREDENTIALS)'
 	$(LOCAL) up -d superlink serverapp
-	$(BIN)/python -m keel deploy register --credentials '$(KEEL_CREDENTIALS)/server' --wait 120
+	$(LOCAL) exec -T superlink \
+	  python -m keel deploy register --credentials /credentials --wait 120
 	$(LOCAL) up -d
 
 end-local:  ## stop what deploy-local started; its volumes stay

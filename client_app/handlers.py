@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 
 import flwr
 import numpy as np
@@ -21,9 +22,11 @@ from client_app.node_config import client_name, own_architecture, own_splits, st
 from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
 from client_app.setup import device_for
+from client_app.site_privacy import PrivacyRefused, charge_release, check_limits
 from client_app.worker_client import client_failed, run_and_round
 from models import StagedModel
-from protocol.config import RunConfig
+from protocol.config import RunConfig, config_from_json
+from protocol.files import private_files
 from protocol.messages import (
     Arrays,
     EvaluateRequest,
@@ -44,13 +47,14 @@ log = logging.getLogger("keel.client")
 process_cache = ProcessCache()
 
 
+@private_files()
 def answer(message: Message, context: Context) -> RecordDict | Error:
     """The content of the reply to a message, or an error of one line."""
     try:
         return handlers[message.metadata.message_type](message, context)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        is_mistake = isinstance(error, ValueError | FileNotFoundError)  # needs no traceback
+        is_mistake = isinstance(error, ValueError | OSError)  # or a full disk: no traceback
         try:
             client = client_name(context.node_config)
         except ValueError:
@@ -61,25 +65,44 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
             message.metadata.message_type == MessageType.QUERY
         ):  # the server does not know its name yet
             reason = f"client {client}: {reason}"
+        elif not isinstance(error, PrivacyRefused) and withholds_metrics(message):
+            reason = "failed; privacy.metrics = 'withheld': the reason is in this client's log"
         return Error(client_failed, reason)
+
+
+def withholds_metrics(message: Message) -> bool:
+    """Whether nothing measured on the data, an error's text included, may leave this client."""
+    try:
+        record = message.content.config_records["round"]
+        return config_from_json(str(record["config"])).privacy.withholds_metrics
+    except (KeyError, ValueError):
+        return False
 
 
 def roster(message: Message, context: Context) -> RecordDict:
     """This client's data and network, before round 1."""
     request, node = read_request(message, RosterRequest), context.node_config
     config, data = request.config, request.data
+    check_limits(config, node)
     train, test = own_splits(config, data, node, with_images=False)
+    hides = config.privacy.withholds_metrics
+    counts, test_counts = (
+        [] if hides else np.bincount(split.labels, minlength=data.num_classes).tolist()
+        for split in (train, test)
+    )
     name = own_architecture(config, node)
     model = process_cache.network(config, data, name, "local", device_for("cpu"))
     entry = RosterEntry(
         client=client_name(node),
-        label_counts=np.bincount(train.labels, minlength=data.num_classes).tolist(),
-        test_label_counts=np.bincount(test.labels, minlength=data.num_classes).tolist(),
         image_shape=list(train.images.shape[1:]),
         model=name,
         representation_width=representation_width(config, model),
         versions=f"flwr {flwr.__version__}, torch {torch.__version__}",
         num_partitions=0 if "source" in node else int(node["num-partitions"]),
+        label_counts=counts,
+        test_label_counts=test_counts,
+        num_train=len(train.labels) if hides else 0,
+        num_test=len(test.labels) if hides else 0,
     )
     return roster_content(entry)
 
@@ -97,6 +120,7 @@ def begin(
     request: RoundRequest, message: Message, context: Context, before_round: int
 ) -> tuple[RoundContext, Method]:
     """The round's context, with this client's newest state of a round < before_round."""
+    check_limits(request.config, context.node_config)
     last_accepted_round = last_accepted_round_of(message)
     method = method_of(request.config)
     records = message.content.array_records
@@ -113,19 +137,23 @@ def begin(
 
 
 def train_one_round(message: Message, context: Context) -> RecordDict:
-    """Train, save the client state, and answer with the update and its metrics."""
+    """Train, save the client state, and answer with the update and its metrics.
+
+    Where metrics are withheld these are the numbers of samples and of steps, which follows from it.
+    """
     started, cpu_started = time.perf_counter(), time.process_time()
     request = read_request(message, TrainRequest)
     ctx, method = begin(request, message, context, before_round=request.round)
     update = method.train(ctx)
     check_state(method, update)
-    metrics = {f"loss.{name}": value for name, value in update.terms.items()}
-    metrics |= {
+    metrics: dict[str, float] = {
         "num-examples": len(ctx.train_samples),
         "num-steps": update.num_steps,
-        "seconds": time.perf_counter() - started,
-        "cpu-seconds": time.process_time() - cpu_started,
     }
+    if not request.config.privacy.withholds_metrics:
+        metrics |= {f"loss.{name}": value for name, value in update.terms.items()}
+        metrics["seconds"] = time.perf_counter() - started
+        metrics["cpu-seconds"] = time.process_time() - cpu_started
     refuse_unless_finite(request.round, {"update": update.arrays, "extra": update.extra})
     refuse_unless_finite(request.round, update.state)
     if update.state:
@@ -134,6 +162,8 @@ def train_one_round(message: Message, context: Context) -> RecordDict:
         folder.prune(request.checkpoint_round)
     if request.evaluate:
         metrics |= personal_metrics(method, ctx, update.state)
+    run = Path(request.run_dir).name
+    charge_release(request.config, context.node_config, ctx.client, run, request.round)
     return reply_content(
         TrainReply(ctx.client, request.round, update.arrays, update.extra, metrics)
     )
@@ -167,7 +197,7 @@ def evaluate_models(message: Message, context: Context) -> RecordDict:
     request = read_request(message, EvaluateRequest)
     ctx, method = begin(request, message, context, before_round=request.round + 1)
     metrics: dict[str, float] = {"num-examples": len(ctx.train_samples)}
-    if method.has_global_model:
+    if method.has_global_model and not request.config.privacy.withholds_metrics:
         score = evaluate(
             ctx.frozen("global", ctx.initial_weights() | ctx.received), ctx.test_samples
         )
@@ -179,8 +209,10 @@ def evaluate_models(message: Message, context: Context) -> RecordDict:
 def personal_metrics(
     method: Method, ctx: RoundContext, state: dict[str, Arrays]
 ) -> dict[str, float]:
-    """The personal model's metrics, with the size of the local test part."""
+    """The personal model's metrics, unless withheld, with the size of the local test part."""
     metrics: dict[str, float] = {"num-test": len(ctx.test_samples)}
+    if ctx.config.privacy.withholds_metrics:
+        return metrics
     model = method.personal_model(ctx, state)
     if model is not None:
         score = evaluate(model, ctx.test_samples)

@@ -1,6 +1,7 @@
 """What a client's node config determines: its name, data, network and where its state is."""
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,14 +13,19 @@ from client_app.worker_socket import worker_variable
 from data.sources import ImageSplit, Source
 from protocol.config import RunConfig, keel_home
 from protocol.messages import DatasetSpec, RoundRequest
+from protocol.text import check_client_name
 
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NodeConfig = Mapping[str, bool | int | float | str]
 
 
 def client_name(node_config: NodeConfig) -> str:
-    """The client's stable name: `name` of its node config, else from its partition's number."""
+    """The client's stable name: `name` of its node config, else from its partition's number.
+
+    ValueError for a name that the server would reject, or where there is neither.
+    """
     if "name" in node_config:
-        return str(node_config["name"])
+        return check_client_name(node_config["name"])
     if "partition-id" in node_config:
         return f"client-{int(node_config['partition-id']):04d}"
     raise ValueError(
@@ -105,11 +111,20 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
 
     In deployment under `state-dir` of its node config or in $KEEL_HOME/clients, by the name of the
     run directory, which a resumed run keeps (Flower's run id changes); in simulation in the run
-    directory, which is on this machine.
+    directory, where that is on this machine. ValueError for a `run-dir` that leads elsewhere.
     """
-    name, run_dir = client_name(node_config), Path(request.run_dir)
+    client, sent = client_name(node_config), request.run_dir
+    run, is_path = Path(sent).name, Path(sent).is_absolute()
+    is_odd = not RUN_NAME.fullmatch(run) or ".." in Path(sent).parts
+    if is_odd or (os.environ.get(worker_variable) if is_path else sent != run):
+        raise ValueError(
+            f"run-dir = {sent[:200]!r}: expected the name of a run (letters, digits, '.', '_', "
+            "'-') or, in a simulation, the path of its directory: this client writes nowhere else"
+        )
     if "state-dir" in node_config:
-        return StateFolder(Path(str(node_config["state-dir"])) / run_dir.name / name)
-    if os.environ.get(worker_variable) or not run_dir.is_dir():
-        return StateFolder(clients_folder() / run_dir.name / name)
-    return StateFolder(run_dir / "clients" / name)
+        return StateFolder(Path(str(node_config["state-dir"])) / run / client)
+    if is_path and Path(sent).is_dir():
+        if not (Path(sent) / "config.json").is_file():
+            raise ValueError(f"run-dir = {sent[:200]!r}: is no run directory (no config.json)")
+        return StateFolder(Path(sent) / "clients" / client)
+    return StateFolder(clients_folder() / run / client)

@@ -1,35 +1,69 @@
-"""Differential privacy on the client: clip an update, then add Gaussian noise."""
+"""What makes a release private before it leaves the client: clip, round to a grid, add noise."""
+
+import os
+from fractions import Fraction
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from client_app.round import RoundContext
-from protocol.privacy import noise_sigma
+from protocol.discrete_gaussian import Words, discrete_gaussian
+from protocol.privacy import granularity, noise_sigma
 
 Arrays = dict[str, Tensor]
 
 
-def clip_to_norm(arrays: Arrays, max_norm: float) -> Arrays:
-    """The arrays scaled by min(1, max_norm / their joint 2-norm)."""
-    norm = torch.linalg.vector_norm(torch.stack([a.norm() for a in arrays.values()]))
-    scale = (max_norm / norm).clamp(max=1.0)  # a norm of 0 gives inf, which is clamped
-    return {name: a * scale for name, a in arrays.items()}
+def random_words(num: int) -> npt.NDArray[np.uint64]:
+    """Random words of the operating system."""
+    return np.frombuffer(os.urandom(8 * num), np.uint64)
+
+
+def seeded_words(seed: int) -> Words:
+    """Words that repeat with the seed, for simulation."""
+    generator = np.random.default_rng(seed)
+    return lambda num: generator.integers(0, 2**64, num, dtype=np.uint64)
+
+
+def clip_to_grid(
+    values: npt.NDArray[np.float64], max_norm: float, step: float
+) -> npt.NDArray[np.int64]:
+    """The values, scaled by min(1, max_norm / their 2-norm), in whole steps (a power of two).
+
+    Rounded towards zero; that the norm is at most max_norm is checked in whole numbers. Values
+    that are not finite count as zeros: refusing them would tell something about the data.
+    """
+    if not np.isfinite(values).all():
+        values = np.zeros_like(values)
+    norm = float(np.linalg.norm(values))
+    scale = min(1.0, max_norm / norm) if norm else 1.0
+    limit = Fraction(max_norm / step) ** 2
+    while True:
+        steps = np.trunc(values * scale / step).astype(np.int64)
+        if int(np.dot(steps, steps)) <= limit:
+            return steps
+        scale *= 1 - 2.0**-40
 
 
 def privatise(arrays: Arrays, ctx: RoundContext) -> Arrays:
     """The arrays clipped and noised as `privacy.*` says; unchanged with epsilon 0.
 
-    In simulation the noise comes from (seed, round, client), so that a run is repeatable. At a real
-    site it comes from the operating system, because the server knows the run's seed and could
-    subtract the noise. torch's generator uses 32 bits of its seed: few enough to try them all.
+    Every value is a multiple of `granularity`; beyond 2^24 multiples it is rounded to the nearest
+    float32, which is one too. In simulation the noise comes from (seed, round, client), so a run
+    repeats. A real site's comes from the operating system: the server knows the run's seed and
+    could subtract the noise.
     """
     privacy = ctx.config.privacy
     if privacy.epsilon == 0:
         return arrays
-    generator = np.random.default_rng(ctx.seed("privacy") if ctx.is_simulated else None)
-    sigma = noise_sigma(privacy)
+    flat = torch.cat([a.detach().double().cpu().flatten() for a in arrays.values()]).numpy()
+    step = granularity(privacy, flat.size)
+    words = seeded_words(ctx.seed("privacy")) if ctx.is_simulated else random_words
+    steps = clip_to_grid(flat, privacy.clip_norm, step)
+    steps += discrete_gaussian(noise_sigma(privacy) / step, flat.size, words)
+    parts = torch.split(torch.from_numpy(steps * step), [a.numel() for a in arrays.values()])
     return {
-        name: a + torch.as_tensor(sigma * generator.standard_normal(a.shape)).to(a)
-        for name, a in clip_to_norm(arrays, privacy.clip_norm).items()
+        name: part.reshape(a.shape).to(a)
+        for (name, a), part in zip(arrays.items(), parts, strict=True)
     }

@@ -78,17 +78,3 @@ def train_part(
         weight_decay=None if momentum is None else 0.0,
         decays=decays,
     )
-
-
-def fine_tune(
-    ctx: RoundContext,
-    model: StagedModel,
-    part: str,
-    epochs: int,
-    lr: float,
-    momentum: float | None = None,
-    decays: bool = True,
-) -> None:
-    """Tune a part of the model in place on this client's training samples; see `train_part`."""
-    stream = "fine-tuning"
-    train_part(ctx, model, part, epochs, lr, stream=stream, momentum=momentum, decays=decays)

@@ -4,7 +4,7 @@ A file is one version, the whole state after one round: `round-00012-<digest>.sa
 written under another name and renamed, so that an interrupted process leaves the old versions
 intact; the digest of its content is in its name, so that damage is noticed. Versions that the
 server could still resume from are kept: an earlier round can be trained again, with the same
-result.
+result. A server that asks for a round before those has lost its place: it is refused.
 """
 
 import logging
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors.torch import load, save
 
-from protocol.files import digest, write_atomically
+from protocol.files import digest, remove_parts, write_atomically
 from protocol.messages import Arrays, with_current_names
 
 log = logging.getLogger("keel.client")
@@ -23,6 +23,7 @@ version_name = re.compile(r"round-(\d+)-([0-9a-f]{16})\.(safetensors|damaged)")
 # An operator creates the first file to give up lost state; the second is its old name.
 reset_markers = ("reset-state", "begin-anew")
 reset_record = re.compile(r"(?:state-was-reset|begun-anew)-(\d+)")  # the round that followed
+NUM_REPEATED = 2  # rounds that a resume may ask for again: the server keeps as many checkpoints
 separator = "/"  # between group and array name; no parameter name has one
 
 
@@ -36,11 +37,25 @@ class StateFolder:
         """The newest version of a round < `before_round`; {} if this client has no state yet.
 
         last_accepted_round: the last round in which this client's update was aggregated; 0: none.
-        A damaged version is renamed to `*.damaged` and the next older one is read, with a warning.
-        ValueError if only damaged versions are left, or none although the client has trained: lost
-        state is never replaced silently. A file `reset-state` in the folder allows it once; the
-        round that follows renames it, and may be trained again.
+        ValueError if a version is newer by more rounds than a resume repeats: the server has lost
+        its place. A damaged version is renamed to `*.damaged` and the next older one is read, with
+        a warning. ValueError if only damaged versions are left, or none although the client has
+        trained: lost state is never replaced silently. A file `reset-state` in the folder allows
+        either once; the round that follows renames it, and may be trained again.
         """
+        newest = max((round_ for round_, _ in self._versions()), default=0)
+        if newest - before_round >= NUM_REPEATED:
+            behind = (
+                f"the server is behind: it asks for round {before_round}, this client has round "
+                f"{newest}"
+            )
+            if not self._is_reset_allowed():
+                raise ValueError(
+                    f"{behind} and keeps it: resume the run from a newer checkpoint, or create the "
+                    f"file {self.folder / reset_markers[0]} on this client's machine to set the "
+                    "newer state aside and let it go back"
+                )
+            log.warning("%s: it goes back, as an operator has allowed", behind)
         for round_, path in reversed(self._versions()):
             if round_ >= before_round:
                 continue
@@ -72,17 +87,23 @@ class StateFolder:
         """ValueError unless the operator has allowed to reset the lost state."""
         found = [reset_record.fullmatch(p.name) for p in self.folder.glob("*-*")]
         was_reset = before_round <= max((int(m[1]) for m in found if m), default=0)
-        markers = [self.folder / name for name in reset_markers]
-        if not was_reset and not any(marker.exists() for marker in markers):
+        if not was_reset and not self._is_reset_allowed():
             self.folder.mkdir(parents=True, exist_ok=True)  # so that its owner may write there
             raise ValueError(
-                f"{lost}: restore it from a backup, or create the file {markers[0]} on this "
-                "client's machine to let it start again without"
+                f"{lost}: restore it from a backup, or create the file "
+                f"{self.folder / reset_markers[0]} on this client's machine to let it start again "
+                "without"
             )
         log.warning("%s: the client starts again without, as an operator has allowed", lost)
 
+    def _is_reset_allowed(self) -> bool:
+        return any((self.folder / name).exists() for name in reset_markers)
+
     def save(self, round_: int, groups: Groups) -> None:
-        """Write the version of this round; it replaces those of this and later rounds."""
+        """Write the version of this round; it replaces those that a resume repeats.
+
+        Even newer ones are set aside, as `*.set-aside`.
+        """
         flat = {
             f"{group}{separator}{name}": array.detach().cpu().contiguous()
             for group, arrays in groups.items()
@@ -90,13 +111,14 @@ class StateFolder:
         }
         content = save(flat)
         self.folder.mkdir(parents=True, exist_ok=True)
-        for part in self.folder.glob(".*.part"):  # of a process that was killed while writing
-            part.unlink()
-        older = [path for r, path in self._versions() if r >= round_]
+        remove_parts(self.folder)
+        replaced = [(r, path) for r, path in self._versions() if r >= round_]
         path = self.folder / f"round-{round_:05d}-{digest(content)}.safetensors"
         write_atomically(path, content)
-        for stale in older:
-            if stale != path:
+        for r, stale in replaced:
+            if r - round_ >= NUM_REPEATED:
+                stale.rename(stale.with_suffix(".set-aside"))
+            elif stale != path:
                 stale.unlink()
         for name in reset_markers:
             with suppress(FileNotFoundError):

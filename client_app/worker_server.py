@@ -3,89 +3,116 @@
     KEEL_WORKER=/run/keel/worker.sock python -m client_app.worker_server
 
 Answers the messages that ClientApp processes hand over (`worker_client.py`), one at a time, in
-order of arrival. The socket appears once the worker is ready. One worker may serve several clients
-of a machine. If a message takes longer than the server waits for it, the worker ends with a
-traceback; whoever started it restarts it (a container's restart policy, a service manager).
+order of arrival. The socket appears once the worker is ready, for this user alone. One worker may
+serve several clients of a machine. If a message takes longer than the server waits for it, the
+worker ends with a traceback; whoever started it restarts it (a container's restart policy, a
+service manager).
+
+Every connection has a thread of its own, which receives, checks and decodes its request and sends
+the reply, each within `io_limit_s` in all: a slow or malformed peer neither blocks nor ends the
+worker. Among more than `max_receiving` connections that have not sent their request, the oldest is
+closed.
 """
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import logging
 import os
 import queue
-import shutil
 import socket
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import flwr
 import torch
-from flwr.app import Error, MessageType
+from flwr.app import Context, Error, Message, MessageType
 
 from client_app.handlers import answer
 from client_app.node_config import client_name, clients_folder
+from client_app.old_state import OldState
 from client_app.setup import device_for
-from client_app.worker_client import client_failed, code_digest, run_and_round
+from client_app.worker_client import (
+    client_failed,
+    code_digest,
+    max_timeout_s,
+    run_and_round,
+)
 from client_app.worker_socket import (
     Frames,
     default_socket,
+    max_header_bytes,
     receive_frame,
     send_frames,
     worker_status,
     worker_variable,
 )
+from protocol.files import remove_parts
 from protocol.flower_compat import context_from_bytes, message_from_bytes, records_to_bytes
+from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
 max_path_bytes = 100  # of a Unix socket, on every system
 io_limit_s = 60.0  # for a local process to send its message, or to take the reply
-Request = tuple[socket.socket, Frames]
+max_reason = 4000  # characters of an error: with escapes, they fit into a header
+max_receiving = 64
+max_waiting = 64  # complete messages
+
+
+@dataclass
+class Request:
+    """A message to answer; `reply` is set when `is_answered` is."""
+
+    peer: socket.socket
+    message: Message
+    context: Context
+    limit_s: float
+    reply: Frames = field(default_factory=list)
+    sender: threading.Thread = field(default_factory=threading.current_thread)
+    is_answered: threading.Event = field(default_factory=threading.Event)
 
 
 class WorkerProcess:
-    """Receives requests in a thread of its own, answers messages in the caller's."""
+    """Talks to each peer in a thread of its own; answers messages in the caller's, one by one."""
 
     def __init__(self, path: Path) -> None:
         self.code = code_digest()
         self.busy = False
         self.is_broken = False
-        self.requests: queue.Queue[Request] = queue.Queue()
+        self.requests: queue.Queue[Request] = queue.Queue(max_waiting)
+        self.receiving: dict[socket.socket, None] = {}  # the oldest first
         self.listener = listen(path)
 
     def serve(self) -> None:
         """Answer until the process ends."""
-        threading.Thread(target=self._receive_requests, daemon=True).start()
+        threading.Thread(target=self._accept, daemon=True).start()
         while True:
-            peer, request = self.requests.get()
-            with peer:
-                if is_closed(peer):  # its sender was killed while the message waited
-                    log.warning("message dropped: the process that sent it has ended")
-                    continue
+            request = self.requests.get()
+            if is_closed(request.peer):  # its sender was killed while the message waited
+                log.warning("message dropped: the process that sent it has ended")
+            else:
                 self.busy = True
-                reply = self.answer_to(request)
-                self.busy = False
                 try:
-                    peer.settimeout(io_limit_s)
-                    send_frames(peer, reply)
-                except OSError:
-                    log.warning("reply dropped: the process that asked for it has ended")
+                    request.reply = self.answer_to(request)
+                except Exception as error:  # a message's content may raise anything
+                    reason = in_one_line(f"{type(error).__name__}: {error}")
+                    log.warning("a message that cannot be answered: %s", reason)
+                    request.reply = error_frames(reason)
+                self.busy = False
+            request.is_answered.set()
             if self.is_broken:
                 log.error("the GPU context of this process is lost: exiting, to be restarted")
+                request.sender.join(io_limit_s)  # of the reply
                 return
 
-    def answer_to(self, request: Frames) -> Frames:
+    def answer_to(self, request: Request) -> Frames:
         """The reply to one message."""
-        header = json.loads(request[0])
-        if header["code"] != self.code:
-            return error_frames(
-                f"this client's worker runs code {self.code} of Keel, the run's bundle is "
-                f"{header['code']}: install the same version on the server and on every client"
-            )
-        faulthandler.dump_traceback_later(header["limit_s"], exit=True)
-        message, context = message_from_bytes(request[1]), context_from_bytes(request[2])
+        message, context = request.message, request.context
+        faulthandler.dump_traceback_later(request.limit_s, exit=True)
         try:
             content = answer(message, context)
         finally:
@@ -102,21 +129,59 @@ class WorkerProcess:
             )
         return [b"{}", records_to_bytes(content)]
 
-    def _receive_requests(self) -> None:
+    def _accept(self) -> None:
         while True:
-            peer, _ = self.listener.accept()
             try:
-                peer.settimeout(io_limit_s)
-                header = receive_frame(peer)
-                if json.loads(header)["kind"] == "ready?":
-                    with peer:
-                        send_frames(peer, [self.about()])
-                else:
-                    frames = [header, receive_frame(peer), receive_frame(peer)]
-                    self.requests.put((peer, frames))
-            except Exception as error:  # whatever was sent, this thread has to go on
-                log.warning("request dropped: %s: %s", type(error).__name__, error)
-                peer.close()
+                peer, _ = self.listener.accept()
+                while len(self.receiving) >= max_receiving:
+                    oldest = list(self.receiving)[0]  # noqa: RUF015 (a copy: others remove theirs)
+                    self.receiving.pop(oldest, None)
+                    shut(oldest)  # its thread ends with an error
+                self.receiving[peer] = None
+                threading.Thread(target=self._talk, args=[peer], daemon=True).start()
+            except (OSError, RuntimeError) as error:  # out of descriptors or threads, for a while
+                log.warning("connection dropped: %s", error)
+                time.sleep(0.1)
+
+    def _talk(self, peer: socket.socket) -> None:
+        """Receive one request, have it answered, send the reply."""
+        with peer:
+            try:
+                try:
+                    request = self._receive(peer)
+                finally:
+                    self.receiving.pop(peer, None)
+                if isinstance(request, Request):
+                    request.is_answered.wait()
+                    request = request.reply
+                send_frames(peer, request, time.monotonic() + io_limit_s)
+            except Exception as error:  # whatever was sent, the others go on
+                reason = in_one_line(f"{type(error).__name__}: {error}")
+                log.warning("connection dropped: %s", reason)
+
+    def _receive(self, peer: socket.socket) -> Request | Frames:
+        """The peer's request, given to `serve`; or the frames that answer it at once."""
+        deadline = time.monotonic() + io_limit_s
+        header = json.loads(receive_frame(peer, deadline, max_header_bytes))
+        if header["kind"] == "ready?":
+            return [self.about()]
+        frames = [receive_frame(peer, deadline) for _ in range(2)]
+        if header["code"] != self.code:
+            return error_frames(
+                f"this client's worker runs code {self.code} of Keel, the run's bundle is "
+                f"{in_one_line(header['code'], 16)}: install the same version on the server and on "
+                "every client"
+            )
+        limit_s = float(header["limit_s"])
+        if not 0 < limit_s <= max_timeout_s:
+            raise ValueError(f"limit_s = {limit_s}: expected more than 0, at most {max_timeout_s}")
+        message, context = message_from_bytes(frames[0]), context_from_bytes(frames[1])
+        request = Request(peer, message, context, limit_s)
+        try:
+            self.requests.put_nowait(request)
+        except queue.Full:
+            return error_frames(f"this client's worker has {max_waiting} messages waiting")
+        return request
 
     def about(self) -> bytes:
         """What `worker_status` returns."""
@@ -127,7 +192,13 @@ class WorkerProcess:
 
 def error_frames(reason: str, code: int = client_failed) -> Frames:
     """The reply that reports an error."""
-    return [json.dumps({"error": {"code": code, "reason": reason}}).encode()]
+    return [json.dumps({"error": {"code": code, "reason": reason[:max_reason]}}).encode()]
+
+
+def shut(peer: socket.socket) -> None:
+    """Let whoever waits for this peer's bytes see the end of them."""
+    with contextlib.suppress(OSError):  # it is closed already
+        peer.shutdown(socket.SHUT_RDWR)
 
 
 def is_closed(peer: socket.socket) -> bool:
@@ -163,17 +234,6 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def delete_old_state(days: float) -> None:
-    """Delete the client state of runs that were not written to for `days`; 0: nothing."""
-    if days <= 0 or not clients_folder().is_dir():
-        return
-    oldest = time.time() - days * 86400
-    for run in clients_folder().iterdir():
-        if max(path.stat().st_mtime for path in [run, *run.rglob("*")]) < oldest:
-            log.warning("client state of run %s deleted: unchanged for %g days", run.name, days)
-            shutil.rmtree(run)
-
-
 def warm_device() -> str:
     """The device in $KEEL_DEVICE (auto), with its CUDA context created; or why it is missing.
 
@@ -196,7 +256,7 @@ def main() -> int:
         "--keep-days",
         type=float,
         default=float(os.environ.get("KEEL_KEEP_DAYS") or 0),
-        help="delete client state unchanged for so long; 0: never; or $KEEL_KEEP_DAYS",
+        help="delete state so much older than the newest run's; 0: never; or $KEEL_KEEP_DAYS",
     )
     arguments = parser.parse_args()
     logging.basicConfig(format="%(asctime)s worker %(message)s", datefmt="%H:%M:%S")
@@ -206,7 +266,7 @@ def main() -> int:
         return 2
     os.environ[worker_variable] = str(arguments.socket)  # state goes to $KEEL_HOME
     try:
-        delete_old_state(arguments.keep_days)
+        remove_parts(clients_folder())
         device = warm_device()
         process = WorkerProcess(arguments.socket)
     except (ValueError, OSError) as error:
@@ -216,6 +276,8 @@ def main() -> int:
         "ready at %s, process id %d, code %s, device %s",
         *(arguments.socket, os.getpid(), process.code, device),
     )
+    old_state = OldState(clients_folder(), arguments.keep_days)
+    threading.Thread(target=old_state.watch, daemon=True).start()
     process.serve()
     return 0
 

@@ -5,9 +5,13 @@ A frame is 8 bytes of length (big-endian) followed by the content. Requests and 
     {"kind": "ready?"}                                  {"pid", "busy", "code", "versions"}
     {"kind": "message", "code", "limit_s"}, message,    {}, records  or
         context                                         {"error": {"code", "reason"}}
+
+A header (the first frame) and a message are bounded; memory grows with what has arrived, not with
+the length that a peer announces.
 """
 
 import json
+import math
 import os
 import socket
 import struct
@@ -17,7 +21,9 @@ from typing import Any
 
 worker_variable = "KEEL_WORKER"  # holds the path of the worker's socket
 worker_start_s = 120.0  # time that a restarted worker has to come back
-max_frame_bytes = 2**40
+max_frame_bytes = 2**32
+max_header_bytes = 2**16
+chunk_bytes = 2**20
 Frames = list[bytes]
 
 
@@ -42,11 +48,10 @@ def exchange(path: str, request: Frames, deadline: float) -> Frames:
     """
     with connected(path, deadline) as peer:
         try:
-            send_frames(peer, request)
-            peer.settimeout(remaining_s(deadline))
-            reply = [receive_frame(peer)]
+            send_frames(peer, request, deadline)
+            reply = [receive_frame(peer, deadline, max_header_bytes)]
             if not json.loads(reply[0]):
-                reply.append(receive_frame(peer))
+                reply.append(receive_frame(peer, deadline))
         except TimeoutError:
             raise TimeoutError(f"the worker at {path} gave no answer in time") from None
     return reply
@@ -91,26 +96,44 @@ def remaining_s(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
 
 
-def send_frames(peer: socket.socket, frames: Frames) -> None:
-    """Send each frame, its length first."""
+def send_frames(peer: socket.socket, frames: Frames, deadline: float = math.inf) -> None:
+    """Send each frame, its length first; TimeoutError if they are not all sent by the deadline."""
     for frame in frames:
-        peer.sendall(struct.pack(">Q", len(frame)))
-        peer.sendall(frame)
+        for part in (struct.pack(">Q", len(frame)), frame):
+            set_timeout(peer, deadline)
+            peer.sendall(part)
 
 
-def receive_frame(peer: socket.socket) -> bytes:
-    """The next frame; ConnectionError if the peer closes before its end."""
-    (length,) = struct.unpack(">Q", _receive(peer, 8))
-    if length > max_frame_bytes:
-        raise ValueError(f"a frame of {length} bytes: expected at most {max_frame_bytes}")
-    return _receive(peer, length)
+def receive_frame(
+    peer: socket.socket, deadline: float = math.inf, max_bytes: int = max_frame_bytes
+) -> bytes:
+    """The next frame.
+
+    ConnectionError if the peer closes before its end, TimeoutError if it is not complete by the
+    deadline (however often a few bytes arrive), ValueError if it is announced as larger.
+    """
+    (length,) = struct.unpack(">Q", _receive(peer, 8, deadline))
+    if length > max_bytes:
+        raise ValueError(f"a frame of {length} bytes: expected at most {max_bytes}")
+    return _receive(peer, length, deadline)
 
 
-def _receive(peer: socket.socket, length: int) -> bytes:
-    content = bytearray(length)
-    view, done = memoryview(content), 0
-    while done < length:
-        if not (count := peer.recv_into(view[done:])):
+def _receive(peer: socket.socket, length: int, deadline: float) -> bytes:
+    content = bytearray()
+    while len(content) < length:
+        set_timeout(peer, deadline)
+        part = peer.recv(min(length - len(content), chunk_bytes))
+        if not part:
             raise ConnectionError("closed")
-        done += count
+        content += part
     return bytes(content)
+
+
+def set_timeout(peer: socket.socket, deadline: float) -> None:
+    """Let the peer's next operation last until the deadline; TimeoutError if that has passed."""
+    if deadline == math.inf:
+        return
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out")
+    peer.settimeout(left_s)

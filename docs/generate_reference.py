@@ -17,6 +17,7 @@ from keel.cli import main as command_line  # noqa: E402
 from keel.cli.catalog import option_rows  # noqa: E402
 from keel.tables import markdown as table  # noqa: E402
 from protocol import catalogue, config  # noqa: E402
+from protocol.server_optimizers import SERVER_OPTIMIZERS  # noqa: E402
 
 
 def code(value: object) -> str:
@@ -62,9 +63,8 @@ def config_page() -> str:
         parts += [f"## {title}", options_table(options, prefix)]
     parts.append("## Server optimizers")
     parts.append("`server-optimizer` selects one of these.")
-    for name in catalogue.server_optimizer_names():
-        spec = catalogue.server_optimizer_spec(name)
-        parts += [f"### {name}", spec.summary, options_table(spec.options, f"{name}.")]
+    for name, options in SERVER_OPTIMIZERS.items():
+        parts += [f"### {name}", options.__doc__ or "", options_table(options, f"{name}.")]
     parts += ["## Presets", "`keel presets NAME` shows the keys that a preset sets."]
     names = config.presets()
     parts.append(

@@ -1,4 +1,4 @@
-"""Every method, server optimizer and model by name, with its options, without importing torch.
+"""Every method and model by name, with its options, without importing torch.
 
 A method is one file, client_app/methods/<name>.py, and that file imports torch. What the config and
 the command line need of it (options, capability flags, documentation) is read from its syntax tree:
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from protocol.models import MODELS, ModelSpec
-from protocol.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizerOptions
 
 app_folder = Path(__file__).resolve().parent.parent
 methods_folder = app_folder / "client_app" / "methods"
@@ -61,17 +60,6 @@ class MethodSpec:
         return self.documentation.partition("\n")[0]
 
 
-@dataclass(frozen=True)
-class ServerOptimizerSpec:
-    """A server optimizer. client_term: the option that weighs a term in the clients' loss."""
-
-    name: str
-    summary: str
-    paper: str
-    options: type[ServerOptimizerOptions]
-    client_term: str
-
-
 def method_stem(name: str) -> str:
     """The file stem of a method: `fedavg-ft` is `fedavg_ft`."""
     return name.replace("-", "_")
@@ -84,11 +72,6 @@ def method_names() -> tuple[str, ...]:
     return tuple(sorted(stem.replace("_", "-") for stem in stems if not stem.startswith("_")))
 
 
-def server_optimizer_names() -> tuple[str, ...]:
-    """All server optimizers."""
-    return tuple(SERVER_OPTIMIZERS)
-
-
 def model_names() -> tuple[str, ...]:
     """All models."""
     return tuple(MODELS)
@@ -99,16 +82,6 @@ def model_spec(name: str) -> ModelSpec:
     if name not in MODELS:
         raise ValueError(f"model = {name!r}: expected one of {', '.join(MODELS)}")
     return MODELS[name]
-
-
-def server_optimizer_spec(name: str) -> ServerOptimizerSpec:
-    """What is known of a server optimizer."""
-    if name not in SERVER_OPTIMIZERS:
-        allowed = ", ".join(SERVER_OPTIMIZERS)
-        raise ValueError(f"server-optimizer = {name!r}: expected one of {allowed}")
-    options = SERVER_OPTIMIZERS[name]
-    summary = (options.__doc__ or "").partition("\n")[0]
-    return ServerOptimizerSpec(name, summary, options.paper, options, options.client_term)
 
 
 @lru_cache(maxsize=64)

@@ -25,8 +25,6 @@ from protocol.catalogue import (
     method_spec,
     model_names,
     model_spec,
-    server_optimizer_names,
-    server_optimizer_spec,
 )
 from protocol.options import (
     Constraint,
@@ -42,6 +40,7 @@ from protocol.options import (
     parse_options,
     true_or_false,
 )
+from protocol.server_optimizers import SERVER_OPTIMIZERS
 from protocol.source_spec import SOURCE_NAMES, parse_source
 
 FlatConfig = dict[str, OptionValue]
@@ -187,6 +186,16 @@ class PrivacyConfig:
         one_of("local", "central"),
         "local: 2C, for any two data sets; central: C, for one clipped contribution",
     )
+    metrics: str = option(
+        one_of("withheld", "exact"),
+        "with epsilon > 0, what clients send without noise: withheld: no losses, accuracies, label "
+        "counts or times; exact: all of them, outside the guarantee",
+    )
+
+    @property
+    def withholds_metrics(self) -> bool:
+        """Whether clients send nothing measured on their data."""
+        return self.epsilon > 0 and self.metrics == "withheld"
 
 
 RUN_NAME_RULE = "1 to 64 of the characters A-Z a-z 0-9 . _ -, not beginning with a dot"
@@ -206,7 +215,13 @@ class RoundsConfig:
     server_optimizer: str = option(any_text(), "the server's update rule")
     weighting: str = option(
         one_of("auto", "examples", "uniform"),
-        "of the clients' updates; auto: the paper's",
+        "of the clients' updates; auto: the paper's, or uniform with norm-bound or a robust "
+        "aggregation",
+    )
+    max_weight_share: float = option(
+        between(0, 1, open_low=True),
+        "largest share of a round's weight for a client whose number of samples the server cannot "
+        "check; 1: no cap",
     )
     seed: int = option(
         at_least(0), "of all randomness: weights, partition, sampling, batch order, dropout"
@@ -302,9 +317,9 @@ class RunConfig:
         return self.table(name, method_spec(name).options)
 
     def server_optimizer_options(self) -> Any:
-        """The server optimizer's options, of the type `ServerOptimizerSpec.options`."""
+        """The server optimizer's options, of its type in SERVER_OPTIMIZERS."""
         name = self.rounds.server_optimizer
-        return self.table(name, server_optimizer_spec(name).options)
+        return self.table(name, SERVER_OPTIMIZERS[name])
 
     def to_json(self) -> str:
         """One line that `config_from_json` reads back; what clients are sent."""
@@ -430,13 +445,13 @@ def validate(config: RunConfig) -> None:
         if name in method_names():
             config.table(name, method_spec(name).options)
         else:
-            config.table(name, server_optimizer_spec(name).options)
+            config.table(name, SERVER_OPTIMIZERS[name])
 
 
 def _validate_names(config: RunConfig) -> None:
     rounds, model = config.rounds, config.model
     refuse_unknown("method", rounds.method, list(method_names()))
-    refuse_unknown("server-optimizer", rounds.server_optimizer, list(server_optimizer_names()))
+    refuse_unknown("server-optimizer", rounds.server_optimizer, list(SERVER_OPTIMIZERS))
     refuse_unknown("model", model.model, list(model_names()))
     for name in config.client_models:
         refuse_unknown("client-models", name, list(model_names()))
@@ -514,7 +529,7 @@ def _changed_tables(config: RunConfig) -> list[str]:
     defaults = _defaults()
     changed = {key for key, value in config.flat.items() if value != defaults.get(key)}
     tables = {key.partition(".")[0] for key in changed - all_group_keys() if "." in key}
-    return sorted(tables & {*method_names(), *server_optimizer_names()})
+    return sorted(tables & {*method_names(), *SERVER_OPTIMIZERS})
 
 
 group_types = (RoundsConfig, DataConfig, ModelConfig, TrainConfig)

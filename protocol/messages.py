@@ -13,6 +13,7 @@ empty.
 """
 
 import json
+import re
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from typing import Any, TypeVar, get_type_hints
@@ -23,11 +24,18 @@ from safetensors.numpy import load, save
 from torch import Tensor
 
 from protocol.config import RunConfig, config_from_json, keel_version
+from protocol.text import check_client_name, in_one_line
 
 Arrays = dict[str, Tensor]
 PACKED = "keel.safetensors"  # `Array.stype` of what `array_record` makes
 MAX_HEADER_BYTES = 2**22  # names, shapes and offsets of some ten thousand tensors
-protocol_version = 3  # of the layout of messages; both sides need the same
+MAX_ROSTER_CHARACTERS = 2**20  # of a roster entry as JSON
+MAX_TEXT = 200  # characters of a model's name or a version
+MAX_COUNTS = 100_000  # entries of a list in a roster entry
+MAX_COUNT = 10**12  # samples of one class
+MAX_METRICS = 256  # of a reply
+METRIC_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+protocol_version = 4  # of the layout of messages; both sides need the same
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,8 @@ class TrainRequest:
 
     checkpoint_round: the oldest round that the server may resume from; client state written for it
     or later is not pruned. evaluate: reply with the accuracies on the local test part as well.
-    run_dir: the run directory, which in simulation holds the clients' state.
+    run_dir: the path of the run directory in simulation, where it holds the clients' state; its
+        name in deployment.
     """
 
     config: RunConfig
@@ -93,7 +102,8 @@ class RosterEntry:
     """A client's description of itself before round 1. Counts are samples per class.
 
     num_partitions: the number of clients of a simulation; 0 for a real site. versions: of flwr and
-    torch on the client; keel, protocol: versions of Keel and of the messages there.
+    torch on the client; keel, protocol: versions of Keel and of the messages there. num_train,
+    num_test: of samples, where the counts of each class are withheld (`privacy.metrics`) and [].
     """
 
     client: str
@@ -106,11 +116,18 @@ class RosterEntry:
     num_partitions: int
     keel: str = field(default_factory=keel_version)
     protocol: int = protocol_version
+    num_train: int = 0
+    num_test: int = 0
 
     @property
     def num_examples(self) -> int:
         """Training samples."""
-        return sum(self.label_counts)
+        return sum(self.label_counts) or self.num_train
+
+    @property
+    def num_test_examples(self) -> int:
+        """Samples of the local test part."""
+        return sum(self.test_label_counts) or self.num_test
 
 
 @dataclass(frozen=True)
@@ -213,9 +230,15 @@ def reply_content(reply: TrainReply) -> RecordDict:
     )
 
 
-def read_reply(message: Message) -> TrainReply:
-    """The answer in a message; ValueError naming the record that is missing."""
+def read_reply(message: Message, max_bytes: int | None = None) -> TrainReply:
+    """The answer in a message; ValueError naming what is missing, unreadable or beyond its bound.
+
+    max_bytes: of all records; checked, like the metrics, before arrays are decoded.
+    """
     content = message.content
+    size = payload_bytes(message)
+    if max_bytes is not None and size > max_bytes:
+        raise ValueError(f"the reply has {size} bytes, more than the bound of {max_bytes}")
     for name, records in (
         ("reply", content.config_records),
         ("metrics", content.metric_records),
@@ -223,14 +246,27 @@ def read_reply(message: Message) -> TrainReply:
     ):
         if name not in records:
             raise ValueError(f"the reply has no record {name!r}")
+    metrics = content.metric_records["metrics"]
+    if len(metrics) > MAX_METRICS:
+        raise ValueError(f"the reply has {len(metrics)} metrics, more than {MAX_METRICS}")
+    for name, value in metrics.items():
+        if not METRIC_NAME.fullmatch(name):
+            raise ValueError(
+                f"metric {in_one_line(name, 80)!r}: expected 1 to 64 letters, digits, '.', '_', '-'"
+            )
+        if isinstance(value, list):
+            raise ValueError(f"unreadable: metric {name} is a list")
     about = content.config_records["reply"]
-    return TrainReply(
-        client=str(about["client"]),
-        round=int(about["round"]),  # type: ignore[arg-type]  # a scalar, written by reply_content
-        arrays=tensors(content.array_records["arrays"]),
-        extra=tensors(content.array_records.get("extra")),
-        metrics={k: float(v) for k, v in content.metric_records["metrics"].items()},  # type: ignore[arg-type]
-    )
+    try:
+        return TrainReply(
+            client=in_one_line(about["client"], 64),
+            round=int(about["round"]),  # type: ignore[arg-type]  # a scalar, as reply_content wrote
+            arrays=tensors(content.array_records["arrays"]),
+            extra=tensors(content.array_records.get("extra")),
+            metrics={name: float(value) for name, value in metrics.items()},  # type: ignore[arg-type]
+        )
+    except Exception as error:  # a client's bytes may raise anything
+        raise ValueError(in_one_line(f"unreadable: {type(error).__name__}: {error}")) from error
 
 
 def roster_content(entry: RosterEntry) -> RecordDict:
@@ -239,50 +275,68 @@ def roster_content(entry: RosterEntry) -> RecordDict:
 
 
 def read_roster(message: Message) -> RosterEntry:
-    """The roster entry in a reply to query; ValueError if there is none."""
+    """The roster entry in a reply to query; ValueError if there is none, or one out of bounds."""
     record = message.content.config_records.get("roster")
     if record is None:
         raise ValueError("the reply to the query has no record 'roster'")
-    sent = json.loads(str(record["entry"]))
+    text = str(record.get("entry"))
+    if len(text) > MAX_ROSTER_CHARACTERS:
+        raise ValueError(
+            f"the roster entry has {len(text)} characters, more than {MAX_ROSTER_CHARACTERS}"
+        )
+    try:
+        sent = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the roster entry is unreadable: {in_one_line(error)}") from error
+    if not isinstance(sent, dict):
+        raise ValueError("the roster entry is unreadable: not an object")
     version = sent.get("protocol", 0)  # not defaulted: clients of before this field have version 0
     if version != protocol_version:
+        client, version, keel = (
+            in_one_line(v, 80) or "?"
+            for v in (sent.get("client"), version, sent.get("keel", "unknown"))
+        )
         raise ValueError(
-            f"client {sent.get('client')} speaks version {version} of the protocol, this server "
-            f"{protocol_version}: install the same Keel on both (the client's is "
-            f"{sent.get('keel', 'unknown')}, the server's {keel_version()})"
+            f"client {client} speaks version {version} of the protocol, this server "
+            f"{protocol_version}: install the same Keel on both (the client's is {keel}, the "
+            f"server's {keel_version()})"
         )
     return roster_entry(sent)
 
 
 def has_type(kind: object, value: object) -> bool:
-    """Whether value is a string, a count, or a list of counts, as `kind` says."""
+    """Whether value is a string, a count, or a list of counts, as `kind` says, within bounds."""
     if kind is str:
         return isinstance(value, str)
     counts = value if isinstance(value, list) else [value]
-    are_counts = all(type(n) is int and n >= 0 for n in counts)
+    are_counts = len(counts) <= MAX_COUNTS and all(
+        type(n) is int and 0 <= n <= MAX_COUNT for n in counts
+    )
     return are_counts and isinstance(value, list) == (kind is not int)
 
 
 def roster_entry(sent: dict[str, Any]) -> RosterEntry:
     """The entry in decoded JSON; ValueError naming the client and the field that is wrong."""
-    wrong = sorted(sent.keys() ^ {f.name for f in fields(RosterEntry)})
+    sent = {"num_train": 0, "num_test": 0} | sent  # saved before version 4
+    client = in_one_line(sent.get("client"), 64) or "?"
+    wrong = sorted(map(str, sent.keys() ^ {f.name for f in fields(RosterEntry)}))
     types = get_type_hints(RosterEntry)
     wrong += [name for name, kind in types.items() if not has_type(kind, sent.get(name))]
     if not wrong and len(sent["label_counts"]) != len(sent["test_label_counts"]):
         wrong.append("test_label_counts")
     if wrong:
-        client = in_one_line(sent.get("client"), 60)
         raise ValueError(
-            f"client {client}: field {wrong[0]!r} of its roster entry is missing, unknown or of a "
-            "wrong type: install the same Keel on client and server"
+            f"client {client}: field {in_one_line(wrong[0], 64)!r} of its roster entry is missing, "
+            f"unknown or of a wrong type (counts: 0 to {MAX_COUNT:g}): install the same Keel on "
+            "client and server"
         )
-    return RosterEntry(**sent)
-
-
-def in_one_line(text: object, max_length: int = 300) -> str:
-    """Text from a client, fit for a log: one line, printable, at most `max_length` characters."""
-    line = "".join(c if c.isprintable() else " " for c in " ".join(str(text).split()))
-    return line if len(line) <= max_length else f"{line[: max_length - 1]}…"
+    for name in ("model", "versions", "keel"):
+        if len(sent[name]) > MAX_TEXT:
+            raise ValueError(
+                f"client {client}: {name} has {len(sent[name])} characters, more than {MAX_TEXT}"
+            )
+    texts = {name: in_one_line(sent[name]) for name in ("model", "versions", "keel")}
+    return RosterEntry(**{**sent, **texts, "client": check_client_name(sent["client"])})
 
 
 def with_current_names(arrays: Arrays) -> Arrays:

@@ -10,6 +10,7 @@ Only pyproject.toml states defaults, so a field has none and every key must be p
 """
 
 import dataclasses
+import functools
 import math
 import re
 import typing
@@ -25,10 +26,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Constraint:
-    """Which values an option accepts."""
+    """Which values an option accepts. choices: all of them, where they are few."""
 
     holds: Callable[[Any], bool]
     description: str
+    choices: tuple[str, ...] = ()
 
 
 def at_least(low: float) -> Constraint:
@@ -54,7 +56,7 @@ def between(
 
 def one_of(*names: str) -> Constraint:
     """One of these strings."""
-    return Constraint(lambda v: v in names, "one of " + ", ".join(names))
+    return Constraint(lambda v: v in names, "one of " + ", ".join(names), names)
 
 
 def any_text() -> Constraint:
@@ -126,13 +128,19 @@ def keys_of(cls: type) -> list[str]:
     return [key_of(f) for f in dataclasses.fields(cls)]
 
 
+@functools.cache
+def types_of(cls: type) -> dict[str, Any]:
+    """The types of an options dataclass by field."""
+    return typing.get_type_hints(cls)
+
+
 def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str = "") -> T:
     """An instance of the options dataclass `cls` from the flat config `values`.
 
     Reads the keys prefix + key. ValueError, one line, with the key, the value and what is allowed
     if a key is missing, of another type, or out of range.
     """
-    types = typing.get_type_hints(cls)
+    types = types_of(cls)  # type: ignore[arg-type]  # a class is hashable
     parsed: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # T is always a dataclass
         key, expected = prefix + key_of(field), types[field.name]

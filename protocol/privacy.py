@@ -5,11 +5,17 @@ FedReCo, Sections 4.2 and 6.2: (epsilon, delta)-local differential privacy of ea
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import dp_accounting
 from dp_accounting.rdp import RdpAccountant
 
 from protocol.config import PrivacyConfig
+from protocol.discrete_gaussian import SAMPLER_DISTANCE
+
+SMALL_DELTA = 1e-5  # the composed budget is stated at this delta too
+STEPS_PER_DEVIATION = 2**10  # at least, of the grid
+STEPS_PER_ENTRY = 2**8  # at least, in clip-norm / sqrt(entries): what rounding may change
 
 
 def noise_multiplier(epsilon: float, delta: float) -> float:
@@ -27,24 +33,93 @@ def noise_sigma(privacy: PrivacyConfig) -> float:
     return noise_multiplier(privacy.epsilon, privacy.delta) * sensitivity
 
 
+def granularity(privacy: PrivacyConfig, num_entries: int) -> float:
+    """The power of two that every value of a release of `num_entries` entries is a multiple of.
+
+    At most sigma / 2^10, and at most a 2^8th of an entry of a release of norm C whose entries are
+    all alike: rounding towards zero then changes the release by less than C / 2^8.
+    """
+    by_noise = noise_sigma(privacy) / STEPS_PER_DEVIATION
+    by_signal = privacy.clip_norm / STEPS_PER_ENTRY / math.sqrt(max(1, num_entries))
+    return 2.0 ** math.floor(math.log2(min(by_noise, by_signal)))
+
+
 @dataclass(frozen=True)
 class Budget:
-    """The (epsilon, delta) that `releases` releases of one client cost together."""
+    """The (epsilon, delta) that `releases` releases of one client cost together.
+
+    epsilon_at_small_delta: the epsilon at `SMALL_DELTA`, whatever the run's delta.
+    """
 
     releases: int
     epsilon: float
     delta: float
+    epsilon_at_small_delta: float
+
+
+def composed_epsilon(multiplier: float, delta: float) -> float:
+    """Epsilon at delta of one Gaussian release of this noise / sensitivity, by Renyi accounting.
+
+    n releases of multiplier z cost what one of z / sqrt(n) does. Holds for discrete Gaussian noise.
+    """
+    accountant = RdpAccountant()
+    accountant.compose(dp_accounting.GaussianDpEvent(multiplier))
+    return float(accountant.get_epsilon(delta))
 
 
 def composed_budget(privacy: PrivacyConfig, releases: int) -> Budget:
-    """The total over `releases` releases, at the run's delta, by Renyi accounting (dp-accounting).
+    """The total over `releases` releases by Renyi accounting (dp-accounting).
 
-    Tighter than the sum of the releases' budgets. After hundreds of rounds the total is still far
-    from a useful guarantee; a run reports it for that reason.
+    Tighter than the sum of the releases' budgets. At the run's delta at least the epsilon of one
+    release: a large delta alone would cover many releases with an epsilon near 0, as it allows that
+    everything is disclosed with that probability. The epsilon at a small delta says what they cost.
     """
     if releases == 0:
-        return Budget(0, 0.0, 0.0)
-    accountant = RdpAccountant()
-    event = dp_accounting.GaussianDpEvent(noise_multiplier(privacy.epsilon, privacy.delta))
-    accountant.compose(event, releases)
-    return Budget(releases, float(accountant.get_epsilon(privacy.delta)), privacy.delta)
+        return Budget(0, 0.0, privacy.delta, 0.0)
+    multiplier = noise_multiplier(privacy.epsilon, privacy.delta) / math.sqrt(releases)
+    return Budget(
+        releases,
+        max(privacy.epsilon, composed_epsilon(multiplier, privacy.delta)),
+        privacy.delta,
+        max(privacy.epsilon, composed_epsilon(multiplier, min(privacy.delta, SMALL_DELTA))),
+    )
+
+
+def privacy_statement(privacy: PrivacyConfig, num_entries: int, releases: int) -> dict[str, Any]:
+    """What a run spent and what the guarantee covers, for summary.json."""
+    budget = composed_budget(privacy, releases)
+    is_local = privacy.sensitivity == "local"
+    measured = ["losses", "accuracies", "label counts", "times"]
+    return {
+        "per_release": {"epsilon": privacy.epsilon, "delta": privacy.delta},
+        "releases": budget.releases,
+        "composed": {"epsilon": budget.epsilon, "delta": budget.delta},
+        "composed_at_small_delta": {
+            "epsilon": budget.epsilon_at_small_delta,
+            "delta": min(privacy.delta, SMALL_DELTA),
+        },
+        "guarantee": {
+            "model": "local: also against the server" if is_local else "central: of the sum",
+            "unit": "one training sample" if is_local else "one client's contribution",
+            "neighbours": (
+                "one sample is replaced by another; the numbers of samples are fixed (holds for "
+                "any two data sets of the same size too)"
+                if is_local
+                else "the contribution is there or is zero; for a replaced sample, or against the "
+                "server, the noise is half of what epsilon asks for"
+            ),
+            "covers": "the clipped and noised arrays of every reply",
+            "public": "numbers of training and test samples, network, versions, whether it fails",
+            "withheld": measured if privacy.withholds_metrics else [],
+            "exempt": [] if privacy.withholds_metrics else measured,
+        },
+        "noise": {
+            "kind": "discrete Gaussian",
+            "sigma": noise_sigma(privacy),
+            "granularity": granularity(privacy, num_entries),
+            "added_to_delta": (1 + math.exp(privacy.epsilon))
+            * SAMPLER_DISTANCE
+            * num_entries
+            * releases,
+        },
+    }

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 
 from client_app.methods import method_of
-from protocol.catalogue import method_names, server_optimizer_names
+from protocol.catalogue import method_names
 from protocol.config import RunConfig
 from protocol.options import OptionValue
+from protocol.server_optimizers import SERVER_OPTIMIZERS
 from server_app.diagnostics.comparison import chosen_diagnostics
 from server_app.observers import check_tensorboard
 from server_app.roster import evaluates_clients
@@ -22,7 +23,7 @@ def check_config(config: RunConfig) -> None:
 def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> list[str]:
     """A line for each key that the user set without effect, and for models never evaluated."""
     rounds, method = config.rounds, method_of(config)
-    tables = {*method_names(), *server_optimizer_names()} - {rounds.method, rounds.server_optimizer}
+    tables = {*method_names(), *SERVER_OPTIMIZERS} - {rounds.method, rounds.server_optimizer}
     lines = [
         f"{key} has no effect: method is {rounds.method}, server-optimizer is "
         f"{rounds.server_optimizer}"
@@ -30,7 +31,20 @@ def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> 
         if key.partition(".")[0] in tables and "." in key
     ]
     on_clients = evaluates_clients(config, method) != "none"
-    if method.is_personal and not on_clients:
+    if config.privacy.withholds_metrics:
+        what = "no losses and no accuracies of clients"
+        if not method.has_global_model:
+            what = f"no accuracy at all: {rounds.method} is evaluated on clients only"
+        lines.append(
+            f"privacy.metrics = 'withheld': this run reports {what}; 'exact' reports them without "
+            "noise, outside the guarantee"
+        )
+    elif config.privacy.epsilon:
+        lines.append(
+            "privacy.metrics = 'exact': losses, accuracies, label counts and times leave the "
+            "clients without noise, outside the guarantee of privacy.epsilon"
+        )
+    if not config.privacy.withholds_metrics and method.is_personal and not on_clients:
         lines.append("evaluate-clients = 'none': the clients' personal models are never evaluated")
     elif not on_clients and not rounds.evaluate_global:
         lines.append("evaluate-global = false: nothing is evaluated in this run")

@@ -1,10 +1,14 @@
 """Which client is connected as which node: gathered before round 1, kept current during the run."""
 
+import json
 import logging
 import math
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -12,7 +16,8 @@ from flwr.serverapp import Grid
 from data.sources import Source
 from protocol.config import RunConfig
 from protocol.flower_compat import CRASHED, NO_REPLY, NODE_UNAVAILABLE, is_in_process_grid
-from protocol.messages import RosterEntry, in_one_line, read_roster
+from protocol.messages import RosterEntry, read_roster
+from protocol.text import in_one_line
 from server_app.exchange import Exchange
 from server_app.roster import check_roster, shortened
 
@@ -23,6 +28,40 @@ RETURN_TIMEOUT_S = 90.0  # a resume waits this long for its clients; Flower read
 RETRY_AFTER_S = 60.0  # an unusable node is queried again after this time
 MAX_QUERIES = 64  # simulated clients queried at a time
 MAX_ATTEMPTS = 3  # queries of a node whose ClientApp crashes
+REGISTRY_VARIABLE = "KEEL_CLIENT_REGISTRY"  # the file that `keel deploy register` writes
+
+
+def registered_names(grid: Grid) -> dict[int, str] | None:
+    """Client name by node id, as `keel deploy register` recorded them for the clients' keys.
+
+    None where there are no keys: in simulation, and without $KEEL_CLIENT_REGISTRY. A SuperLink
+    binds a node id to a key, so with the file a client is who its key says. ValueError if the file
+    cannot be read.
+    """
+    path = os.environ.get(REGISTRY_VARIABLE)
+    if is_in_process_grid(grid) or not path:
+        return None
+    try:
+        clients = json.loads(Path(path).read_text())
+        return {int(about["node"]): str(name) for name, about in clients.items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{REGISTRY_VARIABLE} = {path!r}: missing or damaged ({in_one_line(error)}): write it "
+            "with `keel deploy register` (`make register`)"
+        ) from error
+
+
+def identity_problem(node: int, client: str, names: Mapping[int, str] | None) -> str:
+    """Why the key of `node` is not that of `client`; empty if it is, or if there are no keys."""
+    if names is None or names.get(node) == client:
+        return ""
+    said = in_one_line(client, 64)
+    if node not in names:
+        return (
+            f"it calls itself {said!r}, and its key has no name: add its public key to the "
+            "server's credentials/server/clients and run `keel deploy register`"
+        )
+    return f"it calls itself {said!r}, but its key is registered as {names[node]!r}"
 
 
 def gather_roster(
@@ -34,11 +73,12 @@ def gather_roster(
     missing, failed, or does not fit with the others or the run's source.
     """
     deadline = time.monotonic() + config.rounds.start_timeout
+    names = registered_names(grid)
     nodes = wait_for_nodes(grid, config.rounds.num_clients, deadline)
     entries: dict[int, RosterEntry] = {}
     while True:
         new = [node for node in nodes if node not in entries]
-        answers = ask(grid, new, query, deadline)
+        answers = ask(grid, new, query, deadline, names)
         for node, reason in answers.rejected.items():
             raise ValueError(f"a client cannot take part (node {node}): {reason}")
         if answers.silent:
@@ -53,15 +93,18 @@ def gather_roster(
             break
         time.sleep(0.1)
         nodes = wait_for_nodes(grid, expected, deadline)
-    check_roster(config, list(entries.values()), source)
+    check_roster(config, entries, source)
     return entries
 
 
 class ClientRegistry:
     """The roster of a run under way, updated when SuperNodes restart.
 
-    roster: node id to entry; changed in place. Without registered keys a restarted SuperNode has a
-    new id; it takes its client's place once the old id is no longer connected.
+    roster: node id to entry; changed in place. names: see `registered_names`; a node takes no place
+    but that of the client whose key it has. Without them a name is the client's word: a restarted
+    SuperNode, which then has a new id, takes its client's place once the old id is no longer
+    connected.
+    note: is told who joined and who was refused, for the audit log.
     """
 
     def __init__(
@@ -78,6 +121,13 @@ class ClientRegistry:
         self.unusable: dict[int, float] = {}  # node: when to query it again
         self.missing: set[str] = set()  # clients that were not connected at the last look
         self.has_changed = False  # since `roster.json` was written
+        self.names = registered_names(grid)
+        self.note: Callable[..., Any] = lambda event, **fields: None
+        if self.names is None and not is_in_process_grid(grid):
+            log.warning(
+                "clients are who they say they are: without $%s, names are not bound to keys",
+                REGISTRY_VARIABLE,
+            )
 
     def gather(self) -> None:
         """Wait up to 90 seconds for the clients of a resumed run.
@@ -129,6 +179,13 @@ class ClientRegistry:
         if is_in_process_grid(self.grid):
             return set(self.roster)
         online = set(self.grid.get_node_ids())
+        if online - self.roster.keys():
+            self.names = registered_names(self.grid)  # keys may have been registered since
+        for node, entry in self.roster.items():
+            if node in online and (why := identity_problem(node, entry.client, self.names)):
+                online.remove(node)
+                if node not in self.unusable:
+                    self.refuse(node, why, math.inf)
         now = time.monotonic()
         self.waiting = {node: entry for node, entry in self.waiting.items() if node in online}
         known = self.roster.keys() | self.waiting.keys()
@@ -148,29 +205,35 @@ class ClientRegistry:
 
     def entries_of(self, nodes: list[int], timeout_s: float) -> dict[int, RosterEntry]:
         """The entries of new nodes; one that fails or is silent is queried again later."""
-        answers = ask(self.grid, nodes, self.query, time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        answers = ask(self.grid, nodes, self.query, deadline, self.names)
         silent = dict.fromkeys(answers.silent, f"no answer within {timeout_s:g} seconds")
         for node, reason in (answers.rejected | silent).items():
-            log.warning("node %d is new and cannot be used: %s", node, reason)
-            wait_s = RETRY_AFTER_S if node in answers.rejected else 10 * RETRY_AFTER_S
-            self.unusable[node] = time.monotonic() + wait_s
+            self.refuse(node, reason, (1 if node in answers.rejected else 10) * RETRY_AFTER_S)
         return answers.entries
+
+    def refuse(self, node: int, reason: str, wait_s: float) -> None:
+        """Log that a node cannot be used, and do not query it for so long."""
+        log.warning("node %d is new and cannot be used: %s", node, reason)
+        self.note("refused", node=node, reason=reason)
+        self.unusable[node] = time.monotonic() + wait_s
 
     def replace(self, old: int, new: int, entry: RosterEntry) -> None:
         """Let the client of node `old` continue as node `new`, if it still fits."""
         entries = {n: e for n, e in self.roster.items() if n != old} | {new: entry}
         try:
-            check_roster(self.config, list(entries.values()), self.source)
+            check_roster(self.config, entries, self.source)
         except ValueError as error:
-            log.warning("node %d is new and cannot be used: %s", new, error)
-            self.unusable[new] = time.monotonic() + RETRY_AFTER_S
+            self.refuse(new, str(error), RETRY_AFTER_S)
             return
         self.has_changed = True
-        if entry.label_counts != self.roster[old].label_counts:
+        before = self.roster[old]
+        if (entry.label_counts, entry.num_train) != (before.label_counts, before.num_train):
             log.warning("client %s: its training samples have changed", entry.client)
         del self.roster[old]
         self.roster[new] = entry
         log.info("client %s is connected again, as node %d", entry.client, new)
+        self.note("joined", client=entry.client, node=new)
 
 
 def wait_for_nodes(grid: Grid, num_clients: int, deadline: float) -> list[int]:
@@ -204,17 +267,31 @@ class Answers:
     silent: list[int] = field(default_factory=list)
 
 
-def ask(grid: Grid, nodes: list[int], query: ConfigRecord, deadline: float) -> Answers:
-    """Query these nodes for their entries; one whose ClientApp crashes is queried again."""
+def ask(
+    grid: Grid,
+    nodes: list[int],
+    query: ConfigRecord,
+    deadline: float,
+    names: Mapping[int, str] | None = None,
+) -> Answers:
+    """Query these nodes for their entries; one whose ClientApp crashes is queried again.
+
+    names: see `registered_names`; an entry with another name than its key's is rejected.
+    """
     answers = Answers()
     for _ in range(MAX_ATTEMPTS):
         crashed: list[int] = []
         for node, reply in replies_of(grid, nodes, query, deadline):
             if not reply.has_error():
                 try:
-                    answers.entries[node] = read_roster(reply)
+                    entry = read_roster(reply)
                 except Exception as error:  # a client's bytes may raise any exception
                     answers.rejected[node] = in_one_line(error)
+                    continue
+                if why := identity_problem(node, entry.client, names):
+                    answers.rejected[node] = why
+                else:
+                    answers.entries[node] = entry
             elif reply.error.code == NODE_UNAVAILABLE:
                 log.warning("node %d is no longer connected", node)
             elif reply.error.code == NO_REPLY:

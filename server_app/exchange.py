@@ -1,24 +1,41 @@
 """Sends messages and collects replies until a deadline, polling faster than Flower does.
 
 Flower's own `send_and_receive` polls every 3 seconds in deployment, gives up on a restarted
-SuperNode, and loses track of who was asked when the SuperLink replies in a client's place.
+SuperNode, and loses track of who was asked when the SuperLink replies in a client's place. Its
+`pull_messages` waits for the arrays of a reply for as long as a client keeps sending some. Replies
+of a deployment are therefore pulled in threads, beside the loop that keeps the deadline.
 """
 
+import itertools
 import logging
+import queue
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flwr.app import Error, Message
 from flwr.serverapp import Grid
 
-from protocol.flower_compat import NO_REPLY, NODE_UNAVAILABLE, UNDELIVERED, assign_source_node
+from protocol.flower_compat import (
+    NO_REPLY,
+    NODE_UNAVAILABLE,
+    UNDELIVERED,
+    NotPushedError,
+    assign_source_node,
+    ends_run,
+    is_in_process_grid,
+)
 
 log = logging.getLogger("keel.server")
 MIN_POLL_S, MAX_POLL_S, POLL_GROWTH = 0.02, 0.5, 1.2
 RETURN_TIMEOUT_S = 30.0  # for a SuperNode that went away to return
 LOOK_EVERY_S = 1.0  # interval of looking for it
 MAX_LATE_ASKS = 5  # a reply that never came is forgotten after this many further asks
+MAX_RESENDS = 2  # of a message whose reply was lost on its way
+MAX_PULLS, SLOW_PULL_S = 4, 5.0  # at once; after so long, another is started beside a slow one
+SILENCE_S = 5.0  # a SuperLink that answers nothing for longer is away
 
 # node: the node that its client, which went away, is connected as now
 Returned = Callable[[list[int]], Mapping[int, int]]
@@ -29,24 +46,40 @@ class Exchange:
     """Asks the nodes of one grid, one round after the other.
 
     name: the client behind a node, for the log. returned: finds the nodes of clients that are
-    connected again; None: a node that is gone stays away (simulation).
+    connected again; None: a node that is gone stays away (simulation). silent_s: how long the
+    SuperLink has answered nothing.
     """
 
     grid: Grid
     name: Callable[[int], str] = "on node {}".format
     returned: Returned | None = None
+    silent_s: Callable[[], float] = lambda: 0.0
     late: dict[str, tuple[str, int]] = field(default_factory=dict)  # id: description, asks since
     arrived_late: list[str] = field(default_factory=list)  # descriptions, see `take_late`
 
+    def __post_init__(self) -> None:
+        self.pulls: dict[int, float] = {}  # those under way: when each was started
+        self.pulled: queue.SimpleQueue[tuple[int, list[Message], list[Exception]]]
+        self.pulled = queue.SimpleQueue()
+        self.numbers = itertools.count()
+        self.one_by_one = False  # after a reply that could not be read
+
     def ask(
-        self, messages: Iterable[Message], timeout_s: float, what: str, key: str = "round-timeout"
+        self,
+        messages: Iterable[Message],
+        timeout_s: float,
+        what: str,
+        key: str = "round-timeout",
+        before_resend: Callable[[int], None] = lambda node: None,
     ) -> list[Message]:
         """One reply for each message, in their order; an error where none came in time.
 
         Each reply's source is the current node of its client, whoever replied in its place. A
         message to a node that goes away is sent again if its client returns within 30 seconds, or
-        later while others are still awaited.
+        later while others are still awaited; one whose reply was lost is sent again, twice at most.
+        Time in which the SuperLink answers nothing does not count.
         what: description for the log. key: the config key that `timeout_s` comes from.
+        before_resend: called with the node of each message that is about to be sent again.
         """
         deadline = time.monotonic() + timeout_s
         self.drain()
@@ -55,6 +88,7 @@ class Exchange:
         away: dict[int, tuple[float, Message]] = {}  # node: (when to give up, the error then)
         waiting: dict[str, int] = {}  # message id: the node whose reply it is
         node_now = {node: node for node in asked}  # a restarted SuperNode may have another
+        resends: Counter[int] = Counter()
 
         def note_gone(node: int, error: Message) -> None:
             if self.returned is None:
@@ -66,21 +100,42 @@ class Exchange:
         for message in self.push(list(asked.values()), waiting):
             node = message.metadata.dst_node_id
             note_gone(node, failure(message, "its SuperNode is not connected"))
-        poll_s, looked_at = MIN_POLL_S, 0.0
-        while (waiting or away) and time.monotonic() < deadline:
-            arrived = list(self.grid.pull_messages(list(waiting))) if waiting else []
+        poll_s, looked_at, now = MIN_POLL_S, 0.0, time.monotonic()
+        while (waiting or away) and now < deadline:
+            arrived = self.pull(list(waiting), deadline - now)
             for reply in arrived:
-                source = waiting.pop(reply.metadata.reply_to_message_id, None)
-                if source is None or source in replies:
+                message_id = reply.metadata.reply_to_message_id
+                source = waiting.pop(message_id, None)
+                if source is None:
+                    self.note_late(reply)
+                    continue
+                if source in replies:
                     continue  # a second reply, to a message that was sent twice
-                if reply.has_error() and reply.error.code == NODE_UNAVAILABLE:
+                code = reply.error.code if reply.has_error() else None
+                left_s = deadline - time.monotonic()
+                if code == NODE_UNAVAILABLE:
                     reason = reply.error.reason or "its SuperNode went away"
-                    note_gone(source, failure(asked[source], reason, reply.error.code))
+                    note_gone(source, failure(asked[source], reason, NODE_UNAVAILABLE))
+                elif (
+                    code in UNDELIVERED
+                    and self.returned is not None
+                    and resends[source] < MAX_RESENDS
+                    and left_s > timeout_s / 10
+                ):
+                    resends[source] += 1
+                    name = self.name(source)
+                    log.warning("%s: client %s's reply was lost: asked again", what, name)
+                    before_resend(source)
+                    again = copy_for(asked[source], node_now[source], left_s)
+                    sent: dict[str, int] = {}
+                    if self.push([again], sent):
+                        note_gone(source, failure(asked[source], "its SuperNode is not connected"))
+                    waiting.update(dict.fromkeys(sent, source))
                 else:
                     replies[source] = reply
             if away and time.monotonic() - looked_at >= LOOK_EVERY_S:
                 looked_at = time.monotonic()
-                node_now |= self.send_again(asked, away, waiting, deadline, what)
+                node_now |= self.send_again(asked, away, waiting, deadline, what, before_resend)
             for node, (until, error) in list(away.items()):
                 if time.monotonic() > until and not waiting:
                     replies[node] = error
@@ -88,6 +143,10 @@ class Exchange:
             if waiting or away:
                 poll_s = MIN_POLL_S if arrived else min(poll_s * POLL_GROWTH, MAX_POLL_S)
                 time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))
+            before, now = now, time.monotonic()
+            if self.silent_s() > SILENCE_S:
+                deadline += now - before
+        self.pulls.clear()  # those under way go on; what they bring is late
         for message_id, node in waiting.items():
             self.late[message_id] = (f"client {self.name(node)}'s reply to {what}", 0)
         silence = f"no answer within {key} = {timeout_s:g} seconds"
@@ -97,9 +156,54 @@ class Exchange:
             assign_source_node(replies[node], node_now[node])
         return [replies[node] for node in asked]
 
+    def pull(self, message_ids: list[str], max_wait_s: float) -> list[Message]:
+        """The replies that have come, among them late ones.
+
+        Waits for the answer for MAX_POLL_S at most, except in simulation, where it comes at once
+        and clients may run in this thread. Raises the error of a SuperLink that is gone for good.
+        """
+        if is_in_process_grid(self.grid):
+            return list(self.grid.pull_messages(message_ids)) if message_ids else []
+        now = time.monotonic()
+        is_slow = now - max(self.pulls.values(), default=now - 2 * SLOW_PULL_S) > SLOW_PULL_S
+        if message_ids and is_slow and len(self.pulls) < MAX_PULLS:
+            number = next(self.numbers)
+            self.pulls[number] = now
+            groups = [[each] for each in message_ids] if self.one_by_one else [message_ids]
+            threading.Thread(target=self.pull_groups, args=(number, groups), daemon=True).start()
+        found: list[Message] = []
+        wait_s = min(MAX_POLL_S, max_wait_s) if self.pulls else 0.0
+        while True:
+            try:
+                number, replies, errors = self.pulled.get(timeout=wait_s)
+            except queue.Empty:
+                return found
+            is_current, wait_s = self.pulls.pop(number, None) is not None, 0.0
+            found += replies
+            for error in errors:
+                if is_current and ends_run(error):
+                    raise error
+                self.one_by_one = True
+                log.warning("a reply could not be read: %s: %s", type(error).__name__, error)
+
+    def pull_groups(self, number: int, groups: list[list[str]]) -> None:
+        """In a thread: pull the replies to each group of messages, whatever those before hold."""
+        replies: list[Message] = []
+        errors: list[Exception] = []
+        for message_ids in groups:
+            try:
+                replies += self.grid.pull_messages(message_ids)
+            except Exception as error:
+                errors.append(error)
+        self.pulled.put((number, replies, errors))
+
     def push(self, messages: list[Message], waiting: dict[str, int]) -> list[Message]:
         """Send messages and note their nodes in `waiting`; returns those that the grid refused."""
-        sent_ids = set(self.grid.push_messages(messages)) if messages else set()
+        try:
+            sent_ids = set(self.grid.push_messages(messages)) if messages else set()
+        except NotPushedError as error:  # the SuperLink was away for too long meanwhile
+            log.warning("messages were not sent: %s", error)
+            return messages
         sent = [m for m in messages if m.metadata.message_id in sent_ids]
         waiting.update({m.metadata.message_id: m.metadata.dst_node_id for m in sent})
         return [m for m in messages if m.metadata.message_id not in sent_ids]
@@ -111,18 +215,14 @@ class Exchange:
         waiting: dict[str, int],
         deadline: float,
         what: str,
+        before_resend: Callable[[int], None],
     ) -> dict[int, int]:
         """Send to clients that are connected again; the current node of each."""
         assert self.returned is not None
         back: dict[int, int] = {}
         for node, new in self.returned(list(away)).items():
-            message = asked[node]
-            again = Message(
-                message.content,
-                dst_node_id=new,
-                message_type=message.metadata.message_type,
-                ttl=max(1.0, deadline - time.monotonic()),
-            )
+            before_resend(node)
+            again = copy_for(asked[node], new, deadline - time.monotonic())
             sent: dict[str, int] = {}
             if not self.push([again], sent):
                 log.info("%s: client %s is connected again and asked again", what, self.name(node))
@@ -134,16 +234,27 @@ class Exchange:
     def drain(self) -> None:
         """Discard replies that came after their deadline, and log whose they were."""
         self.late = {i: (text, n + 1) for i, (text, n) in self.late.items() if n < MAX_LATE_ASKS}
-        for reply in self.grid.pull_messages(list(self.late)) if self.late else []:
-            text, _ = self.late.pop(reply.metadata.reply_to_message_id, ("", 0))
-            if text and not (reply.has_error() and reply.error.code in UNDELIVERED):
-                log.warning("%s came too late and is not used", text)
-                self.arrived_late.append(text)
+        for reply in self.pull(list(self.late), MAX_POLL_S):
+            self.note_late(reply)
+        self.pulls.clear()
+
+    def note_late(self, reply: Message) -> None:
+        """Log whose reply this is, if one was awaited before."""
+        text, _ = self.late.pop(reply.metadata.reply_to_message_id, ("", 0))
+        if text and not (reply.has_error() and reply.error.code in UNDELIVERED):
+            log.warning("%s came too late and is not used", text)
+            self.arrived_late.append(text)
 
     def take_late(self) -> list[str]:
         """Descriptions of the replies that came too late since the last call."""
         texts, self.arrived_late = self.arrived_late, []
         return texts
+
+
+def copy_for(message: Message, node: int, ttl_s: float) -> Message:
+    """The same message to this node, which lives for `ttl_s`."""
+    kind = message.metadata.message_type
+    return Message(message.content, dst_node_id=node, message_type=kind, ttl=max(1.0, ttl_s))
 
 
 def failure(message: Message, reason: str, code: int = NO_REPLY) -> Message:

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,8 @@ from client_app.setup import dataset_spec_of, device_for, model_for, open_source
 from data.sources import Source
 from models import StagedModel
 from protocol.config import RunConfig, resolve_config
-from protocol.flower_compat import is_in_process_grid
+from protocol.files import private_files
+from protocol.flower_compat import is_in_process_grid, watch_superlink
 from protocol.messages import (
     Arrays,
     DatasetSpec,
@@ -35,7 +35,8 @@ from protocol.messages import (
     tensors,
 )
 from protocol.options import OptionValue
-from protocol.privacy import composed_budget
+from protocol.privacy import privacy_statement
+from server_app.audit import AuditLog
 from server_app.checks import check_config, config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
@@ -53,7 +54,13 @@ from server_app.manifest import begin_manifest, finish_manifest, note_round
 from server_app.observers import RunInfo, RunObserver
 from server_app.record import client_fields, score_fields, training_fields
 from server_app.report import Reporter, plot_split
-from server_app.roster import evaluates_clients, read_saved_roster, roster_warnings, save_roster
+from server_app.roster import (
+    evaluates_clients,
+    partition_sizes,
+    read_saved_roster,
+    roster_warnings,
+    save_roster,
+)
 from server_app.run_directory import (
     NUM_CHECKPOINTS,
     Checkpoint,
@@ -90,12 +97,14 @@ class Run:
     test_samples: Samples
     roster: dict[int, RosterEntry]
     registry: ClientRegistry
+    audit: AuditLog
     exchange: Exchange
     cohort_size: int
     start: Checkpoint
     monitor: Monitor | None
 
 
+@private_files()
 def run_federation(
     grid: Grid,
     overrides: Mapping[str, OptionValue],
@@ -160,8 +169,11 @@ def prepare(
         roster = gather_roster(grid, config, query, source)
     registry = ClientRegistry(grid, config, query, source, roster)
     if resumed:
+        registry.note = AuditLog(resumed.path).note
         registry.gather()
     strategy.roster = roster
+    if any(entry.num_partitions for entry in roster.values()):
+        strategy.partition_sizes = partition_sizes(config, [*roster.values()])
     cohort = len(strategy.sample(1))
     strategy.check_cohort(cohort)
     if config.rounds.min_replies > cohort:
@@ -178,7 +190,15 @@ def prepare(
     if resumed and resumed.has_rounds():  # a run interrupted in round 1 starts again
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
         strategy.load(start.state)
+    if resumed and config.privacy.epsilon:
+        resumed.restore_releases(start.state)
     directory = resumed or new_run_directory(config)
+    audit = AuditLog(directory.path)
+    registry.note = audit.note
+    audit.note("started", round=start.round + 1)
+    for node, entry in sorted(roster.items(), key=lambda pair: pair[1].client):
+        if entry.client not in registry.missing:
+            audit.note("joined", client=entry.client, node=node)
     directory.start_log()
     for warning in [*roster_warnings(config, entries), *config_warnings(config, overrides)]:
         log.warning("%s", warning)
@@ -192,6 +212,7 @@ def prepare(
         grid,
         lambda node: roster[node].client if node in roster else f"on node {node}",
         None if is_in_process_grid(grid) else registry.returned,
+        watch_superlink(grid),
     )
     return Run(
         config=config,
@@ -206,6 +227,7 @@ def prepare(
         test_samples=test_samples,
         roster=roster,
         registry=registry,
+        audit=audit,
         exchange=exchange,
         cohort_size=cohort,
         start=start,
@@ -246,6 +268,7 @@ def run_rounds(
             plot_split(list(run.roster.values()), run.source, path / "labels.png")
         finally:
             reporter.finish(status)
+            run.audit.note("ended", status=status)
         finish_manifest(path)
         if run.monitor:
             plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
@@ -272,22 +295,33 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         save_roster(run.directory.path / ROSTER_FILE, run.roster)
         run.registry.has_changed = False
     checkpoint_round = max(0, server_round - NUM_CHECKPOINTS)  # the oldest a resume may start from
-    run_dir = str(run.directory.path)
+    run_dir = name_for_clients(run)
     request = TrainRequest(config, run.data, server_round, checkpoint_round, on_train, run_dir)
     messages = list(
         strategy.configure_train(server_round, arrays, request_record(request), run.grid)
     )
     bytes_down = sum(payload_bytes(message) for message in messages)
-    if config.privacy.epsilon:
-        cohort = [run.roster[message.metadata.dst_node_id].client for message in messages]
-        run.directory.append_releases(server_round, cohort)
+    cohort = [run.roster[message.metadata.dst_node_id].client for message in messages]
+    run.audit.note("sent", kind="train", bytes=bytes_down, round=server_round, clients=cohort)
+
+    def note_releases(*nodes: int) -> None:
+        if config.privacy.epsilon:
+            clients = [run.roster[node].client for node in nodes]
+            privacy = {"epsilon": config.privacy.epsilon, "delta": config.privacy.delta}
+            run.audit.note("released", round=server_round, clients=clients, **privacy)
+            run.directory.append_releases(server_round, clients)
+
+    note_releases(*(message.metadata.dst_node_id for message in messages))
     backed_off = sorted(strategy.backed_off(server_round))
-    replies = run.exchange.ask(messages, rounds.round_timeout, f"round {server_round}")
+    what, timeout_s = f"round {server_round}", rounds.round_timeout
+    replies = run.exchange.ask(messages, timeout_s, what, before_resend=note_releases)
     seconds["training"] = time.perf_counter() - started
 
     started = time.perf_counter()
     following, _ = strategy.aggregate_train(server_round, replies)
     report = strategy.report
+    if report.left_out:
+        run.audit.note("rejected", round=server_round, kind="train", clients=report.left_out)
     assert following is not None
     if not all_finite(tensors(following)) or not all_finite(strategy.state()):
         raise DivergedError(
@@ -331,11 +365,20 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     line = finite_or_null(line)
     # before the checkpoint: a resume drops what is ahead of it
     append_history(run.directory.path / HISTORY_FILE, line)
+    state = strategy.state()
+    if config.privacy.epsilon:
+        state |= run.directory.release_state()
     checkpoint_digest = run.directory.save_checkpoint(
-        Checkpoint(server_round, tensors(following), strategy.state()), config.model.model
+        Checkpoint(server_round, tensors(following), state), config.model.model
     )
     note_round(run.directory.path, server_round, checkpoint_digest)
     return following, line
+
+
+def name_for_clients(run: Run) -> str:
+    """The run directory's path in a simulation, whose clients store their state there; its name."""
+    path = run.directory.path
+    return str(path) if is_in_process_grid(run.grid) else path.name
 
 
 def global_score(run: Run, arrays: ArrayRecord) -> Score:
@@ -350,7 +393,7 @@ def evaluate_on_clients(
 ) -> RoundReport:
     """The replies of these nodes to an evaluate message, and who gave none."""
     asked = frozenset(nodes)
-    request = EvaluateRequest(run.config, run.data, server_round, str(run.directory.path))
+    request = EvaluateRequest(run.config, run.data, server_round, name_for_clients(run))
     messages = [
         message
         for message in run.strategy.configure_evaluate(
@@ -363,6 +406,11 @@ def evaluate_on_clients(
     run.strategy.aggregate_evaluate(server_round, replies)
     report = run.strategy.report
     report.bytes_down = sum(payload_bytes(message) for message in messages)
+    clients = [run.roster[node].client for node in nodes if node in run.roster]
+    sent = {"round": server_round, "kind": "evaluate"}
+    run.audit.note("sent", **sent, clients=clients, bytes=report.bytes_down)
+    if report.left_out:
+        run.audit.note("rejected", **sent, clients=report.left_out)
     return report
 
 
@@ -400,14 +448,10 @@ def model_metadata(run: Run) -> dict[str, str]:
 
 
 def privacy_spent(run: Run) -> dict[str, Any] | None:
-    """Per release and composed over those of the client asked most often; None without noise."""
+    """What the client asked most often has released, and what the guarantee covers."""
     privacy = run.config.privacy
     if not privacy.epsilon:
         return None
-    counts = Counter(client for cohort in run.directory.read_releases() for client in cohort)
-    budget = composed_budget(privacy, max(counts.values(), default=0))
-    return {
-        "per_release": {"epsilon": privacy.epsilon, "delta": privacy.delta},
-        "releases": budget.releases,
-        "composed": {"epsilon": budget.epsilon, "delta": budget.delta},
-    }
+    num_entries = sum(array.numel() for array in run.start.arrays.values())
+    releases = max(run.directory.release_counts().values(), default=0)
+    return privacy_statement(privacy, num_entries, releases)

@@ -7,7 +7,9 @@ bytes_up; where they were measured: global, local_global, personal, diagnostics,
 evaluation_left_out, evaluation_bytes_down, evaluation_bytes_up.
 """
 
+import errno
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -16,6 +18,7 @@ from typing import Any
 
 from protocol.files import write_atomically
 
+log = logging.getLogger("keel.server")
 Line = dict[str, Any]
 
 HISTORY_FILE = "history.jsonl"
@@ -38,18 +41,27 @@ def read_history(path: Path) -> list[Line]:
     A last line without its newline (a round being written) is ignored; without a file: [].
     ValueError naming the file and the line if a line is damaged.
     """
+    lines, faults = whole_lines(path)
+    if faults:
+        raise ValueError(faults[0])
+    return lines
+
+
+def whole_lines(path: Path) -> tuple[list[Line], list[str]]:
+    """(lines, faults): as `read_history`, with a sentence for each damaged line."""
     path = path / HISTORY_FILE if path.is_dir() else path
     if not path.exists():
-        return []
-    complete, _, _ = path.read_text().rpartition("\n")
-    lines = []
-    for number, text in enumerate(complete.splitlines(), start=1):
+        return [], []
+    complete, _, _ = path.read_bytes().rpartition(b"\n")
+    lines, faults = [], []
+    for number, text in enumerate(complete.split(b"\n") if complete else [], start=1):
         try:
             line = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is damaged: {error}") from error
-        lines.append({RENAMED_FIELDS.get(key, key): value for key, value in line.items()})
-    return lines
+            lines.append({RENAMED_FIELDS.get(key, key): value for key, value in line.items()})
+            lines[-1]["round"] = int(line["round"])
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            faults.append(f"{path}, line {number} is damaged: {error}")
+    return lines, faults
 
 
 def append_history(path: Path, line: Mapping[str, Any]) -> None:
@@ -58,22 +70,43 @@ def append_history(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def truncate_history(path: Path, last_round: int) -> list[Line]:
-    """Drop the lines of rounds after `last_round`, which a resume repeats; return the others."""
-    lines = [line for line in read_history(path) if line["round"] <= last_round]
+    """Drop the lines of rounds after `last_round`, which a resume repeats; return the others.
+
+    A damaged history does not stop a resume: it is kept as `history.jsonl.damaged`, and its whole
+    lines are used. What is missing is warned about.
+    """
+    lines, faults = whole_lines(path)
+    if faults:
+        aside = path.with_name(f"{path.name}.damaged")
+        write_atomically(aside, path.read_bytes())
+        log.warning("%s; the whole lines are used, and the file is kept as %s", faults[0], aside)
+    lines = [line for line in lines if line["round"] <= last_round]
+    missing = last_round - len({line["round"] for line in lines})
+    if missing > 0:
+        log.warning("%s: the lines of %d of %d rounds are lost", path, missing, last_round)
     write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
     return lines
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line and sync it to disk; an incomplete line before it is ended first."""
-    with path.open("ab+") as file:
-        if file.tell():
+    """Append a line and sync it to disk, whole or not at all; an incomplete one is ended first.
+
+    OSError, naming the file, if the disk is full.
+    """
+    with path.open("ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 line = "\n" + line
-        file.write(line.encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+        content = line.encode() + b"\n"
+        try:
+            if file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+        except OSError as error:
+            file.truncate(size)
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def finite_or_null(value: Any) -> Any:

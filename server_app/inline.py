@@ -74,7 +74,8 @@ class InlineGrid(Grid):
         """The replies to these messages, each made now."""
         asked = set(message_ids)
         due = [message_id for message_id in self.waiting if message_id in asked]
-        return [self.answer(self.waiting.pop(message_id)) for message_id in due]
+        messages = (self.waiting.pop(message_id, None) for message_id in due)
+        return [self.answer(message) for message in messages if message]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

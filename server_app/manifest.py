@@ -22,6 +22,7 @@ from client_app.worker_client import code_digest
 from protocol.config import RunConfig, app_folder, keel_version
 from protocol.files import digest, write_atomically
 from protocol.messages import RosterEntry
+from server_app.audit import audit_end
 
 NUM_NOTED_ROUNDS = 3  # rounds whose checkpoints a replay can be compared with
 PACKAGES = ("flwr", "torch", "torchvision", "numpy", "scipy", "safetensors")
@@ -75,9 +76,15 @@ def machine(device: torch.device) -> str:
 
 
 def split_digest(config: RunConfig, roster: Sequence[RosterEntry]) -> str:
-    """A digest of the split: label counts and, in simulation, every sample's index."""
+    """A digest of the split: label counts and, in simulation, every sample's index.
+
+    Where label counts are withheld: the numbers of samples.
+    """
     clients = sorted(roster, key=lambda entry: entry.client)
-    counts = [[e.client, e.label_counts, e.test_label_counts] for e in clients]
+    counts = [
+        [e.client, e.label_counts or e.num_train, e.test_label_counts or e.num_test]
+        for e in clients
+    ]
     hashed = hashlib.sha256(json.dumps(counts).encode())
     if all(entry.num_partitions for entry in clients):
         for partition in range(len(clients)):
@@ -134,7 +141,8 @@ def finish_manifest(directory: Path) -> None:
     """
     files = {name: digest((directory / name).read_bytes()) for name in signed_files}
     states = sorted(directory.glob("clients/*/round-*.safetensors"))  # the newest comes last
-    update(directory, files=files, kept={path.parent.name: path.name for path in states})
+    kept = {path.parent.name: path.name for path in states}
+    update(directory, files=files, kept=kept, audit=audit_end(directory))
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

@@ -185,6 +185,14 @@ class SummaryTable:
         print_summary(summary, self.title)
 
 
+def at_small_delta(privacy: Mapping[str, Any]) -> str:
+    """The composed epsilon at a small delta, where the run's own is larger."""
+    small = privacy.get("composed_at_small_delta")  # None of runs before 0.3
+    if not small or small["delta"] == privacy["composed"]["delta"]:
+        return ""
+    return f" (epsilon {small['epsilon']:.2f} at delta {small['delta']})"
+
+
 def print_summary(summary: Mapping[str, Any], title: str) -> None:
     """A summary for a person: accuracies, time, traffic, privacy, the run directory."""
     console = Console(width=100, highlight=False)
@@ -207,6 +215,6 @@ def print_summary(summary: Mapping[str, Any], title: str) -> None:
         console.print(
             f"privacy: epsilon {release['epsilon']}, delta {release['delta']} a release; composed "
             f"over {summary['privacy']['releases']} releases: epsilon {composed['epsilon']:.2f}, "
-            f"delta {composed['delta']}"
+            f"delta {composed['delta']}{at_small_delta(summary['privacy'])}"
         )
     console.print(f"run directory: {summary['directory']}", soft_wrap=True)

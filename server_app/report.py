@@ -93,8 +93,13 @@ class Reporter:
 
 
 def plot_split(roster: Sequence[RosterEntry], source: Source, path: Path) -> None:
-    """Samples per client and class as a PNG, clients in the order of their names."""
+    """Samples per client and class as a PNG, clients in the order of their names.
+
+    No file where they withhold the label counts.
+    """
     clients = sorted(roster, key=lambda entry: entry.client)
+    if not all(entry.label_counts for entry in clients):
+        return
     plot_label_distribution([entry.label_counts for entry in clients], source.class_names, path)
 
 

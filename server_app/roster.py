@@ -1,7 +1,7 @@
 """The roster: one entry per client, saved in the run directory, checked before round 1."""
 
-import itertools
 import json
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -9,11 +9,15 @@ from pathlib import Path
 
 from client_app.method import Method
 from client_app.methods import method_of
+from client_app.setup import client_indices
 from data.sources import Source
 from protocol.catalogue import method_names, method_spec
 from protocol.config import RunConfig
 from protocol.files import write_atomically
 from protocol.messages import RosterEntry, roster_entry
+
+CLASSES = "number of classes"
+OUTLIER = 10  # times the median of the sites' numbers of samples: worth a warning
 
 
 def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
@@ -46,8 +50,35 @@ def roster_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[s
                 f"versions of {what} differ: {shortened(differing)}; the others have {usual}. "
                 "Results may differ in the last bits"
             )
-    note = method_of(config).check_roster({e.client: e.label_counts for e in entries})
+    warnings += count_warnings(config, entries)
+    note = method_of(config).check_roster(known_label_counts(entries))
     return warnings + ([note] if note else [])
+
+
+def known_label_counts(entries: Sequence[RosterEntry]) -> dict[str, list[int]]:
+    """Client to its training samples of each class, of those that do not withhold them."""
+    return {entry.client: entry.label_counts for entry in entries if entry.label_counts}
+
+
+def partition_sizes(config: RunConfig, entries: Sequence[RosterEntry]) -> dict[str, int]:
+    """Training samples of every simulated client, by the partition that the run's config makes."""
+    num_clients = max(entry.num_partitions for entry in entries)
+    parts = (client_indices(config, i, num_clients)[0] for i in range(num_clients))
+    return {f"client-{i:04d}": len(part) for i, part in enumerate(parts)}
+
+
+def count_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[str]:
+    """A line for each site that declares far more samples than the others, or too large a share."""
+    counts = {e.client: e.num_examples for e in entries if not e.num_partitions}
+    median = statistics.median_low(counts.values()) if counts else 0
+    total = sum(entry.num_examples for entry in entries) or 1
+    share = max(config.rounds.max_weight_share, 1 / len(entries))
+    return [
+        f"client {client} declares {count} training samples, {count / total:.1%} of all (the "
+        f"median is {median}); it weighs at most max-weight-share = {share:.2g} of a round"
+        for client, count in sorted(counts.items())
+        if count > OUTLIER * median or count > share * total * (1 + 1e-9)
+    ]
 
 
 def shortened(words: Sequence[str], max_words: int = 5) -> str:
@@ -59,48 +90,53 @@ def shortened(words: Sequence[str], max_words: int = 5) -> str:
 def evaluates_clients(config: RunConfig, method: Method) -> str:
     """Whose local test parts are evaluated on: none, cohort or all."""
     asked = config.rounds.evaluate_clients
+    if config.privacy.withholds_metrics:
+        return "none"
     if asked != "auto":
         return asked
     return "all" if method.is_personal else "none"
 
 
-def check_roster(config: RunConfig, entries: Sequence[RosterEntry], source: Source) -> None:
+def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: Source) -> None:
     """ValueError, one line naming the client, for clients that do not fit together.
 
     They also have to fit the run's source, on whose test set the global model is evaluated, and the
     method.
     """
-    num_clients = config.rounds.num_clients
+    num_clients, entries = config.rounds.num_clients, list(roster.values())
     if num_clients and len(entries) > num_clients:
         raise ValueError(
             f"num-clients = {num_clients}, but {len(entries)} SuperNodes are connected: start with "
             f"--federation-config 'num-supernodes={num_clients}', or set num-clients={len(entries)}"
         )
-    names = sorted(e.client for e in entries)
-    if twice := [a for a, b in itertools.pairwise(names) if a == b]:
+    [(name, count), *_] = Counter(e.client for e in entries).most_common(1)
+    if count > 1:
+        nodes = [str(node) for node, e in sorted(roster.items()) if e.client == name]
         raise ValueError(
-            f"two clients are named {twice[0]!r}: give each SuperNode its own, by --node-config"
+            f"{count} clients are named {name!r} (nodes {shortened(nodes)}): give each SuperNode "
+            "its own, by --node-config"
         )
     by_name = sorted(entries, key=lambda e: e.client)
     first = by_name[0]
+    are_withheld = config.privacy.withholds_metrics
     for entry in by_name:
         if entry.num_examples == 0:
             raise ValueError(f"client {entry.client} has no training samples")
         for what, value, expected in (
             ("image shape", entry.image_shape, first.image_shape),
-            ("number of classes", len(entry.label_counts), len(first.label_counts)),
+            (CLASSES, len(entry.label_counts), len(first.label_counts)),
             ("representation width", entry.representation_width, first.representation_width),
         ):
-            if value != expected:
+            if value != expected and not (are_withheld and what == CLASSES):
                 raise ValueError(
                     f"client {entry.client} ({entry.model}): {what} {value}, client {first.client} "
                     f"({first.model}) has {expected}: they have to agree"
                 )
     for what, value, expected in (
         ("image shape", first.image_shape, list(source.image_shape)),
-        ("number of classes", len(first.label_counts), source.num_classes),
+        (CLASSES, len(first.label_counts), source.num_classes),
     ):
-        if value != expected:
+        if value != expected and not (are_withheld and what == CLASSES):
             raise ValueError(
                 f"client {first.client}: {what} {value}, the run's source {source.name} has "
                 f"{expected}: "
@@ -114,13 +150,14 @@ def check_roster(config: RunConfig, entries: Sequence[RosterEntry], source: Sour
             f"client {others[0].client} trains {others[0].model}, the run {config.model.model}: "
             f"methods that allow several architectures: {able}"
         )
-    totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
-    if 0 in totals:
-        raise ValueError(f"class {totals.index(0)} is held by no client: it cannot be learnt")
-    method.check_roster({e.client: e.label_counts for e in entries})
+    if not are_withheld:
+        totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
+        if 0 in totals:
+            raise ValueError(f"class {totals.index(0)} is held by no client: it cannot be learnt")
+    method.check_roster(known_label_counts(entries))
     if evaluates_clients(config, method) != "none":
         for entry in entries:
-            if not sum(entry.test_label_counts):
+            if not entry.num_test_examples:
                 raise ValueError(
                     f"client {entry.client} has no local test part: evaluating on clients needs "
                     "local-test-fraction > 0 (or images under test/ in the client's own data)"

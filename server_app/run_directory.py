@@ -5,7 +5,7 @@ roster.json         the clients: samples per class, model, versions
 history.jsonl       one line a round (history.py); run.log: the log, with times
 checkpoints/        the newest two: model, server state, round (safetensors)
 clients/            in simulation: client state
-releases.jsonl      with differential privacy: who was asked for a release
+releases.jsonl      with differential privacy: who was asked for a release; chained digests
 model.safetensors   the final model; summary.json (summary.py), accuracy.png, labels.png
 manifest.json       versions; digests of split, files and first rounds (manifest.py)
 """
@@ -14,24 +14,28 @@ import fcntl
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from client_app.methods import method_of
+from protocol.chained import append_chained, read_chained
 from protocol.config import RunConfig, keel_home, resolve_config
-from protocol.files import digest, write_atomically
+from protocol.files import digest, remove_parts, write_atomically
 from protocol.messages import Arrays, with_current_names
 from protocol.options import OptionValue
-from server_app.history import append_line, read_history
+from server_app.history import read_history, whole_lines
 from server_app.summary import read_config_file
 
 log = logging.getLogger("keel.server")
 NUM_CHECKPOINTS = 2
+RELEASES_FILE = "releases.jsonl"
 LOCK_ATTEMPTS = 5
 
 
@@ -52,10 +56,12 @@ class RunDirectory:
         self._lock: TextIO = (path / ".lock").open("w")
         self._log: logging.Handler | None = None
         self._level_before = logging.NOTSET
+        self._releases: Counter[str] = Counter()
+        self._num_damaged = 0  # lines of releases.jsonl, at the last look
         for attempt in range(LOCK_ATTEMPTS):  # `is_being_written` holds it for a moment
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                break
             except OSError as error:
                 if attempt == LOCK_ATTEMPTS - 1:
                     self._lock.close()
@@ -63,11 +69,13 @@ class RunDirectory:
                         f"{path} is being written by another process: wait for it, or stop it"
                     ) from error
                 time.sleep(0.05)
+        remove_parts(path)
 
     def start_log(self) -> None:
         """Copy Keel's log to run.log until `close`."""
         logger = logging.getLogger("keel")
         self._log = logging.FileHandler(self.path / "run.log")
+        self._log.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk
         line_format = f"%(asctime)s {self.path.name} %(levelname)s %(message)s"
         self._log.setFormatter(logging.Formatter(line_format))
         self._level_before = logger.level
@@ -92,27 +100,58 @@ class RunDirectory:
 
     def append_releases(self, server_round: int, clients: list[str]) -> None:
         """Record the clients that are about to be asked for a private release; never truncated."""
-        line = json.dumps({"round": server_round, "clients": clients})
-        append_line(self.path / "releases.jsonl", line)
+        append_chained(self.path / RELEASES_FILE, {"round": server_round, "clients": clients})
+        self._releases.update(clients)
 
     def read_releases(self) -> list[list[str]]:
         """The clients asked, one list per request.
 
-        A line that a full disk or a power cut damaged counts as one that names every client of the
+        A line that is damaged, edited or out of place counts as one that names every client of the
         file (or one unknown client, if there is no other): the budget spent is never under-counted.
         """
-        path = self.path / "releases.jsonl"
-        asked: list[list[str]] = []
-        damaged = 0
-        for line in path.read_bytes().splitlines() if path.exists() else []:
-            try:
-                asked.append([str(client) for client in json.loads(line)["clients"]])
-            except (ValueError, TypeError, KeyError):
-                damaged += 1
-        if damaged:
-            log.warning("%s: %d lines are damaged: each counts for every client", path, damaged)
+        path = self.path / RELEASES_FILE
+        entries, num_damaged = read_chained(path)
+        named = [entry["clients"] for entry in entries if isinstance(entry.get("clients"), list)]
+        asked = [[str(client) for client in clients] for clients in named]
+        num_damaged += len(entries) - len(named)
+        if num_damaged > self._num_damaged:
+            self._num_damaged = num_damaged
+            log.warning("%s: %d lines are damaged: each counts for every client", path, num_damaged)
         everyone = sorted({client for clients in asked for client in clients}) or ["unknown"]
-        return asked + damaged * [everyone]
+        return asked + num_damaged * [everyone]
+
+    def release_counts(self) -> Counter[str]:
+        """Releases asked of each client: the larger of what this process and the file know."""
+        in_file = Counter(client for clients in self.read_releases() for client in clients)
+        return self._releases | in_file
+
+    def release_state(self) -> Arrays:
+        """`release_counts` for a checkpoint; {} without private releases."""
+        counts = json.dumps(self.release_counts(), sort_keys=True).encode()
+        return {"releases": torch.tensor([*counts], dtype=torch.uint8)}
+
+    def restore_releases(self, state: Arrays) -> None:
+        """Complete the releases before a resume from the history and the checkpoint's `state`.
+
+        Where the file has fewer (deleted, cut short), the difference is appended to it, and one
+        more for each client: a round may have been under way.
+        """
+        seen = Counter(json.loads(bytes(state["releases"].tolist()))) if "releases" in state else {}
+        rounds = Counter(
+            client
+            for line in read_history(self.path)
+            for client in {*line["participants"], *line["left_out"]}
+        )
+        known = Counter(seen) | rounds
+        self._releases = self.release_counts()
+        missing = known - self._releases
+        if missing:
+            log.warning(
+                "%s: lines are missing: completed from history and checkpoint, and one release "
+                "more for each client",
+                self.path / RELEASES_FILE,
+            )
+            self.append_releases(0, sorted((missing + Counter(known.keys())).elements()))
 
     def save_checkpoint(self, checkpoint: Checkpoint, model: str) -> str:
         """Write this round's checkpoint, delete all others but that of the round before.
@@ -139,17 +178,19 @@ class RunDirectory:
 
     def has_rounds(self) -> bool:
         """Whether any round was finished or left a checkpoint."""
-        return bool(read_history(self.path) or any((self.path / "checkpoints").glob("round-*")))
+        lines, faults = whole_lines(self.path)
+        return bool(lines or faults or any((self.path / "checkpoints").glob("round-*")))
 
     def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:
-        """The newest intact checkpoint whose round is in the history.
+        """The newest intact checkpoint, of those whose round is in the history if there are any.
 
         A damaged one is skipped with a warning. ValueError if none is left, or if its arrays are
         not those of `expected`.
         """
-        last = max((line["round"] for line in read_history(self.path)), default=0)
-        found = sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True)
-        paths = [path for path in found if round_of(path) <= last]
+        lines, _ = whole_lines(self.path)
+        last = max((line["round"] for line in lines), default=0)
+        paths = list((self.path / "checkpoints").glob("round-*.safetensors"))
+        paths.sort(key=lambda path: (round_of(path) <= last, round_of(path)), reverse=True)
         for path in paths:
             if digest(path.read_bytes()) in path.name:
                 return read_checkpoint(path, expected, model)

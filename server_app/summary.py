@@ -93,8 +93,11 @@ def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         saved = json.loads(path.read_text())
         overrides = saved["overrides"] if "overrides" in saved else saved["given"]  # before 0.2
-        current = default_config() | with_current_names(saved["config"], warn=False)
-        return current, with_current_names(overrides, warn=False)
+        exact = {}
+        if "privacy.metrics" not in saved["config"] and saved["config"].get("privacy.epsilon"):
+            exact = {"privacy.metrics": "exact"}  # what private runs sent before there was the key
+        current = default_config() | with_current_names(saved["config"], warn=False) | exact
+        return current, with_current_names(overrides, warn=False) | exact
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged or incomplete: {error}") from error
 

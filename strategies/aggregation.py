@@ -7,6 +7,7 @@ use Flower's functions.
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -38,6 +39,28 @@ def weighted_mean(replies: Sequence[TrainReply], weights: Sequence[float]) -> Ar
             summed = sum(v * w for v, w in zip(values, weights, strict=True))
             mean[name] = (torch.as_tensor(summed) / total).round().to(first.dtype)
     return mean
+
+
+def capped_counts(counts: Sequence[float], is_checked: Sequence[bool], share: float) -> list[float]:
+    """The counts; those that are not checked are cut to one value, so that none is above `share`.
+
+    1 / len(counts) is always allowed. Where all keep to their share, the counts as they are.
+    """
+    share = max(share, 1 / len(counts))
+    descending = sorted(
+        (n for n, known in zip(counts, is_checked, strict=True) if not known), reverse=True
+    )
+    rest = float(sum(counts))
+    for num_cut in range(len(descending) + 1):
+        # the `num_cut` largest are cut to cap = share * (num_cut * cap + rest)
+        room = 1 - num_cut * share
+        cap = share * rest / room if room > 0 else math.inf
+        if num_cut == len(descending) or descending[num_cut] <= cap * (1 + 1e-9):
+            break
+        rest -= descending[num_cut]
+    if not num_cut:
+        return list(counts)
+    return [n if known else min(n, cap) for n, known in zip(counts, is_checked, strict=True)]
 
 
 def aggregate(

@@ -24,11 +24,17 @@ from protocol.messages import (
     message_content,
     tensors,
 )
-from strategies.aggregation import aggregate, check_aggregation, mean_metrics
+from strategies.aggregation import aggregate, capped_counts, check_aggregation, mean_metrics
 from strategies.backoff import Backoff
 from strategies.sampling import sample_cohort
 from strategies.server_optimizers import server_optimizer
-from strategies.validation import ExpectedReply, RoundReport, validate_replies
+from strategies.validation import (
+    ExpectedReply,
+    NormReference,
+    RoundReport,
+    largest_value,
+    validate_replies,
+)
 
 log = logging.getLogger("keel.server")
 
@@ -47,6 +53,8 @@ class Average(Strategy):
         self.config = config
         self.options = config.method_options()  # with the method's capability flags
         self.roster: Mapping[int, RosterEntry] = {}
+        self.partition_sizes: Mapping[str, int] = {}  # simulated client to its number of samples
+        self.norm_reference = NormReference()
         self.trainable = {name for name, _ in model.named_parameters()}
         self.server_optimizer = server_optimizer(config)
         self.report = RoundReport()
@@ -77,14 +85,32 @@ class Average(Strategy):
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The next global arrays: the accepted replies' average, then the server optimizer."""
-        weighting = self.config.rounds.weighting
-        by_examples = (
-            self.options.default_weighting if weighting == "auto" else weighting
-        ) == "examples"
-        weights = [r.metrics["num-examples"] if by_examples else 1.0 for r in replies]
+        weights = self.counts(replies) if self.is_weighted_by_examples else [1.0] * len(replies)
         trainable = self.trainable & current.keys()  # without what is never sent (FedRep's head)
         average = aggregate(replies, weights, self.config.rounds, self.update_of)
         return self.server_optimizer.step(current, average, trainable)
+
+    @property
+    def is_weighted_by_examples(self) -> bool:
+        """By `weighting`; auto is uniform with a norm bound or a robust aggregation."""
+        rounds = self.config.rounds
+        if rounds.weighting != "auto":
+            return rounds.weighting == "examples"
+        is_defended = rounds.norm_bound != "off" or rounds.aggregation != "mean"
+        return self.options.default_weighting == "examples" and not is_defended
+
+    def counts(self, replies: list[TrainReply]) -> list[float]:
+        """The replies' numbers of samples, none above `max-weight-share` unless it is checked."""
+        found = [reply.metrics["num-examples"] for reply in replies]
+        checked = [
+            self.partition_sizes.get(r.client) == n for r, n in zip(replies, found, strict=True)
+        ]
+        return capped_counts(found, checked, self.config.rounds.max_weight_share)
+
+    def count_scales(self, replies: list[TrainReply]) -> list[float]:
+        """What the cap of `counts` leaves of each reply's count; 1: all."""
+        counts = self.counts(replies)
+        return [n / r.metrics["num-examples"] for n, r in zip(counts, replies, strict=True)]
 
     def update_of(self, reply: TrainReply) -> Arrays:
         """The client's floating arrays (with BatchNorm's statistics) minus those it was sent."""
@@ -115,6 +141,14 @@ class Average(Strategy):
         """Arrays beside the model with the names, shapes and dtypes of a valid reply's."""
         return {}
 
+    def beside_model(self, reply: TrainReply) -> Arrays:
+        """The reply's `extra`, on a scale that does not grow with the client's samples."""
+        return reply.extra
+
+    def extra_reason(self, reply: TrainReply) -> str:
+        """Why the reply's `extra` is rejected, beyond names, shapes and sizes; "": it is not."""
+        return ""
+
     def own_state(self) -> Arrays:
         """This server half's state between rounds, beside the server optimizer's."""
         return {}
@@ -129,7 +163,9 @@ class Average(Strategy):
         backoff = {f"attendance/{c}": a for c, a in self.backoff.state().items()}
         # one array for all clients, under its name of 0.1
         accepted = json.dumps(self.last_accepted_rounds).encode()
-        return step | own | backoff | {"counted": torch.tensor([*accepted], dtype=torch.uint8)}
+        reference = self.norm_reference.state()
+        counted = {"counted": torch.tensor([*accepted], dtype=torch.uint8)}
+        return step | own | backoff | reference | counted
 
     def load(self, state: Arrays) -> None:
         """Restore a checkpoint's state."""
@@ -140,6 +176,7 @@ class Average(Strategy):
         self.server_optimizer.load(step)
         self.load_own(own)
         self.backoff.load(backoff)
+        self.norm_reference.load(state)
         accepted = bytes(state["counted"].tolist()) if "counted" in state else b"{}"
         self.last_accepted_rounds = json.loads(accepted)
 
@@ -254,8 +291,11 @@ class Average(Strategy):
         declared = {
             e.client: e.num_examples for e in self.roster.values() if e.client in self.addressed
         }
-        expected = ExpectedReply(server_round, arrays, extra, declared)
-        return validate_replies(replies, self.roster, expected, self.config.rounds, self.update_of)
+        max_value = largest_value(self.sent or self.current, self.config.privacy)
+        expected = ExpectedReply(server_round, arrays, extra, declared, max_value)
+        return validate_replies(
+            replies, self.roster, expected, self.config.rounds, self, self.norm_reference
+        )
 
 
 __all__ = ["Average", "RoundReport", "TooFewRepliesError"]

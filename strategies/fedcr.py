@@ -14,6 +14,8 @@ from protocol.config import RunConfig
 from protocol.messages import Arrays, TrainReply
 from strategies.average import Average
 
+SMALLEST_DEVIATION = 1e-12  # of a class at a client: its precision stays finite in float32
+
 
 def product_of_experts(
     m: list[torch.Tensor], s: list[torch.Tensor], seen: list[torch.Tensor]
@@ -41,6 +43,13 @@ class FedCRServer(Average):
     def expected_extra(self) -> Arrays:
         """A client's M and S, and the classes that it saw."""
         return {"M": self.m, "S": self.s, "seen": torch.zeros(len(self.m))}
+
+    def extra_reason(self, reply: TrainReply) -> str:
+        """A deviation or a mask that would make the product of experts infinite."""
+        s, seen = reply.extra["S"], reply.extra["seen"]
+        if float(s.min()) < SMALLEST_DEVIATION:
+            return f"array 'S' holds {float(s.min()):.4g}: expected at least {SMALLEST_DEVIATION:g}"
+        return "" if bool(((seen == 0) | (seen == 1)).all()) else "array 'seen' holds not 0 and 1"
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The extractors' average, then the product of the experts."""

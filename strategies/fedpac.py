@@ -81,10 +81,19 @@ class FedPACServer(Average):
             "counts": torch.zeros(len(like)),
         }
 
+    def beside_model(self, reply: TrainReply) -> Arrays:
+        """All but the counts, which are the roster's."""
+        return {name: array for name, array in reply.extra.items() if name != "counts"}
+
+    def extra_reason(self, reply: TrainReply) -> str:
+        """Counts that are not the roster's."""
+        return self.prototypes.count_reason(reply, self.roster.values())
+
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The extractors' average, new prototypes, and the heads of this round's clients."""
         following = super().next_arrays(current, replies)
-        counts = [r.extra["counts"] for r in replies]
+        scales = self.count_scales(replies)
+        counts = [r.extra["counts"] * scale for r, scale in zip(replies, scales, strict=True)]
         sums = [r.extra["means"] * n[:, None] for r, n in zip(replies, counts, strict=True)]
         self.prototypes.update(sums, counts)
         h = np.stack([r.extra["h"].double().flatten().numpy() for r in replies])

@@ -30,10 +30,23 @@ class FedProcServer(Average):
         sums = self.prototypes.values
         return {"sums": sums, "counts": torch.zeros(len(sums))}
 
+    def beside_model(self, reply: TrainReply) -> Arrays:
+        """Class means; the counts are the roster's."""
+        sums, counts = reply.extra["sums"], reply.extra["counts"]
+        return {"means": sums / counts.clamp_min(1)[:, None]}
+
+    def extra_reason(self, reply: TrainReply) -> str:
+        """Counts that are not the roster's."""
+        return self.prototypes.count_reason(reply, self.roster.values())
+
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The average, then new prototypes."""
         following = super().next_arrays(current, replies)
-        sums, counts = ([r.extra[key] for r in replies] for key in ("sums", "counts"))
+        scales = self.count_scales(replies)
+        sums, counts = (
+            [r.extra[key] * scale for r, scale in zip(replies, scales, strict=True)]
+            for key in ("sums", "counts")
+        )
         self.prototypes.update(sums, counts)
         return following
 

@@ -7,22 +7,79 @@ that stay within these bounds.
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
+import torch
 from flwr.app import Message
 
-from protocol.config import RoundsConfig
+from protocol.config import PrivacyConfig, RoundsConfig
 from protocol.messages import (
     Arrays,
     RosterEntry,
     TrainReply,
-    in_one_line,
     payload_bytes,
     read_reply,
 )
+from protocol.text import in_one_line
 
 log = logging.getLogger("keel.server")
+MIN_REPLIES_FOR_MEDIAN = 3  # replies that change something; of two, nobody is out of line
+EXTRA_FACTOR = 10.0  # on the cohort's median norm of the arrays beside the model
+MAX_VALUE_RATIO = 1e4  # a reply's largest value over the global model's, or over 1
+MAX_INTEGER = 2**40  # of a counter
+RECORD_BYTES, ARRAY_BYTES = 2**20, 2**10  # allowed beyond the numbers, and beyond those an array
+
+
+class Half(Protocol):
+    """What validation asks a method's server half."""
+
+    def update_of(self, reply: TrainReply) -> Arrays:
+        """The new minus the old arrays, which `norm-bound` applies to."""
+
+    def beside_model(self, reply: TrainReply) -> Arrays:
+        """The reply's `extra`, on a scale that does not grow with the client's samples."""
+
+    def extra_reason(self, reply: TrainReply) -> str:
+        """Why the reply's `extra` is rejected, beyond names, shapes and sizes; "": it is not."""
+
+
+class NormReference:
+    """The norm that `norm-bound = "median"` multiplies: the median of the round's norms above 0.
+
+    It falls by at most half a round, so that no cohort can bring it near 0 at once.
+    """
+
+    def __init__(self) -> None:
+        self.value = 0.0  # of the last round
+        self.has_warned = False
+
+    def of_round(self, norms: Iterable[float]) -> float | None:
+        """This round's reference; None, with a warning once a run, for fewer than three norms."""
+        changes = [length for length in norms if length > 0]
+        if len(changes) < MIN_REPLIES_FOR_MEDIAN:
+            if not self.has_warned:
+                log.warning(
+                    "norm-bound = 'median' is not applied: it needs at least %d replies that "
+                    "change something, this round has %d",
+                    *(MIN_REPLIES_FOR_MEDIAN, len(changes)),
+                )
+            self.has_warned = True
+            return None
+        # of an even number the lower one: the mean of both would follow the larger
+        self.value = max(statistics.median_low(changes), self.value / 2)
+        return self.value
+
+    def state(self) -> Arrays:
+        """For a checkpoint; empty where no round has set the reference."""
+        return (
+            {"norm-reference": torch.tensor(self.value, dtype=torch.float64)} if self.value else {}
+        )
+
+    def load(self, state: Arrays) -> None:
+        """Restore what `state` returned."""
+        self.value = float(state["norm-reference"]) if "norm-reference" in state else 0.0
 
 
 @dataclass
@@ -45,13 +102,29 @@ class ExpectedReply:
     """What a valid reply contains.
 
     arrays, extra: arrays with the expected names, shapes and dtypes. num_examples: the training
-    samples that each client of the cohort declared before round 1.
+    samples that each client of the cohort declared before round 1. max_value: the largest
+    magnitude of a value.
     """
 
     round: int
     arrays: Arrays
     extra: Arrays
     num_examples: Mapping[str, int]
+    max_value: float = math.inf
+
+    @property
+    def max_bytes(self) -> int:
+        """The largest size of a valid reply."""
+        arrays = [*self.arrays.values(), *self.extra.values()]
+        return RECORD_BYTES + sum(a.numel() * a.element_size() + ARRAY_BYTES for a in arrays)
+
+
+def largest_value(sent: Arrays, privacy: PrivacyConfig) -> float:
+    """The largest magnitude of a value in a reply to these arrays; privacy's noise has room."""
+    floats = [a for a in sent.values() if a.is_floating_point() and a.numel()]
+    largest = max((float(a.abs().max()) for a in floats), default=0.0)
+    noise = 100 * privacy.clip_norm / privacy.epsilon if privacy.epsilon else 0.0
+    return max(MAX_VALUE_RATIO * max(1.0, largest), noise)
 
 
 def validate_replies(
@@ -59,12 +132,10 @@ def validate_replies(
     roster: Mapping[int, RosterEntry],
     expected: ExpectedReply,
     rounds: RoundsConfig,
-    update_of: Callable[[TrainReply], Arrays],
+    half: Half,
+    reference: NormReference,
 ) -> RoundReport:
-    """The replies in these messages, validated; those that are left out are named in the log.
-
-    update_of: the new minus the old arrays of a reply, which `norm-bound` applies to.
-    """
+    """The replies in these messages, validated; those that are left out are named in the log."""
     report = RoundReport()
     rejected: dict[str, str] = {}
     accepted: dict[str, TrainReply] = {}
@@ -77,22 +148,24 @@ def validate_replies(
             continue
         try:
             report.bytes_up += payload_bytes(message)
-            reply = replace(read_reply(message), client=client)
+            reply = replace(read_reply(message, expected.max_bytes), client=client)
         except Exception as error:  # a client's bytes may raise anything
-            rejected[client] = in_one_line(f"unreadable: {type(error).__name__}: {error}")
+            rejected[client] = in_one_line(error)
             continue
         if client in accepted:
             log.warning("round %d: client %s: a second reply", expected.round, client)
             report.rejected += 1
             continue
-        reason = rejection_reason(reply, expected)
+        reason = rejection_reason(reply, expected) or implausible(reply, expected, half)
         if reason:
-            rejected[client] = reason
+            rejected[client] = in_one_line(reason)
         else:
             accepted[client] = reply
     if rounds.norm_bound != "off" and expected.arrays:
-        norms = {client: norm(update_of(reply)) for client, reply in accepted.items()}
-        rejected |= beyond_bound(norms, rounds)
+        norms = {client: norm(half.update_of(reply)) for client, reply in accepted.items()}
+        rejected |= beyond_bound(norms, rounds, reference)
+        beside = {client: norm(half.beside_model(reply)) for client, reply in accepted.items()}
+        rejected = beyond_median(beside) | rejected
     report.rejected += len(rejected)
     report.left_out |= rejected
     report.kept = [accepted[client] for client in sorted(accepted.keys() - rejected.keys())]
@@ -117,6 +190,27 @@ def rejection_reason(reply: TrainReply, expected: ExpectedReply) -> str:
     for name, value in sorted(reply.metrics.items()):
         if name.endswith("-accuracy") and not 0 <= value <= 1:
             return f"{name} is {value:g}, not from 0 to 1"
+    return ""
+
+
+def implausible(reply: TrainReply, expected: ExpectedReply, half: Half) -> str:
+    """Why the values of a reply that is well formed are rejected; "" if they are not."""
+    if expected.extra and (reason := half.extra_reason(reply)):
+        return reason
+    beside = half.beside_model(reply) if expected.extra else {}
+    return out_of_range(reply.arrays | beside, expected.max_value)
+
+
+def out_of_range(arrays: Arrays, max_value: float) -> str:
+    """Which array has a value of a larger magnitude, or a counter beyond reason; "" for none."""
+    for name, array in arrays.items():
+        if not array.numel():
+            continue
+        low, high = array.aminmax()
+        largest = max(float(high), -float(low))
+        bound = max_value if array.is_floating_point() else MAX_INTEGER
+        if not largest <= bound:
+            return f"array {name!r} holds {largest:.4g}: the bound on values is {bound:.4g}"
     return ""
 
 
@@ -146,7 +240,9 @@ def norm(update: Arrays) -> float:
     return math.sqrt(sum(float(array.double().square().sum()) for array in update.values()))
 
 
-def beyond_bound(norms: Mapping[str, float], rounds: RoundsConfig) -> dict[str, str]:
+def beyond_bound(
+    norms: Mapping[str, float], rounds: RoundsConfig, reference: NormReference
+) -> dict[str, str]:
     """The clients whose update has a larger norm than `norm-bound` allows, each with the reason.
 
     norms: of the round's updates that are valid otherwise, by client.
@@ -155,11 +251,30 @@ def beyond_bound(norms: Mapping[str, float], rounds: RoundsConfig) -> dict[str, 
         return {}
     bound, source = rounds.norm_bound_value, "norm-bound-value"
     if rounds.norm_bound == "median":
-        median = statistics.median_low(norms.values())  # of two, their mean would follow the larger
+        median = reference.of_round(norms.values())
+        if median is None:
+            return {}
         source = f"{bound:g} times the round's median of {median:.4g}"
         bound *= median
     return {
         client: f"its update's norm is {length:.4g}, more than {bound:.4g} ({source})"
+        for client, length in norms.items()
+        if length > bound
+    }
+
+
+def beyond_median(norms: Mapping[str, float]) -> dict[str, str]:
+    """The clients whose arrays beside the model have 10 times the cohort's median norm or more.
+
+    Of three norms above 0 at least, as for `norm-bound`.
+    """
+    lengths = [length for length in norms.values() if length > 0]
+    if len(lengths) < MIN_REPLIES_FOR_MEDIAN:
+        return {}
+    bound = EXTRA_FACTOR * statistics.median_low(lengths)
+    return {
+        client: f"the norm of its arrays beside the model is {length:.4g}, more than {bound:.4g} "
+        f"({EXTRA_FACTOR:g} times the round's median)"
         for client, length in norms.items()
         if length > bound
     }

@@ -3,6 +3,7 @@
 60 training and 18 test images of 28 x 28 grey pixels in 3 classes, from a fixed seed.
 """
 
+import os
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -161,13 +162,16 @@ class Client:
     def __init__(self, config, run_dir, node_config=None):
         node = {"partition-id": 0, "num-partitions": 2} if node_config is None else node_config
         self.grid = InlineGrid(client_app.app.app, [node])
-        self.config, self.run_dir, self.facts = config, run_dir, facts(config)
+        self.config, self.run_dir, self.facts = config, Path(run_dir), facts(config)
+        if self.run_dir.is_dir():
+            (self.run_dir / "config.json").touch()  # as the server does
 
     def ask(self, kind, number=0, arrays=None, evaluate=False, checkpoint=0, counted=0, extra=None):
         """The reply to a message of this kind (query, train, evaluate)."""
-        request = TrainRequest(
-            self.config, self.facts, number, checkpoint, evaluate, str(self.run_dir)
-        )
+        run_dir = self.run_dir  # a simulation's path, or a deployment's name
+        if not run_dir.is_dir() or os.environ.get("KEEL_WORKER"):
+            run_dir = run_dir.name
+        request = TrainRequest(self.config, self.facts, number, checkpoint, evaluate, str(run_dir))
         content = message_content(
             request_record(request), array_record(arrays or {}), array_record(extra or {}), counted
         )

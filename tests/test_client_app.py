@@ -142,7 +142,7 @@ def test_train_answers_with_the_update_and_its_figures(tmp_path):
     assert reply.metrics["loss.supervised"] == pytest.approx(update.terms["supervised"])
     assert reply.metrics["seconds"] > 0
     assert reply.metrics["cpu-seconds"] > 0
-    assert not list(tmp_path.iterdir())  # FedAvg keeps nothing
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]  # FedAvg keeps nothing
 
 
 def test_evaluate_judges_the_received_model_on_the_local_test_part(tmp_path):

@@ -1,7 +1,9 @@
 """What leaves a client under differential privacy: the clip, the noise, its source, its cost."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from client_fixtures import (
@@ -12,8 +14,8 @@ from client_fixtures import (
     make_round,
 )
 
-from client_app.privacy import clip_to_norm, privatise
-from protocol.privacy import composed_budget, noise_multiplier, noise_sigma
+from client_app.privacy import clip_to_grid, privatise
+from protocol.privacy import composed_budget, granularity, noise_multiplier, noise_sigma
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": (2, 1, 3, 3), "d": ()}
 
@@ -43,24 +45,32 @@ def private_round(epsilon=0.5, number=1, partition=0, seed=0, is_simulated=True,
 
 @pytest.mark.parametrize("max_norm", [0.1, 1.0, 3.0])
 def test_a_longer_release_is_scaled_to_the_norm_in_its_own_direction(max_norm):
-    arrays = arrays_from(1)
-    norm = joint_norm(arrays)
+    values, step = 3 * np.random.default_rng(1).standard_normal(50), 2.0**-14
+    norm = math.sqrt(sum(v * v for v in values))
     assert norm > max_norm
-    clipped = clip_to_norm(arrays, max_norm)
-    assert joint_norm(clipped) == pytest.approx(max_norm, rel=1e-6)
-    for name, array in arrays.items():  # one factor for all arrays, not one each
-        torch.testing.assert_close(clipped[name], array * (max_norm / norm))
+    steps = clip_to_grid(values, max_norm, step)
+    exact = values * (max_norm / norm)
+    np.testing.assert_allclose(steps * step, exact, rtol=0, atol=step)
+    assert (abs(steps * step) <= abs(exact)).all()  # towards zero: the norm cannot grow
+    assert sum(int(k) ** 2 for k in steps) <= Fraction(max_norm / step) ** 2
 
 
-def test_a_release_within_the_norm_is_left_as_it_is():
-    arrays = arrays_from(2)
-    for max_norm in (joint_norm(arrays) * 1.001, 1e6):
-        assert_same_bits(clip_to_norm(arrays, max_norm), arrays)
+@pytest.mark.parametrize("values", [[1.0, 0.0], [0.6, 0.8], [1 / 3, 2 / 3, 2 / 3]])
+def test_the_norm_holds_in_whole_numbers_where_doubles_round(values):
+    for scale in np.linspace(0.9, 1.5, 200):
+        steps = clip_to_grid(np.array(values) * scale, 1.0, 2.0**-20)
+        assert sum(int(k) ** 2 for k in steps) <= 2**40
 
 
-def test_a_release_of_zeros_stays_one():
-    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    assert_same_bits(clip_to_norm(zeros, 1.0), zeros)
+def test_a_release_within_the_norm_is_rounded_to_the_grid_only():
+    values = np.random.default_rng(2).standard_normal(50)
+    steps = clip_to_grid(values, 1e3, 2.0**-10)
+    assert steps.tolist() == [math.trunc(v * 2**10) for v in values]
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+def test_a_release_of_zeros_stays_one_and_what_is_not_finite_becomes_one(bad):
+    assert clip_to_grid(np.array([bad, 0.0, bad / 2]), 1.0, 0.125).tolist() == [0, 0, 0]
 
 
 # --- the noise ------------------------------------------------------------------------------------
@@ -100,11 +110,26 @@ def test_the_noise_is_added_to_the_clipped_release():
     arrays = arrays_from(3, scale=10)
     zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     noise, private = privatise(zeros, now), privatise(arrays, now)
-    clipped = clip_to_norm(arrays, 0.5)
-    for name in arrays:
-        torch.testing.assert_close(private[name] - noise[name], clipped[name], rtol=0, atol=1e-4)
+    scale = 0.5 / joint_norm(arrays)
+    step = granularity(now.config.privacy, sum(a.numel() for a in arrays.values()))
+    for name, array in arrays.items():
+        torch.testing.assert_close(private[name] - noise[name], array * scale, rtol=0, atol=step)
         assert private[name].dtype == torch.float32
-        assert private[name].shape == arrays[name].shape
+        assert private[name].shape == array.shape
+
+
+@pytest.mark.parametrize("num", [3, 200_000])
+@pytest.mark.parametrize("kind", ["local", "central"])
+def test_every_released_value_is_a_multiple_of_the_stated_granularity(num, kind):
+    now = private_round(0.3, sensitivity=kind, clip_norm=0.7)
+    (values,) = privatise({"a": torch.randn(num)}, now).values()
+    step = granularity(now.config.privacy, num)
+    assert math.log2(step).is_integer()
+    assert step <= noise_sigma(now.config.privacy) / 1024
+    assert step * math.sqrt(num) <= 0.7 / 256
+    steps = values.double() / step
+    assert torch.equal(steps, steps.round())
+    assert steps.remainder(2).unique().numel() == 2 or num == 3  # and of no coarser one
 
 
 def test_without_epsilon_nothing_is_clipped_or_noised():
@@ -173,7 +198,7 @@ def gaussian_epsilon(delta, sigma):
     return high
 
 
-@pytest.mark.parametrize(("epsilon", "delta"), [(0.2, 1e-5), (0.5, 1e-3), (0.9, 1e-6)])
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.2, 1e-5), (0.5, 1e-5), (0.9, 1e-6)])
 @pytest.mark.parametrize("releases", [1, 20, 500])
 def test_the_composed_budget_covers_the_exact_one_and_is_near_it(epsilon, delta, releases):
     """`releases` Gaussian releases with multiplier z cost what one with z / sqrt(releases) does."""
@@ -183,16 +208,31 @@ def test_the_composed_budget_covers_the_exact_one_and_is_near_it(epsilon, delta,
     exact = gaussian_epsilon(delta, z / math.sqrt(releases))
     assert budget.releases == releases
     assert budget.delta == delta
-    assert exact <= budget.epsilon <= 1.2 * exact
+    assert exact <= budget.epsilon <= 1.2 * max(exact, epsilon)
     if releases == 1:
         assert exact <= epsilon  # the classical formula gives away a little
     else:
         assert budget.epsilon < releases * epsilon
 
 
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.05, 0.05), (0.2, 0.1), (0.5, 1e-5), (0.99, 0.5)])
+def test_more_releases_never_cost_less_and_never_less_than_one(epsilon, delta):
+    """20 releases of (0.05, 0.05) are not epsilon 0.006: delta alone would hide all of them."""
+    privacy = private_round(epsilon, delta=delta).config.privacy
+    budgets = [composed_budget(privacy, n) for n in (1, 2, 5, 20, 100, 1000)]
+    for name in ("epsilon", "epsilon_at_small_delta"):
+        values = [getattr(budget, name) for budget in budgets]
+        assert values == sorted(values)
+        assert values[0] >= epsilon
+    z = noise_multiplier(epsilon, delta)
+    for budget in budgets:
+        exact = gaussian_epsilon(min(delta, 1e-5), z / math.sqrt(budget.releases))
+        assert exact <= budget.epsilon_at_small_delta
+
+
 def test_no_release_costs_nothing():
     budget = composed_budget(private_round().config.privacy, 0)
-    assert (budget.releases, budget.epsilon, budget.delta) == (0, 0.0, 0.0)
+    assert (budget.releases, budget.epsilon, budget.epsilon_at_small_delta) == (0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 2.5])
@@ -207,9 +247,10 @@ def test_an_epsilon_below_1_is_allowed(epsilon):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("epsilon", -0.1), ("delta", 0.0), ("delta", 1.0), ("clip_norm", 0.0)]
+    ("key", "value"),
+    [("epsilon", -0.1), ("delta", 0.0), ("delta", 1.0), ("clip_norm", 0.0), ("metrics", "noised")],
 )
 def test_values_without_meaning_are_refused_by_name(key, value):
     name = f"privacy.{key}".replace("_", "-")
-    with pytest.raises(ValueError, match=f"{name} = {value}: expected"):
+    with pytest.raises(ValueError, match=f"{name} = {value!r}: expected"):
         make_config(**{f"privacy__{key}": value})

@@ -1,5 +1,6 @@
 """Which client is which node: gathered before round 1, kept current when SuperNodes restart."""
 
+import json
 import logging
 import time
 from dataclasses import replace
@@ -187,7 +188,7 @@ def test_other_samples_after_a_resume_are_warned_of(task_identity, monkeypatch, 
     registry = resumed(grid, monkeypatch)
     with caplog.at_level(logging.WARNING, logger="keel.server"):
         registry.gather()
-    assert caplog.messages == ["client b: its training samples have changed"]
+    assert caplog.messages[1:] == ["client b: its training samples have changed"]
     assert registry.roster[12].num_examples == 90
 
 
@@ -248,3 +249,83 @@ def test_simulated_clients_are_asked_a_few_at_a_time(task_identity, monkeypatch,
     assert list(entries) == grid.asked == [5, 3, 9, 4, 7]
     assert max(pushed) == most
     assert sum(pushed) == 5
+
+
+@pytest.fixture
+def keys(tmp_path, monkeypatch):
+    """Records which node has the key of which client, as `keel deploy register` does."""
+    path = tmp_path / "clients.json"
+    monkeypatch.setenv("KEEL_CLIENT_REGISTRY", str(path))
+
+    def record(**nodes):
+        path.write_text(json.dumps({name: {"node": str(node)} for name, node in nodes.items()}))
+
+    record(a=1, b=2, c=3, d=4)
+    return record
+
+
+@pytest.mark.parametrize("state", ["away", "hung", "back"])
+def test_another_key_with_a_known_name_is_refused(keys, fleet, monkeypatch, caplog, state):
+    """Registered as d, it calls itself b: the review's impostor took the place of a client away."""
+    grid, roster, registry = fleet
+    real = grid.nodes.pop(2)
+    grid.nodes[4] = entry("b")
+    if state == "hung":
+        grid.nodes[2] = None
+    registry.refresh()
+    assert roster == {1: entry("a"), 2: entry("b"), 3: entry("c")}
+    assert registry.returned([2]) == ({2: 2} if state == "hung" else {})
+    if state == "back":
+        grid.nodes[2] = real
+        assert registry.returned([2]) == {2: 2}
+    refused = "node 4 is new and cannot be used: it calls itself 'b', but its key is registered as"
+    assert [m for m in caplog.messages if "node 4" in m] == [f"{refused} 'd'"]
+
+
+def test_a_client_with_a_new_key_continues_once_that_is_registered(keys, fleet, caplog):
+    grid, roster, registry = fleet
+    grid.nodes[9] = grid.nodes.pop(2)
+    registry.refresh()
+    assert "its key has no name: add its public key" in caplog.text
+    assert 9 not in roster
+    keys(a=1, b=9, c=3)
+    registry.unusable.clear()  # a minute later
+    assert registry.returned([2]) == {2: 9}
+    assert roster[9].client == "b"
+
+
+def test_a_saved_roster_with_another_key_s_name_is_not_believed(keys, task_identity, monkeypatch):
+    keys(a=21, d=22, c=23)  # b's place had been taken
+    grid = Fleet({21: entry("a"), 22: entry("b"), 23: entry("c")})
+    registry = resumed(grid, monkeypatch)
+    registry.gather()
+    assert registry.missing == {"b"}
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"a": {"node": "x"}}', None])
+def test_without_a_readable_registry_nobody_takes_part(keys, fleet, tmp_path, content):
+    path = tmp_path / "clients.json"
+    path.write_text(content) if content is not None else path.unlink()
+    if content == "[]":
+        path.write_text("[1]")
+    grid, _, registry = fleet
+    with pytest.raises(ValueError, match=r"clients.json': missing or damaged .*keel deploy regis"):
+        gather_roster(grid, registry.config, registry.query, registry.source)
+
+
+def test_names_at_the_start_are_those_of_the_keys(keys, fleet):
+    grid, _, registry = fleet
+    about = (registry.config, registry.query, registry.source)
+    assert gather_roster(grid, *about).keys() == {1, 2, 3}
+    grid.nodes[4] = entry("b")
+    with pytest.raises(ValueError, match=r"\(node 4\): it calls itself 'b', but .* as 'd'$"):
+        gather_roster(grid, *about)
+
+
+def test_without_keys_it_is_said_once_that_names_are_the_clients_word(
+    task_identity, monkeypatch, caplog
+):
+    registry = resumed(Fleet({21: entry("a"), 22: entry("b"), 23: entry("c")}), monkeypatch)
+    registry.gather()
+    registry.refresh()
+    assert caplog.text.count("clients are who they say they are") == 1

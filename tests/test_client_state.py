@@ -2,13 +2,14 @@
 
 import logging
 import os
+import resource
 import signal
 
 import pytest
 import torch
 from client_fixtures import assert_same_bits
 
-from client_app.state import StateFolder
+from client_app.state import NUM_REPEATED, StateFolder
 
 
 def groups(seed):
@@ -53,12 +54,15 @@ def test_what_is_saved_is_what_is_loaded(state):
 
 
 def test_a_round_reads_the_newest_version_before_it(state):
-    for n in (2, 5, 11, 100_000):
-        state.save(n, groups(n))
-    for before, expected in ((3, 2), (5, 2), (6, 5), (11, 5), (12, 11), (100_001, 100_000)):
-        assert_is(state.load(before), expected)
+    state.save(2, groups(2))
     assert state.load(before_round=2) == {}
     assert state.load(before_round=1) == {}
+    for n in (6, 7, 99_999, 100_000):
+        state.save(n, groups(n))
+        for before, expected in ((6, 2), (7, 6), (99_999, 7), (100_000, 99_999)):
+            if n - 1 <= before <= n:  # no older one is asked for
+                assert_is(state.load(before), expected)
+        assert_is(state.load(n + 1), n)
 
 
 def test_a_round_trained_again_replaces_itself_and_all_that_came_after(state):
@@ -83,11 +87,12 @@ def test_the_same_round_with_the_same_result_is_one_file(state):
 )  # fmt: skip
 def test_what_a_resume_could_ask_for_stays(state, checkpoint, left):
     """A server that resumes from checkpoint c asks for the newest version before round c + 1."""
-    for n in (2, 5, 6, 9):
+    saved = [n for n in (2, 5, 6, 9) if n <= checkpoint + NUM_REPEATED]
+    for n in saved:
         state.save(n, groups(n))
     asked = state.load(before_round=checkpoint + 1)
     state.prune(checkpoint)
-    assert rounds(state) == left
+    assert rounds(state) == [n for n in left if n in saved]
     again = state.load(before_round=checkpoint + 1)
     assert again.keys() == asked.keys()
     for name in asked:
@@ -232,3 +237,61 @@ def test_a_reset_that_0_1_recorded_still_counts(state):
     assert state.load(before_round=6, last_accepted_round=4) == {}
     with pytest.raises(ValueError, match="holds no state"):
         state.load(before_round=7, last_accepted_round=4)
+
+
+def test_a_server_that_lost_its_place_is_refused_and_destroys_nothing(state, caplog):
+    """An empty run directory, or one restored from an old backup."""
+    for n in (48, 49, 50):
+        state.save(n, groups(n))
+    before = files(state)
+    for asked in (1, 20, 48):
+        with pytest.raises(
+            ValueError,
+            match=rf"the server is behind: it asks for round {asked}, this client has round 50 and "
+            "keeps it: .*reset-state",
+        ):
+            state.load(before_round=asked, last_accepted_round=asked - 1)
+    assert files(state) == before
+    (state.folder / "reset-state").touch()
+    assert state.load(before_round=1) == {}
+    assert "the server is behind" in caplog.text
+    state.save(1, groups(1))
+    state.prune(0)
+    assert files(state)[1:4] == [name.replace("safetensors", "set-aside") for name in before]
+    assert_is(state.load(before_round=2, last_accepted_round=1), 1)
+    assert state.load(before_round=1) == {}  # round 1 again, as after a kill of the server
+
+
+@pytest.mark.parametrize("asked", [49, 50, 51])
+def test_a_resume_from_either_checkpoint_is_not_behind(state, asked):
+    """Checkpoints of rounds 48 to 50; the client has trained round 50 already."""
+    for n in (47, 48, 49, 50):
+        state.save(n, groups(n))
+    assert_is(state.load(asked, last_accepted_round=asked - 1), asked - 1)
+    state.save(asked, groups(asked))
+    assert rounds(state)[-1] == asked
+    assert not list(state.folder.glob("*.set-aside"))
+
+
+def test_saving_over_much_newer_versions_sets_them_aside(state):
+    for n in (5, 6, 50):
+        state.save(n, groups(n))
+    state.save(5, groups(7))
+    assert rounds(state) == [5, 50]
+    assert [path.name[:11] for path in state.folder.glob("*.set-aside")] == ["round-00050"]
+
+
+def test_a_full_disk_leaves_the_old_version_and_is_named(state):
+    state.save(4, groups(4))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*round-00005-.*'"):
+            state.save(5, groups(5))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert rounds(state) == [4]  # nor a part
+    state.save(5, groups(5))  # there is room again
+    assert_is(state.load(before_round=6), 5)

@@ -2,14 +2,16 @@
 
 import logging
 import secrets
+import threading
 import time
 
+import httpx
 import pytest
 from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 
 import server_app.exchange
-from protocol.flower_compat import assign_message_id, assign_source_node
+from protocol.flower_compat import NotPushedError, assign_message_id, assign_source_node
 from server_app.exchange import Exchange
 
 pytestmark = pytest.mark.usefixtures("task_identity")
@@ -17,7 +19,10 @@ superlink = 1  # the source of a reply that it gives in a node's place
 
 
 class ToyGrid:
-    """Nodes answer when `answers` says so: node, times asked before -> "reply", "gone" or "".
+    """Nodes answer when `answers` says so: node, times asked before -> what, or "".
+
+    what: "reply"; "gone" or "lost", errors; "slow", which blocks the pull until `release` is set;
+    "unreadable", which makes it raise.
 
     Those in `unknown` are not even sent to.
     """
@@ -26,6 +31,7 @@ class ToyGrid:
         self.answers, self.unknown = answers, unknown
         self.open: dict[str, Message] = {}
         self.pushes: list[int] = []
+        self.release = threading.Event()
 
     def push_messages(self, messages):
         ids = []
@@ -41,15 +47,27 @@ class ToyGrid:
     def pull_messages(self, message_ids):
         found = []
         for message_id in list(message_ids):
-            message = self.open[message_id]
+            message = self.open.get(message_id)
+            if message is None:  # another pull has it
+                continue
             node = message.metadata.dst_node_id
             what = self.answers(node, self.pushes.count(node) - 1)
+            if what == "slow":
+                del self.open[message_id]
+                self.release.wait(20)
+                self.open[message_id] = message
+                what = "reply"
+            if what == "unreadable":
+                del self.open[message_id]
+                raise ValueError("not an array")
             if what == "reply":
                 found.append(
                     Message(RecordDict({"from": ConfigRecord({"n": node})}), reply_to=message)
                 )
-            elif what == "gone":
-                error = Error(ErrorCode.NODE_UNAVAILABLE, "no heartbeat")
+            elif what in ("gone", "lost"):
+                codes = {"gone": "NODE_UNAVAILABLE", "lost": "MESSAGE_UNAVAILABLE"}
+                reason = "no heartbeat" if what == "gone" else "not found"
+                error = Error(getattr(ErrorCode, codes[what]), reason)
                 found.append(Message(error, reply_to=message))
                 assign_source_node(found[-1], superlink)
         for reply in found:
@@ -79,6 +97,8 @@ def hurry(monkeypatch):
     """Timeouts of hundredths instead of seconds."""
     monkeypatch.setattr(server_app.exchange, "RETURN_TIMEOUT_S", 0.3)
     monkeypatch.setattr(server_app.exchange, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(server_app.exchange, "SLOW_PULL_S", 0.1)
+    monkeypatch.setattr(server_app.exchange, "SILENCE_S", 0.1)
 
 
 def test_every_message_has_one_reply_in_the_order_asked():
@@ -152,8 +172,13 @@ def test_a_client_that_returns_with_another_node_id_is_asked_there(hurry):
     back = iter([{}, {}, {6: 60}])
     grid = ToyGrid(lambda node, before: "gone" if node == 6 else "reply")
     exchange = Exchange(grid, str, lambda nodes: next(back) if nodes == [6] else {})
-    assert outcomes(exchange.ask(to(5, 6), 5, "round 3")) == [(5, 5), (60, 60)]
+    told = []
+    replies = exchange.ask(
+        to(5, 6), 5, "round 3", before_resend=lambda node: told.append((node, list(grid.pushes)))
+    )
+    assert outcomes(replies) == [(5, 5), (60, 60)]
     assert grid.pushes == [5, 6, 60]
+    assert told == [(6, [5, 6])]  # before it is sent: a second private release counts
 
 
 def test_a_client_that_does_not_return_is_given_up_before_the_deadline(hurry):
@@ -170,3 +195,82 @@ def test_a_message_that_the_grid_refuses_is_an_error_reply(hurry):
     assert outcomes(replies) == [(5, 5), (6, "its SuperNode is not connected")]
     exchange = Exchange(grid, str, lambda nodes: {6: 60})
     assert outcomes(exchange.ask(to(5, 6), 5, "round 1")) == [(5, 5), (60, 60)]
+
+
+def test_a_client_that_sends_without_end_costs_the_deadline_and_is_named(hurry, caplog):
+    """Flower's pull returns when it has all arrays, or after two hours."""
+    grid = ToyGrid(lambda node, before: "slow" if node == 6 else "reply")
+    exchange = Exchange(grid, {5: "a", 6: "b", 7: "c"}.get)
+    started = time.monotonic()
+    replies = exchange.ask(to(5, 6, 7), 1.0, "round 1")
+    assert 1.0 <= time.monotonic() - started < 3
+    assert outcomes(replies)[1] == (6, "no answer within round-timeout = 1 seconds")
+    assert outcomes(replies)[2] == (7, 7)  # behind the slow one: pulled by another thread
+    started = time.monotonic()
+    assert outcomes(exchange.ask(to(5), 5, "round 2")) == [(5, 5)]
+    assert time.monotonic() - started < 2
+    grid.release.set()
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        wait_until(lambda: not exchange.pulled.empty())
+        exchange.drain()
+    assert "client b's reply to round 1" in exchange.take_late()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_time_in_which_the_superlink_answers_nothing_does_not_count(hurry):
+    started = time.monotonic()
+    is_away = lambda: time.monotonic() - started < 1.0  # noqa: E731
+    grid = ToyGrid(lambda node, before: "" if is_away() else "reply")
+    exchange = Exchange(grid, str, lambda nodes: {}, lambda: 0.2 if is_away() else 0.0)
+    assert outcomes(exchange.ask(to(5), 0.5, "round 1")) == [(5, 5)]
+    assert time.monotonic() - started >= 1.0
+
+
+def test_a_reply_that_was_lost_is_asked_for_again_twice_at_most(hurry, caplog):
+    grid = ToyGrid(lambda node, before: "lost" if node == 6 or before == 0 else "reply")
+    resent = []
+    exchange = Exchange(grid, {5: "a", 6: "b"}.get, lambda nodes: {})
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        replies = exchange.ask(to(5, 6), 5, "round 1", before_resend=resent.append)
+    assert outcomes(replies) == [(5, 5), (6, "not found")]
+    assert sorted(resent) == [5, 6, 6]
+    assert sorted(set(caplog.messages)) == [
+        "round 1: client a's reply was lost: asked again",
+        "round 1: client b's reply was lost: asked again",
+    ]
+
+
+def test_a_reply_that_cannot_be_read_costs_its_client_alone(hurry):
+    grid = ToyGrid(lambda node, before: "unreadable" if node == 5 else "reply")
+    assert outcomes(Exchange(grid, str).ask(to(5, 6), 0.6, "round 1")) == [
+        (5, "no answer within round-timeout = 0.6 seconds"),
+        (6, 6),
+    ]
+
+
+def test_a_superlink_that_is_gone_for_good_ends_the_run():
+    class Gone(ToyGrid):
+        def pull_messages(self, message_ids):
+            raise httpx.ConnectError("[Errno 111] Connection refused")
+
+    with pytest.raises(httpx.ConnectError):
+        Exchange(Gone(lambda node, before: "reply")).ask(to(5), 5, "round 1")
+
+
+def test_messages_that_could_not_be_sent_are_sent_again(hurry):
+    class Refusing(ToyGrid):
+        def push_messages(self, messages):
+            if not self.pushes:
+                self.pushes.append(0)
+                raise NotPushedError("object", 1, "session")
+            return super().push_messages(messages)
+
+    grid = Refusing(lambda node, before: "reply")
+    exchange = Exchange(grid, str, lambda nodes: {node: node for node in nodes})
+    assert outcomes(exchange.ask(to(5, 6), 5, "round 1")) == [(5, 5), (6, 6)]

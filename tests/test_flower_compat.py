@@ -2,9 +2,13 @@
 
 import importlib
 import inspect
+from types import SimpleNamespace
 
+import httpx
 import pytest
 from flwr.app import Message, MessageType, RecordDict
+from flwr.supercore.retry import make_simple_http_retry_invoker
+from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 
 from protocol import flower_compat
@@ -34,6 +38,49 @@ def test_the_grid_of_a_deployment_retries_through_an_invoker_with_a_time_limit()
     flower_compat.bound_superlink_retries(grid, 5.0)
     assert grid._retry_invoker.max_time == 5.0
     flower_compat.bound_superlink_retries(object(), 5.0)
+
+
+def test_the_grid_of_a_deployment_gives_up_on_errors_that_waiting_does_not_mend():
+    grid = SimpleNamespace(_retry_invoker=make_simple_http_retry_invoker())
+    flowers = grid._retry_invoker.should_giveup
+    flower_compat.bound_superlink_retries(grid, 5.0)
+    gives_up = grid._retry_invoker.should_giveup
+    hung = httpx.ConnectTimeout("_ssl.c:990: The handshake operation timed out")
+    assert flowers(hung)  # why it is replaced
+    assert not gives_up(hung)
+    assert not gives_up(httpx.ReadTimeout("The read operation timed out"))
+    assert not gives_up(httpx.ConnectError("EOF occurred in violation of protocol (_ssl.c:1000)"))
+    assert gives_up(httpx.ConnectError("[SSL] certificate verify failed"))
+    request = httpx.Request("POST", "https://superlink")
+    for status, is_final in ((500, False), (503, False), (404, True)):
+        response = httpx.Response(status, request=request)
+        assert gives_up(httpx.HTTPStatusError("", request=request, response=response)) == is_final
+
+
+def test_the_silence_of_a_superlink_is_measured(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(flower_compat.time, "monotonic", lambda: now)
+    grid = SimpleNamespace(_retry_invoker=make_simple_http_retry_invoker())
+    silent_s = flower_compat.watch_superlink(grid)
+    seen = []
+
+    def request():
+        nonlocal now
+        now += 40
+        seen.append(silent_s())
+        grid._retry_invoker.invoke(lambda: None)  # another thread's, answered meanwhile
+        seen.append(silent_s())
+
+    grid._retry_invoker.invoke(request)
+    assert seen == [40.0, 0.0]
+    assert silent_s() == 0.0
+    assert flower_compat.watch_superlink(object())() == 0.0
+
+
+def test_errors_that_end_a_run_are_told_from_those_of_a_reply():
+    assert flower_compat.ends_run(httpx.ConnectError(""))
+    assert flower_compat.ends_run(RunNotRunningException())
+    assert not flower_compat.ends_run(ValueError())
 
 
 def test_a_message_needs_a_task_and_takes_the_ids_that_it_is_given(monkeypatch):

@@ -17,6 +17,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
 from flwr.server.superlink.fleet.grpc_rere import fleet_servicer
 from flwr.server.superlink.fleet.message_handler import message_handler
+from flwr.server.superlink.linkstate import linkstate_factory
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.exit import exit_handler
@@ -25,6 +26,8 @@ from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectSto
 from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.superexec.executor.types import ExecutionSpec
+from flwr.superlink import main
+from flwr.superlink.servicer.runtime import runtime_handlers
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 
@@ -103,6 +106,18 @@ def test_superlink():
     assert parameters(message_handler.pull_messages) == {"request", "state", "store"}
     assert vars(fleet_servicer)["message_handler"] is message_handler, "the name that is patched"
     assert calls(fleet_servicer, "message_handler.pull_messages") == 1
+    assert runtime_handlers.pull_messages.__module__ == runtime_handlers.__name__
+    assert parameters(runtime_handlers.pull_messages) == {"request", "state", "task"}
+    assert parameters(runtime_handlers.confirm_message_received) == {"request", "state", "task"}
+    assert main._RUNTIME_HANDLERS is runtime_handlers, "the module that is patched"
+    assert calls(runtime_handlers, "state.delete_messages") == 2  # the second: a reply's own id
+    assert calls(runtime_handlers, "state.get_message_res") == 1
+    assert linkstate_factory.SqlLinkState is SqlLinkState
+    for method in (
+        *("_cleanup_expired_task_tokens", "_check_and_tag_offline_nodes"),
+        *("get_task_by_token", "get_message_res"),
+    ):
+        assert hasattr(SqlLinkState, method)
     columns = set(MessageIns.__table__.columns.keys())
     used = {"message_id", "run_id", "dst_node_id", "delivered_at", "created_at", "ttl"}
     assert used <= columns, "columns of Flower's table of messages"

@@ -17,8 +17,6 @@ from client_app.methods import METHODS, method_of
 from protocol.catalogue import (
     method_names,
     method_spec,
-    server_optimizer_names,
-    server_optimizer_spec,
 )
 from protocol.config import (
     DataConfig,
@@ -43,6 +41,7 @@ from protocol.options import (
     parse_options,
     true_or_false,
 )
+from protocol.server_optimizers import SERVER_OPTIMIZERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,15 +324,8 @@ def test_every_group_has_every_key_and_none_is_left_over():
 
 def test_every_table_is_declared_by_a_method_or_a_server_optimizer_and_no_key_is_left_over():
     in_tables = default_config().keys() - all_group_keys()
-    declared = {
-        f"{spec.name}.{key}"
-        for specs in (
-            map(method_spec, method_names()),
-            map(server_optimizer_spec, server_optimizer_names()),
-        )
-        for spec in specs
-        for key in keys_of(spec.options)
-    }
+    tables = {name: method_spec(name).options for name in method_names()} | SERVER_OPTIMIZERS
+    declared = {f"{name}.{key}" for name, options in tables.items() for key in keys_of(options)}
     assert in_tables == declared
 
 

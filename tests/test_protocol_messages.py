@@ -119,9 +119,9 @@ def test_a_request_of_another_version_names_the_field_that_is_missing():
 
 def test_a_reply_comes_out_as_it_went_in():
     metrics = {"num-examples": 12, "loss.supervised": 0.5, "personal-accuracy": 1.0}
-    sent = TrainReply("site-ü", 3, arrays(), {"control": torch.ones(2)}, metrics)
+    sent = TrainReply("site-u", 3, arrays(), {"control": torch.ones(2)}, metrics)
     received = read_reply(message(reply_content(sent)))
-    assert (received.client, received.round) == ("site-ü", 3)
+    assert (received.client, received.round) == ("site-u", 3)
     assert_equal(received.arrays, sent.arrays)
     assert_equal(received.extra, sent.extra)
     assert received.metrics == metrics
@@ -148,7 +148,7 @@ def test_a_reply_without_extra_is_one_with_none():
 
 
 def test_a_roster_entry_comes_out_as_it_went_in():
-    entry = RosterEntry("site-ü", [3, 0, 4], [1, 0, 2], [3, 32, 32], "resnet20", 64, "flwr 1", 0)
+    entry = RosterEntry("site-u", [3, 0, 4], [1, 0, 2], [3, 32, 32], "resnet20", 64, "flwr 1", 0)
     assert read_roster(message(roster_content(entry))) == entry
     assert entry.num_examples == 7
 

@@ -39,21 +39,21 @@ def config_of(**given):
 def rejected(entries, **given):
     config = config_of(**given)
     with pytest.raises(ValueError) as caught:
-        check_roster(config, entries, open_source(config))
+        check_roster(config, dict(enumerate(entries)), open_source(config))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_clients_that_fit_are_accepted():
     config = config_of()
-    check_roster(config, [entry("a"), entry("b", (0, 1) * 5)], open_source(config))
+    check_roster(config, {1: entry("a"), 2: entry("b", (0, 1) * 5)}, open_source(config))
     assert roster_warnings(config, [entry("a"), entry("b")]) == []
 
 
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ([entry("b"), entry("a"), entry("b")], "two clients are named 'b'"),
+        ([entry("b"), entry("a"), entry("b")], "2 clients are named 'b' (nodes 0, 2): give each"),
         ([entry("a"), entry("b", (0,) * 10)], "client b has no training samples"),
         (
             [entry("a"), entry("b", image_shape=[3, 32, 32])],
@@ -154,12 +154,12 @@ def test_fedlc_in_the_papers_form_refuses_clients_of_one_class():
         "fedlc.exclude-true = true: 2 clients have samples of one class only, the first is b"
     )
     config = config_of(**given)
-    check_roster(config, entries, open_source(config))
+    check_roster(config, dict(enumerate(entries)), open_source(config))
 
 
 def test_fedpac_says_which_clients_lack_classes():
     entries = [entry("a"), entry("b", (0, 1) * 5), entry("c", (1,) * 9 + (0,))]
-    [line] = roster_warnings(config_of(method="fedpac"), entries)
+    *_, line = roster_warnings(config_of(method="fedpac"), entries)
     assert line.startswith("fedpac: 2 of 3 clients lack classes: b (5), c (1). ")
     assert roster_warnings(config_of(method="fedpac"), [entry("a")]) == []
 

@@ -99,7 +99,7 @@ def rejected(monkeypatch, capsys, tmp_path) -> Keel:
         ({"method": "fedreco", "privacy.epsilon": 2.0}, "privacy.epsilon = 2.0", "below 1"),
         ({"client-models": "cnn-fedcka"}, "client-models", "fedreco"),
         ({"device": "gpu"}, "device = 'gpu'", "cuda"),
-        ({"image-size": 27}, "image-size = 27", "from 28 to 64"),
+        ({"image-size": 27}, "image-size = 27", "28 to 64"),
         ({"channels": 2}, "channels = 2", "1 or 3"),
         ({"output-dir": "runs"}, "output-dir = 'runs'", "absolute path"),
         ({"seed": -1}, "seed = -1", ">= 0"),
@@ -147,12 +147,12 @@ def test_no_clients_at_all(rejected, num_clients):
 @pytest.mark.parametrize(
     ("num_clients", "partition", "found", "allowed"),
     [
-        (2000, "iid", "num-clients = 2000", "from 1 to 1438"),
-        (2000, "dirichlet", "num-clients = 2000", "from 1 to 1438"),
+        (2000, "iid", "num-clients = 2000", "expected 1 to 1438"),
+        (2000, "dirichlet", "num-clients = 2000", "expected 1 to 1438"),
         (200, "dirichlet", "min-samples = 10 for 200 clients needs 2000 samples", "1438"),
-        (2000, "dirichlet-balanced", "num-clients = 2000", "from 1 to 1438"),
-        (2000, "classes", "num-clients = 2000", "from 1 to 1438"),
-        (2000, "shards", "num-clients = 2000", "from 1 to 1438"),
+        (2000, "dirichlet-balanced", "num-clients = 2000", "expected 1 to 1438"),
+        (2000, "classes", "num-clients = 2000", "expected 1 to 1438"),
+        (2000, "shards", "num-clients = 2000", "expected 1 to 1438"),
         (900, "shards", "shards-per-client = 2 for 900 clients", "1438"),
     ],
 )
@@ -283,7 +283,7 @@ def test_an_unknown_model_of_a_client(rejected):
 
 def test_two_clients_of_one_name(tmp_path):
     nodes = [{"name": "clinic", "partition-id": i, "num-partitions": 2} for i in range(2)]
-    with pytest.raises(ValueError, match="two clients are named 'clinic'"):
+    with pytest.raises(ValueError, match="2 clients are named 'clinic' "):
         run_inline(SMALL | {"output-dir": str(tmp_path)}, 2, nodes)
 
 

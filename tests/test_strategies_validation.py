@@ -7,7 +7,14 @@ import torch
 
 from protocol.config import resolve_config
 from protocol.messages import TrainReply
-from strategies.validation import ExpectedReply, beyond_bound, norm, rejection_reason
+from strategies.validation import (
+    ExpectedReply,
+    NormReference,
+    beyond_bound,
+    beyond_median,
+    norm,
+    rejection_reason,
+)
 
 
 def reply_of(client="a", round_=3, count=10.0, arrays=None, extra=None):
@@ -49,24 +56,59 @@ def rounds_config(**given):
 
 def test_a_fixed_bound_is_the_norm_itself_and_inclusive():
     found = beyond_bound(
-        {"a": 1.0, "b": 2.0, "c": 2.5}, rounds_config(norm_bound="fixed", norm_bound_value=2.0)
+        {"a": 1.0, "b": 2.0, "c": 2.5},
+        rounds_config(norm_bound="fixed", norm_bound_value=2.0),
+        NormReference(),
     )
     assert found == {"c": "its update's norm is 2.5, more than 2 (norm-bound-value)"}
 
 
-def test_of_two_updates_the_median_bound_refuses_the_one_out_of_line():
+@pytest.mark.parametrize(
+    "norms", [{"a": 1.0, "b": 1e3}, {"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0, "c": 0.0}]
+)
+def test_without_three_changes_the_median_bound_is_not_applied_and_says_so_once(norms, caplog):
+    bound, reference = rounds_config(norm_bound="median"), NormReference()
+    for _ in range(2):
+        assert beyond_bound(norms, bound, reference) == {}
+    [line] = caplog.messages
+    assert "needs at least 3 replies that change something, this round has" in line
+
+
+def test_clients_that_send_no_change_or_hardly_any_do_not_lower_the_median():
     bound = rounds_config(norm_bound="median", norm_bound_value=5.0)
-    assert list(beyond_bound({"a": 1.0, "b": 1e3}, bound)) == ["b"]
-    assert beyond_bound({"a": 1.0, "b": 4.0}, bound) == {}
+    still = {"a": 1.0, "b": 1.1, "c": 1.2, "d": 0.0, "e": 0.0}
+    assert beyond_bound(still, bound, NormReference()) == {}
+    assert beyond_bound(still | {"d": 1e-30, "e": 1e-30}, bound, NormReference()) == {}
+
+
+def test_the_norm_reference_falls_by_at_most_half_a_round_and_is_restored():
+    bound, reference = rounds_config(norm_bound="median", norm_bound_value=3.0), NormReference()
+    assert beyond_bound({"a": 4.0, "b": 4.0, "c": 4.0}, bound, reference) == {}
+    resumed = NormReference()
+    resumed.load(reference.state())
+    for each in (reference, resumed):  # a cohort in which the hostile are many
+        assert beyond_bound({"a": 4.0, "b": 1e-9, "c": 1e-9}, bound, each) == {}
+        assert each.value == 2.0
+    resumed.load({})  # of a checkpoint of an earlier version
+    assert resumed.value == 0.0
+
+
+def test_arrays_beside_the_model_are_bounded_by_ten_times_the_median():
+    norms = {"a": 1.0, "b": 2.0, "c": 20.0, "d": 20.1}
+    assert beyond_median(norms) == {
+        "d": "the norm of its arrays beside the model is 20.1, more than 20 (10 times the round's "
+        "median)"
+    }
+    assert beyond_median({"a": 1.0, "b": 1e9, "c": 0.0}) == {}
 
 
 def test_a_median_bound_is_relative_to_the_round():
     bound = rounds_config(norm_bound="median", norm_bound_value=3.0)
-    found = beyond_bound({"a": 1.0, "b": 2.0, "c": 3.0, "d": 7.6}, bound)
+    found = beyond_bound({"a": 1.0, "b": 2.0, "c": 3.0, "d": 7.6}, bound, NormReference())
     assert found == {"d": "its update's norm is 7.6, more than 6 (3 times the round's median of 2)"}
-    assert beyond_bound({"a": 0.0, "b": 0.0}, bound) == {}
-    assert beyond_bound({}, bound) == {}
+    assert beyond_bound({"a": 0.0, "b": 0.0}, bound, NormReference()) == {}
+    assert beyond_bound({}, bound, NormReference()) == {}
 
 
 def test_no_bound_by_default():
-    assert beyond_bound({"a": 1.0, "b": 1e9}, rounds_config()) == {}
+    assert beyond_bound({"a": 1.0, "b": 1e9}, rounds_config(), NormReference()) == {}

@@ -14,7 +14,7 @@ from client_app.method import Update
 from client_app.methods.fedavg import private_update
 from client_app.objective import LocalObjective, train_on_objective
 from client_app.round import RoundContext
-from client_app.split_model import fine_tune
+from client_app.split_model import train_part
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, one_of, option
@@ -43,5 +43,6 @@ class FedAvgFT(LocalObjective):
         """The received model, tuned on this client's training samples."""
         ctx.model.load_state_dict(ctx.received)
         lr = self.lr or ctx.config.train.lr
-        fine_tune(ctx, ctx.model, self.part, self.epochs, lr, decays=not self.lr)
+        decays = not self.lr
+        train_part(ctx, ctx.model, self.part, self.epochs, lr, "fine-tuning", decays=decays)
         return ctx.model

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from client_app.method import Method, Update
 from client_app.round import RoundContext
-from client_app.split_model import extractor_of, fine_tune, head_of, train_part, with_own_head
+from client_app.split_model import extractor_of, head_of, train_part, with_own_head
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import (
@@ -54,7 +54,8 @@ class FedBABU(Method):
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received extractor and its head, tuned on this client's training samples."""
         model = with_own_head(ctx, state)
-        fine_tune(ctx, model, self.part, self.epochs, self.lr, momentum=0.9, decays=False)
+        part, epochs, lr = self.part, self.epochs, self.lr
+        train_part(ctx, model, part, epochs, lr, "fine-tuning", momentum=0.9, decays=False)
         return model
 
     def train(self, ctx: RoundContext) -> Update:

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from client_app.method import Method, Update
 from client_app.round import RoundContext
-from client_app.split_model import extractor_of, fine_tune, head_of, train_part, with_own_head
+from client_app.split_model import extractor_of, head_of, train_part, with_own_head
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, option
@@ -53,7 +53,8 @@ class FedRep(Method):
         """The received extractor and its own head, tuned after the last round if so configured."""
         model = with_own_head(ctx, state)
         if ctx.round == ctx.config.rounds.num_rounds and self.final_head_epochs:
-            fine_tune(ctx, model, "head", self.final_head_epochs, ctx.config.train.lr)
+            lr = ctx.config.train.lr
+            train_part(ctx, model, "head", self.final_head_epochs, lr, "fine-tuning")
         return model
 
     def train(self, ctx: RoundContext) -> Update:

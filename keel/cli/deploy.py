@@ -21,15 +21,25 @@ def credentials(
     ] = None,
     folder: Annotated[Path, typer.Option(help="Where they go.")] = Path("credentials"),
     days: Annotated[int, typer.Option(help="Validity of the server's certificate.")] = 825,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Replace the server's certificate; keep all keys.")
+    ] = False,
 ) -> None:
     """Make a CA, the server's certificate and a key pair for each client.
 
-    Existing files are never overwritten: run it again with more clients to add them.
+    Existing files are never overwritten: run it again with more clients to add them. With --renew,
+    the server gets a new certificate of the same CA for its key.
 
     Example: keel deploy credentials --name fl.example.org --client site-a --client site-b
     """
     from keel.deployment.credentials import make_credentials
+    from keel.deployment.credentials import renew as renew_certificate
 
+    if renew:
+        if client:
+            raise ValueError("--renew with --client: make keys for new clients without --renew")
+        print("\n".join(renew_certificate(folder, split(name), days)))
+        return
     print("\n".join(make_credentials(folder, split(name), split(client), days)))
 
 
@@ -41,7 +51,11 @@ def register(
     superlink: Annotated[str, typer.Option(help="HOST:PORT of its HTTP API.")] = "localhost:8000",
     wait: Annotated[float, typer.Option(help="Seconds that the SuperLink has to start.")] = 0.0,
 ) -> None:
-    """Register the clients' public keys with a SuperLink; keys it knows are left alone."""
+    """Register the clients' public keys with a SuperLink, and record whose they are.
+
+    Keys that it knows are left alone. Names and node ids go to $KEEL_CLIENT_REGISTRY, or to
+    clients.json in the credentials directory; the ServerApp takes the clients' names from there.
+    """
     from keel.deployment.register import register as register_keys
 
     lines = register_keys(folder, superlink, wait)

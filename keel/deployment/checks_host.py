@@ -15,12 +15,12 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
+from keel.deployment.credentials import certificate_problem
 from keel.deployment.findings import Finding, check, fine, problem
 from keel.deployment.reach import handshake, split_address
 from keel.deployment.superlink import SuperLinkClient
 from protocol.flower_compat.registration import Registration, registration_of
 
-min_validity = datetime.timedelta(days=30)  # of a certificate, before the doctor warns
 timeout_s = 10.0
 hostname_mismatch, expired, not_yet_valid = 62, 10, 9  # X509_V_ERR_... of OpenSSL
 
@@ -47,18 +47,10 @@ def check_certificate(path: Path, now: datetime.datetime) -> Iterator[Finding]:
     """A certificate is valid now; one from the future may also mean a clock that is behind."""
     if not os.access(path, os.R_OK):  # reported by check_private_files
         return
-    certificate = x509.load_pem_x509_certificate(path.read_bytes())
-    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    if now < first:
-        yield problem(
-            f"{path} is valid from {first:%Y-%m-%d %H:%M}, this machine's clock says "
-            f"{now:%Y-%m-%d %H:%M} UTC: set the clock"
-        )
-    elif now > last:
-        yield problem(f"{path} expired on {last:%Y-%m-%d}: make a new one")
-    elif last - now < min_validity:
-        yield problem(f"{path} expires soon, on {last:%Y-%m-%d}: make a new one")
+    if found := certificate_problem(path, now):
+        yield problem(found)
     else:
+        last = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
         yield fine(f"{path} is valid until {last:%Y-%m-%d}")
 
 

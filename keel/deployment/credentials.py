@@ -6,8 +6,9 @@
     credentials/site-a/      ca.pem  client.key  client.pub  executor.secret    for that client
 
 Private files are readable by their owner only (0600). Existing files are never overwritten, so
-clients can be added later. Refused are a server certificate for other names, a client whose public
-key differs from the server's copy, and a private file without its public half.
+clients can be added later; `renew` replaces the server's certificate, and no key. Refused are a
+server certificate for other names, a client whose public key differs from the server's copy, and a
+private file without its public half.
 """
 
 import datetime
@@ -16,6 +17,7 @@ import ipaddress
 import os
 import re
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,6 +33,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from protocol.files import write_atomically
+
 default_names = ("localhost", "127.0.0.1", "superlink")  # health check; the name under compose
 reserved_names = ("ca", "server")
 client_name = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -39,6 +43,8 @@ key_usages = (  # every argument of x509.KeyUsage
     *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
 )
 backdated = datetime.timedelta(hours=1)  # for clocks that are behind
+min_validity = datetime.timedelta(days=30)  # of a certificate, before it is warned about
+certificate_options = ("--ssl-certfile", "--ssl-ca-certfile", "--root-certificates")  # of Flower
 
 
 def write_new(path: Path, content: bytes, *, private: bool) -> None:
@@ -100,12 +106,12 @@ def make_ca(folder: Path, days: int) -> None:
     write_new(folder / "ca.pem", signed.public_bytes(Encoding.PEM), private=False)
 
 
-def make_server_certificate(ca: Path, folder: Path, names: Sequence[str], days: int) -> None:
-    """Write server.key and server.pem, for these DNS names and IP addresses, signed by the CA."""
-    ca_key = load_pem_private_key((ca / "ca.key").read_bytes(), None)
-    assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
+def server_certificate(
+    ca: Path, key: ec.EllipticCurvePrivateKey, names: Sequence[str], days: int
+) -> bytes:
+    """A certificate of this key for these DNS names and IP addresses, signed by the CA, as PEM."""
+    ca_key = load_key(ca / "ca.key")
     issuer = x509.load_pem_x509_certificate((ca / "ca.pem").read_bytes()).subject
-    key = ec.generate_private_key(ec.SECP384R1())
     signed = (
         certificate(names[0], key.public_key(), issuer, ca_key, days)
         .add_extension(
@@ -115,8 +121,87 @@ def make_server_certificate(ca: Path, folder: Path, names: Sequence[str], days: 
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .sign(ca_key, hashes.SHA384())
     )
+    return signed.public_bytes(Encoding.PEM)
+
+
+def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """The key in a PEM file; ValueError if it is of another kind."""
+    key = load_pem_private_key(path.read_bytes(), None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError(f"{path}: expected an ECDSA key, as `keel deploy credentials` makes")
+    return key
+
+
+def make_server_certificate(ca: Path, folder: Path, names: Sequence[str], days: int) -> None:
+    """Write server.key and server.pem, for these DNS names and IP addresses, signed by the CA."""
+    key = ec.generate_private_key(ec.SECP384R1())
     write_new(folder / "server.key", private_pem(key), private=True)
-    write_new(folder / "server.pem", signed.public_bytes(Encoding.PEM), private=False)
+    write_new(folder / "server.pem", server_certificate(ca, key, names, days), private=False)
+
+
+def renew(folder: Path, names: Sequence[str] = (), days: int = 825) -> list[str]:
+    """Replace the server's certificate in `folder` by one valid for `days`, or as long as the
+    CA is; lines that say so.
+
+    The CA, the server's key and the clients' keys stay, so no client changes anything. names: for
+    the certificate, beside those that it has. ValueError if the CA is not there or has expired.
+    """
+    ca, path = folder / "ca", folder / "server" / "server.pem"
+    for needed in (ca / "ca.key", ca / "ca.pem", path, path.with_suffix(".key")):
+        if not needed.exists():
+            raise ValueError(
+                f"{needed} is missing: renew where `keel deploy credentials` ran, with its `ca`"
+            )
+    last = x509.load_pem_x509_certificate((ca / "ca.pem").read_bytes()).not_valid_after_utc
+    left = (last - datetime.datetime.now(datetime.UTC)).days
+    if left < 1:
+        raise ValueError(
+            f"{ca / 'ca.pem'} expired on {last:%Y-%m-%d}: make new credentials in another "
+            "directory and copy them to all machines"
+        )
+    all_names = list(dict.fromkeys([*certificate_names(path), *names]))
+    content = server_certificate(ca, load_key(path.with_suffix(".key")), all_names, min(days, left))
+    write_atomically(path, content)
+    until = x509.load_pem_x509_certificate(content).not_valid_after_utc
+    return [
+        f"renewed  {path}  valid until {until:%Y-%m-%d}, for {', '.join(all_names)}",
+        "copy it to the server, then restart the SuperLink there",
+    ]
+
+
+def certificate_problem(path: Path, now: datetime.datetime) -> str:
+    """What is wrong with a certificate's validity, or will be within 30 days; else empty."""
+    found = x509.load_pem_x509_certificate(path.read_bytes())
+    first, last = found.not_valid_before_utc, found.not_valid_after_utc
+    if now < first:
+        return (
+            f"{path} is valid from {first:%Y-%m-%d %H:%M}, this machine's clock says "
+            f"{now:%Y-%m-%d %H:%M} UTC: set the clock"
+        )
+    if last - now >= min_validity:
+        return ""
+    when = f"expired on {last:%Y-%m-%d}" if now > last else f"expires soon, on {last:%Y-%m-%d}"
+    way_out = (
+        "make new credentials in another directory and copy them to all machines"
+        if found.issuer == found.subject  # a CA
+        else "`keel deploy credentials --renew`"
+    )
+    return f"{path} {when}: {way_out}"
+
+
+def warn_of_certificates(words: Sequence[str]) -> None:
+    """Print a line for each certificate in a Flower command that has expired or soon will."""
+    for index, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option in certificate_options and (equals or index + 1 < len(words)):
+            try:
+                problem = certificate_problem(
+                    Path(value if equals else words[index + 1]), datetime.datetime.now(datetime.UTC)
+                )
+            except (OSError, ValueError):  # Flower names the file
+                continue
+            if problem:
+                print(f"warning: {problem}", file=sys.stderr, flush=True)
 
 
 def general_name(name: str) -> x509.GeneralName:
@@ -189,8 +274,8 @@ def make_credentials(
         missing = set(names) - set(certificate_names(server / "server.pem"))
         if missing:
             raise ValueError(
-                f"{server / 'server.pem'} is not for {', '.join(sorted(missing))}: move it and "
-                "server.key away to have a new one made"
+                f"{server / 'server.pem'} is not for {', '.join(sorted(missing))}: add them "
+                "with --renew"
             )
     elif not names:
         raise ValueError("no server names: pass the names or addresses that clients connect to")

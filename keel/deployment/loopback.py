@@ -147,7 +147,9 @@ class Loopback:
     def environment(self, owner: str) -> dict[str, str]:
         """Environment of the processes of `server` or of a client: homes of its own."""
         home = self.root / owner
-        return environment(home / "flwr") | {"KEEL_HOME": str(home / "keel")}
+        registry = self.credentials / "server" / "clients.json"
+        own = {"KEEL_CLIENT_REGISTRY": str(registry)} if owner == "server" else {}
+        return environment(home / "flwr") | {"KEEL_HOME": str(home / "keel")} | own
 
     def start_server(self) -> None:
         """Start SuperLink and ServerApp executor; return once the SuperLink answers."""
@@ -163,7 +165,14 @@ class Loopback:
             *("--ssl-keyfile", str(own / "server.key"), "--enable-supernode-auth"),
             *("--database", str(home / "superlink.db"), *secret),
         ]
-        executor = ["flower-superexec", "--root-certificates", ca, *secret]
+        executor = [
+            sys.executable,
+            "-m",
+            "keel.deployment.executor",
+            "--root-certificates",
+            ca,
+            *secret,
+        ]
         executor += ["--runtime-api-address", f"127.0.0.1:{self.http_port}"]
         self.start("superlink", "server", superlink, env)
         self.start("serverapp-executor", "server", executor, env)
@@ -180,6 +189,22 @@ class Loopback:
                 log = self.log_file("superlink").read_text()[-2000:]
                 raise TimeoutError(f"no SuperLink answers at {address}: {log}")
             time.sleep(0.2)
+
+    def register(self) -> None:
+        """Register the clients' keys and record their names, as the administrator does."""
+        command = [*self.prefixes.get("server", ()), sys.executable, "-m", "keel"]
+        command += ["deploy", "register", "--credentials", str(self.credentials / "server")]
+        command += ["--superlink", f"127.0.0.1:{self.http_port}"]
+        done = subprocess.run(
+            command,
+            env=self.environment("server"),
+            cwd=app_folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
 
     def start_client(self, name: str, node_config: Mapping[str, OptionValue]) -> None:
         """Start SuperNode, executor and resident worker of one client."""
@@ -226,8 +251,8 @@ def running(
     local = kind(root, list(node_configs), host, prefixes)
     with restarting(local.processes):
         local.start_server()
+        local.register()
         for name, node_config in node_configs.items():
-            local.superlink.register(local.credentials / name / "client.pub", name)
             local.start_client(name, node_config)
         for name in node_configs:
             if f"worker-{name}" in local.processes:

@@ -1,35 +1,42 @@
-"""Registers clients' public keys with a SuperLink, once each."""
+"""Registers clients' public keys with a SuperLink, once each, and records whose they are."""
 
-import tempfile
+import json
+import os
 from pathlib import Path
 
 from keel.deployment.reach import wait_for_server
-from keel.deployment.superlink import SuperLinkClient
+from protocol.files import write_atomically
+from protocol.flower_compat.registration import register_keys
 
 
-def register_all(keys: Path, superlink: SuperLinkClient) -> list[str]:
-    """Register each NAME.pub in `keys` that is not registered yet; a line for each."""
-    lines = []
-    for path in sorted(keys.glob("*.pub")):
-        try:
-            superlink.register(path, path.stem)
-        except RuntimeError as error:  # the SuperLink's list has no names, so there is no other way
-            if "already in use" not in str(error):
-                raise
-            lines.append(f"known       {path.stem}")
-        else:
-            lines.append(f"registered  {path.stem}")
-    return lines
+def registry_file(credentials: Path) -> Path:
+    """$KEEL_CLIENT_REGISTRY, which the ServerApp reads; else `clients.json` in `credentials`."""
+    return Path(os.environ.get("KEEL_CLIENT_REGISTRY") or credentials / "clients.json")
 
 
 def register(credentials: Path, address: str, wait_s: float) -> list[str]:
-    """Register the keys in credentials/clients at this SuperLink, which has `wait_s` to start."""
+    """Register each credentials/clients/NAME.pub that this SuperLink does not know; a line for all.
+
+    Records in `registry_file`, for every name, its key and the node id that the SuperLink gave this
+    key: a client is who its key says. The SuperLink has `wait_s` to start.
+    """
     ca = credentials / "ca.pem"
     if not ca.exists():
         raise FileNotFoundError(
             f"{ca} is missing: expected the server's directory of `keel deploy credentials`"
         )
-    with tempfile.TemporaryDirectory() as home:
-        client = SuperLinkClient(Path(home), address, ca)
-        wait_for_server(address, ca, wait_s)
-        return register_all(credentials / "clients", client)
+    wait_for_server(address, ca, wait_s)
+    keys = {
+        path.stem: path.read_bytes() for path in sorted((credentials / "clients").glob("*.pub"))
+    }
+    nodes = register_keys(address, ca.read_bytes(), keys)
+    clients = {
+        name: {"node": str(node), "key": " ".join(keys[name].decode().split()[:2])}
+        for name, (node, _) in nodes.items()
+    }
+    path = registry_file(credentials)
+    write_atomically(path, (json.dumps(clients, indent=1) + "\n").encode())
+    return [
+        f"{'registered' if is_new else 'known':10s}  {name}  node {node}"
+        for name, (node, is_new) in nodes.items()
+    ]

@@ -100,10 +100,6 @@ class SuperLinkClient:
             raise RuntimeError(f"flwr {' '.join(words)}: {parsed.get('error-message', parsed)}")
         return parsed
 
-    def register(self, public_key: Path, name: str) -> None:
-        """Register a client's public key."""
-        self.flwr_json("supernode", "register", str(public_key), self.connection, "--name", name)
-
     def nodes(self) -> list[dict[str, Any]]:
         """The registered SuperNodes: node-id, status, ..."""
         nodes: list[dict[str, Any]] = self.flwr_json("supernode", "list", self.connection)["nodes"]

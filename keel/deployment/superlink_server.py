@@ -1,6 +1,10 @@
 """`flower-superlink`, with the same options, patched in `protocol/flower_compat/superlink.py`."""
 
+import sys
+
+from keel.deployment.credentials import warn_of_certificates
 from protocol.flower_compat.superlink import main
 
 if __name__ == "__main__":
+    warn_of_certificates(sys.argv[1:])
     main()

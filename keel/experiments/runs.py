@@ -43,6 +43,8 @@ def identity(flat: Keys) -> dict[str, OptionValue]:
     """What the result depends on: no folders, no options of methods that are not used."""
     old = with_old_names(flat)
     tables = {str(old["method"]), str(old["server"]), "privacy"}
+    if old.get("privacy.metrics") == "exact" or not old["privacy.epsilon"]:
+        old.pop("privacy.metrics", None)  # runs before this key sent exact metrics
     return {
         key: value
         for key, value in old.items()

@@ -15,6 +15,7 @@ from keel.experiments.measure import CURVES
 from protocol.config import config_from_json
 from protocol.files import digest
 from protocol.messages import array_record
+from server_app.audit import AUDIT_FILE, audit_problem
 from server_app.federation import one_round, prepare
 from server_app.history import read_history
 from server_app.inline import InlineGrid, simulated_nodes
@@ -113,6 +114,9 @@ def file_checks(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Check]
         expected = manifest["files"].get(name)
         passed = actual == expected
         yield Check(passed, f"{name}: {actual}" + ("" if passed else f", expected {expected}"))
+    if "audit" in manifest:  # not before 0.2
+        problem = audit_problem(directory, manifest["audit"])
+        yield Check(not problem, problem or f"{AUDIT_FILE}: {manifest['audit']['lines']} lines")
     states = [
         directory / "clients" / client / name for client, name in manifest.get("kept", {}).items()
     ]

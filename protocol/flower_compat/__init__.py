@@ -13,7 +13,10 @@ This module is cheap to import and free of torch. The patched processes have a m
     registration.py  whether a SuperLink knows a client's key, without changing anything there
 """
 
+import itertools
 import sys
+import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +34,7 @@ from flwr.proto.message_pb2 import Context as ContextProto
 from flwr.proto.message_pb2 import Message as MessageProto
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 from flwr.supercore.exit import add_exit_handler
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from flwr.supercore.task_identity import TaskIdentity
 
 # --- server and inline engine --------------------------------------------------------------------
@@ -40,6 +44,7 @@ NO_REPLY = ErrorCode.UNKNOWN  # ours, for a reply that never came
 NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE  # the SuperNode is no longer connected
 UNDELIVERED = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 CRASHED = (ErrorCode.CLIENT_APP_CRASHED, *UNDELIVERED)  # the ClientApp died on the message
+NotPushedError = ObjectPushError  # of `push_messages`: its session at the SuperLink has expired
 
 
 def is_in_process_grid(grid: object) -> bool:
@@ -53,14 +58,72 @@ def is_in_process_grid(grid: object) -> bool:
 
 
 def bound_superlink_retries(grid: object, seconds: float) -> None:
-    """Let a deployment's grid raise once its SuperLink has been out of reach for this long.
+    """Let a deployment's grid retry while its SuperLink is out of reach, for this long, then raise.
 
-    Replaces the limit of the grid's private retry invoker, which retries for ever, so that a
-    ServerApp whose SuperLink is gone would never end. No public way. Does nothing in simulation.
+    Replaces two things in the grid's private retry invoker: its limit, as it retries for ever, so
+    that a ServerApp whose SuperLink is gone would never end; and its rule to give up, at once, on
+    any error with "tls" or "ssl" in its text, such as a handshake that timed out, and on a 500,
+    such as a full disk gives. No public way. Does nothing in simulation.
     """
     invoker = getattr(grid, "_retry_invoker", None)
-    if invoker is not None:
-        invoker.max_time = seconds
+    if invoker is None:
+        return
+    wait_out_time_outs(invoker)
+    invoker.max_time = seconds
+
+
+def wait_out_time_outs(invoker: Any) -> Any:
+    """Flower's retry invoker for HTTP, which now retries what `bound_superlink_retries` says."""
+    gives_up = invoker.should_giveup
+
+    def should_give_up(error: Exception) -> bool:
+        response = getattr(error, "response", None)
+        if response is None:
+            return "certificate" in str(error).lower()  # another's, which no waiting mends
+        return response.status_code < 500 and bool(gives_up(error))
+
+    invoker.should_giveup = should_give_up
+    return invoker
+
+
+def watch_superlink(grid: object) -> Callable[[], float]:
+    """A function: for how many seconds a deployment's SuperLink has owed an answer and given none.
+
+    Replaces the `invoke` of the grid's private retry invoker, through which every request goes. No
+    public way. Always 0 in simulation.
+    """
+    invoker = getattr(grid, "_retry_invoker", None)
+    if invoker is None:
+        return lambda: 0.0
+    invoke, numbers = invoker.invoke, itertools.count()
+    open_since: dict[int, float] = {}
+    answered_at = float("-inf")
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal answered_at
+        number = next(numbers)
+        open_since[number] = time.monotonic()
+        try:
+            return invoke(*args, **kwargs)
+        finally:
+            answered_at = time.monotonic()
+            del open_since[number]
+
+    def silent_s() -> float:
+        oldest = min(list(open_since.values()), default=None)
+        return 0.0 if oldest is None else time.monotonic() - max(oldest, answered_at)
+
+    invoker.invoke = watched
+    return silent_s
+
+
+def ends_run(error: Exception) -> bool:
+    """Whether a grid's error means that the SuperLink, or the run there, is gone for good.
+
+    Flower's grid lets errors of its HTTP library through, and one of its own for a run that ended.
+    """
+    library = type(error).__module__.partition(".")[0]
+    return library == "httpx" or type(error).__name__ == "RunNotRunningException"
 
 
 def begin_task(run_id: int) -> None:

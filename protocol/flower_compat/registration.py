@@ -1,20 +1,32 @@
-"""Whether a SuperLink knows a client's key, found out without changing anything there.
+"""Clients' keys at a SuperLink: registering them, their node ids, and whether one is known.
 
-Uses: Flower's Fleet API (gRPC stub, interceptors, error codes). Public way: none without starting a
-SuperNode. The request is an activation whose heartbeat interval of 0 the SuperLink has to refuse;
-it looks for the key first, so the error code tells which of the two it refused.
+`registration_of` changes nothing there. Uses: Flower's Fleet API (gRPC stub, interceptors, error
+codes). Public way: none without starting a SuperNode. The request is an activation whose heartbeat
+interval of 0 the SuperLink has to refuse; it looks for the key first, so the error code tells which
+of the two it refused.
+
+`register_keys` uses the client of the Control API that is behind `flwr supernode register` and
+`list`. Why: those commands do not say which node id a key has that was registered before.
 """
 
+from collections.abc import Mapping
 from enum import Enum
 
 import grpc
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
+from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest
 from flwr.proto.fleet_pb2 import ActivateNodeRequest
 from flwr.proto.fleet_pb2_grpc import FleetStub
+from flwr.supercore.constant import NodeStatus
+from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.grpc import create_channel
-from flwr.supercore.interceptors import RuntimeVersionClientInterceptor
+from flwr.supercore.interceptors import (
+    RuntimeVersionClientInterceptor,
+    RuntimeVersionHttpInterceptor,
+)
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 
@@ -59,3 +71,41 @@ def registration_of(
     if code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
         return Registration.UNKNOWN, details
     return Registration.REFUSED, details
+
+
+def register_keys(
+    address: str, ca: bytes, public_keys: Mapping[str, bytes]
+) -> dict[str, tuple[int, bool]]:
+    """By client name, the node id of its key and whether this call registered it.
+
+    address: of the SuperLink's HTTP API. public_keys: by client name, in OpenSSH's format. Keys
+    that the SuperLink knows are left alone. ValueError for a key that is none, or that two names
+    share.
+    """
+    keys: dict[bytes, str] = {}
+    for name, text in public_keys.items():
+        key = load_ssh_public_key(text)
+        if not isinstance(key, ec.EllipticCurvePublicKey):
+            raise ValueError(f"client {name}: expected an ECDSA key")
+        other = keys.setdefault(public_key_to_bytes(key), name)
+        if other != name:
+            raise ValueError(f"clients {other} and {name} have the same key: make one for each")
+    client = ControlHttpClient.from_server_address(
+        server_address=address,
+        insecure=False,
+        root_certificates=ca,
+        interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
+    )
+    try:
+        listed = client.ListNodes(ListNodesRequest()).nodes_info
+        known = {n.public_key: n.node_id for n in listed if n.status != NodeStatus.UNREGISTERED}
+        nodes = {}
+        for key_bytes, name in keys.items():
+            is_new = key_bytes not in known
+            if is_new:
+                request = RegisterNodeRequest(public_key=key_bytes, name=name)
+                known[key_bytes] = client.RegisterNode(request).node_id
+            nodes[name] = known[key_bytes], is_new
+        return nodes
+    finally:
+        client.close()

@@ -4,6 +4,9 @@ Replaces: `get_executor` in the executor's loop. Why: Flower starts a Python for
 which imports Flower again, a second of CPU. Here the executor has Flower imported and forks: still
 one process for each message. Keel's client code is not imported here; the child takes it from the
 run's bundle. Public way: none; the kinds of executor are fixed in Flower.
+
+Replaces `make_simple_http_retry_invoker` there. Why: at a SuperLink that hangs, Flower's executor
+ends, and the ServerApp with it. Public way: none.
 """
 
 import os
@@ -16,13 +19,14 @@ import flwr.supercore.superexec.run_superexec as run_superexec
 from flwr.supercore.cli.flower_superexec import flower_superexec
 from flwr.supercore.constant import TaskType
 from flwr.supercore.exit import exit_handler
+from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.superexec.executor import get_executor
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
 from flwr.supercore.tls import validate_and_resolve_root_certificates
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 
-from protocol.flower_compat import replace
+from protocol.flower_compat import replace, wait_out_time_outs
 from protocol.processes import end_with_parent
 
 
@@ -87,4 +91,7 @@ def run_in_child(spec: ExecutionSpec) -> int:
 def main() -> None:
     """As `flower-superexec`, with the same options."""
     replace(run_superexec, "get_executor", lambda *_, **__: ForkingExecutor(), get_executor)
+    invoker = make_simple_http_retry_invoker
+    name = "make_simple_http_retry_invoker"
+    replace(run_superexec, name, lambda: wait_out_time_outs(invoker()), invoker)
     flower_superexec()

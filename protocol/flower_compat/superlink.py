@@ -1,40 +1,75 @@
-"""`flower-superlink` that delivers a message again if it did not arrive.
+"""`flower-superlink` that loses no message and no run to a lost answer or its own absence.
 
-Replaces: `message_handler.pull_messages`. Why: Flower 1.39 counts a message as delivered when it
+Public way for any of these: none.
+
+Replaces `message_handler.pull_messages`. Why: Flower 1.39 counts a message as delivered when it
 answers the SuperNode's request. If that answer is lost (a cut cable, a killed SuperLink), the round
-waits for its whole timeout. Public way: none.
+waits for its whole timeout.
 
 A SuperNode handles one message at a time and confirms it on arrival, which removes the message from
 the object store. A SuperNode that asks for messages while one delivered to it is still in the store
 has therefore not received that one: it is delivered again, at most three times (and again after a
-restart), while its run is running and all its arrays are in the store. Needs `--database`: with any
-other state, this is Flower's SuperLink.
+restart), while its run is running and all its arrays are in the store.
+
+Replaces `runtime_handlers.pull_messages` and `confirm_message_received`. Why: Flower deletes a
+reply when it answers the ServerApp's request, and delivers one whose arrays are still being sent,
+for which the ServerApp then waits. Here a reply is delivered once it is complete, and again until
+the ServerApp confirms it.
+
+Replaces `SqlLinkState`. Why: Flower measures heartbeats by the clock, so that a SuperLink that was
+stopped, or away, for more than a minute fails every run and regards every node as gone. Here both
+have another minute to be heard once it is back.
+
+Needs `--database`: with any other state, this is Flower's SuperLink.
 """
 
 import logging
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
-from flwr.common.constant import Status
+from flwr.app import Message
+from flwr.common.constant import (
+    HEARTBEAT_DEFAULT_INTERVAL,
+    HEARTBEAT_PATIENCE,
+    SUPERLINK_NODE_ID,
+    Status,
+)
 from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ConfirmMessageReceivedResponse
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
+from flwr.proto.task_pb2 import Task
 from flwr.server.superlink.fleet.grpc_rere import fleet_servicer
 from flwr.server.superlink.fleet.message_handler import message_handler
-from flwr.server.superlink.linkstate import LinkState
+from flwr.server.superlink.linkstate import LinkState, linkstate_factory
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
+from flwr.supercore.constant import NodeStatus
+from flwr.supercore.date import now
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.object_store import NoObjectInStoreError, ObjectStore
-from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes
+from flwr.supercore.object_store.sql_object_store import SqlObjectStore
+from flwr.supercore.state.schema.corestate_models import Task as TaskRow
+from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes, Node
+from flwr.supercore.state.schema.objectstore_models import StoredObject
 from flwr.supercore.utils import int64_to_uint64, uint64_to_int64
 from flwr.superlink.cli.flower_superlink import flower_superlink
-from sqlalchemy import exists, select, update
+from flwr.superlink.servicer.runtime import runtime_handlers
+from sqlalchemy import exists, func, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from protocol.flower_compat import FlowerChanged, replace
 
 log = logging.getLogger("keel.superlink")
 max_redeliveries = 3  # of one message: one that never arrives whole must not block its node
+patience_s = float(HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL)
+absence_s = 5.0  # a gap this long between two ticks: the process was stopped
+tick_s = 1.0
 pull_messages = message_handler.pull_messages
+pull_replies = runtime_handlers.pull_messages
+confirm_reply = runtime_handlers.confirm_message_received
 
 
 @dataclass
@@ -114,7 +149,139 @@ def is_complete(message: str, store: ObjectStore) -> bool:
         tree = store.get_object_tree(message)
     except NoObjectInStoreError:
         return False
-    return all(store.get(each.object_id) for each in iterate_object_tree(tree))
+    objects = {each.object_id for each in iterate_object_tree(tree)}
+    if not isinstance(store, SqlObjectStore):
+        return all(map(store.get, objects))
+    is_here = StoredObject.object_id.in_(objects) & (StoredObject.is_available == 1)
+    with store.session() as session:  # without reading the arrays
+        found = session.scalar(select(func.count()).select_from(StoredObject).where(is_here))
+    return found == len(objects)
+
+
+class ReplyState:
+    """A state as `runtime_handlers.pull_messages` sees it: complete replies, none deleted.
+
+    A ServerApp asks for a reply until it has confirmed it, so that one marked as delivered which it
+    asks for again did not arrive. Errors that the SuperLink makes in a node's place are deleted at
+    once, as in Flower, with the message: its node must not work on it any more.
+    """
+
+    def __init__(self, state: SqlLinkState) -> None:
+        self._state = state
+        self._replies: set[str] = set()  # the messages that they reply to
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+    def get_message_res(self, message_ids: set[str], run_id: int) -> list[Message]:
+        """As Flower's, and again what was delivered; without replies that are still being sent."""
+        is_asked = MessageRes.reply_to_message_id.in_(message_ids)
+        with self._state.session() as session:
+            rows = session.execute(
+                select(MessageRes.reply_to_message_id, MessageRes.message_id).where(is_asked)
+            ).all()
+            store = self._state.object_store
+            partial = {asked for asked, reply in rows if not is_complete(str(reply), store)}
+            if rows:
+                is_lost = is_asked & (MessageRes.delivered_at != "")
+                session.execute(update(MessageRes).where(is_lost).values(delivered_at=""))
+        found = self._state.get_message_res(message_ids=message_ids - partial, run_id=run_id)
+        self._replies = {
+            reply.metadata.reply_to_message_id
+            for reply in found
+            if reply.metadata.src_node_id != SUPERLINK_NODE_ID
+        }
+        return found
+
+    def delete_messages(self, message_ins_ids: set[str]) -> None:
+        """Delete what will not be confirmed."""
+        self._state.delete_messages(message_ins_ids=message_ins_ids - self._replies)
+
+
+def pull_complete_replies(
+    request: PullAppMessagesRequest, state: LinkState, task: Task
+) -> PullAppMessagesResponse:
+    """As Flower's, through a `ReplyState`."""
+    seen: Any = ReplyState(state) if isinstance(state, SqlLinkState) else state
+    return pull_replies(request, seen, task)
+
+
+def confirm_and_delete(
+    request: ConfirmMessageReceivedRequest, state: LinkState, task: Task
+) -> ConfirmMessageReceivedResponse:
+    """As Flower's, after the reply and its message are deleted, which `ReplyState` has kept."""
+    if isinstance(state, SqlLinkState):
+        is_this = MessageRes.message_id == request.message_object_id
+        with state.session() as session:
+            answered = session.scalar(select(MessageRes.reply_to_message_id).where(is_this))
+        if answered:
+            state.delete_messages(message_ins_ids={answered})
+    return confirm_reply(request, state, task)
+
+
+class Presence:
+    """Notices that this process has just started, or was stopped for more than `absence_s`.
+
+    was_away: until someone has dealt with it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen = float("-inf")
+        self.was_away = False
+
+    def tick(self) -> None:
+        """Note that the process runs."""
+        with self._lock:
+            self.was_away |= time.monotonic() - self._seen > absence_s
+            self._seen = time.monotonic()
+
+    def watch(self) -> None:
+        """Tick for ever, in a thread."""
+        while True:
+            time.sleep(tick_s)
+            self.tick()
+
+
+class PatientLinkState(SqlLinkState):
+    """Flower's state, in which nothing expires because of the SuperLink's own absence.
+
+    The methods below are those in which Flower lets tasks and nodes expire.
+    """
+
+    presence = Presence()
+
+    def renew(self) -> None:
+        """After an absence, give every task that runs and every node another minute."""
+        self.presence.tick()
+        if not self.presence.was_away:
+            return
+        until = now() + timedelta(seconds=patience_s)
+        is_running = TaskRow.active_until.is_not(None) & TaskRow.finished_at.is_(None)
+        is_online = (Node.status == NodeStatus.ONLINE) & (Node.online_until < until.timestamp())
+        with self.session() as session:
+            stale = is_running & (TaskRow.active_until < until)
+            session.execute(update(TaskRow).where(stale).values(active_until=until))
+            session.execute(update(Node).where(is_online).values(online_until=until.timestamp()))
+        self.presence.was_away = False
+
+    def _cleanup_expired_task_tokens(self) -> None:
+        self.renew()
+        super()._cleanup_expired_task_tokens()
+
+    def _check_and_tag_offline_nodes(self, node_ids: list[int] | None = None) -> None:
+        self.renew()
+        super()._check_and_tag_offline_nodes(node_ids)
+
+    def get_task_by_token(self, token: str) -> Task | None:
+        """As Flower's."""
+        self.renew()
+        return super().get_task_by_token(token)
+
+    def get_message_res(self, message_ids: set[str], run_id: int) -> list[Message]:
+        """As Flower's."""
+        self.renew()
+        return super().get_message_res(message_ids, run_id)
 
 
 def main() -> None:
@@ -122,4 +289,8 @@ def main() -> None:
     if vars(fleet_servicer).get("message_handler") is not message_handler:
         sys.exit(f"error: {FlowerChanged('fleet_servicer.message_handler')}")
     replace(message_handler, "pull_messages", Redelivery().pull_messages, pull_messages)
+    replace(runtime_handlers, "pull_messages", pull_complete_replies, pull_replies)
+    replace(runtime_handlers, "confirm_message_received", confirm_and_delete, confirm_reply)
+    replace(linkstate_factory, "SqlLinkState", PatientLinkState, SqlLinkState)
+    threading.Thread(target=PatientLinkState.presence.watch, daemon=True).start()
     flower_superlink()

@@ -26,7 +26,6 @@ import yaml
 from keel.deployment.credentials import make_credentials
 from keel.deployment.loopback import free_ports
 from keel.deployment.reach import wait_for_server
-from keel.deployment.register import register_all
 from keel.deployment.superlink import SuperLinkClient
 from protocol.config import app_folder
 
@@ -163,7 +162,13 @@ def image(work, docker):
         command += ["--python-version", "3.11", "-d", str(context / "docker" / "wheels")]
         sh(*command, torch_cpu, "-r", str(context / "docker/requirements.txt"), limit_s=1800)
     sh(
-        *("make", "image", "BASE=keel-base", f"PIP_OPTIONS=--no-index {torch_cpu}"),
+        *(
+            "make",
+            "image",
+            "BASE=keel-base",
+            "CONSTRAINTS=requirements.txt",
+            f"PIP_OPTIONS=--no-index {torch_cpu}",
+        ),
         cwd=context,
         env=docker,
         limit_s=1800,
@@ -191,7 +196,8 @@ def local(work, docker, image):
     try:
         compose("up", "-d", "superlink", "serverapp")
         wait_for_server(f"127.0.0.1:{control}", credentials / "server" / "ca.pem", 120)
-        lines = register_all(credentials / "server" / "clients", superlink)
+        register = ["python", "-m", "keel", "deploy", "register", "--credentials", "/credentials"]
+        lines = compose("exec", "-T", "superlink", *register).splitlines()
         assert [line.split()[0] for line in lines] == ["registered"] * 3
         compose("up", "-d")
         yield compose, superlink

@@ -6,6 +6,7 @@ import os
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 
 import pytest
@@ -15,7 +16,12 @@ from typer.testing import CliRunner
 
 import keel.deployment.credentials
 from keel.cli.deploy import app
-from keel.deployment.credentials import certificate_names, make_credentials
+from keel.deployment.credentials import (
+    certificate_names,
+    certificate_problem,
+    make_credentials,
+    renew,
+)
 from keel.deployment.reach import handshake
 from keel.deployment.register import register
 from keel.deployment.superlink import app_folder
@@ -26,6 +32,10 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     make_credentials(folder, ["fl.example.org", "10.1.2.3"], ["site-a", "site-b"])
     return folder
+
+
+def certificate_end(path):
+    return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
 
 
 def digests(folder):
@@ -219,3 +229,70 @@ def test_the_command_takes_names_repeated_or_with_commas(tmp_path):
     assert f"made  {tmp_path / 'y' / 'client.pub'}" in result.stdout.splitlines()
     names = certificate_names(tmp_path / "server/server.pem")
     assert names[:2] == ["a.org", "10.0.0.1"]
+
+
+def test_renewing_replaces_the_server_s_certificate_and_no_key(tmp_path):
+    make_credentials(tmp_path, ["fl.example.org"], ["site-a"], days=20)
+    before = digests(tmp_path)
+    old = x509.load_pem_x509_certificate((tmp_path / "server/server.pem").read_bytes())
+    words = ["credentials", "--folder", str(tmp_path), "--renew", "--days", "30"]
+    result = CliRunner().invoke(app, [*words, "--name", "10.0.0.1"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"renewed  {tmp_path}/server/server.pem  valid until 20")
+    after = digests(tmp_path)
+    assert {name for name in after if after[name] != before.get(name)} == {"server/server.pem"}
+    new = x509.load_pem_x509_certificate((tmp_path / "server/server.pem").read_bytes())
+    assert new.public_key() == old.public_key()
+    assert new.serial_number != old.serial_number
+    assert (new.not_valid_after_utc - old.not_valid_after_utc).days in (9, 10)
+    names = certificate_names(tmp_path / "server/server.pem")
+    assert {"fl.example.org", "localhost", "10.0.0.1"} <= set(names)
+    port, thread = tls_server(tmp_path / "server", 1)  # with the old key, for a client's old ca.pem
+    assert handshake(f"127.0.0.1:{port}", tmp_path / "site-a/ca.pem")["subject"]
+    thread.join(30)
+
+
+def test_a_certificate_that_cannot_be_renewed_says_why(tmp_path):
+    with pytest.raises(ValueError, match=r"ca\.key is missing: renew where"):
+        renew(tmp_path)
+    make_credentials(tmp_path, ["a.org"], [], days=20)
+    last = certificate_end(tmp_path / "ca/ca.pem")
+    assert renew(tmp_path)
+    assert 0 <= (last - certificate_end(tmp_path / "server/server.pem")).days <= 1
+    make_credentials(tmp_path / "old", ["a.org"], [], days=0)
+    before = digests(tmp_path)
+    with pytest.raises(ValueError, match=r"ca\.pem expired on 2.*: make new credentials"):
+        renew(tmp_path / "old")
+    result = CliRunner().invoke(app, ["credentials", "--renew", "--client", "x"])
+    assert "--renew with --client" in str(result.exception)
+    assert digests(tmp_path) == before
+
+
+@pytest.mark.parametrize(("days_on", "words"), [(0, "expires soon, on 2"), (6, "expired on 2")])
+def test_a_certificate_that_ends_is_warned_of(tmp_path, days_on, words):
+    make_credentials(tmp_path, ["a.org"], [], days=5)
+    pem = tmp_path / "server/server.pem"
+    now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days_on)
+    problem = certificate_problem(pem, now)
+    assert problem.startswith(f"{pem} {words}")
+    assert problem.endswith(": `keel deploy credentials --renew`")
+
+
+@pytest.mark.parametrize("module", ["superlink_server", "supernode"])
+def test_a_process_warns_of_its_certificate_when_it_starts(tmp_path, module):
+    make_credentials(tmp_path, ["a.org"], [], days=5)
+    pem = tmp_path / "server/server.pem"
+    command = [sys.executable, "-m", f"keel.deployment.{module}", f"--ssl-certfile={pem}"]
+    command += ["--root-certificates", str(tmp_path / "none.pem"), "--version"]
+    done = subprocess.run(
+        command, cwd=app_folder, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert f"warning: {pem} expires soon, on 2" in done.stderr
+
+
+def test_an_authority_that_ends_needs_new_credentials(tmp_path):
+    make_credentials(tmp_path, ["a.org"], [], days=5)
+    problem = certificate_problem(tmp_path / "ca/ca.pem", datetime.datetime.now(datetime.UTC))
+    assert problem.endswith(
+        "make new credentials in another directory and copy them to all machines"
+    )

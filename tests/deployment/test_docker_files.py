@@ -53,6 +53,15 @@ def test_executors_reach_nothing_but_their_control(name):
             assert about["dns"] == ["192.0.2.1"]
 
 
+@pytest.mark.parametrize("name", files)
+def test_flowers_app_installations_do_not_outlive_their_container(name):
+    """Flower takes an app that is there for whole: one that a full disk cut short would stay."""
+    assert "FLWR_HOME=/run/flwr" in (docker / "Dockerfile").read_text()
+    for service, about in files[name]["services"].items():
+        is_executor = service.startswith(("serverapp", "executor"))
+        assert about.get("tmpfs") == (["/run/flwr"] if is_executor else None)
+
+
 def mounts(service):
     """Target to source of a service's volumes."""
     return {
@@ -80,7 +89,7 @@ def test_the_worker_is_a_service_without_a_network_that_the_executor_waits_for(n
 
 def test_the_directory_of_the_socket_is_writable_for_every_user():
     lines = (docker / "Dockerfile").read_text()
-    assert "mkdir /state /run/keel && chmod 1777 /state /run/keel" in lines
+    assert "chmod 1777 /state /registry /run/keel /run/flwr" in lines
 
 
 def test_the_gpus_go_to_the_worker():
@@ -147,7 +156,7 @@ def test_the_image_holds_every_package_but_what_serves_tests_and_benchmarks():
     packages = {p.rstrip("*") for p in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     lines = (docker / "Dockerfile").read_text().splitlines()
     copied = {line.split()[1] for line in lines if re.fullmatch(r"COPY (\w+) \1", line)}
-    assert copied == packages
+    assert copied == packages - {"benchmarks", "deployment", "diagnostics", "experiments"}  # of 0.1
     ignored = (app_folder / ".dockerignore").read_text().splitlines()
     assert {f"!{name}" for name in copied} <= set(ignored)
     assert ignored[0] == "*"  # secrets and runs stay out of the build, whatever they are called
@@ -174,3 +183,36 @@ def test_every_environment_variable_is_documented_in_one_place():
             if path.is_file() and ".venv" not in path.parts:
                 used |= set(re.findall(r"\bKEEL_[A-Z][A-Z_]*[A-Z]\b", path.read_text()))
     assert used == documented
+
+
+@pytest.mark.parametrize("name", ["server", "local"])
+def test_the_serverapp_reads_whose_key_each_client_s_is_and_cannot_change_it(name):
+    superlink, serverapp = (files[name]["services"][s] for s in ("superlink", "serverapp"))
+    path = {"KEEL_CLIENT_REGISTRY": "/registry/clients.json"}
+    assert superlink["environment"] == serverapp["environment"] == path
+    assert "registry:/registry" in superlink["volumes"]
+    assert "registry:/registry:ro" in serverapp["volumes"]
+
+
+@pytest.mark.parametrize("name", files)
+def test_every_service_has_a_limit_of_memory_and_processes(name):
+    for service in files[name]["services"].values():
+        assert re.fullmatch(r"\$\{KEEL_(SERVER_|WORKER_)?MEMORY:-\d+g\}", service["mem_limit"])
+        assert service["pids_limit"] == 4096
+
+
+def test_the_image_s_versions_are_pinned_within_the_requirements():
+    def listed(name):
+        lines = (docker / name).read_text().splitlines()
+        return {r.name: r.specifier for r in map(Requirement, lines[1:]) if not r.extras}
+
+    lines = (docker / "requirements.txt").read_text().splitlines()
+    allowed = {r.name: r.specifier for r in map(Requirement, (x for x in lines if x[0] != "#"))}
+    pinned = listed("constraints.txt")
+    assert pinned.keys() == allowed.keys()
+    for name, [only] in pinned.items():
+        assert only.operator == "=="
+        assert only.version in allowed[name], name
+    assert re.search(
+        r"^ARG BASE=python:\d+\.\d+\.\d+-slim-\w+$", (docker / "Dockerfile").read_text(), re.M
+    )

@@ -1,4 +1,6 @@
-"""A message that did not arrive is delivered again, a few times; any other never is.
+"""What an answer lost on its way, or an absence of the SuperLink, may not cost.
+
+A message that did not arrive is delivered again, a few times; a reply until it is confirmed.
 
 Uses Flower's own state in a file, its object store and its handlers.
 """
@@ -7,13 +9,20 @@ import time
 
 import pytest
 from flwr.app import ConfigRecord, Message, Metadata, RecordDict
-from flwr.common.constant import SUPERLINK_NODE_ID, SubStatus
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode, SubStatus
 from flwr.proto.fleet_pb2 import PullMessagesRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 from flwr.proto.node_pb2 import Node
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.proto.task_pb2 import Task
 from flwr.server.superlink.fleet.message_handler import message_handler
-from flwr.server.superlink.linkstate import LinkStateFactory
+from flwr.server.superlink.linkstate import (
+    LinkStateFactory,
+    linkstate_factory,
+    sql_linkstate,
+)
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
+from flwr.supercore.corestate import sql_corestate
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.superlink.federation import NoOpFederationManager
@@ -21,14 +30,23 @@ from sqlalchemy.exc import OperationalError
 
 from protocol.flower_compat import assign_message_id
 from protocol.flower_compat import superlink as superlink_server
-from protocol.flower_compat.superlink import Redelivery, max_redeliveries
+from protocol.flower_compat.superlink import (
+    PatientLinkState,
+    Presence,
+    Redelivery,
+    confirm_and_delete,
+    max_redeliveries,
+    pull_complete_replies,
+)
 
 
 class Link:
     """A SuperLink with a running run, and a node that asks."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, monkeypatch):
         self.folder = folder
+        self.patch = monkeypatch
+        monkeypatch.setattr(linkstate_factory, "SqlLinkState", PatientLinkState)
         self.start()
         keys = (b"one", b"two")
         self.node, self.other = (self.state.create_node("", "", key, 30.0) for key in keys)
@@ -44,6 +62,7 @@ class Link:
 
     def start(self):
         """Begin, or begin again on the same file."""
+        self.patch.setattr(PatientLinkState, "presence", Presence())
         database = str(self.folder / "superlink.db")
         stores = ObjectStoreFactory(database)
         manager = NoOpFederationManager()
@@ -76,6 +95,34 @@ class Link:
         answer = self.redelivery.pull_messages(request=request, state=self.state, store=self.store)
         return [each.metadata.message_id for each in answer.messages_list]
 
+    def reply(self, message, is_whole=True):
+        """The node's reply to a message."""
+        about = message.metadata
+        now, ttl = time.time(), about.created_at + about.ttl - time.time()
+        about = Metadata(
+            *(self.run, "", self.node, SUPERLINK_NODE_ID, about.message_id, "", now, ttl, "train")
+        )
+        content = RecordDict({"config": ConfigRecord({"is": "a reply"})})
+        reply = Message(content=content, metadata=about)
+        assign_message_id(reply, reply.object_id)
+        session = self.state.start_session(self.run)
+        tree = get_object_tree(reply)
+        assert self.state.store_message_and_object_tree(reply, tree, session)[0]
+        if is_whole:
+            self.finish(reply)
+        return reply
+
+    def pull(self, *messages):
+        """(id, error code or 0) of what the ServerApp is given for these messages."""
+        answer = pull_complete_replies(
+            PullAppMessagesRequest(message_ids=ids(*messages)), self.state, Task(run_id=self.run)
+        )
+        return [(m.metadata.message_id, m.error.code) for m in answer.messages_list]
+
+    def confirm_reply(self, reply):
+        request = ConfirmMessageReceivedRequest(message_object_id=reply.metadata.message_id)
+        confirm_and_delete(request, self.state, Task(run_id=self.run))
+
     def confirm(self, message):
         request = ConfirmMessageReceivedRequest(
             node=Node(node_id=self.node),
@@ -86,8 +133,8 @@ class Link:
 
 
 @pytest.fixture
-def link(tmp_path):
-    return Link(tmp_path)
+def link(tmp_path, monkeypatch):
+    return Link(tmp_path, monkeypatch)
 
 
 def ids(*messages):
@@ -186,3 +233,72 @@ def test_a_database_that_is_busy_after_the_claim_costs_nothing(link, monkeypatch
         with pytest.raises(OperationalError):
             link.ask()
     assert link.ask() == ids(one)
+
+
+def whole(reply):
+    return [(reply.metadata.message_id, 0)]
+
+
+def test_a_reply_whose_delivery_was_lost_is_delivered_again_until_it_is_confirmed(link):
+    """A pull that timed out while the SuperLink hung has taken the reply from Flower's."""
+    one, two = link.send("one"), link.send("two")
+    reply = link.reply(one)
+    for _ in range(3):
+        assert link.pull(one, two) == whole(reply)
+    link.start()
+    assert link.pull(one) == whole(reply)
+    link.confirm_reply(reply)
+    link.confirm_reply(reply)  # asked for again after its answer was lost
+    assert link.state.num_message_res() == 0
+    assert link.state.num_message_ins() == 1
+    assert reply.metadata.message_id not in link.store
+    assert link.pull(two) == []
+
+
+def test_a_reply_that_is_still_being_sent_is_not_delivered_and_holds_up_no_other(link):
+    """With Flower's, the ServerApp waits for its arrays for up to two hours."""
+    one, two = link.send("one"), link.send("two")
+    slow, quick = link.reply(one, is_whole=False), link.reply(two)
+    assert link.pull(one, two) == whole(quick)
+    link.finish(slow)
+    assert link.pull(one) == whole(slow)
+
+
+def test_a_message_to_a_node_that_is_gone_is_answered_once_and_withdrawn(link):
+    one = link.send("one")
+    link.state.deactivate_node(link.node)
+    [(_, code)] = link.pull(one)
+    assert code == ErrorCode.NODE_UNAVAILABLE
+    assert link.state.num_message_ins() == 0
+
+
+def clocks_at(monkeypatch, seconds, absent):
+    """All clocks this much later; absent: without a tick on the way."""
+    later, real = time.time() + seconds, time.monotonic() + seconds
+    now = superlink_server.now() + superlink_server.timedelta(seconds=seconds)
+    if not absent:
+        monkeypatch.setattr(PatientLinkState.presence, "_seen", real)
+    monkeypatch.setattr(superlink_server.time, "time", lambda: later)
+    monkeypatch.setattr(superlink_server.time, "monotonic", lambda: real)
+    for module in (superlink_server, sql_linkstate, sql_corestate):
+        monkeypatch.setattr(module, "now", lambda: now)
+
+
+@pytest.mark.parametrize("absence_s", [90, 600])
+def test_runs_and_nodes_outlive_an_absence_of_the_superlink(link, monkeypatch, absence_s):
+    """Stopped, or away for the promised ten minutes: neither could have sent a heartbeat."""
+    one = link.send("one", ttl=3600.0)
+    link.state.renew()
+    clocks_at(monkeypatch, absence_s, absent=True)
+    assert link.state.acknowledge_task_heartbeat(link.task)
+    assert link.pull(one) == []
+    assert link.state.get_nodes(link.run) == {link.node, link.other}
+
+
+def test_a_run_and_a_node_that_fall_silent_still_expire(link, monkeypatch):
+    one = link.send("one", ttl=3600.0)
+    link.state.renew()
+    clocks_at(monkeypatch, 90, absent=False)
+    assert not link.state.acknowledge_task_heartbeat(link.task)
+    assert [code for _, code in link.pull(one)] == [ErrorCode.NODE_UNAVAILABLE]
+    assert link.state.get_nodes(link.run) == set()

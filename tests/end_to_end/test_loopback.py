@@ -24,7 +24,7 @@ from keel.deployment.checks_host import check_key, check_port, check_registered
 from keel.deployment.checks_runtime import check_worker
 from keel.deployment.credentials import make_credentials
 from keel.deployment.loopback import Loopback, free_ports, partitions, running
-from keel.deployment.register import register_all
+from keel.deployment.register import register
 from keel.deployment.superlink import connection, run_config
 from protocol.config import app_folder
 from server_app.inline import run_inline
@@ -128,6 +128,25 @@ def test_a_supernode_and_an_executor_killed_come_back_and_rounds_without_them_sa
         assert max(int(path.name.split("-")[1]) for path in folder.glob("round-*")) > disturbed
 
 
+@pytest.mark.slow
+@pytest.mark.deployment
+@pytest.mark.parametrize(
+    ("stopped", "seconds"), [("superlink", 40), ("superlink", 95), ("supernode-client-0000", 40)]
+)
+def test_a_process_that_hangs_costs_time_and_nothing_else(deployed, inline, stopped, seconds):
+    run_id, run = new_run(deployed, KEYS)
+    wait_for_round(run, 1)
+    os.kill(deployed.pid(stopped), signal.SIGSTOP)
+    try:
+        time.sleep(seconds)
+    finally:
+        os.kill(deployed.pid(stopped), signal.SIGCONT)
+    assert wait_for_end(deployed, run_id, run) == "finished:completed"
+    assert all(line["left_out"] == {} for line in history_of(run))
+    assert same_bits(final_model(run), final_model(inline))
+    assert state_of_clients(deployed, run) == state_inline(inline)
+
+
 def rejected(deployed, words: list[str]) -> subprocess.CompletedProcess:
     """A SuperNode started with these words, which has to give up."""
     [port] = free_ports(1)
@@ -206,8 +225,42 @@ def test_the_doctor_finds_this_server_in_order_and_a_key_that_is_not_registered(
         check_registered(deployed.credentials / "server", f"127.0.0.1:{deployed.http_port}")
     )
     assert [(f.is_problem, f.text) for f in registered] == [(False, "2 SuperNodes are connected")]
-    keys = deployed.credentials / "server" / "clients"
-    assert register_all(keys, deployed.superlink) == [f"known       {n}" for n in deployed.clients]
+    lines = register(deployed.credentials / "server", f"127.0.0.1:{deployed.http_port}", 0.0)
+    assert [line.split()[:2] for line in lines] == [["known", name] for name in deployed.clients]
+    assert {line.split()[3] for line in lines} == before.keys()
     [worker] = check_worker(deployed.worker_socket("client-0000"))
     assert not worker.is_problem, worker.text
     assert {node["node-id"]: node["status"] for node in deployed.superlink.nodes()} == before
+
+
+def test_a_registered_key_cannot_take_the_name_of_a_client_that_is_away(deployed):
+    """The review's impostor: another site's key with the name of one whose SuperNode is down."""
+    impostor, name = "client-0009", "client-0001"
+    make_credentials(deployed.credentials, [deployed.host], [impostor])
+    address = f"127.0.0.1:{deployed.http_port}"
+    lines = register(deployed.credentials / "server", address, 0.0)
+    [node] = [line.split()[3] for line in lines if line.startswith("registered")]
+    run_id, run = new_run(deployed, KEYS | {"num-rounds": 60, "min-replies": 1})
+    wait_for_round(run, 1)
+    real = deployed.processes.pop(f"supernode-{name}")  # not restarted
+    real.stop()
+    deployed.runtime_ports[impostor] = free_ports(1)[0]
+    try:
+        config = partitions(num_clients)[name] | {"name": name}
+        deployed.start_client(impostor, config)
+        deadline = time.monotonic() + limit_s
+        refusal = f"node {node} is new and cannot be used: it calls itself '{name}', but its key is"
+        while refusal not in (run / "run.log").read_text():
+            assert time.monotonic() < deadline, (run / "run.log").read_text()
+            time.sleep(0.2)
+        nodes = {
+            row["client"]: row["node"] for row in json.loads((run / "roster.json").read_text())
+        }
+        assert nodes.keys() == set(partitions(num_clients))
+        assert nodes[name] != int(node)
+    finally:
+        deployed.superlink.stop(run_id)
+        for process in ("worker", "supernode", "executor"):
+            deployed.processes.pop(f"{process}-{impostor}").stop()
+        real.start()
+        deployed.processes[f"supernode-{name}"] = real

@@ -1,11 +1,13 @@
 """Whole runs on the inline engine: what they leave, whether they repeat, and how they go on."""
 
+import errno
 import fcntl
 import json
 import logging
 import os
 import re
 import shutil
+import stat
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,6 +31,7 @@ from conftest import (
 )
 from flwr.app import Message, MessageType
 
+import protocol.files
 import server_app.client_registry
 import server_app.federation
 import server_app.inline
@@ -36,6 +39,7 @@ from client_app.method import Update
 from client_app.methods import METHODS, method_of
 from client_app.objective import LocalObjective
 from client_app.setup import model_for, open_source, pixels_of
+from client_app.state import StateFolder
 from protocol.config import resolve_config
 from protocol.seeds import seed_of
 from server_app.federation import DivergedError
@@ -375,7 +379,7 @@ def test_a_client_that_lost_what_it_kept_is_named_and_left_out_until_it_may_begi
     last = history_of(folder)[-1]
     assert "client-0002" not in last["participants"]
     assert (
-        f"this client trained in round 2, and {lost} keeps nothing"
+        f"this client trained in round 2, and {lost} holds no state of it"
         in (last["left_out"]["client-0002"])
     )
     (lost / "begin-anew").touch()
@@ -500,6 +504,86 @@ def test_a_checkpoint_ahead_of_the_history_is_passed_over(run):
     resume(broken, num_rounds=4)
     assert without_times(history_of(broken)) == without_times(history_of(whole))
     assert same_bits(final_model(broken), final_model(whole))
+
+
+def without_history(path):
+    path.unlink()
+
+
+def with_a_damaged_line(path):
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + b"\xff\0 not json\n" + lines[2])
+
+
+def with_garbage(path):
+    path.write_bytes(b"\xff\xfe\n[1]\n")
+
+
+@pytest.mark.parametrize("spoil", [without_history, with_a_damaged_line, with_garbage])
+def test_a_lost_or_damaged_history_does_not_stop_a_resume(run, caplog, spoil):
+    whole, broken = run({"num-rounds": 4}), run({"num-rounds": 3})
+    spoil(broken / "history.jsonl")
+    (broken / ".config.json.999999.part").touch()  # of a killed process
+    (broken / "checkpoints" / ".round-00003.999999.part").touch()
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        resume(broken, num_rounds=4)
+    assert same_bits(final_model(broken), final_model(whole))
+    assert history_of(broken)[-1]["round"] == 4
+    assert re.search(r"history.jsonl: the lines of \d of 3 rounds are lost", caplog.text)
+    assert (broken / "history.jsonl.damaged").exists() == (spoil is not without_history)
+    assert not list(broken.rglob(".*.part"))
+
+
+def fill_up(monkeypatch, name, rounds):
+    """After this many files called `name`, no other can be written."""
+    written = []
+
+    def fsync(descriptor):
+        target = os.readlink(f"/proc/self/fd/{descriptor}")
+        written.append(name in target)
+        if sum(written) > rounds and Path(target).is_file():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(protocol.files.os, "fsync", fsync)
+
+
+@pytest.mark.parametrize("name", ["round-", "history.jsonl"])
+def test_a_full_disk_ends_the_run_in_one_line_and_a_resume_goes_on(run, monkeypatch, name):
+    whole = run({"num-rounds": 4})
+    with monkeypatch.context() as patch:
+        fill_up(patch, name, 2)
+        with pytest.raises(OSError, match=r"No space left on device: '.*'$") as caught:
+            run({"num-rounds": 4})
+    assert "\n" not in str(caught.value)
+    [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
+    assert not list(broken.rglob(".*.part"))
+    resume(broken)
+    assert same_bits(final_model(broken), final_model(whole))
+    assert without_times(history_of(broken)) == without_times(history_of(whole))
+
+
+def test_a_client_whose_disk_is_full_is_named_and_goes_on_when_there_is_room(run, monkeypatch):
+    save, fulls = StateFolder.save, []
+
+    def save_or_fail(folder, round_, groups):
+        if round_ == 2 and folder.folder.name == "client-0001":
+            fulls.append(round_)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "round-00002")
+        save(folder, round_, groups)
+
+    monkeypatch.setattr(StateFolder, "save", save_or_fail)
+    folder = run({"method": "moon", "num-rounds": 3, "fraction-train": 1.0})
+    lines = history_of(folder)
+    reason = lines[1]["left_out"]["client-0001"]
+    assert reason.endswith("OSError: [Errno 28] No space left on device: 'round-00002'")
+    assert "client-0001" in lines[2]["participants"]
+    assert fulls == [2]
+
+
+def test_what_a_run_writes_is_for_its_user_alone(run):
+    folder = run({"method": "moon", "num-rounds": 1})
+    for path in [folder, *folder.rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
 def test_a_damaged_checkpoint_goes_when_its_round_is_done_again_and_the_good_one_stays(tmp_path):

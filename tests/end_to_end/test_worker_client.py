@@ -24,7 +24,7 @@ from client_fixtures import (  # noqa: F401  # the fixture is used by name
 
 import client_app.worker_client
 import client_app.worker_socket
-from client_app.worker_server import delete_old_state, listen, warm_device
+from client_app.worker_server import listen, warm_device
 from client_app.worker_socket import receive_frame, send_frames, worker_status, worker_variable
 from keel.deployment.loopback import LocalProcess, restarting
 from protocol.messages import read_reply
@@ -233,20 +233,6 @@ def test_a_second_worker_at_a_socket_is_refused_and_a_stale_socket_is_not(reside
         left.bind(str(stale))  # and never listens, as after a kill
     with contextlib.closing(listen(stale)):
         assert stale.stat().st_mode & 0o777 == 0o600
-
-
-def test_old_client_state_is_deleted_if_asked(tmp_path, monkeypatch):
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
-    for name, days in (("old", 40), ("recent", 2)):
-        kept = tmp_path / "clients" / name / "site-a" / "round-00001.safetensors"
-        kept.parent.mkdir(parents=True)
-        kept.touch()
-        for path in (kept, kept.parent, kept.parent.parent):
-            os.utime(path, (time.time() - days * 86400,) * 2)
-    delete_old_state(0)
-    assert len(list((tmp_path / "clients").iterdir())) == 2
-    delete_old_state(30)
-    assert [path.name for path in (tmp_path / "clients").iterdir()] == ["recent"]
 
 
 def test_the_worker_status_which_device_it_has_and_starts_without_it_too(resident, monkeypatch):

@@ -1,12 +1,13 @@
-"""Kills processes of a loopback deployment at random moments and counts what was lost.
+"""Kills and stops processes of a loopback deployment at random moments; counts what was lost.
 
     python -m tests.tools.faults --kills 100 --seed 0
+    python -m tests.tools.faults --kills 0 --hangs 40 --seed 0
 
-Runs FedReCo and FedIntR on `digits` in turn. Every few seconds one process gets SIGKILL: the
-ServerApp, the SuperLink, a client's SuperNode, its executor or its worker, each equally likely. The
-run of a killed ServerApp is resumed. A personal model is lost if its client's state is damaged at
-the end, or older than the last round in which the server accepted it. Prints a table, with the
-accuracies of the same runs undisturbed.
+Runs FedReCo and FedIntR on `digits` in turn. Every few seconds one process gets SIGKILL, or SIGSTOP
+for 40 or 95 seconds: the ServerApp, the SuperLink, a client's SuperNode, its executor or its
+worker, each equally likely. The run of a ServerApp that has ended is resumed. A personal model is
+lost if its client's state is damaged at the end, or older than the last round in which the server
+accepted it. Prints a table, with the accuracies of the same runs undisturbed.
 """
 
 import argparse
@@ -52,6 +53,7 @@ common: dict[str, OptionValue] = {
     "device": "cpu",
 }
 start_timeout_s, resume_pause_s = 300.0, 5.0
+hang_s = (40.0, 95.0)
 
 
 @dataclass
@@ -61,6 +63,7 @@ class Outcome:
     method: str
     finished: bool = False
     kills: Counter[str] = field(default_factory=Counter)
+    hangs: Counter[str] = field(default_factory=Counter)
     resumes: int = 0
     left_out: int = 0
     lost: list[str] = field(default_factory=list)
@@ -68,8 +71,8 @@ class Outcome:
     seconds: float = 0.0
 
 
-def kill(local: Loopback, kind: str, client: str) -> bool:
-    """SIGKILL one process of this kind; False if none is running."""
+def send(number: signal.Signals, local: Loopback, kind: str, client: str) -> list[int]:
+    """Send a signal to one process of this kind; its id, if one is running."""
     if kind == "serverapp":
         below = descendants(local.pid("serverapp-executor"))
         found = [pid for pid, command in below.items() if "flwr-serverapp" in command]
@@ -79,9 +82,16 @@ def kill(local: Loopback, kind: str, client: str) -> bool:
         found = [local.pid(name)] if is_running else []
     for pid in found[:1]:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            return True
-    return False
+            os.kill(pid, number)
+            return [pid]
+    return []
+
+
+def proceed(stopped: dict[int, float], pid: int) -> None:
+    """Let a stopped process go on, if it still exists."""
+    del stopped[pid]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
 
 
 def status(folder: Path) -> str:
@@ -135,10 +145,11 @@ def one_run(
     rounds: int,
     draw: random.Random,
     kills_left: int,
+    hangs_left: int,
     pause_s: tuple[float, float],
     limit_s: float,
 ) -> Outcome:
-    """One run with kills, until it has finished or the limit is reached."""
+    """One run with kills and hangs, until it has finished or the limit is reached."""
     outcome, started = Outcome(method), time.monotonic()
     runs = local.root / "server" / "keel" / "runs"
     before = set(runs.glob("*"))
@@ -151,6 +162,7 @@ def one_run(
     folder = new.pop()
     next_kill = time.monotonic() + draw.uniform(*pause_s)
     resume_at = 0.0
+    stopped: dict[int, float] = {}  # process id: when it goes on
     while time.monotonic() - started < limit_s:
         if status(folder) == "finished":
             outcome.finished = True
@@ -169,13 +181,24 @@ def one_run(
             resume_at = time.monotonic() + 60
         elif alive:
             resume_at = 0.0
-        if now >= next_kill and sum(outcome.kills.values()) < kills_left:
+        for pid in [pid for pid, until in stopped.items() if now >= until]:
+            proceed(stopped, pid)
+        kills, hangs = kills_left - outcome.kills.total(), hangs_left - outcome.hangs.total()
+        if now >= next_kill and not stopped and kills + hangs > 0:
             kind, client = draw.choice(kinds), draw.choice(local.clients)
-            if kill(local, kind, client):
-                outcome.kills[kind] += 1
-                print(f"  killed {kind} {client if kind in kinds[2:] else ''}", flush=True)
+            is_kill = draw.random() * (kills + hangs) < kills
+            number = signal.SIGKILL if is_kill else signal.SIGSTOP
+            for pid in send(number, local, kind, client):
+                (outcome.kills if is_kill else outcome.hangs)[kind] += 1
+                seconds = 0.0 if is_kill else draw.choice(hang_s)
+                if not is_kill:
+                    stopped[pid] = now + seconds
+                what = "killed" if is_kill else f"stopped for {seconds:g} s:"
+                print(f"  {what} {kind} {client if kind in kinds[2:] else ''}", flush=True)
             next_kill = time.monotonic() + draw.uniform(*pause_s)
         time.sleep(0.2)
+    for pid in list(stopped):
+        proceed(stopped, pid)
     outcome.seconds = time.monotonic() - started
     outcome.left_out = sum(len(line["left_out"]) for line in read_history(folder))
     outcome.lost = lost_models(local, folder)
@@ -187,20 +210,25 @@ def one_run(
 def table(outcomes: Sequence[Outcome], undisturbed: dict[str, float]) -> str:
     """The outcomes as a Markdown table, one line for each run, and their sum."""
     lines = [
-        "| run | kills: " + ", ".join(kinds) + " | resumed | left out | finished | models lost "
+        "| run | kills: "
+        + ", ".join(kinds)
+        + " | hangs | resumed | left out | finished | models lost "
         "| accuracy | undisturbed | seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {o.method} | {', '.join(str(o.kills[k]) for k in kinds)} | {o.resumes} | {o.left_out} "
+        f"| {o.method} | {', '.join(str(o.kills[k]) for k in kinds)} "
+        f"| {', '.join(str(o.hangs[k]) for k in kinds)} | {o.resumes} | {o.left_out} "
         f"| {'yes' if o.finished else 'no'} | {len(o.lost)} | {100 * o.accuracy:.1f} "
         f"| {100 * undisturbed[o.method]:.1f} | {o.seconds:.0f} |"
         for o in outcomes
     ]
     total = sum((o.kills for o in outcomes), Counter[str]())
+    hangs = sum((o.hangs for o in outcomes), Counter[str]())
     done, lost = sum(o.finished for o in outcomes), sum(len(o.lost) for o in outcomes)
     lines.append(
-        f"\n{total.total()} kills ({', '.join(f'{k} {total[k]}' for k in kinds)}): "
+        f"\n{total.total()} kills ({', '.join(f'{k} {total[k]}' for k in kinds)}), "
+        f"{hangs.total()} hangs ({', '.join(f'{k} {hangs[k]}' for k in kinds)}): "
         f"{done} of {len(outcomes)} runs finished, {lost} personal models lost."
     )
     return "\n".join(lines)
@@ -210,6 +238,7 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.faults", description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--hangs", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
@@ -227,16 +256,17 @@ def main() -> int:
             overrides |= {"output-dir": f"{name}/inline"}
             undisturbed[method] = accuracy(run_inline(overrides, arguments.clients))
         with running(Path(name), partitions(arguments.clients)) as local:
-            left = arguments.kills
-            while left > 0 and (limit_s := deadline - time.monotonic()) > 0:
+            left, hangs = arguments.kills, arguments.hangs
+            while left + hangs > 0 and (limit_s := deadline - time.monotonic()) > 0:
                 method = list(methods)[len(outcomes) % len(methods)]
-                print(f"{method}: {left} kills left", flush=True)
+                print(f"{method}: {left} kills and {hangs} hangs left", flush=True)
                 limit_s = min(limit_s, arguments.run_limit_s)
                 pause = tuple(arguments.pause)
                 outcomes.append(
-                    one_run(local, method, arguments.rounds, draw, left, pause, limit_s)
+                    one_run(local, method, arguments.rounds, draw, left, hangs, pause, limit_s)
                 )
-                left -= sum(outcomes[-1].kills.values())
+                left -= outcomes[-1].kills.total()
+                hangs -= outcomes[-1].hangs.total()
                 print(f"  {outcomes[-1]}", flush=True)
     print(table(outcomes, undisturbed))
     return 0 if all(o.finished and not o.lost for o in outcomes) else 1

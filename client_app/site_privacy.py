@@ -1,0 +1,178 @@
+"""A site's own privacy limits and ledger: they bind the server, whatever it asks for.
+
+Limits stand in the node config or the environment of the client; of two the stricter holds. A
+resident worker trusts its own environment: its node config passes through the ClientApp process.
+
+privacy-min-noise-multiplier  KEEL_PRIVACY_MIN_NOISE_MULTIPLIER  least sigma / (2 clip-norm)
+privacy-max-clip-norm         KEEL_PRIVACY_MAX_CLIP_NORM         greatest clip-norm
+privacy-budget-epsilon        KEEL_PRIVACY_BUDGET_EPSILON        of all releases of the site's data
+privacy-budget-delta          KEEL_PRIVACY_BUDGET_DELTA          at this delta; 1e-5
+privacy-metrics               KEEL_PRIVACY_METRICS               exact: allows privacy.metrics=exact
+"""
+
+import fcntl
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protocol.chained import append_chained, read_chained
+from protocol.config import PrivacyConfig, RunConfig, keel_home
+from protocol.files import digest
+from protocol.privacy import SMALL_DELTA, composed_epsilon, noise_sigma
+
+NodeConfig = Mapping[str, bool | int | float | str]
+log = logging.getLogger("keel.client")
+DEFAULTS = {
+    "privacy-min-noise-multiplier": 0.0,
+    "privacy-max-clip-norm": math.inf,
+    "privacy-budget-epsilon": math.inf,
+    "privacy-budget-delta": SMALL_DELTA,
+}
+
+
+class PrivacyRefused(ValueError):
+    """The server asks for more than the site allows."""
+
+
+@dataclass(frozen=True)
+class SiteLimits:
+    """What a site allows; `is_set` if it names any limit."""
+
+    min_noise_multiplier: float
+    max_clip_norm: float
+    budget_epsilon: float
+    budget_delta: float
+    allows_exact_metrics: bool
+    is_set: bool
+
+
+def variable_of(key: str) -> str:
+    """The environment variable of a key: privacy-metrics is KEEL_PRIVACY_METRICS."""
+    return f"KEEL_{key.upper().replace('-', '_')}"
+
+
+def site_limits(node_config: NodeConfig) -> SiteLimits:
+    """The limits in node config and environment; ValueError for one that is not a number > 0."""
+    values, is_set = [], False
+    for key, default in DEFAULTS.items():
+        found = [node_config.get(key), os.environ.get(variable_of(key)) or None]
+        numbers = [positive(key, value) for value in found if value is not None]
+        is_set |= bool(numbers)
+        strictest = max if key == "privacy-min-noise-multiplier" else min
+        values.append(strictest(numbers, default=default))
+    said = [node_config.get("privacy-metrics"), os.environ.get(variable_of("privacy-metrics"))]
+    stated = [value for value in said if value]
+    allows_exact = bool(stated) and all(value == "exact" for value in stated)
+    least, clip, epsilon, delta = values
+    return SiteLimits(least, clip, epsilon, delta, allows_exact, is_set)
+
+
+def positive(key: str, value: object) -> float:
+    """The number; ValueError naming the key if it is none, or not > 0."""
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = math.nan
+    if not number > 0:
+        raise PrivacyRefused(f"{key} = {value!r} of this site: expected a number > 0")
+    return number
+
+
+def multiplier_of(privacy: PrivacyConfig) -> float:
+    """Noise over the largest distance of two releases, 2 clip-norm, also where it is `central`."""
+    return noise_sigma(privacy) / (2 * privacy.clip_norm)
+
+
+def check_limits(config: RunConfig, node_config: NodeConfig) -> None:
+    """PrivacyRefused, one line: key, what is asked for, what this site allows."""
+    limits, privacy = site_limits(node_config), config.privacy
+    if not limits.is_set:
+        return
+    if privacy.epsilon == 0:
+        raise PrivacyRefused(
+            "privacy.epsilon = 0: this site has privacy limits and takes part with noise only"
+        )
+    multiplier = multiplier_of(privacy)
+    if multiplier < limits.min_noise_multiplier:
+        raise PrivacyRefused(
+            f"privacy.epsilon = {privacy.epsilon:g}: its noise is {multiplier:.4g} times the "
+            f"sensitivity 2 clip-norm, this site allows {limits.min_noise_multiplier:g} or more "
+            "(privacy-min-noise-multiplier)"
+        )
+    if privacy.clip_norm > limits.max_clip_norm:
+        raise PrivacyRefused(
+            f"privacy.clip-norm = {privacy.clip_norm:g}: this site allows "
+            f"{limits.max_clip_norm:g} or less (privacy-max-clip-norm)"
+        )
+    if not privacy.withholds_metrics and not limits.allows_exact_metrics:
+        raise PrivacyRefused(
+            f"privacy.metrics = {privacy.metrics!r}: this site allows 'withheld' only "
+            "(privacy-metrics)"
+        )
+    Ledger(node_config).check(privacy, limits)
+
+
+class Ledger:
+    """Every noised release of one data set, over all runs, servers and restarts.
+
+    One file under $KEEL_HOME/privacy for each `source`, so that another name of the client does not
+    open a new one. Runs without noise are not in it.
+    """
+
+    def __init__(self, node_config: NodeConfig) -> None:
+        source = str(node_config.get("source", ""))
+        kind, colon, path = source.partition(":")
+        if colon:
+            source = f"{kind}:{Path(path).expanduser().resolve()}"
+        self.data = source or f"partition {node_config.get('partition-id')}"
+        self.path = keel_home() / "privacy" / f"{digest(self.data.encode())}.jsonl"
+
+    def spent(self) -> float:
+        """Sum of 1 / multiplier^2 over the releases so far. PrivacyRefused if lines are damaged."""
+        entries, num_damaged = read_chained(self.path)
+        if num_damaged:
+            raise PrivacyRefused(
+                f"{self.path}: {num_damaged} lines are damaged: what this site spent is not known; "
+                "restore the file from a backup"
+            )
+        return float(sum(entry["multiplier"] ** -2 for entry in entries))
+
+    def check(self, privacy: PrivacyConfig, limits: SiteLimits) -> None:
+        """PrivacyRefused if one more release is beyond the budget."""
+        if math.isinf(limits.budget_epsilon):
+            return
+        total = self.spent() + multiplier_of(privacy) ** -2
+        epsilon = composed_epsilon(total**-0.5, limits.budget_delta)
+        if epsilon > limits.budget_epsilon:
+            raise PrivacyRefused(
+                f"privacy.epsilon = {privacy.epsilon:g}: with this release the site would have "
+                f"spent epsilon {epsilon:.4g} at delta {limits.budget_delta:g}, it allows "
+                f"{limits.budget_epsilon:g} (privacy-budget-epsilon)"
+            )
+
+    def charge(self, config: RunConfig, node_config: NodeConfig, about: Mapping[str, Any]) -> None:
+        """Record a release that is about to leave; PrivacyRefused if it no longer fits."""
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two runs may use the same data
+            privacy = config.privacy
+            self.check(privacy, site_limits(node_config))
+            entry = {"data": self.data, **about, "time": round(time.time(), 3)}
+            entry |= {"epsilon": privacy.epsilon, "delta": privacy.delta}
+            entry |= {"clip_norm": privacy.clip_norm, "multiplier": multiplier_of(privacy)}
+            append_chained(self.path, entry)
+
+
+def charge_release(
+    config: RunConfig, node_config: NodeConfig, client: str, run: str, round_: int
+) -> None:
+    """Record a noised release of a site, or of any client with limits of its own."""
+    is_site = "source" in node_config or site_limits(node_config).is_set
+    if config.privacy.epsilon and is_site:
+        about = {"client": client, "run": run, "round": round_}
+        Ledger(node_config).charge(config, node_config, about)

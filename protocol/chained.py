@@ -1,0 +1,66 @@
+"""Append-only JSON lines, each with a digest of itself and of the line before."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from protocol.files import digest
+
+Entry = dict[str, Any]
+
+
+def append_chained(path: Path, entry: Mapping[str, Any]) -> None:
+    """Append `entry` with its digest; it is on the disk when this returns.
+
+    An incomplete line at the end (a full disk, a power cut) is ended first and stays as it is.
+    """
+    before = path.read_bytes() if path.exists() else b""
+    line = json.dumps({**entry, "digest": digest_of(entry, newest_digest(before))}) + "\n"
+    with path.open("ab") as file:
+        if before and not before.endswith(b"\n"):
+            file.write(b"\n")
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_chained(path: Path) -> tuple[list[Entry], int]:
+    """(intact entries without their digests, number of lines that are damaged or out of place).
+
+    Lines without a digest count as intact before the first with one: Keel 0.1 wrote such files.
+    A file that was cut short after a whole line looks intact.
+    """
+    entries: list[Entry] = []
+    num_damaged, previous, is_old = 0, "", True
+    for text in path.read_bytes().splitlines() if path.exists() else []:
+        entry = parsed(text)
+        found = entry.pop("digest", None)
+        if (entry and found is None and is_old) or (entry and found == digest_of(entry, previous)):
+            entries.append(entry)
+        else:
+            num_damaged += 1
+        if found is not None:
+            previous, is_old = str(found), False
+    return entries, num_damaged
+
+
+def digest_of(entry: Mapping[str, Any], previous: str) -> str:
+    """The digest of an entry that follows a line with the digest `previous`."""
+    return digest((previous + json.dumps(dict(entry), sort_keys=True)).encode())
+
+
+def newest_digest(content: bytes) -> str:
+    """The digest in the last line that has one; "" if none has."""
+    found = (parsed(text).get("digest") for text in reversed(content.splitlines()))
+    return next((str(each) for each in found if each is not None), "")
+
+
+def parsed(text: bytes) -> Entry:
+    """The object in a line; {} if it holds none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,33 @@
+"""Text from clients: client names, and the one sanitiser of everything else."""
+
+import re
+
+CLIENT_NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', not dots alone"
+_client_name = re.compile(r"(?!\.+\Z)[A-Za-z0-9._-]{1,64}")
+_ansi = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
+_look_alikes = str.maketrans("<>", "‹›")  # HTML's brackets
+_markup = re.compile(r"\[(?=[a-z#/@])")  # the start of a tag of the terminal library (rich)
+
+
+def in_one_line(text: object, max_length: int = 300) -> str:
+    """Text from a client, fit for any output: one line without markup, at most `max_length` long.
+
+    ANSI sequences, control and bidirectional characters, surrogates and newlines become spaces;
+    '<' and '>' become '‹' and '›', and '[' at the start of a tag becomes '('.
+    """
+    line = _ansi.sub(" ", str(text)[: 20 * max_length])
+    line = " ".join("".join(c if c.isprintable() else " " for c in line).split())
+    line = _markup.sub("(", line.translate(_look_alikes))
+    return line if len(line) <= max_length else f"{line[: max_length - 1].rstrip()}…"
+
+
+def is_client_name(name: object) -> bool:
+    """Whether this can name a client: in a log, in a path and in a page."""
+    return isinstance(name, str) and _client_name.fullmatch(name) is not None
+
+
+def check_client_name(name: object) -> str:
+    """The name. ValueError, one line, if it breaks the rule."""
+    if not is_client_name(name):
+        raise ValueError(f"client name {in_one_line(name, 80)!r}: expected {CLIENT_NAME_RULE}")
+    return str(name)

@@ -1,0 +1,86 @@
+"""audit.jsonl: who joined a run, was refused, was sent what, and released what; append-only.
+
+A line is a JSON object with the time (UTC), the event and its fields, the digest of the line before
+(`previous`; empty for the first) and its own (`digest`, SHA-256 of the line without this field). So
+a line that was edited, removed, inserted or moved is found. Lines cut off at the end are found once
+the run has ended: the manifest then has their number and the last digest.
+
+    started    round (the first to come)          joined    client, node
+    refused    node, reason                       sent      round, kind, clients, bytes
+    released   round, clients, epsilon, delta     rejected  round, kind, clients (name to reason)
+    ended      status
+"""
+
+import datetime
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from server_app.history import append_line
+
+AUDIT_FILE = "audit.jsonl"
+
+
+def line_digest(line: dict[str, Any]) -> str:
+    """The digest that belongs into this line."""
+    fields = {key: value for key, value in line.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+class AuditLog:
+    """Appends to a run directory's audit log, continuing the chain that is there."""
+
+    def __init__(self, directory: Path) -> None:
+        """A last line that a kill or a full disk left incomplete is dropped."""
+        self.path = directory / AUDIT_FILE
+        content = self.path.read_bytes() if self.path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:
+            with self.path.open("r+b") as file:
+                file.truncate(len(whole))
+        self.previous = ""
+        if whole:
+            try:
+                self.previous = str(json.loads(whole.splitlines()[-1])["digest"])
+            except (ValueError, KeyError, TypeError):
+                self.previous = "unreadable"  # which `audit_problem` finds
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Append a line and sync it to disk."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        line = {"time": now, "event": event, **fields, "previous": self.previous}
+        line["digest"] = line_digest(json.loads(json.dumps(line)))
+        append_line(self.path, json.dumps(line))
+        self.previous = line["digest"]
+
+
+def audit_end(directory: Path) -> dict[str, Any]:
+    """The number of lines and the last digest, for the manifest."""
+    lines = (directory / AUDIT_FILE).read_text().splitlines()
+    return {"lines": len(lines), "digest": json.loads(lines[-1])["digest"]}
+
+
+def audit_problem(directory: Path, end: dict[str, Any] | None = None) -> str:
+    """What is wrong with a run's audit log, naming the line; empty if the chain is whole.
+
+    end: what `audit_end` gave when the run ended.
+    """
+    path = directory / AUDIT_FILE
+    if not path.is_file():
+        return f"{AUDIT_FILE} is missing"
+    previous, number = "", 0
+    for number, text in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            line = json.loads(text)
+            written, before = line["digest"], line["previous"]
+        except (ValueError, KeyError, TypeError):
+            return f"{AUDIT_FILE}: line {number} is damaged"
+        if written != line_digest(line):
+            return f"{AUDIT_FILE}: line {number} was edited"
+        if before != previous:
+            return f"{AUDIT_FILE}: what was before line {number} was removed, added or moved"
+        previous = written
+    if end and (number, previous) != (end["lines"], end["digest"]):
+        return f"{AUDIT_FILE}: {number} lines, expected {end['lines']}: its end was changed"
+    return ""

@@ -1,0 +1,225 @@
+"""The worker's socket under malformed, slow, greedy and many peers: it answers the next one."""
+
+import contextlib
+import json
+import os
+import random
+import socket
+import struct
+import threading
+import time
+
+import pytest
+from flwr.app import Context, Message, MessageType, RecordDict
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import client_app.worker_server
+from client_app.worker_server import WorkerProcess
+from client_app.worker_socket import (
+    connected,
+    exchange,
+    max_frame_bytes,
+    receive_frame,
+    worker_status,
+)
+from protocol.flower_compat import begin_task, context_to_bytes, message_to_bytes
+
+begin_task(1)
+MESSAGE = message_to_bytes(Message(RecordDict(), dst_node_id=1, message_type=MessageType.QUERY))
+CONTEXT = context_to_bytes(Context(1, 1, {"partition-id": 0}, RecordDict(), {}))
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+    """A worker in this process that answers every message with an empty record."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client_app.worker_server, "io_limit_s", 1.0)
+        patch.setattr(client_app.worker_server, "answer", lambda message, context: RecordDict())
+        made = WorkerProcess(tmp_path_factory.mktemp("worker") / "worker.sock")
+        made.path = made.listener.getsockname()
+        threading.Thread(target=made.serve, daemon=True).start()
+        yield made
+
+
+def connect(worker):
+    peer = connected(worker.path, time.monotonic() + 10)  # waits while the backlog is full
+    peer.settimeout(10)
+    return peer
+
+
+def assert_closed(peer):
+    with contextlib.suppress(ConnectionResetError):  # with bytes that were not read
+        assert peer.recv(1) == b""
+
+
+def framed(*frames):
+    return b"".join(struct.pack(">Q", len(frame)) + frame for frame in frames)
+
+
+def header(worker, **changed):
+    about = {"kind": "message", "code": worker.code, "limit_s": 20.0} | changed
+    return json.dumps({k: v for k, v in about.items() if v is not None}).encode()
+
+
+def assert_serves(worker, limit_s=5.0):
+    """It says that it is ready, and answers a message."""
+    assert worker_status(worker.path, limit_s)["pid"] == os.getpid()
+    deadline = time.monotonic() + limit_s
+    reply = exchange(worker.path, [header(worker), MESSAGE, CONTEXT], deadline)
+    assert json.loads(reply[0]) == {}
+
+
+def test_the_socket_is_for_this_user_alone(worker):
+    assert os.stat(worker.path).st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"code": None},
+        {"limit_s": None},
+        {"limit_s": "soon"},
+        {"limit_s": -1},
+        {"limit_s": 1e300},
+        {"limit_s": float("nan")},
+        {"kind": None},
+    ],
+)
+def test_a_message_with_a_malformed_header_ends_nobody_but_itself(worker, changed):
+    """Each of the first five ended the worker."""
+    with connect(worker) as peer:
+        peer.sendall(framed(header(worker, **changed), MESSAGE, CONTEXT))
+        assert_closed(peer)
+    assert_serves(worker)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"null", b"[]", b"\xff", b"[" * 60_000, b"{}", b"1" * 60_000]
+)
+def test_a_header_that_is_none_is_dropped(worker, content):
+    with connect(worker) as peer:
+        peer.sendall(framed(content))
+        assert_closed(peer)
+    assert_serves(worker)
+
+
+def test_a_message_that_cannot_be_decoded_is_dropped(worker):
+    for frames in ((b"\xff" * 9, CONTEXT), (MESSAGE, b"\xff" * 9), (b"", b"")):
+        with connect(worker) as peer:
+            peer.sendall(framed(header(worker), *frames))
+            peer.recv(1)
+        assert_serves(worker)
+
+
+def test_an_exception_of_the_handlers_is_an_error_of_one_line(worker, monkeypatch):
+    def fail(message, context):
+        raise KeyError("a\nb")
+
+    monkeypatch.setattr(client_app.worker_server, "answer", fail)
+    frames = [header(worker), MESSAGE, CONTEXT]
+    [reply] = exchange(worker.path, frames, time.monotonic() + 5)
+    assert json.loads(reply)["error"]["reason"] == "KeyError: 'a\\nb'"
+
+
+def test_slow_peers_block_nobody_and_have_a_deadline_in_all(worker):
+    """One peer that sent nothing held the worker for a minute; one that dribbled, for ever."""
+    silent = [connect(worker) for _ in range(5)]
+    started = time.monotonic()
+    with connect(worker) as peer:
+        peer.sendall(framed(header(worker))[:8])
+        assert_serves(worker, 0.9)
+        with contextlib.suppress(OSError):  # it was closed
+            while time.monotonic() < started + 10:
+                peer.sendall(b" ")
+                time.sleep(0.1)
+    assert time.monotonic() - started < 3
+    for each in silent:
+        assert_closed(each)
+        each.close()
+
+
+def test_many_idle_connections_do_not_keep_others_out(worker, monkeypatch):
+    monkeypatch.setattr(client_app.worker_server, "io_limit_s", 60.0)
+    idle = [connect(worker) for _ in range(3 * client_app.worker_server.max_receiving)]
+    assert_serves(worker)
+    for each in idle:
+        each.close()
+
+
+def test_who_does_not_take_its_reply_holds_up_nobody(worker, monkeypatch):
+    monkeypatch.setattr(client_app.worker_server, "records_to_bytes", lambda content: bytes(2**24))
+    with connect(worker) as peer:
+        peer.sendall(framed(header(worker), MESSAGE, CONTEXT))
+        time.sleep(0.2)
+        assert_serves(worker, 0.9)
+
+
+def test_a_frame_of_any_announced_length_takes_memory_for_what_has_arrived(worker):
+    def own_mb():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+
+    before = own_mb()
+    with connect(worker) as peer:
+        peer.sendall(framed(header(worker)) + struct.pack(">Q", max_frame_bytes) + bytes(1000))
+        time.sleep(0.2)
+        assert own_mb() - before < 50
+    for length in (max_frame_bytes + 1, 2**64 - 1):
+        with connect(worker) as peer:
+            peer.sendall(framed(header(worker)) + struct.pack(">Q", length))
+            assert_closed(peer)
+    assert_serves(worker)
+
+
+def test_messages_are_answered_one_at_a_time(worker, monkeypatch):
+    running, most = [], []
+
+    def slow(message, context):
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.05)
+        running.pop()
+        return RecordDict()
+
+    monkeypatch.setattr(client_app.worker_server, "answer", slow)
+    threads = [threading.Thread(target=assert_serves, args=[worker]) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert most == [1] * 6
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.binary(max_size=200), max_size=4), st.binary(max_size=64), st.integers(0, 2**32))
+def test_random_frames_end_nothing(worker, frames, tail, seed):
+    chance = random.Random(seed)
+    whole = framed(header(worker), MESSAGE, CONTEXT)
+    damaged = bytearray(whole)
+    for _ in range(chance.randrange(1, 4)):
+        damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+    sent = [framed(*frames) + tail, bytes(damaged), whole[: chance.randrange(len(whole))]]
+    for content in sent:
+        with connect(worker) as peer:
+            peer.sendall(content)
+            peer.shutdown(socket.SHUT_WR)
+    assert worker_status(worker.path, 5.0)["pid"] == os.getpid()
+
+
+def test_a_frame_has_a_deadline_in_all():
+    ours, theirs = socket.socketpair()
+    done = threading.Event()
+
+    def dribble():
+        while not done.wait(0.05):
+            theirs.send(b"\0")
+
+    thread = threading.Thread(target=dribble)
+    with ours, theirs:
+        theirs.sendall(struct.pack(">Q", 1000))
+        thread.start()
+        with pytest.raises(TimeoutError):
+            receive_frame(ours, time.monotonic() + 0.3)
+        done.set()
+        thread.join()

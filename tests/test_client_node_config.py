@@ -1,0 +1,67 @@
+"""Where a client's state goes: never where a server's `run-dir` leads outside its own folder."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from client_app.node_config import state_folder
+
+NODE = {"name": "site-a"}
+
+
+def folder_of(run_dir, **node):
+    return state_folder(SimpleNamespace(run_dir=str(run_dir)), NODE | node).folder
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("worker", ["", "/run/keel/worker.sock"])
+@pytest.mark.parametrize("own", [{}, {"state-dir": "/elsewhere"}])
+@pytest.mark.parametrize(
+    "run_dir",
+    [
+        *(
+            "..",
+            ".",
+            "",
+            "/",
+            "/srv/runs/..",
+            "../x",
+            "a/../b",
+            "a/b",
+            "./a",
+            "a/",
+            "/runs/../etc/x",
+        ),
+        *(".hidden", "a b", "a\nb", "a\0b", "a\\b", "\u202ea", "x" * 129, "~", "$HOME", "C:x"),
+    ],
+)
+def test_a_run_dir_with_odd_parts_is_refused(home, monkeypatch, worker, own, run_dir):
+    """The state of `/srv/runs/..` went beside the clients' folder, not into it."""
+    monkeypatch.setenv("KEEL_WORKER", worker)
+    with pytest.raises(ValueError, match=r"^run-dir = .*: expected the name of a run") as caught:
+        folder_of(run_dir, **own)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_deployed_client_takes_no_path_at_all(home, tmp_path, monkeypatch):
+    """A path that exists on the client's machine was written to."""
+    monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
+    assert folder_of("20260101-moon") == home / "clients/20260101-moon/site-a"
+    with pytest.raises(ValueError, match="expected the name of a run"):
+        folder_of(tmp_path)
+
+
+def test_the_state_of_a_simulation_is_in_a_run_directory(home, tmp_path):
+    run = tmp_path / "runs" / "20260101-moon"
+    assert folder_of(run) == home / "clients/20260101-moon/site-a"  # a cluster's other machine
+    run.mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"is no run directory \(no config.json\)"):
+        folder_of(run)
+    (run / "config.json").touch()
+    assert folder_of(run) == run / "clients/site-a"
+    assert folder_of(run, **{"state-dir": "/volume"}).as_posix() == "/volume/20260101-moon/site-a"

@@ -1,0 +1,90 @@
+"""Old client state is deleted by its distance from the newest, and never soon after a start."""
+
+import os
+import shutil
+
+import pytest
+
+import client_app.old_state
+from client_app.old_state import DAY_S, OldState
+
+NOW = 2_000_000_000.0
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self):
+        self.wall, self.uptime = NOW, 0.0
+
+    def time(self):
+        return self.wall
+
+    def monotonic(self):
+        return self.uptime
+
+    def advance(self, seconds):
+        self.wall += seconds
+        self.uptime += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(client_app.old_state, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(run, at):
+        version = tmp_path / run / "site-a" / "round-00001-0.safetensors"
+        version.parent.mkdir(parents=True, exist_ok=True)
+        version.touch()
+        for path in (version, version.parent, tmp_path / run):
+            os.utime(path, (at, at))
+
+    return write
+
+
+def left_after(old_state, clock, hours):
+    for _ in range(hours):
+        old_state.delete()
+        clock.advance(3600)
+    return sorted(path.name for path in old_state.folder.iterdir())
+
+
+def test_state_much_older_than_the_newest_is_deleted_after_a_day_of_uptime(tmp_path, write, clock):
+    write("old", NOW - 40 * DAY_S)
+    write("paused", NOW - 20 * DAY_S)
+    write("new", NOW)
+    old_state = OldState(tmp_path, 30)
+    assert left_after(old_state, clock, 24) == ["new", "old", "paused"]
+    assert left_after(old_state, clock, 2) == ["new", "paused"]
+    shutil.rmtree(tmp_path / "paused")
+    assert left_after(old_state, clock, 2) == ["new"]
+
+
+def test_the_passing_of_time_alone_deletes_nothing(tmp_path, write, clock):
+    """Two paused runs, months later: nobody has written anything newer."""
+    write("one", NOW - 100 * DAY_S)
+    write("two", NOW - 99 * DAY_S)
+    assert left_after(OldState(tmp_path, 30), clock, 50) == ["one", "two"]
+
+
+def test_a_clock_that_jumps_deletes_nothing(tmp_path, write, clock):
+    """Years ahead: every run but the one under way seems to be old."""
+    write("paused", NOW)
+    clock.wall += 1000 * DAY_S
+    write("under way", clock.wall)
+    old_state = OldState(tmp_path, 30)
+    assert left_after(old_state, clock, 20) == ["paused", "under way"]
+    clock.wall = NOW + DAY_S  # and set right again
+    assert left_after(old_state, clock, 40) == ["paused", "under way"]
+
+
+def test_without_a_limit_or_a_folder_nothing_is_done(tmp_path, write, clock):
+    write("old", NOW - 4000 * DAY_S)
+    write("new", NOW)
+    assert left_after(OldState(tmp_path, 0), clock, 30) == ["new", "old"]
+    OldState(tmp_path / "none", 30).delete()

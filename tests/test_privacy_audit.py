@@ -1,0 +1,248 @@
+"""Tries to tell neighbouring data sets apart from everything that a client sends.
+
+Neighbours: one image is replaced by another, the sizes are the same.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from client_fixtures import (
+    Client,
+    initial,
+    keel_home_of_tests,  # noqa: F401 (used by being here)
+    make_config,
+    make_round,
+    pictures,
+)
+from scipy import stats
+
+from client_app.privacy import privatise
+from protocol.messages import tensors
+from protocol.privacy import noise_sigma
+from server_app.inline import run_inline
+
+METHODS = ("fedavg", "fedavg-ft", "fedreco")
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory):
+    """Two files of 24 + 12 images: one training and one test image, and their labels, differ."""
+    folder = tmp_path_factory.mktemp("sites")
+    sources = []
+    for number in (0, 1):
+        (x, y), (x_test, y_test) = pictures(24, seed=5), pictures(12, seed=6)
+        if number:
+            x[3], y[3] = 255 - x[3], (y[3] + 1) % 3
+            x_test[2], y_test[2] = 255 - x_test[2], (y_test[2] + 1) % 3
+        np.savez(folder / f"{number}.npz", x_train=x, y_train=y, x_test=x_test, y_test=y_test)
+        sources.append(f"npz:{folder / f'{number}.npz'}")
+    return sources
+
+
+def sent_by(source, run_dir, **keys):
+    """Everything in the replies of a site: query, and train and evaluate of two rounds."""
+    keys = {"method": "fedavg", "privacy__epsilon": 0.5} | keys
+    config = make_config(**keys)
+    client = Client(
+        config, run_dir, {"name": "site-a", "source": source, "state-dir": str(run_dir)}
+    )
+    received = initial(config, seed=5)
+    if config.rounds.method == "fedreco":
+        received = {n: a for n, a in received.items() if not n.startswith("classifier")}
+    yield client.ask("query").content
+    for number in (1, 2):
+        yield client.ask("train", number, received, evaluate=True).content
+        yield client.ask("evaluate", number, received).content
+
+
+def facts_of(contents: Iterator) -> list[object]:
+    """All that an observer sees but the values of the noised arrays."""
+    seen: list[object] = []
+    for content in contents:
+        for name, record in content.items():
+            if name == "arrays":
+                seen.append([(k, a.shape, a.dtype, len(a.data)) for k, a in record.items()])
+                seen.append([(k, a.shape, a.dtype) for k, a in tensors(record).items()])
+            else:
+                seen.append((name, type(record).__name__, sorted(record.items())))
+    return seen
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_all_but_the_noised_arrays_is_the_same_for_neighbours(method, sites, tmp_path):
+    first, second = (
+        facts_of(sent_by(source, tmp_path / str(n), method=method))
+        for n, source in enumerate(sites)
+    )
+    assert first == second
+    assert len(first) > 15
+
+
+def test_with_exact_metrics_the_same_comparison_tells_neighbours_apart(sites, tmp_path):
+    first, second = (
+        facts_of(sent_by(source, tmp_path / str(n), privacy__metrics="exact"))
+        for n, source in enumerate(sites)
+    )
+    assert first != second
+    assert "loss.supervised" in str(first)
+    assert "cpu-seconds" in str(first)
+
+
+def test_a_failure_names_nothing_of_the_data(sites, tmp_path):
+    """The reason of an error may quote the data: it stays in the client's log."""
+    config = make_config(privacy__epsilon=0.5)
+    node = {"name": "a", "source": sites[0], "state-dir": str(tmp_path)}
+    reply = Client(config, tmp_path, node).ask("train", 1, {"no": torch.zeros(1)})
+    expected = "failed; privacy.metrics = 'withheld': the reason is in this client's log"
+    assert reply.error.reason == expected
+    config = make_config(privacy__epsilon=0.5, privacy__metrics="exact")
+    reply = Client(config, tmp_path, node).ask("train", 1, {"no": torch.zeros(1)})
+    assert reply.error.reason != expected
+
+
+def test_training_that_diverged_is_released_as_noise(sites, tmp_path):
+    (_, train, *_) = sent_by(sites[0], tmp_path, lr=1e30)
+    arrays = tensors(train["arrays"])
+    assert all(array.isfinite().all() for array in arrays.values())
+
+
+# --- the attack -----------------------------------------------------------------------------------
+
+NUM_RELEASES = 10_000  # of each data set
+
+
+def releases(arrays, config, num):
+    """`num` releases of the same arrays with a site's noise, flat, [num, entries]."""
+    ctx = make_round(config, received={})
+    object.__setattr__(ctx, "is_simulated", False)
+    found = (torch.cat([a.flatten() for a in privatise(arrays, ctx).values()]) for _ in range(num))
+    return torch.stack(list(found)).double().numpy()
+
+
+def epsilon_lower_bound(scores, others, delta, confidence=0.999):
+    """An epsilon that the releases exceed with this confidence, by Clopper and Pearson.
+
+    scores, others: log likelihood ratios of the releases of two data sets. The threshold is chosen
+    on one half of them and tested on the other, in both directions.
+    """
+    alpha = (1 - confidence) / 2
+
+    def bound(hits, false_alarms, num):
+        low = stats.beta.ppf(alpha, hits, num - hits + 1) if hits else 0.0
+        high = stats.beta.ppf(1 - alpha, false_alarms + 1, num - false_alarms)
+        return math.log((low - delta) / high) if low > delta else 0.0
+
+    best = 0.0
+    for a, b in ((scores, others), (-others, -scores)):
+        chosen, tested = (slice(0, None, 2), slice(1, None, 2))
+        thresholds = np.quantile(np.concatenate([a[chosen], b[chosen]]), np.linspace(0, 1, 201))
+
+        def at(threshold, part, a=a, b=b):
+            hits, alarms = int((a[part] > threshold).sum()), int((b[part] > threshold).sum())
+            return bound(hits, alarms, len(a[part]))
+
+        best = max(best, at(max(thresholds, key=lambda t: at(t, chosen)), tested))
+    return best
+
+
+def attack(arrays, neighbour, config, num=NUM_RELEASES):
+    """The empirical epsilon of releases of two sets of arrays.
+
+    The likelihood ratio of two Gaussians depends on the position along their difference alone.
+    """
+    first, second = releases(arrays, config, num), releases(neighbour, config, num)
+    flat = [torch.cat([a.flatten() for a in x.values()]).double() for x in (arrays, neighbour)]
+    direction = (flat[0] - flat[1]).numpy()
+    return epsilon_lower_bound(first @ direction, second @ direction, config.privacy.delta)
+
+
+def worst_case(config):
+    """Two releases that are as far apart as clipping allows."""
+    x = torch.tensor([3.0, -4.0, 0.0, 12.0]) / 13 * config.privacy.clip_norm
+    return {"a": x[:2], "b": x[2:]}, {"a": -x[:2], "b": -x[2:]}
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.9, 1e-5), (0.2, 0.1)])
+def test_the_attack_finds_no_more_than_the_stated_epsilon(epsilon, delta):
+    config = make_config(privacy__epsilon=epsilon, privacy__delta=delta)
+    found = attack(*worst_case(config), config)
+    print(f"stated ({epsilon}, {delta}), found {found:.3f}")
+    assert found <= epsilon
+
+
+@pytest.mark.parametrize("share", [0.1, 1e-6])
+def test_the_attack_succeeds_with_a_tenth_of_the_noise_and_without_any(share, monkeypatch):
+    config = make_config(privacy__epsilon=0.9)
+    sigma = share * noise_sigma(config.privacy)
+    monkeypatch.setattr("client_app.privacy.noise_sigma", lambda privacy: sigma)
+    monkeypatch.setattr("client_app.privacy.granularity", lambda privacy, num: 2.0**-30)
+    found = attack(*worst_case(config), config)
+    print(f"noise times {share}: stated 0.9, found {found:.3f}")
+    assert found > 2
+
+
+def test_the_attack_on_what_training_really_releases(sites, tmp_path):
+    """The update of two neighbouring sites, with as much noise as epsilon 0.9 asks for."""
+    clipped = []
+    for number, source in enumerate(sites):
+        (_, train, *_) = sent_by(source, tmp_path / str(number), privacy__epsilon=0.0)
+        start = initial(make_config(), seed=5)
+        clipped.append({n: a - start[n] for n, a in tensors(train["arrays"]).items()})
+    assert any(not torch.equal(clipped[0][name], clipped[1][name]) for name in clipped[0])
+    assert attack(*clipped, make_config(privacy__epsilon=0.9), num=100) <= 0.9
+
+
+# --- a whole run ----------------------------------------------------------------------------------
+
+
+def test_a_run_that_withholds_reports_the_global_accuracy_only(tmp_path, caplog):
+    config = {
+        **make_config(method="fedavg-ft", privacy__epsilon=0.5).flat,
+        "num-rounds": 2, "local-test-fraction": 0.2, "output-dir": str(tmp_path),
+    }  # fmt: skip
+    directory = run_inline(config, 3)
+    lines = [json.loads(text) for text in (directory / "history.jsonl").read_text().splitlines()]
+    assert all(line["losses"] == {} and "personal" not in line for line in lines)
+    assert "global" in lines[-1]
+    roster = json.loads((directory / "roster.json").read_text())
+    assert all(row["label_counts"] == [] and row["num_train"] > 0 for row in roster)
+    assert not (directory / "labels.png").exists()
+    spent = json.loads((directory / "summary.json").read_text())["privacy"]
+    assert spent["releases"] == 2
+    assert spent["guarantee"]["withheld"] == ["losses", "accuracies", "label counts", "times"]
+    assert spent["guarantee"]["exempt"] == []
+    assert "one sample is replaced" in spent["guarantee"]["neighbours"]
+    assert spent["noise"]["added_to_delta"] < 1e-8
+    assert any("privacy.metrics = 'withheld': this run reports" in m for m in caplog.messages)
+
+
+def test_a_run_with_exact_metrics_says_so(tmp_path, caplog):
+    config = {
+        **make_config(method="fedreco", privacy__epsilon=0.5, privacy__metrics="exact").flat,
+        "num-rounds": 1, "local-test-fraction": 0.2, "output-dir": str(tmp_path),
+    }  # fmt: skip
+    directory = run_inline(config, 2)
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["final_accuracy"] is not None
+    assert summary["privacy"]["guarantee"]["exempt"]
+    assert any("outside the guarantee of privacy.epsilon" in m for m in caplog.messages)
+
+
+def test_a_personal_run_that_withholds_says_that_there_is_nothing_to_report(tmp_path, caplog):
+    config = {
+        **make_config(method="fedreco", privacy__epsilon=0.5).flat,
+        "num-rounds": 1, "local-test-fraction": 0.2, "output-dir": str(tmp_path),
+    }  # fmt: skip
+    run_inline(config, 2)
+    assert any("no accuracy at all: fedreco is evaluated on clients" in m for m in caplog.messages)
+
+
+def test_sizes_are_public_and_count_for_weighting(sites, tmp_path):
+    query, train, *_ = sent_by(sites[0], tmp_path)
+    entry = json.loads(query["roster"]["entry"])
+    assert (entry["num_train"], entry["num_test"]) == (24, 12)
+    assert set(train["metrics"]) == {"num-examples", "num-steps", "num-test"}

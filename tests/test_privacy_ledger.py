@@ -1,0 +1,121 @@
+"""What the server counts as released: never too little, whatever happens to its file."""
+
+import json
+
+import pytest
+from client_fixtures import (
+    keel_home_of_tests,  # noqa: F401 (used by being here)
+    make_config,
+)
+
+from protocol.chained import append_chained, read_chained
+from server_app.inline import run_inline
+from server_app.run_directory import RunDirectory
+
+
+def private_run(tmp_path, num_rounds, **keys):
+    config = make_config(
+        privacy__epsilon=0.5, num_rounds=num_rounds, output_dir=str(tmp_path), **keys
+    )
+    changed = {k: v for k, v in config.flat.items() if k != "resume"}
+    return run_inline(changed, 2)
+
+
+def resumed(directory, num_rounds):
+    run_inline({"resume": str(directory), "num-rounds": num_rounds}, 2)
+    return json.loads((directory / "summary.json").read_text())["privacy"]
+
+
+def spoil(path, how):
+    lines = path.read_bytes().splitlines(keepends=True)
+    if how == "delete":
+        path.unlink()
+    elif how == "cut short":
+        path.write_bytes(b"".join(lines[:1]))
+    elif how == "cut within a line":
+        path.write_bytes(b"".join(lines)[:-9])
+    elif how == "edit":
+        path.write_bytes(b"".join(lines).replace(b'"round": 2', b'"round": 7'))
+    elif how == "fewer clients":
+        path.write_bytes(b"".join(lines).replace(b'"client-0000", ', b""))
+    elif how == "empty":
+        path.write_bytes(b"")
+
+
+HOW = ("nothing", "delete", "cut short", "cut within a line", "edit", "fewer clients", "empty")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_releases_of_a_resumed_run_are_never_under_counted(how, tmp_path):
+    directory = private_run(tmp_path, 3)
+    spoil(directory / "releases.jsonl", how)
+    spent = resumed(directory, 5)
+    assert 5 <= spent["releases"] <= (5 if how == "nothing" else 9)
+    again = resumed(directory, 6)  # the file is complete again: nothing is counted twice
+    if how == "fewer clients":  # damaged lines count for whoever turns up later too
+        assert again["releases"] > spent["releases"]
+    else:
+        assert again["releases"] == spent["releases"] + 1
+
+
+@pytest.mark.parametrize("how", ["delete", "empty"])
+def test_without_the_file_and_the_history_the_checkpoint_counts(how, tmp_path):
+    directory = private_run(tmp_path, 3)
+    spoil(directory / "releases.jsonl", how)
+    state = RunDirectory(directory)
+    try:
+        checkpoint = max((directory / "checkpoints").glob("*.safetensors"))
+        from server_app.run_directory import read_arrays
+
+        arrays, _ = read_arrays(checkpoint)
+        (directory / "history.jsonl").write_text("")
+        state.restore_releases({"releases": arrays["state/releases"]})
+        assert state.release_counts() == {"client-0000": 4, "client-0001": 4}
+        assert sum(len(names) for names in state.read_releases()) == 8  # appended to the file
+    finally:
+        state.close()
+
+
+def test_a_file_deleted_while_the_run_goes_on_changes_nothing(tmp_path):
+    directory = RunDirectory(tmp_path)
+    for number in (1, 2, 3):
+        directory.append_releases(number, ["a", "b"])
+    (tmp_path / "releases.jsonl").unlink()
+    directory.append_releases(4, ["a"])
+    assert directory.release_counts() == {"a": 4, "b": 3}
+    directory.close()
+
+
+def test_lines_of_0_1_without_digests_count(tmp_path):
+    path = tmp_path / "releases.jsonl"
+    path.write_text('{"round": 1, "clients": ["a"]}\n{"round": 2, "clients": ["a", "b"]}\n')
+    directory = RunDirectory(tmp_path)
+    directory.append_releases(3, ["b"])
+    assert directory.read_releases() == [["a"], ["a", "b"], ["b"]]
+    directory.close()
+
+
+def test_every_line_has_a_digest_of_itself_and_of_the_line_before(tmp_path):
+    path = tmp_path / "chain.jsonl"
+    for number in range(4):
+        append_chained(path, {"n": number})
+    assert read_chained(path) == ([{"n": n} for n in range(4)], 0)
+    lines = path.read_text().splitlines()
+    for order, intact in (
+        ([0, 1, 3], [0, 1]),  # one is missing: the next does not follow
+        ([1, 2, 3], [2, 3]),
+        ([0, 2, 1, 3], [0]),
+    ):
+        path.write_text("\n".join(lines[n] for n in order) + "\n")
+        entries, num_damaged = read_chained(path)
+        assert [entry["n"] for entry in entries] == intact
+        assert num_damaged == len(order) - len(intact)
+
+
+def test_a_line_after_half_a_line_is_intact(tmp_path):
+    path = tmp_path / "chain.jsonl"
+    append_chained(path, {"n": 0})
+    with path.open("a") as file:
+        file.write('{"n": 1, "dig')
+    append_chained(path, {"n": 2})
+    assert read_chained(path) == ([{"n": 0}, {"n": 2}], 1)

@@ -1,0 +1,164 @@
+"""A site's own limits and ledger: they hold whatever the server asks for."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from client_fixtures import (
+    Client,
+    initial,
+    keel_home_of_tests,  # noqa: F401 (used by being here)
+    make_config,
+    pictures,
+)
+
+from client_app.site_privacy import Ledger, PrivacyRefused, check_limits, site_limits, variable_of
+from protocol.privacy import composed_epsilon
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    (x, y), (x_test, y_test) = pictures(24, seed=5), pictures(12, seed=6)
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x_test, y_test=y_test)
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path / "home"))
+    return f"npz:{tmp_path / 'own.npz'}"
+
+
+def private(epsilon=0.5, **keys):
+    return make_config(privacy__epsilon=epsilon, **{f"privacy__{k}": v for k, v in keys.items()})
+
+
+def site(source, config, run_dir="runs/a", **limits):
+    node = {"name": "site-a", "source": source}
+    node |= {key.replace("_", "-"): value for key, value in limits.items()}
+    return Client(config, run_dir, node)
+
+
+def train(client, number=1):
+    """The error's reason, or "" where the client released its update."""
+    reply = client.ask("train", number, initial(client.config, seed=5))
+    return reply.error.reason if reply.has_error() else ""
+
+
+def ledger_lines(source):
+    return Ledger({"source": source}).path.read_text().splitlines()
+
+
+LIMITS = [
+    (
+        {"privacy_min_noise_multiplier": 12},
+        {},
+        r"privacy\.epsilon = 0\.5: its noise is 9\.69 .* 12 ",
+    ),
+    ({"privacy_max_clip_norm": 0.5}, {}, r"privacy\.clip-norm = 1: this site allows 0\.5 or less"),
+    ({"privacy_max_clip_norm": 2.0}, {"epsilon": 0.0}, r"privacy\.epsilon = 0: this site"),
+    (
+        {"privacy_max_clip_norm": 2.0},
+        {"metrics": "exact"},
+        r"privacy\.metrics = 'exact': this site",
+    ),
+    ({"privacy_budget_epsilon": 0.3}, {}, r"spent epsilon 0\.\d+ at delta 1e-05, it allows 0\.3"),
+]
+
+
+@pytest.mark.parametrize("where", ["node config", "environment"])
+@pytest.mark.parametrize(("limits", "keys", "reason"), LIMITS)
+def test_a_request_beyond_a_limit_is_refused_in_one_line(
+    where, limits, keys, reason, source, monkeypatch
+):
+    if where == "environment":
+        for key, value in limits.items():
+            monkeypatch.setenv(variable_of(key.replace("_", "-")), str(value))
+        limits = {}
+    client = site(source, private(**keys), **limits)
+    with pytest.raises(PrivacyRefused, match=reason):
+        check_limits(
+            client.config, {"source": source, **{k.replace("_", "-"): v for k, v in limits.items()}}
+        )
+    for kind in ("query", "train", "evaluate"):
+        said = client.ask(kind, 1, initial(client.config, seed=5)).error.reason
+        assert "\n" not in said
+        assert "PrivacyRefused: privacy." in said
+    assert not Ledger({"source": source}).path.exists()  # nothing was released
+
+
+def test_the_noise_of_a_central_run_counts_half():
+    """Replacing a sample may move a release by 2 C, whatever the server calls the sensitivity."""
+    node = {"privacy-min-noise-multiplier": 9.0}
+    check_limits(private(), node)  # 9.69
+    with pytest.raises(PrivacyRefused, match=r"its noise is 4\.845 times"):
+        check_limits(private(sensitivity="central"), node)
+
+
+def test_the_stricter_of_node_config_and_environment_holds(monkeypatch):
+    node = {
+        "privacy-min-noise-multiplier": 3,
+        "privacy-max-clip-norm": 2,
+        "privacy-metrics": "exact",
+    }
+    monkeypatch.setenv("KEEL_PRIVACY_MIN_NOISE_MULTIPLIER", "5")
+    monkeypatch.setenv("KEEL_PRIVACY_MAX_CLIP_NORM", "7")
+    limits = site_limits(node)
+    assert (limits.min_noise_multiplier, limits.max_clip_norm) == (5, 2)
+    assert limits.allows_exact_metrics
+    monkeypatch.setenv("KEEL_PRIVACY_METRICS", "withheld")
+    assert not site_limits(node).allows_exact_metrics
+
+
+@pytest.mark.parametrize("value", ["much", -1, 0, math.nan])
+def test_a_limit_that_is_no_number_is_refused_by_name(value):
+    with pytest.raises(PrivacyRefused, match=r"privacy-max-clip-norm = .*expected a number > 0"):
+        site_limits({"privacy-max-clip-norm": value})
+
+
+def test_the_budget_ends_across_runs_servers_restarts_and_names(source):
+    """Each ask is a fresh client process's view: nothing but the ledger's file is shared."""
+    multiplier = math.sqrt(2 * math.log(1.25 / 1e-5)) / 0.5
+    budget = composed_epsilon(multiplier / math.sqrt(3), 1e-5) * 1.0001  # of three releases
+    for run, name in (("runs/a", "site-a"), ("other/b", "site-a"), ("runs/c", "renamed")):
+        client = site(source, private(), run, name=name, privacy_budget_epsilon=budget)
+        assert train(client) == ""
+    client = site(source, private(), "runs/d", privacy_budget_epsilon=budget)
+    assert "(privacy-budget-epsilon)" in train(client)
+    assert len(ledger_lines(source)) == 3
+    assert [json.loads(line)["run"] for line in ledger_lines(source)] == ["a", "b", "c"]
+    # another data set of the same machine has a budget of its own
+    assert not Ledger({"source": source + "x"}).path.exists()
+
+
+def test_a_site_keeps_its_ledger_without_limits_and_not_of_runs_without_noise(source):
+    assert train(site(source, private())) == ""
+    assert train(site(source, private(epsilon=0.0), "runs/b")) == ""
+    (line,) = ledger_lines(source)
+    entry = json.loads(line)
+    assert (entry["client"], entry["round"], entry["epsilon"]) == ("site-a", 1, 0.5)
+    assert entry["multiplier"] == pytest.approx(9.6896, abs=1e-4)
+
+
+def test_the_same_round_asked_twice_is_two_releases(source):
+    client = site(source, private())
+    assert train(client) == train(client) == ""
+    assert len(ledger_lines(source)) == 2
+
+
+@pytest.mark.parametrize("damage", ["edit", "drop the first", "half a line"])
+def test_a_damaged_ledger_ends_releases_under_a_budget(damage, source):
+    for number in (1, 2, 3):
+        assert train(site(source, private()), number) == ""
+    path, lines = Ledger({"source": source}).path, ledger_lines(source)
+    if damage == "edit":
+        lines[1] = lines[1].replace('"round": 2', '"round": 9')
+    elif damage == "drop the first":
+        lines = lines[1:]
+    else:
+        lines[2] = lines[2][:20]
+    path.write_text("\n".join(lines) + "\n")
+    said = train(site(source, private(), privacy_budget_epsilon=100.0))
+    assert "lines are damaged: what this site spent is not known" in said
+    assert str(path) in said
+
+
+def test_the_path_of_the_data_is_what_counts_not_its_spelling(source, tmp_path):
+    spelt = f"npz:{tmp_path}/./home/../own.npz"
+    assert Ledger({"source": spelt}).path == Ledger({"source": source}).path

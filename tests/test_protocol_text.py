@@ -1,0 +1,227 @@
+"""The sanitiser and the reading of replies hold for any bytes a client can send."""
+
+import json
+import math
+import unicodedata
+from string import ascii_letters, digits
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_protocol_messages import message
+
+from protocol.messages import (
+    MAX_METRICS,
+    MAX_ROSTER_CHARACTERS,
+    PACKED,
+    RosterEntry,
+    TrainReply,
+    array_record,
+    payload_bytes,
+    read_reply,
+    read_roster,
+    reply_content,
+    roster_content,
+)
+from protocol.text import check_client_name, in_one_line, is_client_name
+
+pytestmark = pytest.mark.usefixtures("task_identity")
+any_text = st.text(st.characters(exclude_categories=()), max_size=500)  # with surrogates
+
+
+@given(any_text, st.integers(2, 400))
+def test_what_the_sanitiser_leaves_is_one_short_printable_line(text, max_length):
+    line = in_one_line(text, max_length)
+    assert len(line) <= max_length
+    assert {unicodedata.category(c) for c in line} & {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"} == set()
+    assert not set(line) & set("<>\x1b\n\r")
+    line.encode()  # no surrogates
+    assert in_one_line(line, max_length) == line
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("two\nlines\r\tof  text", "two lines of text"),
+        ("\x1b[31mred\x1b[0m \x1b]0;title\x07\x1b[2Jclear", "red clear"),
+        ("abc\u202edef\u2066g\u200b", "abc def g"),
+        ("a\ud800b\x00c\x9b31m", "a b c 31m"),
+        ("<script>alert(1)</script>", "‹script›alert(1)‹/script›"),
+        ("[red]loud[/red] [1, 2] [Errno 2]", "(red]loud(/red] [1, 2] [Errno 2]"),
+        ("x" * 400, "x" * 299 + "…"),
+    ],
+)
+def test_the_sanitiser_by_example(text, line):
+    assert in_one_line(text) == line
+
+
+@given(st.one_of(any_text, st.integers(), st.none()))
+def test_a_client_name_is_safe_in_a_path_or_refused_in_one_line(name):
+    if is_client_name(name):
+        assert set(name) <= set(ascii_letters + digits + "._-")
+        assert 1 <= len(name) <= 64
+        assert name.strip(".")
+        return
+    with pytest.raises(ValueError, match="expected 1 to 64 letters") as caught:
+        check_client_name(name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "site-ü", "x" * 65, "a\n", "[red]"])
+def test_names_that_are_refused(name):
+    assert not is_client_name(name)
+
+
+@pytest.mark.parametrize("name", ["client-0001", "Site_7.b", "x" * 64, "-", ".a"])
+def test_names_that_are_accepted(name):
+    assert is_client_name(name)
+
+
+# --- replies --------------------------------------------------------------------------------------
+
+scalars = st.one_of(
+    st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(), st.text(max_size=20), st.binary()
+)
+names = st.one_of(
+    st.sampled_from(["client", "round", "entry", "arrays", "extra", "metrics", "num-examples"]),
+    st.text(max_size=80),
+)
+good = bytes(
+    array_record({"a": torch.ones(3), "b": torch.zeros(2, dtype=torch.int64)})["arrays"].data
+)
+
+
+@st.composite
+def mutated(draw):
+    """A packed array with some bytes changed, inserted or cut."""
+    content = bytearray(good)
+    for _ in range(draw(st.integers(0, 6))):
+        at = draw(st.integers(0, len(content)))
+        content[at : at + draw(st.integers(0, 4))] = draw(st.binary(max_size=4))
+    return bytes(content)
+
+
+arrays = st.builds(
+    lambda stype, data: Array("uint8", (len(data),), stype, data),
+    st.sampled_from([PACKED, "numpy.ndarray"]),
+    st.one_of(mutated(), st.binary(max_size=60)),
+)
+records = st.one_of(
+    st.builds(ConfigRecord, st.dictionaries(names, scalars, max_size=4)),
+    st.builds(
+        MetricRecord,
+        st.dictionaries(
+            names, st.one_of(st.floats(), st.lists(st.floats(), max_size=2)), max_size=4
+        ),
+    ),
+    st.builds(ArrayRecord, st.dictionaries(names, arrays, max_size=3)),
+)
+kinds = {"reply": ConfigRecord, "metrics": MetricRecord, "arrays": ArrayRecord}
+
+
+@st.composite
+def contents(draw):
+    """A reply in which any record may be missing, of another kind, or anything."""
+    content = reply_content(TrainReply("a", 1, {"a": torch.ones(3)}, {}, {"num-examples": 3.0}))
+    for name in draw(st.sets(st.sampled_from(["reply", "metrics", "arrays", "extra", "roster"]))):
+        content.pop(name, None)
+        if record := draw(st.none() | records):
+            content[name] = record
+    return content
+
+
+def outcome(read):
+    """(what is read, why it is rejected): nothing but a ValueError may be raised."""
+    try:
+        return read(), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+few = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@few
+@given(contents())
+def test_any_reply_is_read_or_rejected_in_one_line(content):
+    reply, reason = outcome(lambda: read_reply(message(content), 10_000))
+    assert in_one_line(reason) == reason
+    if reply:
+        assert all(isinstance(value, float) for value in reply.metrics.values())
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=8,
+)
+entry = RosterEntry("site-a", [3, 4], [1, 2], [1, 28, 28], "cnn", 8, "flwr 1", 0)
+
+
+@few
+@given(
+    st.dictionaries(st.sampled_from([*vars(entry)]), json_values, max_size=3), st.text(max_size=99)
+)
+def test_any_roster_entry_is_read_or_rejected_in_one_line(changes, text):
+    for sent in (json.dumps(vars(entry) | changes), json.dumps(changes), text):
+        asked = message(RecordDict({"roster": ConfigRecord({"entry": sent})}))
+        found, reason = outcome(lambda asked=asked: read_roster(asked))
+        assert in_one_line(reason, 1000) == reason
+        if found:
+            assert is_client_name(found.client)
+            assert in_one_line(found.versions) == found.versions
+
+
+def with_entry(**changes) -> Message:
+    return message(
+        RecordDict({"roster": ConfigRecord({"entry": json.dumps(vars(entry) | changes)})})
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"client": "../../etc"}, r"client name '../../etc': expected 1 to 64 letters"),
+        ({"client": "site\x1b[31m"}, "expected 1 to 64 letters"),
+        ({"versions": "x" * 201}, "client site-a: versions has 201 characters, more than 200"),
+        ({"model": "x" * 201}, "client site-a: model has 201 characters, more than 200"),
+        ({"label_counts": [10**12 + 1, 0]}, "field 'label_counts'"),
+        ({"label_counts": [1] * 100_001}, "field 'label_counts'"),
+        ({"protocol": "1\n\n2"}, "speaks version"),
+        ({"versions": "x" * MAX_ROSTER_CHARACTERS}, "characters, more than 1048576"),
+        ({"<b>": 1}, "field '‹b›' of its roster entry"),
+    ],
+)
+def test_a_roster_entry_over_its_bounds_is_rejected_by_name(changes, reason):
+    with pytest.raises(ValueError, match=reason) as caught:
+        read_roster(with_entry(**changes))
+    assert in_one_line(caught.value, 1000) == str(caught.value)
+
+
+def test_versions_are_sanitised():
+    assert read_roster(with_entry(versions="flwr\n\x1b[1m2")).versions == "flwr 2"
+    assert read_roster(message(roster_content(entry))) == entry
+
+
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        ({f"m{i}": 1.0 for i in range(MAX_METRICS + 1)}, "257 metrics, more than 256"),
+        ({"x" * 65: 1.0}, "metric 'x{65}': expected 1 to 64 letters"),
+        ({"loss\n": 1.0}, "metric 'loss': expected 1 to 64 letters"),
+    ],
+)
+def test_metrics_over_their_bounds_are_rejected_by_name(metrics, reason):
+    with pytest.raises(ValueError, match=reason):
+        read_reply(message(reply_content(TrainReply("a", 1, {}, {}, metrics))))
+
+
+def test_a_reply_over_its_size_is_rejected_before_its_arrays_are_read(monkeypatch):
+    sent = message(reply_content(TrainReply("a", 1, {"a": torch.ones(3)}, {}, {"n": math.nan})))
+    size = payload_bytes(sent)
+    assert read_reply(sent, size).round == 1
+    monkeypatch.setattr("protocol.messages.tensors", lambda record: pytest.fail("read"))
+    with pytest.raises(ValueError, match=f"has {size} bytes, more than the bound of {size - 1}"):
+        read_reply(sent, size - 1)

@@ -1,0 +1,99 @@
+"""The audit log: what it records, and that no line can be changed without being found."""
+
+import json
+
+import pytest
+from conftest import SMALL
+
+from server_app.audit import AuditLog, audit_end, audit_problem
+from server_app.inline import run_inline
+from server_app.manifest import read_manifest
+
+
+@pytest.fixture
+def log(tmp_path):
+    audit = AuditLog(tmp_path)
+    for number in range(1, 6):
+        audit.note("sent", round=number, kind="train", clients=["a", "ü\n"], bytes=10 * number)
+    return tmp_path / "audit.jsonl"
+
+
+def changed(log, change):
+    lines = log.read_text().splitlines()
+    change(lines)
+    log.write_text("".join(line + "\n" for line in lines))
+    return audit_problem(log.parent)
+
+
+def test_a_chain_that_nobody_touched_is_whole_over_restarts(log):
+    assert audit_problem(log.parent) == ""
+    AuditLog(log.parent).note("ended", status="finished")
+    assert audit_problem(log.parent, audit_end(log.parent)) == ""
+    assert len(log.read_text().splitlines()) == 6
+
+
+@pytest.mark.parametrize("number", [0, 2, 4])
+def test_an_edited_line_is_found(log, number):
+    def edit(lines):
+        lines[number] = lines[number].replace('"bytes": ', '"bytes": 9')
+
+    assert changed(log, edit) == f"audit.jsonl: line {number + 1} was edited"
+
+
+def test_an_edited_line_with_a_digest_of_its_own_is_found_by_the_next(log):
+    end = audit_end(log.parent)
+
+    def forge(lines):
+        forged = AuditLog(log.parent.parent)
+        forged.path = log.parent / "forged"
+        forged.previous = json.loads(lines[2])["previous"]
+        forged.note("sent", round=3, kind="train", clients=[], bytes=0)
+        lines[2] = forged.path.read_text().strip()
+
+    assert "before line 4 was removed, added or moved" in changed(log, forge)
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
+    assert audit_problem(log.parent) == ""  # a chain has no end of its own
+    assert "3 lines, expected 5: its end was changed" in audit_problem(log.parent, end)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_removed_a_repeated_and_a_moved_line_are_found(log, number):
+    whole = log.read_text()
+    for change in (
+        lambda lines: lines.pop(number),
+        lambda lines: lines.insert(number, lines[number]),
+        lambda lines: lines.append(lines.pop(number)),
+    ):
+        log.write_text(whole)
+        assert "was removed, added or moved" in changed(log, change)
+    log.write_text(whole + "{}\n")
+    assert audit_problem(log.parent) == "audit.jsonl: line 6 is damaged"
+    log.unlink()
+    assert audit_problem(log.parent) == "audit.jsonl is missing"
+
+
+def test_a_line_that_a_kill_left_incomplete_is_dropped(log):
+    log.write_bytes(log.read_bytes() + b'{"time": "20')
+    AuditLog(log.parent).note("joined", client="a", node=1)
+    assert audit_problem(log.parent) == ""
+    assert len(log.read_text().splitlines()) == 6
+
+
+def test_a_run_says_who_joined_was_sent_and_released_what(tmp_path):
+    keys = {"output-dir": str(tmp_path), "num-rounds": 2, "privacy.epsilon": 0.5}
+    keys |= {"privacy.delta": 1e-5, "privacy.clip-norm": 1e-3, "local-test-fraction": 0.2}
+    run = run_inline(SMALL | keys | {"method": "fedavg", "evaluate-clients": "all"}, 3)
+    lines = [json.loads(line) for line in (run / "audit.jsonl").read_text().splitlines()]
+    events = [line["event"] for line in lines]
+    a_round = ["sent", "released", "sent"]
+    assert events == ["started", *(3 * ["joined"]), *a_round, *a_round, "ended"]
+    names = [f"client-{n:04d}" for n in range(3)]
+    assert [line["client"] for line in lines[1:4]] == names
+    sent, released, evaluated = lines[4:7]
+    history = json.loads((run / "history.jsonl").read_text().splitlines()[0])
+    assert (sent["round"], sent["kind"], sent["clients"]) == (1, "train", names)
+    assert sent["bytes"] == history["bytes_down"] > 10_000
+    assert (released["clients"], released["epsilon"], released["delta"]) == (names, 0.5, 1e-5)
+    assert (evaluated["kind"], evaluated["bytes"]) == ("evaluate", history["evaluation_bytes_down"])
+    assert lines[-1]["status"] == "finished"
+    assert audit_problem(run, read_manifest(run)["audit"]) == ""
