@@ -1,6 +1,7 @@
 """What a user may get wrong: one clear line each, exit code 1, and nothing written is lost."""
 
 import itertools
+import json
 import logging
 import re
 import sys
@@ -331,15 +332,15 @@ def test_a_config_that_is_cut_short_is_named(rejected, run):
     assert rejected({"resume": str(folder)}).startswith(f"{config} is damaged or incomplete: ")
 
 
-def test_a_history_that_is_damaged_in_the_middle_is_named_and_left_as_it_is(rejected, run):
+def test_a_damaged_history_is_set_aside_and_a_resume_goes_by_the_checkpoints(run):
     folder = run({"num-rounds": 3, "local-epochs": 0})
     history = folder / "history.jsonl"
     lines = history.read_text().splitlines()
-    spoilt = "\n".join([lines[0], lines[1][:50], lines[2]]) + "\n"
-    history.write_text(spoilt)
-    line = rejected({"resume": str(folder), "num-rounds": 4})
-    assert line.startswith(f"{history}, line 2 is damaged: ")
-    assert history.read_text() == spoilt
+    damaged = "\n".join([lines[0], lines[1][:50], lines[2]]) + "\n"
+    history.write_text(damaged)
+    run({"resume": str(folder), "num-rounds": 4})
+    assert history.with_name("history.jsonl.damaged").read_text() == damaged
+    assert [json.loads(line)["round"] for line in history.read_text().splitlines()] == [1, 3, 4]
 
 
 def test_a_refused_resume_loses_nothing(rejected, run):

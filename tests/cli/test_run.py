@@ -25,8 +25,8 @@ def only_run(home):
 
 
 def test_a_run_that_fails_is_one_line_and_code_1(home, capsys):
-    assert main(["run", *SMALL, "lr=1e9", "clip-norm=0"]) in (1, 2)  # lr is given twice: 2
-    assert capsys.readouterr().err.startswith("error: lr is given twice")
+    assert main(["run", *SMALL, "lr=1e9", "clip-norm=0"]) in (1, 2)  # lr is set twice: 2
+    assert capsys.readouterr().err.startswith("error: lr is set twice")
     words = [word for word in SMALL if not word.startswith("lr")]
     assert main(["run", *words, "lr=1e30", "--clients", "2"]) == 1
     said = capsys.readouterr().err
@@ -51,7 +51,7 @@ def test_data_that_does_not_fit_is_refused_with_code_2(home, capsys):
         (["--engine", "deployment"], "--engine deployment and --federation go together"),
         (["--federation", "x"], "--engine deployment and --federation go together"),
         (["--preset", "nope"], "preset = 'nope' is unknown"),
-        (["num-clients=3", "--clients", "4"], "--clients 4: num-clients is 3; leave one of them"),
+        (["num-clients=3", "--clients", "4"], "--clients 4: num-clients is 3; remove one of them"),
         (["resume=/x"], "resume: use `keel resume /x`"),
     ],
 )
@@ -76,6 +76,73 @@ def test_clients_come_from_the_option_the_config_or_are_ten():
     assert EngineOptions().engine == "inline"
 
 
+<<<<<<< HEAD
+=======
+# --- Ctrl-C and resume ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stopped_by", ["signal", "keel stop"])
+def test_ctrl_c_stops_the_run_cleanly(home, stopped_by):
+    command = [sys.executable, "-m", "keel", "run", *SMALL[:-1], "num-rounds=100000"]
+    process = subprocess.Popen(
+        [*command, "--clients", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 100
+        while not list(home.glob("runs/*/checkpoints/round-00002*")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        directory = only_run(home)
+        assert SavedRun(directory).state == "running"
+        if stopped_by == "signal":
+            process.send_signal(signal.SIGINT)
+        else:
+            assert main(["stop", directory.name]) == 0
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait(timeout=60)
+    assert process.returncode == 130
+    assert summary_of(directory)["status"] == "stopped"
+    assert SavedRun(directory).state == "stopped"
+    assert f"keel resume {directory.name}" in out
+    assert err == ""
+
+
+def test_a_resumed_run_equals_one_that_was_not_interrupted(home, capsys, monkeypatch):
+    answer, asked = InlineGrid.pull_messages, []
+
+    def interrupted(grid, message_ids):
+        asked.append(1)
+        if len(asked) == 4:  # the roster, round 1, round 2; then Ctrl-C
+            raise KeyboardInterrupt
+        return answer(grid, message_ids)
+
+    words = ["method=moon", *SMALL, "--clients", "3"]
+    assert main(["run", "run-name=whole", *words]) == 0
+    monkeypatch.setattr(InlineGrid, "pull_messages", interrupted)
+    assert main(["run", "run-name=cut", *words]) == 130
+    monkeypatch.undo()
+    monkeypatch.setenv("KEEL_HOME", str(home))
+    assert "keel resume cut" in capsys.readouterr().out
+    assert SavedRun(home / "runs" / "cut").state == "stopped"
+    assert main(["resume", "cut", "lr=1"]) == 2
+    assert main(["resume", "cu"]) == 0
+    whole, cut = (home / "runs" / name for name in ("whole", "cut"))
+    assert same_bits(all_models(whole), all_models(cut))
+    assert without_times(history_of(whole)) == without_times(history_of(cut))
+
+
+def test_a_finished_run_is_resumed_for_more_rounds_only(home, capsys):
+    assert main(["run", "run-name=a", *SMALL, "--clients", "2"]) == 0
+    assert main(["resume", "a"]) == 2
+    assert "a has finished its 3 rounds: set more, such as num-rounds=6" in capsys.readouterr().err
+    assert main(["resume", "a", "num-rounds=4"]) == 0
+    assert [line["round"] for line in history_of(home / "runs" / "a")] == [1, 2, 3, 4]
+
+
+>>>>>>> w/style
 # --- sizes ---------------------------------------------------------------------------------------
 
 
