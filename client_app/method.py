@@ -77,7 +77,7 @@ class Method:
     # What is sent and averaged: "model", "extractor" (all but the classifier) or "nothing".
     shared_part: ClassVar[str] = "model"
 
-    # Option values with which the trained model is FedAvg's, bit for bit; a test holds it to that.
+    # Option values with which the trained model is FedAvg's, bit for bit; a test checks this.
     equals_fedavg_at: ClassVar[Mapping[str, float]] = {}
 
     # Documentation only: nothing depends on these.

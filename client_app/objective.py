@@ -66,7 +66,7 @@ class LocalObjective(Method):
         return outputs
 
     def begin_round(self, ctx: RoundContext) -> Any:
-        """What is computed once a round, before training; each batch has it as `prepared`."""
+        """What is computed once per round, before training; each batch has it as `prepared`."""
         return None
 
     def first_previous(self, ctx: RoundContext) -> Arrays | None:
@@ -98,7 +98,7 @@ class LocalObjective(Method):
 def representations(
     objective: LocalObjective, model: StagedModel, ctx: RoundContext
 ) -> Callable[[Tensor], list[Tensor]]:
-    """The function from a batch x to its representations in a frozen model, run no further."""
+    """The function from a batch x to its representations; the model runs no further than these."""
     layers, precision = objective.layers(model), ctx.config.train.precision
 
     def compute(x: Tensor) -> list[Tensor]:

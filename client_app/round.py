@@ -52,8 +52,8 @@ class RoundContext:
     state: the client state, by group name, on the CPU; {} at the first participation.
     last_accepted_round: the last round in which this client's update was aggregated; 0: none.
     model: this client's network on `device`, its weights not yet set.
-    is_simulated: its data is a partition, and its noise may come from the run's seed.
-    caches: those in use, which share the run's `cache-mb`.
+    is_simulated: its data is a partition, and its noise may be drawn from the run's seed.
+    caches: the caches in use, which share the run's `cache-mb`.
     """
 
     config: RunConfig
@@ -102,9 +102,9 @@ class RoundContext:
         return self.train_samples.batches(size, self.config.data, generator)
 
     def network(self, slot: str, name: str = "") -> StagedModel:
-        """Another instance of this client's network (or `name`), with whatever weights it has.
+        """Another instance of this client's network (or `name`); its weights are unspecified.
 
-        There is one instance a slot: a second call with the same slot returns the first one.
+        There is one instance per slot: a second call with the same slot returns the same instance.
         """
         name = name or self.model.name
         return self.networks.network(self.config, self.data, name, slot, self.device)

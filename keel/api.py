@@ -1,4 +1,4 @@
-"""The Python API: start runs and read what they left.
+"""The Python API: start runs and read their results.
 
 import keel
 run = keel.run(method="fedcka", num_rounds=5, clients=10, **{"fedcka.mu": 5})
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run directory: its config, its history, its model. Made by `run` and `load_run`.
+    """A run directory: its config, its history, its model. Returned by `run` and `load_run`.
 
-    What a run that is still going on adds is seen by loading it again.
+    Each file is read once: to see new rounds of a run in progress, load it again.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -39,7 +39,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """finished, stopped, running, interrupted, or failed: with the reason."""
+        """finished, stopped, running, interrupted, or failed with the reason."""
         return self._saved.state
 
     @property
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def history(self) -> Any:
-        """One row a round, as flat columns such as `accuracy/global.accuracy`.
+        """One row per round, as flat columns such as `accuracy/global.accuracy`.
 
         A pandas DataFrame with the round as its index if pandas is installed, else a list of dicts.
         """
@@ -95,22 +95,22 @@ def run(
     config
         Config keys and values, such as ``{"method": "fedcka", "fedcka.mu": 5}``.
     clients
-        Number of simulated clients; else the config's num-clients, else 10.
+        Number of simulated clients. Default: num-clients of the config, else 10.
     engine
-        "inline": in this process. "flower": by ``flwr run``, with several workers.
+        "inline": in this process. "flower": Flower's simulation, with several workers.
     cpus_per_client, gpus_per_client
-        What a worker of the flower engine takes.
+        CPUs and GPUs per worker of the flower engine.
     quiet
         Print nothing.
     keys
-        More config keys; underscores stand for hyphens: ``num_rounds=5``.
+        More config keys, with underscores for hyphens: ``num_rounds=5``.
 
     Raises
     ------
     ValueError
         One line, before anything is trained, if the config is not valid or does not fit the data.
     RuntimeError
-        If the run failed; its directory is kept.
+        If the run failed; its directory remains.
     KeyboardInterrupt
         If the run was interrupted; it can be resumed with ``resume="<run directory>"``.
     """
@@ -120,10 +120,12 @@ def run(
     for name, value in keys.items():
         key = name.replace("_", "-")
         if key in overrides:
-            raise ValueError(f"{key} is given twice")
+            raise ValueError(f"{key} is set twice")
         overrides[key] = value
     if engine not in ("inline", "flower"):
-        raise ValueError(f"engine = {engine!r}: expected inline or flower; `keel run` deploys")
+        raise ValueError(
+            f"engine = {engine!r}: expected inline or flower; `keel run` offers deployment"
+        )
     options = EngineOptions(Engine(engine), clients, cpus_per_client, gpus_per_client)
     saved = execute(overrides, options, quiet)
     assert saved is not None
@@ -142,7 +144,7 @@ def load_model(run: str | Path, client: str = "") -> "TrainedModel":
     """A run's final global model, or the personal model of one of its clients.
 
     ``model.predict(images)`` takes uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W] of any size
-    and returns class names. ValueError, one line, if the run holds no such model.
+    and returns class names. ValueError, one line, if the run has no such model.
     """
     from server_app.trained import load_model as load
 

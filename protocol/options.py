@@ -6,7 +6,7 @@ A group of options is a frozen dataclass whose fields carry a constraint and a d
     class FedProx:
         mu: float = option(at_least(0), "weight of the proximal term", source="eq. (2)")
 
-Defaults are stated in pyproject.toml alone, so a field has none and every key must be given.
+Only pyproject.toml states defaults, so a field has none and every key must be present.
 """
 
 import dataclasses
@@ -92,8 +92,8 @@ def option(
 
     source: the equation, paper or code that the option comes from.
     """
-    about = {"constraint": constraint, "description": description, "source": source, "key": key}
-    return dataclasses.field(metadata=about)
+    metadata = {"constraint": constraint, "description": description, "source": source, "key": key}
+    return dataclasses.field(metadata=metadata)
 
 
 class OptionFlag:
@@ -103,7 +103,7 @@ class OptionFlag:
         self.name, self.negate = name, negate
 
     def __get__(self, options: object, owner: type) -> bool:
-        """The flag of parsed options; read from the class, its value while the option is false."""
+        """The flag of parsed options; on the class itself, its value if the option is false."""
         is_on = False if options is None else bool(getattr(options, self.name))
         return is_on != self.negate
 

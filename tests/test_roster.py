@@ -151,7 +151,7 @@ def test_fedlc_in_the_papers_form_refuses_clients_of_one_class():
     given = {"method": "fedlc"}
     text = rejected(entries, **given, **{"fedlc.exclude-true": True})
     assert text.startswith(
-        "fedlc.exclude-true = true: 2 clients hold one class only, the first is b"
+        "fedlc.exclude-true = true: 2 clients have samples of one class only, the first is b"
     )
     config = config_of(**given)
     check_roster(config, dict(enumerate(entries)), open_source(config))

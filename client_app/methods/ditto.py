@@ -1,14 +1,14 @@
-"""Ditto: FedAvg, and beside it a personal model held near the global one (client half).
+"""Ditto: FedAvg, plus a personal model regularised towards the global model (client half).
 
 Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021,
 arXiv 2012.04221, Algorithm 1.
 Aggregation: weighted average of the global models. Client state: the personal model v_i, which is
-never sent. w: the model as received.
+never sent. w: the received model.
 
     v <- v - eta ( grad CE(v) + lambda (v - w) )
 
 The personal pass follows the global one (the authors' code alternates batch by batch). It does not
-change what is sent, so the global model is FedAvg's.
+affect what is sent, so the global model is identical to FedAvg's.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from protocol.options import at_least, option
 
 @dataclass(frozen=True)
 class Ditto(LocalObjective):
-    """A personal model regularised to the round's global one."""
+    """A personal model regularised towards the received one."""
 
     is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
@@ -69,7 +69,7 @@ class Ditto(LocalObjective):
         parameters = list(model.parameters())
         lr = ctx.config.train.lr
         personal = descend(ctx, parameters, terms, lr=lr, duration=duration, stream="personal")
-        figures = update.terms | {f"personal.{name}": v for name, v in personal.terms.items()}
+        all_terms = update.terms | {f"personal.{name}": v for name, v in personal.terms.items()}
         num_steps = update.num_steps + personal.num_steps
         state = {"personal": copy_of(model)}
-        return replace(update, num_steps=num_steps, terms=figures, state=state)
+        return replace(update, num_steps=num_steps, terms=all_terms, state=state)

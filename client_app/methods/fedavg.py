@@ -17,7 +17,7 @@ from client_app.round import RoundContext
 
 
 def private_update(update: Update, ctx: RoundContext) -> Update:
-    """The update, its difference to the received model clipped and noised if epsilon > 0.
+    """The update; if epsilon > 0, with its difference to the received model clipped and noised.
 
     Applies to parameters: the config refuses privacy for networks with BatchNorm's buffers.
     """
@@ -36,5 +36,5 @@ class FedAvg(LocalObjective):
     paper: ClassVar[str] = "McMahan et al. 2017"
 
     def train(self, ctx: RoundContext) -> Update:
-        """ClientUpdate, with differential privacy if the run asks for it."""
+        """ClientUpdate, with differential privacy if `privacy.epsilon` > 0."""
         return private_update(train_on_objective(self, ctx), ctx)

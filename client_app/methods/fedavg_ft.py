@@ -1,9 +1,9 @@
-"""FedAvg-FT: FedAvg; at evaluation each client tunes a copy of the global model (client half).
+"""FedAvg-FT: FedAvg, then each client fine-tunes a copy for evaluation (client half).
 
 Collins et al., "FedAvg with Fine Tuning", NeurIPS 2022, arXiv 2205.13692.
-Aggregation: weighted average. Client state: none; the tuned model lives for one evaluation.
-FedReCo does not say what is tuned. The default is the head, for 10 epochs at the run's learning
-rate, as in FedRep's and FedCR's code; `part = "full"` tunes everything.
+Aggregation: weighted average. Client state: none; the tuned model is discarded after evaluation.
+The FedReCo paper does not say what is tuned. The default is the head, for 10 epochs at the run's
+learning rate, as in FedRep's and FedCR's code; `part = "full"` tunes the whole model.
 """
 
 from collections.abc import Mapping

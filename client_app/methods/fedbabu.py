@@ -5,10 +5,10 @@ ICLR 2022, arXiv 2106.06042.
 Aggregation: uniform average of the extractors. Client state: none; the common head comes from the
 run's seed.
 
-At evaluation each client tunes its copy: by default the whole model, for 5 epochs at learning rate
-0.001, as in the authors' notebook. `fedper-like = true` trains a private head with the extractor
-instead, which is FedPer and what one public comparison calls FedBABU; the head is then client
-state.
+For evaluation each client fine-tunes a copy: by default the whole model, for 5 epochs at learning
+rate 0.001, as in the authors' notebook. `fedper-like = true` trains a private head together with
+the extractor instead, and stores the head as client state; this is FedPer, which one public
+comparison calls FedBABU.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class FedBABU(Method):
     epochs: int = option(at_least(0), "epochs of tuning at evaluation", source="authors' notebook")
     lr: float = option(more_than(0), "learning rate of tuning", source="authors' notebook")
     fedper_like: bool = option(
-        true_or_false(), "train a private head with the extractor instead, which is FedPer"
+        true_or_false(), "train a private head with the extractor, as in FedPer"
     )
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:

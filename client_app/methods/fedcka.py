@@ -6,10 +6,10 @@ Aggregation: weighted average. Client state: the local model of the previous par
 a_n, a_n^g, a_n^p: the representation at layer n in the local, global and previous local model.
 
 CKA (client_app/similarity.py) is computed from Gram matrices, which is equivalent to eq. (3) and
-cheaper. The text leaves three choices, made here: kernel CKA's bandwidth is the median distance
-between two samples of the batch (Kornblith et al. 2019), with its gradient; the squared Frobenius
-norm is negated, so that larger is more similar, and divided by the number of entries; the last of
-the layers, so that M = 7 exists, is the logits.
+cheaper. The paper leaves three choices open. Here the bandwidth of kernel CKA is the median
+distance between two samples of the batch (Kornblith et al. 2019), and gradient flows through it;
+the squared Frobenius norm is negated, so that larger means more similar, and divided by the number
+of entries; the logits count as the last layer, which the CNN needs for M = 7.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +73,7 @@ def cka_contrast(
 
 @dataclass(frozen=True)
 class FedCKA(LocalObjective):
-    """Contrast of CKA at the M layers nearest the input."""
+    """CKA contrast at the M layers nearest the input."""
 
     is_stateful: ClassVar[bool] = True
     uses_global: ClassVar[bool] = True

@@ -3,10 +3,10 @@
 Seo et al., arXiv 2401.04928, Table 3; van den Oord et al., arXiv 1807.03748 (InfoNCE).
 Aggregation: uniform average. Client state: none.
 
-No FedCL configuration is published. This is the `unsupervised` branch of the released code: the
-positive is the sample itself (s = 1, no gradient), the negatives are its two most similar other
-samples of any class: pure repulsion. `negatives = "all"` takes all others. Two views are not
-offered: which augmentation would make the second one is not known.
+No FedCL configuration is published. This is the `unsupervised` branch of the released code, which
+only repels: the positive is the sample itself (s = 1, no gradient), the negatives are the two most
+similar other samples of any class. `negatives = "all"` takes all other samples. There is no variant
+with two augmented views, because the augmentation for the second one is not published.
 """
 
 from dataclasses import dataclass

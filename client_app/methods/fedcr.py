@@ -1,15 +1,15 @@
-"""FedCR: stochastic features, each class's held near a global Gaussian (client half).
+"""FedCR: stochastic features, pulled towards a global Gaussian per class (client half).
 
 Zhang et al., "FedCR: Personalized Federated Learning Based on Across-Client Common Representation
 with Conditional Mutual Information Regularization", ICML 2023, PMLR 202. Server half:
-strategies/fedcr.py, which multiplies the clients' experts.
+strategies/fedcr.py, which multiplies the clients' Gaussians.
 Aggregation: uniform average of the extractors. Client state: the head.
-The extractor's last layer gives mu and s = softplus(raw) > 0 of a sample, [B, dz] each;
+The extractor's last layer outputs mu and s = softplus(raw) > 0 for each sample, [B, dz] each;
 z = mu + s eps; G_y = N(M_y, S_y^2): the global Gaussian of class y, initially N(0, I).
 
-Loss: mean over batch and `samples` draws of CE, plus beta KL( G_y || N(mu, s^2) ), summed over dz,
-mean over the batch: the direction of the authors' code. `reverse = true` is KL(local || global),
-which the paper's bound would give and which explodes as S_y shrinks.
+Loss: CE, mean over batch and `samples` draws, plus beta KL( G_y || N(mu, s^2) ), summed over dz,
+mean over the batch. This is the direction of the KL in the authors' code. `reverse = true` is
+KL(local || global), which follows from the paper's bound and diverges as S_y shrinks.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ def sampled_cross_entropy(
 
 
 class Product:
-    """The product of the posteriors of a client's samples, class by class: a Gaussian again.
+    """The product of the posteriors of a client's samples, per class: again a Gaussian.
 
     1/S^2 = sum of 1/s^2, M = S^2 times the sum of mu/s^2; [C, dz].
     """
@@ -84,7 +84,7 @@ class Product:
 
 
 class Sampled(nn.Module):
-    """A trained network that averages the logits of `num_samples` draws; the draws are seeded."""
+    """A trained network that averages the logits of `num_samples` seeded draws."""
 
     def __init__(self, model: StagedModel, num_samples: int, seed: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class FedCR(Method):
     )
     b2: float = option(
         between(0, 1),
-        "how far the server's Gaussians move to the new product; 1: all the way",
+        "weight of the new product in the server's Gaussians; 1: replaces them",
         source="authors' code",
     )
     final_head_epochs: int = option(
@@ -144,7 +144,7 @@ class FedCR(Method):
     )
 
     def model_parts(self) -> ModelParts:
-        """A last layer that gives mean and deviation."""
+        """A last layer that outputs mean and standard deviation."""
         return ModelParts(projection="gaussian")
 
     def depends_on_num_rounds(self) -> bool:
@@ -184,8 +184,10 @@ class FedCR(Method):
         m, deviation = ctx.extra["M"], ctx.extra["S"].clamp_min(smallest)  # [C, dz]
         product = Product(model.num_classes, model.feature_width, ctx.device)
         last_stage = model.stage_names[-1]
-        steps_an_epoch = -(-len(ctx.train_samples) // batch_size_for(len(ctx.train_samples), train))
-        steps_before = (train.local_epochs - 1) * steps_an_epoch
+        steps_per_epoch = -(
+            -len(ctx.train_samples) // batch_size_for(len(ctx.train_samples), train)
+        )
+        steps_before = (train.local_epochs - 1) * steps_per_epoch
         taken = 0
 
         def terms(step: Step) -> dict[str, Tensor]:

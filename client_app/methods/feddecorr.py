@@ -5,9 +5,9 @@ Learning", ICLR 2023, arXiv 2210.00226.
 Aggregation: weighted average. Client state: none.
 z [n, d]: the classifier's input; n: the batch size.
 
-The default is the authors' code, with which their beta values were tuned: with x the standardised
-z, (1/n) times the mean over the d (d - 1) off-diagonal entries of (x'x)^2, that is (n-1)^2/n times
-the mean squared correlation. `form = "paper"` is (1/d^2) ||Corr||_F^2, about n times smaller.
+The default is the authors' code, for which their beta values were tuned. With x the standardised z
+it is 1/n times the mean square of the d (d - 1) off-diagonal entries of x'x, which is (n-1)^2/n
+times the mean squared correlation. `form = "paper"` is (1/d^2) ||Corr||_F^2, about n times smaller.
 """
 
 from collections.abc import Mapping

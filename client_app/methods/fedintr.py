@@ -6,10 +6,11 @@ Aggregation: weighted average. Client state: the local model of the previous par
 z^k = q_k(flatten(output of stage k)), k = 1..K, with q_k the projection head of stage k, a part of
 the model.
 
-Where the text leaves a choice, this is the authors' code: the cosines are averaged over the batch
-before the formulas (`reduction = "sample"`: formulas for each sample, then the mean), and gradient
-flows through alpha_k (`detach = true`: not). `layer-weights = "average"` is eq. (6), Table V.
-At a client's first participation (z_p = z_g) l_k is the constant log 2, and the term is left out.
+Where the paper leaves a choice open, this follows the authors' code: the cosines are averaged over
+the batch before eqs. (2) and (4) (`reduction = "sample"`: the equations per sample, then the mean),
+and gradient flows through alpha_k (`detach = true` stops it). `layer-weights = "average"` is
+eq. (6), Table V. At a client's first participation z_p = z_g, so l_k is the constant log 2 and the
+regulariser is left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,7 @@ def average_weights(s_g: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FedIntR(LocalObjective):
-    """Contrast at every stage, through a projection head each."""
+    """Contrast at every stage, each through its own projection head."""
 
     is_stateful: ClassVar[bool] = True
     uses_global: ClassVar[bool] = True
@@ -74,7 +75,7 @@ class FedIntR(LocalObjective):
     )
     reduction: str = option(
         one_of("batch", "sample"),
-        "batch: mean of the cosines first; sample: formulas per sample",
+        "batch: average the cosines first; sample: equations per sample",
         source="authors' code: batch",
     )
     detach: bool = option(true_or_false(), "no gradient through alpha_k", source="this project")
@@ -91,7 +92,7 @@ class FedIntR(LocalObjective):
         return list(model.regularised_stages)
 
     def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
-        """z^k, [B, d] each, by the projection heads of `model` itself."""
+        """z^k, [B, d] each, through the projection heads of `model` itself."""
         named = zip(self.layers(model), outputs, strict=True)
         return [model.projection_heads[name](h.flatten(1)) for name, h in named]
 

@@ -5,10 +5,10 @@ arXiv 2209.00189.
 Aggregation: weighted average. Client state: none.
 z_c: logits; n_c: this client's samples of class c.
 
-The default is that of all public code: cross entropy of the calibrated logits
+The default is the loss of all public code: cross entropy of the calibrated logits
 a_c = z_c - tau n_c^(-1/4). `exclude-true = true` is the paper's loss, whose denominator leaves out
-the true class; it is unbounded below. A class that the client does not hold has margin infinity
-and no part in the loss. Evaluation uses the logits as they are.
+the true class; it is unbounded below. A class without samples on this client has an infinite margin
+and drops out of the loss. Evaluation uses the uncalibrated logits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,12 +62,12 @@ class FedLC(LocalObjective):
     )
 
     def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
-        """Refuse clients of one class with the paper's loss, which then has no denominator."""
+        """Refuse clients with one class if the loss is the paper's: its denominator is empty."""
         alone = sorted(c for c, counts in label_counts.items() if sum(n > 0 for n in counts) == 1)
         if self.exclude_true and self.tau > 0 and alone:
             raise ValueError(
-                f"fedlc.exclude-true = true: {len(alone)} clients hold one class only, the first "
-                f"is {alone[0]}: the loss has no other class to compare with; it has to be false"
+                f"fedlc.exclude-true = true: {len(alone)} clients have samples of one class only, "
+                f"the first is {alone[0]}: their loss has an empty denominator; set it to false"
             )
         return ""
 

@@ -7,7 +7,8 @@ p: logits of the local network; q_j: logits of pathway j, local stages 1..j, the
 network's stages j+1..L and its classifier; M pathways, one for every stage.
 
 The global weights are frozen, but gradient flows through them into the local features. As in the
-authors' code the KL's target q_j is not detached (`detach-target = true`: it is), T^2 is absent.
+authors' code, the target q_j of the KL is not detached (`detach-target = true` detaches it), and
+there is no factor T^2.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,9 @@ class FedMLB(LocalObjective):
     lambda2: float = option(
         at_least(0), "weight of the divergence from the pathways", source="the paper: 1"
     )
-    temperature: float = option(more_than(0), "of the divergence", source="the paper: 1")
+    temperature: float = option(
+        more_than(0), "temperature of the divergence", source="the paper: 1"
+    )
     detach_target: bool = option(
         true_or_false(),
         "no gradient through the pathways' side of the divergence",

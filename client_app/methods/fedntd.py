@@ -26,7 +26,7 @@ def not_true(z: Tensor, y: Tensor) -> Tensor:
     """The logits without the true class's, [B, C] -> [B, C - 1]."""
     batch, classes = z.shape
     others = torch.arange(classes - 1, device=z.device).expand(batch, -1)
-    return z.gather(1, others + (others >= y[:, None]).long())  # a mask would wait for the device
+    return z.gather(1, others + (others >= y[:, None]).long())  # a mask would synchronise
 
 
 def not_true_divergence(z: Tensor, z_g: Tensor, y: Tensor, tau: float) -> Tensor:
@@ -58,11 +58,11 @@ class FedNTD(LocalObjective):
     )
 
     def __post_init__(self) -> None:
-        """Refuse a convex form whose weight of cross entropy, 1 - beta, would not be positive."""
+        """Refuse the convex form where its weight of cross entropy, 1 - beta, is not positive."""
         if self.convex and self.beta >= 1:
             raise ValueError(
                 f"fedntd.beta = {self.beta!r} with fedntd.convex = true: cross entropy is weighted "
-                "by 1 - beta, so beta has to be below 1; FedRCL's tables use 0.3"
+                "by 1 - beta, so beta must be below 1; FedRCL's tables use 0.3"
             )
 
     def layers(self, model: StagedModel) -> list[str]:

@@ -1,4 +1,4 @@
-"""FedPAC: align features to global class prototypes, mix all clients' heads (client half).
+"""FedPAC: align features with global class prototypes, combine the clients' heads (client half).
 
 Xu, Tong, Huang, "Personalized Federated Learning with Feature Alignment and Classifier
 Collaboration", ICLR 2023, arXiv 2306.11867. Server half: strategies/fedpac.py, which averages
@@ -7,11 +7,11 @@ Aggregation: weighted average of the extractors. Client state: the head.
 f: features (the head's input); p(k): this client's class frequencies; mu_k: its class mean
 features; h[k] = p(k) mu_k; v: the variance of h.
 
-Each round, with the received extractor: h and v; one epoch of the head at `head-lr`;
-`extractor-epochs` of the extractor on CE + lambda MSE(f, t_y), with t_y the global prototype of the
-label, or this client's own mean before training where there is none; no alignment in the first
-round. MSE is over batch and features, as in the authors' code. Then the class means with the
-trained model.
+Each round starts from the received extractor: compute h and v; train the head for one epoch at
+`head-lr`; train the extractor for `extractor-epochs` on CE + lambda MSE(f, t_y); compute the class
+means with the trained model. t_y is the global prototype of the label or, where there is none, this
+client's own mean before training. The first round has no alignment term. MSE is the mean over batch
+and features, as in the authors' code.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ class FedPAC(Method):
     keeps: ClassVar[str] = "its head"
     regularises: ClassVar[str] = "classifier's input, towards the global class prototypes"
     paper: ClassVar[str] = "Xu et al. 2023"
-    extra_forwards: ClassVar[str] = "3 a round over all samples"
+    extra_forwards: ClassVar[str] = "3 per round, over all samples"
 
     lambda_: float = option(
         at_least(0), "weight of the feature alignment", source="authors' code: 1", key="lambda"
@@ -84,7 +84,7 @@ class FedPAC(Method):
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received extractor and the head that the server mixed for this client, or its own."""
         head = {k: v.to(ctx.device) for k, v in state.get("head", {}).items()}
-        mixed = {k[5:]: v for k, v in ctx.extra.items() if k.startswith("head.")}
+        mixed = {k.removeprefix("head."): v for k, v in ctx.extra.items() if k.startswith("head.")}
         ctx.model.load_state_dict(ctx.initial_weights() | ctx.received | head | mixed)
         return ctx.model
 

@@ -1,4 +1,4 @@
-"""FedProc: contrast features with global class prototypes, less and less so (client half).
+"""FedProc: contrast features with global class prototypes, with decreasing weight (client half).
 
 Mu et al., "FedProc: Prototypical Contrastive Federated Learning on Non-IID Data", FGCS 143 (2023),
 arXiv 2109.12273. Server half: strategies/fedproc.py, which averages the prototypes.
@@ -6,9 +6,10 @@ Aggregation: weighted average. Client state: none.
 z: a sample's 256 projected features, of unit length, which the classifier acts on; c_k: the
 prototype of class k, of unit length; t = 0, 1, ...: the round; T: the number of rounds.
 
-As the authors' code: no temperature, loss a_t CE + (1 - a_t) GPC with a_t = min(1, t / T), CE alone
-at t = 0. T is the run's number of rounds (their code has 100). Prototypes come from the trained
-local model in eval mode on all samples without augmentation (their code: train mode, augmented).
+As in the authors' code, there is no temperature, and the loss is a_t CE + (1 - a_t) GPC with
+a_t = min(1, t / T), but CE alone at t = 0. T is the run's number of rounds (their code: 100).
+Prototypes are computed with the trained local model in eval mode on all samples without
+augmentation (their code: train mode, with augmentation).
 """
 
 from dataclasses import dataclass, replace
@@ -53,10 +54,10 @@ class FedProc(LocalObjective):
     has_own_server_half: ClassVar[bool] = True
     regularises: ClassVar[str] = "projected features, towards the global class prototypes"
     paper: ClassVar[str] = "Mu et al. 2023"
-    extra_forwards: ClassVar[str] = "1 a round over all samples"
+    extra_forwards: ClassVar[str] = "1 per round, over all samples"
 
     def depends_on_num_rounds(self) -> bool:
-        """Its schedule a_t does."""
+        """The schedule a_t depends on T."""
         return True
 
     def model_parts(self) -> ModelParts:

@@ -1,9 +1,9 @@
-"""FedProx: keep the weights near those that the server sent (client half).
+"""FedProx: keep the local weights near the global model's (client half).
 
 Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, arXiv 1812.06127,
 eq. (2): h(w; w_g) = F(w) + (mu / 2) ||w - w_g||^2.
 Aggregation: weighted average. Client state: none.
-Difference to the paper: every client completes its local steps (no gamma-inexactness).
+Unlike in the paper, every client completes its local steps (no gamma-inexactness).
 `half = false` is the code behind FedRCL's tables: mu ||w - w_g||^2.
 """
 

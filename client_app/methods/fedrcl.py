@@ -7,11 +7,12 @@ phi_l(x): the output of level l, averaged over positions and scaled to unit leng
 s_ij = <phi(x_i), phi(x_j)>; the positives of anchor i are the other samples of its class; lambda is
 the option `threshold`.
 
-`mining = "all"` is eq. (5), with a mean over positives instead of its sum. `mining = "hard"` is the
-authors' code, the source of their tables: the least similar positive only (the anchor itself if it
-has none), the two most similar samples of other classes only, mean over all anchors. `beta = 0` is
-FedSCL, eq. (2); `levels = "last"` the ablation of Table 4. `pre-activation` takes each level before
-its closing ReLU, as the authors' code does; the text does not say.
+`mining = "all"` is eq. (5), with the mean over positives instead of the sum. `mining = "hard"` is
+the authors' code, which produced their tables: it uses only the least similar positive (the anchor
+itself if it has none) and the two most similar samples of other classes, and averages over all
+anchors. `beta = 0` is FedSCL, eq. (2); `levels = "last"` is the ablation of Table 4.
+`pre-activation` takes each level before its final ReLU, as the authors' code does; the paper does
+not specify it.
 """
 
 from collections.abc import Callable
@@ -47,16 +48,16 @@ def rcl_all(phi: Tensor, y: Tensor, tau: float, threshold: float, beta: float) -
     num_positives = is_positive.sum(1)  # [B]
     s_p = (s * is_positive).sum(1) / num_positives.clamp_min(1)  # [B], mean over the positives j
     others = s.masked_fill(~is_other, -torch.inf).div(tau).logsumexp(1)
-    is_too_alike = is_positive & (s > threshold)  # P(x_i)
-    divergence = log_sum_with_one(s.masked_fill(~is_too_alike, -torch.inf), tau)
-    # the last two are the same for every j, hence their own mean over j
+    is_too_similar = is_positive & (s > threshold)  # P(x_i)
+    divergence = log_sum_with_one(s.masked_fill(~is_too_similar, -torch.inf), tau)
+    # `others` and `divergence` do not depend on j, so averaging over j leaves them unchanged
     losses = -s_p / tau + others + beta * divergence
     has_positive = num_positives > 0
     return torch.where(has_positive, losses, 0.0).sum() / has_positive.sum().clamp_min(1)
 
 
 def rcl_hard(phi: Tensor, y: Tensor, tau: float, threshold: float, beta: float) -> Tensor:
-    """Eq. (5) with mined pairs, as the authors' code, a scalar: mean over all anchors.
+    """Eq. (5) with mined pairs, as in the authors' code, a scalar: mean over all anchors.
 
     phi [B, C] of unit length, y [B]. In a batch of one class only the divergence penalty acts.
     """
@@ -79,13 +80,13 @@ MINING: dict[str, Callable[[Tensor, Tensor, float, float, float], Tensor]] = {
 
 @dataclass(frozen=True)
 class _LevelContrast(LocalObjective):
-    """What FedRCL and its ablations compare: every level's phi_l, for which they have a loss."""
+    """Base of FedRCL and its ablations: a loss on each level's phi_l, averaged over levels."""
 
     default_weighting: ClassVar[str] = "uniform"
 
     levels: str = option(one_of("all", "last"), "stages compared", source="FedRCL, Table 4")
     pre_activation: bool = option(
-        true_or_false(), "representations before the closing ReLU", source="authors' code"
+        true_or_false(), "representations before the final ReLU", source="authors' code"
     )
 
     def layers(self, model: StagedModel) -> list[str]:

@@ -1,14 +1,19 @@
-"""FedReCo: consensus of the clients' representations; nothing else is shared (client half).
+"""FedReCo: personal models whose representations agree with a shared extractor's (client half).
 
-"Consensus Optimization at Representation", Algorithm 1. Equation numbers refer to it. Server half:
-strategies/fedreco.py, which holds u_0 and steps on the mean of the clients' g_i.
-Client state: the whole model (u_i, v_i); losing it loses the personal model.
+"Consensus Optimization at Representation: Improving Personalized Federated Learning via
+Data-Centric Regularization", anonymous preprint, Algorithm 1. Equation numbers refer to it.
+Server half: strategies/fedreco.py, which stores u_0.
+Aggregation: eq. (8) with the uniform mean of the clients' g_i. Client state: the model (u_i, v_i).
 u_i: extractor of this client; v_i: its head; u_0: the shared extractor; h: the representation.
 
-Only u_0's shape travels, so u_i may be any architecture whose representation has the same width.
-Momentum and weight decay of the run's config apply to the steps on u_i and v_i; with both 0 they
-are eqs. (6) and (7). The preset uses momentum 0.9: the paper's learning rates and batch size are in
-an appendix that is not public, and plain steps at the learning rates tried were too slow.
+    v_i <- v_i - eta_v grad_v f_i                                    (6)
+    u_i <- u_i - eta_u ( grad_u f_i + lambda/2 grad_u H_i )          (7)
+    u_0 <- u_0 - eta_0 mean_i g_i,    g_i = grad_{u_0} H_i           (8)
+
+Only arrays shaped like u_0 are sent, so u_i may be any architecture with the same representation
+width. Momentum and weight decay of the run's config apply to the steps on u_i and v_i; with both 0
+the steps are eqs. (6) and (7). The preset uses momentum 0.9; the paper's learning rates and batch
+size are in an appendix that is not public.
 """
 
 from collections.abc import Mapping
@@ -66,7 +71,7 @@ class Extractor(nn.Module):
         return out.float()  # bfloat16 under `precision = "bf16"`
 
     def representation(self, x: Tensor) -> list[Tensor]:
-        """The same, as a list for `FrozenFeatureCache`."""
+        """The representation of x as a list, for `FrozenFeatureCache`."""
         return [self(x)]
 
 
@@ -107,7 +112,7 @@ class FedReCo(Method):
         return self.split or model.stage_names[-1]
 
     def own_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
-        """(u_i, v_i); initially u_i = u_0 where that fits, and v_i from the run's seed."""
+        """(u_i, v_i); initially u_i = u_0 if of one architecture, and v_i from the run's seed."""
         model = ctx.model
         if "model" in state:
             model.load_state_dict(state["model"])
@@ -165,7 +170,7 @@ class FedReCo(Method):
         return Update(privatise(g_i, ctx), num_steps, extractor.terms, state=state)
 
     def shared_extractor(self, ctx: RoundContext) -> Extractor:
-        """u_0 as received, in eval mode and without gradient."""
+        """The received u_0, in eval mode and without gradient."""
         shared = ctx.network("global", ctx.config.model.model)
         u_0 = Extractor(shared, self.split_stage(shared))
         u_0.load_state_dict(ctx.received)

@@ -1,13 +1,14 @@
-"""FedRep: a shared feature extractor, and a head of its own for each client (client half).
+"""FedRep: a shared feature extractor and a personal head for each client (client half).
 
 Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021,
 arXiv 2102.07078, Algorithm 1.
-Aggregation: weighted average of the extractors, by examples as in the authors' code
-(`weighting = "uniform"` is the paper). Client state: the head.
+Aggregation: average of the extractors, weighted by examples as in the authors' code
+(`weighting = "uniform"` is the paper's). Client state: the head.
 
-Each round: the received extractor; `head-epochs` on the head, then `extractor-epochs` on the
-extractor. FedReCo's tables train 1 + 1 epochs, FedRep's own 10 + 1. `final-head-epochs` tunes the
-head after the last round, as the authors' code does with 10. All heads start from the run's seed.
+Each round loads the received extractor, then trains `head-epochs` on the head and
+`extractor-epochs` on the extractor: 10 + 1 in FedRep's tables, 1 + 1 in FedReCo's.
+`final-head-epochs` tunes the head after the last round; the authors' code uses 10. All heads are
+initialised with the same weights.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """FedSCL: FedRCL without its divergence penalty, plain supervised contrast (client half).
 
 Seo et al., arXiv 2401.04928, eq. (2) and Table 3 (the ablation); Khosla et al., "Supervised
-Contrastive Learning", NeurIPS 2020, arXiv 2004.11362. FedRCL's code with beta = 0.
+Contrastive Learning", NeurIPS 2020, arXiv 2004.11362. Equivalent to FedRCL with beta = 0.
 Aggregation: uniform average. Client state: none.
 """
 

@@ -1,13 +1,14 @@
-"""FedAvg + FitNet: pooled features of every level near the global model's (client half).
+"""FedAvg + FitNet: distil pooled features of every stage from the global model (client half).
 
 Romero et al., "FitNets: Hints for Thin Deep Nets", ICLR 2015, arXiv 1412.6550, eq. (3), with the
 received global model as the teacher, as FedRCL's tables compare it.
 Aggregation: weighted average. Client state: none.
 
 FedRCL publishes no FitNet configuration. This is the generic feature distillation of its released
-client: teacher and student have one architecture, so there is no regressor and no 1/2; the mean
-square over batch and channels, then the mean over levels, features before their closing ReLU, the
-logits as one more level (`logits = false` drops it; `pooled = false` compares whole maps).
+client: the mean square over batch and channels, then the mean over layers. Teacher and student have
+the same architecture, so there is no regressor; the factor 1/2 is absent. The layers are the
+stages, before their final ReLU, and the logits (`logits = false` drops them; `pooled = false`
+compares whole feature maps).
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,9 +25,9 @@ from protocol.options import at_least, option, true_or_false
 
 
 def feature_distance(f: Sequence[Tensor], f_g: Sequence[Tensor]) -> Tensor:
-    """FD, a scalar: mean square over batch and entries, then mean over levels.
+    """FD, a scalar: mean square over batch and entries, then mean over layers.
 
-    Element l of both is level l of the same batch, [B, ...]. Gradient flows through `f` only.
+    Element l of both is layer l of the same batch, [B, ...]. Gradient flows through `f` only.
     """
     pairs = zip(f, f_g, strict=True)
     return torch.stack([(a - b.detach()).square().mean() for a, b in pairs]).mean()
@@ -47,7 +48,7 @@ class FitNet(LocalObjective):
     )
     logits: bool = option(true_or_false(), "compare the logits too", source="FedRCL's code")
     pooled: bool = option(
-        true_or_false(), "average over positions; false: compare whole maps", source="FedRCL's code"
+        true_or_false(), "average over positions; false: whole feature maps", source="FedRCL's code"
     )
 
     def layers(self, model: StagedModel) -> list[str]:

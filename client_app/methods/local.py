@@ -1,7 +1,7 @@
-"""Local training only: no federation, the lower bound (client half).
+"""Local training only, the baseline without federation (client half).
 
-Aggregation: none, nothing is sent. Client state: the whole model, which starts from the run's
-common weights and is trained for `local-epochs` in each round.
+Aggregation: none, nothing is sent. Client state: the whole model. All clients start from the same
+weights and train for `local-epochs` in each round.
 """
 
 from collections.abc import Mapping

@@ -4,9 +4,9 @@ Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, arXiv 2103.1625
 Aggregation: weighted average. Client state: the local model of the previous participation.
 z, z_g, z_p: the classifier's input in the local, global and previous local model.
 
-At a client's first participation the previous model is the global one: the term is the constant
-mu log 2 and is left out. `first-use = "official"` is the authors' code: left out in the run's first
-round only, while a client first sampled later contrasts with random weights of its own.
+At a client's first participation the previous model is the global model, so the term is the
+constant mu log 2 and is left out. `first-use = "official"` follows the authors' code: the term is
+left out only in round 1, and a client first sampled later has random weights as previous model.
 `projection = "mlp"` adds the paper's projection head before the classifier, averaged like the rest;
 "none" compares the network's own features.
 """
@@ -68,7 +68,7 @@ class MOON(LocalObjective):
     )
 
     def model_parts(self) -> ModelParts:
-        """The projection head, if asked for."""
+        """The projection head, with `projection = "mlp"`."""
         return ModelParts(projection=self.projection)
 
     def first_previous(self, ctx: RoundContext) -> Arrays | None:

@@ -6,14 +6,15 @@ Aggregation: weighted average of the models, uniform average of the control vari
 Client state: the control variate c_i, the one before it, and the round that made it.
 w: the model received; w_i: the trained model; K: the number of steps; eta: their learning rate.
 
-Only parameters have control variates, buffers have none. The server tells each client the last
-round in which its update was aggregated. Where a newer update was lost or rejected, the client
-returns to the c_i before it, so that c remains the mean of all c_i.
+Only parameters have control variates; buffers have none. The server tells each client the last
+round in which its update was aggregated. If a newer update was lost or rejected, the client reverts
+to the previous c_i, so that c remains the mean of all c_i.
 
-The paper uses plain SGD. With momentum rho, `momentum-form = "corrected"` (default) puts the
-corrected gradient into the momentum and replaces K by K_rho, the sum of the weights that a momentum
-step gives the K gradients. `niid-bench`, MOON's family of code, leaves the momentum its raw
-gradient, corrects the parameters after it and keeps K, which makes c_i up to 1 / (1 - rho) larger.
+The paper uses plain SGD. With momentum rho, `momentum-form = "corrected"` (default) accumulates the
+corrected gradients in the momentum and replaces K by K_rho, the total weight that the momentum
+steps give the K gradients. `niid-bench`, the benchmark of MOON's authors, accumulates the raw
+gradients, corrects the parameters after each step, and uses K, which makes c_i up to 1 / (1 - rho)
+times larger.
 """
 
 import logging
@@ -47,18 +48,17 @@ def next_control_variate(c_i: Tensor, c: Tensor, w: Tensor, w_i: Tensor, k_eta: 
 def accepted_control_variate(ctx: RoundContext) -> Arrays:
     """c_i of the last update that was aggregated; {} for zeros.
 
-    State: "control" of the round "control-made", and "control-before", which it was made from.
+    State: "control" was made in round "control-made" from "control-before".
     """
     if not ctx.state:
         return {}
-    if (
-        int(ctx.state["control-made"]["round"]) <= ctx.last_accepted_round
-    ):  # smaller: state was lost
+    made_in = int(ctx.state["control-made"]["round"])
+    if made_in <= ctx.last_accepted_round:  # smaller if newer state was lost
         return ctx.state["control"]
     log.warning(
-        "client %s, round %d: its update of round %d was not aggregated; it returns to its control "
-        "variate before that",
-        *(ctx.client, ctx.round, int(ctx.state["control-made"]["round"])),
+        "client %s, round %d: the update of round %d was not aggregated; reverting to the control "
+        "variate before it",
+        *(ctx.client, ctx.round, made_in),
     )
     return ctx.state["control-before"]
 
@@ -78,7 +78,7 @@ class Scaffold(LocalObjective):
     momentum_form: str = option(
         one_of("corrected", "niid-bench"),
         "how control variates combine with momentum",
-        source="niid-bench: MOON's family of code",
+        source="niid-bench: the benchmark of MOON's authors",
     )
 
     def train(self, ctx: RoundContext) -> Update:
@@ -119,14 +119,14 @@ class Scaffold(LocalObjective):
         if corrected:
             steps = momentum_steps(descent.num_steps, train.momentum)
         k_eta = steps * descent.total_lr / max(1, descent.num_steps)
-        following: Arrays = c_i
+        next_c_i: Arrays = c_i
         if k_eta > 0:  # without a step c_i cannot be estimated
-            following = {
+            next_c_i = {
                 n: next_control_variate(c_i[n], c[n], ctx.received[n], arrays[n], k_eta)
                 for n in parameters
             }
-        extra = {f"dc.{name}": following[name] - c_i[name] for name in parameters}
+        extra = {f"dc.{name}": next_c_i[name] - c_i[name] for name in parameters}
         update = Update(arrays, descent.num_steps, descent.terms)
         made_in = {"round": torch.tensor(ctx.round)}
-        state = {"control": following, "control-before": c_i, "control-made": made_in}
+        state = {"control": next_c_i, "control-before": c_i, "control-made": made_in}
         return replace(update, extra=extra, state=state)

@@ -34,12 +34,14 @@ def bench(
     lines: Annotated[bool, typer.Option("--lines", help="Count source lines instead.")] = False,
     gpu: Annotated[bool, typer.Option("--gpu", help="The same as the part gpu.")] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Smallest sizes: only checks that it runs.")
+        bool, typer.Option("--quick", help="Smallest sizes, to check that the benchmark runs.")
     ] = False,
-    repetitions: Annotated[int, typer.Option(min=1, help="Of the engine part.")] = 2,
-    rounds: Annotated[int, typer.Option(min=2, help="The first of them does not count.")] = 4,
-    method: Annotated[str, typer.Option(help="Of the operators part.")] = "fedcka",
-    device: Annotated[str, typer.Option(help="Of the gpu part.")] = "cuda",
+    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of the engine part.")] = 2,
+    rounds: Annotated[
+        int, typer.Option(min=2, help="Rounds per measurement; the first is a warm-up.")
+    ] = 4,
+    method: Annotated[str, typer.Option(help="Method of the operators part.")] = "fedcka",
+    device: Annotated[str, typer.Option(help="Device of the gpu part.")] = "cuda",
     cifar10: Annotated[
         Path | None, typer.Option(help="Images in train/CLASS/ and test/CLASS/, for the gpu part.")
     ] = None,
@@ -88,7 +90,7 @@ def source_lines(root: Path) -> Counter[str]:
 
 
 def print_lines() -> None:
-    """A table of source lines by package; the total leaves the tests out."""
+    """Print source lines by package; the total excludes the tests."""
     count = source_lines(app_folder)
     for package, number in sorted(count.items()):
         print(f"{number:7,} {package}")

@@ -42,7 +42,7 @@ NameArgument = Annotated[str | None, typer.Argument(metavar="[NAME]", show_defau
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 MeasureOption = Annotated[bool, typer.Option("--measure", help="Measure again.")]
 
-# What a download leaves in data-dir, or the user may put there.
+# Files in data-dir that a download creates or the user provides.
 DATA_FILES = {
     "fashion-mnist": ("fashion-mnist", "FashionMNIST/raw"),
     "mnist": ("mnist", "MNIST/raw"),
@@ -91,7 +91,7 @@ traffic_how = (
 
 
 def method_rows() -> list[Row]:
-    """One row a method."""
+    """One row per method."""
     traffic = traffic_of_all()
     return [
         {
@@ -134,7 +134,7 @@ FLAG_PREFIXES = ("is_", "has_", "adapts_", "sends_", "supports_")
 
 
 def option_rows(options: type, prefix: str) -> list[Row]:
-    """One row an option: key, type, default, allowed values, description and source."""
+    """One row per option: key, type, default, allowed values, description and source."""
     types, defaults = typing.get_type_hints(options), default_config()
     return [
         {
@@ -200,7 +200,9 @@ def models(
         )
 
 
-measured_how = "ms an image in a forward pass and in an SGD step of batch 64, on this machine"
+measured_how = (
+    "ms per image of a forward pass and of an SGD step with batch size 64, on this machine"
+)
 
 
 def model_row(name: str, again: bool = False) -> Row:
@@ -233,7 +235,7 @@ def model_speed(name: str, again: bool = False) -> Row:
 
 
 def layer_rows(name: str) -> list[Row]:
-    """One row a stage, with the models whose representation has the same width there."""
+    """One row per stage, with the models whose representation has the same width there."""
     key = [version("torch"), digest_of("models/*.py"), model_names()]
     layers: dict[str, list[Row]] = cached(
         "layers", key, lambda: {each: layers_of(each) for each in model_names()}
@@ -328,7 +330,7 @@ def availability(name: str, data_dir: Path, cache_dir: Path) -> str:
     from data.readers import DEBIAN_DATASETS
 
     if name.endswith(":PATH"):
-        return "your own: give its path"
+        return "your own images"
     if name not in DATA_FILES:
         return "yes"
     files = [data_dir / file for file in DATA_FILES[name]]
@@ -359,9 +361,9 @@ def presets(
 
 
 estimated_how = (
-    "Expected time is an estimate: measured ms an image of the model (scaled by the image's area) "
-    "times training samples, epochs and rounds, with the method's extra forward passes and the "
-    "evaluation of the test set, divided by the cores of this machine (by one GPU)."
+    "Expected time is an estimate: the model's measured ms per image (scaled by the image's area) "
+    "times training samples, epochs and rounds, plus the method's extra forward passes and the "
+    "evaluation of the test set, divided by the number of cores of this machine (1 on a GPU)."
 )
 
 
@@ -382,7 +384,7 @@ def preset_row(name: str, again: bool = False) -> Row:
 
 
 def expected_seconds(preset: str, again: bool = False) -> float:
-    """An estimate of the preset's time on this machine; `estimated_how` says how it is made."""
+    """An estimate of the preset's time on this machine; `estimated_how` describes it."""
     from data.sources import list_sources
 
     config = resolve_config({"preset": preset})
@@ -434,7 +436,7 @@ def show(
 
 
 def show_one(facts: Row, tables: Mapping[str, Sequence[Row]], as_json: bool) -> None:
-    """Facts, one a line, then tables; or all of it as one JSON object."""
+    """Facts, one per line, then tables; or everything as one JSON object."""
     if as_json:
         print(json.dumps(facts | dict(tables), indent=2))
         return

@@ -1,4 +1,4 @@
-"""`keel check-method`: what any method has to fulfil."""
+"""`keel check-method`: the contract that every method fulfils."""
 
 import tempfile
 from pathlib import Path
@@ -11,11 +11,11 @@ from protocol.config import refuse_unknown
 
 
 def check_method(
-    name: Annotated[str, typer.Argument(help="A method.")],
+    name: Annotated[str, typer.Argument(help="Name of a method.")],
 ) -> int:
     """Test a method: options, gradients, state, determinism, resuming, flags.
 
-    Prints one line a check; exits with 1 if one fails. It takes a few seconds.
+    Prints one line per check and exits with 1 if any fails. Takes a few seconds.
     """
     refuse_unknown("method", name, list(method_names()))
     from keel.method_checks import check_method as results

@@ -27,9 +27,9 @@ SETTING: dict[str, OptionValue] = {
 def demo() -> int:
     """Compare FedAvg with FedIntR on handwritten digits, in about a minute."""
     print(
-        f"{CLIENTS} clients hold different digits (Dirichlet split, alpha = {SETTING['alpha']}). "
-        f"Twice they train\none model in {SETTING['num-rounds']} rounds: with FedAvg, then with "
-        "FedIntR, which adds a contrastive loss on\nthe representations of every layer.",
+        f"{CLIENTS} clients have different digits (Dirichlet split, alpha = {SETTING['alpha']}). "
+        f"They train a model for\n{SETTING['num-rounds']} rounds, first with FedAvg, then with "
+        "FedIntR, which adds a contrastive loss on the\nrepresentations of every layer.",
         flush=True,
     )
     runs = []
@@ -45,18 +45,18 @@ def demo() -> int:
     print(
         "\nNext:\n"
         "  keel run method=fedintr alpha=0.5   another split; other keys at their defaults\n"
-        "  keel methods                        what else there is\n"
+        "  keel methods                        all methods\n"
         "  keel list                           these runs and all others"
     )
     return 0
 
 
 def verdict(runs: list[SavedRun]) -> str:
-    """Which run has the higher accuracy after the last round, and what that is worth."""
+    """Which run has the higher accuracy after the last round, and a caveat."""
     accuracy = {run.config["method"]: 100 * (run.accuracy or 0.0) for run in runs}
     ahead, behind = sorted(accuracy, key=lambda method: -accuracy[method])
     return (
         f"After the last round {ahead} is {accuracy[ahead] - accuracy[behind]:.1f} points ahead of "
         f"{behind} ({accuracy[ahead]:.1f} % against {accuracy[behind]:.1f} %).\n"
-        "This is one seed on a small data set; other seeds (seed=1) may turn the order around."
+        "This is one seed on a small data set; another seed (seed=1) may reverse the order."
     )

@@ -1,4 +1,4 @@
-"""`keel doctor`: what is wrong with this machine, one line a finding, and the way out."""
+"""`keel doctor`: check this machine; one line per finding, with the remedy."""
 
 import os
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ Credentials = Annotated[
 ]
 Fleet = Annotated[str, typer.Option(help="HOST:PORT of the SuperLink that clients connect to.")]
 Inside = Annotated[
-    bool, typer.Option("--inside", help="Check only where the code runs, which is here.")
+    bool, typer.Option("--inside", help="Check only the environment that this command runs in.")
 ]
 Code = Annotated[str, typer.Option(hidden=True)]  # digest that Keel's client code must have
 
@@ -25,8 +25,8 @@ Code = Annotated[str, typer.Option(hidden=True)]  # digest that Keel's client co
 def doctor(ctx: typer.Context) -> None:
     """Check this machine for simulation, or a `client` or `server` of a deployment.
 
-    Exit code 1 if something is wrong. Changes nothing, but `client` decodes data into Keel's cache,
-    as a run would.
+    Exits with 1 if it finds a problem. Changes nothing, except that `client` decodes the data into
+    Keel's cache, as a run would.
     """
     if ctx.invoked_subcommand is None:
         from keel.deployment.checks_runtime import check_simulation
@@ -38,20 +38,22 @@ def doctor(ctx: typer.Context) -> None:
 def client(
     credentials: Credentials = None,
     fleet: Fleet = "",
-    source: Annotated[str, typer.Option(help="folder:PATH or npz:PATH; else $KEEL_SOURCE.")] = "",
+    source: Annotated[
+        str, typer.Option(help="folder:PATH or npz:PATH; default: $KEEL_SOURCE.")
+    ] = "",
     classes: Annotated[str, typer.Option(help="The run's classes, separated by commas.")] = "",
     model: Annotated[str, typer.Option(help="The run's model, for the image size.")] = "",
-    device: Annotated[str, typer.Option(help="Else $KEEL_DEVICE, else auto.")] = "",
+    device: Annotated[str, typer.Option(help="Default: $KEEL_DEVICE, else auto.")] = "",
     worker: Annotated[
-        Path | None, typer.Option(help="The worker's socket; else $KEEL_WORKER.")
+        Path | None, typer.Option(help="The worker's socket; default: $KEEL_WORKER.")
     ] = None,
     inside: Inside = False,
     code: Code = "",
 ) -> None:
-    """Check a client's machine: files, clock, port and key here; the rest where its code runs.
+    """Check a client's machine: files, clock, port and key, then the environment of its code.
 
-    That is in Keel's containers if some run here, else on this machine. --source and --worker are
-    for a machine without containers: those have their own.
+    The code runs in Keel's containers if there are any, else on this machine. --source and --worker
+    apply only to a machine without containers, which define their own.
     """
     from client_app.worker_client import code_digest
     from client_app.worker_socket import default_socket
@@ -90,7 +92,7 @@ def server(
     inside: Inside = False,
     code: Code = "",
 ) -> None:
-    """Check a server's machine: files, clock, port, clients; and where its code runs."""
+    """Check a server's machine: files, clock, port, clients, then the environment of its code."""
     from client_app.worker_client import code_digest
     from keel.deployment.checks_containers import check_containers
     from keel.deployment.checks_host import check_server
@@ -115,7 +117,7 @@ def required(credentials: Path | None, fleet: str) -> tuple[Path, str]:
 
 
 def report(findings: Iterable[Finding]) -> None:
-    """Print the findings as they come; exit with status 1 if one is a problem."""
+    """Print the findings as they arrive; exit with status 1 if any is a problem."""
     num_problems = 0
     for finding in findings:
         print(finding, flush=True)

@@ -1,4 +1,4 @@
-"""The three ways to execute a run: in this process, on Flower's simulation, on a deployment.
+"""The three engines: in this process, Flower's simulation, and a deployment.
 
 Each takes a `Job` and a `Terminal` that follows the run, returns once the run has finished, and
 raises RuntimeError, one line, if it failed. After KeyboardInterrupt the run was stopped cleanly.
@@ -67,7 +67,7 @@ def run_in_process(job: Job, terminal: Terminal) -> None:
 
 
 def run_on_flower(job: Job, terminal: Terminal) -> None:
-    """Execute the run by `flwr run` on a SuperLink that is started for it and ended with it."""
+    """Execute the run with `flwr run` on a SuperLink that lives as long as the run."""
     assert job.directory is not None
     folder = keel_home() / "flower" / job.directory.name
     terminal.phase("starting Flower")
@@ -96,7 +96,7 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
 
 @contextmanager
 def removed_unless_failed(folder: Path) -> Iterator[None]:
-    """Remove the directory on the way out; after an error its logs are kept."""
+    """Remove the directory at the end, unless there was an error: its logs are then needed."""
     try:
         yield
     except Exception:
@@ -197,11 +197,11 @@ class FlowerRun:
         self.ended.set()
 
     def wait(self, seconds: float) -> bool:
-        """Wait; whether the run still goes on."""
+        """Wait; whether the run is still in progress."""
         return not self.ended.wait(seconds)
 
     def lines(self) -> Iterator[str]:
-        """The lines that flwr prints, as they come."""
+        """The lines that flwr prints, as they arrive."""
         while (line := self.printed.get()) is not None:
             yield line
 
@@ -215,7 +215,7 @@ class FlowerRun:
             self.process.terminate()
 
     def status(self) -> str:
-        """What the SuperLink says of the run, such as finished:completed."""
+        """The run's status on the SuperLink, such as finished:completed."""
         if not self.run_id:
             return ""
         try:

@@ -21,9 +21,10 @@ app = typer.Typer(
 )
 
 Output = Annotated[
-    Path | None, typer.Option(help="Folder of all runs and reports. Default: ~/.keel/experiments.")
+    Path | None,
+    typer.Option(help="Directory of all runs and reports. Default: ~/.keel/experiments."),
 ]
-Scale = Annotated[str, typer.Option(help=f"How far runs are shrunk: {', '.join(SCALES)}.")]
+Scale = Annotated[str, typer.Option(help=f"How much the runs are reduced: {', '.join(SCALES)}.")]
 
 
 def output_folder(output: Path | None) -> Path:
@@ -32,7 +33,7 @@ def output_folder(output: Path | None) -> Path:
 
 
 def new_console() -> Console:
-    """Plain text, one line a message."""
+    """Plain text, one line per message."""
     return Console(highlight=False, soft_wrap=True)
 
 
@@ -55,7 +56,7 @@ def run_command(
     scale: Scale = "paper",
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Rows and columns, as 'NAME;NAME'. Can be repeated.", metavar="NAMES"),
+        typer.Option(help="Rows and columns, as 'NAME;NAME'. Repeatable.", metavar="NAMES"),
     ] = None,
     seeds: Annotated[int, typer.Option(min=0, help="Number of seeds. 0: the recipe's.")] = 0,
     set_: Annotated[
@@ -63,10 +64,13 @@ def run_command(
         typer.Option("--set", help="A config key of all runs. Repeatable.", metavar="KEY=VALUE"),
     ] = None,
     grid: Annotated[
-        str, typer.Option(help="Values under tune: full or paper (its best). Default: by scale.")
+        str,
+        typer.Option(
+            help="Values under `tune`: full, or paper (its best). Default: full at scale paper."
+        ),
     ] = "",
     workers: Annotated[
-        int, typer.Option(min=0, help="Runs at a time. 0: one a GPU, or one a core.")
+        int, typer.Option(min=0, help="Concurrent runs. 0: one per GPU, or one per core.")
     ] = 0,
     output: Output = None,
 ) -> None:
@@ -95,12 +99,12 @@ def run_command(
     try:
         failed = run_recipe(loaded, cells, options, folder, workers, console)
     except KeyboardInterrupt:
-        console.print("interrupted; the same command resumes from the last finished rounds")
+        console.print("interrupted; repeat the command to resume from the last finished rounds")
         raise typer.Exit(130) from None
     for name, reason in failed.items():
         console.print(f"[red]failed[/] {name}: {escape(reason)}")
     if loaded.shows == "labels":
-        console.print("nothing to train: the report draws the splits")
+        console.print("nothing to train: the report plots the splits")
     console.print(f"results: {folder}; keel experiments report --output {folder}")
     raise typer.Exit(1 if failed else 0)
 
@@ -111,7 +115,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 @app.command("report")
 def report_command(output: Output = None) -> None:
-    """Write report.html and report.md on everything that was run."""
+    """Write report.html and report.md for all runs in the output directory."""
     from keel.experiments.rendering import write_report
 
     for path in write_report(output_folder(output)):
@@ -120,7 +124,7 @@ def report_command(output: Output = None) -> None:
 
 @app.command("verify")
 def verify_command(
-    directory: Annotated[Path, typer.Argument(help="A run directory, or a folder of several.")],
+    directory: Annotated[Path, typer.Argument(help="A run directory, or a directory of several.")],
     rounds: Annotated[int, typer.Option(help="Rounds to replay.")] = 2,
 ) -> None:
     """Verify finished runs against their manifests, and replay their first rounds."""

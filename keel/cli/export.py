@@ -31,7 +31,7 @@ def export_model(directory: Path, client: str, to: str, path: Path) -> None:
     """Write the run's final global model, or a client's personal one; `to` is onnx or torchscript.
 
     The class names are stored with it: as metadata "classes", or as the extra file classes.json.
-    ValueError, one line, if a package is missing or the run holds no such model.
+    ValueError, one line, if a package is missing or the run has no such model.
     """
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if to == "onnx" and missing:

@@ -13,34 +13,34 @@ import click
 import typer
 from typer.core import TyperGroup
 
-RUNS, AROUND = "Runs", "Around a run"
+RUNS, LISTS, TOOLS, OWN = "Runs", "Available", "Tools", "Your own methods"
 # name: (module, panel of the help, first line of the help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("run", RUNS, "Train: `keel run method=fedintr num-rounds=10`."),
     "demo": ("demo", RUNS, "Compare FedAvg with FedIntR on handwritten digits."),
     "resume": ("run", RUNS, "Continue an interrupted run from its last checkpoint."),
-    "status": ("runs", RUNS, "Show how a run is doing; the newest by default."),
+    "status": ("runs", RUNS, "Show the state of a run; the newest by default."),
     "list": ("runs", RUNS, "List the runs: method, data, rounds, accuracy, state, age."),
     "stop": ("runs", RUNS, "Stop a run cleanly; `keel resume` continues it."),
     "compare": ("runs", RUNS, "Compare runs: one table, one plot."),
     "predict": ("runs", RUNS, "Classify images with a run's model."),
     "export": ("runs", RUNS, "Export a run as csv, or its model as onnx or torchscript."),
     "diagnose": ("diagnose", RUNS, "Measure the representations of a run's models."),
-    "methods": ("catalog", "What there is", "List the methods, or show one with its options."),
-    "models": ("catalog", "What there is", "List the models, or show one with its layers."),
-    "datasets": ("catalog", "What there is", "List the data sets, or show one."),
-    "presets": ("catalog", "What there is", "List the presets, or show one."),
-    "experiments": ("experiments", AROUND, "Run, report and verify the papers' tables."),
-    "deploy": ("deploy", AROUND, "Credentials, registration and a local deployment."),
-    "doctor": ("doctor", AROUND, "Check a machine and its deployment."),
-    "bench": ("bench", AROUND, "Measure speed on this machine."),
-    "new-method": ("new_method", "Methods of your own", "Write the files of a new method."),
-    "check-method": ("check_method", "Methods of your own", "Test a method's contract."),
+    "methods": ("catalog", LISTS, "List the methods, or show one with its options."),
+    "models": ("catalog", LISTS, "List the models, or show one with its layers."),
+    "datasets": ("catalog", LISTS, "List the data sets, or show one."),
+    "presets": ("catalog", LISTS, "List the presets, or show one."),
+    "experiments": ("experiments", TOOLS, "Run, report and verify the papers' tables and figures."),
+    "deploy": ("deploy", TOOLS, "Credentials, registration and a local deployment."),
+    "doctor": ("doctor", TOOLS, "Check a machine and its deployment."),
+    "bench": ("bench", TOOLS, "Measure speed on this machine."),
+    "new-method": ("new_method", OWN, "Write the files of a new method."),
+    "check-method": ("check_method", OWN, "Check a method against the contract."),
 }
 
 
 def load(name: str) -> click.Command:
-    """The command of this name, its module imported. UsageError if this Keel lacks it."""
+    """Import and return the command of this name. UsageError if this installation lacks it."""
     module_name, function = f"keel.cli.{COMMANDS[name][0]}", name.replace("-", "_")
     try:
         module = import_module(module_name)
@@ -96,8 +96,8 @@ def keel(
 def main(words: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 1 failed, 2 refused, 130 interrupted.
 
-    Mistakes of the user (ValueError) and of the machine (OSError, RuntimeError) are one line on
-    stderr; anything else is a bug of Keel's and shows its traceback.
+    User errors (ValueError) and system errors (OSError, RuntimeError) are one line on stderr;
+    anything else is a bug in Keel and shows its traceback.
     """
     command = typer.main.get_command(app)
     try:

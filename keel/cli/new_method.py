@@ -16,7 +16,7 @@ from protocol.config import app_folder, default_config
 
 SERVER_FLAG = "    has_own_server_half: ClassVar[bool] = True\n"
 SERVER_OPTION = """    eta: float = option(
-        between(0, 1, open_low=True), "server step towards the average", source="eq. (3)"
+        between(0, 1, open_low=True), "server learning rate", source="eq. (3)"
     )
 """
 
@@ -24,7 +24,7 @@ TABLE = """
 [tool.flwr.app.config.fed-new]
 mu = 0.1                       # weight of the distance
 """
-SERVER_DEFAULT = "eta = 1.0                      # server step towards the average\n"
+SERVER_DEFAULT = "eta = 1.0                      # server learning rate\n"
 
 
 def new_method(

@@ -1,4 +1,4 @@
-"""`KEY=VALUE` words of the command line as typed overrides, and every mistake in them at once."""
+"""`KEY=VALUE` arguments as typed overrides; all mistakes are reported at once."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -13,26 +13,27 @@ from protocol.config import (
 from protocol.options import OptionValue, type_names
 
 MAX_MISTAKES = 5
-DECIDING_KEYS = {"preset", "method", "server-optimizer", "model"}  # what other keys are judged by
+DECIDING_KEYS = {"preset", "method", "server-optimizer", "model"}  # others are checked against them
 
 
-def parse_overrides(words: Sequence[str]) -> dict[str, OptionValue]:
+def parse_overrides(assignments: Sequence[str]) -> dict[str, OptionValue]:
     """Overrides such as `alpha=0.1` with the type of each key's default; strings need no quotes.
 
-    ValueError, one line, with every word that is no assignment, names no key, or has another type.
+    ValueError, one line, with every argument that is not KEY=VALUE, names no key, or has a wrong
+    type.
     """
     defaults = default_config()
     overrides: dict[str, OptionValue] = {}
     mistakes = []
-    for word in words:
-        key, equals, text = word.partition("=")
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
         key = key.strip()
         try:
             if not equals:
-                raise ValueError(f"{word!r}: expected KEY=VALUE, such as method=fedintr")
+                raise ValueError(f"{assignment!r}: expected KEY=VALUE, such as method=fedintr")
             refuse_unknown("config key", key, [*defaults, *RENAMED_KEYS])
             if key in overrides:
-                raise ValueError(f"{key} is given twice")
+                raise ValueError(f"{key} is set twice")
             default = defaults.get(RENAMED_KEYS.get(key, key), "")
             overrides[key] = typed_value(key, text.strip(), type(default))
         except ValueError as error:

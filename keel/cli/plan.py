@@ -1,4 +1,4 @@
-"""What will run, in a few lines, before torch is imported."""
+"""The summary of a run that is shown before it starts, without importing torch."""
 
 import shlex
 
@@ -19,7 +19,7 @@ PARTITION_KEYS = {
 def plan_rows(config: RunConfig, job: Job, done: int = 0) -> list[tuple[str, str]]:
     """(label, text) of method, data, model, clients, rounds and the equivalent `flwr run` line.
 
-    done: rounds that a run to resume has behind it.
+    done: finished rounds of a run to resume.
     """
     size = data_size(config)
     return [
@@ -57,7 +57,7 @@ def data_text(data: DataConfig, size: SourceInfo | None) -> str:
         images = f"{size.num_train:,} training and {size.num_test:,} test images"
         text = f"{data.source}: {images}, {shape}, {size.num_classes} classes"
     else:
-        text = f"{data.source}: sizes follow once it is read"
+        text = f"{data.source}: sizes are shown once it is read"
     if data.data_fraction < 1:
         text += f"; {100 * data.data_fraction:g} % of the training images"
     keys = PARTITION_KEYS.get(data.partition, ())
@@ -87,7 +87,7 @@ def rounds_text(config: RunConfig, done: int) -> str:
     train = config.train
     epochs = f"{train.local_epochs} local epoch{'s' if train.local_epochs != 1 else ''}"
     batches = (
-        f"{train.batches_per_epoch} batches an epoch"
+        f"{train.batches_per_epoch} batches per epoch"
         if train.batches_per_epoch
         else f"batch size {train.batch_size}"
     )

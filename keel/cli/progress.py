@@ -1,6 +1,6 @@
-"""What a terminal shows of a run: the plan before it, a line a round, the time left, the end.
+"""Progress of a run in a terminal: the plan, a line per round, the time left, the results.
 
-On a terminal a bar with the time left follows the lines; elsewhere there are plain lines alone.
+A terminal also shows a bar with the time left below the lines; other outputs get lines only.
 """
 
 import logging
@@ -54,15 +54,15 @@ class Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a warning."""
-        self.say(f"[yellow]{record.levelname.lower()}:[/] {escape(record.getMessage())}")
+        self.print(f"[yellow]{record.levelname.lower()}:[/] {escape(record.getMessage())}")
 
-    def say(self, markup: str) -> None:
+    def print(self, markup: str) -> None:
         """Print a line above the bar."""
         self.console.print(markup)
 
     def row(self, label: str, text: str) -> None:
         """Print a row of the plan."""
-        self.say(f"[bold]{label:<9}[/]  {escape(text)}")
+        self.print(f"[bold]{label:<9}[/]  {escape(text)}")
 
     def phase(self, text: str) -> None:
         """Name what the bar is waiting for."""
@@ -76,7 +76,7 @@ class Terminal(logging.Handler):
         self.row("directory", str(directory))
 
     def on_run_start(self, info: Any) -> None:
-        """Of `RunObserver`."""
+        """As `RunObserver`: print the sizes if the plan could not, then begin."""
         if not self.has_sizes:
             shape = " x ".join(map(str, info.image_shape))
             images = f"{info.num_train:,} training and {info.num_test:,} test images"
@@ -85,38 +85,38 @@ class Terminal(logging.Handler):
         self.begin(info.directory, info.last_round)
 
     def on_round(self, line: Mapping[str, Any]) -> None:
-        """Of `RunObserver`: a line, and the time left by the mean of the rounds so far."""
+        """As `RunObserver`: a line, and the time left, from the mean of the rounds so far."""
         self.last_round, self.num_done = line["round"], self.num_done + 1
         elapsed_s = time.monotonic() - self.started
         left = duration(elapsed_s / self.num_done * (self.num_rounds - self.last_round)) + " left"
         is_last = self.last_round >= self.num_rounds
         self.bar.update(self.task, completed=self.last_round, left="" if is_last else left)
-        self.say(round_line(line, self.num_rounds, "" if is_last else left))
+        self.print(round_line(line, self.num_rounds, "" if is_last else left))
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
-        """Of `RunObserver`: remember the summary for the end."""
+        """As `RunObserver`: store the summary for `finished`."""
         self.summary = summary
 
     def finished(self) -> None:
-        """Print the results and what can be done with the run."""
+        """Print the results and the commands that use the run."""
         for row in self.summary.get("results", {}).values():
             best, final = 100 * row["best"], 100 * row["final"]
-            self.say(f"[bold]{row['what']}[/]: {final:.2f} %, best {best:.2f} %")
+            self.print(f"[bold]{row['what']}[/]: {final:.2f} %, best {best:.2f} %")
         if self.directory:
             name = self.directory.name
-            took = duration(time.monotonic() - self.started)
-            self.say(
-                f"[green]finished[/] in {took}; see keel status, compare, predict, export {name}"
+            elapsed = duration(time.monotonic() - self.started)
+            self.print(
+                f"[green]finished[/] in {elapsed}; see keel status, compare, predict, export {name}"
             )
 
     def stopped(self) -> None:
-        """Say what an interrupted run left."""
+        """Print how to continue an interrupted run."""
         if self.directory is None:
-            self.say("[yellow]interrupted[/] before round 1: there is nothing to resume")
+            self.print("[yellow]interrupted[/] before round 1: nothing to resume")
             return
         name = self.directory.name
         done = f"[yellow]stopped[/] after round {self.last_round}"
-        self.say(f"{done}; to continue: keel resume {name}")
+        self.print(f"{done}; to continue: keel resume {name}")
 
 
 def round_line(line: Mapping[str, Any], num_rounds: int, left: str) -> str:

@@ -21,7 +21,7 @@ INTERRUPTED_CODE = 130
 
 
 class Engine(StrEnum):
-    """Where a run is executed."""
+    """What executes a run."""
 
     inline = "inline"
     flower = "flower"
@@ -30,7 +30,7 @@ class Engine(StrEnum):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Which engine executes a run, and its options; None: not given."""
+    """Which engine executes a run, and its options; None: the default."""
 
     engine: Engine = Engine.inline
     clients: int | None = None
@@ -55,18 +55,23 @@ class EngineOptions:
             )
 
 
-Words = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
+Assignments = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
 Clients = Annotated[
     int | None,
-    typer.Option(help="Number of simulated clients; else num-clients of the config, else 10."),
+    typer.Option(help="Number of simulated clients. Default: num-clients of the config, else 10."),
 ]
 EngineName = Annotated[
-    Engine, typer.Option("--engine", help="inline: in this process; flower: by `flwr run`.")
+    Engine, typer.Option("--engine", help="inline: in this process; flower: Flower's simulation.")
 ]
-Cpus = Annotated[float | None, typer.Option(help="CPUs of a worker, --engine flower. Default 1.")]
-Gpus = Annotated[float | None, typer.Option(help="GPUs of a worker, such as 0.25; as above.")]
+Cpus = Annotated[
+    float | None, typer.Option(help="CPUs per worker, with --engine flower. Default: 1.")
+]
+Gpus = Annotated[
+    float | None, typer.Option(help="GPUs per worker, with --engine flower, such as 0.25.")
+]
 Federation = Annotated[
-    str, typer.Option(help="Of --engine deployment: a name in Flower's config.toml, or HOST:PORT.")
+    str,
+    typer.Option(help="With --engine deployment: a name in Flower's config.toml, or HOST:PORT."),
 ]
 RootCertificates = Annotated[
     Path | None, typer.Option(help="The deployment's ca.pem, with --federation HOST:PORT.")
@@ -74,7 +79,7 @@ RootCertificates = Annotated[
 
 
 def run(
-    words: Words = None,
+    assignments: Assignments = None,
     preset: Annotated[str, typer.Option(help="A paper's setting; see `keel presets`.")] = "",
     clients: Clients = None,
     engine: EngineName = Engine.inline,
@@ -85,10 +90,10 @@ def run(
 ) -> int:
     """Train: `keel run method=fedintr num-rounds=10 source=folder:/data`.
 
-    Config keys are given as KEY=VALUE; `keel methods NAME` shows a method's. Exit code 0 if the run
+    Arguments are config keys; `keel methods NAME` lists those of a method. Exit code: 0 if the run
     finished, 1 if it failed, 2 if it was refused, 130 if it was interrupted.
     """
-    overrides = parse_overrides(words or [])
+    overrides = parse_overrides(assignments or [])
     if preset:
         if overrides.get("preset", preset) != preset:
             raise ValueError(f"--preset {preset} and preset={overrides['preset']} differ")
@@ -103,27 +108,27 @@ def run(
 
 def resume(
     run: Annotated[str, typer.Argument()],
-    words: Words = None,
+    assignments: Assignments = None,
     engine: EngineName = Engine.inline,
     gpus_per_client: Gpus = None,
     cpus_per_client: Cpus = None,
     federation: Federation = "",
     root_certificates: RootCertificates = None,
 ) -> int:
-    """Continue an interrupted run from its last checkpoint; num-rounds=N alone may be changed.
+    """Continue an interrupted run from its last checkpoint. Only num-rounds=N may change.
 
     RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
     """
-    overrides = parse_overrides(words or [])
+    overrides = parse_overrides(assignments or [])
     if changed := sorted(overrides.keys() - {"num-rounds"}):
-        raise ValueError(f"{changed[0]}: a resumed run keeps its config, except for num-rounds")
+        raise ValueError(f"{changed[0]}: cannot change in a resumed run; only num-rounds can")
     saved = find_run(run)
     if saved.is_running:
         raise ValueError(f"{saved.name} is running: `keel status {saved.name}` shows it")
     expected = int(overrides.get("num-rounds", saved.config["num-rounds"]))
     if saved.rounds >= expected and saved.state == FINISHED:
         raise ValueError(
-            f"{saved.name} has finished its {saved.rounds} rounds: give more, such as "
+            f"{saved.name} has finished its {saved.rounds} rounds: set more, such as "
             f"num-rounds={2 * saved.rounds}"
         )
     options = EngineOptions(
@@ -194,7 +199,7 @@ def execute(
             terminal.stopped()
             raise
         except (ValueError, OSError) as error:
-            if terminal.directory:  # too late for a refusal
+            if terminal.directory:  # training has begun: a failure
                 raise RuntimeError(str(error)) from error
             raise
     terminal.finished()
@@ -219,12 +224,12 @@ def with_clients(
     if clients is None or clients == expected:
         return dict(overrides), expected or DEFAULT_CLIENTS
     if resumed or "num-clients" in overrides:
-        raise ValueError(f"--clients {clients}: num-clients is {expected}; leave one of them out")
+        raise ValueError(f"--clients {clients}: num-clients is {expected}; remove one of them")
     return {**overrides, **({"num-clients": clients} if expected else {})}, clients
 
 
 def new_directory(config: RunConfig) -> Path:
-    """A new run directory, named as run-name says, else after time, method and data."""
+    """A new run directory, named by run-name, else by time, method and data."""
     rounds = config.rounds
     base = Path(rounds.output_dir).expanduser() if rounds.output_dir else runs_directory()
     source = config.data.source.partition(":")[0]

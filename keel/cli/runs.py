@@ -1,4 +1,4 @@
-"""`keel status`, `list`, `stop`, `compare`, `predict` and `export`: what can be done with runs."""
+"""`keel status`, `list`, `stop`, `compare`, `predict` and `export`: commands on runs."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ RunName = Annotated[str, typer.Argument()]
 def status(
     run: Annotated[str, typer.Argument(show_default=False)] = "",
 ) -> None:
-    """Show how a run is doing; without RUN, the one that changed last.
+    """Show the state of a run; without RUN, of the one that changed last.
 
     RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
     """
@@ -75,7 +75,7 @@ def status_lines(run: SavedRun) -> list[str]:
 
 def list_command(
     base: Annotated[Path | None, typer.Argument(metavar="[DIRECTORY]")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", help="The newest; 0: all.")] = 30,
+    limit: Annotated[int, typer.Option("--limit", "-n", help="Number of runs shown; 0: all.")] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the runs of a directory, by default $KEEL_HOME/runs, the last changed first."""
@@ -110,7 +110,7 @@ def list_command(
 
 
 def row_of(run: SavedRun) -> dict[str, Any]:
-    """A run in a list, for JSON; "?" where its config cannot be read."""
+    """A run as a row; "?" where its config cannot be read."""
     try:
         config: dict[str, Any] = run.config
         source = run.source
@@ -215,13 +215,13 @@ def compare(
 
 
 def differing_keys(runs: Sequence[SavedRun]) -> list[str]:
-    """The config keys, places apart, whose values differ between the runs."""
+    """The config keys, except paths, whose values differ between the runs."""
     keys = sorted({key for run in runs for key in run.config} - PLACES)
     return [key for key in keys if len({str(run.config.get(key)) for run in runs}) > 1]
 
 
 def comparison_row(run: SavedRun) -> dict[str, Any]:
-    """What `compare` says of a run."""
+    """A run's row in the table of `compare`."""
     numbers = summarise(run.history, run.config, last_rounds=1)
     return {
         "run": run.name,
@@ -323,7 +323,7 @@ def write_csv(run: SavedRun, path: Path) -> None:
     """Every round's numbers as a row."""
     rows = run.rows()
     if not rows:
-        raise ValueError(f"{run.name} has no finished round: there is nothing to export")
+        raise ValueError(f"{run.name} has no finished round: nothing to export")
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)

@@ -81,5 +81,5 @@ def test_a_mistake_that_others_are_judged_by_is_named_alone():
 
 
 def test_the_same_key_twice_is_a_mistake():
-    with pytest.raises(ValueError, match="alpha is given twice"):
+    with pytest.raises(ValueError, match="alpha is set twice"):
         parse_overrides(["alpha=1", "alpha=2"])

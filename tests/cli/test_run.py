@@ -25,8 +25,8 @@ def only_run(home):
 
 
 def test_a_run_that_fails_is_one_line_and_code_1(home, capsys):
-    assert main(["run", *SMALL, "lr=1e9", "clip-norm=0"]) in (1, 2)  # lr is given twice: 2
-    assert capsys.readouterr().err.startswith("error: lr is given twice")
+    assert main(["run", *SMALL, "lr=1e9", "clip-norm=0"]) in (1, 2)  # lr is set twice: 2
+    assert capsys.readouterr().err.startswith("error: lr is set twice")
     words = [word for word in SMALL if not word.startswith("lr")]
     assert main(["run", *words, "lr=1e30", "--clients", "2"]) == 1
     said = capsys.readouterr().err
@@ -51,7 +51,7 @@ def test_data_that_does_not_fit_is_refused_with_code_2(home, capsys):
         (["--engine", "deployment"], "--engine deployment and --federation go together"),
         (["--federation", "x"], "--engine deployment and --federation go together"),
         (["--preset", "nope"], "preset = 'nope' is unknown"),
-        (["num-clients=3", "--clients", "4"], "--clients 4: num-clients is 3; leave one of them"),
+        (["num-clients=3", "--clients", "4"], "--clients 4: num-clients is 3; remove one of them"),
         (["resume=/x"], "resume: use `keel resume /x`"),
     ],
 )

@@ -63,7 +63,7 @@ def test_history_model_and_plot(home, capsys, monkeypatch):
 def test_mistakes_raise_one_line(home):
     with pytest.raises(ValueError, match="'mehtod' is unknown; did you mean method"):
         keel.run(mehtod="fedcka")
-    with pytest.raises(ValueError, match="alpha is given twice"):
+    with pytest.raises(ValueError, match="alpha is set twice"):
         keel.run({"alpha": 1.0}, alpha=2.0)
     with pytest.raises(ValueError, match="engine = 'ray': expected inline or flower"):
         keel.run(engine="ray")

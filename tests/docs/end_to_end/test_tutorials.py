@@ -30,7 +30,7 @@ def copy_with_tutorials(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(repository / "pyproject.toml", copy)
     for path, content in code_blocks():
         target = copy / path
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         assert path == "pyproject.toml" or not target.exists(), f"{path} is Keel's own"
         with target.open("a") as file:
             file.write(("\n" if path == "pyproject.toml" else "") + content)
@@ -42,7 +42,7 @@ def test_the_page_has_both_halves_options_and_a_test_of_each_method() -> None:
     for name in ("feddyn", "fedproto"):
         assert f"client_app/methods/{name}.py" in titles
         assert f"strategies/{name}.py" in titles
-        assert f"tests/test_client_methods_{name}.py" in titles
+        assert f"tests/methods/test_{name}.py" in titles
     assert titles.count("pyproject.toml") == 2
 
 
