@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import NUM_CLIENTS, SMALL, final_model, history_of, same_bits
+from conftest import NUM_CLIENTS, SMALL, final_model, history_of, resume, same_bits
 from PIL import Image
 
 import server_app.inline
@@ -338,7 +338,7 @@ def test_a_damaged_history_is_set_aside_and_a_resume_goes_by_the_checkpoints(run
     lines = history.read_text().splitlines()
     damaged = "\n".join([lines[0], lines[1][:50], lines[2]]) + "\n"
     history.write_text(damaged)
-    run({"resume": str(folder), "num-rounds": 4})
+    resume(folder, num_rounds=4)
     assert history.with_name("history.jsonl.damaged").read_text() == damaged
     assert [json.loads(line)["round"] for line in history.read_text().splitlines()] == [1, 3, 4]
 
