@@ -30,7 +30,8 @@ demo: $(READY)  ## compare FedAvg with FedIntR on scikit-learn's digits, in abou
 	@$(BIN)/keel demo
 
 # --- checks and tests ------------------------------------------------------------------------
-PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
+# byte code is kept, or every process that a test starts compiles Keel and its tests anew
+PYTEST = PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
 # $(call checked,OPTIONS): style, then types beside the tests; pytest's summary is the last line
 checked = $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . || exit 1; \
   log=$$(mktemp); $(BIN)/mypy >$$log 2>&1 & types=$$!; \

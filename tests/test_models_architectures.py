@@ -1,20 +1,24 @@
 """Each network against its paper: written out, against torchvision's, by layer arithmetic."""
 
+from importlib import import_module
+
 import pytest
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision.models import (
-    MobileNet_V2_Weights,
-    ResNet18_Weights,
-    ResNet50_Weights,
-    SqueezeNet1_0_Weights,
-)
 
 from models import StagedModel, build_model
 from models.layers import NORMS, MaxPool2x2
 from models.resnet import HalvedAndPadded
+
+
+@pytest.fixture(scope="session")
+def published():
+    """torchvision.models; imported by the tests that need it, as that takes seconds."""
+    return import_module("torchvision.models")
+
+
+uses_torchvision = pytest.mark.xdist_group("torchvision")  # one worker imports it
 
 
 def build(name: str, num_classes: int = 10, channels: int = 3, **options) -> StagedModel:
@@ -112,19 +116,21 @@ def check_same_logits(model: StagedModel, paper: nn.Module) -> None:
 
 
 # ------------------------------------------------------------------ against torchvision
+@uses_torchvision
 @pytest.mark.parametrize("norm", ["group", "batch"])
-def test_resnet18_is_torchvisions_with_a_small_stem(norm):
-    reference = torchvision.models.resnet18(num_classes=10, norm_layer=NORMS[norm])
+def test_resnet18_is_torchvisions_with_a_small_stem(norm, published):
+    reference = published.resnet18(num_classes=10, norm_layer=NORMS[norm])
     reference.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     reference.maxpool = nn.Identity()
     check_same_logits(build("resnet18", norm=norm), reference)
 
 
+@uses_torchvision
 @torch.no_grad()
-def test_resnet50_is_torchvisions_with_a_small_stem_up_to_the_projection():
+def test_resnet50_is_torchvisions_with_a_small_stem_up_to_the_projection(published):
     model = build("resnet50", num_classes=10).eval()
     randomise(model)
-    reference = torchvision.models.resnet50()
+    reference = published.resnet50()
     reference.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     reference.maxpool = reference.fc = nn.Identity()
     keys = model.extractor_keys("conv5_x")
@@ -137,9 +143,10 @@ def test_resnet50_is_torchvisions_with_a_small_stem_up_to_the_projection():
     torch.testing.assert_close(h.mean((2, 3)), expected, rtol=1e-4, atol=1e-4 * expected.std())
 
 
+@uses_torchvision
 @pytest.mark.parametrize("norm", ["group", "batch"])
-def test_mobilenet_v2_is_torchvisions_with_other_strides(norm):
-    reference = torchvision.models.mobilenet_v2(
+def test_mobilenet_v2_is_torchvisions_with_other_strides(norm, published):
+    reference = published.mobilenet_v2(
         num_classes=10,
         norm_layer=NORMS[norm],
         inverted_residual_setting=[  # expansion, channels, depth, stride
@@ -274,28 +281,29 @@ def test_parameters_of_resnet20():
     assert count(build("resnet20")) == stem + first + second + third + affine(64, 10) == 269_722
 
 
+@uses_torchvision
 @pytest.mark.parametrize("channels", [1, 3])
-def test_parameters_of_the_published_networks(channels):
+def test_parameters_of_the_published_networks(channels, published):
     """torchvision states them for 1000 classes and 3 channels; here the stem is 3x3 everywhere."""
 
-    def published(weights, stem):
-        return weights.meta["num_params"] - stem
+    def all_but(name, stem):
+        return getattr(published, f"{name}_Weights").DEFAULT.meta["num_params"] - stem
 
     stem = 9 * channels
-    resnet18 = published(ResNet18_Weights.DEFAULT, 64 * 3 * 49) + 64 * stem
+    resnet18 = all_but("ResNet18", 64 * 3 * 49) + 64 * stem
     assert count(build("resnet18", 1000, channels)) == resnet18
 
-    resnet50 = published(ResNet50_Weights.DEFAULT, 64 * 3 * 49) + 64 * stem
+    resnet50 = all_but("ResNet50", 64 * 3 * 49) + 64 * stem
     projected = resnet50 - affine(2048, 1000)
     projected += affine(2048, 2048) + affine(2048, 256) + affine(256, 1000)
     assert count(build("resnet50", 1000, channels)) == projected
 
-    mobilenet = published(MobileNet_V2_Weights.DEFAULT, 32 * 27) + 32 * stem
+    mobilenet = all_but("MobileNet_V2", 32 * 27) + 32 * stem
     assert count(build("mobilenet-v2", 1000, channels)) == mobilenet
 
     # Without norms torchvision's convolutions have a bias each: a norm has two numbers for its one.
     fire_outputs = sum(2 * (width // 8 + width) for width in (128, 256, 384, 512))
-    squeezenet = published(SqueezeNet1_0_Weights.DEFAULT, 96 * 3 * 49) + 96 * stem
+    squeezenet = all_but("SqueezeNet1_0", 96 * 3 * 49) + 96 * stem
     assert count(build("squeezenet", 1000, channels)) == squeezenet + 96 + fire_outputs
 
 

@@ -1,16 +1,16 @@
 """What a user may get wrong: one clear line each, exit code 1, and nothing written is lost."""
 
 import itertools
+import json
 import logging
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import NUM_CLIENTS, SMALL, final_model, history_of, same_bits
+from conftest import NUM_CLIENTS, SMALL, final_model, history_of, resume, same_bits
 from PIL import Image
 
 import server_app.inline
@@ -332,15 +332,15 @@ def test_a_config_that_is_cut_short_is_named(rejected, run):
     assert rejected({"resume": str(folder)}).startswith(f"{config} is damaged or incomplete: ")
 
 
-def test_a_history_that_is_damaged_in_the_middle_is_named_and_left_as_it_is(rejected, run):
+def test_a_damaged_history_is_set_aside_and_a_resume_goes_by_the_checkpoints(run):
     folder = run({"num-rounds": 3, "local-epochs": 0})
     history = folder / "history.jsonl"
     lines = history.read_text().splitlines()
-    spoilt = "\n".join([lines[0], lines[1][:50], lines[2]]) + "\n"
-    history.write_text(spoilt)
-    line = rejected({"resume": str(folder), "num-rounds": 4})
-    assert line.startswith(f"{history}, line 2 is damaged: ")
-    assert history.read_text() == spoilt
+    damaged = "\n".join([lines[0], lines[1][:50], lines[2]]) + "\n"
+    history.write_text(damaged)
+    resume(folder, num_rounds=4)
+    assert history.with_name("history.jsonl.damaged").read_text() == damaged
+    assert [json.loads(line)["round"] for line in history.read_text().splitlines()] == [1, 3, 4]
 
 
 def test_a_refused_resume_loses_nothing(rejected, run):
@@ -352,32 +352,6 @@ def test_a_refused_resume_loses_nothing(rejected, run):
     rejected({"resume": str(folder), "num-rounds": 5}, num_clients=3)
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
     assert same_bits(final_model(folder), model)
-
-
-# --- the command itself ----------------------------------------------------------------------
-
-
-def test_the_command_ends_with_one_line_and_exit_code_1(tmp_path, keel_home):
-    """Once in a process of its own, with all that the libraries may print on the way."""
-    broken = tmp_path / "runs"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "server_app.inline", "--num-clients", "3"),
-            *(f'output-dir="{broken}"', 'method="fedreco"', "local-test-fraction=0.2"),
-            *("fedreco.eta-0=1e38", "num-rounds=5", 'model="cnn-fedreco"'),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent.parent,
-        check=False,
-    )
-    assert done.returncode == 1
-    [line] = done.stderr.splitlines()
-    assert re.match(r"error: round \d: ", line)
-    assert "not finite" in line
-    assert "Traceback" not in done.stdout
-    [folder] = broken.iterdir()
-    assert f"run directory: {folder}" in done.stdout
 
 
 def test_check_config_accepts_what_is_there_by_default():

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from keel.cli.bench import PARTS, source_lines
 from keel.cli.main import main
 from protocol.config import app_folder
@@ -16,23 +14,6 @@ def bench(tmp_path, *words):
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert (tmp_path / "bench.md").read_text().startswith("| what |")
     return rows
-
-
-def test_splits(tmp_path):
-    assert len(bench(tmp_path, "splits")) == 3
-
-
-@pytest.mark.parametrize("part", ["steps", "resnet50", "operators"])
-def test_local_training(part, tmp_path):
-    rows = bench(tmp_path, part)
-    assert all("fedavg" in row["what"] or "/" in row["what"] for row in rows)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", LONG)
-def test_whole_rounds(part, tmp_path):
-    words = ["--gpu", "--device", "cpu"] if part == "gpu" else [part]
-    assert LONG[part] in bench(tmp_path, *words)[0]["what"]
 
 
 def test_every_part_is_tested():

@@ -1,13 +1,6 @@
 """`keel run` and `keel resume` in this process's engine: plan, progress, exit codes, Ctrl-C."""
 
-import re
-import signal
-import subprocess
-import sys
-import time
-
 import pytest
-from conftest import all_models, history_of, same_bits, summary_of, without_times
 from tools.sizes import as_json, measured_sizes
 
 from keel.cli.main import main
@@ -15,7 +8,6 @@ from keel.cli.run import EngineOptions, config_of, with_clients
 from keel.cli.sizes import SIZES_FILE, data_size, parameter_count, stored_sizes
 from keel.runs import SavedRun
 from protocol.config import presets, resolve_config
-from server_app.inline import InlineGrid
 
 SMALL = ["model=cnn-fedreco", "lr=0.05", "alpha=5", "num-rounds=3"]
 
@@ -30,29 +22,6 @@ def home(tmp_path, monkeypatch):
 def only_run(home):
     [directory] = (home / "runs").iterdir()
     return directory
-
-
-def test_a_run_shows_its_plan_then_a_line_a_round(home, capsys):
-    assert main(["run", "method=fedprox", *SMALL, "--clients", "3"]) == 0
-    said = capsys.readouterr()
-    directory, shown = only_run(home), said.out
-    assert "fedprox (mu 0.01, half true)" in shown
-    assert "digits: 1,438 training and 359 test images, 1 x 32 x 32, 10 classes" in shown
-    assert "cnn-fedreco, 61,706 parameters" in shown
-    assert "3, all of them in every round" in shown
-    assert str(directory) in shown
-    for number, line in enumerate(history_of(directory), start=1):
-        accuracy = f"{100 * line['global']['accuracy']:.2f} %"
-        assert re.search(rf"round {number}/3 +accuracy +{re.escape(accuracy)} +loss ", shown)
-    assert summary_of(directory)["status"] == "finished"
-    assert "Traceback" not in said.err
-
-
-def test_the_printed_flwr_line_is_the_same_run(home, capsys):
-    assert main(["run", "method=fedprox", "fedprox.mu=1", *SMALL, "--clients", "3"]) == 0
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "flwr run ." in line]
-    assert """--federation-config 'num-supernodes=3 client-resources-num-cpus=1'""" in line
-    assert 'method="fedprox" fedprox.mu=1.0 model="cnn-fedreco"' in line
 
 
 def test_a_run_that_fails_is_one_line_and_code_1(home, capsys):
@@ -105,70 +74,6 @@ def test_clients_come_from_the_option_the_config_or_are_ten():
         found = with_clients(overrides, config_of(overrides, None), clients, None)
         assert found == expected
     assert EngineOptions().engine == "inline"
-
-
-# --- Ctrl-C and resume ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stopped_by", ["signal", "keel stop"])
-def test_ctrl_c_stops_the_run_cleanly(home, stopped_by):
-    command = [sys.executable, "-m", "keel", "run", *SMALL[:-1], "num-rounds=100000"]
-    process = subprocess.Popen(
-        [*command, "--clients", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        deadline = time.monotonic() + 100
-        while not list(home.glob("runs/*/checkpoints/round-00002*")):
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
-        directory = only_run(home)
-        assert SavedRun(directory).state == "running"
-        if stopped_by == "signal":
-            process.send_signal(signal.SIGINT)
-        else:
-            assert main(["stop", directory.name]) == 0
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait(timeout=60)
-    assert process.returncode == 130
-    assert summary_of(directory)["status"] == "stopped"
-    assert SavedRun(directory).state == "stopped"
-    assert f"keel resume {directory.name}" in out
-    assert err == ""
-
-
-def test_a_resumed_run_equals_one_that_was_not_interrupted(home, capsys, monkeypatch):
-    answer, asked = InlineGrid.pull_messages, []
-
-    def interrupted(grid, message_ids):
-        asked.append(1)
-        if len(asked) == 4:  # the roster, round 1, round 2; then Ctrl-C
-            raise KeyboardInterrupt
-        return answer(grid, message_ids)
-
-    words = ["method=moon", *SMALL, "--clients", "3"]
-    assert main(["run", "run-name=whole", *words]) == 0
-    monkeypatch.setattr(InlineGrid, "pull_messages", interrupted)
-    assert main(["run", "run-name=cut", *words]) == 130
-    monkeypatch.undo()
-    monkeypatch.setenv("KEEL_HOME", str(home))
-    assert "keel resume cut" in capsys.readouterr().out
-    assert SavedRun(home / "runs" / "cut").state == "stopped"
-    assert main(["resume", "cut", "lr=1"]) == 2
-    assert main(["resume", "cu"]) == 0
-    whole, cut = (home / "runs" / name for name in ("whole", "cut"))
-    assert same_bits(all_models(whole), all_models(cut))
-    assert without_times(history_of(whole)) == without_times(history_of(cut))
-
-
-def test_a_finished_run_is_resumed_for_more_rounds_only(home, capsys):
-    assert main(["run", "run-name=a", *SMALL, "--clients", "2"]) == 0
-    assert main(["resume", "a"]) == 2
-    assert "a has finished its 3 rounds: set more, such as num-rounds=6" in capsys.readouterr().err
-    assert main(["resume", "a", "num-rounds=4"]) == 0
-    assert [line["round"] for line in history_of(home / "runs" / "a")] == [1, 2, 3, 4]
 
 
 # --- sizes ---------------------------------------------------------------------------------------

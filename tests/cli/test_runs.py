@@ -309,21 +309,6 @@ def test_torchscript_gives_the_models_logits(trained, tmp_path):
     assert tuple(json.loads(extra["classes.json"])) == load_model(trained).class_names
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_onnx_gives_the_models_logits(trained, tmp_path):
-    onnx = pytest.importorskip("onnx")
-    pytest.importorskip("onnxscript")
-    from onnx.reference import ReferenceEvaluator
-
-    path = tmp_path / "model.onnx"
-    assert main(["export", str(trained), "--to", "onnx", "-o", str(path)]) == 0
-    pixels = torch.randint(0, 256, (5, 1, 32, 32), generator=torch.manual_seed(0)).float()
-    [found] = ReferenceEvaluator(str(path)).run(None, {"pixels": pixels.numpy()})
-    np.testing.assert_allclose(found, expected_logits(trained, pixels), atol=1e-4)
-    [metadata] = [p for p in onnx.load(str(path)).metadata_props if p.key == "classes"]
-    assert tuple(json.loads(metadata.value)) == load_model(trained).class_names
-
-
 def test_without_the_extra_the_export_says_what_to_install(trained, tmp_path, monkeypatch, capsys):
     found = importlib.util.find_spec
     monkeypatch.setattr(

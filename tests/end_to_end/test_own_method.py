@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-root = Path(__file__).parent.parent
+root = Path(__file__).parents[2]
 readme = (root / "README.md").read_text()
 packages = ("client_app", "data", "models", "protocol", "server_app", "strategies")
 

@@ -1,0 +1,44 @@
+"""A refused run as a command."""
+
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def log_handlers_of_their_own() -> Iterator[None]:
+    """`main` logs to the stdout of its moment; the next test has another one."""
+    logger = logging.getLogger("keel")
+    before = list(logger.handlers), logger.level, logger.propagate
+    logger.handlers.clear()
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+def test_the_command_ends_with_one_line_and_exit_code_1(tmp_path, keel_home):
+    """Once in a process of its own, with all that the libraries may print on the way."""
+    broken = tmp_path / "runs"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "server_app.inline", "--num-clients", "3"),
+            *(f'output-dir="{broken}"', 'method="fedreco"', "local-test-fraction=0.2"),
+            *("fedreco.eta-0=1e38", "num-rounds=5", 'model="cnn-fedreco"'),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert re.match(r"error: round \d: ", line)
+    assert "not finite" in line
+    assert "Traceback" not in done.stdout
+    [folder] = broken.iterdir()
+    assert f"run directory: {folder}" in done.stdout
