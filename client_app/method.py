@@ -83,7 +83,7 @@ class Method:
     # Documentation only: nothing depends on these.
     paper: ClassVar[str] = ""
     regularises: ClassVar[str] = "nothing"
-    keeps: ClassVar[str] = "nothing"
+    client_state: ClassVar[str] = "nothing"
     # forward passes beside the local model's, for each step, before caching
     extra_forwards: ClassVar[str] = "0"
 

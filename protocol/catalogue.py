@@ -37,7 +37,7 @@ class MethodSpec:
     options: type[Any]
     paper: str
     regularises: str
-    keeps: str
+    client_state: str
     extra_forwards: str
     is_local_objective: bool
     is_stateful: bool

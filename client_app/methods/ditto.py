@@ -35,7 +35,7 @@ class Ditto(LocalObjective):
 
     is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
-    keeps: ClassVar[str] = "its personal model"
+    client_state: ClassVar[str] = "its personal model"
     regularises: ClassVar[str] = "all weights of the personal model, towards the global model's"
     paper: ClassVar[str] = "Li et al. 2021 (Ditto)"
     extra_forwards: ClassVar[str] = "1, with backward"

@@ -78,7 +78,7 @@ class FedCKA(LocalObjective):
     is_stateful: ClassVar[bool] = True
     uses_global: ClassVar[bool] = True
     uses_previous: ClassVar[bool] = True
-    keeps: ClassVar[str] = "its previous local model"
+    client_state: ClassVar[str] = "its previous local model"
     equals_fedavg_at: ClassVar[Mapping[str, float]] = {"mu": 0.0}
     regularises: ClassVar[str] = "first M layers, towards the global, away from the previous model"
     paper: ClassVar[str] = "Son et al. 2022 (FedCKA)"

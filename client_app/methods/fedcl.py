@@ -34,7 +34,7 @@ def repulsion(phi: Tensor, tau: float, negatives: str) -> Tensor:
 
 @dataclass(frozen=True)
 class FedCL(_LevelContrast):
-    """Repulsion of samples within the batch, at every level."""
+    """Repulsion of samples within the batch, at every stage."""
 
     regularises: ClassVar[str] = "all stages, samples of a batch against each other, without labels"
     paper: ClassVar[str] = "Seo et al. 2024 (ablation)"

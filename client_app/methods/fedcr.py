@@ -112,7 +112,7 @@ class FedCR(Method):
     has_own_server_half: ClassVar[bool] = True
     default_weighting: ClassVar[str] = "uniform"
     shared_part: ClassVar[str] = "extractor"
-    keeps: ClassVar[str] = "its head"
+    client_state: ClassVar[str] = "its head"
     regularises: ClassVar[str] = "stochastic features, towards a global Gaussian for each class"
     paper: ClassVar[str] = "Zhang et al. 2023"
     extra_forwards: ClassVar[str] = "`fedcr.samples` of the head"

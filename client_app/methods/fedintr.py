@@ -58,7 +58,7 @@ class FedIntR(LocalObjective):
     is_stateful: ClassVar[bool] = True
     uses_global: ClassVar[bool] = True
     uses_previous: ClassVar[bool] = True
-    keeps: ClassVar[str] = "its previous local model"
+    client_state: ClassVar[str] = "its previous local model"
     equals_fedavg_at: ClassVar[Mapping[str, float]] = {"mu": 0.0}
     regularises: ClassVar[str] = "all stages, towards the global, away from the previous model"
     paper: ClassVar[str] = "Tun et al. 2023 (FedIntR)"

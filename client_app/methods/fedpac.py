@@ -58,7 +58,7 @@ class FedPAC(Method):
     has_global_model: ClassVar[bool] = False
     has_own_server_half: ClassVar[bool] = True
     shared_part: ClassVar[str] = "extractor"
-    keeps: ClassVar[str] = "its head"
+    client_state: ClassVar[str] = "its head"
     regularises: ClassVar[str] = "classifier's input, towards the global class prototypes"
     paper: ClassVar[str] = "Xu et al. 2023"
     extra_forwards: ClassVar[str] = "3 per round, over all samples"

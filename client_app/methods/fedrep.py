@@ -32,7 +32,7 @@ class FedRep(Method):
     adapts_global: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
     shared_part: ClassVar[str] = "extractor"
-    keeps: ClassVar[str] = "its head"
+    client_state: ClassVar[str] = "its head"
     paper: ClassVar[str] = "Collins et al. 2021"
 
     head_epochs: int = option(

@@ -16,7 +16,7 @@ from protocol.options import more_than, one_of, option
 
 @dataclass(frozen=True)
 class FedSCL(_LevelContrast):
-    """Supervised contrast within the batch, at every level."""
+    """Supervised contrast within the batch, at every stage."""
 
     regularises: ClassVar[str] = "all stages, samples of a batch against each other"
     paper: ClassVar[str] = "Seo et al. 2024 (ablation)"

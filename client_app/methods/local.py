@@ -26,7 +26,7 @@ class LocalOnly(Method):
     sends_weights: ClassVar[bool] = False
     supports_server_optimizer: ClassVar[bool] = False
     shared_part: ClassVar[str] = "nothing"
-    keeps: ClassVar[str] = "its whole model"
+    client_state: ClassVar[str] = "its whole model"
     paper: ClassVar[str] = "the lower bound"
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:

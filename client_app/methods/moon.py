@@ -44,7 +44,7 @@ class MOON(LocalObjective):
     is_stateful: ClassVar[bool] = True
     uses_global: ClassVar[bool] = True
     uses_previous: ClassVar[bool] = True
-    keeps: ClassVar[str] = "its previous local model"
+    client_state: ClassVar[str] = "its previous local model"
     equals_fedavg_at: ClassVar[Mapping[str, float]] = {"mu": 0.0}
     regularises: ClassVar[str] = (
         "classifier's input, towards the global, away from the previous model"

@@ -70,7 +70,9 @@ class Scaffold(LocalObjective):
     is_stateful: ClassVar[bool] = True
     supports_server_optimizer: ClassVar[bool] = False
     has_own_server_half: ClassVar[bool] = True
-    keeps: ClassVar[str] = "its control variate c_i, and the one before"  # an update may be lost
+    client_state: ClassVar[str] = (
+        "its control variate c_i, and the one before"  # an update may be lost
+    )
     regularises: ClassVar[str] = "every gradient, by control variates"
     paper: ClassVar[str] = "Karimireddy et al. 2020"
 

@@ -98,7 +98,7 @@ def method_rows() -> list[Row]:
             "name": name,
             "paper": spec.paper,
             "regularises": spec.regularises,
-            "client state": spec.keeps,
+            "client state": spec.client_state,
             "stateful": spec.is_stateful,
             "personal": spec.is_personal,
             "traffic": traffic[name],

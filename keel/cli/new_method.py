@@ -15,10 +15,10 @@ from protocol.catalogue import method_names, method_stem
 from protocol.config import app_folder, default_config
 
 SERVER_FLAG = "    has_own_server_half: ClassVar[bool] = True\n"
-SERVER_OPTION = """    eta: float = option(
-        between(0, 1, open_low=True), "server learning rate", source="eq. (3)"
-    )
-"""
+SERVER_OPTION = (
+    "    eta: float = option("
+    'between(0, 1, open_low=True), "server learning rate", source="eq. (3)")\n'
+)
 
 TABLE = """
 [tool.flwr.app.config.fed-new]
