@@ -49,19 +49,36 @@ FACTS = DatasetSpec(
 )  # where only a record is needed
 
 
-COSTLY_FIXTURES = ("superlink", "deployed", "keel", "swept", "site", "copy_with_tutorials")
+# These take longest and start first, or one core would wait for the other at the end.
+LONGEST = ("test_flwr_run.py", "test_loopback.py", "test_server_run.py", "test_experiments_runs.py")
 torch.set_num_threads(1)  # xdist has a worker for each core
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests in end_to_end/, and keep those that share a costly fixture on one worker."""
+    """Mark the tests in end_to_end/, and run the longest files first."""
     for item in items:
         if "end_to_end" in item.path.parts:
             item.add_marker(pytest.mark.end_to_end)
-        for fixture in COSTLY_FIXTURES:
-            if fixture in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group(fixture))
+    rank = {name: number for number, name in enumerate(LONGEST, start=-len(LONGEST))}
+    items.sort(key=lambda item: rank.get(item.path.name, 0))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files in end_to_end/ stay on one worker, as their tests share costly fixtures.
+
+    Other tests go to any worker. xdist's own groups have no effect under pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            together = "end_to_end" in path or path.endswith("test_models_architectures.py")
+            return path if together else nodeid
+
+    config.option.loadscopereorder = False  # the order of collection
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,9 +18,6 @@ def published():
     return import_module("torchvision.models")
 
 
-uses_torchvision = pytest.mark.xdist_group("torchvision")  # one worker imports it
-
-
 def build(name: str, num_classes: int = 10, channels: int = 3, **options) -> StagedModel:
     return build_model(
         name, num_classes=num_classes, channels=channels, image_size=32, seed=0, **options
@@ -116,7 +113,6 @@ def check_same_logits(model: StagedModel, paper: nn.Module) -> None:
 
 
 # ------------------------------------------------------------------ against torchvision
-@uses_torchvision
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_resnet18_is_torchvisions_with_a_small_stem(norm, published):
     reference = published.resnet18(num_classes=10, norm_layer=NORMS[norm])
@@ -125,7 +121,6 @@ def test_resnet18_is_torchvisions_with_a_small_stem(norm, published):
     check_same_logits(build("resnet18", norm=norm), reference)
 
 
-@uses_torchvision
 @torch.no_grad()
 def test_resnet50_is_torchvisions_with_a_small_stem_up_to_the_projection(published):
     model = build("resnet50", num_classes=10).eval()
@@ -143,7 +138,6 @@ def test_resnet50_is_torchvisions_with_a_small_stem_up_to_the_projection(publish
     torch.testing.assert_close(h.mean((2, 3)), expected, rtol=1e-4, atol=1e-4 * expected.std())
 
 
-@uses_torchvision
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_mobilenet_v2_is_torchvisions_with_other_strides(norm, published):
     reference = published.mobilenet_v2(
@@ -281,7 +275,6 @@ def test_parameters_of_resnet20():
     assert count(build("resnet20")) == stem + first + second + third + affine(64, 10) == 269_722
 
 
-@uses_torchvision
 @pytest.mark.parametrize("channels", [1, 3])
 def test_parameters_of_the_published_networks(channels, published):
     """torchvision states them for 1000 classes and 3 channels; here the stem is 3x3 everywhere."""
