@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -44,9 +45,12 @@ def imported_modules(file):
             yield node.module.partition(".")[0]
 
 
+distributions_by_package = cache(packages_distributions)
+
+
 @pytest.mark.parametrize("package", packages)
 def test_every_imported_package_is_declared(package):
-    distributions = packages_distributions()
+    distributions = distributions_by_package()
     missing = {}
     for file in (root / package).rglob("*.py"):
         for module in set(imported_modules(file)) - sys.stdlib_module_names - set(packages):

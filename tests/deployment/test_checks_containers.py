@@ -6,6 +6,7 @@ import pytest
 from deployment_fixtures import doctor, program
 
 from client_app.worker_client import code_digest
+from keel.deployment import checks_runtime
 from keel.deployment.credentials import make_credentials
 
 
@@ -24,6 +25,7 @@ def at_a_client(made, tmp_path, monkeypatch):
         program(tmp_path / "docker", script)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
         monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+        monkeypatch.setattr(checks_runtime, "timeout_s", 0.5)  # for a worker that is not there
         words = ["--credentials", str(made / "site-a"), "--fleet", "127.0.0.1:1"]
         _, lines = doctor("client", *words, "--device", "cpu", *more)
         return lines
