@@ -67,7 +67,7 @@ def reply(name, arrays, examples):
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 def test_the_average_is_of_the_replies_by_examples_of_this_round(weighting):
-    server = server_of(make_config(weighting=weighting))
+    server = server_of(make_config(weighting=weighting, max_weight_share=1.0))
     models = [initial(make_config(), seed=s) for s in (1, 2, 3)]
     sizes = [10, 5, 25]
     following = server.next_arrays(
@@ -84,7 +84,7 @@ UNIFORM = {"fedrcl", "fedscl", "fedcl", "fedbabu", "fedcr"}  # their papers and 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_unless_asked_the_papers_weights_are_taken(method):
-    config = make_config(method=method)
+    config = make_config(method=method, max_weight_share=1.0)
     assert config.rounds.weighting == "auto"
     server = server_of(config)
     if method not in ("fedreco", "local"):  # eq. (8); nothing to average

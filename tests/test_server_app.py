@@ -26,7 +26,10 @@ class Grid(InlineGrid):
 
     def __init__(self, keys):
         super().__init__(client_app.app.app, simulated_nodes(2))
-        self.keys, self._retry_invoker = keys, SimpleNamespace(max_time=None)
+        self.keys = keys
+        self._retry_invoker = SimpleNamespace(
+            max_time=None, should_giveup=lambda error: False, invoke=None
+        )
 
     @property
     def run(self):

@@ -91,7 +91,7 @@ def test_every_method_runs_for_two_rounds_and_leaves_its_folder(finished, name):
     folder, printed = finished(name)
     summary, history = summary_of(folder), history_of(folder)
     assert summary["status"] == "finished", printed
-    assert f"directory: {folder}" in printed
+    assert f"run directory: {folder}" in printed
     assert "Traceback" not in printed
     assert summary["rounds"] == len(history) == 2
     assert summary["left_out"] == 0

@@ -107,6 +107,6 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(home, capsys, monkeyp
 def test_a_finished_run_is_resumed_for_more_rounds_only(home, capsys):
     assert main(["run", "run-name=a", *SMALL, "--clients", "2"]) == 0
     assert main(["resume", "a"]) == 2
-    assert "a has finished its 3 rounds: give more, such as num-rounds=6" in capsys.readouterr().err
+    assert "a has finished its 3 rounds: set more, such as num-rounds=6" in capsys.readouterr().err
     assert main(["resume", "a", "num-rounds=4"]) == 0
     assert [line["round"] for line in history_of(home / "runs" / "a")] == [1, 2, 3, 4]

@@ -335,7 +335,7 @@ def test_a_client_without_variance_keeps_its_own_head():
 
 
 def pac_server():
-    config = pac()
+    config = pac(max_weight_share=1.0)
     return FedPACServer(config, build_network(config, SHAPE, NUM_CLASSES))
 
 
