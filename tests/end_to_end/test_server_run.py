@@ -76,7 +76,7 @@ def test_the_folder_holds_config_history_checkpoints_model_and_pictures(finished
     names = {path.name for path in finished.iterdir()} - {".lock"}
     assert names == {
         *("config.json", "roster.json", "history.jsonl", "summary.json", "model.safetensors"),
-        *("run.log", "manifest.json", "checkpoints", "accuracy.png", "labels.png"),
+        *("run.log", "manifest.json", "checkpoints", "accuracy.png", "labels.png", "audit.jsonl"),
     }
     assert re.fullmatch(r"\d{8}-\d{6}-fedavg-digits(-\d+)?", finished.name)
     for picture in ("accuracy.png", "labels.png"):
