@@ -16,11 +16,7 @@ from flwr.common.config import parse_config_args
 from keel.cli.engines import FlowerRun, Job, is_from_keel
 from keel.deployment import superlink
 from keel.deployment.simulation import MARK, end_processes, locked, marked_processes
-<<<<<<< HEAD
 from keel.deployment.superlink import SuperLinkClient, app_directory, app_packages
-=======
-from keel.deployment.superlink import app_directory, run_config
->>>>>>> integrate
 from keel.runs import is_locked, lock_holder
 
 root = Path(__file__).parent.parent.parent
@@ -34,11 +30,7 @@ def names_in(fab):
 
 def test_an_installed_keel_makes_the_same_app_as_its_checkout(tmp_path, monkeypatch):
     expected = names_in(build_fab_from_disk(root))
-<<<<<<< HEAD
     for package in (*app_packages, "keel"):
-=======
-    for package in (*superlink.app_packages, "keel"):
->>>>>>> integrate
         skip = shutil.ignore_patterns("__pycache__")
         shutil.copytree(root / package, tmp_path / package, ignore=skip)
     shutil.copy(root / "pyproject.toml", tmp_path / "protocol")
@@ -54,11 +46,7 @@ def test_flwr_reads_back_what_a_job_says():
     overrides = {"method": "fedreco", "fedreco.k-u": "2 epochs", "flip": True, "lr": 0.1,
                  "num-rounds": 3, "source": "folder:/a b=c"}  # fmt: skip
     job = Job(overrides, 4, cpus_per_client=0.5, gpus_per_client=0.25)
-<<<<<<< HEAD
     assert parse_config_args([superlink.run_config(job.overrides)]) == overrides
-=======
-    assert parse_config_args([run_config(overrides)]) == overrides
->>>>>>> integrate
     found = tomllib.loads(job.federation_config().replace(" ", "\n"))
     assert found == {
         "num-supernodes": 4,
@@ -79,11 +67,7 @@ def test_flwr_reads_back_what_a_job_says():
 def test_the_reason_of_a_failure_is_one_line(tmp_path, log, reason):
     path = tmp_path / "flwr.log"
     path.write_text(log)
-<<<<<<< HEAD
     assert FlowerRun(SuperLinkClient(tmp_path, "localhost:1"), root, path).reason() == reason
-=======
-    assert FlowerRun(None, root, path).reason() == reason
->>>>>>> integrate
 
 
 def test_lines_of_keel_are_told_from_flowers():
