@@ -9,21 +9,24 @@ client -> server   query     roster: `RosterEntry`
 
 `counted-round` is the client's last accepted round: the last one whose update was aggregated, 0:
 none. `extra` holds what a method sends beside the model (control variates, prototypes) and may be
-empty.
+empty. Tensors are packed when they leave the process: within it the receiver gets the sender's.
 """
 
 import json
+import math
 import re
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from typing import Any, TypeVar, get_type_hints
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from safetensors.numpy import load, save
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from safetensors.numpy import load
 from torch import Tensor
 
 from protocol.config import RunConfig, config_from_json, keel_version
+from protocol.flower_compat import LazyArray
+from protocol.packing import Pieces, packed_pieces, size_of
 from protocol.text import check_client_name, in_one_line
 
 Arrays = dict[str, Tensor]
@@ -187,26 +190,58 @@ def last_accepted_round_of(message: Message) -> int:
     return int(message.content.config_records["client"]["counted-round"])  # type: ignore[arg-type]
 
 
+class HandedArrays(LazyArray):
+    """Tensors as one Flower array; it makes its bytes once they are read, to leave the process."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.__dict__["arrays"] = {
+            name: (array.detach() if array.requires_grad else array).cpu().contiguous()
+            for name, array in arrays.items()
+        }
+        super().__init__("uint8", PACKED)
+
+    def pieces(self) -> Pieces:
+        """The bytes in pieces: the tensors' own memory."""
+        arrays: Arrays = self.__dict__["arrays"]
+        return packed_pieces(arrays, {"names": json.dumps([*arrays])})
+
+    def size_bytes(self) -> int:
+        """The number of bytes, without making them."""
+        return size_of(self.pieces())
+
+
 def array_record(arrays: Arrays, name: str = "arrays") -> ArrayRecord:
-    """Tensors packed into one Flower array called `name`, in the safetensors format.
+    """Tensors as one Flower array called `name`, in the safetensors format; do not modify them.
 
     A SuperLink stores two objects for each Flower array, at ten or more database statements an
     object: sent one by one, a network's arrays would be most of the cost of a round in deployment.
     """
-    if not arrays:
-        return ArrayRecord()
-    values = {key: a.detach().cpu().contiguous().numpy() for key, a in arrays.items()}
-    content = save(values, {"names": json.dumps([*values])})
-    return ArrayRecord({name: Array("uint8", (len(content),), PACKED, content)})
+    record = ArrayRecord()
+    if arrays:
+        record[name] = HandedArrays(arrays)  # the constructor would make a copy of its bytes
+    return record
+
+
+def joined(*records: ArrayRecord) -> ArrayRecord:
+    """One record with the arrays of all."""
+    whole = ArrayRecord()
+    for record in records:
+        for name, array in record.items():
+            whole[name] = array
+    return whole
 
 
 def tensors(record: ArrayRecord | None) -> Arrays:
-    """The tensors in a record, copied, in their order; {} for none.
+    """The tensors in a record, in their order; {} for none. Do not modify them.
 
-    Bytes sent by a client may raise any exception here, not only ValueError.
+    A record that was made in this process has the sender's tensors. Bytes sent by a client may
+    raise any exception here, not only ValueError.
     """
     found: Arrays = {}
     for name, array in (record or {}).items():
+        if isinstance(array, HandedArrays):
+            found |= array.__dict__["arrays"]
+            continue
         length = int.from_bytes(array.data[:8], "little")
         if array.stype != PACKED or length > MAX_HEADER_BYTES:
             raise ValueError(f"{name!r} holds no arrays packed by Keel")
@@ -346,9 +381,37 @@ def with_current_names(arrays: Arrays) -> Arrays:
 
 def payload_bytes(message: Message) -> int:
     """Bytes of the records in a message, without Flower's envelope."""
-    return sum(record.count_bytes() for record in message.content.values())
+    return sum(record_bytes(record) for record in message.content.values())
+
+
+def record_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
+    """Bytes of a record; tensors are counted as if they were packed."""
+    if not isinstance(record, ArrayRecord):
+        return record.count_bytes()
+    return sum(
+        len(name) + (array.size_bytes() if isinstance(array, HandedArrays) else len(array.data))
+        for name, array in record.items()
+    )
 
 
 def all_finite(arrays: Arrays) -> bool:
     """Whether no array holds a NaN or an infinity."""
-    return all(bool(a.isfinite().all()) for a in arrays.values() if a.is_floating_point())
+    return all(is_finite(a) for a in arrays.values() if a.is_floating_point())
+
+
+def is_finite(array: Tensor) -> bool:
+    """Whether a floating array holds no NaN and no infinity."""
+    return all(map(math.isfinite, extremes(array)))
+
+
+def extremes(array: Tensor) -> tuple[float, float]:
+    """(smallest, largest) value, both NaN if one is; (0, 0) of none. One pass over the memory.
+
+    Client and server ask the same of an array: the answer is stored with it until it changes.
+    """
+    version, *found = getattr(array, "keel_extremes", (None,))
+    if version != array._version:
+        low, high = array.aminmax() if array.numel() else (0, 0)
+        found = [float(low), float(high)]
+        array.keel_extremes = (array._version, *found)  # type: ignore[attr-defined]
+    return found[0], found[1]

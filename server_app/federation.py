@@ -15,11 +15,12 @@ from client_app.method import Method
 from client_app.methods import method_of
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of
+from client_app.state import StateMemory, memories
 from data.sources import Source
 from models import StagedModel
 from protocol.config import RunConfig, resolve_config
-from protocol.files import private_files
-from protocol.flower_compat import is_in_process_grid, watch_superlink
+from protocol.files import digest_of_pieces, private_files
+from protocol.flower_compat import has_own_clients, is_in_process_grid, watch_superlink
 from protocol.messages import (
     Arrays,
     DatasetSpec,
@@ -50,7 +51,7 @@ from server_app.history import (
     truncate_history,
     without_clients,
 )
-from server_app.manifest import begin_manifest, finish_manifest, note_round
+from server_app.manifest import NUM_NOTED_ROUNDS, begin_manifest, finish_manifest, note_round
 from server_app.observers import RunInfo, RunObserver
 from server_app.record import client_fields, score_fields, training_fields
 from server_app.report import Reporter, plot_split
@@ -102,6 +103,7 @@ class Run:
     cohort_size: int
     start: Checkpoint
     monitor: Monitor | None
+    memory: StateMemory
 
 
 @private_files()
@@ -133,6 +135,7 @@ def run_federation(
     try:
         run_rounds(run, at_exit, observers)
     finally:
+        memories.pop(run.directory.path, None)
         run.directory.close()
     return run.directory
 
@@ -187,12 +190,13 @@ def prepare(
         monitor = Monitor(config, method, source, model.to(device), initial_weights, entries)
 
     start = Checkpoint(0, strategy.initial_arrays(model), {})
-    if resumed and resumed.has_rounds():  # a run interrupted in round 1 starts again
+    if resumed and resumed.has_checkpoint(config.rounds.checkpoint_interval):
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
         strategy.load(start.state)
     if resumed and config.privacy.epsilon:
         resumed.restore_releases(start.state)
     directory = resumed or new_run_directory(config)
+    directory.checkpoint_interval = config.rounds.checkpoint_interval
     audit = AuditLog(directory.path)
     registry.note = audit.note
     audit.note("started", round=start.round + 1)
@@ -208,6 +212,9 @@ def prepare(
         overrides = {**overrides, "num-clients": len(roster)}
     directory.save_config(resolve_config(overrides), overrides)
     begin_manifest(directory.path, config, entries)
+    memory = StateMemory()
+    if config.rounds.snapshot_every > 1 and has_own_clients(grid):
+        memories[directory.path] = memory
     exchange = Exchange(
         grid,
         lambda node: roster[node].client if node in roster else f"on node {node}",
@@ -232,6 +239,7 @@ def prepare(
         cohort_size=cohort,
         start=start,
         monitor=monitor,
+        memory=memory,
     )
 
 
@@ -269,6 +277,8 @@ def run_rounds(
         finally:
             reporter.finish(status)
             run.audit.note("ended", status=status)
+        if status == "finished" and not config.rounds.keep_state:
+            run.directory.remove_state(keeps_personal=run.method.is_personal)
         finish_manifest(path)
         if run.monitor:
             plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
@@ -294,7 +304,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     if run.registry.has_changed:
         save_roster(run.directory.path / ROSTER_FILE, run.roster)
         run.registry.has_changed = False
-    checkpoint_round = max(0, server_round - NUM_CHECKPOINTS)  # the oldest a resume may start from
+    checkpoint_round = oldest_checkpoint(server_round, rounds.checkpoint_interval)
     run_dir = name_for_clients(run)
     request = TrainRequest(config, run.data, server_round, checkpoint_round, on_train, run_dir)
     messages = list(
@@ -368,11 +378,22 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     state = strategy.state()
     if config.privacy.epsilon:
         state |= run.directory.release_state()
-    checkpoint_digest = run.directory.save_checkpoint(
-        Checkpoint(server_round, tensors(following), state), config.model.model
-    )
-    note_round(run.directory.path, server_round, checkpoint_digest)
+    checkpoint = Checkpoint(server_round, tensors(following), state)
+    if is_last or server_round % rounds.snapshot_every == 0:
+        run.memory.write(oldest_checkpoint(server_round + 1, rounds.checkpoint_interval))
+    if is_last or server_round % rounds.checkpoint_interval == 0:
+        checkpoint_digest = run.directory.save_checkpoint(checkpoint, config.model.model)
+        note_round(run.directory.path, server_round, checkpoint_digest)
+    elif server_round <= NUM_NOTED_ROUNDS:
+        checkpoint_digest = digest_of_pieces(checkpoint.pieces(config.model.model))
+        note_round(run.directory.path, server_round, checkpoint_digest)
     return following, line
+
+
+def oldest_checkpoint(server_round: int, interval: int) -> int:
+    """The oldest round that a run interrupted in this round may resume from; 0: from the start."""
+    newest = (server_round - 1) // interval * interval
+    return max(0, newest - (NUM_CHECKPOINTS - 1) * interval)
 
 
 def name_for_clients(run: Run) -> str:

@@ -33,6 +33,7 @@ class InlineGrid(Grid):
     """Clients that live in this process and answer one after the other, in the order asked."""
 
     is_in_process: ClassVar[bool] = True
+    has_own_clients: ClassVar[bool] = True
 
     def __init__(self, app: ClientApp, node_configs: Sequence[NodeConfig]) -> None:
         self.app = app

@@ -21,6 +21,7 @@ from protocol.messages import (
     RosterEntry,
     TrainReply,
     array_record,
+    joined,
     message_content,
     tensors,
 )
@@ -244,7 +245,7 @@ class Average(Strategy):
             self.addressed.add(client)
             own, sent = self.own_extra(client), extra
             if own:
-                sent = ArrayRecord({**extra, **array_record(own, "own")})
+                sent = joined(extra, array_record(own, "own"))
             content = message_content(
                 config, arrays, sent, self.last_accepted_rounds.get(client, 0)
             )
