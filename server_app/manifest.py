@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from client_app.setup import client_indices, device_for
-from client_app.worker_client import code_digest
+from protocol.code import code_digest
 from protocol.config import RunConfig, app_folder, keel_version
 from protocol.files import digest, write_atomically
 from protocol.messages import RosterEntry
@@ -93,7 +93,9 @@ def split_digest(config: RunConfig, roster: Sequence[RosterEntry]) -> str:
     return hashed.hexdigest()[:16]
 
 
-def begin_manifest(directory: Path, config: RunConfig, roster: Sequence[RosterEntry]) -> None:
+def begin_manifest(
+    directory: Path, config: RunConfig, num_clients: int, is_simulated: bool, split: str
+) -> None:
     """Write the manifest before the first round, or update it on a resume.
 
     Versions stay those of the noted rounds. keel, machines: all that worked on the run; the
@@ -103,9 +105,9 @@ def begin_manifest(directory: Path, config: RunConfig, roster: Sequence[RosterEn
     fields: dict[str, Any] = {
         "versions": before["versions"] if before.get("rounds") else versions(),
         "keel": appended(before.get("keel", []), f"{keel_version()} {commit()}".strip()),
-        "clients": len(roster),
-        "simulated": all(entry.num_partitions for entry in roster),
-        "split": split_digest(config, roster),
+        "clients": num_clients,
+        "simulated": is_simulated,
+        "split": split,
     }
     if fields["simulated"]:
         here = machine(device_for(config.train.device))

@@ -17,6 +17,7 @@ from protocol.files import write_atomically
 from protocol.messages import RosterEntry, roster_entry
 
 CLASSES = "number of classes"
+MAX_LISTED = 10_000  # simulated clients; of more, files and pictures say less
 OUTLIER = 10  # times the median of the sites' numbers of samples: worth a warning
 
 
@@ -30,14 +31,23 @@ def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
 
 
 def save_roster(path: Path, roster: Mapping[int, RosterEntry]) -> None:
-    """Write the clients and their nodes, in the order of names."""
-    ordered = sorted(roster.items(), key=lambda pair: pair[1].client)
-    rows = [{"node": node, **asdict(entry)} for node, entry in ordered]
+    """Write the clients and their nodes, in the order of names; of very many their number."""
+    rows: object = {"simulated": len(roster)}
+    if len(roster) <= MAX_LISTED:
+        ordered = sorted(roster.items(), key=lambda pair: pair[1].client)
+        rows = [{"node": node, **asdict(entry)} for node, entry in ordered]
     write_atomically(path, (json.dumps(rows, indent=1) + "\n").encode())
 
 
-def roster_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[str]:
-    """A line for each thing that is unusual about the clients but allowed."""
+def roster_warnings(
+    config: RunConfig,
+    entries: Sequence[RosterEntry],
+    known: Mapping[str, Sequence[int]] | None = None,
+) -> list[str]:
+    """A line for each thing that is unusual about the clients but allowed.
+
+    known: samples of each class of all clients, where `entries` are not of all.
+    """
     warnings = []
     for what, versions in (
         ("flwr and torch", {e.client: e.versions for e in entries}),
@@ -51,7 +61,7 @@ def roster_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[s
                 "Results may differ in the last bits"
             )
     warnings += count_warnings(config, entries)
-    note = method_of(config).check_roster(known_label_counts(entries))
+    note = method_of(config).check_roster(known or known_label_counts(entries))
     return warnings + ([note] if note else [])
 
 

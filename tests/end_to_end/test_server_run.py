@@ -411,7 +411,7 @@ def test_a_finished_run_gives_up_its_state_but_not_its_models(run, method):
             one, two = (load_model(f, name).network.state_dict() for f in (kept, removed))
             assert same_bits(one, two)
     else:
-        with pytest.raises(ValueError, match="no intact checkpoint.*start a new run"):
+        with pytest.raises(ValueError, match="no intact checkpoint"):
             resume(removed, num_rounds=3)
 
 
