@@ -124,6 +124,12 @@ class Run:
     # of the personal models of clients that have not trained since
     scores: dict[str, TrainReply] = field(default_factory=dict)
 
+    @property
+    def has_own_models(self) -> bool:
+        """Whether clients are evaluated with models that change when they train, and then only."""
+        method = self.method
+        return method.is_personal and not (method.adapts_global or method.has_global_model)
+
 
 @private_files()
 def run_federation(
@@ -285,6 +291,8 @@ def run_rounds(
     """All rounds from the first or the checkpoint's, then the final model and the report."""
     config, path = run.config, run.directory.path
     history = truncate_history(path / HISTORY_FILE, run.start.round)
+    if run.has_own_models and is_in_process_grid(run.grid):
+        run.scores = scores_in(history)
     reporter = Reporter(config, info_of(run, history), observers, lambda: privacy_spent(run))
     at_exit(reporter.interrupted)
     arrays = array_record(run.start.arrays)
@@ -326,11 +334,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     is_evaluated = is_last or server_round % rounds.evaluate_every == 0
     on_clients = evaluates_clients(config, run.method) if is_evaluated else "none"
     # a personal model does not change between training and evaluation: one message does for both
-    on_train = (
-        on_clients != "none"
-        and run.method.is_personal
-        and not (run.method.adapts_global or run.method.has_global_model)
-    )
+    on_train = on_clients != "none" and run.has_own_models
     seconds: dict[str, float] = {}
 
     started = time.perf_counter()
@@ -398,7 +402,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         clients = clients - {reply.client for reply in scored}
         nodes = strategy.nodes_of(sorted(clients - strategy.away))
         if is_in_process_grid(run.grid) and on_train:
-            run.scores |= {reply.client: reply for reply in map(without_arrays, report.kept)}
+            run.scores |= {reply.client: scores_alone(reply) for reply in report.kept}
         if nodes:
             evaluation = evaluate_on_clients(run, server_round, following, nodes)
             scored += evaluation.kept
@@ -436,9 +440,23 @@ def oldest_checkpoint(server_round: int, interval: int) -> int:
     return max(0, newest - (NUM_CHECKPOINTS - 1) * interval)
 
 
-def without_arrays(reply: TrainReply) -> TrainReply:
-    """The reply's metrics alone."""
+def scores_alone(reply: TrainReply) -> TrainReply:
+    """The reply without its arrays."""
     return replace(reply, arrays={}, extra={})
+
+
+def scores_in(history: Sequence[Line]) -> dict[str, TrainReply]:
+    """The newest score of each client's own model since it last trained."""
+    scores: dict[str, TrainReply] = {}
+    for line in history:
+        for client in [*line["participants"], *line["left_out"]]:
+            scores.pop(client, None)
+        accuracies = line.get("personal", {}).get("clients", {})
+        for client in line["participants"]:
+            if client in accuracies:
+                metrics = {"personal-accuracy": accuracies[client]}
+                scores[client] = TrainReply(client, line["round"], {}, {}, metrics)
+    return scores
 
 
 def name_for_clients(run: Run) -> str:
