@@ -61,6 +61,7 @@ def test_flwr_reads_back_what_a_job_says():
         ("x\n12:00:00 error: no data\nTraceback\nRuntimeError: no data\n", "no data"),
         ("Error: SuperLink is unavailable\n", "SuperLink is unavailable"),
         ("something\nelse\n\n", "else"),
+        ("╭─ Error ───╮\n│ unavailable.    │\n╰───────────╯\n", "unavailable."),
         ("", "its log is empty"),
     ],
 )
