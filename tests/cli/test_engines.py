@@ -23,7 +23,7 @@ root = Path(__file__).parent.parent.parent
 
 
 def names_in(fab):
-    """What a Flower app bundle holds; its own list of contents aside."""
+    """What a Flower app file (FAB) holds; its own list of contents aside."""
     with zipfile.ZipFile(io.BytesIO(fab)) as file:
         return {name for name in file.namelist() if not name.startswith(".info")}
 
