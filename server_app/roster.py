@@ -15,6 +15,7 @@ from protocol.catalogue import method_names, method_spec
 from protocol.config import RunConfig
 from protocol.files import write_atomically
 from protocol.messages import RosterEntry, roster_entry
+from server_app.history import DAMAGE
 
 CLASSES = "number of classes"
 OUTLIER = 10  # times the median of the sites' numbers of samples: worth a warning
@@ -25,7 +26,7 @@ def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
     try:
         rows = json.loads(path.read_text())
         return {int(row.pop("node")): roster_entry(row) for row in rows}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, *DAMAGE) as error:
         raise ValueError(f"{path}: missing, damaged or of another version: {error}") from error
 
 
