@@ -65,10 +65,8 @@ def run_command(
     ] = None,
     grid: Annotated[
         str,
-        typer.Option(
-            help="Values under `tune`: full, or paper (its best). Default: full at scale paper."
-        ),
-    ] = "",
+        typer.Option(help="Values under `tune`: paper (its best where it names one), or full."),
+    ] = "paper",
     workers: Annotated[
         int, typer.Option(min=0, help="Concurrent runs. 0: one per GPU, or one per core.")
     ] = 0,
@@ -78,19 +76,19 @@ def run_command(
 
     Finished runs are skipped, interrupted ones resumed.
     """
-    from keel.experiments.plan import selected
+    from keel.experiments.plan import seeds_for, selected
     from keel.experiments.recipe import load_recipe
     from keel.experiments.runs import Options
 
     refuse_unknown("--scale", scale, list(SCALES))
-    refuse_unknown("--grid", grid, ["", "full", "paper"])
+    refuse_unknown("--grid", grid, ["full", "paper"])
     loaded = load_recipe(recipe)
     cells = selected(loaded, [name.strip() for names in only or () for name in names.split(";")])
     options = Options(
         scale=scale,
         changes=parse_changes(set_ or ()),
-        seeds=list(range(seeds)) or loaded.seeds,
-        full_grid=(grid or ("full" if scale == "paper" else "paper")) == "full",
+        seeds=list(range(seeds)) or seeds_for(loaded, cells, grid == "full"),
+        full_grid=grid == "full",
     )
     from keel.experiments.runner import run_recipe  # torch; mistakes above are refused without it
 

@@ -10,6 +10,7 @@ import pytest
 
 import client_app.worker_client
 import server_app.manifest
+import server_app.sources
 from client_app.setup import client_indices, open_source
 from client_app.worker_client import code_digest, run_by_worker
 from data.partitions import partition_indices, stratified_share
@@ -19,13 +20,12 @@ from protocol.config import app_folder, resolve_config
 from protocol.messages import RosterEntry
 from protocol.seeds import seed_of
 from server_app.manifest import (
-    SERVER_PACKAGES,
     begin_manifest,
     commit,
     note_round,
     read_manifest,
-    sources_digest,
 )
+from server_app.sources import SERVER_PACKAGES, sources_digest
 
 keys = {"source": "digits", "model": "cnn-fedreco", "num-clients": 4}
 
@@ -125,7 +125,7 @@ def test_an_app_bundle_is_the_same_place_as_the_checkout_and_changed_sources_are
     ours = sources_digest()
     for package in {*run_by_worker, *SERVER_PACKAGES}:
         shutil.copytree(app_folder / package, tmp_path / package)
-    for module in (server_app.manifest, client_app.worker_client):
+    for module in (server_app.sources, client_app.worker_client):
         monkeypatch.setattr(module, "app_folder", tmp_path)
 
     def again():
