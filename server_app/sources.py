@@ -1,4 +1,4 @@
-"""Which code a run is made with: the digest of its sources and the version of torch; needs no torch."""
+"""Which code a run is made with: its sources and the version of torch. Needs no torch."""
 
 import hashlib
 from functools import lru_cache

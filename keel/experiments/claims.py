@@ -135,7 +135,9 @@ def compared(claim: Claim, left: Result, right: Result) -> tuple[list[float], li
     words = [failures_of(name, side) for name, side in ((claim.left, left), (claim.right, right))]
     is_time = left.cell.take.how == "seconds to"
     if is_time and any(s.by_seed.get(n) == math.inf for n in judged for s in (left, right)):
-        num = [sum(math.isfinite(s.by_seed.get(n, math.inf)) for n in judged) for s in (left, right)]
+        num = [
+            sum(math.isfinite(s.by_seed.get(n, math.inf)) for n in judged) for s in (left, right)
+        ]
         words.append(f"{claim.left} reaches it with {num[0]}, {claim.right} with {num[1]}")
     elif differences:
         spread = f" ± {statistics.stdev(differences):.2f}" if len(differences) > 1 else ""
@@ -216,10 +218,8 @@ def judge(leads: Sequence[float]) -> str:
     return REPRODUCED if low > 0 else NOT_REPRODUCED if high < 0 else INCONCLUSIVE
 
 
-def what_decides(
-    differences: Sequence[float], paper_effect: float | None, share: float
-) -> str:
-    """What an open claim lacks: runs, local steps, or so many seeds at the spread that was found."""
+def what_decides(differences: Sequence[float], paper_effect: float | None, share: float) -> str:
+    """What an open claim lacks: runs, local steps, or so many seeds at the spread found."""
     if not differences:
         return "runs of both sides"
     if share < 1:

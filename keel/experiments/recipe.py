@@ -8,9 +8,9 @@
     of, take, at         which curve of the history, how it becomes one number, at which round
     columns, rows        mappings of name to config keys; a list of mappings is their product
     grid                 config key to list of values: each combination is a row
-    claims               "FedIntR above FedAvg in CIFAR-10": judged in the report. With " from round 40" the
-                         paper makes it from there on, else from the round at which it is read
-    headlines            claims, without their round, that the summary of all papers shows
+    claims               "FedIntR above FedAvg in CIFAR-10", judged in the report; with
+                         " from round 40" if the paper makes it before the round that it reads
+    headlines            the claims, without their rounds, that `keel experiments summary` shows
 
 A row or column may also hold `of`, `take`, `at`; `tune` (config key to the list of values to try),
 `tuned` (the paper's best of them: one, or one a column) and, in rows, `paper`: the paper's numbers,
@@ -115,12 +115,12 @@ class Recipe:
     @property
     def content(self) -> str:
         """A digest of what its runs are and how their numbers are read."""
-        read = [
-            [c.row.name, c.column.name, dict(c.keys), [dict(each) for each in c.candidates]]
-            + [dict(c.paper_candidate or {}), c.of, c.take.how, c.take.number, c.at]
-            for c in self.cells
-        ]
-        return digest(json.dumps(read, sort_keys=True).encode())
+        hashed = []
+        for cell in self.cells:
+            keys = [cell.keys, *cell.candidates, cell.paper_candidate or {}]
+            read = [cell.of, cell.take.how, cell.take.number, cell.at]
+            hashed.append([cell.row.name, cell.column.name, *map(dict, keys), *read])
+        return digest(json.dumps(hashed, sort_keys=True).encode())
 
     def cell(self, row: str, column: str) -> Cell:
         """The cell of this row and column."""

@@ -183,7 +183,9 @@ def test_a_run_of_another_config_does_not_count_is_named_and_run_again(tmp_path,
     message = "momentum = 0.8, today 0.9"
     started, printed = started_by(recipe, how, tmp_path, monkeypatch)
     assert started == [odd.name]
-    assert f"1 runs do not count, stay on disk and are run again:\n  {odd.name}: {message}" in printed
+    assert (
+        f"1 runs do not count, stay on disk and are run again:\n  {odd.name}: {message}" in printed
+    )
     _, text = write_report(tmp_path)
     assert f"| FedAvg | –; a run does not count: {message} |" in text.read_text()
     assert "| FedProx | 25.00 |" in text.read_text()
@@ -476,9 +478,7 @@ def test_times_of_different_machines_are_not_compared(tmp_path):
     for seed in how.seeds:
         (attempt,) = run_of(recipe.cell("B", "result"), {}, seed, how, tmp_path).attempts()
         about = json.loads((attempt / "manifest.json").read_text())
-        (attempt / "manifest.json").write_text(
-            json.dumps(about | {"machines": ["cuda: some GPU"]})
-        )
+        (attempt / "manifest.json").write_text(json.dumps(about | {"machines": ["cuda: some GPU"]}))
     text = write_report(tmp_path)[1].read_text()
     assert "| B | 60.00 ± 0.00 |" in text  # there, the clock on the wall
     assert "inconclusive | different machines: cpu: not recorded, cuda: some GPU |" in text
