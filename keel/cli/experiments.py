@@ -20,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+HISTORIES = Path("docs/results/histories")
 Output = Annotated[
     Path | None,
     typer.Option(help="Directory of all runs and reports. Default: ~/.keel/experiments."),
@@ -117,6 +118,31 @@ def report_command(output: Output = None) -> None:
     from keel.experiments.rendering import write_report
 
     for path in write_report(output_folder(output)):
+        print(path)
+
+
+@app.command("archive")
+def archive_command(
+    folder: Annotated[Path, typer.Argument(help="Where the zips go.")] = HISTORIES,
+    output: Output = None,
+) -> None:
+    """Copy the configs and histories of finished runs, small, one zip for each table."""
+    from keel.experiments.archive import pack
+
+    for path in pack(output_folder(output), folder):
+        print(path)
+
+
+@app.command("summary")
+def summary_command(
+    histories: Annotated[Path, typer.Option(help="The archive's folder.")] = HISTORIES,
+    page: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/results/papers.md"),
+    readme: Annotated[Path, typer.Option(help="The file with the table.")] = Path("README.md"),
+) -> None:
+    """Write the page of the papers' headline claims, and the README's table, from the archive."""
+    from keel.experiments.summary import write_summary
+
+    for path in write_summary(histories, page, readme):
         print(path)
 
 

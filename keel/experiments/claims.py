@@ -33,7 +33,8 @@ class JudgedClaim:
 
     effect, interval, paper_effect: left minus right, in percentage points or seconds; the interval
     is the 95 % t interval of the mean; None where there is no number.
-    seeds: pairs of runs that were judged, failed ones included. deviations: keys that differ from
+    seeds: pairs of runs that were judged, failed ones included. share: the local steps of the runs
+    over those from which the paper makes the claim. deviations: keys that differ from
     the paper's. decide: what would decide an open claim; empty for a decided one.
     """
 
@@ -46,6 +47,7 @@ class JudgedClaim:
     interval: tuple[float, float] | None
     paper_effect: float | None
     seeds: int
+    share: float
     scale: str
     deviations: Sequence[str]
     decide: str
@@ -70,13 +72,10 @@ def judge_claims(recipe: Recipe, results: Results, options: Options) -> list[Jud
 def _judged(
     claim: Claim, recipe: Recipe, results: Results, options: Options, is_mixed: bool
 ) -> JudgedClaim:
-    is_rows = any(row.name == claim.left for row in recipe.rows)
-    pair = [
-        results.get((name, claim.place) if is_rows else (claim.place, name))
-        for name in (claim.left, claim.right)
-    ]
-    sides = [side for side in pair if side is not None]
-    papers = [side.cell.paper for side in sides if side.cell.paper is not None]
+    names = sides_of(claim, recipe)
+    sides = [results[name] for name in names if name in results]
+    cells = [c for name in names for c in recipe.cells if (c.row.name, c.column.name) == name]
+    papers = [cell.paper for cell in cells if cell.paper is not None]
     paper_effect = papers[0] - papers[1] if len(papers) == 2 else None
     verdict, detail, differences, leads = NOT_TESTED, "not run", [], []
     deviations: dict[str, None] = {}
@@ -108,11 +107,19 @@ def _judged(
         interval=interval,
         paper_effect=paper_effect,
         seeds=len(leads),
+        share=share,
         scale=options.scale,
         deviations=list(deviations),
         decide="" if verdict in VERDICTS[:2] else what_decides(differences, paper_effect, share),
         is_headline=claim.is_headline,
     )
+
+
+def sides_of(claim: Claim, recipe: Recipe) -> list[tuple[str, str]]:
+    """(row, column) of the claim's left and right side."""
+    is_rows = any(row.name == claim.left for row in recipe.rows)
+    sides = (claim.left, claim.right)
+    return [(name, claim.place) if is_rows else (claim.place, name) for name in sides]
 
 
 def compared(claim: Claim, left: Result, right: Result) -> tuple[list[float], list[float], str]:
@@ -221,7 +228,7 @@ def judge(leads: Sequence[float]) -> str:
 def what_decides(differences: Sequence[float], paper_effect: float | None, share: float) -> str:
     """What an open claim lacks: runs, local steps, or so many seeds at the spread found."""
     if not differences:
-        return "runs of both sides"
+        return "runs of both sides at the paper's setting"
     if share < 1:
         return f"{1 / share:.0f} times the local steps"
     effect = abs(statistics.fmean(differences) if paper_effect is None else paper_effect)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from keel.experiments.measure import measure
-from keel.experiments.recipe import Cell, Recipe
+from keel.experiments.recipe import Cell, Recipe, parse_recipe
 from keel.experiments.runs import (
     DIVERGED,
     Options,
@@ -16,6 +16,7 @@ from keel.experiments.runs import (
     code_of,
     history_in,
     machines_of,
+    read_json,
     run_of,
 )
 from keel.experiments.scale import Keys, scaled_round
@@ -182,6 +183,27 @@ def seeds_for(recipe: Recipe, cells: Sequence[Cell], full_grid: bool) -> Sequenc
         return recipe.seeds
     more = (seed for seed in itertools.count() if seed not in recipe.seeds)
     return [*recipe.seeds, *itertools.islice(more, max(0, TUNED_SEEDS + 1 - len(recipe.seeds)))]
+
+
+def load_job(job: Path) -> tuple[Recipe, Options]:
+    """The recipe, with the selected cells alone, and the options of a job of `runner.save_job`.
+
+    Finished runs of other code than today's count. ValueError if the file is damaged.
+    """
+    about = read_json(job)
+    try:
+        recipe = parse_recipe(about["text"], Path(about["recipe"]))
+        if "cells" in about:  # under a --set, other cells may coincide with these
+            recipe = narrowed(recipe, about["cells"])
+        how = [about[key] for key in ("scale", "changes", "seeds", "full_grid")]
+    except KeyError as error:
+        raise ValueError(f"{job} is damaged: {error} is missing") from error
+    return recipe, Options(*how, any_code=True)
+
+
+def results_of(recipe: Recipe, options: Options, output: Path) -> dict[tuple[str, str], Result]:
+    """The outcome of each cell, by row and column."""
+    return {(c.row.name, c.column.name): result_of(c, options, output) for c in recipe.cells}
 
 
 def narrowed(recipe: Recipe, names: Sequence[Sequence[str]]) -> Recipe:

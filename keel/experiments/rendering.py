@@ -11,9 +11,9 @@ import jinja2
 
 from keel.experiments.claims import JudgedClaim, failed_share, judge_claims, tally
 from keel.experiments.figures import Picture, label_pictures, run_pictures
-from keel.experiments.plan import Result, narrowed, result_of
-from keel.experiments.recipe import Cell, Recipe, parse_recipe
-from keel.experiments.runs import Options, machines_of, read_json, wall_seconds
+from keel.experiments.plan import Result, load_job, results_of
+from keel.experiments.recipe import Cell, Recipe
+from keel.experiments.runs import Options, machines_of, wall_seconds
 from protocol.files import write_atomically
 from server_app.history import duration
 
@@ -64,15 +64,7 @@ def write_report(output: Path) -> list[Path]:
     if not jobs:
         raise ValueError(f"--output {output}: nothing was run there yet")
     (output / "figures").mkdir(exist_ok=True)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"number": shown, "ours": ours, "data_uri": data_uri}
+    environment = template_environment()
     content = {
         "sections": [section_of(path, output) for path in jobs],
         "date": time.strftime("%Y-%m-%d %H:%M"),
@@ -85,23 +77,28 @@ def write_report(output: Path) -> list[Path]:
     return paths
 
 
+def template_environment() -> jinja2.Environment:
+    """Jinja with the templates of this folder and the filters for numbers and pictures."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"number": shown, "ours": ours, "data_uri": data_uri}
+    return environment
+
+
 def section_of(job: Path, output: Path) -> Section:
     """A job (written by `runner.save_job`) with what its runs have left."""
-    about = read_json(job)
-    try:
-        recipe = parse_recipe(about["text"], Path(about["recipe"]))
-        if "cells" in about:  # under a --set, other cells may coincide with these
-            recipe = narrowed(recipe, about["cells"])
-        how = [about[key] for key in ("scale", "changes", "seeds", "full_grid")]
-        options = Options(*how, any_code=True)
-    except KeyError as error:
-        raise ValueError(f"{job} is damaged: {error} is missing") from error
-    results = {}
+    recipe, options = load_job(job)
     if recipe.shows == "labels":
+        results = {}
         pictures = label_pictures(recipe, options, output, job.stem)
     else:
-        for cell in recipe.cells:
-            results[cell.row.name, cell.column.name] = result_of(cell, options, output)
+        results = results_of(recipe, options, output)
         pictures = run_pictures(recipe, results, output, job.stem)
     label = label_of(recipe, options)
     return Section(

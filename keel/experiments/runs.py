@@ -13,7 +13,7 @@ from keel.experiments.measure import History
 from keel.experiments.recipe import Cell
 from keel.experiments.scale import SCALES, Keys, scaled
 from protocol.catalogue import method_spec
-from protocol.config import RENAMED_KEYS, RENAMED_VALUES, default_config, resolve_config
+from protocol.config import RENAMED_KEYS, RENAMED_VALUES, RunConfig, default_config, resolve_config
 from protocol.options import OptionValue
 from server_app.history import read_history
 from server_app.sources import code_version
@@ -30,7 +30,7 @@ _OLD_VALUES = {(key, new): old for (key, old), new in RENAMED_VALUES.items()}
 IRRELEVANT = {"preset", "output-dir", "data-dir", "resume", "run-name", "last-rounds"}
 RELEVANT_TO_SECONDS = {"device", "cache-mb"}  # and `threads`, on which the bits depend too
 DIVERGED, FAILED = "diverged", "failed"
-NOT_FINITE = "not finite"  # in the status of a run that ended so: server_app/federation.py
+DIVERGENCE = ("not finite", "bound on values")  # in the status of a run that ended so
 
 
 def with_old_names(flat: Keys) -> dict[str, OptionValue]:
@@ -97,6 +97,14 @@ class Options:
         """Scale and changed keys."""
         changed = [f"{key}={value}" for key, value in sorted(self.changes.items())]
         return ", ".join([f"scale {self.scale}", *changed])
+
+
+def name_of(config: RunConfig, is_timed: bool, is_0_1: bool = False) -> str:
+    """The name of the run with this config: method, source, seed and the hash."""
+    source = config.data.source.rpartition("/")[2]
+    stem = re.sub(r"[^a-z0-9]+", "-", f"{config.rounds.method}-{source}".lower())
+    seed, relevant = config.rounds.seed, identity(config.flat, is_timed)
+    return f"{stem}-seed{seed}-{hash_of(relevant, is_0_1)}"
 
 
 @dataclass(frozen=True)
@@ -197,15 +205,12 @@ def make_run(
     config = resolve_config(full)
     if not config.rounds.num_clients:
         raise ValueError("num-clients = 0: expected the recipe to set the number of clients")
-    old_hash = hash_of(identity(config.flat, is_timed), is_0_1=True)
+    old_name = name_of(config, is_timed, is_0_1=True)
     method = method_spec(config.rounds.method)
     if only_last and method.adapts_global and method.is_stateful is not True:
         full |= {"evaluate-every": config.rounds.num_rounds, **options.changes}
         config = resolve_config(full)
-    source = config.data.source.rpartition("/")[2]
-    stem = re.sub(r"[^a-z0-9]+", "-", f"{config.rounds.method}-{source}".lower())
-    hashes = [hash_of(identity(config.flat, is_timed)), old_hash]
-    names = list(dict.fromkeys(f"{stem}-seed{seed}-{each}" for each in hashes))
+    names = list(dict.fromkeys([name_of(config, is_timed), old_name]))
     return Run(
         keys=full,
         rounds=config.rounds.num_rounds,
@@ -240,10 +245,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def status_of(directory: Path) -> str:
-    """`finished`, `diverged` (values that are not finite) or `failed`; empty if it may go on."""
+    """`finished`, `diverged` (values not finite or too large), `failed`; empty if it may go on."""
     status = str(read_json(directory / "summary.json").get("status", ""))
     if status.startswith(FAILED):
-        return DIVERGED if NOT_FINITE in status else FAILED
+        return DIVERGED if any(sign in status for sign in DIVERGENCE) else FAILED
     return status if status == "finished" else ""
 
 

@@ -632,7 +632,7 @@ def test_the_seeds_that_would_decide_are_computed_from_the_spread():
     spread = [-0.57, 0.0, 0.57]
     assert statistics.stdev(spread) == pytest.approx(0.57)
     assert what_decides(spread, 0.25, 1.0) == "23 seeds"
-    assert what_decides([], 0.25, 0.0) == "runs of both sides"
+    assert what_decides([], 0.25, 0.0) == "runs of both sides at the paper's setting"
 
 
 def test_a_claim_may_name_its_round_and_a_headline_is_one_of_the_claims():
