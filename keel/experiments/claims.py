@@ -77,7 +77,9 @@ def _judged(
     cells = [c for name in names for c in recipe.cells if (c.row.name, c.column.name) == name]
     papers = [cell.paper for cell in cells if cell.paper is not None]
     paper_effect = papers[0] - papers[1] if len(papers) == 2 else None
-    verdict, detail, differences, leads = NOT_TESTED, "not run", [], []
+    verdict, detail = NOT_TESTED, "not run"
+    differences: list[float] = []
+    leads: list[float] = []
     deviations: dict[str, None] = {}
     share = 0.0
     if len(sides) == 2:

@@ -195,10 +195,11 @@ def load_job(job: Path) -> tuple[Recipe, Options]:
         recipe = parse_recipe(about["text"], Path(about["recipe"]))
         if "cells" in about:  # under a --set, other cells may coincide with these
             recipe = narrowed(recipe, about["cells"])
-        how = [about[key] for key in ("scale", "changes", "seeds", "full_grid")]
+        scale, changes, seeds = about["scale"], about["changes"], about["seeds"]
+        options = Options(scale, changes, seeds, about["full_grid"], any_code=True)
     except KeyError as error:
         raise ValueError(f"{job} is damaged: {error} is missing") from error
-    return recipe, Options(*how, any_code=True)
+    return recipe, options
 
 
 def results_of(recipe: Recipe, options: Options, output: Path) -> dict[tuple[str, str], Result]:

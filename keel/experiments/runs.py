@@ -147,7 +147,8 @@ class Run:
         """
         found = [a for a in self.attempts() if status_of(a) and not self.other_default(a)]
         of_today = [attempt for attempt in found if code_of(attempt) == (code_version(),)]
-        return (of_today or (found if self.any_code else []) or [None])[-1]
+        counting = of_today or (found if self.any_code else [])
+        return counting[-1] if counting else None
 
     def finished(self) -> Path | None:
         """The attempt that counts, if it ran all rounds."""

@@ -30,6 +30,12 @@ root = Path(__file__).parent.parent.parent
 sweep = root / "docs" / "sweep.yaml"
 
 
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without drawn curves: Matplotlib takes most of a report's time."""
+    monkeypatch.setattr(figures, "plot_curves", lambda curves, title, path: path.touch())
+
+
 def main(*arguments: str) -> int:
     """`keel experiments` in this process; a run of the runner still has one of its own."""
     before = signal.getsignal(signal.SIGTERM)
