@@ -128,7 +128,7 @@ class Run:
     def has_own_models(self) -> bool:
         """Whether clients are evaluated with models that change when they train, and then only."""
         method = self.method
-        return method.is_personal and not (method.adapts_global or method.has_global_model)
+        return method.is_personal and not (method.is_adapted_from_global or method.has_global_model)
 
 
 @private_files()
@@ -383,7 +383,8 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     for client in cohort:  # its model has changed
         run.scores.pop(client, None)
     started = time.perf_counter()
-    line = training_fields(server_round, report, bytes_down)
+    weights = strategy.counts(report.kept)
+    line = training_fields(server_round, report, bytes_down, weights)
     line["backed_off"] = backed_off
     if run.monitor and run.monitor.is_due(server_round):
         line["diagnostics"] = run.monitor.measure(
