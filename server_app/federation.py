@@ -251,7 +251,8 @@ def prepare(
     directory.save_config(resolve_config(overrides), overrides)
     is_whole = len(entries) == len(roster)
     split = split_digest(config, entries) if is_whole else digest_of(roster)
-    begin_manifest(directory.path, config, len(roster), is_simulated, split)
+    has_no_sites = all(entry.num_partitions for entry in entries)
+    begin_manifest(directory.path, config, len(roster), has_no_sites, split)
     memory = StateMemory()
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):
         memories[directory.path] = memory

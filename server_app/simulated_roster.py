@@ -7,7 +7,7 @@ sampled. What concerns all clients is computed from arrays.
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import flwr
 import numpy as np
@@ -81,6 +81,7 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
             num_test=len(splits[1]) if hides else 0,
         )
 
+    @cached_property
     def sizes(self) -> np.ndarray:
         """Each client's (training, local test) samples, [N, 2]."""
         total = self.parts.sizes
@@ -98,7 +99,7 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
     @property
     def num_train(self) -> int:
         """Training samples of all clients."""
-        return int(self.sizes()[:, 0].sum())
+        return int(self.sizes[:, 0].sum())
 
     def digest(self) -> str:
         """A digest of the split: every client's samples, and how local test parts are chosen."""
@@ -161,7 +162,7 @@ def check_simulated_roster(roster: SimulatedRoster, evaluates_clients: bool) -> 
                 f"representation width {widths[name]}, client {name_of(0)} ({first}) has "
                 f"{widths[first]}: they have to agree"
             )
-    sizes = roster.sizes()
+    sizes = roster.sizes
     if not sizes[:, 0].all():
         client = name_of(int(np.argmin(sizes[:, 0])))
         raise ValueError(f"client {client} has no training samples")
@@ -189,7 +190,7 @@ def simulated_roster(config: RunConfig, source: Source, grid: LogicalGrid) -> Si
     check_simulated_roster(roster, evaluates_clients(config, method) != "none")
     if type(method).check_roster is not Method.check_roster:
         method.check_roster(KnownLabelCounts(roster))
-    num_samples = roster.sizes()[:, 0]
+    num_samples = roster.sizes[:, 0]
     grid.expected_time = lambda node: 1.0 + float(num_samples[node - FIRST_NODE])
     return roster
 

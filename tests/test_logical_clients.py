@@ -149,7 +149,7 @@ def test_the_computed_roster_is_what_clients_would_answer(keys):
     roster = SimulatedRoster(config, source, 6)
     assert dict(roster) == gathered
     counts = [[e.num_examples, e.num_test_examples] for e in gathered.values()]
-    assert roster.sizes().tolist() == counts
+    assert roster.sizes.tolist() == counts
     assert roster.num_train == sum(n for n, _ in counts)
     check_simulated_roster(roster, bool(config.data.local_test_fraction))
     if not config.data.local_test_fraction:
