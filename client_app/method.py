@@ -21,7 +21,8 @@ class ModelParts:
     """What a method adds to the plain model; server and clients build the same."""
 
     projection: str = "none"  # before the classifier: none, mlp, mlp-normalised, gaussian
-    projection_heads: int = 0  # outputs of a projection head at every stage; 0: no heads
+    projection_heads: int = 0  # outputs of each projection head, a side branch; 0: no heads
+    head_stages: tuple[int | None, int | None] = (None, None)  # slice of the stages that have one
 
 
 @dataclass

@@ -117,8 +117,11 @@ def build_network(
         image_size=shape[1],
         seed=seed_of(config.rounds.seed, "weights") if seed is None else seed,
         norm=config.model.norm if name == config.model.model else "",
+        width=config.model.width if name == config.model.model else 0,
+        init=config.model.init,
         projection=parts.projection,
         projection_heads=parts.projection_heads,
+        head_stages=parts.head_stages,
     )
     return model.to(memory_format=torch.channels_last)
 

@@ -173,7 +173,7 @@ def traffic(name: str) -> float:
     def size_bytes(arrays: Mapping[str, Any]) -> int:
         return sum(array.numel() * array.element_size() for array in arrays.values())
 
-    own = build(projection=parts.projection, projection_heads=parts.projection_heads)
+    own = build(**dataclasses.asdict(parts))
     strategy = strategy_for(config, own)
     model = strategy.initial_arrays(own)
     exchanged = (model, strategy.extra_like(), strategy.expected(model), strategy.expected_extra())
