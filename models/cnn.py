@@ -1,18 +1,21 @@
 """Plain convolutional networks: the small CNNs of three papers, and VGG-9.
 
-All take `norm`, which the papers' CNNs do without. Pooling comes before the ReLU: the values and gradients are those of ReLU then pool, at a quarter
-of the ReLU's cost. It may overwrite the pool's output, which no layer and no gradient needs.
+The papers' CNNs have no norm; `norm` adds one after each convolution. Pooling comes before the
+ReLU: the values and gradients are those of ReLU then pool, at a quarter of the ReLU's cost. It may
+overwrite the pool's output, which no layer and no gradient needs.
 """
 
 from torch import nn
 
-from models.layers import MaxPool2x2, Norm, conv_norm, he_normal_
+from models.layers import NORMS, MaxPool2x2, Norm, conv_norm, he_normal_
 from models.staged import Stage, Trunk
 
 
 def cnn_fedintr(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
     """FedIntR, section IV-A: three convolutions and two fully connected layers."""
-    return _plain_cnn(input_shape, norm, kernel=3, conv_widths=(8, 16, 32), fc_widths=(128, 96))
+    return _plain_cnn(
+        input_shape, kernel=3, conv_widths=(8, 16, 32), fc_widths=(128, 96), norm=norm
+    )
 
 
 def cnn_fedcka(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
@@ -21,7 +24,7 @@ def cnn_fedcka(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
     fc1 to fc4 are what the paper calls the projection head.
     """
     return _plain_cnn(
-        input_shape, norm, kernel=5, conv_widths=(16, 32), fc_widths=(120, 84, 84, 256)
+        input_shape, kernel=5, conv_widths=(16, 32), fc_widths=(120, 84, 84, 256), norm=norm
     )
 
 
@@ -30,7 +33,7 @@ def cnn_fedreco(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
 
     The paper's text has no widths; these, LeNet-5's (LeCun et al. 1998), are this project's choice.
     """
-    return _plain_cnn(input_shape, norm, kernel=5, conv_widths=(6, 16), fc_widths=(120, 84))
+    return _plain_cnn(input_shape, kernel=5, conv_widths=(6, 16), fc_widths=(120, 84), norm=norm)
 
 
 def vgg9(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
@@ -54,14 +57,14 @@ def vgg9(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
 
 def _plain_cnn(
     input_shape: tuple[int, int, int],
-    norm: Norm,
     kernel: int,
     conv_widths: tuple[int, ...],
     fc_widths: tuple[int, ...],
+    norm: Norm = NORMS[""],
 ) -> Trunk:
     """Convolutions without padding, each pooled 2 x 2, then fully connected layers; ReLU each.
 
-    The papers have no norm; one other than Identity follows each convolution.
+    norm: after each convolution, but for the identity.
     """
     in_width, side, _ = input_shape
     stages = {}

@@ -1,7 +1,8 @@
 """Residual networks for small images: a 3x3 stem, no initial pool (He et al. 2016).
 
 The stages are conv1 and the groups conv2_x, conv3_x, ...; every stage but the first two halves the
-image. `width` is the number of channels of conv1, which the others are multiples of. A group's body ends in the sum of its last block, its tail is that block's closing ReLU.
+image. `width` is the number of conv1's channels, of which the other stages have multiples. A
+group's body ends in the sum of its last block, its tail is that block's closing ReLU.
 """
 
 from collections.abc import Callable

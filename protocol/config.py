@@ -114,6 +114,11 @@ class DataConfig:
         "how the training set is split over the clients",
     )
     alpha: float = option(more_than(0), "concentration of both Dirichlet partitions")
+    balanced_order: str = option(
+        one_of("interleaved", "sequential"),
+        "partition = dirichlet-balanced: clients draw in turn, or client after client as in "
+        "FedRCL's released splits, which is more skewed",
+    )
     classes_per_client: int = option(at_least(1), "for partition = classes")
     shards_per_client: int = option(at_least(1), "for partition = shards")
     min_samples: int = option(
@@ -178,8 +183,8 @@ class TrainConfig:
     compile: bool = option(true_or_false(), "torch.compile the networks; pays off in long GPU runs")
     frozen_statistics: str = option(
         one_of("running", "batch"),
-        "BatchNorm in the frozen models of FedIntR, FedCKA and MOON: the models' own statistics, or "
-        "each batch's, as in FedIntR's code; nothing is cached then",
+        "BatchNorm in frozen models: their own statistics, or each batch's as in FedIntR's code, "
+        "which cannot be cached",
     )
     cache_mb: int = option(
         at_least(0), "memory for cached representations of frozen models; 0: recompute them"

@@ -29,7 +29,6 @@ from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, more_than, one_of, option
 
-
 PROJECTION_WIDTH = 256  # outputs of a projection head, as of the projection in line
 
 
