@@ -1,7 +1,9 @@
 """What holds for every model: taps, prefixes, splits, seeds, options and refusals."""
 
 import copy
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,6 +181,13 @@ def test_without_a_seed_the_weights_come_from_the_global_generator():
     torch.manual_seed(3)
     assert torch.equal(build().classifier.weight, first.classifier.weight)
     assert not torch.equal(second.classifier.weight, first.classifier.weight)
+
+
+def test_the_widths_in_the_documentation_are_those_of_the_networks():
+    page = Path(__file__).parent.parent / "docs/concepts/representation-regularisation.md"
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", page.read_text(), re.M)
+    widths = {name: int(width) for width, names in rows for name in re.findall(r"`(.+?)`", names)}
+    assert widths == {name: shared(name).feature_width for name in MODELS}
 
 
 with_batch_norm = [name for name, built in MODELS.items() if "batch" in built.norms]
