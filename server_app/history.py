@@ -23,6 +23,7 @@ Line = dict[str, Any]
 
 HISTORY_FILE = "history.jsonl"
 RENAMED_FIELDS = {"refused": "rejected", "resting": "backed_off"}  # names before 0.2
+LINE_TYPES = {"round": int, "losses": dict, "seconds": dict, "left_out": dict}  # in every line
 PER_CLIENT = ("local_global", "personal")  # these hold each client's accuracy in "clients"
 
 # Accuracy curves: key in a line, key within it, description.
@@ -57,9 +58,13 @@ def whole_lines(path: Path) -> tuple[list[Line], list[str]]:
     for number, text in enumerate(complete.split(b"\n") if complete else [], start=1):
         try:
             line = json.loads(text)
-            lines.append({RENAMED_FIELDS.get(key, key): value for key, value in line.items()})
-            lines[-1]["round"] = int(line["round"])
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            current = {RENAMED_FIELDS.get(key, key): value for key, value in line.items()}
+            if wrong := [k for k, kind in LINE_TYPES.items() if not isinstance(current[k], kind)]:
+                raise ValueError(f"{wrong[0]} = {str(current[wrong[0]])[:60]}")
+            lines.append(current)
+        except KeyError as error:
+            faults.append(f"{path}, line {number} is damaged: it has no key {error}")
+        except (ValueError, AttributeError) as error:
             faults.append(f"{path}, line {number} is damaged: {error}")
     return lines, faults
 

@@ -133,11 +133,19 @@ def finish_manifest(directory: Path) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The content of manifest.json (bundle.json before 0.2); {} if there is none yet."""
+    """The content of manifest.json (bundle.json before 0.2); {} if there is none yet.
+
+    ValueError naming the file if it is damaged.
+    """
     path = directory / "manifest.json"
     if not path.exists():
         path = directory / "bundle.json"
-    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    try:
+        content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        if not isinstance(content, dict):
+            raise ValueError(f"expected an object, found {str(content)[:60]}")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
     return content
 
 
