@@ -332,7 +332,8 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     seconds["aggregation"] = time.perf_counter() - started
 
     started = time.perf_counter()
-    line = training_fields(server_round, report, bytes_down)
+    weights = strategy.counts(report.kept)
+    line = training_fields(server_round, report, bytes_down, weights)
     line["backed_off"] = backed_off
     if run.monitor and run.monitor.is_due(server_round):
         line["diagnostics"] = run.monitor.measure(

@@ -7,9 +7,11 @@ commit, and the machines of a simulation. `keel experiments verify` reads it.
 
 import hashlib
 import json
+import logging
 import platform
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +25,9 @@ from protocol.files import digest, write_atomically
 from protocol.messages import RosterEntry
 from server_app.audit import audit_end
 from server_app.sources import code_version, sources_digest
+from server_app.summary import read_object
+
+log = logging.getLogger("keel.server")
 
 NUM_NOTED_ROUNDS = 3  # rounds whose checkpoints a replay can be compared with
 PACKAGES = ("flwr", "torch", "torchvision", "numpy", "scipy", "safetensors")
@@ -82,10 +87,17 @@ def split_digest(config: RunConfig, roster: Sequence[RosterEntry]) -> str:
 def begin_manifest(directory: Path, config: RunConfig, roster: Sequence[RosterEntry]) -> None:
     """Write the manifest before the first round, or update it on a resume.
 
-    Versions stay those of the noted rounds. code, keel, machines: all that worked on the run; the
-    machines of sites are not known here.
+    A damaged one does not stop a resume. Versions stay those of the noted rounds. code, keel,
+    machines: all that worked on the run; the machines of sites are not known here.
     """
-    before = read_manifest(directory)
+    try:
+        before = read_manifest(directory)
+    except ValueError as error:
+        for name in ("manifest.json", "bundle.json"):
+            with suppress(FileNotFoundError):
+                (directory / name).rename(directory / f"{name}.damaged")
+        log.warning("%s; it is renamed to *.damaged, and a new one is begun", error)
+        before = {"code": ["not recorded"]}
     fields: dict[str, Any] = {
         "versions": before["versions"] if before.get("rounds") else versions(),
         "code": appended(before.get("code", []), code_version()),
@@ -140,13 +152,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / "manifest.json"
     if not path.exists():
         path = directory / "bundle.json"
-    try:
-        content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        if not isinstance(content, dict):
-            raise ValueError(f"expected an object, found {str(content)[:60]}")
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    return content
+    return read_object(path) if path.exists() else {}
 
 
 def update(directory: Path, **fields: Any) -> None:

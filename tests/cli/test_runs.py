@@ -145,11 +145,12 @@ def test_every_command_finds_a_run_by_its_name(two, command, capsys):
     )
 
 
-def test_a_run_with_a_damaged_manifest_is_not_resumed(home, trained, capsys):
+def test_a_damaged_manifest_is_set_aside_on_a_resume(home, trained, caplog):
     copy = shutil.copytree(trained, home / "runs" / "one")
     (copy / "manifest.json").write_text("[]")
-    assert main(["resume", "one", "num-rounds=3"]) == 2
-    assert "manifest.json is damaged: expected an object" in capsys.readouterr().err
+    assert main(["resume", "one", "num-rounds=3"]) == 0
+    assert "manifest.json is damaged: it holds no JSON object" in caplog.text
+    assert (copy / "manifest.json.damaged").read_text() == "[]"
 
 
 def test_a_directory_that_cannot_be_written_names_its_variable(tmp_path, monkeypatch, capsys):
