@@ -11,8 +11,8 @@ import os
 import platform
 import re
 import typing
-from contextlib import suppress
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
