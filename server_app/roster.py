@@ -15,9 +15,10 @@ from protocol.catalogue import method_names, method_spec
 from protocol.config import RunConfig
 from protocol.files import write_atomically
 from protocol.messages import RosterEntry, roster_entry
+from server_app.history import DAMAGE
+from strategies.validation import count_outliers
 
 CLASSES = "number of classes"
-OUTLIER = 10  # times the median of the sites' numbers of samples: worth a warning
 
 
 def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
@@ -25,7 +26,7 @@ def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
     try:
         rows = json.loads(path.read_text())
         return {int(row.pop("node")): roster_entry(row) for row in rows}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, *DAMAGE) as error:
         raise ValueError(f"{path}: missing, damaged or of another version: {error}") from error
 
 
@@ -70,14 +71,17 @@ def partition_sizes(config: RunConfig, entries: Sequence[RosterEntry]) -> dict[s
 def count_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[str]:
     """A line for each site that declares far more samples than the others, or too large a share."""
     counts = {e.client: e.num_examples for e in entries if not e.num_partitions}
-    median = statistics.median_low(counts.values()) if counts else 0
+    median = statistics.median_low(counts.values() or [0])
+    outliers = count_outliers(counts, config.rounds.max_weight_share)
     total = sum(entry.num_examples for entry in entries) or 1
     share = max(config.rounds.max_weight_share, 1 / len(entries))
     return [
         f"client {client} declares {count} training samples, {count / total:.1%} of all (the "
         f"median is {median}); it weighs at most max-weight-share = {share:.2g} of a round"
+        + ", and not at all with an update that opposes the others'"
+        * (client in outliers)
         for client, count in sorted(counts.items())
-        if count > OUTLIER * median or count > share * total * (1 + 1e-9)
+        if client in outliers or count > share * total * (1 + 1e-9)
     ]
 
 

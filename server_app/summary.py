@@ -12,7 +12,7 @@ from typing import Any
 
 from protocol.config import RunConfig, config_from_json, default_config, with_current_names
 from protocol.files import write_atomically
-from server_app.history import CURVES, Line, curve
+from server_app.history import CURVES, DAMAGE, Line, curve
 
 SUMMARY_FILE = "summary.json"
 RENAMED_FIELDS = {"folder": "directory", "refused": "rejected"}  # names before 0.2
@@ -40,17 +40,17 @@ def summarise(
                 f"median of last {num_last}": statistics.median(values[-num_last:]),
                 "EMA 0.9": moving_average(values),
             }
-    seconds = sum(sum(line["seconds"].values()) for line in history)
+    seconds = sum(sum(line.get("seconds", {}).values()) for line in history)
     return {
         **about_config(config),
         "rounds": len(history),
         **headline(results),
         "seconds": round(seconds, 2),
         "seconds_per_round": round(seconds / max(1, len(history)), 4),
-        "bytes_down": sum(line["bytes_down"] for line in history),
-        "bytes_up": sum(line["bytes_up"] for line in history),
-        "left_out": sum(len(line["left_out"]) for line in history),
-        "rejected": sum(line["rejected"] for line in history),
+        "bytes_down": sum(line.get("bytes_down", 0) for line in history),
+        "bytes_up": sum(line.get("bytes_up", 0) for line in history),
+        "left_out": sum(len(line.get("left_out", {})) for line in history),
+        "rejected": sum(line.get("rejected", 0) for line in history),
         "results": results,
     }
 
@@ -98,7 +98,7 @@ def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             exact = {"privacy.metrics": "exact"}  # what private runs sent before there was the key
         current = default_config() | with_current_names(saved["config"], warn=False) | exact
         return current, with_current_names(overrides, warn=False) | exact
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except DAMAGE as error:
         raise ValueError(f"{path} is damaged or incomplete: {error}") from error
 
 
@@ -110,28 +110,43 @@ def read_run_config(directory: Path) -> RunConfig:
 def read_summary(directory: Path) -> dict[str, Any]:
     """The summary of a run, of 0.1 too; one that wrote none yet has status "starting".
 
-    status is what the run last wrote: "running" of a process that was killed as well.
+    status is what the run last wrote: "running" of a process that was killed as well. ValueError
+    naming the file if it is damaged.
     """
     path = directory / SUMMARY_FILE
     saved: dict[str, Any] = {"status": "starting"}
     if path.exists():
-        saved = json.loads(path.read_text())
+        saved = read_object(path)
     summary = {RENAMED_FIELDS.get(key, key): value for key, value in saved.items()}
     if "num_rounds" not in summary:  # before 0.2, or not yet written
         config, _ = read_config_file(directory)
         roster = directory / "roster.json"
-        summary = {
-            **about_config(config),
-            "rounds": 0,
-            **headline(summary.get("results", {})),
-            "clients": len(json.loads(roster.read_text())) if roster.exists() else None,
-            "started": iso_time((directory / "config.json").stat().st_mtime),
-            "ended": None
-            if summary["status"] in ("starting", "running")
-            else iso_time(path.stat().st_mtime),
-            **summary,
-        }
+        try:
+            summary = {
+                **about_config(config),
+                "rounds": 0,
+                **headline(summary.get("results", {})),
+                "clients": len(json.loads(roster.read_text())) if roster.exists() else None,
+                "started": iso_time((directory / "config.json").stat().st_mtime),
+                "ended": None
+                if summary["status"] in ("starting", "running")
+                else iso_time(path.stat().st_mtime),
+                **summary,
+            }
+        except DAMAGE as error:
+            raise ValueError(f"{path} or {roster} is damaged: {error}") from error
     return summary | {"directory": str(directory)}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ValueError naming the file if it holds none."""
+    try:
+        found = json.loads(path.read_text())
+    except DAMAGE as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object")
+    return found
 
 
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:

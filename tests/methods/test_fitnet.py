@@ -15,7 +15,7 @@ from method_fixtures import random, trains_as_fedavg
 
 from client_app.methods.fitnet import FitNet, feature_distance
 from client_app.setup import build_network
-from client_app.similarity import pooled
+from client_app.similarity import spatial_mean
 
 
 def fitnet(**options):
@@ -35,14 +35,14 @@ def test_fitnets_distance_is_a_mean_over_entries_then_over_levels():
 
 def test_fitnet_pools_positions_and_nothing_else():
     tap = random(2, 3, 2, 5, seed=1)
-    got = pooled(tap)
+    got = spatial_mean(tap)
     assert got.shape == (2, 3)
     for b in range(2):
         for c in range(3):
             mean = sum(v for row in tap[b, c].tolist() for v in row) / 10
             assert got[b, c].item() == pytest.approx(mean, rel=1e-12)
-    assert pooled(tap[:, :, 0, 0]) is not None
-    assert torch.equal(pooled(tap[:, :, 0, 0]), tap[:, :, 0, 0])
+    assert spatial_mean(tap[:, :, 0, 0]) is not None
+    assert torch.equal(spatial_mean(tap[:, :, 0, 0]), tap[:, :, 0, 0])
 
 
 @pytest.mark.parametrize("is_pooled", [True, False])
