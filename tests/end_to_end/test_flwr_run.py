@@ -31,15 +31,17 @@ num_supernodes = 4
 half = SMALL | {"fraction-train": 0.5, "local-test-fraction": 0.2, "cache-mb": 64}
 num_cpus = os.cpu_count() or 1  # so many for each worker: there is one worker
 
+fedintr = {"method": "fedintr", "local-epochs": 2, "evaluate-clients": "all"}
 runs: dict[str, tuple[dict[str, OptionValue], int]] = {  # keys, CPUs for each worker
     "fedreco": ({"method": "fedreco", "fedreco.eta-0": 0.5}, 1),
     "fedreco, one worker": ({"method": "fedreco", "fedreco.eta-0": 0.5}, num_cpus),
-    "fedintr": ({"method": "fedintr", "local-epochs": 2, "evaluate-clients": "all"}, 1),
+    "fedintr": (fedintr, 1),
     "scaffold": ({"method": "scaffold"}, 1),
 }
 QUICK = list(runs)  # of these, a run starts while the one before it is under way
 runs |= {
     "fedavg": ({"method": "fedavg", "evaluate-clients": "all"}, 1),
+    "fedintr, one worker": (fedintr, num_cpus),
     "fedprox": ({"method": "fedprox", "evaluate-clients": "cohort"}, 1),
     "fedavgm": ({"server-optimizer": "fedavgm"}, 1),
     "fedadam": ({"server-optimizer": "fedadam"}, 1),
@@ -116,7 +118,14 @@ def test_every_method_runs_for_two_rounds_and_leaves_its_folder(finished, name):
     assert {"checkpoints", "accuracy.png", "labels.png"} <= names
 
 
-@pytest.mark.parametrize("names", [("fedreco", "fedreco, one worker"), ("fedintr",)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("fedreco", "fedreco, one worker"),
+        ("fedintr",),
+        pytest.param(("fedintr", "fedintr, one worker"), marks=pytest.mark.slow),
+    ],
+)
 def test_the_model_is_the_same_to_the_bit_inline_with_one_worker_and_with_two(
     finished, tmp_path, no_pictures, names
 ):
