@@ -52,8 +52,8 @@ class Method:
     is_stateful: ClassVar[bool] = False
     # Each client is evaluated with a model of its own (`personal_model`).
     is_personal: ClassVar[bool] = False
-    # The personal model is made from the newest global arrays: evaluated once these are known.
-    adapts_global: ClassVar[bool] = False
+    # The personal model is trained from the newest global arrays, so evaluated after aggregation.
+    is_adapted_from_global: ClassVar[bool] = False
     # The server holds a whole model (FedReCo's holds only a shared extractor).
     has_global_model: ClassVar[bool] = True
     # `Update.arrays` are weights (FedReCo's are gradients, those of `local` are empty).

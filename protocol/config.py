@@ -343,7 +343,7 @@ def _project() -> dict[str, Any]:
 
 
 def keel_version() -> str:
-    """The version in pyproject.toml: of what runs here, installed or from an app bundle."""
+    """The version in pyproject.toml: of what runs here, installed or from an app that Flower unpacked."""
     return str(_project()["project"]["version"])
 
 
@@ -426,7 +426,8 @@ def _parse(flat: FlatConfig) -> RunConfig:
     config = RunConfig(rounds, data, model, train, privacy, flat)
     for name in ("resume", "output-dir", "data-dir"):
         path = Path(str(flat[name])).expanduser()
-        if flat[name] and not path.is_absolute():
+        is_run_name = name == "resume" and len(path.parts) == 1
+        if flat[name] and not path.is_absolute() and not is_run_name:
             raise ValueError(
                 f"{name} = {str(flat[name])!r}: expected an absolute path, because a Flower run "
                 f"has a working directory of its own; from here it would be {path.absolute()}"

@@ -100,7 +100,7 @@ def gather_roster(
 
 
 class ClientRegistry:
-    """The roster of a run under way, updated when SuperNodes restart.
+    """Which node each client of a run is on, kept up to date when SuperNodes restart.
 
     roster: node id to entry; changed in place. names: see `registered_names`; a node takes no place
     but that of the client whose key it has. Without them a name is the client's word: a restarted

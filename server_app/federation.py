@@ -285,7 +285,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     on_train = (
         on_clients != "none"
         and run.method.is_personal
-        and not (run.method.adapts_global or run.method.has_global_model)
+        and not (run.method.is_adapted_from_global or run.method.has_global_model)
     )
     seconds: dict[str, float] = {}
 

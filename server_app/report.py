@@ -1,4 +1,4 @@
-"""The record of a run: summary.json while it goes on, its figures at the end, and its observers."""
+"""The record of a run: summary.json in progress, its figures at the end, and its observers."""
 
 import logging
 import time

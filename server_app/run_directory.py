@@ -282,10 +282,13 @@ def open_run_directory(
 ) -> tuple[RunDirectory, RunConfig, dict[str, OptionValue]]:
     """(directory, config, overrides) of a run to resume; only `num-rounds` may be new.
 
+    path: the run directory, or its name under $KEEL_HOME/runs of this machine.
     ValueError, one line, if it is not a run directory, if other keys are given, or if today's
     defaults would make another run of it.
     """
     directory = Path(path).expanduser()
+    if not directory.is_absolute():
+        directory = keel_home() / "runs" / path
     saved, saved_overrides = read_config_file(directory)
     changed = sorted(overrides.keys() - {"resume", "num-rounds"})
     if changed:

@@ -41,7 +41,7 @@ def log_handlers_of_their_own() -> Iterator[None]:
 def rejected(monkeypatch, capsys, tmp_path) -> Keel:
     """rejected(keys, num_clients): the line that `python -m server_app.inline` ends with.
 
-    Holds that it exits with 1, says one line on stderr, no traceback, and makes no run folder.
+    Holds that it exits with 1, says one line on stderr, no traceback, and makes no run directory.
     """
 
     def refused_line(keys: dict[str, object], num_clients: int = NUM_CLIENTS) -> str:
@@ -313,7 +313,7 @@ def test_a_site_whose_images_have_another_shape(tmp_path):
     assert "[1, 28, 28]" in text
 
 
-# --- a run to go on with ---------------------------------------------------------------------
+# --- a run to resume -------------------------------------------------------------------------
 
 
 def test_a_folder_that_holds_no_run(rejected, tmp_path):

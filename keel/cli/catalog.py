@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import typing
+from contextlib import suppress
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -479,11 +480,13 @@ def cached(name: str, key: Any, compute: Any, again: bool = False) -> Any:
     """What `compute` returned when it was last called with this key; else, or `again`, call it."""
     path = keel_home() / "cache" / f"{name}.json"
     key = json.loads(json.dumps(key))
-    if not again and path.is_file():
-        stored = json.loads(path.read_text())
-        if stored["key"] == key:
-            return stored["value"]
+    if not again:
+        with suppress(OSError, ValueError, LookupError, TypeError):  # none yet, or damaged
+            stored = json.loads(path.read_text())
+            if stored["key"] == key:
+                return stored["value"]
     value = compute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps({"key": key, "value": value}).encode())
+    with suppress(OSError):  # a home that cannot be written
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps({"key": key, "value": value}).encode())
     return value

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from keel.cli.overrides import parse_overrides
 from keel.experiments.scale import SCALES
+from keel.runs import find_run
 from protocol.config import keel_home, refuse_unknown, with_current_names
 from protocol.options import OptionValue
 
@@ -124,10 +125,16 @@ def report_command(output: Output = None) -> None:
 
 @app.command("verify")
 def verify_command(
-    directory: Annotated[Path, typer.Argument(help="A run directory, or a directory of several.")],
-    rounds: Annotated[int, typer.Option(help="Rounds to replay.")] = 2,
+    run: Annotated[str, typer.Argument(help="A run, or a directory of several.")],
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to replay.")] = 2,
 ) -> None:
-    """Verify finished runs against their manifests, and replay their first rounds."""
+    """Verify finished runs against their manifests, and replay their first rounds.
+
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
+    """
+    directory = Path(run).expanduser()
+    if not directory.is_dir():
+        directory = find_run(run).directory
     from keel.experiments.verify import verify
 
     raise typer.Exit(verify(directory, rounds, new_console()))

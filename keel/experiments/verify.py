@@ -40,8 +40,6 @@ def verify(folder: Path, rounds: int, console: Console) -> int:
     Of several runs, unfinished ones (such as a killed attempt beside its successor) are skipped by
     name; a single run has to be finished.
     """
-    if rounds < 1:
-        raise ValueError(f"--rounds {rounds}: expected at least 1")
     found = (path for name in MANIFESTS for path in folder.expanduser().absolute().rglob(name))
     directories = sorted({path.parent for path in found})
     if not directories:
@@ -66,7 +64,7 @@ def unfinished(directory: Path) -> str:
     """Why the run cannot be verified; empty if it finished, or if its files were changed."""
     try:
         manifest = read_manifest(directory)
-    except json.JSONDecodeError:
+    except ValueError:
         return ""
     if "files" not in manifest:
         return "the run has not ended: its manifest is incomplete"
@@ -81,8 +79,8 @@ def checks(directory: Path, rounds: int) -> Iterator[Check]:
     """All checks of one run, up to one without which the rest would make no sense."""
     try:
         manifest = read_manifest(directory)
-    except json.JSONDecodeError as error:
-        yield Check(False, f"the manifest is damaged: {error}")
+    except ValueError as error:
+        yield Check(False, str(error))
         return
     if reason := unfinished(directory):
         yield Check(False, reason)

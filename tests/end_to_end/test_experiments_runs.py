@@ -345,26 +345,26 @@ def test_accuracies_that_the_replay_does_not_give_are_found(copied):
 
 
 def test_another_split_and_other_weights_are_found(copied):
-    """A bundle that fits its files, but not the run: only the replay can tell."""
-    bundle = json.loads((copied / "manifest.json").read_text())
-    bundle["split"] = bundle["rounds"]["1"] = "0" * 16
-    (copied / "manifest.json").write_text(json.dumps(bundle))
+    """A manifest that fits its files, but not the run: only the replay can tell."""
+    manifest = json.loads((copied / "manifest.json").read_text())
+    manifest["split"] = manifest["rounds"]["1"] = "0" * 16
+    (copied / "manifest.json").write_text(json.dumps(manifest))
     assert [found.partition(":")[0] for found in wrong(copied)] == ["split", "round 1"]
 
 
 def test_a_run_that_did_not_end_is_not_verified(copied):
-    bundle = json.loads((copied / "manifest.json").read_text())
-    del bundle["files"]
-    (copied / "manifest.json").write_text(json.dumps(bundle))
+    manifest = json.loads((copied / "manifest.json").read_text())
+    del manifest["files"]
+    (copied / "manifest.json").write_text(json.dumps(manifest))
     assert wrong(copied) == ["the run has not ended: its manifest is incomplete"]
     assert main("verify", str(copied.parent / "nothing")) == 2
 
 
 def test_of_several_runs_one_that_was_killed_is_skipped_by_name(copied, capsys):
     killed = Path(shutil.copytree(copied, copied.parent / "killed"))
-    bundle = json.loads((killed / "manifest.json").read_text())
-    del bundle["files"]
-    (killed / "manifest.json").write_text(json.dumps(bundle))
+    manifest = json.loads((killed / "manifest.json").read_text())
+    del manifest["files"]
+    (killed / "manifest.json").write_text(json.dumps(manifest))
     assert main("verify", str(killed)) == 1
     assert main("verify", str(copied.parent), "--rounds", "1") == 0
     assert "2 runs, 1 skipped, 0 checks failed" in capsys.readouterr().out

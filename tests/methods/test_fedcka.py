@@ -151,7 +151,7 @@ def test_gradient_is_that_of_the_penalty(name, width):
     a, g, p = (random_tap(7, width, seed=s) for s in (1, 2, 3))
     similarity = SIMILARITIES[name]
     assert torch.autograd.gradcheck(
-        lambda tap: cka_contrast([tap], [g], [p], similarity), a.requires_grad_()
+        lambda z: cka_contrast([z], [g], [p], similarity), a.requires_grad_()
     )
 
 
@@ -185,8 +185,8 @@ def test_a_step_against_the_gradient_moves_towards_the_global_tap(name):
     a.requires_grad_()
     cka_contrast([a], [g], [p], SIMILARITIES[name]).backward()
 
-    def lead(tap):
-        return alike(name, tap, g) - alike(name, tap, p)
+    def lead(z):
+        return alike(name, z, g) - alike(name, z, p)
 
     assert lead(a.detach() - 0.1 * a.grad) > lead(a.detach())
 
@@ -212,10 +212,10 @@ def test_gradient_in_float32_holds_where_frozen_models_nearly_agree(name, has_ou
     a, g, p = (shared + 1e-2 * random_tap(64, 300, seed=s) for s in (2, 3, 4))
     gradients = []
     for dtype in (torch.float32, torch.float64):
-        tap = a.float().to(dtype).requires_grad_()
+        z = a.float().to(dtype).requires_grad_()
         frozen = [[t.float().to(dtype)] for t in (g, p)]
-        cka_contrast([tap], *frozen, SIMILARITIES[name]).backward()
-        gradients.append(tap.grad)
+        cka_contrast([z], *frozen, SIMILARITIES[name]).backward()
+        gradients.append(z.grad)
     found, exact = gradients
     assert (found - exact).norm() < 1e-2 * exact.norm()
 

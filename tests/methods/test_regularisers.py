@@ -33,7 +33,7 @@ from client_app.methods.fedrcl import FedRCL
 from client_app.methods.fedscl import FedSCL
 from client_app.methods.fitnet import FitNet, feature_distance
 from client_app.setup import build_network
-from client_app.similarity import pooled, unit_features
+from client_app.similarity import spatial_mean, unit_features
 
 
 def random(*shape, seed, scale=1.0):
@@ -79,14 +79,14 @@ def test_fitnets_distance_is_a_mean_over_entries_then_over_levels():
 
 def test_fitnet_pools_positions_and_nothing_else():
     tap = random(2, 3, 2, 5, seed=1)
-    got = pooled(tap)
+    got = spatial_mean(tap)
     assert got.shape == (2, 3)
     for b in range(2):
         for c in range(3):
             mean = sum(v for row in tap[b, c].tolist() for v in row) / 10
             assert got[b, c].item() == pytest.approx(mean, rel=1e-12)
-    assert pooled(tap[:, :, 0, 0]) is not None
-    assert torch.equal(pooled(tap[:, :, 0, 0]), tap[:, :, 0, 0])
+    assert spatial_mean(tap[:, :, 0, 0]) is not None
+    assert torch.equal(spatial_mean(tap[:, :, 0, 0]), tap[:, :, 0, 0])
 
 
 @pytest.mark.parametrize("is_pooled", [True, False])
