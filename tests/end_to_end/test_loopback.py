@@ -131,16 +131,23 @@ def test_a_supernode_and_an_executor_killed_come_back_and_rounds_without_them_sa
 @pytest.mark.slow
 @pytest.mark.deployment
 @pytest.mark.parametrize(
-    ("stopped", "seconds"), [("superlink", 40), ("superlink", 95), ("supernode-client-0000", 40)]
+    ("stopped", "seconds"),
+    [
+        *(("superlink", 40), ("superlink", 95), ("serverapp", 40), ("serverapp", 95)),
+        *(("supernode-client-0000", 40), ("serverapp-executor", 95)),
+        *(("executor-client-0000", 40), ("executor-client-0000", 95)),
+        *(("worker-client-0000", 40), ("worker-client-0000", 95)),
+    ],
 )
 def test_a_process_that_hangs_costs_time_and_nothing_else(deployed, inline, stopped, seconds):
     run_id, run = new_run(deployed, KEYS)
     wait_for_round(run, 1)
-    os.kill(deployed.pid(stopped), signal.SIGSTOP)
+    pid = server_app_pid(deployed) if stopped == "serverapp" else deployed.pid(stopped)
+    os.kill(pid, signal.SIGSTOP)
     try:
         time.sleep(seconds)
     finally:
-        os.kill(deployed.pid(stopped), signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
     assert wait_for_end(deployed, run_id, run) == "finished:completed"
     assert all(line["left_out"] == {} for line in history_of(run))
     assert same_bits(final_model(run), final_model(inline))
