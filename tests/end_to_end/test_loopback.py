@@ -80,6 +80,10 @@ def test_model_and_client_state_equal_those_of_the_inline_engine_bit_for_bit(dep
     assert same_bits(final_model(run), final_model(inline))
     assert state_of_clients(deployed, run) == state_inline(inline)
     assert all(line["left_out"] == {} for line in history_of(run))
+    written = [deployed.root / "server" / "superlink.db"]
+    written += (deployed.root / owner / "keel" for owner in ("server", *deployed.clients))
+    for path in [*written, *(below for each in written for below in each.rglob("*"))]:
+        assert path.stat().st_mode & 0o077 == 0, path  # nobody else reads updates or models
 
 
 def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bits(deployed, inline):

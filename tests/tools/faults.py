@@ -185,6 +185,7 @@ def one_run(
     method: str,
     undisturbed: Path,
     rounds: int,
+    epochs: int,
     draw: random.Random,
     kills_left: int,
     hangs_left: int,
@@ -195,7 +196,7 @@ def one_run(
     outcome, started = Outcome(method), time.monotonic()
     runs = local.root / "server" / "keel" / "runs"
     before = set(runs.glob("*"))
-    overrides = common | methods[method] | {"num-rounds": rounds}
+    overrides = common | methods[method] | {"num-rounds": rounds, "local-epochs": epochs}
     submit_until(local, overrides, started + start_timeout_s)
     while not (new := set(runs.glob("*")) - before):
         if time.monotonic() - started > start_timeout_s:
@@ -290,6 +291,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--pause", type=float, nargs=2, default=(4.0, 20.0), metavar="SECONDS")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="for all runs together")
     parser.add_argument("--run-limit-s", type=float, default=1800.0, help="for one run")
@@ -302,7 +304,7 @@ def main() -> int:
         plain: dict[str, Path] = {}
         for method, keys in methods.items():
             overrides = common | keys | {"num-rounds": arguments.rounds}
-            overrides |= {"output-dir": f"{name}/inline"}
+            overrides |= {"output-dir": f"{name}/inline", "local-epochs": arguments.epochs}
             plain[method] = run_inline(overrides, arguments.clients)
             undisturbed[method] = accuracy(plain[method])
         with running(Path(name), partitions(arguments.clients)) as local:
@@ -314,7 +316,7 @@ def main() -> int:
                 pause = tuple(arguments.pause)
                 outcomes.append(
                     one_run(
-                        *(local, method, plain[method], arguments.rounds, draw),
+                        *(local, method, plain[method], arguments.rounds, arguments.epochs, draw),
                         *(left, hangs, pause, limit_s),
                     )
                 )
