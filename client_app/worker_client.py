@@ -55,7 +55,9 @@ def run_and_round(message: Message) -> str:
     """The run and round that a message belongs to, for the log."""
     record = message.content.config_records.get("round")
     run = str(record.get("run-dir", "")) if record else ""
-    return f"run {Path(run).name}, round {record['round']!r}" if record and run else "the roster query"
+    return (
+        f"run {Path(run).name}, round {record['round']!r}" if record and run else "the roster query"
+    )
 
 
 def read_answer(header: dict[str, Any], rest: Frames) -> RecordDict | Error:
