@@ -359,7 +359,7 @@ def _project() -> dict[str, Any]:
 
 
 def keel_version() -> str:
-    """The version in pyproject.toml: of what runs here, installed or from an app that Flower unpacked."""
+    """The version in pyproject.toml: of what runs here, installed or unpacked by Flower."""
     return str(_project()["project"]["version"])
 
 
