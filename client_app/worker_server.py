@@ -259,6 +259,7 @@ def main() -> int:
         help="delete state so much older than the newest run's; 0: never; or $KEEL_KEEP_DAYS",
     )
     arguments = parser.parse_args()
+    os.umask(0o077)
     logging.basicConfig(format="%(asctime)s worker %(message)s", datefmt="%H:%M:%S")
     log.setLevel(logging.INFO)
     if arguments.socket is None:

@@ -41,7 +41,7 @@ from server_app.checks import check_config, config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
 from server_app.diagnostics.plots import plot_rounds
-from server_app.exchange import Exchange
+from server_app.exchange import Exchange, Stops
 from server_app.history import (
     HISTORY_FILE,
     Line,
@@ -90,6 +90,7 @@ from server_app.simulated_roster import (
 )
 from strategies import Average, strategy_for
 from strategies.average import RoundReport, TooFewRepliesError
+from strategies.validation import RECORD_BYTES
 
 log = logging.getLogger("keel.server")
 ROSTER_FILE = "roster.json"
@@ -256,12 +257,11 @@ def prepare(
     memory = StateMemory()
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):
         memories[directory.path] = memory
-    exchange = Exchange(
-        grid,
-        lambda node: roster[node].client if node in roster else f"on node {node}",
-        None if is_in_process_grid(grid) else registry.returned,
-        watch_superlink(grid),
-    )
+    exchange = Exchange(grid, lambda n: roster[n].client if n in roster else f"on node {n}")
+    if not is_in_process_grid(grid):
+        superlink_s, stopped_s = watch_superlink(grid), Stops().take
+        exchange.returned = registry.returned
+        exchange.silent_s = lambda: max(superlink_s(), stopped_s())
     return Run(
         config=config,
         data=data,
@@ -364,7 +364,13 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     note_releases(*(message.metadata.dst_node_id for message in messages))
     backed_off = sorted(strategy.backed_off(server_round))
     what, timeout_s = f"round {server_round}", rounds.round_timeout
-    replies = run.exchange.ask(messages, timeout_s, what, before_resend=note_releases)
+    replies = run.exchange.ask(
+        messages,
+        timeout_s,
+        what,
+        max_bytes=strategy.max_reply_bytes(),
+        before_resend=note_releases,
+    )
     seconds["training"] = time.perf_counter() - started
 
     started = time.perf_counter()
@@ -482,7 +488,8 @@ def evaluate_on_clients(
     record = request_record(request)
     messages = run.strategy.messages(MessageType.EVALUATE, nodes, arrays, record)
     what = f"the evaluation of round {server_round}"
-    replies = run.exchange.ask(messages, run.config.rounds.round_timeout, what)
+    timeout_s = run.config.rounds.round_timeout
+    replies = run.exchange.ask(messages, timeout_s, what, max_bytes=2 * RECORD_BYTES)
     run.strategy.aggregate_evaluate(server_round, replies)
     report = run.strategy.report
     report.bytes_down = sum(payload_bytes(message) for message in messages)

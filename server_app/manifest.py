@@ -89,8 +89,8 @@ def begin_manifest(
 ) -> None:
     """Write the manifest before the first round, or update it on a resume.
 
-    A damaged one does not stop a resume. Versions stay those of the noted rounds. code, keel, machines:
-    all that worked on the run; the machines of sites are not known here.
+    A damaged one does not stop a resume. Versions stay those of the noted rounds. code, keel,
+    machines: all that worked on the run; the machines of sites are not known here.
     """
     try:
         before = read_manifest(directory)
@@ -99,7 +99,7 @@ def begin_manifest(
             with suppress(FileNotFoundError):
                 (directory / name).rename(directory / f"{name}.damaged")
         log.warning("%s; it is renamed to *.damaged, and a new one is begun", error)
-        before = {}
+        before = {"code": ["not recorded"]}
     fields: dict[str, Any] = {
         "versions": before["versions"] if before.get("rounds") else versions(),
         "code": appended(before.get("code", []), code_version()),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from client_app.method import Method
 from client_app.methods import method_of
-from client_app.setup import client_indices
+from client_app.setup import client_indices, model_for, representation_width
 from data.sources import Source
 from protocol.catalogue import method_names, method_spec
 from protocol.config import RunConfig
@@ -62,8 +62,13 @@ def roster_warnings(
                 "Results may differ in the last bits"
             )
     warnings += count_warnings(config, entries)
-    note = method_of(config).check_roster(known or known_label_counts(entries))
-    return warnings + ([note] if note else [])
+    method = method_of(config)
+    num_samples = {entry.client: entry.num_examples for entry in entries}
+    notes = (
+        method.check_roster(known or known_label_counts(entries)),
+        method.warning(config, num_samples),
+    )
+    return warnings + [note for note in notes if note]
 
 
 def known_label_counts(entries: Sequence[RosterEntry]) -> dict[str, list[int]]:
@@ -111,6 +116,25 @@ def evaluates_clients(config: RunConfig, method: Method) -> str:
     return "all" if method.is_personal else "none"
 
 
+def check_widths(config: RunConfig, entries: Sequence[RosterEntry], source: Source) -> None:
+    """ValueError with all widths where a client's representation does not fit the run's model."""
+    run_model = config.model.model
+    widths = Counter((entry.model, entry.representation_width) for entry in entries)
+    if len(widths) == 1 and (run_model, entries[0].representation_width) in widths:
+        return  # the width of the run's model is what all its clients say
+    own = representation_width(config, model_for(config, source))
+    if any(width != own for _, width in widths):
+        found = ", ".join(
+            f"{model} {width} ({count} client{'s' * (count > 1)})"
+            for (model, width), count in sorted(widths.items())
+        )
+        raise ValueError(
+            f"representation widths differ: {found}; the run's model {run_model} has {own}: with "
+            f"{config.rounds.method} they have to agree; choose networks, or where to split them, "
+            "with one width"
+        )
+
+
 def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: Source) -> None:
     """ValueError, one line naming the client, for clients that do not fit together.
 
@@ -139,7 +163,6 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
         for what, value, expected in (
             ("image shape", entry.image_shape, first.image_shape),
             (CLASSES, len(entry.label_counts), len(first.label_counts)),
-            ("representation width", entry.representation_width, first.representation_width),
         ):
             if value != expected and not (are_withheld and what == CLASSES):
                 raise ValueError(
@@ -164,6 +187,7 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
             f"client {others[0].client} trains {others[0].model}, the run {config.model.model}: "
             f"methods that allow several architectures: {able}"
         )
+    check_widths(config, by_name, source)
     if not are_withheld:
         totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
         if 0 in totals:

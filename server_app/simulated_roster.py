@@ -13,11 +13,15 @@ import flwr
 import numpy as np
 import torch
 
-from client_app.handlers import representation_width
 from client_app.method import Method
 from client_app.methods import method_of
 from client_app.node_config import own_architecture
-from client_app.setup import client_indices, model_for, split_over_clients
+from client_app.setup import (
+    client_indices,
+    model_for,
+    representation_width,
+    split_over_clients,
+)
 from data.sources import Source
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry

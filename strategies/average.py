@@ -36,6 +36,7 @@ from strategies.sampling import (
 )
 from strategies.server_optimizers import server_optimizer
 from strategies.validation import (
+    RECORD_BYTES,
     ExpectedReply,
     NormReference,
     RoundReport,
@@ -289,6 +290,14 @@ class Average(Strategy):
             ttl = self.config.rounds.round_timeout
             messages.append(Message(content, dst_node_id=node, message_type=kind, ttl=ttl))
         return messages
+
+    def max_reply_bytes(self) -> int:
+        """The largest size of a reply as it is sent, to the messages of `configure_train`.
+
+        With room for what the transport adds.
+        """
+        arrays, extra = self.expected(self.current), self.expected_extra()
+        return ExpectedReply(0, arrays, extra, {}).max_bytes + RECORD_BYTES
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -92,8 +92,9 @@ def keel_rounds(
 ) -> tuple[float, list[RoundCost]]:
     """(seconds from `flwr run` to the end of round 1, the cost of every later round).
 
-    One core a node. num_nodes: play the clients as logical ones on so many; 0: a node a client. A round is the time between two lines of history.jsonl, so its checkpoint is
-    included. RuntimeError with the end of the run's output if it fails or takes too long.
+    One core a node. num_nodes: play the clients as logical ones on so many; 0: a node a client.
+    A round is the time between two lines of history.jsonl, so its checkpoint is included.
+    RuntimeError with the end of the run's output if it fails or takes too long.
     """
     variables = {"KEEL_HOME": str(home), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     with (

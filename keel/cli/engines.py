@@ -171,15 +171,8 @@ def run_on_deployment(job: Job, terminal: Terminal) -> None:
 
 def resume_command(directory: str, job: Job) -> str:
     """The command that continues a run of a deployment; `directory` is on the server."""
-    command = [
-        "keel",
-        "resume",
-        directory,
-        "--engine",
-        "deployment",
-        "--federation",
-        job.federation,
-    ]
+    command = ["keel", "resume", directory, "--engine", "deployment"]
+    command += ["--federation", job.federation]
     if job.root_certificates:
         command += ["--root-certificates", str(job.root_certificates)]
     return shlex.join(command)
