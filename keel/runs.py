@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config import keel_home
-from server_app.history import HISTORY_FILE, curve, read_history
+from server_app.history import HISTORY_FILE, LINE_TYPES, curve, read_history
 from server_app.summary import HEADLINE, SUMMARY_FILE, read_config_file, read_summary
 
 CONFIG_FILE, LOCK_FILE = "config.json", ".lock"
 STARTING, RUNNING, FINISHED, INTERRUPTED = "starting", "running", "finished", "interrupted"
-LINE_TYPES = {"round": int, "losses": dict, "seconds": dict, "left_out": dict}
 DAMAGE = (OSError, ValueError, TypeError, KeyError, AttributeError)  # of a file of any content
 
 
