@@ -84,11 +84,13 @@ def split_digest(config: RunConfig, roster: Sequence[RosterEntry]) -> str:
     return hashed.hexdigest()[:16]
 
 
-def begin_manifest(directory: Path, config: RunConfig, roster: Sequence[RosterEntry]) -> None:
+def begin_manifest(
+    directory: Path, config: RunConfig, num_clients: int, is_simulated: bool, split: str
+) -> None:
     """Write the manifest before the first round, or update it on a resume.
 
-    A damaged one does not stop a resume. Versions stay those of the noted rounds. code, keel, machines:
-    all that worked on the run; the machines of sites are not known here.
+    A damaged one does not stop a resume. Versions stay those of the noted rounds. code, keel,
+    machines: all that worked on the run; the machines of sites are not known here.
     """
     try:
         before = read_manifest(directory)
@@ -97,14 +99,14 @@ def begin_manifest(directory: Path, config: RunConfig, roster: Sequence[RosterEn
             with suppress(FileNotFoundError):
                 (directory / name).rename(directory / f"{name}.damaged")
         log.warning("%s; it is renamed to *.damaged, and a new one is begun", error)
-        before = {}
+        before = {"code": ["not recorded"]}
     fields: dict[str, Any] = {
         "versions": before["versions"] if before.get("rounds") else versions(),
         "code": appended(before.get("code", []), code_version()),
         "keel": appended(before.get("keel", []), f"{keel_version()} {commit()}".strip()),
-        "clients": len(roster),
-        "simulated": all(entry.num_partitions for entry in roster),
-        "split": split_digest(config, roster),
+        "clients": num_clients,
+        "simulated": is_simulated,
+        "split": split,
     }
     if fields["simulated"]:
         here = machine(device_for(config.train.device))

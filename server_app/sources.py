@@ -4,7 +4,7 @@ import hashlib
 from functools import lru_cache
 from importlib.metadata import version
 
-from client_app.worker_client import code_digest
+from protocol.code import code_digest
 from protocol.config import app_folder
 
 SERVER_PACKAGES = ("server_app", "strategies")  # beside those of the clients
@@ -14,7 +14,7 @@ SERVER_PACKAGES = ("server_app", "strategies")  # beside those of the clients
 def sources_digest() -> str:
     """The first 16 hex digits of the SHA-256 of all sources that a run depends on.
 
-    The same in a checkout and in the app bundle made from it.
+    The same in a checkout and in the Flower app made from it.
     """
     found = hashlib.sha256(code_digest().encode())
     for package in SERVER_PACKAGES:

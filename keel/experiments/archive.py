@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keel.experiments.measure import CURVES, History
+from keel.experiments.measure import History
 from keel.experiments.plan import load_job, runs_needed
 from keel.experiments.runs import history_in, manifest_in, name_of, read_json
 from protocol.config import resolve_config
 from protocol.files import write_atomically
+from server_app.history import CURVES
 
 PRIVATE = ("output-dir", "data-dir", "resume", "run-name")
 MANIFEST = ("code", "keel", "machines", "simulated", "versions")
@@ -65,16 +66,14 @@ def copies(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def lines(history: History) -> Iterator[dict[str, Any]]:
-    """The accuracies and times of each round, rounded."""
+    """The accuracies and times of each round, rounded; nothing of single clients."""
     for line in history:
-        small: dict[str, Any] = {"round": line["round"]}
+        small: dict[str, Any] = {"round": line["round"], "losses": {}, "left_out": {}}
         small |= {key: round(line[key], 2) for key in CLOCKS if key in line}
         small["seconds"] = {"all": round(sum(line["seconds"].values()), 2)}
-        for curve in CURVES:
-            key, name = curve.split(".")
-            value = line.get(key, {}).get(name)
-            if value is not None:
-                small[key] = {name: round(value, 5)}
+        for key, name, _ in CURVES:
+            if key in line:
+                small.setdefault(key, {})[name] = round(line[key][name], 5)
         yield small
 
 

@@ -208,7 +208,7 @@ def make_run(
         raise ValueError("num-clients = 0: expected the recipe to set the number of clients")
     old_name = name_of(config, is_timed, is_0_1=True)
     method = method_spec(config.rounds.method)
-    if only_last and method.adapts_global and method.is_stateful is not True:
+    if only_last and method.is_adapted_from_global and method.is_stateful is not True:
         full |= {"evaluate-every": config.rounds.num_rounds, **options.changes}
         config = resolve_config(full)
     names = list(dict.fromkeys([name_of(config, is_timed), old_name]))

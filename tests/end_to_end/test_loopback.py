@@ -71,6 +71,10 @@ def test_model_and_client_state_equal_those_of_the_inline_engine_bit_for_bit(dep
     assert same_bits(final_model(run), final_model(inline))
     assert state_of_clients(deployed, run) == state_inline(inline)
     assert all(line["left_out"] == {} for line in history_of(run))
+    written = [deployed.root / "server" / "superlink.db"]
+    written += (deployed.root / owner / "keel" for owner in ("server", *deployed.clients))
+    for path in [*written, *(below for each in written for below in each.rglob("*"))]:
+        assert path.stat().st_mode & 0o077 == 0, path  # nobody else reads updates or models
 
 
 def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bits(deployed, inline):
@@ -95,16 +99,23 @@ def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bit
 @pytest.mark.slow
 @pytest.mark.deployment
 @pytest.mark.parametrize(
-    ("stopped", "seconds"), [("superlink", 40), ("superlink", 95), ("supernode-client-0000", 40)]
+    ("stopped", "seconds"),
+    [
+        *(("superlink", 40), ("superlink", 95), ("serverapp", 40), ("serverapp", 95)),
+        *(("supernode-client-0000", 40), ("serverapp-executor", 95)),
+        *(("executor-client-0000", 40), ("executor-client-0000", 95)),
+        *(("worker-client-0000", 40), ("worker-client-0000", 95)),
+    ],
 )
 def test_a_process_that_hangs_costs_time_and_nothing_else(deployed, inline, stopped, seconds):
     run_id, run = new_run(deployed, LOOPBACK_KEYS)
     wait_for_round(run, 1)
-    os.kill(deployed.pid(stopped), signal.SIGSTOP)
+    pid = server_app_pid(deployed) if stopped == "serverapp" else deployed.pid(stopped)
+    os.kill(pid, signal.SIGSTOP)
     try:
         time.sleep(seconds)
     finally:
-        os.kill(deployed.pid(stopped), signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
     assert wait_for_end(deployed, run_id, run) == "finished:completed"
     assert all(line["left_out"] == {} for line in history_of(run))
     assert same_bits(final_model(run), final_model(inline))

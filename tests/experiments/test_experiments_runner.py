@@ -113,7 +113,8 @@ def fake_run(
     (folder / "summary.json").write_text(json.dumps({"status": status}))
     (folder / "manifest.json").write_text(json.dumps({"code": [code or code_version()]}))
     times = {"client_seconds": 60.0, "client_cpu_seconds": cpu_seconds, "seconds": {"all": 90.0}}
-    line = {"round": run.rounds, "global": {"accuracy": accuracy}, **times}
+    line = {"round": run.rounds, "global": {"accuracy": accuracy}, "losses": {}, "left_out": {}}
+    line |= times
     (folder / "history.jsonl").write_text(json.dumps(line) + "\n")
     return folder
 
@@ -543,8 +544,10 @@ def test_a_curve_is_the_moving_average_where_its_number_is(tmp_path):
     curves = {}
     for cell in recipe.cells:
         run = run_of(cell, {}, 0, how, tmp_path)
-        lines = [{"round": i, "global": {"accuracy": a}} for i, a in ((1, 0.2), (2, 0.6))]
         path = fake_run(run, 0.0) / "history.jsonl"
+        line = json.loads(path.read_text())
+        points = ((1, 0.2), (2, 0.6))
+        lines = [line | {"round": i, "global": {"accuracy": a}} for i, a in points]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         curves[cell.row.name] = curve_of(cell, [(run, run.finished())])
     assert curves == {"FedAvg": [(1, 20, 0), (2, 40, 0)], "FedProx": [(1, 20, 0), (2, 60, 0)]}

@@ -39,6 +39,7 @@ def output(tmp_path: Path) -> Path:
             {
                 **{"round": n, "client_seconds": 9.0, "client_cpu_seconds": 3600.0},
                 **{"seconds": {"training": 8.0, "evaluation": 2.0}, "participants": ["a"]},
+                **{"losses": {"loss": 1.0}, "left_out": {}},
                 "global": {"accuracy": final * n / 41, "loss": 1.0},
             }
             for n in range(1, 42)
