@@ -222,6 +222,21 @@ def is_run_name(name: str) -> bool:
     return not name or re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) is not None
 
 
+TRACKERS = ("tensorboard", "mlflow", "wandb")
+
+
+def is_tracker_list(text: str) -> bool:
+    """Whether `text` is a value of `tracker`."""
+    names = [name.strip() for name in text.split(",")]
+    return names == ["none"] or all(name in TRACKERS for name in names)
+
+
+def tracker_names(rounds: "RoundsConfig") -> list[str]:
+    """The trackers that are asked for, each once."""
+    names = [name.strip() for name in rounds.tracker.split(",")]
+    return [n for n in TRACKERS if n in names or (n == "tensorboard" and rounds.tensorboard)]
+
+
 @dataclass(frozen=True)
 class RoundsConfig:
     """The run: who takes part, how long, whose updates count, what is evaluated and written."""
@@ -276,8 +291,10 @@ class RoundsConfig:
     num_selected: int = option(
         at_least(0), "multi-krum: number of updates that are averaged; 0: all but num-malicious"
     )
-    tensorboard: bool = option(
-        true_or_false(), "write TensorBoard events to the run directory; needs keel[tensorboard]"
+    tracker: str = option(
+        Constraint(is_tracker_list, "none, or some of tensorboard, mlflow, wandb, with commas"),
+        "where the run's figures are copied: tensorboard (in the run directory), mlflow, wandb; "
+        "each needs Keel's extra of that name",
     )
     checkpoint_every: int = option(
         at_least(0), "rounds between checkpoints, which a resume starts from; 0: as snapshot-every"
@@ -292,6 +309,8 @@ class RoundsConfig:
         "keep the checkpoints and client state of a finished run, which can then be continued; "
         "false: only what its personal models consist of",
     )
+    tracker_clients: bool = option(true_or_false(), "trackers get each client's accuracies too")
+    tensorboard: bool = option(true_or_false(), "the same as tracker = tensorboard, beside others")
     output_dir: str = option(any_text(), 'parent of run directories; "": $KEEL_HOME/runs')
     run_name: str = option(
         Constraint(is_run_name, RUN_NAME_RULE),

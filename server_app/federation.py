@@ -519,6 +519,7 @@ def info_of(run: Run, history: Sequence[Line]) -> RunInfo:
         clients_per_round=run.cohort_size,
         num_rounds=config.rounds.num_rounds,
         history=tuple(without_clients(line) for line in history),
+        config=dict(config.flat),
     )
 
 
