@@ -4,10 +4,10 @@ Runs in the process of the ClientApp in simulation, and in the resident worker
 (`client_app.worker_server`) where there is one.
 """
 
+import copy
 import logging
 import time
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 
 import flwr
@@ -21,11 +21,10 @@ from client_app.methods import method_of
 from client_app.node_config import client_name, own_architecture, own_splits, state_folder
 from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
-from client_app.setup import device_for
+from client_app.setup import device_for, representation_width
 from client_app.site_privacy import PrivacyRefused, charge_release, check_limits
 from client_app.worker_client import client_failed, run_and_round
-from models import StagedModel
-from protocol.config import RunConfig, config_from_json
+from protocol.config import config_from_json
 from protocol.files import private_files
 from protocol.messages import (
     Arrays,
@@ -36,7 +35,9 @@ from protocol.messages import (
     TrainReply,
     TrainRequest,
     all_finite,
+    contents_to_play,
     last_accepted_round_of,
+    played_reply,
     read_request,
     reply_content,
     roster_content,
@@ -49,7 +50,27 @@ process_cache = ProcessCache()
 
 @private_files()
 def answer(message: Message, context: Context) -> RecordDict | Error:
-    """The content of the reply to a message, or an error of one line."""
+    """The content of the reply to a message, or an error of one line.
+
+    A message for many logical clients is answered for one after the other.
+    """
+    if "played" not in message.content.config_records:
+        return answer_as(message, context)
+    replies = []
+    for client, num_clients, content in contents_to_play(message.content):
+        own = copy.copy(message)
+        own.content = content
+        node_config: dict[str, bool | float | int | str] = {
+            "partition-id": client,
+            "num-partitions": num_clients,
+        }
+        node = Context(context.run_id, context.node_id, node_config, RecordDict(), {})
+        replies.append(answer_as(own, node))
+    return played_reply(replies)
+
+
+def answer_as(message: Message, context: Context) -> RecordDict | Error:
+    """`answer` for one client."""
     try:
         return handlers[message.metadata.message_type](message, context)
     except Exception as error:
@@ -105,15 +126,6 @@ def roster(message: Message, context: Context) -> RecordDict:
         num_test=len(test.labels) if hides else 0,
     )
     return roster_content(entry)
-
-
-@lru_cache(maxsize=4)  # the roster asks once a client, of networks that are the same
-def representation_width(config: RunConfig, model: StagedModel) -> int:
-    """Entries of the representation of one image where the method splits the network."""
-    split = method_of(config).split_stage(model)
-    image = torch.zeros(1, *model.input_shape, device=model.classifier.weight.device)
-    with torch.no_grad():
-        return model.eval().extract(image, split).numel()
 
 
 def begin(

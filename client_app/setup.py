@@ -8,7 +8,7 @@ import torch
 
 from client_app.methods import method_of
 from client_app.samples import Pixels
-from data.partitions import partition_indices, split_local_test, stratified_share
+from data.partitions import Parts, partition_indices, split_local_test, stratified_share
 from data.sources import Source, load_source
 from models import StagedModel, build_model
 from protocol.catalogue import model_spec
@@ -52,7 +52,7 @@ def client_indices(
     config: RunConfig, partition: int, num_clients: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(training, local test) indices of simulated client `partition` into the training images."""
-    mine = _split_over_clients(config, num_clients)[partition]
+    mine = split_over_clients(config, num_clients)[partition]
     fraction = config.data.local_test_fraction
     if fraction == 0:
         return mine, mine[:0]
@@ -63,7 +63,8 @@ def client_indices(
 
 
 @lru_cache(maxsize=2)
-def _split_over_clients(config: RunConfig, num_clients: int) -> list[np.ndarray]:
+def split_over_clients(config: RunConfig, num_clients: int) -> Parts:
+    """The indices of every simulated client's samples, of its local test part too."""
     data = config.data
     labels = np.asarray(open_source(config).train.labels)
     share = np.arange(len(labels))
@@ -76,12 +77,13 @@ def _split_over_clients(config: RunConfig, num_clients: int) -> list[np.ndarray]
         labels[share],
         num_clients,
         alpha=data.alpha,
+        order=data.balanced_order,
         classes_per_client=data.classes_per_client,
         shards_per_client=data.shards_per_client,
         min_size=data.min_samples,
         seed=seed_of(config.rounds.seed, "partition"),
     )
-    return [share[part] for part in parts]
+    return parts.of(share)
 
 
 def model_for(
@@ -117,10 +119,22 @@ def build_network(
         image_size=shape[1],
         seed=seed_of(config.rounds.seed, "weights") if seed is None else seed,
         norm=config.model.norm if name == config.model.model else "",
+        width=config.model.width if name == config.model.model else 0,
+        init=config.model.init,
         projection=parts.projection,
         projection_heads=parts.projection_heads,
+        head_stages=parts.head_stages,
     )
     return model.to(memory_format=torch.channels_last)
+
+
+@lru_cache(maxsize=4)  # the roster asks once a client, of networks that are the same
+def representation_width(config: RunConfig, model: StagedModel) -> int:
+    """Entries of the representation of one image where the method splits the network."""
+    split = method_of(config).split_stage(model)
+    image = torch.zeros(1, *model.input_shape, device=model.classifier.weight.device)
+    with torch.no_grad():
+        return model.eval().extract(image, split).numel()
 
 
 def device_for(name: str) -> torch.device:

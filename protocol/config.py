@@ -114,6 +114,11 @@ class DataConfig:
         "how the training set is split over the clients",
     )
     alpha: float = option(more_than(0), "concentration of both Dirichlet partitions")
+    balanced_order: str = option(
+        one_of("interleaved", "sequential"),
+        "partition = dirichlet-balanced: clients draw in turn, or client after client as in "
+        "FedRCL's released splits, which is more skewed",
+    )
     classes_per_client: int = option(at_least(1), "for partition = classes")
     shards_per_client: int = option(at_least(1), "for partition = shards")
     min_samples: int = option(
@@ -139,6 +144,12 @@ class ModelConfig:
     )
     norm: str = option(
         one_of("", "group", "batch"), 'norm layer where the model offers a choice; "": its default'
+    )
+    width: int = option(at_least(0), "channels of a ResNet's first stage; 0: its own")
+    init: str = option(
+        one_of("", "fan-in"),
+        'initial weights; "": the model\'s own; fan-in: N(0, 2/fan_in) in all layers, as in the '
+        "code of FedIntR's ResNet-20",
     )
 
 
@@ -170,6 +181,11 @@ class TrainConfig:
         "of training: fp32; tf32: matrix products on a GPU; bf16: forward passes",
     )
     compile: bool = option(true_or_false(), "torch.compile the networks; pays off in long GPU runs")
+    frozen_statistics: str = option(
+        one_of("running", "batch"),
+        "BatchNorm in frozen models: their own statistics, or each batch's as in FedIntR's code, "
+        "which cannot be cached",
+    )
     cache_mb: int = option(
         at_least(0), "memory for cached representations of frozen models; 0: recompute them"
     )
@@ -263,6 +279,19 @@ class RoundsConfig:
     tensorboard: bool = option(
         true_or_false(), "write TensorBoard events to the run directory; needs keel[tensorboard]"
     )
+    checkpoint_every: int = option(
+        at_least(0), "rounds between checkpoints, which a resume starts from; 0: as snapshot-every"
+    )
+    snapshot_every: int = option(
+        at_least(1),
+        "inline engine: rounds between writes of the client state, which is in memory meanwhile; "
+        "an interrupted run resumes from the last of them",
+    )
+    keep_state: bool = option(
+        true_or_false(),
+        "keep the checkpoints and client state of a finished run, which can then be continued; "
+        "false: only what its personal models consist of",
+    )
     output_dir: str = option(any_text(), 'parent of run directories; "": $KEEL_HOME/runs')
     run_name: str = option(
         Constraint(is_run_name, RUN_NAME_RULE),
@@ -286,6 +315,11 @@ class RoundsConfig:
         any_text(), "measures of the local models: names with commas between, or all"
     )
     diagnostics_every: int = option(at_least(1), "rounds between diagnostics")
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Rounds between checkpoints; the last round always has one."""
+        return self.checkpoint_every or self.snapshot_every
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,7 +377,7 @@ def _project() -> dict[str, Any]:
 
 
 def keel_version() -> str:
-    """The version in pyproject.toml: of what runs here, installed or from an app that Flower unpacked."""
+    """The version in pyproject.toml: of what runs here, installed or unpacked by Flower."""
     return str(_project()["project"]["version"])
 
 
@@ -451,15 +485,18 @@ def validate(config: RunConfig) -> None:
 
 def _validate_names(config: RunConfig) -> None:
     rounds, model = config.rounds, config.model
+    if rounds.checkpoint_every % rounds.snapshot_every:
+        raise ValueError(
+            f"checkpoint-every = {rounds.checkpoint_every}: a resume needs the client state of a "
+            f"checkpoint's round: expected a multiple of snapshot-every = {rounds.snapshot_every}, "
+            "or 0: the same"
+        )
     refuse_unknown("method", rounds.method, list(method_names()))
     refuse_unknown("server-optimizer", rounds.server_optimizer, list(SERVER_OPTIMIZERS))
     refuse_unknown("model", model.model, list(model_names()))
     for name in config.client_models:
         refuse_unknown("client-models", name, list(model_names()))
-    norms = model_spec(model.model).norms
-    if model.norm and model.norm not in norms:
-        allowed = f"expected {' or '.join(norms)}" if norms else "it has no norm layer"
-        raise ValueError(f"norm = {model.norm!r}: {model.model}: {allowed}; empty: its default")
+    model_spec(model.model).check(model.model, model.norm, model.width)
     parse_source(config.data.source)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from client_app.method import Method
 from client_app.methods import method_of
-from client_app.setup import client_indices
+from client_app.setup import client_indices, model_for, representation_width
 from data.sources import Source
 from protocol.catalogue import method_names, method_spec
 from protocol.config import RunConfig
@@ -19,6 +19,7 @@ from server_app.history import DAMAGE
 from strategies.validation import count_outliers
 
 CLASSES = "number of classes"
+MAX_LISTED = 10_000  # simulated clients; of more, files and pictures say less
 
 
 def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
@@ -31,14 +32,23 @@ def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
 
 
 def save_roster(path: Path, roster: Mapping[int, RosterEntry]) -> None:
-    """Write the clients and their nodes, in the order of names."""
-    ordered = sorted(roster.items(), key=lambda pair: pair[1].client)
-    rows = [{"node": node, **asdict(entry)} for node, entry in ordered]
+    """Write the clients and their nodes, in the order of names; of very many their number."""
+    rows: object = {"simulated": len(roster)}
+    if len(roster) <= MAX_LISTED:
+        ordered = sorted(roster.items(), key=lambda pair: pair[1].client)
+        rows = [{"node": node, **asdict(entry)} for node, entry in ordered]
     write_atomically(path, (json.dumps(rows, indent=1) + "\n").encode())
 
 
-def roster_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[str]:
-    """A line for each thing that is unusual about the clients but allowed."""
+def roster_warnings(
+    config: RunConfig,
+    entries: Sequence[RosterEntry],
+    known: Mapping[str, Sequence[int]] | None = None,
+) -> list[str]:
+    """A line for each thing that is unusual about the clients but allowed.
+
+    known: samples of each class of all clients, where `entries` are not of all.
+    """
     warnings = []
     for what, versions in (
         ("flwr and torch", {e.client: e.versions for e in entries}),
@@ -52,8 +62,13 @@ def roster_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[s
                 "Results may differ in the last bits"
             )
     warnings += count_warnings(config, entries)
-    note = method_of(config).check_roster(known_label_counts(entries))
-    return warnings + ([note] if note else [])
+    method = method_of(config)
+    num_samples = {entry.client: entry.num_examples for entry in entries}
+    notes = (
+        method.check_roster(known or known_label_counts(entries)),
+        method.warning(config, num_samples),
+    )
+    return warnings + [note for note in notes if note]
 
 
 def known_label_counts(entries: Sequence[RosterEntry]) -> dict[str, list[int]]:
@@ -101,6 +116,25 @@ def evaluates_clients(config: RunConfig, method: Method) -> str:
     return "all" if method.is_personal else "none"
 
 
+def check_widths(config: RunConfig, entries: Sequence[RosterEntry], source: Source) -> None:
+    """ValueError with all widths where a client's representation does not fit the run's model."""
+    run_model = config.model.model
+    widths = Counter((entry.model, entry.representation_width) for entry in entries)
+    if len(widths) == 1 and (run_model, entries[0].representation_width) in widths:
+        return  # the width of the run's model is what all its clients say
+    own = representation_width(config, model_for(config, source))
+    if any(width != own for _, width in widths):
+        found = ", ".join(
+            f"{model} {width} ({count} client{'s' * (count > 1)})"
+            for (model, width), count in sorted(widths.items())
+        )
+        raise ValueError(
+            f"representation widths differ: {found}; the run's model {run_model} has {own}: with "
+            f"{config.rounds.method} they have to agree; choose networks, or where to split them, "
+            "with one width"
+        )
+
+
 def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: Source) -> None:
     """ValueError, one line naming the client, for clients that do not fit together.
 
@@ -129,7 +163,6 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
         for what, value, expected in (
             ("image shape", entry.image_shape, first.image_shape),
             (CLASSES, len(entry.label_counts), len(first.label_counts)),
-            ("representation width", entry.representation_width, first.representation_width),
         ):
             if value != expected and not (are_withheld and what == CLASSES):
                 raise ValueError(
@@ -154,6 +187,7 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
             f"client {others[0].client} trains {others[0].model}, the run {config.model.model}: "
             f"methods that allow several architectures: {able}"
         )
+    check_widths(config, by_name, source)
     if not are_withheld:
         totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
         if 0 in totals:

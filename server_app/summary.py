@@ -11,8 +11,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from protocol.config import RunConfig, config_from_json, default_config, with_current_names
+from protocol.config import (
+    RunConfig,
+    config_from_json,
+    default_config,
+    presets,
+    with_current_names,
+)
 from protocol.files import write_atomically
+from protocol.options import OptionValue
 from server_app.history import CURVES, DAMAGE, Line, curve
 
 SUMMARY_FILE = "summary.json"
@@ -86,8 +93,9 @@ def moving_average(values: Sequence[float], decay: float = 0.9) -> float:
 def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(every key, the keys that the user set) of a run's config.json, under today's names.
 
-    Keys that did not exist when the run was made have their default. ValueError naming the file if
-    it is missing or damaged.
+    Keys that did not exist when the run was made have their default. Where today's preset has
+    another value than the run, the run's is among the keys set. ValueError naming the file if it is
+    missing or damaged.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -95,11 +103,18 @@ def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         saved = json.loads(path.read_text())
         overrides = saved["overrides"] if "overrides" in saved else saved["given"]  # before 0.2
-        exact = {}
-        if "privacy.metrics" not in saved["config"] and saved["config"].get("privacy.epsilon"):
-            exact = {"privacy.metrics": "exact"}  # what private runs sent before there was the key
-        current = default_config() | with_current_names(saved["config"], warn=False) | exact
-        return current, with_current_names(overrides, warn=False) | exact
+        config = with_current_names(saved["config"], warn=False)
+        # what runs did before there were these keys
+        then: dict[str, OptionValue] = {}
+        if "privacy.metrics" not in config and config.get("privacy.epsilon"):
+            then["privacy.metrics"] = "exact"
+        if "scaffold.control-weighting" not in config and config.get("method") == "scaffold":
+            then["scaffold.control-weighting"] = "uniform"
+        current = default_config() | config | then
+        # a preset may have changed since: the run keeps its own values
+        preset = presets().get(str(current["preset"]), {})
+        pinned = {key: current[key] for key, value in preset.items() if current[key] != value}
+        return current, pinned | with_current_names(overrides, warn=False) | then
     except DAMAGE as error:
         raise ValueError(f"{path} is damaged or incomplete: {error}") from error
 
@@ -128,7 +143,7 @@ def read_summary(directory: Path) -> dict[str, Any]:
                 **about_config(config),
                 "rounds": 0,
                 **headline(summary.get("results", {})),
-                "clients": len(json.loads(roster.read_text())) if roster.exists() else None,
+                "clients": num_listed(json.loads(roster.read_text())) if roster.exists() else None,
                 "started": iso_time((directory / "config.json").stat().st_mtime),
                 "ended": None
                 if summary["status"] in ("starting", "running")
@@ -138,6 +153,11 @@ def read_summary(directory: Path) -> dict[str, Any]:
         except DAMAGE as error:
             raise ValueError(f"{path} or {roster} is damaged: {error}") from error
     return summary | {"directory": str(directory)}
+
+
+def num_listed(rows: Any) -> int:
+    """The number of clients that a roster.json is about."""
+    return int(rows["simulated"]) if isinstance(rows, dict) else len(rows)
 
 
 def read_object(path: Path) -> dict[str, Any]:

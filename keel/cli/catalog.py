@@ -11,8 +11,8 @@ import os
 import platform
 import re
 import typing
-from contextlib import suppress
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -131,7 +131,7 @@ def capabilities(spec: MethodSpec) -> Row:
     return {flag: getattr(options, flag) for flag in (*flags, "default_weighting", "shared_part")}
 
 
-FLAG_PREFIXES = ("is_", "has_", "adapts_", "sends_", "supports_")
+FLAG_PREFIXES = ("is_", "has_", "sends_", "supports_")
 
 
 def option_rows(options: type, prefix: str) -> list[Row]:
@@ -174,7 +174,7 @@ def traffic(name: str) -> float:
     def size_bytes(arrays: Mapping[str, Any]) -> int:
         return sum(array.numel() * array.element_size() for array in arrays.values())
 
-    own = build(projection=parts.projection, projection_heads=parts.projection_heads)
+    own = build(**dataclasses.asdict(parts))
     strategy = strategy_for(config, own)
     model = strategy.initial_arrays(own)
     exchanged = (model, strategy.extra_like(), strategy.expected(model), strategy.expected_extra())

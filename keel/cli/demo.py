@@ -29,9 +29,9 @@ def demo() -> int:
     print(
         f"{CLIENTS} clients have different digits (Dirichlet split, alpha = {SETTING['alpha']}). "
         f"They train a model for\n{SETTING['num-rounds']} rounds, first with FedAvg, then with "
-        "FedIntR, which adds a contrastive loss on the\nrepresentations of every layer. The setting "
-        "is small enough for a minute, and each method runs\nwith one seed: this shows how Keel works, "
-        "not which method is better.",
+        "FedIntR, which adds a contrastive loss on the\nrepresentations of every layer. "
+        "The setting is small enough for a minute, and each method runs\n"
+        "with one seed: this shows how Keel works, not which method is better.",
         flush=True,
     )
     runs = []
@@ -57,6 +57,7 @@ def verdict(runs: list[SavedRun]) -> str:
     """The accuracies after the last round, and what they do not show."""
     final = [f"{run.config['method']} {100 * (run.accuracy or 0.0):.1f} %" for run in runs]
     return (
-        f"After the last round: {', '.join(final)}. This is one seed; other seeds change the order.\n"
+        f"After the last round: {', '.join(final)}. "
+        "This is one seed; other seeds change the order.\n"
         "Comparisons over several seeds, with the papers' data and models: keel experiments list"
     )

@@ -117,8 +117,8 @@ def resume(
 ) -> int:
     """Continue an interrupted run from its last checkpoint. Only num-rounds=N may change.
 
-    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one. With --engine deployment it
-    is the path or the whole name of a run on the server.
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one. With --engine deployment
+    it is the path or the whole name of a run on the server.
     """
     overrides = parse_overrides(assignments or [])
     if changed := sorted(overrides.keys() - {"num-rounds"}):

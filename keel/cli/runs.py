@@ -88,8 +88,9 @@ def list_command(
         print(json.dumps(rows, indent=2))
         return
     console = terminal_console()
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("run", "method", "data"):
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("run", no_wrap=True)  # to be copied
+    for name in ("method", "data"):
         table.add_column(name, overflow="fold")
     for name in ("rounds", "accuracy"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -101,7 +102,7 @@ def list_command(
             f"{row['rounds']}/{row['num_rounds']}",
             percent(row["accuracy"]),
             coloured(row["state"]),
-            duration(run.age_s),
+            " ".join(duration(run.age_s).split()[:2]),
         )
     if rows:
         console.print(table)

@@ -78,19 +78,21 @@ def test_what_is_finished_is_not_run_again(swept, monkeypatch, capsys):
     assert "2 runs are already finished" in capsys.readouterr().out
 
 
-def test_a_failing_run_is_survived_and_named(swept, tmp_path, capsys):
+def test_a_run_that_diverges_is_survived_named_and_not_run_again(swept, tmp_path, capsys):
     text = sweep.read_text().replace("[0.01, 1.0]", "[0.01, 1.0e+30]")
     recipe = tmp_path / "diverging.yaml"
     recipe.write_text(text)
     before = folders(swept)
-    assert main("run", str(recipe), "--output", str(swept), *ONCE) == 1
+    assert main("run", str(recipe), "--output", str(swept), *ONCE) == 0
     message = capsys.readouterr().out
-    assert "failed" in message
+    assert "diverged fedprox-digits-seed0-" in message
     assert "values that are not finite" in message
     assert "1 runs are already finished" in message  # the sweep's own, shared
-    new = set(folders(swept)) - set(before)
-    assert len(new) == 1
-    shutil.rmtree(new.pop().parent)
+    (new,) = set(folders(swept)) - set(before)
+    assert main("run", str(recipe), "--output", str(swept), *ONCE) == 0
+    assert "2 runs are already finished" in capsys.readouterr().out
+    assert "| fedprox.mu = 1e+30 | –; diverged 1/1 |" in write_report(swept)[1].read_text()
+    shutil.rmtree(new.parent)
     (job,) = swept.glob("jobs/diverging*")
     job.unlink()
 
@@ -253,7 +255,11 @@ def test_the_report_holds_the_numbers_of_the_histories(swept):
         (row,) = [row for row in cells.rows if row and row[0] == f"fedprox.mu = {mu}"]
         assert row[1:] == ["–", f"{mean:.2f}", "–"]  # the other column was not asked for
         assert f"| fedprox.mu = {mu} | {mean:.2f} |\n" in text.read_text()
-    assert ["homogeneous above heterogeneous in fedprox.mu = 1.0", "not tested", ""] in cells.rows
+    assert [
+        "homogeneous above heterogeneous in fedprox.mu = 1.0",
+        "not tested",
+        "not run",
+    ] in cells.rows
     pictures = [a for a in cells.addresses if a.startswith("data:image/")]
     assert len(pictures) == 2  # the curves, and how the classes lie over the clients
     assert all(a.startswith(("data:image/", "#")) for a in cells.addresses)  # it opens offline
