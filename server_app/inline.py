@@ -35,6 +35,7 @@ class InlineGrid(Grid):
 
     is_in_process: ClassVar[bool] = True
     has_own_clients: ClassVar[bool] = True
+    plays_logical_clients = False  # a node is a client, unless `run_inline` says otherwise
 
     def __init__(self, app: ClientApp, node_configs: Sequence[NodeConfig]) -> None:
         self.app = app
@@ -112,14 +113,17 @@ def run_inline(
     clients, else a node a client.
     """
     overrides = dict(overrides)
-    nodes = list(node_configs or [])
-    if node_configs is None:
-        nodes = simulated_nodes(num_workers or num_clients)
-        if num_clients > MAX_NODES or num_workers:
-            nodes = simulated_nodes(num_workers or 1)
-            if "resume" not in overrides:
-                overrides.setdefault("num-clients", num_clients)
-    grid = InlineGrid(client_app.app.app, nodes)
+    is_logical = node_configs is None and (num_clients > MAX_NODES or num_workers > 0)
+    nodes = simulated_nodes(num_clients) if node_configs is None and not is_logical else []
+    if is_logical:
+        nodes = simulated_nodes(num_workers or 1)
+        expected = overrides.get("num-clients", num_clients)
+        if expected != num_clients:
+            raise ValueError(f"num-clients = {expected}: the run is started for {num_clients}")
+        if "resume" not in overrides:
+            overrides["num-clients"] = num_clients
+    grid = InlineGrid(client_app.app.app, nodes or list(node_configs or []))
+    grid.plays_logical_clients = is_logical
     return run_federation(grid, overrides, observers=observers).path
 
 
