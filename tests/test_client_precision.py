@@ -72,7 +72,7 @@ def test_what_is_cached_is_what_the_local_network_would_say(precision):
     now.model.eval()
     compute = representations(objective, now.frozen("global", now.received), now)
     frozen = FrozenFeatureCache(now, compute, is_read_again=True)
-    step = next(now.batches("batches"))
+    step = next(now.steps("batches", 1))
     first, again = frozen.of(step), frozen.of(step)
     with client_app.trainer.forward_in(precision, now.device):
         _, taps = now.model.run(step.x, objective.layers(now.model))

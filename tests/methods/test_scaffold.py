@@ -78,6 +78,7 @@ class Federation:
     def now(self, client):
         batch = torch.tensor(self.clients[client], dtype=torch.float64)
         none = torch.empty(0, dtype=torch.int64)
+        step = Step(batch, torch.zeros(1), none, none)
         return SimpleNamespace(
             config=self.config,
             model=Number(),
@@ -90,7 +91,8 @@ class Federation:
             device=torch.device("cpu"),
             lr_factor=self.config.train.lr_decay ** (self.round - 1),
             seed=lambda *names: 0,
-            batches=lambda stream, epoch: iter([Step(batch, torch.zeros(1), none, none)]),
+            plan=lambda stream, count, unit: SimpleNamespace(epochs=list(range(count))),
+            train_samples=SimpleNamespace(step=lambda plan, number: step),
         )
 
     def play(self, cohort=None, lost=()):
