@@ -199,7 +199,9 @@ def evaluate_models(message: Message, context: Context) -> RecordDict:
     metrics: dict[str, float] = {"num-examples": len(ctx.train_samples)}
     if method.has_global_model and not request.config.privacy.withholds_metrics:
         score = evaluate(
-            ctx.frozen("global", ctx.initial_weights() | ctx.received), ctx.test_samples
+            ctx.frozen("global", ctx.initial_weights() | ctx.received),
+            ctx.test_samples,
+            request.config.train.precision,
         )
         metrics |= {"global-accuracy": score.accuracy, "global-loss": score.loss}
     metrics |= personal_metrics(method, ctx, ctx.state)
@@ -215,7 +217,7 @@ def personal_metrics(
         return metrics
     model = method.personal_model(ctx, state)
     if model is not None:
-        score = evaluate(model, ctx.test_samples)
+        score = evaluate(model, ctx.test_samples, ctx.config.train.precision)
         metrics |= {"personal-accuracy": score.accuracy, "personal-loss": score.loss}
     return metrics
 

@@ -99,7 +99,7 @@ def representations(
     objective: LocalObjective, model: StagedModel, ctx: RoundContext
 ) -> Callable[[Tensor], list[Tensor]]:
     """The function from a batch x to its representations; the model runs no further than these."""
-    layers, precision = objective.layers(model), ctx.config.train.precision
+    layers, precision = objective.layers(model), ctx.precision
 
     def compute(x: Tensor) -> list[Tensor]:
         with forward_in(precision, x.device):
@@ -141,7 +141,7 @@ def objective_terms(
     def terms_of(step: Step) -> dict[str, Tensor]:
         logits, outputs = model.run(step.x, layers)
         assert logits is not None
-        with losses_in_float32(ctx.config.train.precision, ctx.device):
+        with losses_in_float32(ctx.precision, ctx.device):
             batch = Batch(
                 ctx=ctx,
                 x=step.x,

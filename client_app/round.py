@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from client_app.precision import resolved
 from client_app.samples import BatchPlan, Samples, Step, batch_size_for
 from models import StagedModel
 from protocol.config import RunConfig
@@ -77,6 +78,12 @@ class RoundContext:
     def lr_factor(self) -> float:
         """The factor on every learning rate of this round."""
         return float(self.config.train.lr_decay ** (self.round - 1))
+
+    @cached_property
+    def precision(self) -> str:
+        """The precision in which this client trains: fp32, tf32 or bf16."""
+        num_parameters = sum(p.numel() for p in self.model.parameters())
+        return resolved(self.config.train.precision, num_parameters, self.device)
 
     def seed(self, *names: int | str) -> int:
         """The seed of one of this client's random streams in this round."""

@@ -99,11 +99,11 @@ def descend(
     ]
     sums = MeanTerms({})
     cuda = [ctx.device] if ctx.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda), products(train.precision):
+    with torch.random.fork_rng(devices=cuda), products(ctx.precision):
         torch.manual_seed(ctx.seed("dropout", stream))
         for number, rate in enumerate(rates):  # nothing here waits for the device
             step = ctx.train_samples.step(plan, number)
-            with forward_in(train.precision, ctx.device):
+            with forward_in(ctx.precision, ctx.device):
                 terms = terms_of(step)
             optimizer.zero_grad()
             functools.reduce(operator.add, terms.values()).backward()  # type: ignore[no-untyped-call]

@@ -385,7 +385,7 @@ def global_score(run: Run, arrays: ArrayRecord) -> Score:
     """The global model on the source's test set."""
     device = run.test_samples.labels.device
     run.model.to(device).load_state_dict(run.initial_weights | tensors(arrays))
-    return evaluate(run.model, run.test_samples)
+    return evaluate(run.model, run.test_samples, run.config.train.precision)
 
 
 def evaluate_on_clients(

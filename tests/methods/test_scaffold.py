@@ -89,6 +89,7 @@ class Federation:
             client=str(client),
             round=self.round,
             device=torch.device("cpu"),
+            precision="fp32",
             lr_factor=self.config.train.lr_decay ** (self.round - 1),
             seed=lambda *names: 0,
             plan=lambda stream, count, unit: SimpleNamespace(epochs=list(range(count))),
