@@ -171,6 +171,10 @@ class TrainConfig:
         "more than a million parameters, on a GPU or a CPU with bfloat16 products, else fp32",
     )
     compile: bool = option(true_or_false(), "torch.compile the networks; pays off in long GPU runs")
+    clients_per_step: int = option(
+        at_least(1),
+        "clients that one process trains together, as one batched model; for the inline engine",
+    )
     cache_mb: int = option(
         at_least(0), "memory for cached representations of frozen models; 0: recompute them"
     )

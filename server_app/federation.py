@@ -15,6 +15,7 @@ from client_app.method import Method
 from client_app.methods import method_of
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of
+from client_app.stacked import check_stackable
 from data.sources import Source
 from models import StagedModel
 from protocol.config import RunConfig, resolve_config
@@ -151,6 +152,12 @@ def prepare(
     source = open_source(config)  # decoded here, before any client opens it
     model = model_for(config, source)
     method.check_model(model)  # raises for layers that this network does not have
+    check_stackable(method, config, model)
+    if config.train.clients_per_step > 1 and not getattr(grid, "stacks_clients", False):
+        raise ValueError(
+            f"clients-per-step = {config.train.clients_per_step}: only the inline engine trains "
+            "clients together: run with --engine inline, or set it to 1"
+        )
     initial_weights = {name: array.clone() for name, array in model.state_dict().items()}
     strategy = strategy_for(config, model)
     device = device_for(config.train.device)

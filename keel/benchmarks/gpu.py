@@ -8,18 +8,24 @@ synchronised; the minimum of the repetitions. `--device cpu --quick` tries the c
 
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from client_app.methods import method_of
+from client_app.objective import LocalObjective
 from client_app.precision import products
+from client_app.process_cache import ProcessCache
+from client_app.stacked import train_stacked
 from keel.benchmarks.engine import WORKLOADS, bare_rounds, median_wall
 from keel.benchmarks.model_speed import min_seconds
 from keel.benchmarks.report import BenchOptions, Row
 from keel.benchmarks.sources import Keys, random_source, workload_source
-from keel.benchmarks.steps import Run, frozen_passes, local_training
+from keel.benchmarks.steps import Run, frozen_passes, local_training, round_of
+from protocol.config import resolve_config
 from server_app.history import read_history
 from server_app.inline import run_inline
 
@@ -84,6 +90,68 @@ def training(options: BenchOptions) -> Iterator[Row]:
                     "peak_mb": peak_mb,
                     "wall_seconds": round(seconds, 4),
                 }
+
+
+def clients_together(keys: Keys, num_clients: int) -> dict[str, Run]:
+    """Local training of this many clients by name: one after the other, and stacked."""
+    config, cache = resolve_config({"partition": "iid", **keys}), ProcessCache()
+    method = method_of(config)
+    assert isinstance(method, LocalObjective)
+    ctxs = [round_of(config, cache, n, num_clients) for n in range(num_clients)]
+    return {
+        "eager": lambda: [method.train(ctx) for ctx in ctxs],
+        "stacked": lambda: train_stacked(method, ctxs),
+    }
+
+
+def busy_share(run: Run, device: str) -> float:
+    """The share of the run's wall seconds in kernels on the GPU; on a CPU, in operators."""
+    kind = "CUDA" if device == "cuda" else "CPU"
+    spent = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"  # us
+    started = time.perf_counter()
+    with torch.profiler.profile(
+        activities=[getattr(torch.profiler.ProfilerActivity, kind)]
+    ) as profile:
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    return float(sum(getattr(event, spent) for event in profile.key_averages())) / 1e6 / seconds
+
+
+STACKED = (  # network, method, batch size, clients
+    ("cnn-fedreco", "fedavg", 10, 10),
+    ("cnn-fedintr", "fedavg", 64, 10),
+    ("cnn-fedintr", "fedintr", 64, 10),
+    ("cnn-fedcka", "fedcka", 64, 10),
+    ("resnet18", "fedavg", 50, 4),
+    ("resnet18", "fedrcl", 50, 4),
+)
+
+
+def stacking(options: BenchOptions) -> Iterator[Row]:
+    """Client steps a second of several clients: one after the other, and as one batched model."""
+    device, quick = options.device, options.is_quick
+    for model, name, batch, num_clients in STACKED[:1] if quick else STACKED:
+        keys: Keys = {
+            "source": random_source(options.home, num_clients * batch * (1 if quick else 8)),
+            "model": model,
+            "method": name,
+            "batch-size": batch,
+            "local-epochs": 1,
+            "device": device,
+        }
+        for way, run in clients_together(keys, num_clients).items():
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            seconds = min_seconds(run, device, 1 if quick else 3)
+            yield {
+                "what": f"{num_clients} clients, {model}, batch {batch}: {name}, {way}",
+                "steps_a_second": round(num_clients * (1 if quick else 8) / seconds, 1),
+                "busy_share": round(busy_share(run, device), 3),
+                "peak_mb": torch.cuda.max_memory_allocated() >> 20 if device == "cuda" else None,
+                "wall_seconds": round(seconds, 4),
+            }
 
 
 def frozen(options: BenchOptions) -> Iterator[Row]:
@@ -157,6 +225,7 @@ def gpu(options: BenchOptions) -> Iterator[Row]:
     """All of the above; FedReCo's time to 85 % where `cifar10` names the images."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("no GPU is visible (torch.cuda.is_available()): try --device cpu --quick")
+    yield from stacking(options)
     yield from training(options)
     yield from frozen(options)
     yield from rounds(options)
