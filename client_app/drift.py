@@ -1,4 +1,4 @@
-"""The squared distance of a model's weights from others, for FedProx, Ditto and FedACG."""
+"""The distance of a model's weights from others, for FedProx, Ditto and FedACG."""
 
 from collections.abc import Mapping
 
@@ -57,9 +57,25 @@ def squared_distance(w: list[Tensor], w_g: list[Tensor]) -> Tensor:
     return distance
 
 
+def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that require a gradient, by name.
+
+    All of stacked clients' (client_app/stacked.py), which are tensors that do not say so.
+    """
+    named: dict[str, Tensor] = dict(model.named_parameters())
+    return {n: p for n, p in named.items() if p.requires_grad} or named
+
+
 def drift_from(model: nn.Module, arrays: Mapping[str, Tensor]) -> Tensor:
     """`squared_distance` of the model's trained parameters to the arrays of the same names."""
-    named = dict(model.named_parameters())
-    # stacked weights (client_app/stacked.py) are all trained, and do not say so
-    trained = {n: p for n, p in named.items() if p.requires_grad} or named
+    trained = trained_parameters(model)
     return squared_distance(list(trained.values()), [arrays[n] for n in trained])
+
+
+def unsquared_drift_from(model: nn.Module, arrays: Mapping[str, Tensor]) -> Tensor:
+    """sum_k ||w^k - w_g^k|| over the model's trained parameters w^k, a scalar.
+
+    The gradient of a norm is taken to be 0, not NaN, where the arrays are equal.
+    """
+    trained = trained_parameters(model)
+    return torch.stack([torch.linalg.vector_norm(p - arrays[n]) for n, p in trained.items()]).sum()

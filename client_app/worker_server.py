@@ -168,7 +168,7 @@ class WorkerProcess:
         frames = [receive_frame(peer, deadline) for _ in range(2)]
         if header["code"] != self.code:
             return error_frames(
-                f"this client's worker runs code {self.code} of Keel, the run's bundle is "
+                f"this client's worker runs code {self.code} of Keel, the run's app is "
                 f"{in_one_line(header['code'], 16)}: install the same version on the server and on "
                 "every client"
             )

@@ -292,7 +292,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     on_train = (
         on_clients != "none"
         and run.method.is_personal
-        and not (run.method.adapts_global or run.method.has_global_model)
+        and not (run.method.is_adapted_from_global or run.method.has_global_model)
     )
     seconds: dict[str, float] = {}
 
@@ -339,7 +339,8 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     seconds["aggregation"] = time.perf_counter() - started
 
     started = time.perf_counter()
-    line = training_fields(server_round, report, bytes_down)
+    weights = strategy.counts(report.kept)
+    line = training_fields(server_round, report, bytes_down, weights)
     line["backed_off"] = backed_off
     if run.monitor and run.monitor.is_due(server_round):
         line["diagnostics"] = run.monitor.measure(

@@ -23,6 +23,19 @@ Line = dict[str, Any]
 
 HISTORY_FILE = "history.jsonl"
 RENAMED_FIELDS = {"refused": "rejected", "resting": "backed_off"}  # names before 0.2
+KINDS: dict[str, type] = {
+    "round": int,
+    "participants": list,
+    "left_out": dict,
+    "losses": dict,
+    "rejected": int,
+    "seconds": dict,
+    "bytes_down": int,
+    "bytes_up": int,
+}
+REQUIRED = ("round", "losses", "seconds", "left_out")
+# what reading damaged JSON raises
+DAMAGE = (ValueError, AttributeError, LookupError, TypeError, ArithmeticError, RecursionError)
 PER_CLIENT = ("local_global", "personal")  # these hold each client's accuracy in "clients"
 
 # Accuracy curves: key in a line, key within it, description.
@@ -56,12 +69,26 @@ def whole_lines(path: Path) -> tuple[list[Line], list[str]]:
     lines, faults = [], []
     for number, text in enumerate(complete.split(b"\n") if complete else [], start=1):
         try:
-            line = json.loads(text)
-            lines.append({RENAMED_FIELDS.get(key, key): value for key, value in line.items()})
-            lines[-1]["round"] = int(line["round"])
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            line = {RENAMED_FIELDS.get(k, k): value for k, value in json.loads(text).items()}
+            check_kinds(line)
+            lines.append(line)
+        except DAMAGE as error:
             faults.append(f"{path}, line {number} is damaged: {error}")
     return lines, faults
+
+
+def check_kinds(line: Line) -> None:
+    """TypeError naming the first key whose value is of another kind than one writes."""
+    if missing := [key for key in REQUIRED if key not in line]:
+        raise TypeError(f"it has no key {missing[0]!r}")
+    for key, kind in KINDS.items():
+        if not isinstance(line.get(key, kind()), kind):
+            raise TypeError(f"{key} = {line[key]!r:.40}")
+    for key, name, _ in CURVES:
+        if key in line and not isinstance(line[key][name], int | float):
+            raise TypeError(f"{key} has no {name}")
+    if not all(isinstance(value, int | float) for value in line.get("seconds", {}).values()):
+        raise TypeError("seconds are no numbers")
 
 
 def append_history(path: Path, line: Mapping[str, Any]) -> None:

@@ -58,6 +58,13 @@ def test_the_releases_of_a_resumed_run_are_never_under_counted(how, tmp_path):
         assert again["releases"] == spent["releases"] + 1
 
 
+def test_a_damaged_history_does_not_stop_the_resume_of_a_private_run(tmp_path):
+    directory = private_run(tmp_path, 3)
+    history = directory / "history.jsonl"
+    history.write_bytes(history.read_bytes().replace(b'"round": 2', b'"round": "', 1))
+    assert resumed(directory, 5)["releases"] == 5
+
+
 @pytest.mark.parametrize("how", ["delete", "empty"])
 def test_without_the_file_and_the_history_the_checkpoint_counts(how, tmp_path):
     directory = private_run(tmp_path, 3)

@@ -197,6 +197,7 @@ class RecipeFile(Reading):
     rows: Annotated[list[dict[Name, Entry]], BeforeValidator(_as_list)] = []
     grid: ConfigLists = {}
     claims: Texts = []
+    headlines: Texts = []
 
 
 # --- reading ----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from client_app.setup import build_network
 from client_app.split_model import train_part
 from client_app.trainer import copy_of
 from protocol.messages import TrainReply
-from strategies.fedcr import FedCRServer, product_of_experts
+from strategies.fedcr import FedCRServer, product_of_gaussians
 from strategies.fedpac import FedPACServer, head_mix
 from strategies.prototypes import Prototypes
 
@@ -593,7 +593,7 @@ def test_fedcrs_final_epochs_tune_the_head_after_the_last_round_alone(number, mo
 
 
 def test_the_servers_product_has_a_standard_normal_expert():
-    m, s, seen = product_of_experts(
+    m, s, seen = product_of_gaussians(
         [torch.full((2, 1), 6.0)], [torch.full((2, 1), 0.5)], [torch.tensor([1.0, 0.0])]
     )
     assert s[0].item() ** 2 == pytest.approx(0.25 / 1.25)

@@ -33,7 +33,7 @@ from client_app.methods.fedrcl import FedRCL
 from client_app.methods.fedscl import FedSCL
 from client_app.methods.fitnet import FitNet, feature_distance
 from client_app.setup import build_network
-from client_app.similarity import pooled, unit_features
+from client_app.similarity import spatial_mean, unit_features
 
 
 def random(*shape, seed, scale=1.0):
@@ -79,14 +79,14 @@ def test_fitnets_distance_is_a_mean_over_entries_then_over_levels():
 
 def test_fitnet_pools_positions_and_nothing_else():
     tap = random(2, 3, 2, 5, seed=1)
-    got = pooled(tap)
+    got = spatial_mean(tap)
     assert got.shape == (2, 3)
     for b in range(2):
         for c in range(3):
             mean = sum(v for row in tap[b, c].tolist() for v in row) / 10
             assert got[b, c].item() == pytest.approx(mean, rel=1e-12)
-    assert pooled(tap[:, :, 0, 0]) is not None
-    assert torch.equal(pooled(tap[:, :, 0, 0]), tap[:, :, 0, 0])
+    assert spatial_mean(tap[:, :, 0, 0]) is not None
+    assert torch.equal(spatial_mean(tap[:, :, 0, 0]), tap[:, :, 0, 0])
 
 
 @pytest.mark.parametrize("is_pooled", [True, False])
@@ -415,7 +415,7 @@ def test_fedprocs_loss_moves_from_contrast_to_cross_entropy(number):
         extra={"prototypes": c},
     )
     a_t = 1.0 if number == 1 else (number - 1) / 8
-    method = FedProc()
+    method = FedProc(schedule_rounds=0)
     batch = batch_of([z], y=y, logits=logits, ctx=ctx, prepared=method.begin_round(ctx))
     supervised = a_t * cross_entropy(logits, y)
     assert method.supervised(batch).item() == pytest.approx(supervised, rel=1e-12)
@@ -424,6 +424,18 @@ def test_fedprocs_loss_moves_from_contrast_to_cross_entropy(number):
         assert penalty is None
     else:
         assert penalty.item() == pytest.approx((1 - a_t) * contrast_in_loops(z, y, c), rel=1e-12)
+
+
+@pytest.mark.parametrize("rounds", [1, 100])
+def test_fedprocs_schedule_may_be_shorter_or_longer_than_the_run(rounds):
+    """T = 100 in the authors' code; with T = 1 every round is cross entropy alone, the control."""
+    config = make_config(method="fedproc", num_rounds=5, fedproc__schedule_rounds=rounds)
+    method = method_of(config)
+    ctx = dataclasses.replace(make_round(config, 3), extra={"prototypes": torch.ones(3, 256)})
+    assert method.begin_round(ctx) == pytest.approx(2 / 100 if rounds == 100 else 1.0)
+    assert not method.depends_on_num_rounds()
+    terms = method.train(ctx).terms
+    assert ("penalty" in terms) == (rounds == 100)
 
 
 def test_fedprocs_first_round_is_fedavgs_on_the_same_network(monkeypatch):
