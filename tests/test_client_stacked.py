@@ -22,6 +22,7 @@ from client_app.process_cache import ProcessCache
 from client_app.samples import Pixels
 from client_app.setup import build_network
 from client_app.stacked import Stack, check_stackable, train_stacked
+from keel.experiments.runs import identity
 from keel.method_checks import Subject
 from server_app.history import read_history
 from server_app.inline import InlineGrid, run_inline
@@ -132,6 +133,7 @@ def test_together_is_alone_whatever_the_run(method, keys, in_float64, tmp_path):
         {"method": "fedintr", "fedintr.reduction": "sample"},
         {"method": "feddecorr", "feddecorr.form": "paper"},
         {"method": "fedprox", "fedprox.mu": 1.0},
+        {"method": "fedprox", "fedprox.mu": 1.0, "fedprox.squared": False},
     ],
     ids=lambda keys: "-".join(str(value) for value in keys.values()),
 )
@@ -280,3 +282,8 @@ def test_other_engines_refuse_stacked_clients(tmp_path, monkeypatch):
     monkeypatch.setattr(InlineGrid, "stacks_clients", False)
     with pytest.raises(ValueError, match="only the inline engine trains clients together"):
         run_of(tmp_path, 2)
+
+
+def test_stacking_is_part_of_a_runs_identity():
+    alone, together = (make_config(clients_per_step=num).flat for num in (1, 2))
+    assert identity(alone) != identity(together)
