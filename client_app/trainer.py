@@ -100,7 +100,7 @@ def descend(
     sums = MeanTerms({})
     cuda = [ctx.device] if ctx.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), products(ctx.precision):
-        torch.manual_seed(ctx.seed("dropout", stream))
+        seed_default(ctx.seed("dropout", stream), ctx.device)
         for number, rate in enumerate(rates):  # nothing here waits for the device
             step = ctx.train_samples.step(plan, number)
             with forward_in(ctx.precision, ctx.device):
@@ -118,6 +118,20 @@ def descend(
     return Descent(sums.read(), len(rates), functools.reduce(operator.add, rates, 0.0))
 
 
+def seed_default(seed: int, device: torch.device) -> None:
+    """`torch.manual_seed` for the CPU and this device.
+
+    Where there is no GPU, that function stores a formatted traceback at each call, for ever.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
 def copy_of(model: torch.nn.Module) -> Arrays:
-    """The model's parameters and buffers, in memory of their own."""
-    return {name: array.detach().clone() for name, array in model.state_dict().items()}
+    """The model's parameters and buffers, in contiguous memory of their own."""
+    return {
+        name: array.detach().clone(memory_format=torch.contiguous_format)
+        for name, array in model.state_dict().items()
+    }

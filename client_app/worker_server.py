@@ -38,7 +38,6 @@ from client_app.old_state import OldState
 from client_app.setup import device_for
 from client_app.worker_client import (
     client_failed,
-    code_digest,
     max_timeout_s,
     run_and_round,
 )
@@ -51,6 +50,7 @@ from client_app.worker_socket import (
     worker_status,
     worker_variable,
 )
+from protocol.code import code_digest
 from protocol.files import remove_parts
 from protocol.flower_compat import context_from_bytes, message_from_bytes, records_to_bytes
 from protocol.text import in_one_line
@@ -259,6 +259,7 @@ def main() -> int:
         help="delete state so much older than the newest run's; 0: never; or $KEEL_KEEP_DAYS",
     )
     arguments = parser.parse_args()
+    os.umask(0o077)
     logging.basicConfig(format="%(asctime)s worker %(message)s", datefmt="%H:%M:%S")
     log.setLevel(logging.INFO)
     if arguments.socket is None:

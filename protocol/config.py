@@ -227,6 +227,21 @@ def is_run_name(name: str) -> bool:
     return not name or re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) is not None
 
 
+TRACKERS = ("tensorboard", "mlflow", "wandb")
+
+
+def is_tracker_list(text: str) -> bool:
+    """Whether `text` is a value of `tracker`."""
+    names = [name.strip() for name in text.split(",")]
+    return names == ["none"] or all(name in TRACKERS for name in names)
+
+
+def tracker_names(rounds: "RoundsConfig") -> list[str]:
+    """The trackers that are asked for, each once."""
+    names = [name.strip() for name in rounds.tracker.split(",")]
+    return [n for n in TRACKERS if n in names or (n == "tensorboard" and rounds.tensorboard)]
+
+
 @dataclass(frozen=True)
 class RoundsConfig:
     """The run: who takes part, how long, whose updates count, what is evaluated and written."""
@@ -281,9 +296,26 @@ class RoundsConfig:
     num_selected: int = option(
         at_least(0), "multi-krum: number of updates that are averaged; 0: all but num-malicious"
     )
-    tensorboard: bool = option(
-        true_or_false(), "write TensorBoard events to the run directory; needs keel[tensorboard]"
+    tracker: str = option(
+        Constraint(is_tracker_list, "none, or some of tensorboard, mlflow, wandb, with commas"),
+        "where the run's figures are copied: tensorboard (in the run directory), mlflow, wandb; "
+        "each needs Keel's extra of that name",
     )
+    checkpoint_every: int = option(
+        at_least(0), "rounds between checkpoints, which a resume starts from; 0: as snapshot-every"
+    )
+    snapshot_every: int = option(
+        at_least(1),
+        "inline engine: rounds between writes of the client state, which is in memory meanwhile; "
+        "an interrupted run resumes from the last of them",
+    )
+    keep_state: bool = option(
+        true_or_false(),
+        "keep the checkpoints and client state of a finished run, which can then be continued; "
+        "false: only what its personal models consist of",
+    )
+    tracker_clients: bool = option(true_or_false(), "trackers get each client's accuracies too")
+    tensorboard: bool = option(true_or_false(), "the same as tracker = tensorboard, beside others")
     output_dir: str = option(any_text(), 'parent of run directories; "": $KEEL_HOME/runs')
     run_name: str = option(
         Constraint(is_run_name, RUN_NAME_RULE),
@@ -307,6 +339,11 @@ class RoundsConfig:
         any_text(), "measures of the local models: names with commas between, or all"
     )
     diagnostics_every: int = option(at_least(1), "rounds between diagnostics")
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Rounds between checkpoints; the last round always has one."""
+        return self.checkpoint_every or self.snapshot_every
 
 
 @dataclass(frozen=True, eq=False)
@@ -472,6 +509,12 @@ def validate(config: RunConfig) -> None:
 
 def _validate_names(config: RunConfig) -> None:
     rounds, model = config.rounds, config.model
+    if rounds.checkpoint_every % rounds.snapshot_every:
+        raise ValueError(
+            f"checkpoint-every = {rounds.checkpoint_every}: a resume needs the client state of a "
+            f"checkpoint's round: expected a multiple of snapshot-every = {rounds.snapshot_every}, "
+            "or 0: the same"
+        )
     refuse_unknown("method", rounds.method, list(method_names()))
     refuse_unknown("server-optimizer", rounds.server_optimizer, list(SERVER_OPTIMIZERS))
     refuse_unknown("model", model.model, list(model_names()))

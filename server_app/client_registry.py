@@ -21,6 +21,7 @@ from protocol.text import in_one_line
 from server_app.exchange import Exchange
 from server_app.history import DAMAGE
 from server_app.roster import check_roster, shortened
+from strategies.validation import RECORD_BYTES
 
 log = logging.getLogger("keel.server")
 SETTLE_S = 1.0  # the time after which no more nodes of a simulation are expected
@@ -329,5 +330,7 @@ def replies_of(
             for node in part
         ]
         seconds = max(0.0, deadline - time.monotonic())
-        replies = exchange.ask(messages, seconds, "the roster", key="start-timeout")
+        replies = exchange.ask(
+            messages, seconds, "the roster", key="start-timeout", max_bytes=4 * RECORD_BYTES
+        )
         yield from zip(part, replies, strict=True)

@@ -337,6 +337,7 @@ def expected_logits(directory, pixels):
         return model.network(model.pixels.normalise(pixels)).numpy()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # TorchScript is what is tested
 def test_torchscript_gives_the_models_logits(trained, tmp_path):
     path = tmp_path / "model.pt"
     assert main(["export", str(trained), "--to", "torchscript", "-o", str(path)]) == 0

@@ -6,13 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, final_model, history_of, same_bits, summary_of
+from conftest import SMALL, final_model, history_of, same_bits, summary_of, without_pictures
 from flwr.app import Message, MessageType
 from hypothesis import given
 from hypothesis import strategies as st
 
 import client_app.app
-import server_app.report
 from data.sources import load_source
 from protocol.messages import (
     Arrays,
@@ -33,9 +32,7 @@ HONEST = ["site-0", "site-2", "site-3"]
 
 @pytest.fixture(scope="module", autouse=True)
 def no_pictures():
-    with pytest.MonkeyPatch.context() as patch:
-        for picture in ("plot_accuracy", "plot_label_distribution"):
-            patch.setattr(server_app.report, picture, lambda *what: None)
+    with without_pictures():
         yield
 
 
