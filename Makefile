@@ -5,6 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n > 8 ? 8 : n)))
+# end-to-end tests wait for processes half of their time: two workers a core, up to twelve
+WAITING_JOBS ?= $(shell n=$(JOBS); echo $$((n > 6 ? 12 : 2 * n)))
 
 # silences Ray's warning about GPUs on machines that have none
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
@@ -32,18 +34,18 @@ demo: $(READY)  ## compare FedAvg with FedIntR on scikit-learn's digits, in abou
 # --- checks and tests ------------------------------------------------------------------------
 # byte code is kept, or every process that a test starts compiles Keel and its tests anew
 PYTEST = PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
-# $(call checked,OPTIONS): style, then types beside the tests; pytest's summary is the last line
+# $(call checked,JOBS,OPTIONS): style, then types beside the tests; pytest's summary comes last
 checked = $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . || exit 1; \
   log=$$(mktemp); $(BIN)/mypy >$$log 2>&1 & types=$$!; \
-  $(PYTEST) --quiet --durations 15 --numprocesses $(JOBS) $(1); tests=$$?; \
+  $(PYTEST) --quiet --durations 15 --numprocesses $(1) $(2); tests=$$?; \
   wait $$types || { cat $$log; tests=1; }; \
   rm -f $$log; exit $$tests
 
 check: $(READY)  ## style, types, architecture and unit tests: one minute on two cores
-	@$(call checked,-m 'not end_to_end and not slow and not deployment')
+	@$(call checked,$(JOBS),-m 'not end_to_end and not slow and not deployment')
 
 test: $(READY)  ## check, end-to-end tests and a deployment on loopback: six minutes on two cores
-	@$(call checked,-m 'not slow and not deployment')
+	@$(call checked,$(WAITING_JOBS),-m 'not slow and not deployment')
 
 test-all: test test-slow test-deployment  ## all tests
 
@@ -57,7 +59,7 @@ wheel-smoke: $(READY)  ## build the wheel and use it from an empty directory
 	$(PYTEST) tests/end_to_end/test_wheel.py
 
 coverage: $(READY)  ## line coverage of client_app, strategies and server_app; files under 90 %
-	$(PYTEST) --numprocesses $(JOBS) -m 'not slow and not deployment' --cov --cov-report=
+	$(PYTEST) --numprocesses $(WAITING_JOBS) -m 'not slow and not deployment' --cov --cov-report=
 	@$(BIN)/coverage report
 	@echo 'Under 90 %:'; $(BIN)/coverage report | awk '/\.py/ && $$NF + 0 < 90 {print "  " $$1, $$NF}'
 

@@ -1,4 +1,4 @@
-"""The squared distance of a model's weights from others, for FedProx, Ditto and FedACG."""
+"""The distance of a model's weights from others, for FedProx, Ditto and FedACG."""
 
 from collections.abc import Mapping
 
@@ -38,3 +38,12 @@ def drift_from(model: nn.Module, arrays: Mapping[str, Tensor]) -> Tensor:
     """`squared_distance` of the model's trained parameters to the arrays of the same names."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     return squared_distance(list(trained.values()), [arrays[n] for n in trained])
+
+
+def unsquared_drift_from(model: nn.Module, arrays: Mapping[str, Tensor]) -> Tensor:
+    """sum_k ||w^k - w_g^k|| over the model's trained parameters w^k, a scalar.
+
+    The gradient of a norm is taken to be 0, not NaN, where the arrays are equal.
+    """
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    return torch.stack([torch.linalg.vector_norm(p - arrays[n]) for n, p in trained.items()]).sum()

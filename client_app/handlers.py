@@ -7,7 +7,6 @@ Runs in the process of the ClientApp in simulation, and in the resident worker
 import logging
 import time
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 
 import flwr
@@ -21,11 +20,10 @@ from client_app.methods import method_of
 from client_app.node_config import client_name, own_architecture, own_splits, state_folder
 from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
-from client_app.setup import device_for
+from client_app.setup import device_for, representation_width
 from client_app.site_privacy import PrivacyRefused, charge_release, check_limits
 from client_app.worker_client import client_failed, run_and_round
-from models import StagedModel
-from protocol.config import RunConfig, config_from_json
+from protocol.config import config_from_json
 from protocol.files import private_files
 from protocol.messages import (
     Arrays,
@@ -105,15 +103,6 @@ def roster(message: Message, context: Context) -> RecordDict:
         num_test=len(test.labels) if hides else 0,
     )
     return roster_content(entry)
-
-
-@lru_cache(maxsize=4)  # the roster asks once a client, of networks that are the same
-def representation_width(config: RunConfig, model: StagedModel) -> int:
-    """Entries of the representation of one image where the method splits the network."""
-    split = method_of(config).split_stage(model)
-    image = torch.zeros(1, *model.input_shape, device=model.classifier.weight.device)
-    with torch.no_grad():
-        return model.eval().extract(image, split).numel()
 
 
 def begin(

@@ -13,6 +13,7 @@ from torch import nn
 
 from client_app.round import RoundContext
 from models import StagedModel
+from protocol.config import RunConfig
 from protocol.messages import Arrays
 
 
@@ -21,7 +22,8 @@ class ModelParts:
     """What a method adds to the plain model; server and clients build the same."""
 
     projection: str = "none"  # before the classifier: none, mlp, mlp-normalised, gaussian
-    projection_heads: int = 0  # outputs of a projection head at every stage; 0: no heads
+    projection_heads: int = 0  # outputs of each projection head, a side branch; 0: no heads
+    head_stages: tuple[int | None, int | None] = (None, None)  # slice of the stages that have one
 
 
 @dataclass
@@ -52,8 +54,8 @@ class Method:
     is_stateful: ClassVar[bool] = False
     # Each client is evaluated with a model of its own (`personal_model`).
     is_personal: ClassVar[bool] = False
-    # The personal model is made from the newest global arrays: evaluated once these are known.
-    adapts_global: ClassVar[bool] = False
+    # The personal model is trained from the newest global arrays, so evaluated after aggregation.
+    is_adapted_from_global: ClassVar[bool] = False
     # The server holds a whole model (FedReCo's holds only a shared extractor).
     has_global_model: ClassVar[bool] = True
     # `Update.arrays` are weights (FedReCo's are gradients, those of `local` are empty).
@@ -92,6 +94,13 @@ class Method:
 
         label_counts: training samples of each class of each client, by name. ValueError, one line,
         naming the clients, where this method cannot train on their data.
+        """
+        return ""
+
+    def warning(self, config: RunConfig, num_samples: Mapping[str, int]) -> str:
+        """What is known to go wrong with this run, one line, before round 1; "" for nothing.
+
+        num_samples: training samples of each client, by name.
         """
         return ""
 

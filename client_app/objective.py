@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from client_app.feature_cache import FrozenFeatureCache
 from client_app.method import Method, Update
@@ -95,6 +96,32 @@ class LocalObjective(Method):
         return train_on_objective(self, ctx)
 
 
+def previous_at_first_use(ctx: RoundContext, first_use: str) -> Arrays | None:
+    """The previous model at a client's first participation; None leaves the penalty out.
+
+    first_use: "received" is None; "initial": the run's initial weights; "official": random ones.
+    In round 1 all are None: there the received model is the initial one, or there is no term.
+    """
+    if first_use == "received" or ctx.round == 1:
+        return None
+    return ctx.initial_weights() if first_use == "initial" else ctx.random_weights("first-use")
+
+
+def frozen_representations(
+    objective: LocalObjective, ctx: RoundContext, slot: str, arrays: Arrays
+) -> FrozenFeatureCache:
+    """The representations of a frozen model, which are cached unless they depend on the batch."""
+    network = ctx.frozen(slot, arrays)
+    by_batch = ctx.config.train.frozen_statistics == "batch" and any(
+        isinstance(module, _BatchNorm) for module in network.modules()
+    )
+    return FrozenFeatureCache(
+        ctx,
+        representations(objective, network.train(by_batch), ctx),
+        is_read_again=ctx.config.train.local_epochs > 1 and not by_batch,
+    )
+
+
 def representations(
     objective: LocalObjective, model: StagedModel, ctx: RoundContext
 ) -> Callable[[Tensor], list[Tensor]]:
@@ -126,12 +153,7 @@ def objective_terms(
     if has_penalty and objective.uses_previous and previous is not None:
         used["previous"] = previous
     frozen = {
-        slot: FrozenFeatureCache(
-            ctx,
-            representations(objective, ctx.frozen(slot, arrays), ctx),
-            is_read_again=ctx.config.train.local_epochs > 1,
-        )
-        for slot, arrays in used.items()
+        slot: frozen_representations(objective, ctx, slot, arrays) for slot, arrays in used.items()
     }
     global_model = None
     if has_penalty and objective.uses_global_model:

@@ -76,6 +76,7 @@ def _split_over_clients(config: RunConfig, num_clients: int) -> list[np.ndarray]
         labels[share],
         num_clients,
         alpha=data.alpha,
+        order=data.balanced_order,
         classes_per_client=data.classes_per_client,
         shards_per_client=data.shards_per_client,
         min_size=data.min_samples,
@@ -117,10 +118,22 @@ def build_network(
         image_size=shape[1],
         seed=seed_of(config.rounds.seed, "weights") if seed is None else seed,
         norm=config.model.norm if name == config.model.model else "",
+        width=config.model.width if name == config.model.model else 0,
+        init=config.model.init,
         projection=parts.projection,
         projection_heads=parts.projection_heads,
+        head_stages=parts.head_stages,
     )
     return model.to(memory_format=torch.channels_last)
+
+
+@lru_cache(maxsize=4)  # the roster asks once a client, of networks that are the same
+def representation_width(config: RunConfig, model: StagedModel) -> int:
+    """Entries of the representation of one image where the method splits the network."""
+    split = method_of(config).split_stage(model)
+    image = torch.zeros(1, *model.input_shape, device=model.classifier.weight.device)
+    with torch.no_grad():
+        return model.eval().extract(image, split).numel()
 
 
 def device_for(name: str) -> torch.device:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 
-def pooled(z: Tensor) -> Tensor:
+def spatial_mean(z: Tensor) -> Tensor:
     """A representation [B, C, ...] averaged over positions, [B, C]."""
     return z.flatten(2).mean(2) if z.ndim > 2 else z
 
@@ -22,7 +22,7 @@ def unit_features(z: Tensor) -> Tensor:
 
     A row of zeros stays one, with gradient 0.
     """
-    phi = pooled(z)
+    phi = spatial_mean(z)
     length = phi.norm(dim=1, keepdim=True)
     return torch.where(length > 0, phi / torch.where(length > 0, length, 1.0), 0.0)
 

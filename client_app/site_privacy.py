@@ -134,7 +134,7 @@ class Ledger:
 
     def spent(self) -> float:
         """Sum of 1 / multiplier^2 over the releases so far. PrivacyRefused if lines are damaged."""
-        entries, num_damaged = read_chained(self.path)
+        entries, num_damaged = read_chained(self.path, allows_old=False)
         if num_damaged:
             raise PrivacyRefused(
                 f"{self.path}: {num_damaged} lines are damaged: what this site spent is not known; "

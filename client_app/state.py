@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors.torch import load, save
 
 from protocol.files import digest, remove_parts, write_atomically
-from protocol.messages import Arrays, with_current_names
+from protocol.messages import UNREADABLE, Arrays, with_current_names
 
 log = logging.getLogger("keel.client")
 Groups = dict[str, Arrays]
@@ -59,17 +59,16 @@ class StateFolder:
         for round_, path in reversed(self._versions()):
             if round_ >= before_round:
                 continue
-            content = path.read_bytes()
-            if digest(content) in path.name:
+            if (groups := _read(path)) is not None:
                 if round_ < last_accepted_round:
                     log.warning(
                         "%s is older than round %d, in which this client's update was aggregated: "
                         "the state since then is lost",
                         *(path, last_accepted_round),
                     )
-                return _grouped(with_current_names(load(content)))
+                return groups
             path.rename(path.with_suffix(".damaged"))
-            log.warning("%s is damaged (its digest differs) and was renamed to *.damaged", path)
+            log.warning("%s is damaged and was renamed to *.damaged", path)
         damaged = [path for r, path in self._versions("damaged") if r < before_round]
         lost = ""
         if damaged:
@@ -135,6 +134,17 @@ class StateFolder:
             return []
         found = ((version_name.fullmatch(p.name), p) for p in self.folder.iterdir())
         return sorted((int(m[1]), p) for m, p in found if m and m[3] == kind)
+
+
+def _read(path: Path) -> Groups | None:
+    """The groups in a version; None if it is damaged."""
+    content = path.read_bytes()
+    if digest(content) not in path.name:
+        return None
+    try:
+        return _grouped(with_current_names(load(content)))
+    except UNREADABLE:  # damaged before it was written
+        return None
 
 
 def _grouped(flat: Arrays) -> Groups:

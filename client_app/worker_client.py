@@ -55,7 +55,9 @@ def run_and_round(message: Message) -> str:
     """The run and round that a message belongs to, for the log."""
     record = message.content.config_records.get("round")
     run = str(record.get("run-dir", "")) if record else ""
-    return f"run {Path(run).name}, round {record['round']!r}" if record and run else "the roster"
+    return (
+        f"run {Path(run).name}, round {record['round']!r}" if record and run else "the roster query"
+    )
 
 
 def read_answer(header: dict[str, Any], rest: Frames) -> RecordDict | Error:
@@ -81,7 +83,7 @@ def answer_timeout_s(message: Message) -> float:
 def code_digest() -> str:
     """The first 16 hex digits of the SHA-256 of the sources that a worker runs.
 
-    The ClientApp's process has them from the run's bundle, the worker from its own machine: a
+    The ClientApp's process has them from the run's app, the worker from its own machine: a
     worker never trains with code other than the server's.
     """
     digest = hashlib.sha256()

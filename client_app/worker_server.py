@@ -168,7 +168,7 @@ class WorkerProcess:
         frames = [receive_frame(peer, deadline) for _ in range(2)]
         if header["code"] != self.code:
             return error_frames(
-                f"this client's worker runs code {self.code} of Keel, the run's bundle is "
+                f"this client's worker runs code {self.code} of Keel, the run's app is "
                 f"{in_one_line(header['code'], 16)}: install the same version on the server and on "
                 "every client"
             )
@@ -259,6 +259,7 @@ def main() -> int:
         help="delete state so much older than the newest run's; 0: never; or $KEEL_KEEP_DAYS",
     )
     arguments = parser.parse_args()
+    os.umask(0o077)
     logging.basicConfig(format="%(asctime)s worker %(message)s", datefmt="%H:%M:%S")
     log.setLevel(logging.INFO)
     if arguments.socket is None:

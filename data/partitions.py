@@ -60,13 +60,15 @@ def dirichlet_partition(
 
 
 def dirichlet_balanced_partition(
-    labels: np.ndarray, num_clients: int, alpha: float, seed: int
+    labels: np.ndarray, num_clients: int, alpha: float, seed: int, order: str = "interleaved"
 ) -> list[np.ndarray]:
     """Sizes differ by at most 1; each client's class proportions are ~ Dir(alpha).
 
-    Clients take turns in random order, each drawing one sample without replacement from a class
-    drawn from its proportions. Exhausted classes are dropped and the proportions renormalised; a
-    client with no class left draws in proportion to the samples that remain.
+    A client draws samples without replacement, each from a class drawn from its proportions.
+    Exhausted classes are dropped and the proportions renormalised; a client with no class left
+    draws in proportion to the samples that remain. order: "interleaved": clients take turns in
+    random order, so that most find their classes already thinned out; "sequential": client after
+    client, as in FedRCL's released splits, so that most get the classes that they drew.
     """
     _check(labels, num_clients)
     _check_alpha(alpha)
@@ -74,7 +76,7 @@ def dirichlet_balanced_partition(
     classes, left = np.unique(labels, return_counts=True)
     ratios = rng.dirichlet(np.full(len(classes), alpha), size=num_clients)  # [N, K]
     turns = np.resize(np.arange(num_clients), len(labels))  # one turn per sample of a client
-    turns = rng.permutation(turns)
+    turns = np.sort(turns) if order == "sequential" else rng.permutation(turns)
     counts = np.zeros((num_clients, len(classes)), dtype=np.int64)
     cumulative = _cumulative_ratios(ratios, left)
     for client, draw in zip(turns.tolist(), rng.random(len(turns)).tolist(), strict=True):
@@ -201,7 +203,7 @@ def shards_partition(
 PARTITIONS: dict[str, tuple[Callable[..., list[np.ndarray]], tuple[str, ...]]] = {
     "iid": (iid_partition, ()),
     "dirichlet": (dirichlet_partition, ("alpha", "min_size")),
-    "dirichlet-balanced": (dirichlet_balanced_partition, ("alpha",)),
+    "dirichlet-balanced": (dirichlet_balanced_partition, ("alpha", "order")),
     "classes": (classes_partition, ("classes_per_client",)),
     "shards": (shards_partition, ("shards_per_client",)),
 }
@@ -217,12 +219,14 @@ def partition_indices(
     shards_per_client: int,
     min_size: int,
     seed: int,
+    order: str = "interleaved",
 ) -> list[np.ndarray]:
     """The partition called `name`; options it does not take are ignored."""
     if name not in PARTITIONS:
         raise ValueError(f"partition = {name!r}: expected one of {', '.join(PARTITIONS)}")
     options = {
         "alpha": alpha,
+        "order": order,
         "classes_per_client": classes_per_client,
         "shards_per_client": shards_per_client,
         "min_size": min_size,

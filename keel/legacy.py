@@ -6,19 +6,19 @@ from keel.cli.main import main
 
 
 def forward(old: str, *new: str) -> None:
-    """Name the new command on stderr, run it with the words of the command line, and exit."""
+    """Name the new command on stderr, run it with this process's arguments, and exit."""
     command = " ".join(["keel", *new])
     print(f"python -m {old} is now `{command}`; the old line works until Keel 0.3", file=sys.stderr)
-    words = sys.argv[1:]
-    sys.exit(main([*new, *(with_commas(words) if "credentials" in new else words)]))
+    arguments = sys.argv[1:]
+    sys.exit(main([*new, *(with_commas(arguments) if "credentials" in new else arguments)]))
 
 
-def with_commas(words: list[str]) -> list[str]:
+def with_commas(arguments: list[str]) -> list[str]:
     """`--names a b --clients c d` of `deployment.credentials` as `--name a,b --client c,d`."""
     joined: list[str] = []
-    for word in words:
-        if joined and joined[-2:-1] in (["--name"], ["--client"]) and not word.startswith("-"):
-            joined[-1] += f",{word}"
+    for argument in arguments:
+        if joined and joined[-2:-1] in (["--name"], ["--client"]) and not argument.startswith("-"):
+            joined[-1] += f",{argument}"
         else:
-            joined.append({"--names": "--name", "--clients": "--client"}.get(word, word))
+            joined.append({"--names": "--name", "--clients": "--client"}.get(argument, argument))
     return joined

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config import keel_home
-from server_app.history import HISTORY_FILE, LINE_TYPES, curve, read_history
+from server_app.history import HISTORY_FILE, curve, read_history
 from server_app.summary import HEADLINE, SUMMARY_FILE, read_config_file, read_summary
 
 CONFIG_FILE, LOCK_FILE = "config.json", ".lock"
@@ -58,17 +58,8 @@ class SavedRun:
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:
-        """One dict a round. ValueError if a line is damaged or lacks what every line has."""
-        try:
-            lines = read_history(self.directory)
-        except AttributeError:  # a line is JSON, but no object
-            lines = [{}]
-        for number, line in enumerate(lines, start=1):
-            for key, kind in LINE_TYPES.items():
-                if not isinstance(line.get(key), kind):
-                    path = self.directory / HISTORY_FILE
-                    raise ValueError(f"{path} is damaged: entry {number} has no valid {key!r}")
-        return lines
+        """One dict a round. ValueError naming the file and the line if one is damaged."""
+        return read_history(self.directory)
 
     @property
     def is_running(self) -> bool:
@@ -116,11 +107,18 @@ class SavedRun:
         return points[-1][1] if points else None
 
     def rows(self) -> list[dict[str, float]]:
-        """Every round's numbers under flat names. ValueError if the history is damaged."""
+        """Every round's numbers under flat names; `cohort` counts the sampled clients.
+
+        `left_out` of them were not aggregated. ValueError if the history is damaged.
+        """
         from server_app.observers import scalars
 
         return [
-            {"round": line["round"], "participants": len(line["participants"]), **scalars(line)}
+            {
+                "round": line["round"],
+                "cohort": len(line["participants"]) + len(line["left_out"]),
+                **scalars(line),
+            }
             for line in self.history
         ]
 

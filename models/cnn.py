@@ -1,34 +1,39 @@
 """Plain convolutional networks: the small CNNs of three papers, and VGG-9.
 
-Pooling comes before the ReLU: the values and gradients are those of ReLU then pool, at a quarter
-of the ReLU's cost. It may overwrite the pool's output, which no layer and no gradient needs.
+The papers' CNNs have no norm; `norm` adds one after each convolution. Pooling comes before the
+ReLU: the values and gradients are those of ReLU then pool, at a quarter of the ReLU's cost. It may
+overwrite the pool's output, which no layer and no gradient needs.
 """
 
 from torch import nn
 
-from models.layers import MaxPool2x2, Norm, conv_norm, he_normal_
+from models.layers import NORMS, MaxPool2x2, Norm, conv_norm, he_normal_
 from models.staged import Stage, Trunk
 
 
-def cnn_fedintr(input_shape: tuple[int, int, int]) -> Trunk:
+def cnn_fedintr(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
     """FedIntR, section IV-A: three convolutions and two fully connected layers."""
-    return _plain_cnn(input_shape, kernel=3, conv_widths=(8, 16, 32), fc_widths=(128, 96))
+    return _plain_cnn(
+        input_shape, kernel=3, conv_widths=(8, 16, 32), fc_widths=(128, 96), norm=norm
+    )
 
 
-def cnn_fedcka(input_shape: tuple[int, int, int]) -> Trunk:
+def cnn_fedcka(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
     """FedCKA, section 4.1. Its seven layers are the six stages and "logits".
 
     fc1 to fc4 are what the paper calls the projection head.
     """
-    return _plain_cnn(input_shape, kernel=5, conv_widths=(16, 32), fc_widths=(120, 84, 84, 256))
+    return _plain_cnn(
+        input_shape, kernel=5, conv_widths=(16, 32), fc_widths=(120, 84, 84, 256), norm=norm
+    )
 
 
-def cnn_fedreco(input_shape: tuple[int, int, int]) -> Trunk:
+def cnn_fedreco(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
     """FedReCo, section 6.1: two convolutions, three fully connected layers, the last one the head.
 
     The paper's text has no widths; these, LeNet-5's (LeCun et al. 1998), are this project's choice.
     """
-    return _plain_cnn(input_shape, kernel=5, conv_widths=(6, 16), fc_widths=(120, 84))
+    return _plain_cnn(input_shape, kernel=5, conv_widths=(6, 16), fc_widths=(120, 84), norm=norm)
 
 
 def vgg9(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
@@ -55,12 +60,18 @@ def _plain_cnn(
     kernel: int,
     conv_widths: tuple[int, ...],
     fc_widths: tuple[int, ...],
+    norm: Norm = NORMS[""],
 ) -> Trunk:
-    """Convolutions without padding, each pooled 2 x 2, then fully connected layers; ReLU each."""
+    """Convolutions without padding, each pooled 2 x 2, then fully connected layers; ReLU each.
+
+    norm: after each convolution, but for the identity.
+    """
     in_width, side, _ = input_shape
     stages = {}
     for n, width in enumerate(conv_widths, start=1):
-        stages[f"conv{n}"] = Stage(nn.Conv2d(in_width, width, kernel), _pool_relu())
+        conv, after = nn.Conv2d(in_width, width, kernel), norm(width)
+        body = conv if isinstance(after, nn.Identity) else nn.Sequential(conv, after)
+        stages[f"conv{n}"] = Stage(body, _pool_relu())
         in_width, side = width, (side - kernel + 1) // 2
     in_width *= side * side
     for n, width in enumerate(fc_widths, start=1):

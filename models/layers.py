@@ -9,7 +9,11 @@ from torch.nn import functional as F
 
 Norm = Callable[[int], nn.Module]  # number of channels -> layer
 
-NORMS: dict[str, Norm] = {"group": partial(nn.GroupNorm, 2), "batch": nn.BatchNorm2d}
+NORMS: dict[str, Norm] = {
+    "": lambda width: nn.Identity(),
+    "group": partial(nn.GroupNorm, 2),
+    "batch": nn.BatchNorm2d,
+}
 
 
 class Residual(nn.Module):
@@ -73,6 +77,16 @@ def conv_norm(
 def global_average() -> nn.Sequential:
     """[B, C, H, W] -> [B, C]."""
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def fan_in_(model: nn.Module) -> None:
+    """Redraws the weights of every convolution and linear layer from N(0, 2 / fan_in).
+
+    He et al. 2015, eq. (10); FedIntR's code does this to its whole ResNet-20, with the heads.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(module.weight)
 
 
 def he_normal_(stages: Iterable[nn.Module]) -> None:

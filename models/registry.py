@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from models.cnn import cnn_fedcka, cnn_fedintr, cnn_fedreco, vgg9
-from models.layers import NORMS, FirstHalf, UnitLength
+from models.layers import NORMS, FirstHalf, UnitLength, fan_in_
 from models.mobilenet import mobilenet_v2
 from models.resnet import resnet18, resnet20, resnet50
 from models.shufflenet import shufflenet
@@ -22,7 +22,7 @@ PROJECTION_TAILS: dict[str, Callable[[], nn.Module]] = {
 PROJECTION_WIDTH = 256  # of MOON's projection and FedIntR's projection heads
 
 
-# `build` takes the input shape and, where the model offers a choice of norms, the norm layer.
+# Each takes the input shape and, where the model offers a choice of them, the norm layer and width.
 BUILDERS: dict[str, Callable[..., Trunk]] = {
     "cnn-fedintr": cnn_fedintr,
     "cnn-fedcka": cnn_fedcka,
@@ -45,15 +45,21 @@ def build_model(
     image_size: int,
     seed: int | None = None,
     norm: str = "",
+    width: int = 0,
+    init: str = "",
     projection: str = "none",
     projection_heads: int = 0,
+    head_stages: tuple[int | None, int | None] = (None, None),
 ) -> StagedModel:
     """The model `name`, in training mode, on the CPU.
 
     With a seed the weights depend on the arguments alone and no global random state is touched;
     projection heads are drawn last, so the rest is the same with and without them.
-    projection_heads: outputs of the projection head at every stage; 0: no heads.
+    projection_heads: outputs of each projection head; 0: no heads. head_stages: the slice of the
+    network's own stages that have one.
     norm: "group" (two groups) or "batch"; "" is the model's own choice.
+    width: channels of a ResNet's first stage; 0: its own.
+    init: "fan-in" redraws all convolutions and linear layers, heads included, from N(0, 2/fan_in).
     projection: "mlp" adds a last stage "projection", two linear layers down to 256 features;
     "mlp-normalised" scales these to unit length; "gaussian" (FedCR) is one layer to 512, of which
     the classifier reads the first half. "none" adds one to resnet50 alone, "mlp".
@@ -67,29 +73,32 @@ def build_model(
         raise ValueError(f"image-size = {image_size!r}: {name} takes squares of 28 to 64 pixels")
     if num_classes < 2:
         raise ValueError(f"num-classes = {num_classes!r}: a classifier needs at least 2 classes")
-    if norm and norm not in spec.norms:
-        allowed = ", ".join(spec.norms) or "no choice, as it has no norm layer"
-        raise ValueError(f"norm = {norm!r}: {name} has {allowed}; empty = its own")
+    spec.check(name, norm, width)
+    if init not in ("", "fan-in"):
+        raise ValueError(f"init = {init!r}: expected fan-in, or nothing: {name}'s own")
     if projection not in ("none", "gaussian", *PROJECTION_TAILS):
         allowed = ", ".join([*PROJECTION_TAILS, "gaussian"])
         raise ValueError(f"projection = {projection!r}: expected none, {allowed}")
 
     input_shape = (channels, image_size, image_size)
-    layers = [NORMS[spec.norm_layer(norm)]] if spec.norms else []
+    options: list[object] = [NORMS[spec.norm_layer(norm)]] if spec.norms else []
+    options += [width or spec.width] if spec.width else []
     if projection == "none":
         projection = spec.projection
     with nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
         if seed is not None:
             # torch.manual_seed would reseed the GPUs too.
             torch.default_generator.manual_seed(seed)
-        trunk = BUILDERS[name](input_shape, *layers)
+        trunk = BUILDERS[name](input_shape, *options)
         if projection == "gaussian":
             trunk = _gaussian(trunk)
         elif projection != "none":
             trunk = _projected(trunk, PROJECTION_TAILS[projection]())
         model = StagedModel(name, input_shape, num_classes, trunk)
         if projection_heads:
-            model.projection_heads = _projection_heads(model, projection_heads)
+            model.projection_heads = _projection_heads(model, projection_heads, head_stages)
+        if init:
+            fan_in_(model)
     return model
 
 
@@ -107,19 +116,22 @@ def _gaussian(trunk: Trunk) -> Trunk:
     return Trunk(stages, FirstHalf(), PROJECTION_WIDTH)
 
 
-def _projection_heads(model: StagedModel, width: int) -> nn.ModuleDict:
-    """FedIntR's q_k, one a stage: [B, size of the stage's output] -> [B, width].
+def _projection_heads(
+    model: StagedModel, width: int, head_stages: tuple[int | None, int | None]
+) -> nn.ModuleDict:
+    """FedIntR's q_k for this slice of the stages: [B, size of the stage's output] -> [B, width].
 
     As in the authors' code, the hidden layer is as wide, but at the last stage, if that is fully
     connected, as wide as the stage's own output.
     """
-    names = model.regularised_stages
+    own = model.regularised_stages
+    names = own[slice(*head_stages)]
     model.eval()  # the batch norms' statistics are not for this image
     with torch.no_grad():
         _, outputs = model.run(torch.zeros(1, *model.input_shape), names, to_logits=False)
     model.train()
     hidden = [width] * len(outputs)
-    if outputs[-1].dim() == 2:
+    if names[-1] == own[-1] and outputs[-1].dim() == 2:
         hidden[-1] = outputs[-1].numel()
     return nn.ModuleDict(
         {n: _mlp(z.numel(), h, width) for n, z, h in zip(names, outputs, hidden, strict=True)}

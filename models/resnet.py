@@ -1,7 +1,8 @@
 """Residual networks for small images: a 3x3 stem, no initial pool (He et al. 2016).
 
 The stages are conv1 and the groups conv2_x, conv3_x, ...; every stage but the first two halves the
-image. A group's body ends in the sum of its last block, its tail is that block's closing ReLU.
+image. `width` is the number of conv1's channels, of which the other stages have multiples. A
+group's body ends in the sum of its last block, its tail is that block's closing ReLU.
 """
 
 from collections.abc import Callable
@@ -15,27 +16,27 @@ from models.staged import Stage, Trunk
 Block = Callable[[int, int, int, Norm], Residual]  # in_width, width, stride, norm
 
 
-def resnet20(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
+def resnet20(input_shape: tuple[int, int, int], norm: Norm, width: int) -> Trunk:
     """He et al. section 4.2, n = 3, with shortcuts that have no parameters (their option A)."""
-    widths, depths = (16, 32, 64), (3, 3, 3)
-    stages = _stages(input_shape, _basic_padded, 16, widths, depths, norm)
+    widths, depths = (width, 2 * width, 4 * width), (3, 3, 3)
+    stages = _stages(input_shape, _basic_padded, width, widths, depths, norm)
     he_normal_(stages.values())
-    return Trunk(stages, global_average(), 64)
+    return Trunk(stages, global_average(), 4 * width)
 
 
-def resnet18(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
+def resnet18(input_shape: tuple[int, int, int], norm: Norm, width: int) -> Trunk:
     """FedRCL's: torch's own initial weights, as in the authors' code."""
-    widths, depths = (64, 128, 256, 512), (2, 2, 2, 2)
-    stages = _stages(input_shape, _basic, 64, widths, depths, norm)
-    return Trunk(stages, global_average(), 512)
+    widths, depths = (width, 2 * width, 4 * width, 8 * width), (2, 2, 2, 2)
+    stages = _stages(input_shape, _basic, width, widths, depths, norm)
+    return Trunk(stages, global_average(), 8 * width)
 
 
-def resnet50(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
+def resnet50(input_shape: tuple[int, int, int], norm: Norm, width: int) -> Trunk:
     """FedCKA's and MOON's, the stride in the 3x3 convolution of a block as in torchvision."""
-    widths, depths = (256, 512, 1024, 2048), (3, 4, 6, 3)
-    stages = _stages(input_shape, _bottleneck, 64, widths, depths, norm)
+    widths, depths = (4 * width, 8 * width, 16 * width, 32 * width), (3, 4, 6, 3)
+    stages = _stages(input_shape, _bottleneck, width, widths, depths, norm)
     he_normal_(stages.values())
-    return Trunk(stages, global_average(), 2048)
+    return Trunk(stages, global_average(), 32 * width)
 
 
 def _stages(

@@ -42,7 +42,7 @@ class MethodSpec:
     is_local_objective: bool
     is_stateful: bool
     is_personal: bool
-    adapts_global: bool
+    is_adapted_from_global: bool
     has_global_model: bool
     sends_weights: bool
     supports_mixed_architectures: bool

@@ -26,14 +26,14 @@ def append_chained(path: Path, entry: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_chained(path: Path) -> tuple[list[Entry], int]:
+def read_chained(path: Path, allows_old: bool = True) -> tuple[list[Entry], int]:
     """(intact entries without their digests, number of lines that are damaged or out of place).
 
-    Lines without a digest count as intact before the first with one: Keel 0.1 wrote such files.
-    A file that was cut short after a whole line looks intact.
+    allows_old: lines without a digest count as intact before the first with one; Keel 0.1 wrote
+    such files. A file that was cut short after a whole line looks intact.
     """
     entries: list[Entry] = []
-    num_damaged, previous, is_old = 0, "", True
+    num_damaged, previous, is_old = 0, "", allows_old
     for text in path.read_bytes().splitlines() if path.exists() else []:
         entry = parsed(text)
         found = entry.pop("digest", None)
@@ -61,6 +61,6 @@ def parsed(text: bytes) -> Entry:
     """The object in a line; {} if it holds none."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

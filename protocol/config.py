@@ -114,6 +114,11 @@ class DataConfig:
         "how the training set is split over the clients",
     )
     alpha: float = option(more_than(0), "concentration of both Dirichlet partitions")
+    balanced_order: str = option(
+        one_of("interleaved", "sequential"),
+        "partition = dirichlet-balanced: clients draw in turn, or client after client as in "
+        "FedRCL's released splits, which is more skewed",
+    )
     classes_per_client: int = option(at_least(1), "for partition = classes")
     shards_per_client: int = option(at_least(1), "for partition = shards")
     min_samples: int = option(
@@ -139,6 +144,12 @@ class ModelConfig:
     )
     norm: str = option(
         one_of("", "group", "batch"), 'norm layer where the model offers a choice; "": its default'
+    )
+    width: int = option(at_least(0), "channels of a ResNet's first stage; 0: its own")
+    init: str = option(
+        one_of("", "fan-in"),
+        'initial weights; "": the model\'s own; fan-in: N(0, 2/fan_in) in all layers, as in the '
+        "code of FedIntR's ResNet-20",
     )
 
 
@@ -170,6 +181,11 @@ class TrainConfig:
         "of training: fp32; tf32: matrix products on a GPU; bf16: forward passes",
     )
     compile: bool = option(true_or_false(), "torch.compile the networks; pays off in long GPU runs")
+    frozen_statistics: str = option(
+        one_of("running", "batch"),
+        "BatchNorm in frozen models: their own statistics, or each batch's as in FedIntR's code, "
+        "which cannot be cached",
+    )
     cache_mb: int = option(
         at_least(0), "memory for cached representations of frozen models; 0: recompute them"
     )
@@ -362,7 +378,7 @@ def _project() -> dict[str, Any]:
 
 
 def keel_version() -> str:
-    """The version in pyproject.toml: of what runs here, installed or from an app bundle."""
+    """The version in pyproject.toml: of what runs here, installed or unpacked by Flower."""
     return str(_project()["project"]["version"])
 
 
@@ -445,7 +461,8 @@ def _parse(flat: FlatConfig) -> RunConfig:
     config = RunConfig(rounds, data, model, train, privacy, flat)
     for name in ("resume", "output-dir", "data-dir"):
         path = Path(str(flat[name])).expanduser()
-        if flat[name] and not path.is_absolute():
+        is_run_name = name == "resume" and len(path.parts) == 1
+        if flat[name] and not path.is_absolute() and not is_run_name:
             raise ValueError(
                 f"{name} = {str(flat[name])!r}: expected an absolute path, because a Flower run "
                 f"has a working directory of its own; from here it would be {path.absolute()}"
@@ -474,10 +491,7 @@ def _validate_names(config: RunConfig) -> None:
     refuse_unknown("model", model.model, list(model_names()))
     for name in config.client_models:
         refuse_unknown("client-models", name, list(model_names()))
-    norms = model_spec(model.model).norms
-    if model.norm and model.norm not in norms:
-        allowed = f"expected {' or '.join(norms)}" if norms else "it has no norm layer"
-        raise ValueError(f"norm = {model.norm!r}: {model.model}: {allowed}; empty: its default")
+    model_spec(model.model).check(model.model, model.norm, model.width)
     parse_source(config.data.source)
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
@@ -27,6 +28,8 @@ from protocol.config import RunConfig, config_from_json, keel_version
 from protocol.text import check_client_name, in_one_line
 
 Arrays = dict[str, Tensor]
+# what reading a damaged safetensors file raises
+UNREADABLE = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 PACKED = "keel.safetensors"  # `Array.stype` of what `array_record` makes
 MAX_HEADER_BYTES = 2**22  # names, shapes and offsets of some ten thousand tensors
 MAX_ROSTER_CHARACTERS = 2**20  # of a roster entry as JSON

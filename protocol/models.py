@@ -13,27 +13,41 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """norms: the norm layers to choose from, the default first; () for a model without any.
+    """norms: the norm layers to choose from, the default first ("": none); () for no choice.
 
     projection: what is added before the classifier where the method adds none.
+    width: channels of the first stage where `width` may change them, else 0.
     """
 
     norms: tuple[str, ...] = ()
     projection: str = "none"
+    width: int = 0
     input: InputSpec = InputSpec()
 
     def norm_layer(self, norm: str) -> str:
-        """The norm layer under the config's `norm`, "" for a model without any."""
+        """The norm layer under the config's `norm`; "" for none."""
         return norm or next(iter(self.norms), "")
+
+    def check(self, name: str, norm: str, width: int) -> None:
+        """ValueError, one line, for a `norm` or `width` that the model `name` does not have."""
+        if norm and norm not in self.norms:
+            allowed = " or ".join(n for n in self.norms if n)
+            allowed = f"expected {allowed}" if allowed else "it has no norm layer"
+            raise ValueError(f"norm = {norm!r}: {name}: {allowed}; empty: its default")
+        if width and not self.width:
+            able = ", ".join(n for n, spec in MODELS.items() if spec.width)
+            raise ValueError(f"width = {width}: {name} has one width: expected 0 (or {able})")
+        if width % 4:
+            raise ValueError(f"width = {width}: expected a multiple of 4; 0: {name}'s {self.width}")
 
 
 MODELS: dict[str, ModelSpec] = {
-    "cnn-fedintr": ModelSpec(input=InputSpec(image_size=32, channels=3)),
-    "cnn-fedcka": ModelSpec(),
-    "cnn-fedreco": ModelSpec(),
-    "resnet20": ModelSpec(norms=("batch", "group")),
-    "resnet18": ModelSpec(norms=("group", "batch")),
-    "resnet50": ModelSpec(norms=("batch", "group"), projection="mlp"),
+    "cnn-fedintr": ModelSpec(norms=("", "group"), input=InputSpec(image_size=32, channels=3)),
+    "cnn-fedcka": ModelSpec(norms=("", "group")),
+    "cnn-fedreco": ModelSpec(norms=("", "group")),
+    "resnet20": ModelSpec(norms=("batch", "group"), width=16),
+    "resnet18": ModelSpec(norms=("group", "batch"), width=64),
+    "resnet50": ModelSpec(norms=("batch", "group"), projection="mlp", width=64),
     "vgg9": ModelSpec(norms=("group", "batch")),
     "mobilenet-v2": ModelSpec(norms=("group", "batch")),
     "shufflenet": ModelSpec(norms=("group", "batch")),

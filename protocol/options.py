@@ -134,17 +134,25 @@ def types_of(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+@functools.cache
+def _columns(cls: type) -> tuple[tuple[str, str, Any, Constraint], ...]:
+    """(field, key, type, constraint) of each field; recipes parse thousands of configs."""
+    types = types_of(cls)
+    return tuple(
+        (f.name, key_of(f), types[f.name], f.metadata["constraint"])
+        for f in dataclasses.fields(cls)
+    )
+
+
 def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str = "") -> T:
     """An instance of the options dataclass `cls` from the flat config `values`.
 
     Reads the keys prefix + key. ValueError, one line, with the key, the value and what is allowed
     if a key is missing, of another type, or out of range.
     """
-    types = types_of(cls)  # type: ignore[arg-type]  # a class is hashable
     parsed: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # T is always a dataclass
-        key, expected = prefix + key_of(field), types[field.name]
-        constraint: Constraint = field.metadata["constraint"]
+    for name, own_key, expected, constraint in _columns(cls):  # type: ignore[arg-type]  # hashable
+        key = prefix + own_key
         if key not in values:
             raise ValueError(f"{key} is missing from the config: expected {constraint.description}")
         value = values[key]
@@ -157,5 +165,5 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
             )
         if not constraint.holds(value):
             raise ValueError(f"{key} = {value!r}: expected {constraint.description}")
-        parsed[field.name] = value
+        parsed[name] = value
     return cls(**parsed)

@@ -7,9 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import dp_accounting
-from dp_accounting.rdp import RdpAccountant
-
 from protocol.config import PrivacyConfig
 from protocol.discrete_gaussian import SAMPLER_DISTANCE
 
@@ -62,7 +59,9 @@ def composed_epsilon(multiplier: float, delta: float) -> float:
 
     n releases of multiplier z cost what one of z / sqrt(n) does. Holds for discrete Gaussian noise.
     """
-    accountant = RdpAccountant()
+    import dp_accounting.rdp  # half a second, and scipy: runs without privacy do without it
+
+    accountant = dp_accounting.rdp.RdpAccountant()
     accountant.compose(dp_accounting.GaussianDpEvent(multiplier))
     return float(accountant.get_epsilon(delta))
 

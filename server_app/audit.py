@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from server_app.history import append_line
+from server_app.history import DAMAGE, append_line
 
 AUDIT_FILE = "audit.jsonl"
 
@@ -43,7 +43,7 @@ class AuditLog:
         if whole:
             try:
                 self.previous = str(json.loads(whole.splitlines()[-1])["digest"])
-            except (ValueError, KeyError, TypeError):
+            except DAMAGE:
                 self.previous = "unreadable"  # which `audit_problem` finds
 
     def note(self, event: str, **fields: Any) -> None:
@@ -74,7 +74,7 @@ def audit_problem(directory: Path, end: dict[str, Any] | None = None) -> str:
         try:
             line = json.loads(text)
             written, before = line["digest"], line["previous"]
-        except (ValueError, KeyError, TypeError):
+        except DAMAGE:
             return f"{AUDIT_FILE}: line {number} is damaged"
         if written != line_digest(line):
             return f"{AUDIT_FILE}: line {number} was edited"

@@ -19,7 +19,9 @@ from protocol.flower_compat import CRASHED, NO_REPLY, NODE_UNAVAILABLE, is_in_pr
 from protocol.messages import RosterEntry, read_roster
 from protocol.text import in_one_line
 from server_app.exchange import Exchange
+from server_app.history import DAMAGE
 from server_app.roster import check_roster, shortened
+from strategies.validation import RECORD_BYTES
 
 log = logging.getLogger("keel.server")
 SETTLE_S = 1.0  # the time after which no more nodes of a simulation are expected
@@ -44,7 +46,7 @@ def registered_names(grid: Grid) -> dict[int, str] | None:
     try:
         clients = json.loads(Path(path).read_text())
         return {int(about["node"]): str(name) for name, about in clients.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, *DAMAGE) as error:
         raise ValueError(
             f"{REGISTRY_VARIABLE} = {path!r}: missing or damaged ({in_one_line(error)}): write it "
             "with `keel deploy register` (`make register`)"
@@ -98,7 +100,7 @@ def gather_roster(
 
 
 class ClientRegistry:
-    """The roster of a run under way, updated when SuperNodes restart.
+    """Which node each client of a run is on, kept up to date when SuperNodes restart.
 
     roster: node id to entry; changed in place. names: see `registered_names`; a node takes no place
     but that of the client whose key it has. Without them a name is the client's word: a restarted
@@ -328,5 +330,7 @@ def replies_of(
             for node in part
         ]
         seconds = max(0.0, deadline - time.monotonic())
-        replies = exchange.ask(messages, seconds, "the roster", key="start-timeout")
+        replies = exchange.ask(
+            messages, seconds, "the roster", key="start-timeout", max_bytes=4 * RECORD_BYTES
+        )
         yield from zip(part, replies, strict=True)

@@ -9,6 +9,7 @@ of a deployment are therefore pulled in threads, beside the loop that keeps the 
 import itertools
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import Counter
@@ -21,9 +22,11 @@ from flwr.serverapp import Grid
 from protocol.flower_compat import (
     NO_REPLY,
     NODE_UNAVAILABLE,
+    TOO_LARGE,
     UNDELIVERED,
     NotPushedError,
     assign_source_node,
+    bound_reply_bytes,
     ends_run,
     is_in_process_grid,
 )
@@ -35,6 +38,7 @@ LOOK_EVERY_S = 1.0  # interval of looking for it
 MAX_LATE_ASKS = 5  # a reply that never came is forgotten after this many further asks
 MAX_RESENDS = 2  # of a message whose reply was lost on its way
 MAX_PULLS, SLOW_PULL_S = 4, 5.0  # at once; after so long, another is started beside a slow one
+TICK_S = 1.0
 SILENCE_S = 5.0  # a SuperLink that answers nothing for longer is away
 
 # node: the node that its client, which went away, is connected as now
@@ -47,7 +51,7 @@ class Exchange:
 
     name: the client behind a node, for the log. returned: finds the nodes of clients that are
     connected again; None: a node that is gone stays away (simulation). silent_s: how long the
-    SuperLink has answered nothing.
+    SuperLink has answered nothing, or this process was stopped.
     """
 
     grid: Grid
@@ -62,6 +66,7 @@ class Exchange:
         self.pulled: queue.SimpleQueue[tuple[int, list[Message], list[Exception]]]
         self.pulled = queue.SimpleQueue()
         self.numbers = itertools.count()
+        self.max_bytes = 0  # the largest bound so far
         self.one_by_one = False  # after a reply that could not be read
 
     def ask(
@@ -70,6 +75,7 @@ class Exchange:
         timeout_s: float,
         what: str,
         key: str = "round-timeout",
+        max_bytes: int = sys.maxsize,
         before_resend: Callable[[int], None] = lambda node: None,
     ) -> list[Message]:
         """One reply for each message, in their order; an error where none came in time.
@@ -77,11 +83,15 @@ class Exchange:
         Each reply's source is the current node of its client, whoever replied in its place. A
         message to a node that goes away is sent again if its client returns within 30 seconds, or
         later while others are still awaited; one whose reply was lost is sent again, twice at most.
-        Time in which the SuperLink answers nothing does not count.
+        Time in which the SuperLink answers nothing, or this process is stopped, does not count.
         what: description for the log. key: the config key that `timeout_s` comes from.
+        max_bytes: of a reply; a larger one is refused while it arrives, as is a late one larger
+        than any that was asked for.
         before_resend: called with the node of each message that is about to be sent again.
         """
         deadline = time.monotonic() + timeout_s
+        self.max_bytes = max(self.max_bytes, max_bytes)
+        bound_reply_bytes(self.grid, self.max_bytes)
         self.drain()
         asked = {message.metadata.dst_node_id: message for message in messages}
         replies: dict[int, Message] = {}
@@ -116,6 +126,9 @@ class Exchange:
                 if code == NODE_UNAVAILABLE:
                     reason = reply.error.reason or "its SuperNode went away"
                     note_gone(source, failure(asked[source], reason, NODE_UNAVAILABLE))
+                elif code in UNDELIVERED and TOO_LARGE in (reply.error.reason or ""):
+                    reason = f"the reply has {TOO_LARGE} of {self.max_bytes}"
+                    replies[source] = failure(asked[source], reason)
                 elif (
                     code in UNDELIVERED
                     and self.returned is not None
@@ -249,6 +262,33 @@ class Exchange:
         """Descriptions of the replies that came too late since the last call."""
         texts, self.arrived_late = self.arrived_late, []
         return texts
+
+
+class Stops:
+    """How long this process was stopped: by SIGSTOP, or with its machine."""
+
+    def __init__(self) -> None:
+        self.lock, self.seen_at, self.stopped_s = threading.Lock(), time.monotonic(), 0.0
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def watch(self) -> None:
+        """Note every second that the process runs."""
+        while True:
+            time.sleep(TICK_S)
+            self.note()
+
+    def note(self) -> None:
+        """Note that the process runs; if it has not for a while, it was stopped."""
+        with self.lock:
+            now = time.monotonic()
+            gap_s, self.seen_at = now - self.seen_at, now
+            self.stopped_s += gap_s if gap_s > SILENCE_S else 0.0
+
+    def take(self) -> float:
+        """Seconds since the last call in which the process was stopped."""
+        self.note()
+        taken, self.stopped_s = self.stopped_s, 0.0
+        return taken
 
 
 def copy_for(message: Message, node: int, ttl_s: float) -> Message:

@@ -41,7 +41,7 @@ from server_app.checks import check_config, config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
 from server_app.diagnostics.plots import plot_rounds
-from server_app.exchange import Exchange
+from server_app.exchange import Exchange, Stops
 from server_app.history import (
     HISTORY_FILE,
     Line,
@@ -72,6 +72,7 @@ from server_app.run_directory import (
 )
 from strategies import Average, strategy_for
 from strategies.average import RoundReport, TooFewRepliesError
+from strategies.validation import RECORD_BYTES
 
 log = logging.getLogger("keel.server")
 ROSTER_FILE = "roster.json"
@@ -208,12 +209,11 @@ def prepare(
         overrides = {**overrides, "num-clients": len(roster)}
     directory.save_config(resolve_config(overrides), overrides)
     begin_manifest(directory.path, config, entries)
-    exchange = Exchange(
-        grid,
-        lambda node: roster[node].client if node in roster else f"on node {node}",
-        None if is_in_process_grid(grid) else registry.returned,
-        watch_superlink(grid),
-    )
+    exchange = Exchange(grid, lambda n: roster[n].client if n in roster else f"on node {n}")
+    if not is_in_process_grid(grid):
+        superlink_s, stopped_s = watch_superlink(grid), Stops().take
+        exchange.returned = registry.returned
+        exchange.silent_s = lambda: max(superlink_s(), stopped_s())
     return Run(
         config=config,
         data=data,
@@ -285,7 +285,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     on_train = (
         on_clients != "none"
         and run.method.is_personal
-        and not (run.method.adapts_global or run.method.has_global_model)
+        and not (run.method.is_adapted_from_global or run.method.has_global_model)
     )
     seconds: dict[str, float] = {}
 
@@ -314,7 +314,13 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     note_releases(*(message.metadata.dst_node_id for message in messages))
     backed_off = sorted(strategy.backed_off(server_round))
     what, timeout_s = f"round {server_round}", rounds.round_timeout
-    replies = run.exchange.ask(messages, timeout_s, what, before_resend=note_releases)
+    replies = run.exchange.ask(
+        messages,
+        timeout_s,
+        what,
+        max_bytes=strategy.max_reply_bytes(),
+        before_resend=note_releases,
+    )
     seconds["training"] = time.perf_counter() - started
 
     started = time.perf_counter()
@@ -332,7 +338,8 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     seconds["aggregation"] = time.perf_counter() - started
 
     started = time.perf_counter()
-    line = training_fields(server_round, report, bytes_down)
+    weights = strategy.counts(report.kept)
+    line = training_fields(server_round, report, bytes_down, weights)
     line["backed_off"] = backed_off
     if run.monitor and run.monitor.is_due(server_round):
         line["diagnostics"] = run.monitor.measure(
@@ -402,7 +409,8 @@ def evaluate_on_clients(
         if message.metadata.dst_node_id in asked
     ]
     what = f"the evaluation of round {server_round}"
-    replies = run.exchange.ask(messages, run.config.rounds.round_timeout, what)
+    timeout_s = run.config.rounds.round_timeout
+    replies = run.exchange.ask(messages, timeout_s, what, max_bytes=2 * RECORD_BYTES)
     run.strategy.aggregate_evaluate(server_round, replies)
     report = run.strategy.report
     report.bytes_down = sum(payload_bytes(message) for message in messages)

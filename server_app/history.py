@@ -23,9 +23,20 @@ Line = dict[str, Any]
 
 HISTORY_FILE = "history.jsonl"
 RENAMED_FIELDS = {"refused": "rejected", "resting": "backed_off"}  # names before 0.2
+KINDS: dict[str, type] = {
+    "round": int,
+    "participants": list,
+    "left_out": dict,
+    "losses": dict,
+    "rejected": int,
+    "seconds": dict,
+    "bytes_down": int,
+    "bytes_up": int,
+}
+REQUIRED = ("round", "losses", "seconds", "left_out")
+# what reading damaged JSON raises
+DAMAGE = (ValueError, AttributeError, LookupError, TypeError, ArithmeticError, RecursionError)
 PER_CLIENT = ("local_global", "personal")  # these hold each client's accuracy in "clients"
-LINE_TYPES = {"round": int, "losses": dict, "seconds": dict, "left_out": dict}  # of every line
-NOT_A_LINE = (ValueError, AttributeError, KeyError, TypeError, RecursionError, OverflowError)
 READ_BYTES = 1 << 20  # lines of many clients are long
 MAX_NAMED = 100  # clients that a condensed line names in each of its fields
 
@@ -61,15 +72,15 @@ def whole_lines(path: Path) -> tuple[list[Line], list[str]]:
     for number, text in enumerate(complete.split(b"\n") if complete else [], start=1):
         try:
             lines.append(parsed_line(text))
-        except NOT_A_LINE as error:
+        except DAMAGE as error:
             faults.append(f"{path}, line {number} is damaged: {error}")
     return lines, faults
 
 
 def parsed_line(text: bytes) -> Line:
-    """A line under today's names. One of NOT_A_LINE if it is damaged."""
+    """A line under today's names. One of DAMAGE if it is damaged."""
     line = {RENAMED_FIELDS.get(key, key): value for key, value in json.loads(text).items()}
-    line["round"] = int(line["round"])
+    check_kinds(line)
     return line
 
 
@@ -119,13 +130,9 @@ class HistoryReader:
     def _append(self, text: bytes) -> None:
         self._number += 1
         try:
-            line = condensed(text)
-            for key, kind in LINE_TYPES.items():
-                if not isinstance(line.get(key), kind):
-                    raise ValueError(f"no valid {key!r}")
-            self.lines.append(line)
+            self.lines.append(condensed(text))
             self._spans.append((self._offset, len(text)))
-        except NOT_A_LINE as error:
+        except DAMAGE as error:
             if len(self.faults) < MAX_NAMED:
                 self.faults.append(f"{self.path.name}, line {self._number} is damaged: {error}")
         self._offset += len(text)
@@ -152,7 +159,7 @@ def condensed(text: bytes) -> Line:
                 b'"clients": {}', b'"clients": 0', 1
             )
         line = parsed_line(short)
-    except ValueError:
+    except DAMAGE:
         line = parsed_line(text)
         num = len(line.get("participants", ()))
     line["num_participants"] = num
@@ -173,6 +180,20 @@ def cut_out(text: bytes, opening: bytes, closing: bytes) -> tuple[bytes, bytes]:
         return text, b""
     start += len(opening)
     return text[:start] + text[end:], text[start:end]
+
+
+def check_kinds(line: Line) -> None:
+    """TypeError naming the first key whose value is of another kind than one writes."""
+    if missing := [key for key in REQUIRED if key not in line]:
+        raise TypeError(f"it has no key {missing[0]!r}")
+    for key, kind in KINDS.items():
+        if not isinstance(line.get(key, kind()), kind):
+            raise TypeError(f"{key} = {line[key]!r:.40}")
+    for key, name, _ in CURVES:
+        if key in line and not isinstance(line[key][name], int | float):
+            raise TypeError(f"{key} has no {name}")
+    if not all(isinstance(value, int | float) for value in line.get("seconds", {}).values()):
+        raise TypeError("seconds are no numbers")
 
 
 def append_history(path: Path, line: Mapping[str, Any]) -> None:

@@ -7,9 +7,11 @@ commit, and the machines of a simulation. `keel experiments verify` reads it.
 
 import hashlib
 import json
+import logging
 import platform
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -18,15 +20,17 @@ from typing import Any
 import torch
 
 from client_app.setup import client_indices, device_for
-from client_app.worker_client import code_digest
 from protocol.config import RunConfig, app_folder, keel_version
 from protocol.files import digest, write_atomically
 from protocol.messages import RosterEntry
 from server_app.audit import audit_end
+from server_app.sources import code_version, sources_digest
+from server_app.summary import read_object
+
+log = logging.getLogger("keel.server")
 
 NUM_NOTED_ROUNDS = 3  # rounds whose checkpoints a replay can be compared with
 PACKAGES = ("flwr", "torch", "torchvision", "numpy", "scipy", "safetensors")
-SERVER_PACKAGES = ("server_app", "strategies")  # beside those of the clients
 signed_files = ("config.json", "history.jsonl", "summary.json", "model.safetensors")
 
 
@@ -38,19 +42,6 @@ def versions() -> dict[str, str]:
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
-
-
-@lru_cache(maxsize=1)
-def sources_digest() -> str:
-    """The first 16 hex digits of the SHA-256 of all sources that a run depends on.
-
-    The same in a checkout and in the app bundle made from it.
-    """
-    found = hashlib.sha256(code_digest().encode())
-    for package in SERVER_PACKAGES:
-        for path in sorted((app_folder / package).rglob("*.py")):
-            found.update(str(path.relative_to(app_folder)).encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:16]
 
 
 @lru_cache(maxsize=1)
@@ -96,12 +87,20 @@ def split_digest(config: RunConfig, roster: Sequence[RosterEntry]) -> str:
 def begin_manifest(directory: Path, config: RunConfig, roster: Sequence[RosterEntry]) -> None:
     """Write the manifest before the first round, or update it on a resume.
 
-    Versions stay those of the noted rounds. keel, machines: all that worked on the run; the
-    machines of sites are not known here.
+    A damaged one does not stop a resume. Versions stay those of the noted rounds. code, keel,
+    machines: all that worked on the run; the machines of sites are not known here.
     """
-    before = read_manifest(directory)
+    try:
+        before = read_manifest(directory)
+    except ValueError as error:
+        for name in ("manifest.json", "bundle.json"):
+            with suppress(FileNotFoundError):
+                (directory / name).rename(directory / f"{name}.damaged")
+        log.warning("%s; it is renamed to *.damaged, and a new one is begun", error)
+        before = {"code": ["not recorded"]}
     fields: dict[str, Any] = {
         "versions": before["versions"] if before.get("rounds") else versions(),
+        "code": appended(before.get("code", []), code_version()),
         "keel": appended(before.get("keel", []), f"{keel_version()} {commit()}".strip()),
         "clients": len(roster),
         "simulated": all(entry.num_partitions for entry in roster),
@@ -146,12 +145,14 @@ def finish_manifest(directory: Path) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The content of manifest.json (bundle.json before 0.2); {} if there is none yet."""
+    """The content of manifest.json (bundle.json before 0.2); {} if there is none yet.
+
+    ValueError naming the file if it is damaged.
+    """
     path = directory / "manifest.json"
     if not path.exists():
         path = directory / "bundle.json"
-    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return content
+    return read_object(path) if path.exists() else {}
 
 
 def update(directory: Path, **fields: Any) -> None:

@@ -1,5 +1,6 @@
 """What one round's line in the history says, from the replies and scores of the round."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,16 +10,23 @@ from protocol.messages import TrainReply
 from strategies.average import RoundReport
 
 
-def training_fields(server_round: int, report: RoundReport, bytes_down: int) -> dict[str, Any]:
-    """The part of a line that is about training; losses are means weighted by examples."""
+def training_fields(
+    server_round: int, report: RoundReport, bytes_down: int, weights: Sequence[float]
+) -> dict[str, Any]:
+    """The part of a line that is about training.
+
+    weights: of the accepted replies' losses, the examples as far as they count for the model.
+    """
     names = sorted({n for r in report.kept for n in r.metrics if n.startswith("loss.")})
     losses = {}
     for name in names:
         pairs = [
-            (r.metrics[name], r.metrics["num-examples"]) for r in report.kept if name in r.metrics
+            (reply.metrics[name], weight)
+            for reply, weight in zip(report.kept, weights, strict=True)
+            if name in reply.metrics
         ]
-        values, weights = zip(*pairs, strict=True)
-        losses[name.removeprefix("loss.")] = float(np.average(values, weights=weights))
+        values, counts = zip(*pairs, strict=True)
+        losses[name.removeprefix("loss.")] = float(np.average(values, weights=counts))
     return {
         "round": server_round,
         "participants": [reply.client for reply in report.kept],

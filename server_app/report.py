@@ -1,4 +1,4 @@
-"""The record of a run: summary.json while it goes on, its figures at the end, and its observers."""
+"""The record of a run: summary.json in progress, its figures at the end, and its observers."""
 
 import logging
 import time
@@ -42,7 +42,10 @@ class Reporter:
         self.is_finished = False
         self.started = iso_time(time.time())
         if info.last_round:
-            self.started = read_summary(info.directory)["started"]
+            try:
+                self.started = read_summary(info.directory)["started"]
+            except (ValueError, KeyError) as error:
+                log.warning("summary.json is written anew: %s", error)
         self.written_at = 0.0
 
     def begin(self) -> None:

@@ -9,15 +9,16 @@ from pathlib import Path
 
 from client_app.method import Method
 from client_app.methods import method_of
-from client_app.setup import client_indices
+from client_app.setup import client_indices, model_for, representation_width
 from data.sources import Source
 from protocol.catalogue import method_names, method_spec
 from protocol.config import RunConfig
 from protocol.files import write_atomically
 from protocol.messages import RosterEntry, roster_entry
+from server_app.history import DAMAGE
+from strategies.validation import count_outliers
 
 CLASSES = "number of classes"
-OUTLIER = 10  # times the median of the sites' numbers of samples: worth a warning
 
 
 def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
@@ -25,7 +26,7 @@ def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
     try:
         rows = json.loads(path.read_text())
         return {int(row.pop("node")): roster_entry(row) for row in rows}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, *DAMAGE) as error:
         raise ValueError(f"{path}: missing, damaged or of another version: {error}") from error
 
 
@@ -51,8 +52,13 @@ def roster_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[s
                 "Results may differ in the last bits"
             )
     warnings += count_warnings(config, entries)
-    note = method_of(config).check_roster(known_label_counts(entries))
-    return warnings + ([note] if note else [])
+    method = method_of(config)
+    num_samples = {entry.client: entry.num_examples for entry in entries}
+    notes = (
+        method.check_roster(known_label_counts(entries)),
+        method.warning(config, num_samples),
+    )
+    return warnings + [note for note in notes if note]
 
 
 def known_label_counts(entries: Sequence[RosterEntry]) -> dict[str, list[int]]:
@@ -70,14 +76,17 @@ def partition_sizes(config: RunConfig, entries: Sequence[RosterEntry]) -> dict[s
 def count_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[str]:
     """A line for each site that declares far more samples than the others, or too large a share."""
     counts = {e.client: e.num_examples for e in entries if not e.num_partitions}
-    median = statistics.median_low(counts.values()) if counts else 0
+    median = statistics.median_low(counts.values() or [0])
+    outliers = count_outliers(counts, config.rounds.max_weight_share)
     total = sum(entry.num_examples for entry in entries) or 1
     share = max(config.rounds.max_weight_share, 1 / len(entries))
     return [
         f"client {client} declares {count} training samples, {count / total:.1%} of all (the "
         f"median is {median}); it weighs at most max-weight-share = {share:.2g} of a round"
+        + ", and not at all with an update that opposes the others'"
+        * (client in outliers)
         for client, count in sorted(counts.items())
-        if count > OUTLIER * median or count > share * total * (1 + 1e-9)
+        if client in outliers or count > share * total * (1 + 1e-9)
     ]
 
 
@@ -95,6 +104,25 @@ def evaluates_clients(config: RunConfig, method: Method) -> str:
     if asked != "auto":
         return asked
     return "all" if method.is_personal else "none"
+
+
+def check_widths(config: RunConfig, entries: Sequence[RosterEntry], source: Source) -> None:
+    """ValueError with all widths where a client's representation does not fit the run's model."""
+    run_model = config.model.model
+    widths = Counter((entry.model, entry.representation_width) for entry in entries)
+    if len(widths) == 1 and (run_model, entries[0].representation_width) in widths:
+        return  # the width of the run's model is what all its clients say
+    own = representation_width(config, model_for(config, source))
+    if any(width != own for _, width in widths):
+        found = ", ".join(
+            f"{model} {width} ({count} client{'s' * (count > 1)})"
+            for (model, width), count in sorted(widths.items())
+        )
+        raise ValueError(
+            f"representation widths differ: {found}; the run's model {run_model} has {own}: with "
+            f"{config.rounds.method} they have to agree; choose networks, or where to split them, "
+            "with one width"
+        )
 
 
 def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: Source) -> None:
@@ -125,7 +153,6 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
         for what, value, expected in (
             ("image shape", entry.image_shape, first.image_shape),
             (CLASSES, len(entry.label_counts), len(first.label_counts)),
-            ("representation width", entry.representation_width, first.representation_width),
         ):
             if value != expected and not (are_withheld and what == CLASSES):
                 raise ValueError(
@@ -150,6 +177,7 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
             f"client {others[0].client} trains {others[0].model}, the run {config.model.model}: "
             f"methods that allow several architectures: {able}"
         )
+    check_widths(config, by_name, source)
     if not are_withheld:
         totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
         if 0 in totals:

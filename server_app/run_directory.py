@@ -16,6 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,9 +29,9 @@ from client_app.methods import method_of
 from protocol.chained import append_chained, read_chained
 from protocol.config import RunConfig, keel_home, resolve_config
 from protocol.files import digest, remove_parts, write_atomically
-from protocol.messages import Arrays, with_current_names
+from protocol.messages import UNREADABLE, Arrays, with_current_names
 from protocol.options import OptionValue
-from server_app.history import read_history, whole_lines
+from server_app.history import whole_lines
 from server_app.summary import read_config_file
 
 log = logging.getLogger("keel.server")
@@ -139,8 +140,8 @@ class RunDirectory:
         seen = Counter(json.loads(bytes(state["releases"].tolist()))) if "releases" in state else {}
         rounds = Counter(
             client
-            for line in read_history(self.path)
-            for client in {*line["participants"], *line["left_out"]}
+            for line in whole_lines(self.path)[0]
+            for client in {*line.get("participants", []), *line.get("left_out", [])}
         )
         known = Counter(seen) | rounds
         self._releases = self.release_counts()
@@ -193,8 +194,9 @@ class RunDirectory:
         paths.sort(key=lambda path: (round_of(path) <= last, round_of(path)), reverse=True)
         for path in paths:
             if digest(path.read_bytes()) in path.name:
-                return read_checkpoint(path, expected, model)
-            log.warning("%s is damaged (its digest differs): skipped", path)
+                with suppress(SafetensorError):  # damaged before it was written
+                    return read_checkpoint(path, expected, model)
+            log.warning("%s is damaged: skipped", path)
         found_text = f"{len(paths)} are damaged" if paths else "there is none"
         raise ValueError(
             f"resume = {str(self.path)!r}: no intact checkpoint ({found_text}): restore "
@@ -208,10 +210,15 @@ def round_of(checkpoint: Path) -> int:
 
 
 def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:
-    """The checkpoint at `path`; ValueError if its arrays are not those of `expected`."""
-    with safe_open(path, framework="pt") as file:
-        metadata = json.loads(file.metadata()["about"])
-        flat = with_current_names({n: file.get_tensor(n) for n in file.keys()})  # noqa: SIM118
+    """The checkpoint at `path`; ValueError if its arrays are not those of `expected`.
+
+    SafetensorError if it cannot be read.
+    """
+    try:
+        flat, metadata = read_safetensors(path)
+        round_ = int(metadata["round"])
+    except UNREADABLE as error:
+        raise SafetensorError(str(error)) from error
     arrays, state = (
         {k.removeprefix(p): v for k, v in flat.items() if k.startswith(p)}
         for p in ("model/", "state/")
@@ -226,7 +233,7 @@ def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:
             f"{model}): array {name!r} has shape {shapes.get(name)}, expected "
             f"{expected_shapes.get(name)}"
         )
-    return Checkpoint(int(metadata["round"]), arrays, state)
+    return Checkpoint(round_, arrays, state)
 
 
 def named_directory(config: RunConfig) -> Path | None:
@@ -275,10 +282,13 @@ def open_run_directory(
 ) -> tuple[RunDirectory, RunConfig, dict[str, OptionValue]]:
     """(directory, config, overrides) of a run to resume; only `num-rounds` may be new.
 
+    path: the run directory, or its name under $KEEL_HOME/runs of this machine.
     ValueError, one line, if it is not a run directory, if other keys are given, or if today's
     defaults would make another run of it.
     """
     directory = Path(path).expanduser()
+    if not directory.is_absolute():
+        directory = keel_home() / "runs" / path
     saved, saved_overrides = read_config_file(directory)
     changed = sorted(overrides.keys() - {"resume", "num-rounds"})
     if changed:
@@ -318,8 +328,13 @@ def save_arrays(path: Path, arrays: Arrays, about: Mapping[str, str]) -> None:
 def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
     """(arrays, metadata) of a file of `save_arrays`; ValueError if it is damaged."""
     try:
-        with safe_open(path, framework="pt") as file:
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return with_current_names(arrays), json.loads(file.metadata()["about"])
-    except SafetensorError as error:
+        return read_safetensors(path)
+    except UNREADABLE as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def read_safetensors(path: Path) -> tuple[Arrays, dict[str, Any]]:
+    """(arrays under today's names, metadata); any of UNREADABLE if the file is damaged."""
+    with safe_open(path, framework="pt") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return with_current_names(arrays), json.loads(file.metadata()["about"])

@@ -10,9 +10,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from protocol.config import RunConfig, config_from_json, default_config, with_current_names
+from protocol.config import (
+    RunConfig,
+    config_from_json,
+    default_config,
+    presets,
+    with_current_names,
+)
 from protocol.files import write_atomically
-from server_app.history import CURVES, Line, curve
+from protocol.options import OptionValue
+from server_app.history import CURVES, DAMAGE, Line, curve
 
 SUMMARY_FILE = "summary.json"
 RENAMED_FIELDS = {"folder": "directory", "refused": "rejected"}  # names before 0.2
@@ -40,17 +47,17 @@ def summarise(
                 f"median of last {num_last}": statistics.median(values[-num_last:]),
                 "EMA 0.9": moving_average(values),
             }
-    seconds = sum(sum(line["seconds"].values()) for line in history)
+    seconds = sum(sum(line.get("seconds", {}).values()) for line in history)
     return {
         **about_config(config),
         "rounds": len(history),
         **headline(results),
         "seconds": round(seconds, 2),
         "seconds_per_round": round(seconds / max(1, len(history)), 4),
-        "bytes_down": sum(line["bytes_down"] for line in history),
-        "bytes_up": sum(line["bytes_up"] for line in history),
-        "left_out": sum(len(line["left_out"]) for line in history),
-        "rejected": sum(line["rejected"] for line in history),
+        "bytes_down": sum(line.get("bytes_down", 0) for line in history),
+        "bytes_up": sum(line.get("bytes_up", 0) for line in history),
+        "left_out": sum(len(line.get("left_out", {})) for line in history),
+        "rejected": sum(line.get("rejected", 0) for line in history),
         "results": results,
     }
 
@@ -84,8 +91,9 @@ def moving_average(values: Sequence[float], decay: float = 0.9) -> float:
 def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(every key, the keys that the user set) of a run's config.json, under today's names.
 
-    Keys that did not exist when the run was made have their default. ValueError naming the file if
-    it is missing or damaged.
+    Keys that did not exist when the run was made have their default. Where today's preset has
+    another value than the run, the run's is among the keys set. ValueError naming the file if it is
+    missing or damaged.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -93,12 +101,19 @@ def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         saved = json.loads(path.read_text())
         overrides = saved["overrides"] if "overrides" in saved else saved["given"]  # before 0.2
-        exact = {}
-        if "privacy.metrics" not in saved["config"] and saved["config"].get("privacy.epsilon"):
-            exact = {"privacy.metrics": "exact"}  # what private runs sent before there was the key
-        current = default_config() | with_current_names(saved["config"], warn=False) | exact
-        return current, with_current_names(overrides, warn=False) | exact
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        config = with_current_names(saved["config"], warn=False)
+        # what runs did before there were these keys
+        then: dict[str, OptionValue] = {}
+        if "privacy.metrics" not in config and config.get("privacy.epsilon"):
+            then["privacy.metrics"] = "exact"
+        if "scaffold.control-weighting" not in config and config.get("method") == "scaffold":
+            then["scaffold.control-weighting"] = "uniform"
+        current = default_config() | config | then
+        # a preset may have changed since: the run keeps its own values
+        preset = presets().get(str(current["preset"]), {})
+        pinned = {key: current[key] for key, value in preset.items() if current[key] != value}
+        return current, pinned | with_current_names(overrides, warn=False) | then
+    except DAMAGE as error:
         raise ValueError(f"{path} is damaged or incomplete: {error}") from error
 
 
@@ -110,28 +125,43 @@ def read_run_config(directory: Path) -> RunConfig:
 def read_summary(directory: Path) -> dict[str, Any]:
     """The summary of a run, of 0.1 too; one that wrote none yet has status "starting".
 
-    status is what the run last wrote: "running" of a process that was killed as well.
+    status is what the run last wrote: "running" of a process that was killed as well. ValueError
+    naming the file if it is damaged.
     """
     path = directory / SUMMARY_FILE
     saved: dict[str, Any] = {"status": "starting"}
     if path.exists():
-        saved = json.loads(path.read_text())
+        saved = read_object(path)
     summary = {RENAMED_FIELDS.get(key, key): value for key, value in saved.items()}
     if "num_rounds" not in summary:  # before 0.2, or not yet written
         config, _ = read_config_file(directory)
         roster = directory / "roster.json"
-        summary = {
-            **about_config(config),
-            "rounds": 0,
-            **headline(summary.get("results", {})),
-            "clients": len(json.loads(roster.read_text())) if roster.exists() else None,
-            "started": iso_time((directory / "config.json").stat().st_mtime),
-            "ended": None
-            if summary["status"] in ("starting", "running")
-            else iso_time(path.stat().st_mtime),
-            **summary,
-        }
+        try:
+            summary = {
+                **about_config(config),
+                "rounds": 0,
+                **headline(summary.get("results", {})),
+                "clients": len(json.loads(roster.read_text())) if roster.exists() else None,
+                "started": iso_time((directory / "config.json").stat().st_mtime),
+                "ended": None
+                if summary["status"] in ("starting", "running")
+                else iso_time(path.stat().st_mtime),
+                **summary,
+            }
+        except DAMAGE as error:
+            raise ValueError(f"{path} or {roster} is damaged: {error}") from error
     return summary | {"directory": str(directory)}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ValueError naming the file if it holds none."""
+    try:
+        found = json.loads(path.read_text())
+    except DAMAGE as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object")
+    return found
 
 
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:

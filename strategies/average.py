@@ -29,10 +29,13 @@ from strategies.backoff import Backoff
 from strategies.sampling import sample_cohort
 from strategies.server_optimizers import server_optimizer
 from strategies.validation import (
+    RECORD_BYTES,
     ExpectedReply,
     NormReference,
     RoundReport,
+    count_outliers,
     largest_value,
+    norm,
     validate_replies,
 )
 
@@ -61,6 +64,7 @@ class Average(Strategy):
         self.current: Arrays = {}
         self.sent: Arrays = {}
         self.addressed: set[str] = set()  # clients that the newest messages go to
+        self.outliers: frozenset[str] = frozenset()  # declared far more samples than the others
         self.cohort: set[str] = set()  # of the round under way
         self.away: set[str] = set()  # clients that are not connected
         self.last_accepted_rounds: dict[str, int] = {}  # by client
@@ -100,12 +104,24 @@ class Average(Strategy):
         return self.options.default_weighting == "examples" and not is_defended
 
     def counts(self, replies: list[TrainReply]) -> list[float]:
-        """The replies' numbers of samples, none above `max-weight-share` unless it is checked."""
+        """The replies' numbers of samples, none above `max-weight-share` unless it is checked.
+
+        That of a client of `outliers` is reduced further where its update is longer than any other.
+        """
         found = [reply.metrics["num-examples"] for reply in replies]
         checked = [
             self.partition_sizes.get(r.client) == n for r, n in zip(replies, found, strict=True)
         ]
-        return capped_counts(found, checked, self.config.rounds.max_weight_share)
+        counts = capped_counts(found, checked, self.config.rounds.max_weight_share)
+        clients = {reply.client for reply in replies}
+        if not self.outliers & clients or not clients - self.outliers:
+            return counts
+        norms = {reply.client: norm(self.update_of(reply)) for reply in replies}
+        longest = max(norms[client] for client in clients - self.outliers)
+        return [
+            n * min(1.0, longest / (norms[r.client] or 1.0)) if r.client in self.outliers else n
+            for n, r in zip(counts, replies, strict=True)
+        ]
 
     def count_scales(self, replies: list[TrainReply]) -> list[float]:
         """What the cap of `counts` leaves of each reply's count; 1: all."""
@@ -252,6 +268,14 @@ class Average(Strategy):
             messages.append(Message(content, dst_node_id=node, message_type=kind, ttl=ttl))
         return messages
 
+    def max_reply_bytes(self) -> int:
+        """The largest size of a reply as it is sent, to the messages of `configure_train`.
+
+        With room for what the transport adds.
+        """
+        arrays, extra = self.expected(self.current), self.expected_extra()
+        return ExpectedReply(0, arrays, extra, {}).max_bytes + RECORD_BYTES
+
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -292,7 +316,9 @@ class Average(Strategy):
             e.client: e.num_examples for e in self.roster.values() if e.client in self.addressed
         }
         max_value = largest_value(self.sent or self.current, self.config.privacy)
-        expected = ExpectedReply(server_round, arrays, extra, declared, max_value)
+        unchecked = {c: n for c, n in declared.items() if self.partition_sizes.get(c) != n}
+        self.outliers = count_outliers(unchecked, self.config.rounds.max_weight_share)
+        expected = ExpectedReply(server_round, arrays, extra, declared, max_value, self.outliers)
         return validate_replies(
             replies, self.roster, expected, self.config.rounds, self, self.norm_reference
         )

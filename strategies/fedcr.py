@@ -1,6 +1,6 @@
 """FedCR: average the extractors, multiply the clients' class Gaussians (server half).
 
-Zhang et al., ICML 2023, PMLR 202, as its code: with a standard normal as one more expert,
+Zhang et al., ICML 2023, PMLR 202, as its code: with a standard normal as one more factor,
     1/S_k^2 = 1 + sum_i 1/S_ik^2,   M_k = S_k^2 sum_i M_ik / S_ik^2
 over the clients that saw class k, then G_k <- (1 - b2) G_k + b2 (M_k, S_k) on mean and deviation. A
 class that no client saw keeps its Gaussian, initially N(0, I). The average of the extractors is
@@ -17,7 +17,7 @@ from strategies.average import Average
 SMALLEST_DEVIATION = 1e-12  # of a class at a client: its precision stays finite in float32
 
 
-def product_of_experts(
+def product_of_gaussians(
     m: list[torch.Tensor], s: list[torch.Tensor], seen: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(M, S [C, dz], reported [C]) of the clients' M_ik, S_ik [C, dz] and which they saw [C]."""
@@ -45,17 +45,17 @@ class FedCRServer(Average):
         return {"M": self.m, "S": self.s, "seen": torch.zeros(len(self.m))}
 
     def extra_reason(self, reply: TrainReply) -> str:
-        """A deviation or a mask that would make the product of experts infinite."""
+        """A deviation or a mask that would make the product infinite."""
         s, seen = reply.extra["S"], reply.extra["seen"]
         if float(s.min()) < SMALLEST_DEVIATION:
             return f"array 'S' holds {float(s.min()):.4g}: expected at least {SMALLEST_DEVIATION:g}"
         return "" if bool(((seen == 0) | (seen == 1)).all()) else "array 'seen' holds not 0 and 1"
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
-        """The extractors' average, then the product of the experts."""
+        """The extractors' average, then the product of the clients' Gaussians."""
         following = super().next_arrays(current, replies)
         means, deviations, seen = ([r.extra[k] for r in replies] for k in ("M", "S", "seen"))
-        m, s, reported = product_of_experts(means, deviations, seen)
+        m, s, reported = product_of_gaussians(means, deviations, seen)
         b2 = self.options.b2
         is_new = reported[:, None]
         self.m = torch.where(is_new, (1 - b2) * self.m + b2 * m, self.m)

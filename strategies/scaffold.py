@@ -1,16 +1,19 @@
 """SCAFFOLD: the average of the updates, and the control variate c (server half).
 
 Karimireddy et al., ICML 2020, arXiv 1910.06378, Algorithm 1, lines 16 and 17:
-    w <- w + eta_g * mean over S of (w_i - w)        c <- c + (1/N) sum over S of (c_i^+ - c_i)
-with N the number of all clients, not of the cohort. The mean of the models follows `weighting` (by
-examples, as in public code; uniform in the paper), that of c is uniform. So c is the mean of all
-c_i, also where a reply is lost, because each client is told the last round in which its update was
-aggregated. Only a client whose lost c_i was reset leaves its last share in c.
+    w <- w + eta_g * mean over S of (w_i - w)        c <- c + sum over S of p_i (c_i^+ - c_i)
+with p_i the weight of client i among all clients, not of the cohort. The paper weighs everything
+uniformly, p_i = 1/N. The mean of the models follows `weighting`, by examples as in public code, and
+`control-weighting = "auto"` gives c the same weights: with a uniform c beside it, clients of few
+samples, whose c_i are the noisiest, would rule c (FedCKA's tables; "uniform"). So c is sum p_i c_i
+over all clients, also where a reply is lost, because each client is told the last round in which
+its update was aggregated. Only a client whose lost c_i was reset leaves its last share in c.
 """
 
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, TrainReply
+from strategies.aggregation import capped_counts
 from strategies.average import Average
 
 
@@ -32,13 +35,26 @@ class ScaffoldServer(Average):
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """Lines 16 and 17; buffers are averaged."""
         average = super().next_arrays(current, replies)
-        num_clients = len(self.roster)
+        weights = self.control_weights()
+        total = sum(weights.values())
         for name in self.c:
             for reply in replies:
-                self.c[name] = self.c[name] + reply.extra[f"dc.{name}"] / num_clients
+                dc = reply.extra[f"dc.{name}"]
+                self.c[name] = self.c[name] + dc * weights[reply.client] / total
         eta_g = self.options.lr_global
         stepped = {n: current[n] + eta_g * (average[n] - current[n]) for n in self.trainable}
         return average | stepped
+
+    def control_weights(self) -> dict[str, float]:
+        """p_i of every client, by name, up to a common factor; the same in every round."""
+        entries = list(self.roster.values())
+        chosen = self.options.control_weighting
+        if chosen == "uniform" or (chosen == "auto" and not self.is_weighted_by_examples):
+            return {entry.client: 1.0 for entry in entries}
+        counts = [float(entry.num_examples) for entry in entries]
+        checked = [self.partition_sizes.get(e.client) == e.num_examples for e in entries]
+        counts = capped_counts(counts, checked, self.config.rounds.max_weight_share)
+        return {entry.client: n for entry, n in zip(entries, counts, strict=True)}
 
     def own_state(self) -> Arrays:
         """c."""

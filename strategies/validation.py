@@ -7,7 +7,7 @@ that stay within these bounds.
 import logging
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from protocol.text import in_one_line
 log = logging.getLogger("keel.server")
 MIN_REPLIES_FOR_MEDIAN = 3  # replies that change something; of two, nobody is out of line
 EXTRA_FACTOR = 10.0  # on the cohort's median norm of the arrays beside the model
+OUTLIER = 10  # times the median of the sites' numbers of samples
 MAX_VALUE_RATIO = 1e4  # a reply's largest value over the global model's, or over 1
 MAX_INTEGER = 2**40  # of a counter
 RECORD_BYTES, ARRAY_BYTES = 2**20, 2**10  # allowed beyond the numbers, and beyond those an array
@@ -103,7 +104,8 @@ class ExpectedReply:
 
     arrays, extra: arrays with the expected names, shapes and dtypes. num_examples: the training
     samples that each client of the cohort declared before round 1. max_value: the largest
-    magnitude of a value.
+    magnitude of a value. outliers: clients that declared far more samples than the others, which
+    nothing but their word supports.
     """
 
     round: int
@@ -111,6 +113,7 @@ class ExpectedReply:
     extra: Arrays
     num_examples: Mapping[str, int]
     max_value: float = math.inf
+    outliers: frozenset[str] = frozenset()
 
     @property
     def max_bytes(self) -> int:
@@ -125,6 +128,17 @@ def largest_value(sent: Arrays, privacy: PrivacyConfig) -> float:
     largest = max((float(a.abs().max()) for a in floats), default=0.0)
     noise = 100 * privacy.clip_norm / privacy.epsilon if privacy.epsilon else 0.0
     return max(MAX_VALUE_RATIO * max(1.0, largest), noise)
+
+
+def count_outliers(declared: Mapping[str, int], max_weight_share: float) -> frozenset[str]:
+    """The clients that declared more than OUTLIER times the median number of samples.
+
+    None where max-weight-share = 1: counts are trusted.
+    """
+    if max_weight_share == 1:
+        return frozenset()
+    median = statistics.median_low(declared.values()) if declared else 0
+    return frozenset(client for client, count in declared.items() if count > OUTLIER * median)
 
 
 def validate_replies(
@@ -166,6 +180,9 @@ def validate_replies(
         rejected |= beyond_bound(norms, rounds, reference)
         beside = {client: norm(half.beside_model(reply)) for client, reply in accepted.items()}
         rejected = beyond_median(beside) | rejected
+    if expected.arrays and expected.outliers & accepted.keys() - rejected.keys():
+        updates = {c: half.update_of(r) for c, r in accepted.items() if c not in rejected}
+        rejected |= opposed(updates, expected.outliers)
     report.rejected += len(rejected)
     report.left_out |= rejected
     report.kept = [accepted[client] for client in sorted(accepted.keys() - rejected.keys())]
@@ -261,6 +278,31 @@ def beyond_bound(
         for client, length in norms.items()
         if length > bound
     }
+
+
+def opposed(updates: Mapping[str, Arrays], outliers: Collection[str]) -> dict[str, str]:
+    """The outliers whose update points against those of most others, each with the reason.
+
+    Most: the median cosine is below 0. Nothing without two clients that are no outliers.
+    """
+    others = {c: u for c, u in updates.items() if c not in outliers}
+    if len(others) < MIN_REPLIES_FOR_MEDIAN - 1:
+        return {}
+    found = {}
+    for client in sorted(updates.keys() - others.keys()):
+        cosine = statistics.median_high(cosine_of(updates[client], u) for u in others.values())
+        if cosine < 0:
+            found[client] = (
+                f"its update points against the others' (median cosine {cosine:.2g}), and it "
+                f"declares more than {OUTLIER} times their samples"
+            )
+    return found
+
+
+def cosine_of(a: Arrays, b: Arrays) -> float:
+    """The cosine of the angle between two updates, in double precision; 0 if one is 0."""
+    dot = sum(float((a[name].double() * b[name].double()).sum()) for name in a)
+    return dot / (norm(a) * norm(b) or 1.0)
 
 
 def beyond_median(norms: Mapping[str, float]) -> dict[str, str]:

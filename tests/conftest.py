@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,12 @@ FACTS = DatasetSpec(
 )  # where only a record is needed
 
 
-# These take longest and start first, or one core would wait for the other at the end.
-LONGEST = ("test_flwr_run.py", "test_loopback.py", "test_server_run.py", "test_experiments_runs.py")
+# These take longest and start first, or one worker would wait for the others at the end.
+LONGEST = (
+    *("test_loopback.py", "test_loopback_supernodes.py", "test_flwr_run.py", "test_server_run.py"),
+    *("test_keel_run_flower.py", "test_experiments_runs.py", "test_keel_run_deployment.py"),
+    *("test_wheel.py", "test_compared_runs.py", "test_demo.py", "test_tutorials.py"),
+)
 torch.set_num_threads(1)  # xdist has a worker for each core
 
 
@@ -60,7 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "end_to_end" in item.path.parts:
             item.add_marker(pytest.mark.end_to_end)
     rank = {name: number for number, name in enumerate(LONGEST, start=-len(LONGEST))}
-    items.sort(key=lambda item: rank.get(item.path.name, 0))
+    last = {True: 0, False: 1}  # unit tests fill the gaps
+    items.sort(key=lambda item: rank.get(item.path.name, last["end_to_end" in item.path.parts]))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -76,6 +82,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             path = nodeid.partition("::")[0]
             together = "end_to_end" in path or path.endswith("test_models_architectures.py")
             return path if together else nodeid
+
+        def _reschedule(self, node: Any) -> None:
+            """A worker gets its next file when one test is left, not three: none waits behind
+            a test of minutes while another worker is idle.
+            """
+            is_file = "::" not in next(iter(self.workqueue), "::")
+            if not (is_file and self._pending_of(self.assigned_work[node]) > 1):
+                super()._reschedule(node)
 
     config.option.loadscopereorder = False  # the order of collection
     return Scheduling(config, log)
@@ -96,11 +110,25 @@ def load(tmp_path: Path) -> Callable[..., Source]:
     return partial(load_source, data_dir=tmp_path / "data", cache_dir=tmp_path / "cache")
 
 
+@contextmanager
+def without_pictures() -> Iterator[None]:
+    """Runs on the inline engine draw nothing: their pictures take as long as they do."""
+    with pytest.MonkeyPatch.context() as patch:
+        for picture in ("plot_accuracy", "plot_label_distribution"):
+            patch.setattr(server_app.report, picture, lambda *what: None)
+        yield
+
+
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def no_pictures() -> Iterator[None]:
+    """`without_pictures` for one test."""
+    with without_pictures():
+        yield
+
+
+@pytest.fixture
+def run(tmp_path: Path, no_pictures: None) -> Callable[..., Path]:
     """run(overrides, num_clients) -> folder: a small run on the inline engine, without pictures."""
-    for picture in ("plot_accuracy", "plot_label_distribution"):  # as long as the run itself
-        monkeypatch.setattr(server_app.report, picture, lambda *what: None)
 
     def run_small(overrides: Overrides, num_clients: int = NUM_CLIENTS) -> Path:
         return run_inline(SMALL | {"output-dir": str(tmp_path)} | dict(overrides), num_clients)

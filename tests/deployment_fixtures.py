@@ -3,12 +3,22 @@
 import time
 from pathlib import Path
 
+from conftest import SMALL
 from typer.testing import CliRunner
 
 from keel.cli.doctor import app
 from keel.deployment.loopback import Loopback
 
 limit_s = 300  # for one round
+LOOPBACK_CLIENTS = 2
+LOOPBACK_KEYS = SMALL | {
+    "method": "fedreco",
+    "fedreco.eta-0": 0.5,
+    "local-test-fraction": 0.2,
+    "num-rounds": 3,
+    "round-timeout": 250.0,
+    "device": "cpu",
+}
 
 
 def result(findings):

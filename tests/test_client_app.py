@@ -306,7 +306,7 @@ def test_a_site_with_a_class_that_the_run_lacks_is_refused(tmp_path):
 
 
 def test_a_state_dir_of_its_own_outlives_flowers_run(tmp_path):
-    """A resumed run has another Flower run id, but the same run folder."""
+    """A resumed run has another Flower run id, but the same run directory."""
     config = make_config(method="moon")
     source = npz_site(tmp_path / "own.npz", num=12)
     node = {"name": "site-a", "source": source, "state-dir": str(tmp_path / "volume")}

@@ -10,6 +10,7 @@ import torch
 from client_fixtures import assert_same_bits
 
 from client_app.state import NUM_REPEATED, StateFolder
+from protocol.files import digest
 
 
 def groups(seed):
@@ -41,6 +42,14 @@ def files(state):
 
 def rounds(state):
     return [int(name.split("-")[1]) for name in files(state)]
+
+
+def test_a_version_that_was_damaged_before_its_digest_was_taken_is_set_aside_too(state):
+    state.save(1, groups(1))
+    content = b"no tensors"
+    (state.folder / f"round-00002-{digest(content)}.safetensors").write_bytes(content)
+    assert_is(state.load(3), 1)
+    assert len(list(state.folder.glob("*.damaged"))) == 1
 
 
 def test_nothing_was_kept_yet(state):

@@ -287,7 +287,7 @@ OBJECTIVES = [n for n in METHODS if issubclass(METHODS[n], LocalObjective) and n
 @pytest.mark.parametrize("server", ["fedavgm", "fedadam", "fedacg"])
 @pytest.mark.parametrize("method", OBJECTIVES)
 def test_every_local_objective_trains_under_every_server_step(method, server):
-    """SCAFFOLD, which has a server step of its own, is refused: see test_compared_runs."""
+    """SCAFFOLD, which has a server update of its own, is refused: see test_compared_runs."""
     config = make_config(method=method, server_optimizer=server, batch_size=32)
     now = make_round(config)
     update = method_of(config).train(now)

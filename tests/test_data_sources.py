@@ -46,6 +46,7 @@ def test_the_sizes_of_the_users_files_are_known_before_they_are_decoded(
     assert info == source_info(spec, tmp_path / "data", tmp_path / "cache")
 
 
+@pytest.mark.end_to_end
 def test_reading_and_describing_sources_does_not_import_torch(tmp_path):
     code = (
         "import sys; from pathlib import Path; from data.sources import load_source, source_info; "

@@ -12,7 +12,7 @@ from flwr.common.constant import ErrorCode
 
 import server_app.exchange
 from protocol.flower_compat import NotPushedError, assign_message_id, assign_source_node
-from server_app.exchange import Exchange
+from server_app.exchange import Exchange, Stops
 
 pytestmark = pytest.mark.usefixtures("task_identity")
 superlink = 1  # the source of a reply that it gives in a node's place
@@ -230,6 +230,14 @@ def test_time_in_which_the_superlink_answers_nothing_does_not_count(hurry):
     exchange = Exchange(grid, str, lambda nodes: {}, lambda: 0.2 if is_away() else 0.0)
     assert outcomes(exchange.ask(to(5), 0.5, "round 1")) == [(5, 5)]
     assert time.monotonic() - started >= 1.0
+
+
+def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
+    stops, now = Stops(), time.monotonic()
+    assert stops.take() == 0.0
+    monkeypatch.setattr(stops, "seen_at", now - 95)
+    assert stops.take() == pytest.approx(95, abs=1)
+    assert stops.take() == 0.0  # said once
 
 
 def test_a_reply_that_was_lost_is_asked_for_again_twice_at_most(hurry, caplog):

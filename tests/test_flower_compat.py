@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from flwr.app import Message, MessageType, RecordDict
+from flwr.proto.node_pb2 import Node
 from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
@@ -75,6 +76,49 @@ def test_the_silence_of_a_superlink_is_measured(monkeypatch):
     assert seen == [40.0, 0.0]
     assert silent_s() == 0.0
     assert flower_compat.watch_superlink(object())() == 0.0
+
+
+@pytest.fixture
+def http_grid(monkeypatch):
+    """(Flower's grid of a deployment, the objects of its one reply, those that it has pulled)."""
+    module = importlib.import_module("flwr.superlink.grid.http_grid")
+    monkeypatch.setattr(module, "pull_objects", module.pull_objects)  # put back afterwards
+    objects, pulled = {}, []
+
+    def pull_object(request):
+        pulled.append(request.object_id)
+        content = objects[request.object_id]
+        return SimpleNamespace(object_found=True, object_available=True, object_content=content)
+
+    tree = SimpleNamespace(object_id="reply", children=[])
+    about = SimpleNamespace(message_id="reply", reply_to_message_id="asked")
+    answer = SimpleNamespace(
+        messages_list=[SimpleNamespace(metadata=about)], message_object_trees=[tree]
+    )
+    grid = object.__new__(module.HttpGrid)
+    grid.node, grid._run = Node(node_id=1), SimpleNamespace(run_id=1)
+    client = SimpleNamespace(PullMessages=lambda request: answer, PullObject=pull_object)
+    monkeypatch.setattr(module.HttpGrid, "_runtime_client", client)
+    monkeypatch.setattr(
+        module,
+        "iterate_object_tree",
+        lambda tree: [SimpleNamespace(object_id=name) for name in objects],
+    )
+    monkeypatch.setattr(module, "PullAppMessagesRequest", SimpleNamespace)
+    return grid, objects, pulled
+
+
+def test_a_reply_beyond_its_bound_is_refused_while_it_arrives(http_grid):
+    """By name, and with no more than one object of it too many in memory."""
+    grid, objects, pulled = http_grid
+    objects |= {f"part-{i}": bytes(1000) for i in range(50)}
+    flower_compat.bound_reply_bytes(grid, 5000)
+    flower_compat.bound_reply_bytes(grid, 10_000)  # of the next round
+    [reply] = grid.pull_messages(["asked"])
+    assert f"{flower_compat.TOO_LARGE} of 10000" in reply.error.reason
+    assert reply.error.code in flower_compat.UNDELIVERED
+    assert reply.metadata.reply_to_message_id == "asked"
+    assert len(pulled) == 11
 
 
 def test_errors_that_end_a_run_are_told_from_those_of_a_reply():

@@ -21,12 +21,14 @@ from flwr.server.superlink.linkstate import linkstate_factory
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.exit import exit_handler
+from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH
 from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.superexec.executor.types import ExecutionSpec
 from flwr.superlink import main
+from flwr.superlink.cli.flower_superlink import flower_superlink
 from flwr.superlink.servicer.runtime import runtime_handlers
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 from flwr.supernode.runtime.run_clientapp import run_clientapp
@@ -112,6 +114,10 @@ def test_superlink():
     assert main._RUNTIME_HANDLERS is runtime_handlers, "the module that is patched"
     assert calls(runtime_handlers, "state.delete_messages") == 2  # the second: a reply's own id
     assert calls(runtime_handlers, "state.get_message_res") == 1
+    cli = sys.modules[flower_superlink.__module__]
+    assert cli.GRPC_MAX_MESSAGE_LENGTH == GRPC_MAX_MESSAGE_LENGTH
+    fleet_api = inspect.getsource(cli._run_fleet_api_grpc_rere)
+    assert "max_message_length=GRPC_MAX_MESSAGE_LENGTH" in fleet_api
     assert linkstate_factory.SqlLinkState is SqlLinkState
     for method in (
         *("_cleanup_expired_task_tokens", "_check_and_tag_offline_nodes"),

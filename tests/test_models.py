@@ -1,7 +1,9 @@
 """What holds for every model: taps, prefixes, splits, seeds, options and refusals."""
 
 import copy
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,7 +82,7 @@ def test_a_pre_tap_is_what_the_body_returned_even_after_its_tail_ran(name):
 @each_model
 @torch.no_grad()
 def test_a_prefix_gives_the_full_runs_taps_and_stops_after_the_last_of_them(name):
-    whole, x = shared(name), images()
+    whole, x = shared(name), images(1)
     _, expected = whole.run(x, whole.layer_names)
     cut = copy.deepcopy(whole)
     cut.neck = cut.classifier = Tripwire()
@@ -99,11 +101,11 @@ def test_a_prefix_gives_the_full_runs_taps_and_stops_after_the_last_of_them(name
 @each_model
 @torch.no_grad()
 def test_every_split_puts_the_forward_pass_together_again(name):
-    model, x = shared(name), images()
+    model, x = shared(name), images(1)
     logits, taps = model.run(x, model.layer_names)
     for split in model.stage_names:
         assert torch.equal(model.predict(model.extract(x, split), split), logits)
-    assert model.extract(x, model.stage_names[-1]).shape == (2, model.feature_width)
+    assert model.extract(x, model.stage_names[-1]).shape == (1, model.feature_width)
     for tap, h in zip(model.layer_names, taps, strict=True):
         assert torch.equal(model.resume(h.clone(), after=tap), logits)
 
@@ -160,13 +162,13 @@ def test_a_seed_alone_decides_the_weights_and_global_randomness_is_not_touched(n
     torch.manual_seed(11)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("reseeded the GPUs"))
     before = torch.get_rng_state()
-    first, with_heads = build(7), build(7, projection_heads=256)
+    first = build(7)
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(1)
-    again, other = build(7), build(8)
+    heads = {} if name == "resnet50" else {"projection_heads": 256}  # resnet50: 143 million weights
+    again, other = build(7, **heads), build(8)
     for key, value in first.items():
-        assert torch.equal(value, again[key])
-        assert torch.equal(value, with_heads[key])  # batch norm statistics among them
+        assert torch.equal(value, again[key])  # batch norm statistics among them
     assert any(not torch.equal(value, other[key]) for key, value in first.items())
 
 
@@ -181,7 +183,18 @@ def test_without_a_seed_the_weights_come_from_the_global_generator():
     assert not torch.equal(second.classifier.weight, first.classifier.weight)
 
 
-@pytest.mark.parametrize("name", [name for name, built in MODELS.items() if built.norms])
+def test_the_widths_in_the_documentation_are_those_of_the_networks():
+    page = Path(__file__).parent.parent / "docs/concepts/representation-regularisation.md"
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", page.read_text(), re.M)
+    widths = {name: int(width) for width, names in rows for name in re.findall(r"`(.+?)`", names)}
+    assert widths == {name: shared(name).feature_width for name in MODELS}
+
+
+with_batch_norm = [name for name, built in MODELS.items() if "batch" in built.norms]
+without_norm = [name for name, built in MODELS.items() if built.norm_layer("") == ""]
+
+
+@pytest.mark.parametrize("name", with_batch_norm)
 def test_the_norm_is_the_one_asked_for(name):
     def norms(norm):
         model = build_model(name, num_classes=2, channels=1, image_size=28, norm=norm)
@@ -198,7 +211,76 @@ def test_the_norm_is_the_one_asked_for(name):
     assert all(isinstance(n, nn.BatchNorm2d) for n in batch)
 
 
-@pytest.mark.parametrize("name", [name for name, built in MODELS.items() if built.norms])
+@pytest.mark.parametrize("name", without_norm)
+@torch.no_grad()
+def test_group_norm_follows_each_convolution_of_a_plain_cnn_and_is_off_by_default(name):
+    about = {"num_classes": 4, "channels": 3, "image_size": 32, "seed": 0}
+    plain, normed = (build_model(name, norm=norm, **about) for norm in ("", "group"))
+    added = [m for m in normed.modules() if isinstance(m, nn.GroupNorm)]
+    convolutions = [m for m in normed.modules() if isinstance(m, nn.Conv2d)]
+    assert [(m.num_groups, m.num_channels) for m in added] == [
+        (2, conv.out_channels) for conv in convolutions
+    ]
+    assert all("body.weight" in key for key in plain.state_dict() if key.endswith("v1.body.weight"))
+    x = images(3)
+    h = F.group_norm(convolutions[0](x), 2, eps=1e-5)
+    torch.testing.assert_close(normed.stages["conv1"](x), F.max_pool2d(h, 2).relu())
+    with pytest.raises(ValueError, match=r"norm = 'batch': .* expected group"):
+        build_model(name, norm="batch", **about)
+
+
+@pytest.mark.parametrize("name", [name for name, built in MODELS.items() if built.width])
+def test_width_scales_every_channel_of_a_resnet(name):
+    about = {"num_classes": 4, "channels": 3, "image_size": 32}
+    own, quarter = (
+        build_model(name, **about),
+        build_model(name, width=MODELS[name].width // 4, **about),
+    )
+    pairs = zip(own.stages.modules(), quarter.stages.modules(), strict=True)
+    widths = [(a.out_channels, b.out_channels) for a, b in pairs if isinstance(a, nn.Conv2d)]
+    assert len(widths) > 15
+    assert all(a == 4 * b for a, b in widths if (a, b) != (256, 256))
+    with torch.no_grad():
+        assert quarter.eval()(images()).shape == (2, 4)
+    with pytest.raises(ValueError, match="width = 6: expected a multiple of 4"):
+        build_model(name, width=6, **about)
+
+
+def test_width_is_refused_where_the_model_has_one():
+    with pytest.raises(ValueError, match=r"width = 16: vgg9 has one width: expected 0 .*resnet18"):
+        build_model("vgg9", num_classes=2, channels=1, image_size=28, width=16)
+
+
+def test_fan_in_draws_all_layers_and_heads_with_variance_2_over_fan_in():
+    about = {"num_classes": 10, "channels": 3, "image_size": 32, "projection_heads": 64}
+    model = build_model("resnet20", seed=0, init="fan-in", **about)
+    own = build_model("resnet20", seed=0, **about)
+    weighted = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert len(weighted) == 19 + 1 + 2 * 4
+    for module in weighted:
+        assert module.weight.std().item() == pytest.approx(
+            (2 / module.weight[0].numel()) ** 0.5, rel=4 / module.weight.numel() ** 0.5
+        )
+    assert torch.equal(model.classifier.bias, own.classifier.bias)
+    assert not torch.equal(model.classifier.weight, own.classifier.weight)
+    with pytest.raises(ValueError, match="init = 'zero': expected fan-in"):
+        build_model("resnet20", init="zero", **about)
+
+
+def test_projection_heads_at_some_of_the_stages_only():
+    def heads(name, stages):
+        about = {"num_classes": 10, "channels": 3, "image_size": 32, "projection_heads": 32}
+        built = build_model(name, head_stages=stages, **about)
+        return {
+            n: [(m[0].out_features, m[2].out_features)] for n, m in built.projection_heads.items()
+        }
+
+    assert heads("cnn-fedintr", (-1, None)) == {"fc2": [(96, 32)]}
+    assert heads("cnn-fedintr", (None, 2)) == {"conv1": [(32, 32)], "conv2": [(32, 32)]}
+    assert heads("resnet20", (-1, None)) == {"conv4_x": [(32, 32)]}
+
+
+@pytest.mark.parametrize("name", with_batch_norm)
 @torch.no_grad()
 def test_batch_norm_evaluates_a_batch_of_one(name):
     model = build_model(name, num_classes=4, channels=3, image_size=32, seed=0, norm="batch").eval()
@@ -309,8 +391,8 @@ def test_only_the_fedintr_cnn_asks_for_other_images_than_the_sources():
         ({"image_size": 27}, ["image-size = 27", "28 to 64"]),
         ({"image_size": 65}, ["image-size = 65", "28 to 64"]),
         ({"num_classes": 1}, ["num-classes = 1", "2"]),
-        ({"norm": "layer"}, ["norm = 'layer'", "group, batch"]),
-        ({"name": "cnn-fedcka", "norm": "group"}, ["norm = 'group'", "no norm layer"]),
+        ({"norm": "layer"}, ["norm = 'layer'", "group or batch"]),
+        ({"name": "cnn-fedcka", "norm": "batch"}, ["norm = 'batch'", "expected group"]),
         ({"projection": "linear"}, ["projection = 'linear'", "none, mlp, mlp-normalised"]),
     ],
 )

@@ -15,10 +15,11 @@ from client_fixtures import (
 from safetensors.torch import load_file, save_file
 
 from client_app.state import StateFolder
-from protocol.config import config_from_json, resolve_config
+from protocol.config import config_from_json, presets, resolve_config
 from protocol.files import digest
 from protocol.messages import read_reply, with_current_names
 from server_app.run_directory import Checkpoint, read_arrays, read_checkpoint, save_arrays
+from server_app.summary import read_config_file
 
 OLD, NEW = "tap_heads.", "projection_heads."
 
@@ -97,3 +98,43 @@ def test_keys_and_values_of_0_1_are_accepted_with_a_warning(old, key, value, cap
     ((name, old_value),) = old.items()
     flat = {k: v for k, v in config.flat.items() if k != key} | {name: old_value}
     assert config_from_json(json.dumps(flat)).flat[key] == value
+
+
+# Keys that came after 0.2 first ran, with the values that are what it did.
+AS_BEFORE = {
+    "balanced-order": "interleaved",
+    "scaffold.control-weighting": "uniform",
+    "moon.reduction": "sample",
+    "fedcka.projection": "none",
+    "fedprox.squared": True,
+    "frozen-statistics": "running",
+    "init": "",
+    "width": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("preset", "method", "then"),
+    [
+        ("fedintr-table1-cifar100", "moon", {"moon.projection": "mlp"}),
+        ("fedrcl-table1-cifar10", "fedrcl", {}),
+        ("fedcka-table1-cifar10", "scaffold", {}),
+        ("fedreco-table1-fmnist", "ditto", {"ditto.lambda": 1.0, "ditto.personal-epochs": 1}),
+    ],
+)
+def test_a_run_of_a_preset_that_has_changed_resumes_with_its_own_values(
+    preset, method, then, tmp_path
+):
+    given = {"preset": preset, "method": method}
+    config = resolve_config(given | then).flat
+    saved = {key: value for key, value in config.items() if key not in AS_BEFORE}
+    content = {"config": saved, "overrides": given}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    current, overrides = read_config_file(tmp_path)
+    assert resolve_config(overrides).flat == current
+    assert current == saved | {
+        key: current[key] if method != "scaffold" and key.startswith("scaffold") else value
+        for key, value in AS_BEFORE.items()
+    }
+    assert set(then) <= overrides.keys()
+    assert set(then) <= presets()[preset].keys()

@@ -20,7 +20,8 @@ from client_fixtures import (
 )
 from scipy import stats
 
-from client_app.privacy import privatise
+import client_app.privacy as mechanism
+from protocol.discrete_gaussian import discrete_gaussian
 from protocol.messages import tensors
 from protocol.privacy import noise_sigma
 from server_app.inline import run_inline
@@ -112,15 +113,31 @@ def test_training_that_diverged_is_released_as_noise(sites, tmp_path):
 
 # --- the attack -----------------------------------------------------------------------------------
 
-NUM_RELEASES = 10_000  # of each data set
+NUM_RELEASES = 100_000  # of each data set
 
 
-def releases(arrays, config, num):
-    """`num` releases of the same arrays with a site's noise, flat, [num, entries]."""
+def releases(arrays, config, num, words=mechanism.random_words):
+    """`num` releases of the same arrays with a site's noise, flat, [num, entries].
+
+    What `privatise` does, for many releases at once: the test below compares the two.
+    """
+    flat = torch.cat([a.double().flatten() for a in arrays.values()]).numpy()
+    step = mechanism.granularity(config.privacy, flat.size)
+    steps = mechanism.clip_to_grid(flat, config.privacy.clip_norm, step)
+    sigma = mechanism.noise_sigma(config.privacy)
+    noise = discrete_gaussian(sigma / step, num * flat.size, words).reshape(num, -1)
+    return (steps + noise) * step
+
+
+def test_the_releases_attacked_are_those_of_privatise(monkeypatch):
+    config = make_config(privacy__epsilon=0.9)
+    arrays, _ = worst_case(config)
     ctx = make_round(config, received={})
     object.__setattr__(ctx, "is_simulated", False)
-    found = (torch.cat([a.flatten() for a in privatise(arrays, ctx).values()]) for _ in range(num))
-    return torch.stack(list(found)).double().numpy()
+    monkeypatch.setattr(mechanism, "random_words", mechanism.seeded_words(1))
+    sent = torch.cat([a.flatten() for a in mechanism.privatise(arrays, ctx).values()])
+    [expected] = releases(arrays, config, 1, mechanism.seeded_words(1))
+    assert torch.equal(sent, torch.from_numpy(expected).to(sent.dtype))
 
 
 def epsilon_lower_bound(scores, others, delta, confidence=0.999):
@@ -178,8 +195,8 @@ def test_the_attack_finds_no_more_than_the_stated_epsilon(epsilon, delta):
 def test_the_attack_succeeds_with_a_tenth_of_the_noise_and_without_any(share, monkeypatch):
     config = make_config(privacy__epsilon=0.9)
     sigma = share * noise_sigma(config.privacy)
-    monkeypatch.setattr("client_app.privacy.noise_sigma", lambda privacy: sigma)
-    monkeypatch.setattr("client_app.privacy.granularity", lambda privacy, num: 2.0**-30)
+    monkeypatch.setattr(mechanism, "noise_sigma", lambda privacy: sigma)
+    monkeypatch.setattr(mechanism, "granularity", lambda privacy, num: 2.0**-30)
     found = attack(*worst_case(config), config)
     print(f"noise times {share}: stated 0.9, found {found:.3f}")
     assert found > 2
@@ -220,7 +237,7 @@ def test_a_run_that_withholds_reports_the_global_accuracy_only(tmp_path, caplog)
     assert any("privacy.metrics = 'withheld': this run reports" in m for m in caplog.messages)
 
 
-def test_a_run_with_exact_metrics_says_so(tmp_path, caplog):
+def test_a_run_with_exact_metrics_says_so(tmp_path, caplog, no_pictures):
     config = {
         **make_config(method="fedreco", privacy__epsilon=0.5, privacy__metrics="exact").flat,
         "num-rounds": 1, "local-test-fraction": 0.2, "output-dir": str(tmp_path),
@@ -232,7 +249,9 @@ def test_a_run_with_exact_metrics_says_so(tmp_path, caplog):
     assert any("outside the guarantee of privacy.epsilon" in m for m in caplog.messages)
 
 
-def test_a_personal_run_that_withholds_says_that_there_is_nothing_to_report(tmp_path, caplog):
+def test_a_personal_run_that_withholds_says_that_there_is_nothing_to_report(
+    tmp_path, caplog, no_pictures
+):
     config = {
         **make_config(method="fedreco", privacy__epsilon=0.5).flat,
         "num-rounds": 1, "local-test-fraction": 0.2, "output-dir": str(tmp_path),

@@ -1,24 +1,33 @@
 """What the server counts as released: never too little, whatever happens to its file."""
 
 import json
+import shutil
 
 import pytest
 from client_fixtures import (
     keel_home_of_tests,  # noqa: F401 (used by being here)
     make_config,
 )
+from conftest import without_pictures
 
 from protocol.chained import append_chained, read_chained
 from server_app.inline import run_inline
-from server_app.run_directory import RunDirectory
+from server_app.run_directory import RunDirectory, read_arrays
 
 
-def private_run(tmp_path, num_rounds, **keys):
-    config = make_config(
-        privacy__epsilon=0.5, num_rounds=num_rounds, output_dir=str(tmp_path), **keys
-    )
-    changed = {k: v for k, v in config.flat.items() if k != "resume"}
-    return run_inline(changed, 2)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Three rounds of two clients that privatise what they send; not to be changed."""
+    output = str(tmp_path_factory.mktemp("private"))
+    config = make_config(privacy__epsilon=0.5, num_rounds=3, output_dir=output)
+    with without_pictures():
+        return run_inline({k: v for k, v in config.flat.items() if k != "resume"}, 2)
+
+
+@pytest.fixture
+def directory(finished, tmp_path, no_pictures):
+    """A copy of the finished run, to spoil and to resume."""
+    return shutil.copytree(finished, tmp_path / finished.name)
 
 
 def resumed(directory, num_rounds):
@@ -46,8 +55,7 @@ HOW = ("nothing", "delete", "cut short", "cut within a line", "edit", "fewer cli
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_the_releases_of_a_resumed_run_are_never_under_counted(how, tmp_path):
-    directory = private_run(tmp_path, 3)
+def test_the_releases_of_a_resumed_run_are_never_under_counted(how, directory):
     spoil(directory / "releases.jsonl", how)
     spent = resumed(directory, 5)
     assert 5 <= spent["releases"] <= (5 if how == "nothing" else 9)
@@ -58,15 +66,18 @@ def test_the_releases_of_a_resumed_run_are_never_under_counted(how, tmp_path):
         assert again["releases"] == spent["releases"] + 1
 
 
+def test_a_damaged_history_does_not_stop_the_resume_of_a_private_run(directory):
+    history = directory / "history.jsonl"
+    history.write_bytes(history.read_bytes().replace(b'"round": 2', b'"round": "', 1))
+    assert resumed(directory, 5)["releases"] == 5
+
+
 @pytest.mark.parametrize("how", ["delete", "empty"])
-def test_without_the_file_and_the_history_the_checkpoint_counts(how, tmp_path):
-    directory = private_run(tmp_path, 3)
+def test_without_the_file_and_the_history_the_checkpoint_counts(how, directory):
     spoil(directory / "releases.jsonl", how)
     state = RunDirectory(directory)
     try:
         checkpoint = max((directory / "checkpoints").glob("*.safetensors"))
-        from server_app.run_directory import read_arrays
-
         arrays, _ = read_arrays(checkpoint)
         (directory / "history.jsonl").write_text("")
         state.restore_releases({"releases": arrays["state/releases"]})

@@ -159,6 +159,16 @@ def test_a_damaged_ledger_ends_releases_under_a_budget(damage, source):
     assert str(path) in said
 
 
+def test_a_line_without_a_digest_is_damaged(tmp_path, monkeypatch):
+    """A site's ledger is younger than the digests: a line without one was edited."""
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    ledger = Ledger({"source": "digits"})
+    ledger.path.parent.mkdir(parents=True)
+    ledger.path.write_text('{"multiplier": 1000000.0}\n')
+    with pytest.raises(PrivacyRefused, match="1 lines are damaged"):
+        ledger.spent()
+
+
 def test_the_path_of_the_data_is_what_counts_not_its_spelling(source, tmp_path):
     spelt = f"npz:{tmp_path}/./home/../own.npz"
     assert Ledger({"source": spelt}).path == Ledger({"source": source}).path

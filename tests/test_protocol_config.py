@@ -173,7 +173,11 @@ def test_values_of_the_run_that_are_not_allowed_are_named(key, value):
 
 CONTRADICTIONS = [
     # keys, and what the message names: the key, the value found, what is allowed
-    ({"model": "cnn-fedreco", "norm": "group"}, ["norm = 'group'", "cnn-fedreco", "no norm layer"]),
+    (
+        {"model": "cnn-fedreco", "norm": "batch"},
+        ["norm = 'batch'", "cnn-fedreco", "expected group"],
+    ),
+    ({"model": "vgg9", "width": 8}, ["width = 8", "vgg9", "resnet18"]),
     ({"source": "folder:data"}, ["source = 'folder:data'", "absolute"]),
     ({"privacy.epsilon": 1.5}, ["privacy.epsilon = 1.5", "below 1", "0 turns"]),
     (
@@ -257,7 +261,7 @@ from protocol.config import resolve_config
 started = time.process_time()
 for name in method_names():
     resolve_config({"method": name})
-    for mistake in ({"lr": -1.0}, {"norm": "group"}, {"source": "digit"}, {"num-round": 1}):
+    for mistake in ({"lr": -1.0}, {"norm": "batch"}, {"source": "digit"}, {"num-round": 1}):
         try:
             resolve_config({"method": name, **mistake})
         except ValueError:

@@ -140,7 +140,7 @@ def outcome(read):
         return None, str(error)
 
 
-few = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @few

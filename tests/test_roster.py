@@ -164,6 +164,24 @@ def test_fedpac_says_which_clients_lack_classes():
     assert roster_warnings(config_of(method="fedpac"), [entry("a")]) == []
 
 
+@pytest.mark.parametrize(("norm", "warns"), [("", True), ("group", False)])
+def test_fedmlb_warns_of_a_network_without_norm(norm, warns):
+    config = config_of(method="fedmlb", model="cnn-fedreco", norm=norm)
+    lines = roster_warnings(config, [entry("a"), entry("b")])
+    assert bool(lines) == warns
+    assert all("cnn-fedreco, which has no norm layer" in line for line in lines)
+    assert roster_warnings(config_of(method="fedmlb", model="resnet18"), [entry("a")]) == []
+
+
+def test_scaffold_warns_of_clients_with_few_steps():
+    entries = [entry("a", (90,) * 10), entry("b", (2,) * 10)]
+    config = {"method": "scaffold", "batch-size": 10}
+    *_, line = roster_warnings(config_of(**config), entries)
+    assert line.startswith("scaffold: client b takes 2 steps a round, client a 90")
+    lines = roster_warnings(config_of(**config, **{"batches-per-epoch": 5}), entries)
+    assert not any("scaffold" in line for line in lines)
+
+
 def test_a_saved_roster_comes_back_and_a_damaged_one_is_named(tmp_path):
     path, entries = tmp_path / "roster.json", {7: entry("a"), 5: entry("b")}
     save_roster(path, entries)

@@ -3,7 +3,6 @@
 import itertools
 import json
 import logging
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,7 +40,7 @@ def log_handlers_of_their_own() -> Iterator[None]:
 def rejected(monkeypatch, capsys, tmp_path) -> Keel:
     """rejected(keys, num_clients): the line that `python -m server_app.inline` ends with.
 
-    Holds that it exits with 1, says one line on stderr, no traceback, and makes no run folder.
+    Holds that it exits with 1, says one line on stderr, no traceback, and makes no run directory.
     """
 
     def refused_line(keys: dict[str, object], num_clients: int = NUM_CLIENTS) -> str:
@@ -266,13 +265,14 @@ def test_an_npz_file_that_is_cut_short(rejected, tmp_path):
 
 def test_fedreco_clients_whose_widths_differ(rejected):
     line = rejected({"method": "fedreco", "client-models": "cnn-fedreco,cnn-fedcka"})
-    found = re.fullmatch(
-        r"client client-0001 \(cnn-fedcka\): representation width (\d+), client client-0000 "
-        r"\(cnn-fedreco\) has (\d+): they have to agree",
-        line,
-    )
-    assert found
-    assert found[1] != found[2]
+    assert "cnn-fedcka 256 (2 clients), cnn-fedreco 84 (2 clients)" in line
+
+
+def test_fedreco_clients_whose_width_is_not_that_of_the_runs_model(rejected):
+    """All clients agree, and none of them with u_0."""
+    line = rejected({"method": "fedreco", "model": "cnn-fedreco", "client-models": "cnn-fedcka"})
+    assert "cnn-fedcka 256 (4 clients); the run's model cnn-fedreco has 84" in line
+    assert "fedreco" in line
 
 
 def test_an_unknown_model_of_a_client(rejected):
@@ -313,7 +313,7 @@ def test_a_site_whose_images_have_another_shape(tmp_path):
     assert "[1, 28, 28]" in text
 
 
-# --- a run to go on with ---------------------------------------------------------------------
+# --- a run to resume -------------------------------------------------------------------------
 
 
 def test_a_folder_that_holds_no_run(rejected, tmp_path):

@@ -21,6 +21,7 @@ from server_app.history import (
     condensed,
     read_history,
     truncate_history,
+    whole_lines,
     without_clients,
 )
 from server_app.manifest import read_manifest, versions
@@ -41,6 +42,7 @@ def line_of(number: int, accuracy: float | None = None) -> dict[str, object]:
         "round": number,
         "left_out": {"client-0001": "late"} if number == 1 else {},
         "rejected": number,
+        "losses": {},
         "seconds": {"training": 1.5, "evaluation": 0.5},
         "bytes_down": 10,
         "bytes_up": 20,
@@ -66,8 +68,25 @@ def test_lines_come_back_in_order_and_an_incomplete_last_one_is_ignored(tmp_path
 
 def test_what_json_cannot_express_is_null(tmp_path):
     path = tmp_path / "history.jsonl"
-    append_history(path, {"round": 1, "losses": {"a": float("nan"), "b": float("inf"), "c": 1.0}})
-    assert read_history(path) == [{"round": 1, "losses": {"a": None, "b": None, "c": 1.0}}]
+    append_history(path, line_of(1) | {"losses": {"a": float("nan"), "b": float("inf"), "c": 1.0}})
+    assert read_history(path) == [line_of(1) | {"losses": {"a": None, "b": None, "c": 1.0}}]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("[]", "list"),
+        ("null", "NoneType"),
+        ('{"round": 1}', "it has no key 'losses'"),
+        ('{"round": "x", "losses": {}, "seconds": {}, "left_out": {}}', "round = 'x'"),
+    ],
+)
+def test_a_line_of_another_form_is_refused_and_a_resume_drops_it(tmp_path, line, reason):
+    path = tmp_path / "history.jsonl"
+    path.write_text(f"{json.dumps(line_of(1))}\n{line}\n")
+    with pytest.raises(ValueError, match=f"line 2 is damaged: .*{reason}"):
+        read_history(path)
+    assert truncate_history(path, 2) == [line_of(1)]
 
 
 def test_truncation_drops_the_rounds_after_the_last_and_renames_the_others(old_run):
@@ -148,6 +167,27 @@ def test_a_damaged_config_is_named(tmp_path, content):
         read_config_file(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [{"seconds": 3}, {"seconds": {"training": "x"}}, {"participants": None}, {"global": 1}],
+)
+def test_a_line_of_other_kinds_of_values_is_damaged(changed, tmp_path):
+    whole, damaged = json.dumps(line_of(1)), json.dumps(line_of(2) | changed)
+    (tmp_path / "history.jsonl").write_text(f"{whole}\n{damaged}\n")
+    lines, faults = whole_lines(tmp_path)
+    assert lines == [line_of(1)]
+    assert [fault.split()[2] for fault in faults] == ["2"]
+
+
+@pytest.mark.parametrize("name", ["summary.json", "manifest.json"])
+@pytest.mark.parametrize("content", ["", "[1]", "[" * 10_000, '"x"'])
+def test_a_damaged_summary_or_manifest_is_named(name, content, tmp_path):
+    (tmp_path / name).write_text(content)
+    read = read_summary if name == "summary.json" else read_manifest
+    with pytest.raises(ValueError, match=f"{name}.* is damaged"):
+        read(tmp_path)
+
+
 def test_readers_of_run_directories_need_neither_torch_nor_numpy():
     code = "import keel.runs, sys; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     root = Path(__file__).parent.parent
@@ -222,7 +262,7 @@ def test_the_model_of_a_run_of_0_1_loads():
 
 
 def client_line(number: int, names: list[str]) -> dict[str, object]:
-    scores = {"mean": 0.5, "clients": dict.fromkeys(names, 0.5)}
+    scores = {"mean": 0.5, "worst_decile": 0.5, "clients": dict.fromkeys(names, 0.5)}
     line = line_of(number) | {"participants": names, "losses": {"supervised": 1.0}}
     return line | {"personal": scores, "local_global": scores}
 
@@ -273,7 +313,7 @@ def test_a_reader_begins_again_when_a_resume_replaces_the_file(tmp_path):
 def test_condensed_lines_have_counts_and_no_clients_whatever_the_names(names):
     line = condensed(json.dumps(client_line(7, names)).encode())
     assert (line["round"], line["num_participants"]) == (7, len(set(names)))
-    assert line["personal"] == line["local_global"] == {"mean": 0.5}
+    assert line["personal"] == line["local_global"] == {"mean": 0.5, "worst_decile": 0.5}
     assert "participants" not in line
 
 

@@ -28,7 +28,7 @@ class Recorder:
 
 
 @pytest.fixture
-def observed(run, tmp_path):
+def observed(no_pictures, tmp_path):
     """(run directory, calls) of a run that a Recorder follows."""
     from conftest import NUM_CLIENTS, SMALL
 

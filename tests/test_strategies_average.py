@@ -168,6 +168,22 @@ def test_weighting_by_examples_or_all_the_same(weighting, expected):
         assert array.double().flatten().tolist() == pytest.approx([expected] * array.numel())
 
 
+def test_an_outlier_s_count_shrinks_with_the_length_of_its_update():
+    """A quarter of the round (the cap), times the longest other update over its own."""
+    strategy = average_of(4, [10, 10, 10, 1000])
+    strategy.partition_sizes = {}  # as of sites
+    current = network().state_dict()
+    ask(strategy, current)
+    strategy.outliers = frozenset(["client-3"])
+    replies = [
+        reply_of(f"client-{i}", {n: a + step for n, a in current.items()}, count)
+        for i, (step, count) in enumerate([(1, 10), (2, 10), (0, 10), (8, 1000)])
+    ]
+    assert strategy.counts(replies) == pytest.approx([10, 10, 10, 10 * 2 / 8])
+    assert strategy.counts(replies[:3]) == [10, 10, 10]
+    assert strategy.counts(replies[3:]) == [1000]
+
+
 def test_the_order_of_arrival_and_the_node_ids_do_not_show():
     current = network().state_dict()
     results = []

@@ -36,12 +36,12 @@ def test_never_with_zero():
 
 
 @pytest.mark.parametrize(
-    ("tired", "at_least", "rests"), [("ab", 1, "ab"), ("ab", 2, ""), ("abc", 1, "")]
+    ("failing", "at_least", "backed_off"), [("ab", 1, "ab"), ("ab", 2, ""), ("abc", 1, "")]
 )
-def test_nobody_rests_where_too_few_would_be_left(tired, at_least, rests):
+def test_nobody_is_backed_off_where_too_few_would_be_left(failing, at_least, backed_off):
     backoff = Backoff(backoff_after=1, backoff_rounds=3)
-    backoff.note(1, [], tired)
-    assert backoff.backed_off(2, clients, at_least) == set(rests)
+    backoff.note(1, [], failing)
+    assert backoff.backed_off(2, clients, at_least) == set(backed_off)
 
 
 def test_it_goes_on_from_its_state():

@@ -12,7 +12,9 @@ from strategies.validation import (
     NormReference,
     beyond_bound,
     beyond_median,
+    count_outliers,
     norm,
+    opposed,
     rejection_reason,
 )
 
@@ -108,6 +110,43 @@ def test_a_median_bound_is_relative_to_the_round():
     assert found == {"d": "its update's norm is 7.6, more than 6 (3 times the round's median of 2)"}
     assert beyond_bound({"a": 0.0, "b": 0.0}, bound, NormReference()) == {}
     assert beyond_bound({}, bound, NormReference()) == {}
+
+
+def updates_of(**values):
+    return {client: {"w": torch.tensor(value)} for client, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("outlier", "reason"),
+    [
+        (
+            [-3.0, 0.0],
+            "points against the others' (median cosine -1), and it declares more than 10",
+        ),
+        ([-1.0, 0.5], "median cosine -0.89"),
+        ([3.0, 0.0], ""),
+        ([0.0, 3.0], ""),
+        ([0.0, 0.0], ""),
+    ],
+)
+def test_an_outlier_that_opposes_most_others_is_rejected(outlier, reason):
+    updates = updates_of(big=outlier, a=[1.0, 0.0], b=[1.0, 0.0], c=[-1.0, 0.0])
+    found = opposed(updates, {"big", "absent"})
+    assert found.keys() == ({"big"} if reason else set())
+    assert reason in found.get("big", "")
+
+
+def test_without_two_others_nobody_is_opposed_and_one_other_alone_outvotes_nobody():
+    assert opposed(updates_of(big=[1.0], a=[-1.0]), {"big"}) == {}
+    assert opposed(updates_of(big=[1.0], a=[-1.0], b=[1.0]), {"big"}) == {}
+
+
+def test_outliers_declare_more_than_ten_times_the_median():
+    declared = {"a": 10, "b": 20, "c": 100, "d": 201}
+    assert count_outliers(declared, 0.25) == {"d"}
+    assert count_outliers({"a": 10, "b": 101}, 0.25) == {"b"}
+    assert count_outliers(declared, 1.0) == frozenset()  # the counts are trusted
+    assert count_outliers({}, 0.25) == frozenset()
 
 
 def test_no_bound_by_default():

@@ -26,7 +26,7 @@ class FedAvgFT(LocalObjective):
 
     supports_privacy: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
-    adapts_global: ClassVar[bool] = True
+    is_adapted_from_global: ClassVar[bool] = True
     paper: ClassVar[str] = "Collins et al. 2022"
 
     part: str = option(one_of("head", "full"), "what is tuned at evaluation", source="this project")

@@ -37,7 +37,7 @@ class FedBABU(Method):
 
     is_personal: ClassVar[bool] = True
     is_stateful: ClassVar[bool] = when_option("fedper_like")  # the private head
-    adapts_global: ClassVar[bool] = True
+    is_adapted_from_global: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = unless_option("fedper_like")
     default_weighting: ClassVar[str] = "uniform"
     shared_part: ClassVar[str] = "extractor"

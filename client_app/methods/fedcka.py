@@ -10,6 +10,10 @@ cheaper. The paper leaves three choices open. Here the bandwidth of kernel CKA i
 distance between two samples of the batch (Kornblith et al. 2019), and gradient flows through it;
 the squared Frobenius norm is negated, so that larger means more similar, and divided by the number
 of entries; the logits count as the last layer, which the CNN needs for M = 7.
+
+The paper compares the layers' own outputs. FedIntR's code, for its rows of FedCKA, compares them
+after FedIntR's projection heads (`projection = "mlp-side"`), and takes the run's initial weights as
+previous model where a client is first sampled after round 1 (`first-use = "initial"`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.objective import Batch, LocalObjective
+from client_app.method import ModelParts
+from client_app.objective import Batch, LocalObjective, previous_at_first_use
+from client_app.round import RoundContext
 from client_app.similarity import alignment, kernel_view, linear_alignment, linear_view
 from models import StagedModel
+from protocol.messages import Arrays
 from protocol.options import at_least, one_of, option
+
+PROJECTION_WIDTH = 256  # outputs of a head in FedIntR's code
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -97,10 +106,38 @@ class FedCKA(LocalObjective):
         "similarity of two representations",
         source="Table 3",
     )
+    projection: str = option(
+        one_of("none", "mlp-side"),
+        "compare the layers' outputs, or what a projection head makes of each",
+        source="the paper: none; FedIntR's code: mlp-side",
+    )
+    first_use: str = option(
+        one_of("received", "initial"),
+        "previous model at a client's first participation",
+        source="initial: FedIntR's code",
+    )
+
+    def model_parts(self) -> ModelParts:
+        """A projection head at each layer compared, with `projection = "mlp-side"`."""
+        if self.projection == "none":
+            return ModelParts()
+        return ModelParts(projection_heads=PROJECTION_WIDTH, head_stages=(None, self.num_layers))
+
+    def first_previous(self, ctx: RoundContext) -> Arrays | None:
+        """As `first-use` says, from round 2 on."""
+        return previous_at_first_use(ctx, self.first_use)
+
+    def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
+        """The layers' outputs, or their projections [B, 256]."""
+        if self.projection == "none":
+            return outputs
+        named = zip(self.layers(model), outputs, strict=True)
+        return [model.projection_heads[name](a.flatten(1)) for name, a in named]
 
     def layers(self, model: StagedModel) -> list[str]:
         """The M layers nearest the input. ValueError if the model has fewer."""
-        names = [*model.stage_names, "logits"]
+        has_heads = self.projection != "none"
+        names = list(model.regularised_stages) if has_heads else [*model.stage_names, "logits"]
         if self.num_layers > len(names):
             raise ValueError(
                 f"fedcka.num-layers = {self.num_layers}: {model.name} has {len(names)} layers to "

@@ -10,6 +10,10 @@ z = mu + s eps; G_y = N(M_y, S_y^2): the global Gaussian of class y, initially N
 Loss: CE, mean over batch and `samples` draws, plus beta KL( G_y || N(mu, s^2) ), summed over dz,
 mean over the batch. This is the direction of the KL in the authors' code. `reverse = true` is
 KL(local || global), which follows from the paper's bound and diverges as S_y shrinks.
+
+The authors' code ends with 10 epochs on the heads of all clients (`final-head-epochs`), and judges
+each client's model as local training left it, before aggregation. Here, as for the other methods
+that share an extractor, the personal model is made from the newest global extractor.
 """
 
 from collections.abc import Mapping
@@ -107,7 +111,7 @@ class FedCR(Method):
 
     is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
-    adapts_global: ClassVar[bool] = True
+    is_adapted_from_global: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
     has_own_server_half: ClassVar[bool] = True
     default_weighting: ClassVar[str] = "uniform"

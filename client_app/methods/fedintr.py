@@ -10,7 +10,10 @@ Where the paper leaves a choice open, this follows the authors' code: the cosine
 the batch before eqs. (2) and (4) (`reduction = "sample"`: the equations per sample, then the mean),
 and gradient flows through alpha_k (`detach = true` stops it). `layer-weights = "average"` is
 eq. (6), Table V. At a client's first participation z_p = z_g, so l_k is the constant log 2 and the
-regulariser is left out.
+regulariser is left out. The code differs from the paper where a client is first sampled after
+round 1: its previous model is then the run's initial one (`first-use = "initial"`); and where the
+network has BatchNorm: its frozen models stay in training mode (`frozen-statistics = "batch"`), and
+all layers are drawn by fan-in (`init = "fan-in"`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.method import ModelParts
-from client_app.objective import Batch, LocalObjective
+from client_app.objective import Batch, LocalObjective, previous_at_first_use
+from client_app.round import RoundContext
 from models import StagedModel
+from protocol.messages import Arrays
 from protocol.options import at_least, more_than, one_of, option, true_or_false
 
 
@@ -82,10 +87,19 @@ class FedIntR(LocalObjective):
     projection_width: int = option(
         at_least(1), "d: outputs of each projection head", source="Sec. IV; the paper: 256"
     )
+    first_use: str = option(
+        one_of("received", "initial"),
+        "previous model at a client's first participation",
+        source="initial: authors' code",
+    )
 
     def model_parts(self) -> ModelParts:
         """A projection head q_k for every stage."""
         return ModelParts(projection_heads=self.projection_width)
+
+    def first_previous(self, ctx: RoundContext) -> Arrays | None:
+        """As `first-use` says, from round 2 on."""
+        return previous_at_first_use(ctx, self.first_use)
 
     def layers(self, model: StagedModel) -> list[str]:
         """All stages of the network."""

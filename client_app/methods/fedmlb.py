@@ -9,6 +9,10 @@ network's stages j+1..L and its classifier; M pathways, one for every stage.
 The global weights are frozen, but gradient flows through them into the local features. As in the
 authors' code, the target q_j of the KL is not detached (`detach-target = true` detaches it), and
 there is no factor T^2.
+
+The authors' network has GroupNorm. Without normalisation the loss, theirs too, makes activations
+grow until ReLUs die and the model collapses: a warning before round 1 says so. `norm = "group"`
+adds GroupNorm to the plain CNNs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +25,8 @@ from torch import Tensor
 
 from client_app.objective import Batch, LocalObjective
 from models import StagedModel
+from protocol.catalogue import model_spec
+from protocol.config import RunConfig
 from protocol.options import at_least, more_than, option, true_or_false
 
 
@@ -64,6 +70,16 @@ class FedMLB(LocalObjective):
         "no gradient through the pathways' side of the divergence",
         source="authors' code: false",
     )
+
+    def warning(self, config: RunConfig, num_samples: Mapping[str, int]) -> str:
+        """Of a network without normalisation."""
+        name, norm = config.model.model, config.model.norm
+        if model_spec(name).norm_layer(norm):
+            return ""
+        return (
+            f"fedmlb on {name}, which has no norm layer: its activations grow and the model "
+            "usually collapses within a few rounds; norm=group adds GroupNorm"
+        )
 
     def layers(self, model: StagedModel) -> list[str]:
         """Every stage: M pathways."""

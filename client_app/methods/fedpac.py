@@ -54,7 +54,7 @@ class FedPAC(Method):
 
     is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
-    adapts_global: ClassVar[bool] = True
+    is_adapted_from_global: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
     has_own_server_half: ClassVar[bool] = True
     shared_part: ClassVar[str] = "extractor"

@@ -6,8 +6,10 @@ Aggregation: weighted average. Client state: none.
 z: a sample's 256 projected features, of unit length, which the classifier acts on; c_k: the
 prototype of class k, of unit length; t = 0, 1, ...: the round; T: the number of rounds.
 
-As in the authors' code, there is no temperature, and the loss is a_t CE + (1 - a_t) GPC with
-a_t = min(1, t / T), but CE alone at t = 0. T is the run's number of rounds (their code: 100).
+As in the authors' code, the projection is in line and of unit length, there is no temperature, and
+the loss is a_t CE + (1 - a_t) GPC with a_t = min(1, t / T), but CE alone at t = 0. (The project has
+the code, not the paper's text, to go by.) T is `schedule-rounds`, or the run's number of rounds
+(their code: 100). `schedule-rounds = 1` is a control: cross entropy alone, on FedProc's network.
 Prototypes are computed with the trained local model in eval mode on all samples without
 augmentation (their code: train mode, with augmentation).
 """
@@ -25,6 +27,7 @@ from client_app.prototypes import class_sums
 from client_app.round import RoundContext
 from models import StagedModel
 from protocol.messages import Arrays
+from protocol.options import at_least, option
 
 
 def prototype_contrast(z: Tensor, y: Tensor, c: Tensor) -> Tensor:
@@ -56,9 +59,15 @@ class FedProc(LocalObjective):
     paper: ClassVar[str] = "Mu et al. 2023"
     extra_forwards: ClassVar[str] = "1 per round, over all samples"
 
+    schedule_rounds: int = option(
+        at_least(0),
+        "T, the round from which the loss is cross entropy alone; 0: the run's number of rounds",
+        source="authors' code: 100",
+    )
+
     def depends_on_num_rounds(self) -> bool:
-        """The schedule a_t depends on T."""
-        return True
+        """The schedule a_t depends on T, if that is the run's."""
+        return self.schedule_rounds == 0
 
     def model_parts(self) -> ModelParts:
         """The classifier acts on a projection of length 1."""
@@ -70,7 +79,7 @@ class FedProc(LocalObjective):
 
     def begin_round(self, ctx: RoundContext) -> float:
         """a_t of this round."""
-        return schedule(ctx.round - 1, ctx.config.rounds.num_rounds)
+        return schedule(ctx.round - 1, self.schedule_rounds or ctx.config.rounds.num_rounds)
 
     def supervised(self, batch: Batch) -> Tensor:
         """a_t CE."""

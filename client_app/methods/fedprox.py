@@ -4,7 +4,8 @@ Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, arXiv
 eq. (2): h(w; w_g) = F(w) + (mu / 2) ||w - w_g||^2.
 Aggregation: weighted average. Client state: none.
 Unlike in the paper, every client completes its local steps (no gamma-inexactness).
-`half = false` is the code behind FedRCL's tables: mu ||w - w_g||^2.
+`half = false` is the code behind FedRCL's tables: mu ||w - w_g||^2. `squared = false` is FedIntR's
+code, for its rows of FedProx: (mu / 2) sum_k ||w^k - w_g^k||, over the arrays w^k of the model.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from client_app.drift import drift_from
+from client_app.drift import drift_from, unsquared_drift_from
 from client_app.objective import Batch, LocalObjective
 from protocol.options import at_least, option, true_or_false
 
@@ -32,8 +33,14 @@ class FedProx(LocalObjective):
         "mu/2 as in eq. (2); false: mu",
         source="false: the code of FedRCL's tables",
     )
+    squared: bool = option(
+        true_or_false(),
+        "the squared norm of all weights as in eq. (2); false: the sum of each array's norm",
+        source="false: FedIntR's code",
+    )
 
     def penalty(self, batch: Batch) -> Tensor:
-        """(mu / 2) ||w - w_g||^2, eq. (2); mu ||w - w_g||^2 without `half`."""
-        distance = drift_from(batch.ctx.model, batch.ctx.received)
+        """(mu / 2) ||w - w_g||^2, eq. (2), or as `half` and `squared` say."""
+        distance_from = drift_from if self.squared else unsquared_drift_from
+        distance = distance_from(batch.ctx.model, batch.ctx.received)
         return (self.mu / 2 if self.half else self.mu) * distance

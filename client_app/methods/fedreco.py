@@ -11,7 +11,8 @@ u_i: extractor of this client; v_i: its head; u_0: the shared extractor; h: the 
     u_0 <- u_0 - eta_0 mean_i g_i,    g_i = grad_{u_0} H_i           (8)
 
 Only arrays shaped like u_0 are sent, so u_i may be any architecture with the same representation
-width. Momentum and weight decay of the run's config apply to the steps on u_i and v_i; with both 0
+width (`client-models`, or a node's own): docs/concepts/representation-regularisation.md lists the
+widths. Momentum and weight decay of the run's config apply to the steps on u_i and v_i; with both 0
 the steps are eqs. (6) and (7). The preset uses momentum 0.9; the paper's learning rates and batch
 size are in an appendix that is not public.
 """

@@ -29,7 +29,7 @@ class FedRep(Method):
 
     is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
-    adapts_global: ClassVar[bool] = True
+    is_adapted_from_global: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
     shared_part: ClassVar[str] = "extractor"
     client_state: ClassVar[str] = "its head"

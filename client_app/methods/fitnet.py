@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from client_app.objective import Batch, LocalObjective
-from client_app.similarity import pooled
+from client_app.similarity import spatial_mean
 from models import StagedModel
 from protocol.options import at_least, option, true_or_false
 
@@ -58,7 +58,7 @@ class FitNet(LocalObjective):
 
     def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
         """f_l, averaged over positions with `pooled`."""
-        return [pooled(z) for z in outputs] if self.pooled else outputs
+        return [spatial_mean(z) for z in outputs] if self.pooled else outputs
 
     def penalty(self, batch: Batch) -> Tensor:
         """lambda FD."""

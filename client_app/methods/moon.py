@@ -2,13 +2,17 @@
 
 Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, arXiv 2103.16257.
 Aggregation: weighted average. Client state: the local model of the previous participation.
-z, z_g, z_p: the classifier's input in the local, global and previous local model.
+z, z_g, z_p: what is compared, in the local, global and previous local model.
+
+`projection` chooses z. "none": the classifier's input. "mlp": MOON's paper and code, a projection
+of two layers before the classifier, which acts on z. "mlp-side": FedIntR's code (its rows of MOON),
+a projection head on the last stage's output, which only the contrast reads; the classifier keeps
+its own input. Either projection is averaged like the rest. `reduction = "batch"`, FedIntR's code
+too, takes the batch means of the cosines before eq. (3).
 
 At a client's first participation the previous model is the global model, so the term is the
-constant mu log 2 and is left out. `first-use = "official"` follows the authors' code: the term is
-left out only in round 1, and a client first sampled later has random weights as previous model.
-`projection = "mlp"` adds the paper's projection head before the classifier, averaged like the rest;
-"none" compares the network's own features.
+constant mu log 2 and is left out (`first-use = "received"`). From round 2 on it is the run's
+initial model with "initial" (FedIntR's code), and random weights with "official" (MOON's code).
 """
 
 from collections.abc import Mapping
@@ -19,27 +23,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.method import ModelParts
-from client_app.objective import Batch, LocalObjective
+from client_app.objective import Batch, LocalObjective, previous_at_first_use
 from client_app.round import RoundContext
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, more_than, one_of, option
 
+PROJECTION_WIDTH = 256  # outputs of a projection head, as of the projection in line
 
-def model_contrastive_loss(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> Tensor:
+
+def model_contrastive_loss(
+    z: Tensor, z_g: Tensor, z_p: Tensor, tau: float, reduction: str = "sample"
+) -> Tensor:
     """l_con, eq. (3), mean over the batch, a scalar > 0. Gradient flows through `z` only.
 
-    z, z_g and z_p: [B, d], row b of each is sample b.
+    z, z_g and z_p: [B, d], row b of each is sample b. reduction: "batch" means the cosines first.
     """
     s_g = F.cosine_similarity(z, z_g.detach(), dim=1)  # [B]
     s_p = F.cosine_similarity(z, z_p.detach(), dim=1)
+    if reduction == "batch":
+        s_g, s_p = s_g.mean(), s_p.mean()
     # -log( e^{s_g/tau} / (e^{s_g/tau} + e^{s_p/tau}) ), overflow-safe
     return F.softplus((s_p - s_g) / tau).mean()
 
 
 @dataclass(frozen=True)
 class MOON(LocalObjective):
-    """Contrast at the classifier's input."""
+    """Contrast at the classifier's input, or at a projection."""
 
     is_stateful: ClassVar[bool] = True
     uses_global: ClassVar[bool] = True
@@ -57,31 +67,45 @@ class MOON(LocalObjective):
     )
     tau: float = option(more_than(0), "temperature", source="eq. (3); the paper: 0.5")
     projection: str = option(
-        one_of("none", "mlp"),
-        "compare the classifier's input, or the output of a 2-layer projection",
-        source="the paper: mlp",
+        one_of("none", "mlp", "mlp-side"),
+        "compare the classifier's input, the output of a projection before the classifier, or that "
+        "of a side branch on the last stage",
+        source="mlp: MOON's paper and code; mlp-side: FedIntR's code",
+    )
+    reduction: str = option(
+        one_of("sample", "batch"),
+        "eq. (3) of each sample, or of the batch's mean cosines",
+        source="batch: FedIntR's code",
     )
     first_use: str = option(
-        one_of("received", "official"),
+        one_of("received", "initial", "official"),
         "previous model at a client's first participation",
-        source="official: authors' code",
+        source="initial: FedIntR's code; official: MOON's code",
     )
 
     def model_parts(self) -> ModelParts:
-        """The projection head, with `projection = "mlp"`."""
+        """The projection, in line or as a head of the last stage."""
+        if self.projection == "mlp-side":
+            return ModelParts(projection_heads=PROJECTION_WIDTH, head_stages=(-1, None))
         return ModelParts(projection=self.projection)
 
     def first_previous(self, ctx: RoundContext) -> Arrays | None:
-        """Random weights from round 2 on with `first-use = "official"`."""
-        if self.first_use == "received" or ctx.round == 1:
-            return None
-        return ctx.random_weights("first-use")
+        """As `first-use` says, from round 2 on."""
+        return previous_at_first_use(ctx, self.first_use)
 
     def layers(self, model: StagedModel) -> list[str]:
-        """The classifier's input."""
-        return ["features"]
+        """The classifier's input; the last stage's output where the projection is a side branch."""
+        is_side = self.projection == "mlp-side"
+        return [model.regularised_stages[-1]] if is_side else ["features"]
+
+    def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
+        """z, [B, d]."""
+        if self.projection != "mlp-side":
+            return outputs
+        (h,), (name,) = outputs, self.layers(model)
+        return [model.projection_heads[name](h.flatten(1))]
 
     def penalty(self, batch: Batch) -> Tensor:
         """mu l_con, eq. (4)."""
         (z,), (z_g,), (z_p,) = batch.reps, batch.reps_global, batch.reps_previous
-        return self.mu * model_contrastive_loss(z, z_g, z_p, self.tau)
+        return self.mu * model_contrastive_loss(z, z_g, z_p, self.tau, self.reduction)

@@ -2,22 +2,26 @@
 
 Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020,
 arXiv 1910.06378, Algorithm 1, option II. Server half: strategies/scaffold.py, which holds c.
-Aggregation: weighted average of the models, uniform average of the control variates.
+Aggregation: weighted average of the models, and of the control variates with the same weights.
 Client state: the control variate c_i, the one before it, and the round that made it.
 w: the model received; w_i: the trained model; K: the number of steps; eta: their learning rate.
 
 Only parameters have control variates; buffers have none. The server tells each client the last
 round in which its update was aggregated. If a newer update was lost or rejected, the client reverts
-to the previous c_i, so that c remains the mean of all c_i.
+to the previous c_i, so that c remains the weighted mean of all c_i.
 
 The paper uses plain SGD. With momentum rho, `momentum-form = "corrected"` (default) accumulates the
 corrected gradients in the momentum and replaces K by K_rho, the total weight that the momentum
 steps give the K gradients. `niid-bench`, the benchmark of MOON's authors, accumulates the raw
-gradients, corrects the parameters after each step, and uses K, which makes c_i up to 1 / (1 - rho)
-times larger.
+gradients, corrects the parameters after each step, outside the momentum, and uses K: its c_i is up
+to 1 / (1 - rho) times larger, because its correction is not multiplied by the momentum.
+
+A client with few steps has a noisy c_i. Where the clients' numbers of steps differ by more than ten
+times, a warning before round 1 says so; `batches-per-epoch` gives all of them the same number.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -27,11 +31,14 @@ from torch import Tensor
 from client_app.method import Update
 from client_app.objective import LocalObjective, objective_terms
 from client_app.round import RoundContext
+from client_app.samples import batch_size_for
 from client_app.trainer import Duration, copy_of, descend
+from protocol.config import RunConfig
 from protocol.messages import Arrays
 from protocol.options import more_than, one_of, option
 
 log = logging.getLogger("keel.client")
+MAX_STEP_RATIO = 10  # between clients; more is worth a warning
 
 
 def momentum_steps(num_steps: int, momentum: float) -> float:
@@ -82,6 +89,27 @@ class Scaffold(LocalObjective):
         "how control variates combine with momentum",
         source="niid-bench: the benchmark of MOON's authors",
     )
+    control_weighting: str = option(
+        one_of("auto", "examples", "uniform"),
+        "weights p_i of c = sum p_i c_i over all clients; auto: as `weighting`",
+        source="uniform: Algorithm 1, and public code that weighs the models by examples",
+    )
+
+    def warning(self, config: RunConfig, num_samples: Mapping[str, int]) -> str:
+        """Of numbers of steps that differ by more than `MAX_STEP_RATIO` times."""
+        train = config.train
+        steps = {
+            client: train.local_epochs * -(-n // batch_size_for(n, train))
+            for client, n in sorted(num_samples.items())
+        }
+        few, many = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
+        if steps[many] <= MAX_STEP_RATIO * steps[few]:
+            return ""
+        return (
+            f"scaffold: client {few} takes {steps[few]} steps a round, client {many} "
+            f"{steps[many]}: control variates from few steps are noisy, and the accuracy may swing "
+            "or collapse; batches-per-epoch gives all clients the same number of steps"
+        )
 
     def train(self, ctx: RoundContext) -> Update:
         """Algorithm 1, lines 6 to 13."""

@@ -12,6 +12,7 @@ import platform
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,7 +131,7 @@ def capabilities(spec: MethodSpec) -> Row:
     return {flag: getattr(options, flag) for flag in (*flags, "default_weighting", "shared_part")}
 
 
-FLAG_PREFIXES = ("is_", "has_", "adapts_", "sends_", "supports_")
+FLAG_PREFIXES = ("is_", "has_", "sends_", "supports_")
 
 
 def option_rows(options: type, prefix: str) -> list[Row]:
@@ -173,7 +174,7 @@ def traffic(name: str) -> float:
     def size_bytes(arrays: Mapping[str, Any]) -> int:
         return sum(array.numel() * array.element_size() for array in arrays.values())
 
-    own = build(projection=parts.projection, projection_heads=parts.projection_heads)
+    own = build(**dataclasses.asdict(parts))
     strategy = strategy_for(config, own)
     model = strategy.initial_arrays(own)
     exchanged = (model, strategy.extra_like(), strategy.expected(model), strategy.expected_extra())
@@ -479,11 +480,13 @@ def cached(name: str, key: Any, compute: Any, again: bool = False) -> Any:
     """What `compute` returned when it was last called with this key; else, or `again`, call it."""
     path = keel_home() / "cache" / f"{name}.json"
     key = json.loads(json.dumps(key))
-    if not again and path.is_file():
-        stored = json.loads(path.read_text())
-        if stored["key"] == key:
-            return stored["value"]
+    if not again:
+        with suppress(OSError, ValueError, LookupError, TypeError):  # none yet, or damaged
+            stored = json.loads(path.read_text())
+            if stored["key"] == key:
+                return stored["value"]
     value = compute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps({"key": key, "value": value}).encode())
+    with suppress(OSError):  # a home that cannot be written
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps({"key": key, "value": value}).encode())
     return value

@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
+from keel.runs import find_run
+
 
 def diagnose(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    run: Annotated[str, typer.Argument()],
     models: Annotated[
         list[str] | None,
         typer.Argument(metavar="[MODEL]...", help="Client, checkpoint or model.safetensors."),
@@ -23,10 +25,12 @@ def diagnose(
     Compares them with the run's final global model and with each other. A MODEL is a client's name
     (its own model), a checkpoint of the run, or another run's model.safetensors; by default all
     clients that have a model. Writes numbers.json, cka.png and features.png.
+
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
     """
+    directory = find_run(run).directory
+    output = (output or directory / "diagnostics-models").expanduser().absolute()
     from keel.model_diagnostics import write_diagnostics
 
-    run = run.expanduser().absolute()
-    output = (output or run / "diagnostics-models").expanduser().absolute()
-    write_diagnostics(run, models or [], only, samples, output)
+    write_diagnostics(directory, models or [], only, samples, output)
     print(output)

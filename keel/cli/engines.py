@@ -6,6 +6,7 @@ raises RuntimeError, one line, if it failed. After KeyboardInterrupt the run was
 
 import queue
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -27,6 +28,7 @@ from server_app.history import read_history
 POLL_S = 0.3
 STOP_TIMEOUT_S = 60.0  # for a run to write its summary after `flwr stop`
 STARTED = re.compile(r"started run (\d+)")
+DIRECTORY = re.compile(r"\d\d:\d\d:\d\d run directory (.+)")
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,12 @@ class Job:
 
     def federation_config(self) -> str:
         """The simulation's size as `flwr run --federation-config` takes it."""
-        words = {
+        settings = {
             "num-supernodes": self.num_clients,
             "client-resources-num-cpus": f"{self.cpus_per_client:g}",
             "client-resources-num-gpus": self.gpus_per_client,
         }
-        return " ".join(f"{key}={value}" for key, value in words.items() if value)
+        return " ".join(f"{key}={value}" for key, value in settings.items() if value)
 
 
 # --- inline --------------------------------------------------------------------------------------
@@ -78,9 +80,9 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
         simulation_superlink(folder, app) as client,
     ):
         flower = FlowerRun(client, app, folder / "flwr.log")
-        words = ["--federation-config", job.federation_config()]
+        arguments = ["--federation-config", job.federation_config()]
         last_round = SavedRun(job.directory).rounds
-        flower.start(job, words)
+        flower.start(job, arguments)
         try:
             follow(job.directory, last_round, terminal, flower)
         except BaseException:
@@ -140,6 +142,8 @@ def run_on_deployment(job: Job, terminal: Terminal) -> None:
         terminal.phase(f"running on {job.federation}")
         try:
             for line in flower.lines():
+                if found := DIRECTORY.match(line):
+                    terminal.resume_command = resume_command(found[1], job)
                 if is_from_keel(line):
                     terminal.console.print(line, markup=False)
         except BaseException:
@@ -149,6 +153,15 @@ def run_on_deployment(job: Job, terminal: Terminal) -> None:
         status = flower.status()
         if status != "finished:completed":
             raise RuntimeError(f"the run is {status or 'not started'}: {flower.reason()}")
+
+
+def resume_command(directory: str, job: Job) -> str:
+    """The command that continues a run of a deployment; `directory` is on the server."""
+    command = ["keel", "resume", directory, "--engine", "deployment"]
+    command += ["--federation", job.federation]
+    if job.root_certificates:
+        command += ["--root-certificates", str(job.root_certificates)]
+    return shlex.join(command)
 
 
 def is_from_keel(line: str) -> bool:
@@ -169,11 +182,11 @@ class FlowerRun:
         self.ended = threading.Event()
         self.printed: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: the end
 
-    def start(self, job: Job, words: Sequence[str]) -> None:
-        """Submit the run."""
+    def start(self, job: Job, arguments: Sequence[str]) -> None:
+        """Submit the run; `arguments` follow those of every engine."""
         command = ["flwr", "run", str(self.app), self.client.connection, "--stream"]
         self.process = subprocess.Popen(
-            [*command, "--run-config", run_config(job.overrides), *words],
+            [*command, "--run-config", run_config(job.overrides), *arguments],
             cwd=self.app,
             env=self.client.environment,
             stdout=subprocess.PIPE,

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from keel.cli.overrides import parse_overrides
 from keel.experiments.scale import SCALES
+from keel.runs import find_run
 from protocol.config import keel_home, refuse_unknown, with_current_names
 from protocol.options import OptionValue
 
@@ -20,6 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+HISTORIES = Path("docs/results/histories")
 Output = Annotated[
     Path | None,
     typer.Option(help="Directory of all runs and reports. Default: ~/.keel/experiments."),
@@ -65,10 +67,8 @@ def run_command(
     ] = None,
     grid: Annotated[
         str,
-        typer.Option(
-            help="Values under `tune`: full, or paper (its best). Default: full at scale paper."
-        ),
-    ] = "",
+        typer.Option(help="Values under `tune`: paper (its best where it names one), or full."),
+    ] = "paper",
     workers: Annotated[
         int, typer.Option(min=0, help="Concurrent runs. 0: one per GPU, or one per core.")
     ] = 0,
@@ -78,19 +78,19 @@ def run_command(
 
     Finished runs are skipped, interrupted ones resumed.
     """
-    from keel.experiments.plan import selected
+    from keel.experiments.plan import seeds_for, selected
     from keel.experiments.recipe import load_recipe
     from keel.experiments.runs import Options
 
     refuse_unknown("--scale", scale, list(SCALES))
-    refuse_unknown("--grid", grid, ["", "full", "paper"])
+    refuse_unknown("--grid", grid, ["full", "paper"])
     loaded = load_recipe(recipe)
     cells = selected(loaded, [name.strip() for names in only or () for name in names.split(";")])
     options = Options(
         scale=scale,
         changes=parse_changes(set_ or ()),
-        seeds=list(range(seeds)) or loaded.seeds,
-        full_grid=(grid or ("full" if scale == "paper" else "paper")) == "full",
+        seeds=list(range(seeds)) or seeds_for(loaded, cells, grid == "full"),
+        full_grid=grid == "full",
     )
     from keel.experiments.runner import run_recipe  # torch; mistakes above are refused without it
 
@@ -122,12 +122,43 @@ def report_command(output: Output = None) -> None:
         print(path)
 
 
+@app.command("archive")
+def archive_command(
+    folder: Annotated[Path, typer.Argument(help="Where the zips go.")] = HISTORIES,
+    output: Output = None,
+) -> None:
+    """Copy the configs and histories of finished runs, small, one zip for each table."""
+    from keel.experiments.archive import pack
+
+    for path in pack(output_folder(output), folder):
+        print(path)
+
+
+@app.command("summary")
+def summary_command(
+    histories: Annotated[Path, typer.Option(help="The archive's folder.")] = HISTORIES,
+    page: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/results/papers.md"),
+    readme: Annotated[Path, typer.Option(help="The file with the table.")] = Path("README.md"),
+) -> None:
+    """Write the page of the papers' headline claims, and the README's table, from the archive."""
+    from keel.experiments.summary import write_summary
+
+    for path in write_summary(histories, page, readme):
+        print(path)
+
+
 @app.command("verify")
 def verify_command(
-    directory: Annotated[Path, typer.Argument(help="A run directory, or a directory of several.")],
-    rounds: Annotated[int, typer.Option(help="Rounds to replay.")] = 2,
+    run: Annotated[str, typer.Argument(help="A run, or a directory of several.")],
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to replay.")] = 2,
 ) -> None:
-    """Verify finished runs against their manifests, and replay their first rounds."""
+    """Verify finished runs against their manifests, and replay their first rounds.
+
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
+    """
+    directory = Path(run).expanduser()
+    if not directory.is_dir():
+        directory = find_run(run).directory
     from keel.experiments.verify import verify
 
     raise typer.Exit(verify(directory, rounds, new_console()))

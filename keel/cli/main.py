@@ -7,6 +7,7 @@ that name), or a function named after the command, hyphens as underscores.
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import click
@@ -95,7 +96,7 @@ def keel(
         print(ctx.get_help())
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 1 failed, 2 refused, 130 interrupted.
 
     User errors (ValueError) and system errors (OSError, RuntimeError) are one line on stderr;
@@ -103,7 +104,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     command = typer.main.get_command(app)
     try:
-        code = command.main(args=words, prog_name="keel", standalone_mode=False)
+        code = command.main(args=arguments, prog_name="keel", standalone_mode=False)
     except click.ClickException as error:
         print(f"error: {one_line(error.format_message())}", file=sys.stderr)
         return error.exit_code
@@ -112,13 +113,22 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `keel list | head`
         sys.stderr.close()
         return 0
-    except (ValueError, FileNotFoundError) as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
-        return 2
-    except (OSError, RuntimeError) as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
-        return 1
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {one_line(described(error))}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
     return code if isinstance(code, int) else 0
+
+
+def described(error: Exception) -> str:
+    """What went wrong; of a file that cannot be used, its path and the variable that moves it."""
+    if not isinstance(error, OSError) or not error.filename:
+        return str(error)
+    from protocol.config import keel_home
+
+    is_unusable = isinstance(error, PermissionError | NotADirectoryError)
+    is_home = is_unusable and Path(error.filename).is_relative_to(keel_home())
+    hint = "; set KEEL_HOME to a directory that you can write to" if is_home else ""
+    return f"{error.filename}: {error.strerror}{hint}"
 
 
 def one_line(text: str) -> str:

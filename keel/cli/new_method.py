@@ -85,8 +85,8 @@ def template(name: str) -> str:
 
 def named(text: str, name: str) -> str:
     """The text with this method's names: fed-pull, fed_pull.py, FedPull; fedpull is FedPull."""
-    words = re.sub(r"^fed(?=[a-z])", "fed-", name).split("-")
-    class_name = "".join(word.capitalize() for word in words)
+    parts = re.sub(r"^fed(?=[a-z])", "fed-", name).split("-")
+    class_name = "".join(part.capitalize() for part in parts)
     stem = method_stem(name)
     for old, new in (("FedNew", class_name), ("fed-new", name), ("fednew", stem)):
         text = text.replace(old, new)

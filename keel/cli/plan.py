@@ -46,8 +46,8 @@ def options_text(config: RunConfig, table: str) -> str:
     """The keys of a table, as ` (mu 3.0, num-layers 2)`."""
     prefix = f"{table}."
     options = {k.removeprefix(prefix): v for k, v in config.flat.items() if k.startswith(prefix)}
-    words = [f"{key} {str(value).lower()}" for key, value in options.items() if value != ""]
-    return f" ({', '.join(words)})" if words else ""
+    shown = [f"{key} {str(value).lower()}" for key, value in options.items() if value != ""]
+    return f" ({', '.join(shown)})" if shown else ""
 
 
 def data_text(data: DataConfig, size: SourceInfo | None) -> str:
@@ -97,12 +97,12 @@ def rounds_text(config: RunConfig, done: int) -> str:
 
 def flwr_line(job: Job) -> str:
     """The equivalent command of Flower's, to be run in the directory of the app."""
-    words = ["flwr", "run", "."]
+    command = ["flwr", "run", "."]
     if job.federation:
-        words += [job.federation]
-    words += ["--stream"]
+        command += [job.federation]
+    command += ["--stream"]
     if job.overrides:
-        words += ["--run-config", run_config(job.overrides)]
+        command += ["--run-config", run_config(job.overrides)]
     if not job.federation:
-        words += ["--federation-config", job.federation_config()]
-    return shlex.join(words)
+        command += ["--federation-config", job.federation_config()]
+    return shlex.join(command)

@@ -29,6 +29,7 @@ class Terminal(logging.Handler):
         self.last_round = self.num_done = 0
         self.started = time.monotonic()
         self.summary: Mapping[str, Any] = {}
+        self.resume_command = ""  # of a run on a deployment
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
@@ -111,6 +112,9 @@ class Terminal(logging.Handler):
 
     def stopped(self) -> None:
         """Print how to continue an interrupted run."""
+        if self.resume_command:
+            self.print(f"[yellow]stopped[/]; to continue: {escape(self.resume_command)}")
+            return
         if self.directory is None:
             self.print("[yellow]interrupted[/] before round 1: nothing to resume")
             return

@@ -117,11 +117,17 @@ def resume(
 ) -> int:
     """Continue an interrupted run from its last checkpoint. Only num-rounds=N may change.
 
-    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one. With --engine deployment
+    it is the path or the whole name of a run on the server.
     """
     overrides = parse_overrides(assignments or [])
     if changed := sorted(overrides.keys() - {"num-rounds"}):
         raise ValueError(f"{changed[0]}: cannot change in a resumed run; only num-rounds can")
+    options = EngineOptions(
+        *(engine, None, cpus_per_client, gpus_per_client, federation, root_certificates)
+    )
+    if engine is Engine.deployment:  # the run is on the server, which checks the rest
+        return executed({"resume": run} | overrides, options)
     saved = find_run(run)
     if saved.is_running:
         raise ValueError(f"{saved.name} is running: `keel status {saved.name}` shows it")
@@ -131,9 +137,6 @@ def resume(
             f"{saved.name} has finished its {saved.rounds} rounds: set more, such as "
             f"num-rounds={2 * saved.rounds}"
         )
-    options = EngineOptions(
-        *(engine, None, cpus_per_client, gpus_per_client, federation, root_certificates)
-    )
     return executed({"resume": str(saved.directory)} | overrides, options)
 
 
@@ -162,13 +165,15 @@ def execute(
     None: on a deployment, where the directory is on the server. ValueError, one line, if the run is
     refused, RuntimeError if it failed. KeyboardInterrupt stops it cleanly and is raised again.
     """
-    resumed = find_run(str(overrides["resume"])) if overrides.get("resume") else None
+    name = str(overrides.get("resume", ""))
+    is_remote = options.engine is Engine.deployment
+    resumed = find_run(name) if name and not is_remote else None
     config = config_of(overrides, resumed)
     overrides, num_clients = with_clients(overrides, config, options.clients, resumed)
     config = config_of(overrides, resumed)
 
     from keel.cli import engines
-    from keel.cli.plan import plan_rows
+    from keel.cli.plan import flwr_line, plan_rows
     from keel.cli.progress import Terminal
 
     job = engines.Job(
@@ -178,8 +183,11 @@ def execute(
         *(options.federation, options.root_certificates),
     )
     terminal = Terminal(config.rounds.num_rounds, quiet)
-    rows = plan_rows(config, job, resumed.rounds if resumed else 0)
-    terminal.has_sizes = "parameters" in dict(rows)["model"]
+    if name and is_remote:  # its config is on the server
+        rows = [("resume", name), ("same as", flwr_line(job))]
+    else:
+        rows = plan_rows(config, job, resumed.rounds if resumed else 0)
+    terminal.has_sizes = "parameters" in dict(rows).get("model", "")
     for label, text in rows:
         terminal.row(label, text)
     if options.engine is Engine.flower and not resumed:

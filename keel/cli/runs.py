@@ -16,7 +16,9 @@ from rich.table import Table
 
 from keel.runs import DAMAGE, RUNNING, SavedRun, all_runs, find_run, is_locked, lock_holder
 from keel.tables import terminal_console
+from protocol.catalogue import method_names
 from protocol.config import keel_home
+from protocol.server_optimizers import SERVER_OPTIMIZERS
 from server_app.history import CURVES, curve, duration
 from server_app.summary import summarise
 
@@ -86,8 +88,9 @@ def list_command(
         print(json.dumps(rows, indent=2))
         return
     console = terminal_console()
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("run", "method", "data"):
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("run", no_wrap=True)  # to be copied
+    for name in ("method", "data"):
         table.add_column(name, overflow="fold")
     for name in ("rounds", "accuracy"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -99,7 +102,7 @@ def list_command(
             f"{row['rounds']}/{row['num_rounds']}",
             percent(row["accuracy"]),
             coloured(row["state"]),
-            duration(run.age_s),
+            " ".join(duration(run.age_s).split()[:2]),
         )
     if rows:
         console.print(table)
@@ -165,10 +168,10 @@ def stop(run: RunName) -> None:
 def is_flower(pid: int) -> bool:
     """Whether the process is one of Flower's own, which ends runs by its own command."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     except OSError:
         return False
-    return any(Path(word).name.startswith(("flower-", "flwr-")) for word in words[:2])
+    return any(Path(part).name.startswith(("flower-", "flwr-")) for part in command[:2])
 
 
 # --- compare -------------------------------------------------------------------------------------
@@ -196,7 +199,7 @@ def compare(
         table.add_row(
             *(escape(run.name), str(row["rounds"]), percent(row["final"]), percent(row["best"])),
             *(f"{row['seconds_per_round']:.2f}", coloured(row["state"])),
-            escape(" ".join(f"{key}={run.config.get(key)}" for key in keys)),
+            escape(" ".join(f"{k}={run.config.get(k)}" for k in keys if uses(run, k))),
         )
     terminal_console().print(table)
     if csv_file:
@@ -215,9 +218,16 @@ def compare(
 
 
 def differing_keys(runs: Sequence[SavedRun]) -> list[str]:
-    """The config keys, except paths, whose values differ between the runs."""
+    """The config keys, except paths, whose values differ between the runs that use them."""
     keys = sorted({key for run in runs for key in run.config} - PLACES)
-    return [key for key in keys if len({str(run.config.get(key)) for run in runs}) > 1]
+    return [k for k in keys if len({str(r.config.get(k)) for r in runs if uses(r, k)}) > 1]
+
+
+def uses(run: SavedRun, key: str) -> bool:
+    """Whether the key is not an option of another method or server optimizer than the run's."""
+    table = key.partition(".")[0]
+    own = {run.config.get("method"), run.config.get("server-optimizer")}
+    return table in own or table not in {*method_names(), *SERVER_OPTIMIZERS}
 
 
 def comparison_row(run: SavedRun) -> dict[str, Any]:

@@ -107,6 +107,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log."""
+    """The last line of a log with text in it, without the frame that Flower draws around errors."""
     lines = path.read_text(errors="replace").split("\n") if path.exists() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
+    texts = (line.strip(" \t\r│╭╮╰╯─") for line in reversed(lines))
+    return next(filter(None, texts), "its log is empty")

@@ -74,11 +74,11 @@ class SuperLinkClient:
                 f"address = {toml(address)}\n{security}\n"
             )
 
-    def flwr(self, *words: str) -> str:
+    def flwr(self, *arguments: str) -> str:
         """The output of `flwr`; RuntimeError, with that output, if it fails or takes too long."""
         try:
             done = subprocess.run(
-                [*self.prefix, "flwr", *words],
+                [*self.prefix, "flwr", *arguments],
                 env=self.environment,
                 cwd=app_folder,
                 capture_output=True,
@@ -87,17 +87,17 @@ class SuperLinkClient:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise CommandTimeout(f"flwr {' '.join(words)}: timed out") from None
+            raise CommandTimeout(f"flwr {' '.join(arguments)}: timed out") from None
         if done.returncode:
-            raise RuntimeError(f"flwr {' '.join(words)}: {done.stdout}{done.stderr}")
+            raise RuntimeError(f"flwr {' '.join(arguments)}: {done.stdout}{done.stderr}")
         return done.stdout
 
-    def flwr_json(self, *words: str) -> dict[str, Any]:
+    def flwr_json(self, *arguments: str) -> dict[str, Any]:
         """The parsed output of `flwr ... --format json`; RuntimeError if it reports a failure."""
-        output = self.flwr(*words, "--format", "json")
+        output = self.flwr(*arguments, "--format", "json")
         parsed: dict[str, Any] = json.loads(output[output.index("{") :])
         if parsed.get("success") is False:
-            raise RuntimeError(f"flwr {' '.join(words)}: {parsed.get('error-message', parsed)}")
+            raise RuntimeError(f"flwr {' '.join(arguments)}: {parsed.get('error-message', parsed)}")
         return parsed
 
     def nodes(self) -> list[dict[str, Any]]:
@@ -107,8 +107,8 @@ class SuperLinkClient:
 
     def submit(self, overrides: Mapping[str, OptionValue], app: Path = app_folder) -> int:
         """Start a run of the Flower app in `app`; its id."""
-        words = ["--run-config", run_config(overrides)]
-        return int(self.flwr_json("run", str(app), self.connection, *words)["run-id"])
+        arguments = ["--run-config", run_config(overrides)]
+        return int(self.flwr_json("run", str(app), self.connection, *arguments)["run-id"])
 
     def run_info(self, run_id: int) -> dict[str, Any]:
         """What the SuperLink knows about a run: status, network-traffic, ..."""

@@ -1,10 +1,12 @@
 """`flower-superlink`, with the same options, patched in `protocol/flower_compat/superlink.py`."""
 
+import os
 import sys
 
 from keel.deployment.credentials import warn_of_certificates
 from protocol.flower_compat.superlink import main
 
 if __name__ == "__main__":
+    os.umask(0o077)  # the database, among others, is for this user alone
     warn_of_certificates(sys.argv[1:])
     main()

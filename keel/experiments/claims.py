@@ -1,88 +1,247 @@
-"""Claims of a paper, judged by our runs: reproduced, not reproduced, inconclusive or not tested."""
+"""Claims of a paper, judged by our runs: reproduced, not reproduced, inconclusive or not tested.
+
+Plain data: what a report, a page or a figure shows of a claim is a field of `JudgedClaim`.
+"""
 
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from scipy.stats import t as student
 
-from keel.experiments.plan import Result
+from keel.experiments.plan import Result, last_round_read
 from keel.experiments.recipe import Claim, Recipe
+from keel.experiments.runs import Options, Run, identity, run_of
+from keel.experiments.scale import steps_per_round
+from protocol.config import RENAMED_KEYS, resolve_config
 
 CONFIDENCE = 0.95
+MAX_SEEDS = 1000  # where the search for a sufficient number ends
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 INCONCLUSIVE, NOT_TESTED = "inconclusive", "not tested"
 VERDICTS = (REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_TESTED)
 
+Results = Mapping[tuple[str, str], Result]
+
 
 @dataclass(frozen=True)
-class Verdict:
-    """The verdict on a claim, and what it rests on."""
+class JudgedClaim:
+    """A claim with its verdict and what it rests on.
 
-    claim: Claim
-    word: str
-    detail: str
-
-
-def verdict_of(claim: Claim, recipe: Recipe, results: Mapping[tuple[str, str], Result]) -> Verdict:
-    """Judge a claim by the differences of its two sides, paired over seeds.
-
-    The seed that chose a side's candidate is left out: it favours that side. A time that is never
-    reached is longer than any other; times of different machines are not compared.
+    effect, interval, paper_effect: left minus right, in percentage points or seconds; the interval
+    is the 95 % t interval of the mean; None where there is no number.
+    seeds: pairs of runs that were judged, failed ones included. share: the local steps of the runs
+    over those from which the paper makes the claim. deviations: keys that differ from
+    the paper's. decide: what would decide an open claim; empty for a decided one.
     """
-    is_rows = any(row.name == claim.left for row in recipe.rows)
-    left, right = (
-        results.get((name, claim.place) if is_rows else (claim.place, name))
-        for name in (claim.left, claim.right)
+
+    paper: str
+    recipe: str
+    text: str
+    verdict: str
+    detail: str
+    effect: float | None
+    interval: tuple[float, float] | None
+    paper_effect: float | None
+    seeds: int
+    share: float
+    scale: str
+    deviations: Sequence[str]
+    decide: str
+    is_headline: bool
+
+
+def judge_claims(recipe: Recipe, results: Results, options: Options) -> list[JudgedClaim]:
+    """Each claim of the recipe, judged by the differences of its two sides, paired over seeds.
+
+    - Not tested: without runs of both sides; if runs of the table are of different code; if the
+      runs end before the local steps from which the paper makes the claim.
+    - Otherwise as `judge` says. The seed that chose a side's candidate is left out: it favours it.
+    - A pair whose left side diverged or failed is the worst there is for the claim; if only the
+      right side did, the pair counts as no difference.
+    - A time that is never reached is longer than any other. Times of different machines are not
+      compared.
+    """
+    is_mixed = len({code for result in results.values() for code in result.code}) > 1
+    return [_judged(claim, recipe, results, options, is_mixed) for claim in recipe.claims]
+
+
+def _judged(
+    claim: Claim, recipe: Recipe, results: Results, options: Options, is_mixed: bool
+) -> JudgedClaim:
+    names = sides_of(claim, recipe)
+    sides = [results[name] for name in names if name in results]
+    cells = [c for name in names for c in recipe.cells if (c.row.name, c.column.name) == name]
+    papers = [cell.paper for cell in cells if cell.paper is not None]
+    paper_effect = papers[0] - papers[1] if len(papers) == 2 else None
+    verdict, detail = NOT_TESTED, "not run"
+    differences: list[float] = []
+    leads: list[float] = []
+    deviations: dict[str, None] = {}
+    share = 0.0
+    if len(sides) == 2:
+        differences, leads, detail = compared(claim, *sides)
+        runs = [run_of(s.cell, s.candidate or {}, 0, options, Path()) for s in sides]
+        both = list(zip(sides, runs, strict=True))
+        deviations = dict.fromkeys(d for side, run in both for d in deviations_of(side, run))
+        share = min(share_of_steps(claim, side, run) for side, run in both)
+    interval = interval_of(differences)
+    if detail != "not run":
+        machines = sorted({name for side in sides for name in side.machines})
+        if is_mixed:
+            detail = f"no verdict on runs of different code; {detail}"
+        elif sides[0].cell.take.is_time and len(machines) > 1:
+            verdict, detail = INCONCLUSIVE, f"different machines: {', '.join(machines)}"
+        elif share < 1:
+            detail = f"at {share:.0%} of the paper's local steps; {detail}"
+        else:
+            verdict = judge(leads)
+    return JudgedClaim(
+        paper=f"{recipe.paper} {recipe.item}".strip(),
+        recipe=recipe.name,
+        text=claim.text,
+        verdict=verdict,
+        detail=detail,
+        effect=statistics.fmean(differences) if differences else None,
+        interval=interval,
+        paper_effect=paper_effect,
+        seeds=len(leads),
+        share=share,
+        scale=options.scale,
+        deviations=list(deviations),
+        decide="" if verdict in VERDICTS[:2] else what_decides(differences, paper_effect, share),
+        is_headline=claim.is_headline,
     )
-    if left is None or right is None:
-        return Verdict(claim, NOT_TESTED, "")
-    seeds = left.by_seed.keys() & right.by_seed.keys()
+
+
+def sides_of(claim: Claim, recipe: Recipe) -> list[tuple[str, str]]:
+    """(row, column) of the claim's left and right side."""
+    is_rows = any(row.name == claim.left for row in recipe.rows)
+    sides = (claim.left, claim.right)
+    return [(name, claim.place) if is_rows else (claim.place, name) for name in sides]
+
+
+def compared(claim: Claim, left: Result, right: Result) -> tuple[list[float], list[float], str]:
+    """(finite differences left - right, leads of the claim, both in words) over common seeds."""
+    seeds = sorted(set.intersection(*({*s.by_seed, *s.failures} for s in (left, right))))
     if not seeds:
-        return Verdict(claim, NOT_TESTED, "")
-    if left.cell.take.is_time and len(machines := {*left.machines, *right.machines}) > 1:
-        names = ", ".join(sorted(machines))
-        return Verdict(claim, INCONCLUSIVE, f"different machines: {names}")
-    tuned_on = seeds & {left.tuned_on, right.tuned_on}
-    pairs = [(left.by_seed[seed], right.by_seed[seed]) for seed in seeds - tuned_on]
-    basis = f"{len(pairs)} seeds" if len(pairs) > 1 else "one seed" if pairs else "no other seed"
-    basis += "".join(f"; without seed {seed}, which chose the tuned value" for seed in tuned_on)
+        return [], [], "not run"
+    tuned_on = [s for s in dict.fromkeys((left.tuned_on, right.tuned_on)) if s in seeds]
+    judged = [seed for seed in seeds if seed not in tuned_on]
     sign = 1 if claim.is_above else -1
-    leads = [sign * (a - b) if a != b else 0.0 for a, b in pairs]  # both may be infinite
-    if not all(math.isfinite(number) for pair in pairs for number in pair):
-        ours, theirs = (sum(map(math.isfinite, side)) for side in zip(*pairs, strict=True))
-        detail = f"{claim.left} reaches it with {ours}, {claim.right} with {theirs} of "
-    else:
-        spread = f" ± {statistics.stdev(leads):.2f}" if len(leads) > 1 else ""
-        detail = f"{sign * statistics.fmean(leads):+.2f}{spread}, " if leads else ""
-    return Verdict(claim, judge(leads), detail + basis)
+    differences, leads = [], []
+    for seed in judged:
+        ours, theirs = left.by_seed.get(seed), right.by_seed.get(seed)
+        if ours is None or theirs is None:
+            leads.append(-math.inf if ours is None else 0.0)
+            continue
+        leads.append(sign * (ours - theirs) if ours != theirs else 0.0)  # both may be infinite
+        if math.isfinite(leads[-1]) and math.isfinite(ours):
+            differences.append(ours - theirs)
+    words = [failures_of(name, side) for name, side in ((claim.left, left), (claim.right, right))]
+    is_time = left.cell.take.how == "seconds to"
+    if is_time and any(s.by_seed.get(n) == math.inf for n in judged for s in (left, right)):
+        num = [
+            sum(math.isfinite(s.by_seed.get(n, math.inf)) for n in judged) for s in (left, right)
+        ]
+        words.append(f"{claim.left} reaches it with {num[0]}, {claim.right} with {num[1]}")
+    elif differences:
+        spread = f" ± {statistics.stdev(differences):.2f}" if len(differences) > 1 else ""
+        words.append(f"{statistics.fmean(differences):+.2f}{spread}")
+    basis = f"{len(judged)} seeds" if len(judged) > 1 else "one seed" if judged else "no other seed"
+    basis += "".join(f"; without seed {seed}, which chose the tuned value" for seed in tuned_on)
+    words.append(basis)
+    return differences, leads, ", ".join(filter(None, words))
+
+
+def failures_of(name: str, side: Result) -> str:
+    """`FedReCo diverged 2/3`, of the seeds that ended; empty if none failed."""
+    counts = Counter(side.failures.values())
+    ended = len({*side.by_seed, *side.failures})
+    return f"{name} {failed_share(counts, ended)}" if counts else ""
+
+
+def failed_share(counts: Mapping[str, int], ended: int) -> str:
+    """`diverged 2/3`."""
+    return ", ".join(f"{word} {number}/{ended}" for word, number in sorted(counts.items()))
+
+
+def share_of_steps(claim: Claim, side: Result, run: Run) -> float:
+    """Local steps of the run where it is read / those of the paper from which it makes the claim.
+
+    1 for seconds a round, which do not depend on the number of rounds.
+    """
+    if side.cell.take.how == "seconds a round":
+        return 1.0
+    paper = resolve_config({**side.cell.keys, **(side.candidate or {})})
+    read_at = side.cell.at or run.paper_rounds
+    source = paper.data.source
+    steps = last_round_read(side.cell, run) * steps_per_round(resolve_config(run.keys), source)
+    return steps / (min(claim.from_round or read_at, read_at) * steps_per_round(paper, source))
+
+
+def deviations_of(side: Result, run: Run) -> Iterator[str]:
+    """The keys of the run that differ from the paper's, with both values; no folders."""
+    cell = side.cell
+    paper = identity(resolve_config({**cell.keys, **(side.candidate or {})}).flat, cell.is_timed)
+    for key in sorted(run.identity.keys() - {"seed", "evaluate-every"}):
+        ours, theirs = run.identity[key], paper.get(key)
+        if ours != theirs:
+            name = RENAMED_KEYS.get(key, key)
+            yield f"{name} {str(ours).rpartition('/')[2]} (paper: {theirs})"
+
+
+def interval_of(numbers: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % t interval of the mean; None for fewer than two numbers."""
+    if len(numbers) < 2:
+        return None
+    mean = statistics.fmean(numbers)
+    half_width = half_width_of(statistics.stdev(numbers), len(numbers))
+    return mean - half_width, mean + half_width
+
+
+def half_width_of(deviation: float, number: int) -> float:
+    """Half the width of the t interval of a mean of so many numbers."""
+    quantile = student.ppf((1 + CONFIDENCE) / 2, number - 1)
+    return float(quantile * deviation / math.sqrt(number))
 
 
 def judge(leads: Sequence[float]) -> str:
     """The verdict on leads, one a seed, that a claim says are positive.
 
-    Decided if the 95 % t interval of the mean does not contain 0. Infinite leads decide if all
-    leads are infinite with the same sign.
+    Decided if the 95 % t interval of the mean does not contain 0. With infinite leads: reproduced
+    if all are positive and infinite, not reproduced if more than half are negative and infinite.
     """
     if len(leads) < 2:
         return INCONCLUSIVE
     if any(map(math.isinf, leads)):
-        low, high = min(leads), max(leads)
-        return (
-            REPRODUCED if low == math.inf else NOT_REPRODUCED if high == -math.inf else INCONCLUSIVE
-        )
-    mean, deviation = statistics.fmean(leads), statistics.stdev(leads)
-    quantile = student.ppf((1 + CONFIDENCE) / 2, len(leads) - 1)
-    half_width = quantile * deviation / math.sqrt(len(leads))
-    if abs(mean) <= half_width:
-        return INCONCLUSIVE
-    return REPRODUCED if mean > 0 else NOT_REPRODUCED
+        if min(leads) == math.inf:
+            return REPRODUCED
+        return NOT_REPRODUCED if statistics.median_high(leads) == -math.inf else INCONCLUSIVE
+    interval = interval_of(leads)
+    assert interval is not None
+    low, high = interval
+    return REPRODUCED if low > 0 else NOT_REPRODUCED if high < 0 else INCONCLUSIVE
 
 
-def tally(verdicts: Sequence[Verdict]) -> str:
+def what_decides(differences: Sequence[float], paper_effect: float | None, share: float) -> str:
+    """What an open claim lacks: runs, local steps, or so many seeds at the spread found."""
+    if not differences:
+        return "runs of both sides at the paper's setting"
+    if share < 1:
+        return f"{1 / share:.0f} times the local steps"
+    effect = abs(statistics.fmean(differences) if paper_effect is None else paper_effect)
+    deviation = statistics.stdev(differences) if len(differences) > 1 else 0.0
+    enough = (n for n in range(3, MAX_SEEDS) if half_width_of(deviation, n) < effect)
+    seeds = next(enough, None)
+    return f"{seeds} seeds" if seeds else f"more than {MAX_SEEDS} seeds"
+
+
+def tally(claims: Sequence[JudgedClaim]) -> str:
     """How many claims have which verdict, and how often chance alone decides one."""
-    counts = Counter(verdict.word for verdict in verdicts)
+    counts = Counter(claim.verdict for claim in claims)
     found = ", ".join(f"{counts[word]} {word}" for word in VERDICTS if counts[word])
     return f"{found}; where there is no difference, chance decides one judged claim in 20"

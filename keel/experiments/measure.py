@@ -27,6 +27,11 @@ class Take:
         """The result is in seconds, not in percent."""
         return self.how.startswith("seconds")
 
+    @property
+    def reads_earlier(self) -> bool:
+        """Accuracies before the last one are read."""
+        return self.how not in ("final", "seconds a round")
+
 
 def parse_take(text: object) -> Take:
     """The Take of a recipe's `take`. ValueError naming the allowed ones."""

@@ -19,8 +19,8 @@ def overview(scale: str, output: Path) -> Iterator[tuple[str, ...]]:
     rates = measured_rates(output)
     for name in shipped_recipes():
         recipe = load_recipe(name)
-        runs = planned_runs(recipe, Options(scale, {}, recipe.seeds, scale == "paper"), output)
-        missing = [run for run in runs if not run.finished()]
+        runs = planned_runs(recipe, Options(scale, {}, recipe.seeds, full_grid=False), output)
+        missing = [run for run in runs if not run.is_done()]
         seconds = [expected_seconds(resolve_config(run.keys), rates) for run in missing]
         size = f"{len(recipe.rows)} x {len(recipe.columns)}"
         finished = f"{len(runs) - len(missing)} of {len(runs)}" if runs else "none needed"

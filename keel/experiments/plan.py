@@ -1,15 +1,27 @@
 """Which runs a recipe needs, in which order, and the numbers of its cells from finished runs."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from keel.experiments.measure import measure
-from keel.experiments.recipe import Cell, Recipe
-from keel.experiments.runs import Options, Run, history_in, machines_of, run_of
+from keel.experiments.recipe import Cell, Recipe, parse_recipe
+from keel.experiments.runs import (
+    DIVERGED,
+    Options,
+    Run,
+    code_of,
+    history_in,
+    machines_of,
+    read_json,
+    run_of,
+)
 from keel.experiments.scale import Keys, scaled_round
+
+TUNED_SEEDS = 5  # that judge a tuned side, beside the one that tuned it
 
 
 def candidates_of(cell: Cell, options: Options) -> Sequence[Keys]:
@@ -40,8 +52,8 @@ def best_candidate(
 ) -> Keys | None:
     """The best candidate with the tuning seed: on the test set, as the papers tune.
 
-    None until each candidate's run is finished or in `failed`; if `failed` is None, the best of
-    those that are finished.
+    None until each candidate's run has ended or is in `failed`; if `failed` is None, the best of
+    those that have. One that diverged is the worst.
     """
     candidates = candidates_of(cell, options)
     if len(candidates) == 1:
@@ -53,6 +65,8 @@ def best_candidate(
             number = number_of(cell, run)
             sign = -1 if cell.take.is_time else 1
             found.append((-math.inf if number is None else sign * number, candidate))
+        elif run.failure() == DIVERGED or (failed is None and run.failure()):
+            found.append((-math.inf, candidate))
         elif failed is not None and run.name not in failed:
             return None
     return max(found, key=lambda pair: pair[0])[1] if found else None
@@ -93,8 +107,9 @@ class Result:
     """A cell's outcome: one number a finished seed, of one candidate. A time never reached is inf.
 
     num_seeds: how many were asked for. finished: the runs of the numbers, with their directories.
+    failures: `diverged` or `failed`, by seed. code: of all runs that were read, the tuning's too.
     tuned_on: the seed that chose the candidate, if there are several; `num_tried` have been run.
-    outdated: the first key found that a run had another default for.
+    outdated: why the first run that does not count does not: its config, or its code.
     """
 
     cell: Cell
@@ -106,6 +121,8 @@ class Result:
     num_tried: int = 1
     num_candidates: int = 1
     outdated: str = ""
+    failures: Mapping[int, str] = field(default_factory=dict)
+    code: Collection[str] = ()
 
     @property
     def reached(self) -> list[float]:
@@ -114,13 +131,14 @@ class Result:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the finite numbers."""
-        return statistics.fmean(self.reached) if self.reached else None
+        """Mean of the finite numbers; None where runs of different code would be mixed."""
+        return statistics.fmean(self.reached) if self.reached and len(self.code) < 2 else None
 
     @property
     def deviation(self) -> float | None:
         """Standard deviation of the finite numbers; None if there are fewer than two."""
-        return statistics.stdev(self.reached) if len(self.reached) > 1 else None
+        is_one = len(self.reached) > 1 and self.mean is not None
+        return statistics.stdev(self.reached) if is_one else None
 
     @property
     def difference(self) -> float | None:
@@ -140,18 +158,53 @@ def result_of(cell: Cell, options: Options, output: Path) -> Result:
     tried = [run_of(cell, each, options.tuning_seed, options, output) for each in candidates]
     best = best_candidate(cell, options, output)
     runs = [] if best is None else [run_of(cell, best, s, options, output) for s in options.seeds]
-    numbers = {run.keys["seed"]: number_of(cell, run) for run in runs}
+    numbers = {int(run.keys["seed"]): number_of(cell, run) for run in runs}
+    failures = {int(run.keys["seed"]): run.failure() for run in runs}
+    read = [directory for run in [*tried, *runs] if (directory := run.ended())]
     return Result(
         cell=cell,
         candidate=best,
-        by_seed={int(seed): number for seed, number in numbers.items() if number is not None},
+        by_seed={seed: number for seed, number in numbers.items() if number is not None},
         num_seeds=len(options.seeds),
         finished=[(run, directory) for run in runs if (directory := run.finished())],
         tuned_on=options.tuning_seed if len(candidates) > 1 else None,
-        num_tried=sum(run.finished() is not None for run in tried),
+        num_tried=sum(run.ended() is not None for run in tried),
         num_candidates=len(candidates),
         outdated=next(filter(None, (run.outdated() for run in [*tried, *runs])), ""),
+        failures={seed: word for seed, word in failures.items() if word},
+        code=sorted({code for directory in read for code in code_of(directory)}),
     )
+
+
+def seeds_for(recipe: Recipe, cells: Sequence[Cell], full_grid: bool) -> Sequence[int]:
+    """The recipe's seeds; where values are tried, five beside the one that chooses among them."""
+    options = Options("paper", {}, recipe.seeds, full_grid)
+    if all(len(candidates_of(cell, options)) == 1 for cell in cells):
+        return recipe.seeds
+    more = (seed for seed in itertools.count() if seed not in recipe.seeds)
+    return [*recipe.seeds, *itertools.islice(more, max(0, TUNED_SEEDS + 1 - len(recipe.seeds)))]
+
+
+def load_job(job: Path) -> tuple[Recipe, Options]:
+    """The recipe, with the selected cells alone, and the options of a job of `runner.save_job`.
+
+    Finished runs of other code than today's count. ValueError if the file is damaged.
+    """
+    about = read_json(job)
+    try:
+        recipe = parse_recipe(about["text"], Path(about["recipe"]))
+        if "cells" in about:  # under a --set, other cells may coincide with these
+            recipe = narrowed(recipe, about["cells"])
+        scale, changes, seeds = about["scale"], about["changes"], about["seeds"]
+        options = Options(scale, changes, seeds, about["full_grid"], any_code=True)
+    except KeyError as error:
+        raise ValueError(f"{job} is damaged: {error} is missing") from error
+    return recipe, options
+
+
+def results_of(recipe: Recipe, options: Options, output: Path) -> dict[tuple[str, str], Result]:
+    """The outcome of each cell, by row and column."""
+    return {(c.row.name, c.column.name): result_of(c, options, output) for c in recipe.cells}
 
 
 def narrowed(recipe: Recipe, names: Sequence[Sequence[str]]) -> Recipe:

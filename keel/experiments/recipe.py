@@ -8,7 +8,9 @@
     of, take, at         which curve of the history, how it becomes one number, at which round
     columns, rows        mappings of name to config keys; a list of mappings is their product
     grid                 config key to list of values: each combination is a row
-    claims               "FedIntR above FedAvg in CIFAR-10": judged in the report
+    claims               "FedIntR above FedAvg in CIFAR-10", judged in the report; with
+                         " from round 40" if the paper makes it before the round that it reads
+    headlines            the claims, without their rounds, that `keel experiments summary` shows
 
 A row or column may also hold `of`, `take`, `at`; `tune` (config key to the list of values to try),
 `tuned` (the paper's best of them: one, or one a column) and, in rows, `paper`: the paper's numbers,
@@ -16,10 +18,11 @@ one a column, null for none.
 """
 
 import itertools
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keel.experiments.measure import Take
@@ -33,23 +36,33 @@ from keel.experiments.recipe_file import (
     read_recipe_file,
 )
 from protocol.config import refuse_unknown
+from protocol.files import digest
 from protocol.options import OptionValue
 
 log = logging.getLogger("keel.experiments")
 RECIPES = Path(__file__).parent / "recipes"
-CLAIM = re.compile(r"(?P<left>.+?) (?P<sign>above|below) (?P<right>.+?) in (?P<place>.+)")
+CLAIM = re.compile(
+    r"(?P<left>.+?) (?P<sign>above|below) (?P<right>.+?) in (?P<place>.+?)"
+    r"( from round (?P<from_round>[1-9]\d*))?"
+)
 EVERYWHERE = {"every column": "columns", "every row": "rows"}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """`left` above (or below) `right`: two rows in a column, or two columns in a row."""
+    """`left` above (or below) `right`: two rows in a column, or two columns in a row.
+
+    from_round: the paper's round from which it makes the claim, at the latest the one at which it
+    reads the numbers; 0: that one.
+    """
 
     text: str
     left: str
     right: str
     is_above: bool
     place: str
+    from_round: int = 0
+    is_headline: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,8 @@ class Cell:
 
     read_at: each round before the last at which a cell of the recipe is read. All runs evaluate
     these rounds, so that cells can share runs.
+    is_timed: a cell of the recipe is read in seconds. only_last: no cell reads an earlier accuracy
+    than the last, and no curve is shown.
     """
 
     row: Entry
@@ -70,6 +85,8 @@ class Cell:
     at: int
     read_at: Sequence[int]
     paper: float | None
+    is_timed: bool
+    only_last: bool
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,16 @@ class Recipe:
     def name(self) -> str:
         """The file's name without suffix."""
         return self.path.stem
+
+    @property
+    def content(self) -> str:
+        """A digest of what its runs are and how their numbers are read."""
+        hashed = []
+        for cell in self.cells:
+            keys = [cell.keys, *cell.candidates, cell.paper_candidate or {}]
+            read = [cell.of, cell.take.how, cell.take.number, cell.at]
+            hashed.append([cell.row.name, cell.column.name, *map(dict, keys), *read])
+        return digest(json.dumps(hashed, sort_keys=True).encode())
 
     def cell(self, row: str, column: str) -> Cell:
         """The cell of this row and column."""
@@ -174,7 +201,7 @@ def _recipe(file: RecipeFile, top: Lines, text: str, path: Path) -> Recipe:
         rows=rows,
         columns=columns,
         cells=list(_cells(file, rows, columns)),
-        claims=[c for each in file.claims for c in _claims(each, rows, columns, text)],
+        claims=list(_claims(file, rows, columns, text)),
     )
 
 
@@ -240,6 +267,8 @@ def _merged(a: Entry, b: Entry) -> Entry:
 
 def _cells(file: RecipeFile, rows: Sequence[Entry], columns: Sequence[Entry]) -> Iterator[Cell]:
     read_at = sorted({file.at, *(entry.at for entry in [*rows, *columns])} - {0})
+    takes = {e.take or file.take or Take("final") for e in [*rows, *columns]}
+    only_last = file.shows == "table" and not read_at and not any(t.reads_earlier for t in takes)
     for row, (number, column) in itertools.product(rows, enumerate(columns)):
         both = _merged(column, row)
         values = itertools.product(*both.tune.values())
@@ -259,15 +288,32 @@ def _cells(file: RecipeFile, rows: Sequence[Entry], columns: Sequence[Entry]) ->
             at=both.at or file.at,
             read_at=read_at,
             paper=row.paper[number] if row.paper else None,
+            is_timed=any(take.is_time for take in takes),
+            only_last=only_last,
         )
 
 
 def _claims(
+    file: RecipeFile, rows: Sequence[Entry], columns: Sequence[Entry], text: str
+) -> Iterator[Claim]:
+    """All claims: several of a line that says `every`."""
+    found = [c for each in file.claims for c in _claims_of_line(each, rows, columns, text)]
+    for headline in file.headlines:
+        if headline not in {claim.text for claim in found}:
+            raise LineError(_line_of(headline, text), f"{headline!r}: expected one of the claims")
+    for claim in found:
+        yield replace(claim, is_headline=claim.text in file.headlines)
+
+
+def _line_of(claim: str, text: str) -> int:
+    return next((n for n, each in enumerate(text.splitlines(), 1) if claim in each), 1)
+
+
+def _claims_of_line(
     claim: str, rows: Sequence[Entry], columns: Sequence[Entry], text: str
 ) -> Iterator[Claim]:
-    """The claims of one line, one for each place if it says `every`."""
     names = {"rows": [r.name for r in rows], "columns": [c.name for c in columns]}
-    line = next((n for n, each in enumerate(text.splitlines(), 1) if claim in each), 1)
+    line = _line_of(claim, text)
     found = CLAIM.fullmatch(claim)
     if not found:
         raise LineError(line, f"{claim!r}: expected 'ROW above ROW in COLUMN' (or below)")
@@ -280,4 +326,5 @@ def _claims(
             raise LineError(line, f"{claim!r}: {name!r} is none of the {kind}: {known}")
     for each in names[across] if place in EVERYWHERE else [place]:
         short = f"{left} {found['sign']} {right} in {each}"
-        yield Claim(short, left, right, found["sign"] == "above", each)
+        is_above, from_round = found["sign"] == "above", int(found["from_round"] or 0)
+        yield Claim(short, left, right, is_above, each, from_round)

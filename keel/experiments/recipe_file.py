@@ -47,7 +47,11 @@ class Lines(dict[Any, Any]):
     lines: Mapping[Any, int]
 
 
-class _Loader(yaml.SafeLoader):
+# libyaml's parser reads a recipe ten times as fast; PyYAML is built without it on some machines
+_SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_SafeLoader):  # type: ignore[misc, valid-type]
     """Keeps line numbers; refuses a duplicate key, where YAML would let the last one win."""
 
 
@@ -197,6 +201,7 @@ class RecipeFile(Reading):
     rows: Annotated[list[dict[Name, Entry]], BeforeValidator(_as_list)] = []
     grid: ConfigLists = {}
     claims: Texts = []
+    headlines: Texts = []
 
 
 # --- reading ----------------------------------------------------------------------------------

@@ -2,17 +2,18 @@
 
 import base64
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
 
-from keel.experiments.claims import Verdict, tally, verdict_of
+from keel.experiments.claims import JudgedClaim, failed_share, judge_claims, tally
 from keel.experiments.figures import Picture, label_pictures, run_pictures
-from keel.experiments.plan import Result, narrowed, result_of
-from keel.experiments.recipe import Cell, Recipe, parse_recipe
-from keel.experiments.runs import Options, machines_of, read_json, wall_seconds
+from keel.experiments.plan import Result, load_job, results_of
+from keel.experiments.recipe import Cell, Recipe
+from keel.experiments.runs import Options, machines_of, wall_seconds
 from protocol.files import write_atomically
 from server_app.history import duration
 
@@ -27,7 +28,7 @@ class Section:
     options: Options
     label: str
     results: Mapping[tuple[str, str], Result]
-    verdicts: Sequence[Verdict]
+    claims: Sequence[JudgedClaim]
     pictures: Sequence[Picture]
 
     @property
@@ -48,12 +49,13 @@ class Section:
         read = "; ".join(f"{how}{f' {n:g}' if n else ''} of {of}" for how, n, of in takes)
         warning = "Scaled down: not the paper's setting. " if self.is_scaled else ""
         about = f"{warning}{self.label}; seeds {list(self.options.seeds)}; {read}."
-        return " ".join([about, *machine_sentences(list(self.results.values()))])
+        results = list(self.results.values())
+        return " ".join([about, *code_sentences(results), *machine_sentences(results)])
 
     @property
     def tally(self) -> str:
         """The verdicts, counted."""
-        return tally(self.verdicts)
+        return tally(self.claims)
 
 
 def write_report(output: Path) -> list[Path]:
@@ -62,15 +64,7 @@ def write_report(output: Path) -> list[Path]:
     if not jobs:
         raise ValueError(f"--output {output}: nothing was run there yet")
     (output / "figures").mkdir(exist_ok=True)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"number": shown, "ours": ours, "data_uri": data_uri}
+    environment = template_environment()
     content = {
         "sections": [section_of(path, output) for path in jobs],
         "date": time.strftime("%Y-%m-%d %H:%M"),
@@ -83,22 +77,28 @@ def write_report(output: Path) -> list[Path]:
     return paths
 
 
+def template_environment() -> jinja2.Environment:
+    """Jinja with the templates of this folder and the filters for numbers and pictures."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"number": shown, "ours": ours, "data_uri": data_uri}
+    return environment
+
+
 def section_of(job: Path, output: Path) -> Section:
     """A job (written by `runner.save_job`) with what its runs have left."""
-    about = read_json(job)
-    try:
-        recipe = parse_recipe(about["text"], Path(about["recipe"]))
-        if "cells" in about:  # under a --set, other cells may coincide with these
-            recipe = narrowed(recipe, about["cells"])
-        options = Options(about["scale"], about["changes"], about["seeds"], about["full_grid"])
-    except KeyError as error:
-        raise ValueError(f"{job} is damaged: {error} is missing") from error
-    results = {}
+    recipe, options = load_job(job)
     if recipe.shows == "labels":
+        results = {}
         pictures = label_pictures(recipe, options, output, job.stem)
     else:
-        for cell in recipe.cells:
-            results[cell.row.name, cell.column.name] = result_of(cell, options, output)
+        results = results_of(recipe, options, output)
         pictures = run_pictures(recipe, results, output, job.stem)
     label = label_of(recipe, options)
     return Section(
@@ -106,7 +106,7 @@ def section_of(job: Path, output: Path) -> Section:
         options,
         label,
         results,
-        verdicts=[verdict_of(claim, recipe, results) for claim in recipe.claims],
+        claims=judge_claims(recipe, results, options),
         pictures=[replace(each, title=f"{each.title}, {label}") for each in pictures],
     )
 
@@ -124,6 +124,15 @@ def label_of(recipe: Recipe, options: Options) -> str:
         if not all(map(only_papers_best, tuned)):
             grid += ", all values where it names none"
     return ", ".join(filter(None, [options.label, grid]))
+
+
+def code_sentences(results: Sequence[Result]) -> Iterator[str]:
+    """Which code the runs are of; several versions are never compared."""
+    found = sorted({code for result in results for code in result.code})
+    if len(found) > 1:
+        yield f"Runs of different code, never averaged or judged together: {'; '.join(found)}."
+    elif found:
+        yield f"Code: {found[0]}."
 
 
 def machine_sentences(results: Sequence[Result]) -> Iterator[str]:
@@ -151,17 +160,22 @@ def ours(result: Result) -> str:
         spread = "" if result.deviation is None else f" ± {result.deviation:.2f}"
         tuned = ", ".join(str(value) for value in (result.candidate or {}).values())
         number = f"{result.mean:.2f}{spread}" + (f" ({tuned})" if tuned else "")
+    elif len(result.code) > 1:
+        number = "runs of different code"
     elif result.by_seed:
         number = "not reached"
     missing = []
+    ended = len(result.by_seed) + len(result.failures)
+    if result.failures:
+        missing.append(failed_share(Counter(result.failures.values()), ended))
     if 0 < len(result.reached) < len(result.by_seed):
         missing.append(f"reached by {len(result.reached)} of {len(result.by_seed)} seeds")
-    if 0 < len(result.by_seed) < result.num_seeds:
-        missing.append(f"{len(result.by_seed)} of {result.num_seeds} seeds")
+    if 0 < ended < result.num_seeds:
+        missing.append(f"{ended} of {result.num_seeds} seeds")
     if 0 < result.num_tried < result.num_candidates:
         missing.append(f"{result.num_tried} of {result.num_candidates} values tried")
     if result.outdated:
-        missing.append(f"a run has other defaults: {result.outdated}")
+        missing.append(f"a run does not count: {result.outdated}")
     return "; ".join([number, *missing])
 
 

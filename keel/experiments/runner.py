@@ -7,7 +7,6 @@ are reported at the end. One runner at a time works on an output folder.
 
 import contextlib
 import fcntl
-import itertools
 import json
 import os
 import signal
@@ -35,11 +34,11 @@ from rich.progress import (
 from keel.experiments.measure import points_of
 from keel.experiments.plan import narrowed, runs_needed
 from keel.experiments.preflight import check_recipe, refuse_overriding
-from keel.experiments.recipe import Cell, Recipe
-from keel.experiments.runs import Options, Run, history_in, read_json, wall_seconds
+from keel.experiments.recipe import Cell, Recipe, parse_recipe
+from keel.experiments.runs import DIVERGED, Options, Run, history_in, read_json, wall_seconds
 from keel.runs import holders
 from protocol.config import app_folder
-from protocol.files import write_atomically
+from protocol.files import digest, write_atomically
 from protocol.options import OptionValue
 
 POLL_S = 0.2
@@ -73,19 +72,14 @@ def locked(output: Path) -> Iterator[TextIO]:
         yield file
 
 
-def recipe_id(path: str) -> str:
-    """The name of a shipped recipe, wherever Keel is (or was) installed; else the path itself."""
-    parts = Path(path).parts
-    return parts[-1] if parts[-3:-1] == ("experiments", "recipes") else path
-
-
 def save_job(
     recipe: Recipe, options: Options, output: Path, cells: Sequence[Cell] | None = None
 ) -> list[int]:
     """Record what is run, for the report; returns the job's seeds, those of earlier calls first.
 
-    cells: the selected ones, None for all. A call with the same recipe and options continues the
-    same job: its tuning seed stays, cells are added. ValueError if two cells would be one run.
+    cells: the selected ones, None for all. A call with the same cells in its recipe, wherever that
+    is, and the same options continues the same job: its tuning seed stays, selected cells are
+    added. ValueError if two cells would be one run.
     """
     job: dict[str, object] = {
         "recipe": str(recipe.path.absolute()),
@@ -93,17 +87,18 @@ def save_job(
         "changes": dict(options.changes),
         "full_grid": options.full_grid,
     }
+    key = json.dumps([recipe.content, options.label, options.full_grid]).encode()
 
-    def is_same(other: Mapping[str, object]) -> bool:
-        is_recipe = recipe_id(str(other.get("recipe"))) == recipe_id(str(job["recipe"]))
-        return is_recipe and all(other.get(key) == job[key] for key in job.keys() - {"recipe"})
+    def is_same(path: Path) -> bool:
+        other = read_json(path)
+        same = all(other.get(key) == job[key] for key in job.keys() - {"recipe"})
+        return same and parse_recipe(other.get("text", ""), recipe.path).content == recipe.content
 
     folder = output / "jobs"
     folder.mkdir(exist_ok=True)
     slug = "".join(c if c.isalnum() else "-" for c in f"{recipe.name}--{options.label}")
-    names = itertools.chain([slug], (f"{slug}-{number}" for number in itertools.count(2)))
-    free = next(path for name in names if not (path := folder / f"{name}.json").exists())
-    path = next((p for p in sorted(folder.glob("*.json")) if is_same(read_json(p))), free)
+    free = folder / f"{slug}-{digest(key)[:8]}.json"
+    path = next(filter(is_same, sorted(folder.glob("*.json"))), free)
     before = read_json(path)
     seeds = list(dict.fromkeys([*before.get("seeds", []), *options.seeds]))
     selected = [[c.row.name, c.column.name] for c in (recipe.cells if cells is None else cells)]
@@ -157,7 +152,7 @@ def command_of(run: Run) -> list[str]:
     keys: Mapping[str, OptionValue] = {**run.keys, "output-dir": str(run.folder)}
     for attempt in reversed(run.attempts()):
         has_checkpoint = any((attempt / "checkpoints").glob("round-*.safetensors"))
-        if has_checkpoint and not run.other_default(attempt):
+        if has_checkpoint and not (run.other_default(attempt) or run.other_code(attempt)):
             keys = {"resume": str(attempt)}
             break
     overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]  # JSON is TOML here
@@ -218,7 +213,10 @@ def run_recipe(
     workers: int = 0,
     console: Console | None = None,
 ) -> dict[str, str]:
-    """Run everything that is not finished; returns the reason for each run that failed.
+    """Run everything that has not ended; returns the reason for each run that failed.
+
+    A run that diverges is a result and not run again; one that ended with other code or another
+    config is.
 
     workers: runs at a time; 0: one a GPU, or one a core without GPUs.
     KeyboardInterrupt ends the runs under way; the next call resumes them.
@@ -237,19 +235,15 @@ def run_recipe(
             return list(runs_needed(recipe, cells, options, output, failed))
 
         try:
-            skipped = {run.name for run in needed() if run.finished()}
+            skipped = {run.name for run in needed() if run.is_done()}
             if skipped:
                 console.print(f"{len(skipped)} runs are already finished")
+            announce_outdated(needed(), console)
             while True:
                 runs = needed()
-                reasons = {r.name: r.outdated() for r in runs if r.name not in failed}
-                outdated = {name: reason for name, reason in reasons.items() if reason}
-                if outdated:  # another candidate may be the best without them
-                    failed |= {n: f"{why}: choose another --output" for n, why in outdated.items()}
-                    continue
                 progress.update(total, total=sum(r.rounds for r in runs if r.name not in skipped))
                 excluded = {each.run.name for each in running} | failed.keys()
-                waiting = [r for r in runs if r.name not in excluded and not r.finished()]
+                waiting = [r for r in runs if r.name not in excluded and not r.is_done()]
                 free = [slot for slot in slots if slot not in {each.slot for each in running}]
                 for slot, run in zip(free, waiting, strict=False):
                     task = progress.add_task(run.name, total=run.rounds)
@@ -261,6 +255,8 @@ def run_recipe(
                     progress.remove_task(each.task)
                     if directory := each.run.finished():
                         console.print(f"{each.run.name}: {outcome(directory)}")
+                    elif each.run.failure() == DIVERGED:
+                        console.print(f"[red]diverged[/] {each.run.name}: {failure_of(each)}")
                     else:
                         failed[each.run.name] = failure_of(each)
                         reason = escape(failed[each.run.name])
@@ -268,6 +264,15 @@ def run_recipe(
         finally:
             end(running)
     return failed
+
+
+def announce_outdated(runs: Sequence[Run], console: Console) -> None:
+    """Name the runs that ended with another config or other code, which are run again."""
+    outdated = {run.name: reason for run in runs if (reason := run.outdated())}
+    if outdated:
+        console.print(f"{len(outdated)} runs do not count, stay on disk and are run again:")
+    for name, reason in outdated.items():
+        console.print(f"  {name}: {escape(reason)}")
 
 
 def progress_bars(console: Console) -> Progress:

@@ -12,23 +12,25 @@ from typing import Any
 from keel.experiments.measure import History
 from keel.experiments.recipe import Cell
 from keel.experiments.scale import SCALES, Keys, scaled
-from protocol.config import RENAMED_KEYS, RENAMED_VALUES, default_config, resolve_config
+from protocol.catalogue import method_spec
+from protocol.config import RENAMED_KEYS, RENAMED_VALUES, RunConfig, default_config, resolve_config
 from protocol.options import OptionValue
 from server_app.history import read_history
+from server_app.sources import code_version
 
 # --- identity ---------------------------------------------------------------------------------
 #
 # The name of a run ends in a hash of the keys that its result depends on, where they differ from
 # the defaults: a key that is new in Keel changes no name. Keys and values are hashed under their
-# names of Keel 0.1, so that runs finished then are found. A name that leaves RENAMED_KEYS or
-# RENAMED_VALUES has to move here.
+# names of Keel 0.1; runs finished then are also looked for under the name of 0.1, which took 10 and
+# 10.0 for two values. A name that leaves RENAMED_KEYS or RENAMED_VALUES has to move here.
 
 _OLD_KEYS = {new: old for old, new in RENAMED_KEYS.items()}
 _OLD_VALUES = {(key, new): old for (key, old), new in RENAMED_VALUES.items()}
-IRRELEVANT = {
-    *("preset", "output-dir", "data-dir", "resume", "run-name", "device", "cache-mb"),
-    "last-rounds",
-}
+IRRELEVANT = {"preset", "output-dir", "data-dir", "resume", "run-name", "last-rounds"}
+RELEVANT_TO_SECONDS = {"device", "cache-mb"}  # and `threads`, on which the bits depend too
+DIVERGED, FAILED = "diverged", "failed"
+DIVERGENCE = ("not finite", "bound on values")  # in the status of a run that ended so
 
 
 def with_old_names(flat: Keys) -> dict[str, OptionValue]:
@@ -39,17 +41,32 @@ def with_old_names(flat: Keys) -> dict[str, OptionValue]:
     }
 
 
-def identity(flat: Keys) -> dict[str, OptionValue]:
-    """What the result depends on: no folders, no options of methods that are not used."""
+def identity(flat: Keys, is_timed: bool = False) -> dict[str, OptionValue]:
+    """What the result depends on: no folders, no options of methods that are not used.
+
+    is_timed: seconds are read, so what they depend on counts too.
+    """
     old = with_old_names(flat)
     tables = {str(old["method"]), str(old["server"]), "privacy"}
     if old.get("privacy.metrics") == "exact" or not old["privacy.epsilon"]:
         old.pop("privacy.metrics", None)  # runs before this key sent exact metrics
+    irrelevant = IRRELEVANT if is_timed else IRRELEVANT | RELEVANT_TO_SECONDS
     return {
         key: value
         for key, value in old.items()
-        if key not in IRRELEVANT and ("." not in key or key.partition(".")[0] in tables)
+        if key not in irrelevant and ("." not in key or key.partition(".")[0] in tables)
     }
+
+
+def hash_of(relevant: Keys, is_0_1: bool = False) -> str:
+    """12 hex digits of what `identity` returns; an integer where a float is due is that float."""
+    defaults = with_old_names(default_config())
+    hashed = {
+        key: float(value) if type(defaults[key]) is float and not is_0_1 else value
+        for key, value in relevant.items()
+        if value != defaults[key]
+    }
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:12]
 
 
 # --- runs -------------------------------------------------------------------------------------
@@ -60,6 +77,7 @@ class Options:
     """How a recipe is run. full_grid: try all values under `tune`, not only the paper's best.
 
     tuned_on: the seed that chooses among them; None: the first of `seeds`.
+    any_code: for a report: where no run of today's code has ended, one of other code counts.
     """
 
     scale: str
@@ -67,6 +85,7 @@ class Options:
     seeds: Sequence[int]
     full_grid: bool
     tuned_on: int | None = None
+    any_code: bool = False
 
     @property
     def tuning_seed(self) -> int:
@@ -80,85 +99,136 @@ class Options:
         return ", ".join([f"scale {self.scale}", *changed])
 
 
+def name_of(config: RunConfig, is_timed: bool, is_0_1: bool = False) -> str:
+    """The name of the run with this config: method, source, seed and the hash."""
+    source = config.data.source.rpartition("/")[2]
+    stem = re.sub(r"[^a-z0-9]+", "-", f"{config.rounds.method}-{source}".lower())
+    seed, relevant = config.rounds.seed, identity(config.flat, is_timed)
+    return f"{stem}-seed{seed}-{hash_of(relevant, is_0_1)}"
+
+
 @dataclass(frozen=True)
 class Run:
-    """One run: its config keys, and the folder that holds the run directories of its attempts."""
+    """One run: its config keys, and the folders that hold the run directories of its attempts.
+
+    folders: the first is the one to write to; another, where 0.1 gave it another name, is read.
+    is_timed, only_last: as in `Cell`. any_code: as in `Options`.
+    """
 
     keys: Mapping[str, OptionValue]
     rounds: int
     paper_rounds: int
     clients: int
     name: str
-    folder: Path
+    folders: Sequence[Path]
+    is_timed: bool = False
+    only_last: bool = False
+    any_code: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its new attempts."""
+        return self.folders[0]
 
     @cached_property
     def identity(self) -> dict[str, OptionValue]:
         """What its result depends on."""
-        return identity(resolve_config(self.keys).flat)
+        return identity(resolve_config(self.keys).flat, self.is_timed)
 
     def attempts(self) -> list[Path]:
         """Its run directories, oldest first."""
-        return sorted(path.parent for path in self.folder.glob("*/config.json"))
+        found = (path.parent for folder in self.folders for path in folder.glob("*/config.json"))
+        return sorted(found, key=lambda path: path.name)
 
-    def completed(self) -> list[Path]:
-        """The attempts that ran all rounds."""
-        return [
-            attempt
-            for attempt in self.attempts()
-            if read_json(attempt / "summary.json").get("status") == "finished"
-        ]
+    def ended(self) -> Path | None:
+        """The attempt that counts: the newest that finished or failed with today's config and code.
+
+        Of other code only with `any_code`.
+        """
+        found = [a for a in self.attempts() if status_of(a) and not self.other_default(a)]
+        of_today = [attempt for attempt in found if code_of(attempt) == (code_version(),)]
+        counting = of_today or (found if self.any_code else [])
+        return counting[-1] if counting else None
 
     def finished(self) -> Path | None:
-        """The run directory that counts: the newest completed one that has today's defaults."""
-        return next((d for d in reversed(self.completed()) if not self.other_default(d)), None)
+        """The attempt that counts, if it ran all rounds."""
+        attempt = self.ended()
+        return attempt if attempt and status_of(attempt) == "finished" else None
+
+    def failure(self) -> str:
+        """`diverged` or `failed` if that is how the attempt that counts ended, else empty."""
+        attempt = self.ended()
+        return "" if attempt is None else status_of(attempt).replace("finished", "")
+
+    def is_done(self) -> bool:
+        """Whether another attempt would end as the last: it finished, or diverged."""
+        return bool(self.finished()) or self.failure() == DIVERGED
 
     def other_default(self, directory: Path) -> str:
         """A key that had another default when this attempt was run, with both; else empty."""
-        then = identity(read_json(directory / "config.json")["config"])
+        then = identity(read_json(directory / "config.json")["config"], self.is_timed)
         defaults = with_old_names(default_config())
         for key in sorted(then.keys() | self.identity.keys()):
             before = then.get(key, defaults.get(key))
-            if before != self.identity.get(key):
+            is_same = before == self.identity.get(key)
+            if not is_same and not (key == "evaluate-every" and self.only_last):
                 name = RENAMED_KEYS.get(key, key)
                 return f"{name} = {before!r}, today {self.identity.get(key)!r}"
         return ""
 
+    def other_code(self, directory: Path) -> str:
+        """The code that this attempt was run with, and today's, if they differ; else empty."""
+        then = ", then ".join(code_of(directory))
+        return "" if then == code_version() else f"{then}; today {code_version()}"
+
     def outdated(self) -> str:
-        """Why no completed attempt counts; empty if one does, or if there is none."""
-        completed = [] if self.finished() else self.completed()
-        return self.other_default(completed[-1]) if completed else ""
+        """Why no attempt that ended counts; empty if one does, or if there is none."""
+        ended = [] if self.ended() else [a for a in self.attempts() if status_of(a)]
+        return (self.other_default(ended[-1]) or self.other_code(ended[-1])) if ended else ""
 
 
 def make_run(
-    keys: Keys, seed: int, options: Options, output: Path, read_at: Sequence[int] = ()
+    keys: Keys,
+    seed: int,
+    options: Options,
+    output: Path,
+    read_at: Sequence[int] = (),
+    is_timed: bool = False,
+    only_last: bool = False,
 ) -> Run:
     """The run of these recipe keys. ValueError if the config is invalid.
 
     Runs with the same identity share a folder; runs at different scales do not have the same.
+    Where only the last round is read, a method that fine-tunes a copy of the global model at each
+    evaluation is evaluated after that round alone.
     """
     full = {**keys, **scaled(keys, SCALES[options.scale], read_at), **options.changes, "seed": seed}
     config = resolve_config(full)
     if not config.rounds.num_clients:
         raise ValueError("num-clients = 0: expected the recipe to set the number of clients")
-    defaults = with_old_names(default_config())
-    hashed = {k: v for k, v in identity(config.flat).items() if v != defaults[k]}
-    digest = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:12]
-    source = config.data.source.rpartition("/")[2]
-    stem = re.sub(r"[^a-z0-9]+", "-", f"{config.rounds.method}-{source}".lower())
-    name = f"{stem}-seed{seed}-{digest}"
+    old_name = name_of(config, is_timed, is_0_1=True)
+    method = method_spec(config.rounds.method)
+    if only_last and method.is_adapted_from_global and method.is_stateful is not True:
+        full |= {"evaluate-every": config.rounds.num_rounds, **options.changes}
+        config = resolve_config(full)
+    names = list(dict.fromkeys([name_of(config, is_timed), old_name]))
     return Run(
         keys=full,
         rounds=config.rounds.num_rounds,
         paper_rounds=resolve_config(keys).rounds.num_rounds,
         clients=config.rounds.num_clients,
-        name=name,
-        folder=output / "runs" / name,
+        name=names[0],
+        folders=[output / "runs" / name for name in names],
+        is_timed=is_timed,
+        only_last=only_last,
+        any_code=options.any_code,
     )
 
 
 def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, output: Path) -> Run:
     """The run of one cell with one tuned value and one seed."""
-    return make_run({**cell.keys, **candidate}, seed, options, output, cell.read_at)
+    keys = {**cell.keys, **candidate}
+    return make_run(keys, seed, options, output, cell.read_at, cell.is_timed, cell.only_last)
 
 
 # --- what a run directory says ----------------------------------------------------------------
@@ -173,6 +243,29 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: expected a JSON object")
     return content
+
+
+def status_of(directory: Path) -> str:
+    """`finished`, `diverged` (values not finite or too large), `failed`; empty if it may go on."""
+    status = str(read_json(directory / "summary.json").get("status", ""))
+    if status.startswith(FAILED):
+        return DIVERGED if any(sign in status for sign in DIVERGENCE) else FAILED
+    return status if status == "finished" else ""
+
+
+def manifest_in(directory: Path) -> dict[str, Any]:
+    """The manifest, under its name of today or of 0.1."""
+    path = directory / "manifest.json"
+    return read_json(path if path.exists() else directory / "bundle.json")
+
+
+def code_of(directory: Path) -> tuple[str, ...]:
+    """The code that worked on the run, one `code_version` each; several after a resume."""
+    manifest = manifest_in(directory)
+    versions = manifest.get("versions", {})
+    unknown = "not recorded"
+    then = code_version(versions.get("sources", unknown), versions.get("torch", unknown))
+    return tuple(manifest.get("code", [then]))  # `code` is not in manifests before 0.2
 
 
 @lru_cache(maxsize=4096)
@@ -191,8 +284,7 @@ def machines_of(directory: Path) -> list[str]:
 
     "its clients' own" if its clients were sites, whose machines are not known.
     """
-    path = directory / "manifest.json"
-    manifest = read_json(path if path.exists() else directory / "bundle.json")  # its name in 0.1
+    manifest = manifest_in(directory)
     if not manifest.get("simulated", True):
         return ["its clients' own"]
     versions = manifest.get("versions", {"cpu": "not recorded", "gpu": "none"})

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from protocol.config import resolve_config
+from protocol.config import RunConfig, resolve_config
 from protocol.options import OptionValue
 
 Keys = Mapping[str, OptionValue]
@@ -15,12 +15,17 @@ NUM_EVALUATIONS = 20
 
 @dataclass(frozen=True)
 class Scale:
-    """Factors of rounds, training data and local epochs; 1 is the paper's setting."""
+    """Factors of rounds, training data and local epochs; 1 is the paper's setting.
+
+    min_steps: optimizer steps, one after the other, that a run has at least: fewer show chance
+    (FedAvg on CIFAR-10: 11 % after 78 steps, 28 % after 390; docs/results/four-methods.md).
+    """
 
     name: str
     rounds: float
     data: float
     epochs: float
+    min_steps: int = 0
 
 
 SCALES = {
@@ -29,7 +34,7 @@ SCALES = {
         Scale("paper", 1, 1, 1),
         Scale("day", 1 / 2, 1, 1 / 2),
         Scale("hour", 1 / 5, 1 / 4, 1 / 5),
-        Scale("minutes", 1 / 20, 1 / 20, 1 / 10),
+        Scale("minutes", 1 / 20, 1 / 20, 1 / 10, min_steps=400),
     )
 }
 
@@ -44,6 +49,7 @@ def scaled(keys: Keys, scale: Scale, read_at: Sequence[int] = ()) -> dict[str, O
     - The batch size shrinks with the data, so that an epoch keeps its number of steps, down to 128:
       learning rates that fit the paper's batches (FedCKA's 0.1 with momentum) diverge with small
       batches, and losses that compare the samples of a batch change.
+    - Then rounds are added until there are `min_steps` steps, up to the paper's number of rounds.
     - `min-samples` shrinks with the data. Where `batches-per-epoch` is set, it shrinks instead of
       the batch size, down to 1.
     - The run is evaluated 20 times, or as much more often as the rounds in `read_at` (shrunk too)
@@ -53,7 +59,18 @@ def scaled(keys: Keys, scale: Scale, read_at: Sequence[int] = ()) -> dict[str, O
         return {}
     config = resolve_config(keys)
     rounds, epochs = config.rounds.num_rounds, config.train.local_epochs
+    batch, batches = config.train.batch_size, config.train.batches_per_epoch
+    smaller: dict[str, OptionValue] = {
+        "local-epochs": max(min(epochs, MIN_EPOCHS), round(epochs * scale.epochs)),
+        "data-fraction": config.data.data_fraction * scale.data,
+        "batch-size": max(min(batch, MIN_BATCH_SIZE), round(batch * scale.data)),
+        "batches-per-epoch": max(1, round(batches * scale.data)) if batches else 0,
+        "min-samples": max(1, round(config.data.min_samples * scale.data)),
+    }
     num_rounds = max(min(rounds, MIN_ROUNDS), round(rounds * scale.rounds))
+    if scale.min_steps:
+        steps = steps_per_round(resolve_config({**keys, **smaller}), config.data.source)
+        num_rounds = max(num_rounds, min(rounds, math.ceil(scale.min_steps / steps)))
     needed = [scaled_round(at, rounds, num_rounds) for at in read_at if at < rounds]
     divisor = math.gcd(*needed)  # 0, which every number divides, if none is needed
     max_interval = max(1, num_rounds // NUM_EVALUATIONS)
@@ -61,14 +78,9 @@ def scaled(keys: Keys, scale: Scale, read_at: Sequence[int] = ()) -> dict[str, O
     if config.rounds.diagnostics:
         every = round(config.rounds.diagnostics_every * num_rounds / rounds)
         diagnostics["diagnostics-every"] = max(1, every)
-    batch, batches = config.train.batch_size, config.train.batches_per_epoch
     return diagnostics | {
         "num-rounds": num_rounds,
-        "local-epochs": max(min(epochs, MIN_EPOCHS), round(epochs * scale.epochs)),
-        "data-fraction": config.data.data_fraction * scale.data,
-        "batch-size": max(min(batch, MIN_BATCH_SIZE), round(batch * scale.data)),
-        "batches-per-epoch": max(1, round(batches * scale.data)) if batches else 0,
-        "min-samples": max(1, round(config.data.min_samples * scale.data)),
+        **smaller,
         "evaluate-every": next(n for n in range(max_interval, 0, -1) if divisor % n == 0),
     }
 
@@ -76,3 +88,22 @@ def scaled(keys: Keys, scale: Scale, read_at: Sequence[int] = ()) -> dict[str, O
 def scaled_round(at: int, paper_rounds: int, rounds: int) -> int:
     """The round of a scaled run that corresponds to round `at` of the paper."""
     return max(1, round(at * rounds / paper_rounds))
+
+
+def steps_per_round(config: RunConfig, source: str) -> float:
+    """Optimizer steps that an average client takes in a round, one after the other.
+
+    source: the data set whose published size counts; of one without, one sample is an epoch, so
+    that only ratios mean something.
+    """
+    from data.readers import READERS  # numpy and PIL: not needed for `--help`
+
+    data, train = config.data, config.train
+    steps: float = train.batches_per_epoch
+    if not steps:
+        reader = READERS.get(source)
+        size = reader.published.num_train if reader and reader.published else 1
+        held = size * data.data_fraction * (1 - data.local_test_fraction)
+        steps = held / config.rounds.num_clients / train.batch_size
+        steps = math.ceil(steps) if size > 1 else steps
+    return steps * max(1, train.local_epochs)

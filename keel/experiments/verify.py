@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 
 import client_app.app
+from client_app.setup import device_for
 from keel.experiments.measure import CURVES
+from keel.experiments.runs import machines_of
 from protocol.config import config_from_json
 from protocol.files import digest
 from protocol.messages import array_record
@@ -19,8 +21,8 @@ from server_app.audit import AUDIT_FILE, audit_problem
 from server_app.federation import one_round, prepare
 from server_app.history import read_history
 from server_app.inline import InlineGrid, simulated_nodes
-from server_app.manifest import read_manifest, signed_files, versions
-from server_app.summary import read_config_file
+from server_app.manifest import machine, read_manifest, signed_files, versions
+from server_app.summary import read_config_file, read_run_config
 
 MAX_DIFFERENCE = 0.02  # accuracy in [0, 1]: other versions or processors, after a few rounds
 MANIFESTS = ("manifest.json", "bundle.json")  # today's name, and that of 0.1
@@ -40,8 +42,6 @@ def verify(folder: Path, rounds: int, console: Console) -> int:
     Of several runs, unfinished ones (such as a killed attempt beside its successor) are skipped by
     name; a single run has to be finished.
     """
-    if rounds < 1:
-        raise ValueError(f"--rounds {rounds}: expected at least 1")
     found = (path for name in MANIFESTS for path in folder.expanduser().absolute().rglob(name))
     directories = sorted({path.parent for path in found})
     if not directories:
@@ -66,7 +66,7 @@ def unfinished(directory: Path) -> str:
     """Why the run cannot be verified; empty if it finished, or if its files were changed."""
     try:
         manifest = read_manifest(directory)
-    except json.JSONDecodeError:
+    except ValueError:
         return ""
     if "files" not in manifest:
         return "the run has not ended: its manifest is incomplete"
@@ -81,19 +81,16 @@ def checks(directory: Path, rounds: int) -> Iterator[Check]:
     """All checks of one run, up to one without which the rest would make no sense."""
     try:
         manifest = read_manifest(directory)
-    except json.JSONDecodeError as error:
-        yield Check(False, f"the manifest is damaged: {error}")
+    except ValueError as error:
+        yield Check(False, str(error))
         return
     if reason := unfinished(directory):
         yield Check(False, reason)
         return
     yield from file_checks(directory, manifest)
-    here = versions()
-    differing = [
-        f"{name} {then}, here {here.get(name, 'not recorded')}"
-        for name, then in manifest["versions"].items()
-        if here.get(name) != then
-    ]
+    here = machine(device_for(read_run_config(directory).train.device))
+    used = [*machines_of(directory), here]
+    differing = differing_versions(manifest["versions"], versions(), any_gpu(used))
     keel = ", then ".join(manifest.get("keel", ["not recorded"]))
     found = "; ".join(differing) or "the same here"
     yield Check(True, f"versions: {found} (the run's Keel: {keel})")
@@ -104,6 +101,27 @@ def checks(directory: Path, rounds: int) -> Iterator[Check]:
         yield from replay_checks(directory, manifest, rounds, is_same_setup=not differing)
     except (ValueError, OSError, RuntimeError) as error:
         yield Check(False, f"the replay failed: {error}")
+
+
+def any_gpu(machines: Sequence[str]) -> bool:
+    """Whether one of these, as in a manifest, is a GPU: there the order of sums is not fixed."""
+    return any(name.startswith("cuda") for name in machines)
+
+
+def differing_versions(
+    then: Mapping[str, str], here: Mapping[str, str], is_on_gpu: bool
+) -> list[str]:
+    """Each version that differs, in words; one that either side did not record differs.
+
+    is_on_gpu: the run or its replay uses a GPU; else it does not matter which one is there.
+    """
+    names = [name for name in [*then, *(here.keys() - then)] if name != "gpu" or is_on_gpu]
+    unknown = "not recorded"
+    return [
+        f"{name} {then.get(name, unknown)}, here {here.get(name, unknown)}"
+        for name in names
+        if then.get(name) != here.get(name)
+    ]
 
 
 def file_checks(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Check]:
@@ -175,7 +193,7 @@ def round_check(
         return Check(False, f"round {number}: not bit-identical, and no accuracy to compare")
     difference = max(abs(our_accuracies[k] - their_accuracies[k]) for k in shared)
     is_close = our_accuracies.keys() == their_accuracies.keys() and difference <= MAX_DIFFERENCE
-    on_gpu = replay["versions"]["gpu"] != "none"  # where the order of sums is not fixed
+    on_gpu = any_gpu(replay.get("machines", []))
     passed = is_close and (recorded is None or not is_same_setup or on_gpu)
     points = f"{100 * difference:.2f} points"
     return Check(passed, f"round {number}: not bit-identical, accuracies differ by {points}")

@@ -15,13 +15,14 @@ This module is cheap to import and free of torch. The patched processes have a m
 
 import itertools
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
-from flwr.common.constant import ErrorCode
+from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, ErrorCode
 from flwr.common.serde import (
     context_from_proto,
     context_to_proto,
@@ -33,8 +34,13 @@ from flwr.common.serde import (
 from flwr.proto.message_pb2 import Context as ContextProto
 from flwr.proto.message_pb2 import Message as MessageProto
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
+from flwr.supercore.constant import FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PULLS
 from flwr.supercore.exit import add_exit_handler
-from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
+from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,
+    ObjectPushError,
+    pull_objects,
+)
 from flwr.supercore.task_identity import TaskIdentity
 
 # --- server and inline engine --------------------------------------------------------------------
@@ -44,6 +50,9 @@ NO_REPLY = ErrorCode.UNKNOWN  # ours, for a reply that never came
 NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE  # the SuperNode is no longer connected
 UNDELIVERED = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 CRASHED = (ErrorCode.CLIENT_APP_CRASHED, *UNDELIVERED)  # the ClientApp died on the message
+TOO_LARGE = "more bytes than the bound"
+# of one of Flower's objects: it splits arrays into smaller ones
+MAX_OBJECT_BYTES = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE + 2**20
 NotPushedError = ObjectPushError  # of `push_messages`: its session at the SuperLink has expired
 
 
@@ -115,6 +124,49 @@ def watch_superlink(grid: object) -> Callable[[], float]:
 
     invoker.invoke = watched
     return silent_s
+
+
+class BoundedPull:
+    """`pull_objects` of a grid's module, which gives up a reply that has more than `max_bytes`.
+
+    Replaces it: Flower collects whatever a client has sent, in memory. It pulls as many objects at
+    once as fit into the bound, but one at least. No public way.
+    """
+
+    def __init__(self, pull: Callable[..., dict[str, bytes]]) -> None:
+        self.pull, self.max_bytes = pull, sys.maxsize
+
+    def __call__(
+        self, object_ids: list[str], pull_object_fn: Callable[[str], bytes], **options: Any
+    ) -> dict[str, bytes]:
+        """As Flower's; ObjectPullError, which it makes an error reply of, beyond the bound."""
+        lock, size, max_bytes = threading.Lock(), 0, self.max_bytes
+
+        def counted(object_id: str) -> bytes:
+            nonlocal size
+            if size <= max_bytes:
+                content = pull_object_fn(object_id)
+                with lock:
+                    size += len(content)
+            if size > max_bytes:
+                raise ObjectPullError(object_id, f"{TOO_LARGE} of {max_bytes}")
+            return content
+
+        most = min(FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PULLS, max_bytes // MAX_OBJECT_BYTES)
+        return self.pull(object_ids, counted, **{"max_concurrent_pulls": max(1, most)} | options)
+
+
+def bound_reply_bytes(grid: object, max_bytes: int) -> None:
+    """Let a deployment's grid refuse replies with more bytes, while they arrive.
+
+    Such a reply is an error whose reason contains TOO_LARGE. Does nothing in simulation.
+    """
+    module = sys.modules[type(grid).__module__]
+    if is_in_process_grid(grid) or "pull_objects" not in vars(module):
+        return
+    if not isinstance(module.pull_objects, BoundedPull):
+        replace(module, "pull_objects", BoundedPull(pull_objects), pull_objects)
+    module.pull_objects.max_bytes = max_bytes
 
 
 def ends_run(error: Exception) -> bool:

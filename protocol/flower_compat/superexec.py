@@ -3,7 +3,7 @@
 Replaces: `get_executor` in the executor's loop. Why: Flower starts a Python for every message,
 which imports Flower again, a second of CPU. Here the executor has Flower imported and forks: still
 one process for each message. Keel's client code is not imported here; the child takes it from the
-run's bundle. Public way: none; the kinds of executor are fixed in Flower.
+run's app. Public way: none; the kinds of executor are fixed in Flower.
 
 Replaces `make_simple_http_retry_invoker` there. Why: at a SuperLink that hangs, Flower's executor
 ends, and the ServerApp with it. Public way: none.

@@ -20,6 +20,12 @@ Replaces `SqlLinkState`. Why: Flower measures heartbeats by the clock, so that a
 stopped, or away, for more than a minute fails every run and regards every node as gone. Here both
 have another minute to be heard once it is back.
 
+Replaces `GRPC_MAX_MESSAGE_LENGTH` of the Fleet API, 2 GiB. Why: the SuperLink holds what a client
+sends at once in memory. No object of Flower's is larger than `MAX_OBJECT_BYTES`.
+
+Replaces `HEARTBEAT_PATIENCE` of tasks. Why: Flower ends the run of a ServerApp that was stopped for
+a minute. Here it has three.
+
 Needs `--database`: with any other state, this is Flower's SuperLink.
 """
 
@@ -47,7 +53,9 @@ from flwr.server.superlink.fleet.message_handler import message_handler
 from flwr.server.superlink.linkstate import LinkState, linkstate_factory
 from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
 from flwr.supercore.constant import NodeStatus
+from flwr.supercore.corestate import sql_corestate
 from flwr.supercore.date import now
+from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.object_store import NoObjectInStoreError, ObjectStore
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
@@ -60,11 +68,12 @@ from flwr.superlink.servicer.runtime import runtime_handlers
 from sqlalchemy import exists, func, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
-from protocol.flower_compat import FlowerChanged, replace
+from protocol.flower_compat import MAX_OBJECT_BYTES, FlowerChanged, replace
 
 log = logging.getLogger("keel.superlink")
 max_redeliveries = 3  # of one message: one that never arrives whole must not block its node
 patience_s = float(HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL)
+task_patience = 3 * HEARTBEAT_PATIENCE  # heartbeats that a ServerApp may miss
 absence_s = 5.0  # a gap this long between two ticks: the process was stopped
 tick_s = 1.0
 pull_messages = message_handler.pull_messages
@@ -292,5 +301,8 @@ def main() -> None:
     replace(runtime_handlers, "pull_messages", pull_complete_replies, pull_replies)
     replace(runtime_handlers, "confirm_message_received", confirm_and_delete, confirm_reply)
     replace(linkstate_factory, "SqlLinkState", PatientLinkState, SqlLinkState)
+    replace(sql_corestate, "HEARTBEAT_PATIENCE", task_patience, HEARTBEAT_PATIENCE)
+    cli = sys.modules[flower_superlink.__module__]
+    replace(cli, "GRPC_MAX_MESSAGE_LENGTH", MAX_OBJECT_BYTES, GRPC_MAX_MESSAGE_LENGTH)
     threading.Thread(target=PatientLinkState.presence.watch, daemon=True).start()
     flower_superlink()

@@ -79,6 +79,7 @@ def few_checks(monkeypatch):
     monkeypatch.setattr(keel.method_checks, "CHECKS", checks)
 
 
+@pytest.mark.filterwarnings("ignore:var... degrees of freedom")  # of WithUnbiasedVariance
 @pytest.mark.parametrize("broken", BROKEN)
 def test_what_is_broken_fails_and_nothing_else(broken, few_checks, monkeypatch, tmp_path):
     monkeypatch.setitem(METHODS, "fedprox", broken)

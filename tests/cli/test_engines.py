@@ -23,7 +23,7 @@ root = Path(__file__).parent.parent.parent
 
 
 def names_in(fab):
-    """What a Flower app bundle holds; its own list of contents aside."""
+    """What a Flower app file (FAB) holds; its own list of contents aside."""
     with zipfile.ZipFile(io.BytesIO(fab)) as file:
         return {name for name in file.namelist() if not name.startswith(".info")}
 
@@ -61,6 +61,7 @@ def test_flwr_reads_back_what_a_job_says():
         ("x\n12:00:00 error: no data\nTraceback\nRuntimeError: no data\n", "no data"),
         ("Error: SuperLink is unavailable\n", "SuperLink is unavailable"),
         ("something\nelse\n\n", "else"),
+        ("╭─ Error ───╮\n│ unavailable.    │\n╰───────────╯\n", "unavailable."),
         ("", "its log is empty"),
     ],
 )

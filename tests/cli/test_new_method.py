@@ -33,26 +33,24 @@ def run(checkout, *words):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize(
-    ("name", "words"), [("fedpull", []), ("damped-pull", ["--server-half"])], ids=["one", "both"]
-)
-def test_a_new_method_passes_its_own_test_and_the_linter(checkout, name, words):
-    made = run(checkout, "keel", "new-method", name, *words)
-    assert made.returncode == 0, made.stderr
-    files = made.stdout.splitlines()
-    stem = name.replace("-", "_")
-    assert (f"strategies/{stem}.py" in files) == bool(words)
-    python = [file for file in files if file.endswith(".py")]
+def test_new_methods_pass_their_own_tests_and_the_linter(checkout):
+    python = []
+    for name, words in (("fedpull", []), ("damped-pull", ["--server-half"])):
+        made = run(checkout, "keel", "new-method", name, *words)
+        assert made.returncode == 0, made.stderr
+        files = made.stdout.splitlines()
+        stem = name.replace("-", "_")
+        assert (f"strategies/{stem}.py" in files) == bool(words)
+        assert f"tests/methods/test_{stem}.py" in files
+        python += [file for file in files if file.endswith(".py")]
     for command in (["check"], ["format", "--check"]):
         lint = run(checkout, "ruff", *command, *python)
         assert lint.returncode == 0, lint.stdout
-    words = ("pytest", "-q", "-p", "no:cacheprovider", f"tests/methods/test_{stem}.py")
-    tested = run(checkout, *words)
+    tested = run(checkout, "pytest", "-q", "-p", "no:cacheprovider", "tests/methods")
     assert tested.returncode == 0, tested.stdout[-2000:]
-    config = tomllib.loads((checkout / "pyproject.toml").read_text())["tool"]["flwr"]["app"][
-        "config"
-    ]
-    assert config[name]["mu"] == 0.1
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())
+    config = project["tool"]["flwr"]["app"]["config"]
+    assert [config[name]["mu"] for name in ("fedpull", "damped-pull")] == [0.1, 0.1]
 
 
 @pytest.mark.parametrize(

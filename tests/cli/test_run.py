@@ -13,7 +13,7 @@ SMALL = ["model=cnn-fedreco", "lr=0.05", "alpha=5", "num-rounds=3"]
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def home(tmp_path, monkeypatch, no_pictures):
     """A Keel home of its own."""
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     return tmp_path

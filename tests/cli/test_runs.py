@@ -18,7 +18,7 @@ from PIL import Image
 import server_app.report
 from client_app.methods import METHODS
 from keel.cli.main import main
-from keel.cli.runs import is_flower, status_lines
+from keel.cli.runs import differing_keys, is_flower, status_lines
 from keel.runs import SavedRun, all_runs, find_run, is_locked, lock_holder
 from server_app.run_directory import RunDirectory
 from server_app.trained import load_model
@@ -130,6 +130,37 @@ def test_runs_are_found_by_path_name_and_unique_beginning(two, tmp_path):
         find_run("third")
     with pytest.raises(ValueError, match=r"has no config\.json"):
         find_run(tmp_path)
+
+
+@pytest.mark.parametrize("command", [["diagnose"], ["experiments", "verify"], ["status"]])
+def test_every_command_finds_a_run_by_its_name(two, command, capsys):
+    (two / "one" / "model.safetensors").unlink()  # enough to tell that it was found
+    (two / "one" / "history.jsonl").write_text("{}\n")
+    assert main([*command, "on"]) in (1, 2)
+    captured = capsys.readouterr()
+    assert str(two / "one") in " ".join((captured.out + captured.err).split())
+    assert main([*command, "nope"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: there is no run 'nope' in {two}; `keel list` shows what there is\n"
+    )
+
+
+def test_a_damaged_manifest_is_set_aside_on_a_resume(home, trained, caplog):
+    copy = shutil.copytree(trained, home / "runs" / "one")
+    (copy / "manifest.json").write_text("[]")
+    assert main(["resume", "one", "num-rounds=3"]) == 0
+    assert "manifest.json is damaged: it holds no JSON object" in caplog.text
+    assert (copy / "manifest.json.damaged").read_text() == "[]"
+
+
+def test_a_directory_that_cannot_be_written_names_its_variable(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path / "file" / "home"))
+    assert main(["run", "source=digits", "num-rounds=1"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path}/file/home")
+    assert "set KEEL_HOME" in error
+    assert error.count("\n") == 1
 
 
 def test_a_home_without_runs_is_one_line(home, capsys):
@@ -246,6 +277,15 @@ def test_compare_is_a_table_with_the_keys_that_differ_and_a_plot(two, tmp_path, 
         assert image.width > 500
 
 
+def test_compare_names_an_option_only_of_the_method_that_has_it(two, capsys):
+    path = two / "other" / "config.json"
+    config = json.loads(path.read_text())
+    config["config"] |= {"method": "fedcka", "fedcka.mu": 7.0, "moon.mu": 7.0}
+    path.write_text(json.dumps(config))
+    keys = differing_keys([find_run("one"), find_run("other")])
+    assert keys == ["lr", "method"]
+
+
 # --- predict and export --------------------------------------------------------------------------
 
 
@@ -297,6 +337,7 @@ def expected_logits(directory, pixels):
         return model.network(model.pixels.normalise(pixels)).numpy()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # TorchScript is what is tested
 def test_torchscript_gives_the_models_logits(trained, tmp_path):
     path = tmp_path / "model.pt"
     assert main(["export", str(trained), "--to", "torchscript", "-o", str(path)]) == 0

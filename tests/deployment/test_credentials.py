@@ -278,6 +278,7 @@ def test_a_certificate_that_ends_is_warned_of(tmp_path, days_on, words):
     assert problem.endswith(": `keel deploy credentials --renew`")
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("module", ["superlink_server", "supernode"])
 def test_a_process_warns_of_its_certificate_when_it_starts(tmp_path, module):
     make_credentials(tmp_path, ["a.org"], [], days=5)

@@ -9,7 +9,6 @@ from client_fixtures import assert_same_bits, differ
 from flwr.app import Message
 from safetensors.torch import load_file
 
-import server_app.report
 from client_app.evaluation import evaluate
 from client_app.methods import METHODS, method_of
 from client_app.process_cache import ProcessCache
@@ -47,11 +46,9 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def at_home(home, monkeypatch):
-    """One home for all runs here: the source is decoded once. Nobody looks at their pictures."""
+def at_home(home, monkeypatch, no_pictures):
+    """One home for all runs here: the source is decoded once."""
     monkeypatch.setenv("KEEL_HOME", str(home))
-    for picture in ("plot_label_distribution", "plot_accuracy"):
-        monkeypatch.setattr(server_app.report, picture, lambda *args, **kwargs: None)
 
 
 finished = {}

@@ -27,7 +27,7 @@ from server_app.diagnostics.comparison import DIAGNOSTICS, chosen_diagnostics, p
 from server_app.diagnostics.monitor import Monitor
 
 Run = Callable[..., Path]
-TAPS = ["conv1", "conv2", "fc1", "fc2", "features", "logits"]  # of cnn-fedreco
+LAYERS = ["conv1", "conv2", "fc1", "fc2", "features", "logits"]  # of cnn-fedreco
 PERSONAL = {"local-test-fraction": 0.2, "num-rounds": 1, "local-epochs": 1}
 guide = (Path(__file__).parents[2] / "docs/how-to/diagnostics.md").read_text()
 
@@ -49,20 +49,20 @@ def state_of(folder: Path, client: str, number: int) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-def taps_of(config, arrays, name="", taps=TAPS, count=256):
-    """Labels and the taps of a model on the first samples of the probe, [n, ...] in float64."""
+def taps_of(config, arrays, name="", reps=LAYERS, count=256):
+    """Labels and the reps of a model on the first samples of the probe, [n, ...] in float64."""
     source = open_source(config)
     model = model_for(config, source, name).eval()
     model.load_state_dict(model.state_dict() | arrays)
     probe = probe_of(config, source, torch.device("cpu"), 2000)
     x, y = next(probe.in_order(count))
     with torch.no_grad():
-        _, found = model.run(x, taps, to_logits=False)
-    return y, {tap: a.flatten(1).double() for tap, a in zip(taps, found, strict=True)}
+        _, found = model.run(x, reps, to_logits=False)
+    return y, {layer: a.flatten(1).double() for layer, a in zip(reps, found, strict=True)}
 
 
 def fast_cka(x, y):
-    """Eq. (3) again, for taps too wide for a loop over their entries."""
+    """Eq. (3) again, for reps too wide for a loop over their entries."""
     x, y = (t.numpy() - t.numpy().mean(0) for t in (x, y))
     top = np.linalg.norm(y.T @ x) ** 2
     return top / (np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y))
@@ -102,17 +102,17 @@ def test_the_numbers_are_those_of_the_models_of_the_round(run):
 
     _, before = taps_of(config, w_g)
     _, after = taps_of(config, w)
-    assert list(numbers["cka-global"]) == TAPS
-    for tap in TAPS:
-        found = numbers["cka-global"][tap]["clients"]["client-0000"]
-        assert found == pytest.approx(fast_cka(before[tap], after[tap]), rel=1e-4)
+    assert list(numbers["cka-global"]) == LAYERS
+    for layer in LAYERS:
+        found = numbers["cka-global"][layer]["clients"]["client-0000"]
+        assert found == pytest.approx(fast_cka(before[layer], after[layer]), rel=1e-4)
     printed = cka_as_printed(before["logits"], after["logits"])
     assert numbers["cka-global"]["logits"]["mean"] == pytest.approx(printed, rel=1e-4)
     assert numbers["cka-global"]["logits"]["variance"] == 0
 
     for arrays, key in ((w_g, "global"), (w, "mean")):
-        y, taps = taps_of(config, arrays, count=2000)  # all 359 test images
-        sigma_w, sigma_b, sigma_t = covariances(taps["features"], y)
+        y, reps = taps_of(config, arrays, count=2000)  # all 359 test images
+        sigma_w, sigma_b, sigma_t = covariances(reps["features"], y)
         assert numbers["within-class-trace"][key] == pytest.approx(sigma_w.trace(), rel=1e-5)
         assert numbers["between-class-trace"][key] == pytest.approx(sigma_b.trace(), rel=1e-5)
         p = np.linalg.svd(sigma_t, compute_uv=False)
@@ -140,18 +140,18 @@ def test_clients_are_compared_pair_by_pair_on_what_they_sent(run, monkeypatch):
     overrides = {"diagnostics": "cka-clients", "num-rounds": 1, "local-epochs": 2}
     numbers = history_of(run(overrides, num_clients=3))[-1]["diagnostics"]["cka-clients"]
     config = resolve_config(SMALL | overrides)
-    taps = [taps_of(config, arrays)[1] for arrays in sent.values()]
-    for tap in TAPS:
-        each = [fast_cka(taps[i][tap], taps[j][tap]) for i, j in ((0, 1), (0, 2), (1, 2))]
-        assert numbers[tap]["mean"] == pytest.approx(np.mean(each), rel=1e-4)
-        assert numbers[tap]["variance"] == pytest.approx(np.var(each), rel=1e-2, abs=1e-9)
-        assert numbers[tap]["pairs"] == 3
+    reps = [taps_of(config, arrays)[1] for arrays in sent.values()]
+    for layer in LAYERS:
+        each = [fast_cka(reps[i][layer], reps[j][layer]) for i, j in ((0, 1), (0, 2), (1, 2))]
+        assert numbers[layer]["mean"] == pytest.approx(np.mean(each), rel=1e-4)
+        assert numbers[layer]["variance"] == pytest.approx(np.var(each), rel=1e-2, abs=1e-9)
+        assert numbers[layer]["pairs"] == 3
 
     monkeypatch.setattr(server_app.diagnostics.comparison, "MAX_PAIRED", 2)
     numbers = history_of(run(overrides, num_clients=3))[-1]["diagnostics"]["cka-clients"]
     assert numbers["logits"]["pairs"] == 1
     found = numbers["logits"]["mean"]
-    assert found == pytest.approx(fast_cka(taps[0]["logits"], taps[1]["logits"]), rel=1e-4)
+    assert found == pytest.approx(fast_cka(reps[0]["logits"], reps[1]["logits"]), rel=1e-4)
 
 
 def test_a_resumed_run_has_the_numbers_of_one_that_was_not_cut(run):
@@ -193,8 +193,8 @@ def test_fedreco_is_measured_by_the_clients_own_models_not_by_their_gradients(ru
         own = {k.removeprefix("model/"): v for k, v in kept.items()}
         distance = sum((own[k] - u_0[k]).double().square().sum() for k in u_0).sqrt().item()
         assert numbers["drift"]["clients"][client] == pytest.approx(distance, rel=1e-6)
-        _, ours = taps_of(config, own, taps=["features"])
-        _, theirs = taps_of(config, u_0, taps=["features"])
+        _, ours = taps_of(config, own, reps=["features"])
+        _, theirs = taps_of(config, u_0, reps=["features"])
         expected = fast_cka(ours["features"], theirs["features"])
         found = numbers["cka-global"]["features"]["clients"][client]
         assert found == pytest.approx(expected, rel=1e-4)
@@ -213,17 +213,17 @@ def test_clients_of_another_architecture_are_compared_at_features_and_logits(run
     assert numbers["cka-global"]["features"]["clients"].keys() == {"client-0000", "client-0001"}
     assert numbers["drift"]["clients"].keys() == {"client-0000"}
     config = resolve_config(SMALL | PERSONAL | models)
-    taps = []
+    reps = []
     for client, name in (("client-0000", "cnn-fedreco"), ("client-0001", "small-cnn")):
         kept = state_of(folder, client, 1)
         own = {k.removeprefix("model/"): v for k, v in kept.items()}
-        taps.append(taps_of(config, own, name, taps=["logits"])[1]["logits"])
+        reps.append(taps_of(config, own, name, reps=["logits"])[1]["logits"])
     found = numbers["cka-clients"]["logits"]["mean"]
-    assert found == pytest.approx(cka_as_printed(*taps), rel=1e-4)
+    assert found == pytest.approx(cka_as_printed(*reps), rel=1e-4)
 
 
 def test_a_monitor_holds_one_models_weights_at_a_time(run, monkeypatch):
-    """What is kept of each client is small: the views of its taps, none of its weights."""
+    """What is kept of each client is small: the views of its reps, none of its weights."""
     comparison = server_app.diagnostics.comparison.Comparison
     config = resolve_config(SMALL)
     source = open_source(config)
@@ -282,13 +282,13 @@ def test_the_command_measures_saved_personal_models(run, monkeypatch, capsys, tm
     assert written["models"] == ["client-0000", "client-0001"]
     assert written["probe"] == {"source": "digits", "samples": 359}
     config = resolve_config(SMALL | {"method": "fedreco"})
-    taps = []
+    reps = []
     for client in written["models"]:
         kept = state_of(folder, client, 1)
         own = {k.removeprefix("model/"): v for k, v in kept.items()}
-        taps.append(taps_of(config, own, taps=["logits"])[1]["logits"])
+        reps.append(taps_of(config, own, reps=["logits"])[1]["logits"])
     found = written["diagnostics"]["cka-clients"]["logits"]["mean"]
-    assert found == pytest.approx(cka_as_printed(*taps), rel=1e-4)
+    assert found == pytest.approx(cka_as_printed(*reps), rel=1e-4)
     for picture in ("cka.png", "features.png"):
         assert (output / picture).read_bytes().startswith(b"\x89PNG")
     assert command(monkeypatch, folder, "--output", output) == 2
@@ -306,7 +306,7 @@ def test_the_command_compares_checkpoints_of_methods_that_keep_nothing(run, monk
     distance = sum((w[name] - w_g[name]).double().square().sum() for name in w).sqrt().item()
     assert numbers["drift"]["mean"] == pytest.approx(distance, rel=1e-6)
     config = resolve_config(SMALL)
-    logits = [taps_of(config, a, taps=["logits"], count=100)[1]["logits"] for a in (w, w_g)]
+    logits = [taps_of(config, a, reps=["logits"], count=100)[1]["logits"] for a in (w, w_g)]
     found = numbers["cka-global"]["logits"]["mean"]
     assert found == pytest.approx(cka_as_printed(*logits), rel=1e-4)
 

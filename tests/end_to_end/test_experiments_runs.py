@@ -78,19 +78,21 @@ def test_what_is_finished_is_not_run_again(swept, monkeypatch, capsys):
     assert "2 runs are already finished" in capsys.readouterr().out
 
 
-def test_a_failing_run_is_survived_and_named(swept, tmp_path, capsys):
+def test_a_run_that_diverges_is_survived_named_and_not_run_again(swept, tmp_path, capsys):
     text = sweep.read_text().replace("[0.01, 1.0]", "[0.01, 1.0e+30]")
     recipe = tmp_path / "diverging.yaml"
     recipe.write_text(text)
     before = folders(swept)
-    assert main("run", str(recipe), "--output", str(swept), *ONCE) == 1
+    assert main("run", str(recipe), "--output", str(swept), *ONCE) == 0
     message = capsys.readouterr().out
-    assert "failed" in message
+    assert "diverged fedprox-digits-seed0-" in message
     assert "values that are not finite" in message
     assert "1 runs are already finished" in message  # the sweep's own, shared
-    new = set(folders(swept)) - set(before)
-    assert len(new) == 1
-    shutil.rmtree(new.pop().parent)
+    (new,) = set(folders(swept)) - set(before)
+    assert main("run", str(recipe), "--output", str(swept), *ONCE) == 0
+    assert "2 runs are already finished" in capsys.readouterr().out
+    assert "| fedprox.mu = 1e+30 | –; diverged 1/1 |" in write_report(swept)[1].read_text()
+    shutil.rmtree(new.parent)
     (job,) = swept.glob("jobs/diverging*")
     job.unlink()
 
@@ -253,7 +255,11 @@ def test_the_report_holds_the_numbers_of_the_histories(swept):
         (row,) = [row for row in cells.rows if row and row[0] == f"fedprox.mu = {mu}"]
         assert row[1:] == ["–", f"{mean:.2f}", "–"]  # the other column was not asked for
         assert f"| fedprox.mu = {mu} | {mean:.2f} |\n" in text.read_text()
-    assert ["homogeneous above heterogeneous in fedprox.mu = 1.0", "not tested", ""] in cells.rows
+    assert [
+        "homogeneous above heterogeneous in fedprox.mu = 1.0",
+        "not tested",
+        "not run",
+    ] in cells.rows
     pictures = [a for a in cells.addresses if a.startswith("data:image/")]
     assert len(pictures) == 2  # the curves, and how the classes lie over the clients
     assert all(a.startswith(("data:image/", "#")) for a in cells.addresses)  # it opens offline
@@ -345,26 +351,26 @@ def test_accuracies_that_the_replay_does_not_give_are_found(copied):
 
 
 def test_another_split_and_other_weights_are_found(copied):
-    """A bundle that fits its files, but not the run: only the replay can tell."""
-    bundle = json.loads((copied / "manifest.json").read_text())
-    bundle["split"] = bundle["rounds"]["1"] = "0" * 16
-    (copied / "manifest.json").write_text(json.dumps(bundle))
+    """A manifest that fits its files, but not the run: only the replay can tell."""
+    manifest = json.loads((copied / "manifest.json").read_text())
+    manifest["split"] = manifest["rounds"]["1"] = "0" * 16
+    (copied / "manifest.json").write_text(json.dumps(manifest))
     assert [found.partition(":")[0] for found in wrong(copied)] == ["split", "round 1"]
 
 
 def test_a_run_that_did_not_end_is_not_verified(copied):
-    bundle = json.loads((copied / "manifest.json").read_text())
-    del bundle["files"]
-    (copied / "manifest.json").write_text(json.dumps(bundle))
+    manifest = json.loads((copied / "manifest.json").read_text())
+    del manifest["files"]
+    (copied / "manifest.json").write_text(json.dumps(manifest))
     assert wrong(copied) == ["the run has not ended: its manifest is incomplete"]
     assert main("verify", str(copied.parent / "nothing")) == 2
 
 
 def test_of_several_runs_one_that_was_killed_is_skipped_by_name(copied, capsys):
     killed = Path(shutil.copytree(copied, copied.parent / "killed"))
-    bundle = json.loads((killed / "manifest.json").read_text())
-    del bundle["files"]
-    (killed / "manifest.json").write_text(json.dumps(bundle))
+    manifest = json.loads((killed / "manifest.json").read_text())
+    del manifest["files"]
+    (killed / "manifest.json").write_text(json.dumps(manifest))
     assert main("verify", str(killed)) == 1
     assert main("verify", str(copied.parent), "--rounds", "1") == 0
     assert "2 runs, 1 skipped, 0 checks failed" in capsys.readouterr().out

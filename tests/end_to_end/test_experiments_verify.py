@@ -14,13 +14,8 @@ from keel.experiments.runs import machines_of
 from keel.experiments.verify import checks
 from protocol.config import app_folder, keel_version, resolve_config
 from protocol.files import digest
-from server_app.manifest import (
-    SERVER_PACKAGES,
-    begin_manifest,
-    read_manifest,
-    sources_digest,
-    versions,
-)
+from server_app.manifest import begin_manifest, read_manifest, versions
+from server_app.sources import SERVER_PACKAGES, sources_digest
 
 keys = {"source": "digits", "model": "cnn-fedreco", "num-clients": 4}
 

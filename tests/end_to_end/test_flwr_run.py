@@ -1,7 +1,8 @@
 """`flwr run` as a user types it: two rounds of every method, in one background SuperLink.
 
-Two runs are under way at once; each starts Ray, which takes most of its time. All but the methods
-in QUICK are slow tests: test_compared_runs.py trains every method on the inline engine.
+Two runs are under way at once; each starts Ray, which takes most of its time. QUICK has a method
+of each kind: a local objective, a procedure that is personal as well, and a stateful one. The
+others are slow tests: test_compared_runs.py trains every method on the inline engine.
 """
 
 import hashlib
@@ -30,16 +31,17 @@ num_supernodes = 4
 half = SMALL | {"fraction-train": 0.5, "local-test-fraction": 0.2, "cache-mb": 64}
 num_cpus = os.cpu_count() or 1  # so many for each worker: there is one worker
 
+fedintr = {"method": "fedintr", "local-epochs": 2, "evaluate-clients": "all"}
 runs: dict[str, tuple[dict[str, OptionValue], int]] = {  # keys, CPUs for each worker
-    "fedintr": ({"method": "fedintr", "local-epochs": 2}, 1),
-    "fedintr, one worker": ({"method": "fedintr", "local-epochs": 2}, num_cpus),
     "fedreco": ({"method": "fedreco", "fedreco.eta-0": 0.5}, 1),
     "fedreco, one worker": ({"method": "fedreco", "fedreco.eta-0": 0.5}, num_cpus),
-    "fedavg": ({"method": "fedavg", "evaluate-clients": "all"}, 1),
+    "fedintr": (fedintr, 1),
     "scaffold": ({"method": "scaffold"}, 1),
 }
 QUICK = list(runs)  # of these, a run starts while the one before it is under way
 runs |= {
+    "fedavg": ({"method": "fedavg", "evaluate-clients": "all"}, 1),
+    "fedintr, one worker": (fedintr, num_cpus),
     "fedprox": ({"method": "fedprox", "evaluate-clients": "cohort"}, 1),
     "fedavgm": ({"server-optimizer": "fedavgm"}, 1),
     "fedadam": ({"server-optimizer": "fedadam"}, 1),
@@ -108,7 +110,7 @@ def test_every_method_runs_for_two_rounds_and_leaves_its_folder(finished, name):
         scores = [line[key] for key in ("global", "personal") if key in line]
         assert scores
         assert all(0 <= s.get("mean", s.get("accuracy")) <= 1 for s in scores)
-        asked = {"fedavg": 4, "fedprox": 2}.get(name)
+        asked = {"fedavg": 4, "fedintr": 4, "fedprox": 2}.get(name)
         if asked:
             assert len(line["local_global"]["clients"]) == asked
     assert all(array.isfinite().all() for array in final_model(folder).values())
@@ -116,15 +118,20 @@ def test_every_method_runs_for_two_rounds_and_leaves_its_folder(finished, name):
     assert {"checkpoints", "accuracy.png", "labels.png"} <= names
 
 
-@pytest.mark.parametrize("method", ["fedintr", "fedreco"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("fedreco", "fedreco, one worker"),
+        ("fedintr",),
+        pytest.param(("fedintr", "fedintr, one worker"), marks=pytest.mark.slow),
+    ],
+)
 def test_the_model_is_the_same_to_the_bit_inline_with_one_worker_and_with_two(
-    finished, tmp_path, method
+    finished, tmp_path, no_pictures, names
 ):
-    two_workers, _ = finished(method)
-    one_worker, _ = finished(f"{method}, one worker")
-    keys, _ = runs[method]
+    keys, _ = runs[names[0]]
     inline = run_inline(half | keys | {"output-dir": str(tmp_path)}, num_supernodes)
-    for folder in (two_workers, one_worker):
+    for folder, _ in map(finished, names):
         assert same_bits(all_models(folder), all_models(inline))
         for line, expected in zip(history_of(folder), history_of(inline), strict=True):
             assert line["participants"] == expected["participants"]

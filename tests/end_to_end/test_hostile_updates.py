@@ -6,13 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, final_model, history_of, same_bits, summary_of
+from conftest import SMALL, final_model, history_of, same_bits, summary_of, without_pictures
 from flwr.app import Message, MessageType
 from hypothesis import given
 from hypothesis import strategies as st
 
 import client_app.app
-import server_app.report
 from data.sources import load_source
 from protocol.messages import (
     Arrays,
@@ -33,9 +32,7 @@ HONEST = ["site-0", "site-2", "site-3"]
 
 @pytest.fixture(scope="module", autouse=True)
 def no_pictures():
-    with pytest.MonkeyPatch.context() as patch:
-        for picture in ("plot_accuracy", "plot_label_distribution"):
-            patch.setattr(server_app.report, picture, lambda *what: None)
+    with without_pictures():
         yield
 
 
@@ -104,7 +101,7 @@ def accuracy_of(folder):
 
 # --- a lying sample count -------------------------------------------------------------------------
 
-LONG = {"num_rounds": 40, "batch_size": 16, "lr": 0.02, "evaluate_every": 40, "image_size": 28}
+LONG = {"num_rounds": 30, "batch_size": 16, "lr": 0.02, "evaluate_every": 30, "image_size": 28}
 
 
 @pytest.fixture(scope="module")
@@ -113,16 +110,26 @@ def honest(sites, tmp_path_factory):
     return accuracy_of(run(HostileGrid(sites), tmp_path_factory.mktemp("honest"), **LONG))
 
 
+@pytest.mark.parametrize("key", [{}, {"norm_bound": "median"}, {"aggregation": "median"}])
 def test_a_billion_claimed_samples_and_a_reversed_update_cost_at_most_two_points(
-    honest, sites, tmp_path, caplog
+    key, honest, sites, tmp_path, caplog
 ):
     grid = HostileGrid(sites, reversed_update, claim=10**9)
     with caplog.at_level(logging.WARNING, logger="keel.server"):
-        folder = run(grid, tmp_path, aggregation="median", **LONG)
+        folder = run(grid, tmp_path, **LONG | key)
     assert accuracy_of(folder) >= honest - 0.02
-    [line] = [m for m in caplog.messages if "declares" in m]
+    [line] = [m for m in caplog.messages if "declares 1000000000" in m]
     assert line.startswith("client site-1 declares 1000000000 training samples, 100.0% of all (the")
-    assert line.endswith("it weighs at most max-weight-share = 0.25 of a round")
+    assert "it weighs at most max-weight-share = 0.25 of a round, and not at all" in line
+    assert "points against the others' (median cosine -0." in str(history_of(folder)[0]["left_out"])
+
+
+def test_a_claimed_billion_does_not_make_its_loss_the_round_s(sites, tmp_path):
+    def spoil(reply: TrainReply, sent: Arrays) -> TrainReply:
+        return replace(reply, metrics=reply.metrics | {"loss.supervised": 1000.0})
+
+    first, _ = history_of(run(HostileGrid(sites, spoil, claim=10**9), tmp_path))
+    assert 250 <= first["losses"]["supervised"] < 253  # a quarter of it, and the others' 2.3
 
 
 @pytest.mark.parametrize("key", [{}, {"norm_bound": "median"}, {"aggregation": "multi-krum"}])

@@ -11,6 +11,7 @@ from conftest import SMALL
 
 from keel.cli.main import main
 from keel.deployment.loopback import partitions, running
+from keel.runs import SavedRun
 
 pytestmark = pytest.mark.end_to_end
 root = Path(__file__).parent.parent.parent
@@ -63,3 +64,15 @@ def test_ctrl_c_stops_the_run_on_the_superlink(deployed, tmp_path):
     assert process.returncode == 130, err
     assert err == ""
     assert "Traceback" not in out
+    [directory] = tmp_path.glob("cut")
+    assert f"keel resume {directory} --engine deployment" in "".join(out.splitlines())
+    done = SavedRun(directory).rounds
+    assert main(["resume", str(directory), f"num-rounds={done + 1}", *deployed]) == 0
+    assert SavedRun(directory).rounds == done + 1
+
+
+def test_a_run_that_the_server_does_not_have_is_one_line(deployed, capfd):
+    assert main(["resume", "elsewhere", *deployed]) == 1
+    error = capfd.readouterr().err
+    assert "runs/elsewhere has no config.json" in error
+    assert error.count("\n") == 1

@@ -2,15 +2,15 @@
 
 import json
 import os
-import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, final_model, history_of, same_bits, summary_of
+from conftest import final_model, history_of, same_bits, summary_of
 from deployment_fixtures import (
+    LOOPBACK_CLIENTS,
+    LOOPBACK_KEYS,
     limit_s,
     lines_of,
     new_run,
@@ -25,32 +25,23 @@ from keel.deployment.checks_runtime import check_worker
 from keel.deployment.credentials import make_credentials
 from keel.deployment.loopback import Loopback, free_ports, partitions, running
 from keel.deployment.register import register
-from keel.deployment.superlink import connection, run_config
-from protocol.config import app_folder
+from keel.deployment.superlink import connection
 from server_app.inline import run_inline
-
-num_clients = 2
-KEYS = SMALL | {
-    "method": "fedreco",
-    "fedreco.eta-0": 0.5,
-    "local-test-fraction": 0.2,
-    "num-rounds": 3,
-    "round-timeout": 250.0,
-    "device": "cpu",
-}
 
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("deployed"), partitions(num_clients)) as local:
+    """A deployment on loopback."""
+    with running(tmp_path_factory.mktemp("deployed"), partitions(LOOPBACK_CLIENTS)) as local:
         yield local
 
 
 @pytest.fixture(scope="module")
 def inline(tmp_path_factory):
-    return run_inline(KEYS | {"output-dir": str(tmp_path_factory.mktemp("inline"))}, num_clients)
+    output = {"output-dir": str(tmp_path_factory.mktemp("inline"))}
+    return run_inline(LOOPBACK_KEYS | output, LOOPBACK_CLIENTS)
 
 
 def wait_for_end(local: Loopback, run_id: int, run: Path) -> str:
@@ -74,16 +65,20 @@ def server_app_pid(local: Loopback) -> int:
 
 
 def test_model_and_client_state_equal_those_of_the_inline_engine_bit_for_bit(deployed, inline):
-    run_id, run = new_run(deployed, KEYS)
+    run_id, run = new_run(deployed, LOOPBACK_KEYS)
     assert wait_for_end(deployed, run_id, run) == "finished:completed"
     assert summary_of(run)["status"] == "finished"
     assert same_bits(final_model(run), final_model(inline))
     assert state_of_clients(deployed, run) == state_inline(inline)
     assert all(line["left_out"] == {} for line in history_of(run))
+    written = [deployed.root / "server" / "superlink.db"]
+    written += (deployed.root / owner / "keel" for owner in ("server", *deployed.clients))
+    for path in [*written, *(below for each in written for below in each.rglob("*"))]:
+        assert path.stat().st_mode & 0o077 == 0, path  # nobody else reads updates or models
 
 
 def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bits(deployed, inline):
-    run_id, run = new_run(deployed, KEYS)
+    run_id, run = new_run(deployed, LOOPBACK_KEYS)
     wait_for_round(run, 1)
     os.kill(deployed.pid("worker-client-0000"), signal.SIGKILL)
     os.kill(deployed.pid("superlink"), signal.SIGKILL)
@@ -101,113 +96,30 @@ def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bit
         assert deployed.processes[name].starts == 2
 
 
-def test_a_supernode_and_an_executor_killed_come_back_and_rounds_without_them_say_so(deployed):
-    run_id, run = new_run(deployed, KEYS | {"num-rounds": 60, "evaluate-every": 60})
-    wait_for_round(run, 1)
-    executor, supernode = "executor-client-0001", "supernode-client-0000"
-    starts = {name: deployed.processes[name].starts for name in (executor, supernode)}
-    os.kill(deployed.pid(executor), signal.SIGKILL)
-    os.kill(deployed.pid(supernode), signal.SIGKILL)
-    disturbed, back, deadline = len(lines_of(run)) + 1, False, time.monotonic() + limit_s
-    while not back:  # the SuperLink takes the killed SuperNode for connected for a minute
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-        rows = [json.loads(line) for line in lines_of(run)]
-        for row in rows:
-            missing = {"client-0000", "client-0001"} - set(row["participants"])
-            assert missing <= row["left_out"].keys() | set(row["backed_off"])
-            disturbed = max(disturbed, row["round"] if missing else 0)
-        again = all(deployed.processes[name].starts > starts[name] for name in starts)
-        back = again and rows[-1]["round"] > disturbed + 1
-    deployed.superlink.stop(run_id)
-    states = state_of_clients(deployed, run)
-    assert states.keys() == {"client-0000", "client-0001"}
-    for name in states:  # trained on from its own state: every version intact
-        folder = deployed.root / name / "keel" / "clients" / run.name / name
-        assert not list(folder.glob("*.damaged"))
-        assert max(int(path.name.split("-")[1]) for path in folder.glob("round-*")) > disturbed
-
-
 @pytest.mark.slow
 @pytest.mark.deployment
 @pytest.mark.parametrize(
-    ("stopped", "seconds"), [("superlink", 40), ("superlink", 95), ("supernode-client-0000", 40)]
+    ("stopped", "seconds"),
+    [
+        *(("superlink", 40), ("superlink", 95), ("serverapp", 40), ("serverapp", 95)),
+        *(("supernode-client-0000", 40), ("serverapp-executor", 95)),
+        *(("executor-client-0000", 40), ("executor-client-0000", 95)),
+        *(("worker-client-0000", 40), ("worker-client-0000", 95)),
+    ],
 )
 def test_a_process_that_hangs_costs_time_and_nothing_else(deployed, inline, stopped, seconds):
-    run_id, run = new_run(deployed, KEYS)
+    run_id, run = new_run(deployed, LOOPBACK_KEYS)
     wait_for_round(run, 1)
-    os.kill(deployed.pid(stopped), signal.SIGSTOP)
+    pid = server_app_pid(deployed) if stopped == "serverapp" else deployed.pid(stopped)
+    os.kill(pid, signal.SIGSTOP)
     try:
         time.sleep(seconds)
     finally:
-        os.kill(deployed.pid(stopped), signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
     assert wait_for_end(deployed, run_id, run) == "finished:completed"
     assert all(line["left_out"] == {} for line in history_of(run))
     assert same_bits(final_model(run), final_model(inline))
     assert state_of_clients(deployed, run) == state_inline(inline)
-
-
-def rejected(deployed, words: list[str]) -> subprocess.CompletedProcess:
-    """A SuperNode started with these words, which has to give up."""
-    [port] = free_ports(1)
-    return subprocess.run(
-        [
-            *("flower-supernode", "--isolation", "process", "--host", "127.0.0.1"),
-            *("--port", str(port), "--max-retries", "1", "--max-wait-time", "10"),
-            *("--superlink", f"127.0.0.1:{deployed.fleet_port}", *words),
-        ],
-        env=deployed.environment("stranger"),
-        cwd=app_folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=limit_s,
-        check=False,
-    )
-
-
-def known_nodes(deployed) -> int:
-    return len(deployed.superlink.nodes())
-
-
-def test_unknown_key_wrong_ca_and_plain_text_are_refused(deployed, tmp_path):
-    make_credentials(tmp_path, ["127.0.0.1"], ["stranger"])
-    before = known_nodes(deployed)
-    ours, theirs = deployed.credentials / "server" / "ca.pem", tmp_path / "stranger"
-    key = ["--auth-supernode-private-key", str(theirs / "client.key")]
-    config = ["--node-config", run_config({"name": "stranger"})]
-    unknown = rejected(deployed, ["--root-certificates", str(ours), *key, *config])
-    assert unknown.returncode != 0
-    assert "Failed to activate SuperNode" in unknown.stdout, unknown.stdout
-    no_key = rejected(deployed, ["--root-certificates", str(ours), *config])
-    assert no_key.returncode != 0
-    wrong_ca = rejected(deployed, ["--root-certificates", str(theirs / "ca.pem"), *key, *config])
-    assert wrong_ca.returncode != 0
-    assert re.search("(?i)certificate|ssl|handshake", wrong_ca.stdout), wrong_ca.stdout
-    plain = rejected(deployed, ["--insecure", *config])
-    assert plain.returncode != 0
-    for each in (unknown, no_key, wrong_ca, plain):
-        assert "SuperNode ID" not in each.stdout
-    assert known_nodes(deployed) == before
-
-
-def test_an_executor_without_the_secret_gets_no_work(deployed):
-    strange = subprocess.run(
-        [
-            *("flower-superexec", "--insecure", "--runtime-api-address"),
-            f"127.0.0.1:{deployed.runtime_ports['client-0000']}",
-        ],
-        env=deployed.environment("stranger"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=limit_s,
-        check=False,
-    )
-    assert "terminated" in strange.stdout  # refused, it ends by itself
-    assert "Start `flwr-clientapp`" not in strange.stdout
-    with_secret = deployed.processes["executor-client-0000"].process
-    assert with_secret.poll() is None
 
 
 def test_the_doctor_finds_this_server_in_order_and_a_key_that_is_not_registered(deployed, tmp_path):
@@ -240,13 +152,13 @@ def test_a_registered_key_cannot_take_the_name_of_a_client_that_is_away(deployed
     address = f"127.0.0.1:{deployed.http_port}"
     lines = register(deployed.credentials / "server", address, 0.0)
     [node] = [line.split()[3] for line in lines if line.startswith("registered")]
-    run_id, run = new_run(deployed, KEYS | {"num-rounds": 60, "min-replies": 1})
+    run_id, run = new_run(deployed, LOOPBACK_KEYS | {"num-rounds": 60, "min-replies": 1})
     wait_for_round(run, 1)
     real = deployed.processes.pop(f"supernode-{name}")  # not restarted
     real.stop()
     deployed.runtime_ports[impostor] = free_ports(1)[0]
     try:
-        config = partitions(num_clients)[name] | {"name": name}
+        config = partitions(LOOPBACK_CLIENTS)[name] | {"name": name}
         deployed.start_client(impostor, config)
         deadline = time.monotonic() + limit_s
         refusal = f"node {node} is new and cannot be used: it calls itself '{name}', but its key is"
@@ -256,7 +168,7 @@ def test_a_registered_key_cannot_take_the_name_of_a_client_that_is_away(deployed
         nodes = {
             row["client"]: row["node"] for row in json.loads((run / "roster.json").read_text())
         }
-        assert nodes.keys() == set(partitions(num_clients))
+        assert nodes.keys() == set(partitions(LOOPBACK_CLIENTS))
         assert nodes[name] != int(node)
     finally:
         deployed.superlink.stop(run_id)

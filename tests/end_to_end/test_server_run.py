@@ -1,4 +1,4 @@
-"""Whole runs on the inline engine: what they leave, whether they repeat, and how they go on."""
+"""Whole runs on the inline engine: what they leave, whether they repeat, and how they resume."""
 
 import errno
 import fcntl
@@ -332,7 +332,7 @@ def test_a_run_that_ended_in_its_first_round_begins_again(run, crash, tmp_path):
 def test_every_method_goes_on_as_if_never_interrupted(run, crash, method, server):
     """A resume between two rounds and one after a crash within a round."""
     if server != "fedavg" and not METHODS[method].supports_server_optimizer:
-        pytest.skip(f"{method} has a server step of its own")
+        pytest.skip(f"{method} has a server update of its own")
     keys = half_of_them | {"method": method, "server-optimizer": server, "num-rounds": 4}
     if not issubclass(METHODS[method], LocalObjective):
         keys["fedacg.beta"] = 0.0  # its client term is for local objectives
@@ -450,7 +450,7 @@ def test_with_the_newest_checkpoint_damaged_too_the_one_before_serves(run, crash
     with caplog.at_level(logging.WARNING, logger="keel"):
         resume(broken)
     [warning] = caplog.messages
-    assert warning == f"{newest} is damaged (its digest differs): skipped"
+    assert warning == f"{newest} is damaged: skipped"
     assert same_bits(all_models(broken), all_models(whole))
     assert without_times(history_of(broken)) == without_times(history_of(whole))
 

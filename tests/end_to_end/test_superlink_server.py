@@ -295,6 +295,18 @@ def test_runs_and_nodes_outlive_an_absence_of_the_superlink(link, monkeypatch, a
     assert link.state.get_nodes(link.run) == {link.node, link.other}
 
 
+@pytest.mark.parametrize(("stopped_s", "lives"), [(95, True), (170, True), (190, False)])
+def test_a_serverapp_that_is_stopped_keeps_its_run_for_three_minutes(
+    link, monkeypatch, stopped_s, lives
+):
+    monkeypatch.setattr(sql_corestate, "HEARTBEAT_PATIENCE", superlink_server.task_patience)
+    link.state.renew()
+    link.state.presence.was_away = False
+    assert link.state.acknowledge_task_heartbeat(link.task)
+    clocks_at(monkeypatch, stopped_s, absent=False)
+    assert link.state.acknowledge_task_heartbeat(link.task) == lives
+
+
 def test_a_run_and_a_node_that_fall_silent_still_expire(link, monkeypatch):
     one = link.send("one", ttl=3600.0)
     link.state.renew()

@@ -5,10 +5,9 @@ import math
 
 import pytest
 from bad_updates import BAD_CLIENT, BAD_NODE, KINDS, FaultyGrid, run_with
-from conftest import SMALL, final_model, history_of, same_bits, summary_of
+from conftest import SMALL, final_model, history_of, same_bits, summary_of, without_pictures
 from flwr.app import Message, MessageType
 
-import server_app.report
 from protocol.messages import TrainReply, read_reply, reply_content
 from server_app.federation import run_federation
 from server_app.inline import InlineGrid, run_inline, simulated_nodes
@@ -20,9 +19,7 @@ others = ["client-0000", "client-0002", "client-0003"]
 
 @pytest.fixture(scope="module", autouse=True)
 def no_pictures():
-    with pytest.MonkeyPatch.context() as patch:
-        for picture in ("plot_accuracy", "plot_label_distribution"):
-            patch.setattr(server_app.report, picture, lambda *what: None)
+    with without_pictures():
         yield
 
 

@@ -116,7 +116,7 @@ def test_an_error_of_the_handlers_comes_back_as_their_line(handed_over, tmp_path
 def test_other_code_than_the_run_s_is_refused(handed_over, tmp_path, monkeypatch):
     monkeypatch.setattr(client_app.worker_client, "code_digest", lambda: "0123456789abcdef")
     reply = Client(config_with(), tmp_path).ask("query")
-    assert "the run's bundle is 0123456789abcdef" in reply.error.reason
+    assert "the run's app is 0123456789abcdef" in reply.error.reason
 
 
 def wait_until_busy(resident):

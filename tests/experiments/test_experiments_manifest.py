@@ -10,22 +10,22 @@ import pytest
 
 import client_app.worker_client
 import server_app.manifest
+import server_app.sources
 from client_app.setup import client_indices, open_source
 from client_app.worker_client import code_digest, run_by_worker
 from data.partitions import partition_indices, stratified_share
 from keel.experiments.runs import machines_of
-from keel.experiments.verify import round_check
+from keel.experiments.verify import differing_versions, round_check
 from protocol.config import app_folder, resolve_config
 from protocol.messages import RosterEntry
 from protocol.seeds import seed_of
 from server_app.manifest import (
-    SERVER_PACKAGES,
     begin_manifest,
     commit,
     note_round,
     read_manifest,
-    sources_digest,
 )
+from server_app.sources import SERVER_PACKAGES, sources_digest
 
 keys = {"source": "digits", "model": "cnn-fedreco", "num-clients": 4}
 
@@ -78,11 +78,30 @@ def test_other_fractions_are_refused(value):
 
 def test_other_bits_without_an_accuracy_to_compare_are_not_passed():
     line = {"round": 1}
-    manifest, again = ({"rounds": {"1": bits}, "versions": {"gpu": "some"}} for bits in "ab")
+    manifest, again = ({"rounds": {"1": bits}} for bits in "ab")
     assert round_check(line, line, manifest, manifest, is_same_setup=True).passed
     check = round_check(line, line, manifest, again, is_same_setup=False)
     assert not check.passed
     assert "no accuracy to compare" in check.found
+
+
+def test_versions_that_one_side_alone_recorded_differ_and_an_unused_gpu_does_not():
+    then = {"torch": "2.15.0", "gpu": "none"}
+    here = {"torch": "2.15.0", "gpu": "some GPU"}
+    assert differing_versions(then, here, is_on_gpu=False) == []
+    assert differing_versions(then, here, is_on_gpu=True) == ["gpu none, here some GPU"]
+    here |= {"gpu": "none", "sources": "ab"}  # a manifest of before sources were recorded
+    assert differing_versions(then, here, False) == ["sources not recorded, here ab"]
+    assert differing_versions(here, then, False) == ["sources ab, here not recorded"]
+
+
+@pytest.mark.parametrize(("machine", "passed"), [("cpu: x", False), ("cuda: y", True)])
+def test_other_bits_of_the_same_setup_are_passed_on_a_gpu_alone(machine, passed):
+    """A GPU that is there and not used is no excuse."""
+    line = {"round": 1, "global": {"accuracy": 0.5}}
+    replay = {"rounds": {"1": "b"}, "versions": {"gpu": "y"}, "machines": [machine]}
+    check = round_check(line, line, {"rounds": {"1": "a"}}, replay, is_same_setup=True)
+    assert check.passed == passed
 
 
 def test_only_rounds_of_the_versions_of_the_manifest_and_of_no_others_before_are_noted(
@@ -125,7 +144,7 @@ def test_an_app_bundle_is_the_same_place_as_the_checkout_and_changed_sources_are
     ours = sources_digest()
     for package in {*run_by_worker, *SERVER_PACKAGES}:
         shutil.copytree(app_folder / package, tmp_path / package)
-    for module in (server_app.manifest, client_app.worker_client):
+    for module in (server_app.sources, client_app.worker_client):
         monkeypatch.setattr(module, "app_folder", tmp_path)
 
     def again():

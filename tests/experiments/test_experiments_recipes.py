@@ -5,8 +5,10 @@ import json
 import math
 import os
 import re
+import statistics
 from contextlib import nullcontext
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +16,14 @@ import pytest
 
 from data.partitions import partition_indices, stratified_share
 from keel.experiments import preflight
+from keel.experiments.claims import JudgedClaim, judge_claims, what_decides
 from keel.experiments.measure import measure, parse_take
-from keel.experiments.plan import last_round_read, selected
+from keel.experiments.plan import Result, last_round_read, seeds_for, selected
 from keel.experiments.preflight import check_reading, check_recipe, refuse_overriding
 from keel.experiments.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
 from keel.experiments.runs import Options, make_run, run_of
 from keel.experiments.scale import SCALES, Keys, scaled
-from protocol.config import RENAMED_KEYS, RENAMED_VALUES, resolve_config
+from protocol.config import RENAMED_KEYS, RENAMED_VALUES, presets, resolve_config
 from server_app.checks import check_config
 
 root = Path(__file__).parent.parent.parent
@@ -66,19 +69,44 @@ def config_of_0_1(keys: Keys) -> Keys:
     return {key: old[key] for key in recorded["keys"]}
 
 
+PRESETS_THEN = {  # by the beginning of their names; keys that there were not are left out as well
+    "fedintr": {"moon.projection": "mlp", "moon.first-use": "received"},
+    "fedreco": {
+        "fedrep.final-head-epochs": 0,
+        "fedcr.final-head-epochs": 0,
+        "ditto.lambda": 1.0,
+        "ditto.personal-epochs": 1,
+    },
+}
+
+
+@pytest.fixture
+def presets_of_0_1(monkeypatch):
+    """The presets with the values that 0.1 had."""
+    then = {
+        name: {k: v for k, v in keys.items() if old_keys.get(k, k) in recorded["keys"]}
+        | PRESETS_THEN.get(name.partition("-")[0], {})
+        for name, keys in presets().items()
+    }
+    monkeypatch.setattr("protocol.config.presets", lambda: then)
+
+
+@pytest.mark.usefixtures("presets_of_0_1")
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_the_expanded_recipes_are_those_of_0_1(name, tmp_path):
-    """Every row x column x candidate at two scales: configs, numbers, readings and run names.
+    """Every row x column x candidate at two scales: configs, numbers, readings and old run names.
 
-    recipes_0_1.json was computed with Keel 0.1.
+    recipes_0_1.json was computed with Keel 0.1, which had no columns without cache and no rows for
+    eq. (5) of FedRCL.
     """
     recipe, expected = load_recipe(name), recorded["recipes"][name]
     assert (list(recipe.seeds), recipe.shows) == (expected["seeds"], expected["shows"])
-    assert digest_of([claim.text for claim in recipe.claims]) == expected["claims"]
-    assert [row.name for row in recipe.rows] == list(expected["rows"])
+    rows = [row.name for row in recipe.rows if not row.name.endswith(" eq. (5)")]
+    assert rows == list(expected["rows"])
     for row, digests in expected["rows"].items():
         contents, names = [], []
-        for cell in (cell for cell in recipe.cells if cell.row.name == row):
+        cells = [c for c in recipe.cells if not c.column.name.endswith(", without cache")]
+        for cell in (cell for cell in cells if cell.row.name == row):
             take, best = cell.take, cell.paper_candidate and dict(cell.paper_candidate)
             contents.append(
                 [cell.column.name, cell.of, take.how, take.number, cell.at, cell.paper, best]
@@ -87,8 +115,10 @@ def test_the_expanded_recipes_are_those_of_0_1(name, tmp_path):
                 for scale in ("paper", "hour"):
                     options = Options(scale, {}, [1], full_grid=True)
                     run = run_of(cell, candidate, 1, options, tmp_path)
-                    contents.append(config_of_0_1(run.keys))
-                    names.append(run.name)
+                    how = {"evaluate-every": 1} if scale == "paper" else {}
+                    how |= scaled({**cell.keys, **candidate}, SCALES[scale], cell.read_at)
+                    contents.append(config_of_0_1({**run.keys, **how}))
+                    names.append(run.folders[-1].name)
         assert [digest_of(contents), digest_of(names)] == digests, row
 
 
@@ -114,23 +144,35 @@ def test_old_names_of_keys_and_values_mean_the_same_and_are_named(tmp_path, capl
         check_recipe(recipe, recipe.cells, PAPER, tmp_path)
 
 
-def test_what_the_papers_leave_open_is_in_the_notes():
-    notes = {name: " ".join(load_recipe(name).notes) for name in shipped_recipes()}
-    for name, words in {
-        "fedreco-table-1": ["20 %", "lambda 0.1", "FedBABU", "FedAvg-FT"],
-        "fedreco-table-2": ["fine-tuning", "20 %"],
-        "fedreco-table-3": ["norm C", "10"],
-        "fedreco-figure-2": ["0.003"],
-        "fedrcl-table-1": ["mining", "0.01", "interleaved", "rotation"],
-        "fedrcl-table-d": ["clipping", "interleaved"],
-        "fedcka-table-3": ["mu = 3", "Frobenius"],
-        "fedcka-figure-5": ["alpha 5"],
-        "fedintr-table-5": ["89.03", "85.62"],
-        "fedintr-table-4": ["first participation"],
-        "fedintr-table-1": ["projection", "fan-in"],
-    }.items():
-        for word in words:
-            assert word in notes[name], (name, word)
+@pytest.mark.parametrize(
+    ("recipes", "words"),
+    [
+        ("fedreco-table-[123] fedreco-figure-2 fedreco-figure-3*", "LeNet 64 0.9 0.1 0.003"),
+        ("fedreco-table-[123]", "20_%"),
+        ("fedreco-table-1", "Ditto FedAvg-FT FedBABU 0.001"),
+        ("fedreco-table-2", "fine-tuning cache-mb"),
+        ("fedreco-table-3 fedreco-figure-3b", "norm_C 10"),
+        ("fedrcl-table-* fedrcl-figure-[1234ab]", "clipping decay rotation precision"),
+        ("fedrcl-table-[1235bcd] fedrcl-figure-1", "FedADAM 0.01 MOON's_tau FedProc FedCL"),
+        ("fedrcl-table-1", "mining"),
+        ("fedrcl-table-[12345bcd] fedrcl-figure-*", "sequential"),
+        ("fedcka-table-3 fedcka-figure-6", "mu_=_3"),
+        ("fedcka-table-3", "Frobenius negative_mean_square cache-mb"),
+        ("fedcka-table-4", "cache-mb"),
+        ("fedcka-figure-5", "alpha_5"),
+        ("fedintr-table-5", "89.03 85.62 64.20 40.33"),
+        ("fedintr-table-4", "first_participation initial"),
+        ("fedintr-table-[134]", "projection projected fan-in squared training_mode"),
+    ],
+)
+def test_what_the_papers_leave_open_is_in_the_notes(recipes, words):
+    """`_` stands for a space."""
+    names = [n for n in shipped_recipes() if any(fnmatch(n, each) for each in recipes.split())]
+    assert names
+    for name in names:
+        notes = " ".join(load_recipe(name).notes)
+        for word in words.replace(" ", "\n").replace("_", " ").splitlines():
+            assert word in notes, (name, word)
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -203,6 +245,7 @@ def is_within(numbers: list[float], line: list[float]) -> bool:
 def blocks(recipe: Recipe, row: str, left_out: str) -> list[list[float]]:
     """A row's numbers as the paper prints them: one line for each data set of FedRCL's Table 1."""
     cells = [c for c in recipe.cells if c.row.name == row and c.column.name != left_out]
+    cells = [c for c in cells if not c.column.name.endswith(", without cache")]  # printed once
     if (recipe.paper, recipe.item) == ("FedRCL", "Table 1"):
         sets = list(dict.fromkeys(c.column.parts[0] for c in cells))
         groups = [[c for c in cells if c.column.parts[0] == name] for name in sets]
@@ -224,6 +267,8 @@ def test_the_papers_numbers_are_those_printed_on_the_rows_line(name, title):
     recipe, text = load_recipe(name), text_of(title)
     left_out = absent.get(title, "") if name == "fedcka-table-2" else ""
     for row in recipe.rows:
+        if row.name.endswith(" eq. (5)"):  # a row of ours
+            continue
         label = printed.get(row.name, row.name)
         bare = row.name == "FedAvg"  # not "FedAvg + FitNet"
         lines = [
@@ -272,7 +317,8 @@ def test_fedrecos_numbers_are_those_printed_in_their_tables():
             ours = [c.paper for c in recipe.cells if c.column == column]
             assert numbers_in(lines[key].partition("\t")[2]) == ours
     times = next(re.findall(r"(\d+) MIN (\d+) S", line) for line in text if " MIN " in line)
-    ours = [cell.paper for cell in load_recipe("fedreco-table-2").cells]
+    cells = load_recipe("fedreco-table-2").cells
+    ours = [cell.paper for cell in cells if cell.column.name == "CIFAR-10"]
     assert [60 * int(m) + int(s) for m, s in times] == ours
 
 
@@ -456,8 +502,175 @@ def test_scales_shrink_by_their_stated_factors():
     small = {"preset": "fedcka-table1-cifar10"}  # batches of 128
     assert scaled(small, SCALES["minutes"])["batch-size"] == 128
     short = {"preset": "fedcka-table1-tiny-imagenet", "local-epochs": 1, "batch-size": 8}
-    minutes = scaled(short, SCALES["minutes"])  # 20 rounds: the floors hold
-    assert (minutes["num-rounds"], minutes["local-epochs"], minutes["batch-size"]) == (5, 1, 8)
+    minutes = scaled(short, SCALES["minutes"])  # the floors hold: 7 * ceil(100,000 / 20 / 10 / 8)
+    assert (minutes["num-rounds"], minutes["local-epochs"], minutes["batch-size"]) == (7, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rounds"),
+    [
+        # 60,000 / 20 / 10 clients in batches of 128: 3 steps, 2 epochs
+        ({"preset": "fedintr-table1-fmnist"}, 67),
+        # 1 batch an epoch, 2 epochs
+        ({"preset": "fedrcl-table1-cifar10"}, 200),
+        # 50,000 / 20 / 10 = 250 samples: 2 steps, 2 epochs; 40 rounds are all the paper's
+        ({"preset": "fedcka-table1-cifar100"}, 40),
+        # four fifths of 60,000 / 20 / 50 samples in batches of 64: 1 step, 2 epochs
+        ({"preset": "fedreco-table1-fmnist"}, 200),
+    ],
+)
+def test_scale_minutes_has_at_least_400_steps_or_the_papers_rounds(keys, rounds):
+    assert scaled(keys, SCALES["minutes"])["num-rounds"] == rounds
+
+
+def test_ten_and_ten_point_zero_are_one_run_found_also_under_its_name_of_0_1(tmp_path):
+    keys = {"preset": "fedintr-table1-cifar10"}
+    runs = [make_run({**keys, "fedintr.mu": mu}, 0, PAPER, tmp_path) for mu in (10, 10.0, 10.5)]
+    assert runs[0].name == runs[1].name != runs[2].name
+    assert len(runs[0].folders) == 2  # an integer had a name of its own
+    for folder in runs[0].folders:
+        (folder / folder.name[-12:]).mkdir(parents=True)
+        (folder / folder.name[-12:] / "config.json").touch()
+    assert len(runs[0].attempts()) == 2
+
+
+def test_cache_and_device_are_part_of_a_run_where_seconds_are_read(tmp_path):
+    for name, is_timed in (("fedcka-table-4", True), ("fedcka-table-1", False)):
+        cell = load_recipe(name).cells[0]
+        names = {
+            run_of(cell, {}, 0, replace(PAPER, changes=changes), tmp_path).name
+            for changes in ({}, {"cache-mb": 0}, {"device": "cuda"})
+        }
+        assert len(names) == (3 if is_timed else 1)
+        for changes in ({}, {"threads": 2}):
+            names.add(run_of(cell, {}, 0, replace(PAPER, changes=changes), tmp_path).name)
+        assert len(names) == (4 if is_timed else 2)
+
+
+def test_what_the_papers_time_is_timed_without_the_cache_and_with_it_and_judged_without():
+    for name in ("fedcka-table-3", "fedcka-table-4", "fedreco-table-2"):
+        recipe = load_recipe(name)
+        timed = {c.column.name: c.keys.get("cache-mb", 512) for c in recipe.cells if c.take.is_time}
+        assert sorted(timed.values()) == len(timed) // 2 * [0] + len(timed) // 2 * [512]
+        for claim in recipe.claims:
+            assert timed.get(claim.place, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "row", "scale", "every"),
+    [
+        ("fedreco-table-1", "FedAvg-FT", "paper", 500),
+        ("fedreco-table-1", "FedBABU", "hour", 100),
+        ("fedreco-table-1", "FedRep", "paper", 1),  # keeps its head: nothing is tuned
+        ("fedreco-figure-3a", "FedAvg-FT", "paper", 1),  # curves
+        ("fedreco-table-2", "FedBABU", "paper", 1),  # seconds to an accuracy
+    ],
+)
+def test_fine_tuning_is_evaluated_after_the_last_round_where_only_that_is_read(
+    recipe, row, scale, every, tmp_path
+):
+    (cell, *_) = [c for c in load_recipe(recipe).cells if c.row.name == row]
+    run = run_of(cell, {}, 0, Options(scale, {}, [0], full_grid=False), tmp_path)
+    assert resolve_config(run.keys).rounds.evaluate_every == every
+    changed = Options(scale, {"evaluate-every": 10}, [0], full_grid=False)
+    keys = run_of(cell, {}, 0, changed, tmp_path).keys
+    assert keys["evaluate-every"] == 10
+
+
+def test_values_that_are_tried_leave_five_seeds_beside_the_one_that_chooses():
+    table = load_recipe("fedcka-table-2")
+    assert seeds_for(table, table.cells, full_grid=False) == [0, 1, 2]
+    assert seeds_for(table, table.cells, full_grid=True) == [0, 1, 2, 3, 4, 5]
+    plain = [cell for cell in table.cells if cell.row.name == "FedAvg"]
+    assert seeds_for(table, plain, full_grid=True) == [0, 1, 2]
+
+
+# --- from which round a paper makes its claim -------------------------------------------------
+
+
+def first_claim(name: str, start: str, scale: str, changes: Keys) -> JudgedClaim:
+    """The first claim of this recipe that begins so, with made-up numbers for all cells."""
+    recipe, how = load_recipe(name), Options(scale, changes, [0, 1, 2], full_grid=False)
+    results = {
+        (c.row.name, c.column.name): Result(
+            c,
+            c.paper_candidate,
+            {s: 60.0 + ("Avg" not in c.row.name) + 0.1 * s for s in range(3)},
+            3,
+        )
+        for c in recipe.cells
+    }
+    return next(c for c in judge_claims(recipe, results, how) if c.text.startswith(start))
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "scale", "changes", "share"),
+    [
+        # FedRCL: from round 140 of 5 x 10 steps = 7,000
+        ("fedrcl-table-1", "FedRCL above FedAvg in CIFAR-100, alpha 0.05, 500R", "paper", {}, None),
+        # day: at round 250 of 2 x 10 = 5,000; at the last 500: 10,000
+        ("fedrcl-table-1", "FedRCL above FedAvg in CIFAR-10, alpha 0.05, 500R", "day", {}, "71%"),
+        ("fedrcl-table-1", "FedRCL above FedAvg in CIFAR-10, alpha 0.05, 1000R", "day", {}, None),
+        # what was run before: 30 rounds of 2 x 10 = 600
+        (
+            *("fedrcl-table-1", "FedRCL above FedAvg in CIFAR-10, alpha 0.6, 1000R"),
+            *("day", {"num-rounds": 30}, "9%"),
+        ),
+        # a quarter of the rounds at the paper's epochs: round 250 instead of 140
+        (
+            *("fedrcl-table-1", "FedRCL above FedAvg in CIFAR-10, alpha 0.05, 1000R"),
+            *("paper", {"num-rounds": 250}, None),
+        ),
+        # FedCKA: from round 41 of 10 x 40; hour: 20 rounds of 2 x 10 steps = 400 of 16,400
+        ("fedcka-table-2", "FedCKA above FedAvg in alpha 5", "hour", {}, "2%"),
+        ("fedcka-table-2", "FedCKA above FedAvg in alpha 5", "paper", {"num-rounds": 40}, "98%"),
+        ("fedcka-table-2", "FedCKA above FedAvg in alpha 5", "paper", {"num-rounds": 41}, None),
+        # without a round: from the one at which the paper reads it
+        ("fedintr-table-1", "FedIntR above FedAvg in Fashion", "paper", {"num-rounds": 99}, "99%"),
+        ("fedcka-table-1", "FedCKA above FedAvg in Tiny ImageNet", "paper", {}, None),
+        ("fedintr-table-4", "FedIntR (mu 10) above FedAvg in N = 50, T = 800", "paper", {}, None),
+    ],
+)
+def test_below_the_local_steps_from_which_the_paper_makes_it_a_claim_is_not_tested(
+    name, start, scale, changes, share
+):
+    claim = first_claim(name, start, scale, changes)
+    assert claim.verdict == ("not tested" if share else "reproduced")
+    assert claim.effect == pytest.approx(1.0)
+    if share:
+        assert claim.detail.startswith(f"at {share} of the paper's local steps; +1.00")
+
+
+def test_a_judged_claim_says_what_it_rests_on():
+    claim = first_claim("fedcka-table-2", "FedCKA above FedAvg in alpha 0.1", "hour", {"lr": 0.05})
+    assert (claim.paper, claim.recipe) == ("FedCKA Table 2", "fedcka-table-2")
+    assert (claim.seeds, claim.scale, claim.is_headline) == (3, "hour", True)
+    assert claim.interval == pytest.approx((1.0, 1.0))
+    assert claim.paper_effect == pytest.approx(52.35 - 50.43)
+    assert "num-rounds 20 (paper: 100)" in claim.deviations
+    assert "lr 0.05 (paper: 0.1)" in claim.deviations
+    assert claim.decide == "41 times the local steps"  # 16,400 / 400
+    decided = first_claim("fedcka-table-2", "FedCKA above FedAvg in alpha 0.1", "paper", {})
+    assert (decided.deviations, decided.decide) == ([], "")
+
+
+def test_the_seeds_that_would_decide_are_computed_from_the_spread():
+    """FedIntR, +0.25: t(0.975, 22) = 2.074, and 2.074 * 0.57 / 23**0.5 < 0.25."""
+    spread = [-0.57, 0.0, 0.57]
+    assert statistics.stdev(spread) == pytest.approx(0.57)
+    assert what_decides(spread, 0.25, 1.0) == "23 seeds"
+    assert what_decides([], 0.25, 0.0) == "runs of both sides at the paper's setting"
+
+
+def test_a_claim_may_name_its_round_and_a_headline_is_one_of_the_claims():
+    recipe = parse_recipe(good.replace("one in a", "one in a from round 3"), Path("r.yaml"))
+    (claim,) = recipe.claims
+    assert (claim.text, claim.place, claim.from_round) == ("two above one in a", "a", 3)
+    text = good + "headlines: [two above one in b]\n"
+    with pytest.raises(
+        ValueError, match="line 12: 'two above one in b': expected one of the claims"
+    ):
+        parse_recipe(text, Path("r.yaml"))
 
 
 def test_where_the_number_of_batches_rules_it_shrinks_and_their_size_does_not():

@@ -1,9 +1,11 @@
 """The runner on digits: what it runs, skips, resumes, survives; the report and verify after it."""
 
+import io
 import json
 import signal
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,27 @@ import click
 import pytest
 import typer
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from keel.cli import experiments as command_line
 from keel.experiments import figures, runner
-from keel.experiments.claims import Verdict, tally, verdict_of
+from keel.experiments.claims import JudgedClaim, judge_claims, tally
 from keel.experiments.figures import curve_of
 from keel.experiments.plan import Result, best_candidate, runs_needed, selected
 from keel.experiments.recipe import Claim, Recipe, load_recipe, parse_recipe
 from keel.experiments.rendering import write_report
-from keel.experiments.runs import Options, Run, run_of
+from keel.experiments.runs import Options, Run, code_of, run_of
 from protocol.config import resolve_config
+from server_app.sources import code_version
 
 root = Path(__file__).parent.parent.parent
 sweep = root / "docs" / "sweep.yaml"
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without drawn curves: Matplotlib takes most of a report's time."""
+    monkeypatch.setattr(figures, "plot_curves", lambda curves, title, path: path.touch())
 
 
 def main(*arguments: str) -> int:
@@ -87,15 +97,24 @@ def options(**changed: Any) -> Options:
     return Options(**{"scale": "paper", "changes": {}, "seeds": [0], "full_grid": True, **changed})
 
 
-def fake_run(run: Run, accuracy: float, name: str = "attempt", cpu_seconds: float = 1.0) -> Path:
-    """Leave the folder of a finished run that had this accuracy after its last round."""
+def fake_run(
+    run: Run,
+    accuracy: float,
+    name: str = "attempt",
+    cpu_seconds: float = 1.0,
+    status: str = "finished",
+    code: str = "",
+) -> Path:
+    """Leave the folder of a run that ended so, with this accuracy after its last round."""
     folder = run.folder / name
     folder.mkdir(parents=True)
     config = {"config": dict(resolve_config(run.keys).flat)}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "summary.json").write_text('{"status": "finished"}')
+    (folder / "summary.json").write_text(json.dumps({"status": status}))
+    (folder / "manifest.json").write_text(json.dumps({"code": [code or code_version()]}))
     times = {"client_seconds": 60.0, "client_cpu_seconds": cpu_seconds, "seconds": {"all": 90.0}}
-    line = {"round": run.rounds, "global": {"accuracy": accuracy}, **times}
+    line = {"round": run.rounds, "global": {"accuracy": accuracy}, "losses": {}, "left_out": {}}
+    line |= times
     (folder / "history.jsonl").write_text(json.dumps(line) + "\n")
     return folder
 
@@ -139,32 +158,154 @@ rows:
 """
 
 
-def test_a_run_of_other_defaults_fails_alone_and_the_report_says_so(tmp_path, monkeypatch):
+FINITE = "failed: round 7: the server update gave values that are not finite"
+
+
+def started_by(
+    recipe: Recipe, how: Options, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], str]:
+    """(names of the runs that the runner starts, what it prints); each start is a failure."""
+    started: list[str] = []
+
+    def start(run: Run, *_: Any) -> runner.RunProcess:
+        started.append(run.name)
+        process = subprocess.Popen(["false"])
+        log = output / "log.txt"
+        log.write_text("no")
+        return runner.RunProcess(run, process, 0, _[-1], log, 0)
+
+    monkeypatch.setattr(runner, "start", start)
+    with io.StringIO() as text:
+        console = Console(file=text, soft_wrap=True, highlight=False)
+        runner.run_recipe(recipe, recipe.cells, how, output, 1, console)
+        return started, text.getvalue()
+
+
+def test_a_run_of_another_config_does_not_count_is_named_and_run_again(tmp_path, monkeypatch):
     recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
     odd, other = runs_needed(recipe, recipe.cells, how, tmp_path, ())
     make_odd(fake_run(odd, 0.5))
     fake_run(other, 0.25)
     assert odd.finished() is None
     message = "momentum = 0.8, today 0.9"
-    monkeypatch.setattr(runner, "start", lambda *_: pytest.fail("started"))
-    failed = runner.run_recipe(recipe, recipe.cells, how, tmp_path)
-    assert failed == {odd.name: f"{message}: choose another --output"}
+    started, printed = started_by(recipe, how, tmp_path, monkeypatch)
+    assert started == [odd.name]
+    assert (
+        f"1 runs do not count, stay on disk and are run again:\n  {odd.name}: {message}" in printed
+    )
     _, text = write_report(tmp_path)
-    assert f"| FedAvg | –; a run has other defaults: {message} |" in text.read_text()
+    assert f"| FedAvg | –; a run does not count: {message} |" in text.read_text()
     assert "| FedProx | 25.00 |" in text.read_text()
 
 
-def test_tuning_continues_without_a_value_of_other_defaults(tmp_path, monkeypatch):
+# --- other code, divergence -------------------------------------------------------------------
+
+OTHER = "sources 0123456789abcdef, torch 2.0.0"
+judged = two_rows + "seeds: 3\nclaims: [FedProx above FedAvg in result]\n"
+
+
+def all_run(output: Path, how: Options, **of: list[Any]) -> tuple[Recipe, list[Run]]:
+    """The recipe `judged` with finished runs: FedAvg 50, FedProx 60 %; `of`: for each run."""
+    recipe = parse_recipe(judged, Path("t.yaml"))
+    (output / "jobs").mkdir(exist_ok=True)
+    runner.save_job(recipe, how, output)
+    runs = list(runs_needed(recipe, recipe.cells, how, output, ()))
+    for i, run in enumerate(runs):
+        accuracy = (0.5 if run.keys["method"] == "fedavg" else 0.6) + 0.01 * int(run.keys["seed"])
+        fake_run(run, accuracy, **{name: values[i] for name, values in of.items()})
+    return recipe, runs
+
+
+def test_a_run_of_other_code_does_not_count_is_named_and_run_again(tmp_path, monkeypatch):
+    how = options(seeds=[0, 1, 2])
+    recipe, runs = all_run(tmp_path, how, code=[OTHER, *5 * [""]])
+    assert [run.finished() is None for run in runs] == [True, *5 * [False]]
+    started, printed = started_by(recipe, how, tmp_path, monkeypatch)
+    assert started == [runs[0].name]
+    assert f"{runs[0].name}: {OTHER}; today {code_version()}" in printed
+    assert (runs[0].folder / "attempt").is_dir()
+
+
+def test_runs_of_different_code_are_not_averaged_and_not_judged(tmp_path):
+    """A changed loss beside the old one: no `55.43 ± 51.61` with a verdict."""
+    all_run(tmp_path, options(seeds=[0, 1, 2]), code=[OTHER, *5 * [""]])
+    text = write_report(tmp_path)[1].read_text()
+    assert "| FedAvg | runs of different code |" in text
+    assert "| FedProx | 61.00 ± 1.00 |" in text
+    assert "| not tested | no verdict on runs of different code" in text
+    named = "; ".join(sorted([OTHER, code_version()]))
+    assert f"Runs of different code, never averaged or judged together: {named}." in text
+
+
+def test_runs_that_all_are_of_one_older_code_are_reported_and_it_is_named(tmp_path):
+    how = options(seeds=[0, 1, 2])
+    _, runs = all_run(tmp_path, how, code=6 * [OTHER])
+    text = write_report(tmp_path)[1].read_text()
+    assert "| FedAvg | 51.00 ± 1.00; a run" not in text
+    assert f"Code: {OTHER}." in text
+    assert "| FedProx above FedAvg in result | reproduced | +10.00 ± 0.00, 3 seeds |" in text
+    fake_run(runs[0], 0.9, "later")  # again, with today's
+    assert "| FedAvg | runs of different code |" in write_report(tmp_path)[1].read_text()
+
+
+def test_an_interrupted_run_of_other_code_starts_from_scratch_and_a_mixed_one_is_known(tmp_path):
+    _, (run, *_) = all_run(tmp_path, options(seeds=[0, 1, 2]), code=[OTHER, *5 * [""]])
+    attempt = run.folder / "attempt"
+    (attempt / "summary.json").unlink()
+    (attempt / "checkpoints").mkdir()
+    (attempt / "checkpoints" / "round-00001-x.safetensors").touch()
+    assert f'output-dir="{run.folder}"' in runner.command_of(run)
+    (attempt / "manifest.json").write_text(json.dumps({"code": [OTHER, code_version()]}))
+    assert run.other_code(attempt) == f"{OTHER}, then {code_version()}; today {code_version()}"
+
+
+def test_a_manifest_of_0_1_says_its_code_and_builds_of_one_torch_are_alike(tmp_path):
+    versions = {"sources": "a" * 16, "torch": "2.15.0+cpu"}
+    (tmp_path / "bundle.json").write_text(json.dumps({"versions": versions}))
+    assert code_of(tmp_path) == (f"sources {'a' * 16}, torch 2.15.0",)
+    (tmp_path / "bundle.json").write_text("{}")
+    assert code_of(tmp_path) == ("sources not recorded, torch not recorded",)
+
+
+@pytest.mark.parametrize(
+    ("ends", "word", "detail"),
+    [
+        ([*5 * ["finished"], FINITE], "inconclusive", "FedProx diverged 1/3, +10.00 ± 0.00"),
+        (["finished", FINITE, *2 * ["finished", FINITE]], "not reproduced", "FedProx diverged 3/3"),
+        (
+            ["finished", FINITE, "finished", "failed: OSError: x", *2 * ["finished"]],
+            "not reproduced",
+            "FedProx diverged 1/3, failed 1/3, +10.00, 3 seeds",
+        ),
+        ([FINITE, "finished", FINITE, *3 * ["finished"]], "inconclusive", "FedAvg diverged 2/3"),
+    ],
+)
+def test_divergence_and_failure_are_results_that_count_against_the_claim(
+    ends, word, detail, tmp_path
+):
+    """Runs alternate: FedAvg and FedProx of seed 0, then of 1 and 2."""
+    all_run(tmp_path, options(seeds=[0, 1, 2]), status=ends)
+    text = write_report(tmp_path)[1].read_text()
+    assert f"| FedProx above FedAvg in result | {word} | {detail}" in text
+    side, _, share = detail.partition(", +")[0].partition(" ")
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| {side} |")]
+    assert share in row
+    assert "not run" not in text
+
+
+def test_a_run_that_diverged_is_not_run_again_and_one_that_failed_is(tmp_path, monkeypatch):
+    how = options(seeds=[0, 1, 2])
+    ends = [FINITE, "failed: OSError: no space", *4 * ["finished"]]
+    recipe, runs = all_run(tmp_path, how, status=ends)
+    assert started_by(recipe, how, tmp_path, monkeypatch)[0] == [runs[1].name]
+
+
+def test_a_value_that_diverges_is_the_worst_of_the_tuned_ones(tmp_path):
     recipe, how = parse_recipe(tuned, Path("t.yaml")), options(seeds=[0, 1])
-    fake_runs(recipe, tmp_path, how, {0.1: 0.5, 1: 0.9, 10: 0.7})
-    best, *_ = [
-        r for r in runs_needed(recipe, recipe.cells, how, tmp_path, ()) if r.keys["seed"] == 1
-    ]
-    assert best.keys["fedprox.mu"] == 1
-    make_odd(run_of(recipe.cells[0], {"fedprox.mu": 1}, 0, how, tmp_path).folder / "attempt")
-    fake_run(run_of(recipe.cells[0], {"fedprox.mu": 10}, 1, how, tmp_path), 0.8)
-    monkeypatch.setattr(runner, "start", lambda *_: pytest.fail("started"))
-    assert len(runner.run_recipe(recipe, recipe.cells, how, tmp_path)) == 1
+    for mu, status in ((0.1, "finished"), (1, FINITE), (10, FINITE)):
+        run = run_of(recipe.cells[0], {"fedprox.mu": mu}, 0, how, tmp_path)
+        fake_run(run, 0.1, status=status)
+    assert best_candidate(recipe.cells[0], how, tmp_path, ()) == {"fedprox.mu": 0.1}
 
 
 def test_an_interrupted_run_of_other_defaults_starts_from_scratch(tmp_path):
@@ -194,14 +335,17 @@ def test_progress_is_that_of_the_newest_attempt(tmp_path):
     assert started.new_rounds() == 2
 
 
-def test_recipes_of_one_name_are_two_jobs_and_one_job_keeps_its_tuning_seed(tmp_path):
+def test_a_job_is_known_by_its_content_and_keeps_its_tuning_seed(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    a, b = (parse_recipe(tuned, tmp_path / folder / "t.yaml") for folder in "ab")
+    a, moved = (parse_recipe(tuned, tmp_path / folder / "t.yaml") for folder in "ab")
+    noted = parse_recipe(tuned + "notes: [x]\n", tmp_path / "a" / "t.yaml")
+    changed = parse_recipe(tuned.replace("cnn-fedreco", "cnn-fedcka"), tmp_path / "a" / "t.yaml")
     assert runner.save_job(a, options(seeds=[5, 6]), out) == [5, 6]
-    assert runner.save_job(b, options(seeds=[3]), out) == [3]
+    assert runner.save_job(changed, options(seeds=[3]), out) == [3]
     assert runner.save_job(a, options(seeds=[0, 1], full_grid=False), out) == [0, 1]
-    assert runner.save_job(a, options(seeds=[0, 1]), out) == [5, 6, 0, 1]
+    for same in (moved, noted, a):
+        assert runner.save_job(same, options(seeds=[0, 1]), out) == [5, 6, 0, 1]
     assert len(list(out.glob("jobs/*.json"))) == 3
     # what is tuned is tuned on 5, what is not needs no run of it
     how = options(seeds=[0], tuned_on=5)
@@ -274,7 +418,8 @@ def test_a_damaged_job_is_named(tmp_path):
 def test_a_claim_is_judged_over_paired_seeds(left, right, above, word, detail):
     """3 seeds: t(0.975, 2) = 4.303; sd 0.289 reaches 0.72, sd 3.51 reaches 8.7."""
     recipe = parse_recipe(
-        "rows:\n  A: {method: fedavg}\n  B: {method: fedprox}\nclaims: [A above B in result]\n",
+        "config: {num-clients: 2}\nrows:\n  A: {method: fedavg}\n  B: {method: fedprox}\n"
+        "claims: [A above B in result]\n",
         Path("c.yaml"),
     )
     results = {
@@ -282,18 +427,16 @@ def test_a_claim_is_judged_over_paired_seeds(left, right, above, word, detail):
         for name, by_seed in (("A", left), ("B", right))
     }
     claim = Claim("", "A", "B", above, "result")
-    verdict = verdict_of(claim, recipe, results)
-    assert verdict.word == word
-    assert detail in verdict.detail
+    (found,) = judge_claims(replace(recipe, claims=[claim]), results, options())
+    assert found.verdict == word
+    assert detail in found.detail
 
 
 def test_verdicts_are_counted():
-    claim = load_recipe("fedcka-table-2").claims[0]
-    verdicts = [
-        Verdict(claim, word, "")
-        for word in ("not tested", "reproduced", "inconclusive", "reproduced")
-    ]
-    assert tally(verdicts).startswith("2 reproduced, 1 inconclusive, 1 not tested; ")
+    words = ("not tested", "reproduced", "inconclusive", "reproduced")
+    empty = dict.fromkeys((field.name for field in fields(JudgedClaim)), None)
+    claims = [JudgedClaim(**{**empty, "verdict": word}) for word in words]
+    assert tally(claims).startswith("2 reproduced, 1 inconclusive, 1 not tested; ")
 
 
 times = """\
@@ -341,7 +484,8 @@ def test_times_of_different_machines_are_not_compared(tmp_path):
     recipe, how = timed(tmp_path, {"A": [0.6, 0.6], "B": [0.6, 0.6]})
     for seed in how.seeds:
         (attempt,) = run_of(recipe.cell("B", "result"), {}, seed, how, tmp_path).attempts()
-        (attempt / "manifest.json").write_text('{"machines": ["cuda: some GPU"]}')
+        about = json.loads((attempt / "manifest.json").read_text())
+        (attempt / "manifest.json").write_text(json.dumps(about | {"machines": ["cuda: some GPU"]}))
     text = write_report(tmp_path)[1].read_text()
     assert "| B | 60.00 ± 0.00 |" in text  # there, the clock on the wall
     assert "inconclusive | different machines: cpu: not recorded, cuda: some GPU |" in text
@@ -400,8 +544,10 @@ def test_a_curve_is_the_moving_average_where_its_number_is(tmp_path):
     curves = {}
     for cell in recipe.cells:
         run = run_of(cell, {}, 0, how, tmp_path)
-        lines = [{"round": i, "global": {"accuracy": a}} for i, a in ((1, 0.2), (2, 0.6))]
         path = fake_run(run, 0.0) / "history.jsonl"
+        line = json.loads(path.read_text())
+        points = ((1, 0.2), (2, 0.6))
+        lines = [line | {"round": i, "global": {"accuracy": a}} for i, a in points]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         curves[cell.row.name] = curve_of(cell, [(run, run.finished())])
     assert curves == {"FedAvg": [(1, 20, 0), (2, 40, 0)], "FedProx": [(1, 20, 0), (2, 60, 0)]}

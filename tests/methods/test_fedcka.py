@@ -8,6 +8,7 @@ import pytest
 import torch
 from client_fixtures import batch_of
 
+from client_app.method import ModelParts
 from client_app.methods.fedcka import SIMILARITIES, FedCKA, cka_contrast
 from client_app.similarity import centred_gram
 from models import build_model
@@ -23,6 +24,11 @@ def random_tap(*shape, seed):
 def random_rotation(width, seed):
     rotation, _ = torch.linalg.qr(random_tap(width, width, seed=seed))
     return rotation
+
+
+def fedcka(**options):
+    defaults = {"mu": 1.0, "num_layers": 2, "similarity": "linear-cka", "projection": "none"}
+    return FedCKA(**(defaults | {"first_use": "received"} | options))
 
 
 def alike(name, x, y):
@@ -151,7 +157,7 @@ def test_gradient_is_that_of_the_penalty(name, width):
     a, g, p = (random_tap(7, width, seed=s) for s in (1, 2, 3))
     similarity = SIMILARITIES[name]
     assert torch.autograd.gradcheck(
-        lambda tap: cka_contrast([tap], [g], [p], similarity), a.requires_grad_()
+        lambda z: cka_contrast([z], [g], [p], similarity), a.requires_grad_()
     )
 
 
@@ -165,7 +171,7 @@ def test_penalty_equals_equation_2_as_printed(name):
         a, a_g, a_p = (t.reshape(6, -1) for t in (a, a_g, a_p))
         c_g, c_p = AS_PRINTED[name](a, a_g), AS_PRINTED[name](a, a_p)
         expected -= math.log(math.exp(c_g) / (math.exp(c_g) + math.exp(c_p)))
-    method = FedCKA(mu=5.0, num_layers=2, similarity=name)
+    method = fedcka(mu=5.0, num_layers=2, similarity=name)
     penalty = method.penalty(batch_of(reps, reps_global, reps_previous))
     assert penalty.item() == pytest.approx(5 * expected / 2, rel=1e-11)
 
@@ -185,8 +191,8 @@ def test_a_step_against_the_gradient_moves_towards_the_global_tap(name):
     a.requires_grad_()
     cka_contrast([a], [g], [p], SIMILARITIES[name]).backward()
 
-    def lead(tap):
-        return alike(name, tap, g) - alike(name, tap, p)
+    def lead(z):
+        return alike(name, z, g) - alike(name, z, p)
 
     assert lead(a.detach() - 0.1 * a.grad) > lead(a.detach())
 
@@ -194,7 +200,7 @@ def test_a_step_against_the_gradient_moves_towards_the_global_tap(name):
 @pytest.mark.parametrize("name", SIMILARITIES)
 def test_mu_of_zero_adds_exactly_nothing_and_frozen_taps_get_no_gradient(name):
     a, g, p = (random_tap(8, 4, seed=s).requires_grad_() for s in (1, 2, 3))
-    penalty = FedCKA(mu=0.0, num_layers=1, similarity=name).penalty(batch_of([a], [g], [p]))
+    penalty = fedcka(mu=0.0, num_layers=1, similarity=name).penalty(batch_of([a], [g], [p]))
     penalty.backward()
     assert penalty.item() == 0
     assert (a.grad == 0).all()
@@ -212,10 +218,10 @@ def test_gradient_in_float32_holds_where_frozen_models_nearly_agree(name, has_ou
     a, g, p = (shared + 1e-2 * random_tap(64, 300, seed=s) for s in (2, 3, 4))
     gradients = []
     for dtype in (torch.float32, torch.float64):
-        tap = a.float().to(dtype).requires_grad_()
+        z = a.float().to(dtype).requires_grad_()
         frozen = [[t.float().to(dtype)] for t in (g, p)]
-        cka_contrast([tap], *frozen, SIMILARITIES[name]).backward()
-        gradients.append(tap.grad)
+        cka_contrast([z], *frozen, SIMILARITIES[name]).backward()
+        gradients.append(z.grad)
     found, exact = gradients
     assert (found - exact).norm() < 1e-2 * exact.norm()
 
@@ -302,7 +308,7 @@ def test_layers_are_the_taps_nearest_the_input_and_the_logits_the_last():
     model = build_model("cnn-fedcka", num_classes=3, channels=3, image_size=32, seed=0)
 
     def reps(num_layers):
-        method = FedCKA(mu=1.0, num_layers=num_layers, similarity="linear-cka")
+        method = fedcka(mu=1.0, num_layers=num_layers, similarity="linear-cka")
         return method.layers(model)
 
     assert reps(2) == ["conv1", "conv2"]
@@ -313,7 +319,7 @@ def test_layers_are_the_taps_nearest_the_input_and_the_logits_the_last():
 
 @pytest.mark.parametrize("name", SIMILARITIES)
 def test_all_layers_of_a_real_model_train(name):
-    method = FedCKA(mu=1.0, num_layers=7, similarity=name)
+    method = fedcka(mu=1.0, num_layers=7, similarity=name)
     assert method.uses_global
     assert method.uses_previous
     x = torch.rand(20, 1, 28, 28, generator=torch.Generator().manual_seed(0))
@@ -326,6 +332,32 @@ def test_all_layers_of_a_real_model_train(name):
     local, *frozen = models
     assert all(p.grad.isfinite().all() and p.grad.any() for p in local.stages.parameters())
     assert all(p.grad is None for model in frozen for p in model.parameters())
+
+
+def test_with_a_side_branch_the_projected_outputs_are_compared():
+    """FedIntR's code, for its rows of FedCKA: heads at the first M stages, CKA after them."""
+    method = fedcka(mu=3.0, projection="mlp-side")
+    assert method.model_parts() == ModelParts(projection_heads=256, head_stages=(None, 2))
+    about = {"num_classes": 3, "channels": 3, "image_size": 32, "projection_heads": 5}
+    models = [
+        build_model("cnn-fedintr", seed=seed, head_stages=(None, 2), **about).double()
+        for seed in (1, 2, 3)
+    ]
+    x = random_tap(6, 3, 32, 32, seed=4)
+    reps = [method.represent(m, m.run(x, method.layers(m))[1]) for m in models]
+    total = 0.0
+    for name in ("conv1", "conv2"):
+        z = []
+        for model in models:
+            (h,) = model.run(x, [name])[1]
+            first, _, last = model.projection_heads[name]
+            hidden = (h.flatten(1) @ first.weight.T + first.bias).clamp_min(0)
+            z.append((hidden @ last.weight.T + last.bias).detach())
+        c_g, c_p = linear_cka_as_printed(z[0], z[1]), linear_cka_as_printed(z[0], z[2])
+        total -= math.log(math.exp(c_g) / (math.exp(c_g) + math.exp(c_p))) / 2
+    assert method.penalty(batch_of(*reps)).item() == pytest.approx(3 * total, rel=1e-12)
+    with pytest.raises(ValueError, match=r"num-layers = 6.*cnn-fedintr.*5 layers"):
+        fedcka(num_layers=6, projection="mlp-side").layers(models[0])
 
 
 def test_every_similarity_is_a_choice_and_the_other_way_round():

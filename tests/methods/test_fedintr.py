@@ -34,7 +34,14 @@ def model_with_heads(seed):
 
 def fedintr(**options):
     defaults = {"mu": 1.0, "tau": TAU, "layer_weights": "similarity", "reduction": "batch"}
-    return FedIntR(**(defaults | {"detach": False, "projection_width": 256} | options))
+    return FedIntR(
+        **(
+            defaults
+            | {"detach": False, "projection_width": 256}
+            | {"first_use": "received"}
+            | options
+        )
+    )
 
 
 def scene(batch_size=5, same_previous=False):

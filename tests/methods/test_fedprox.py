@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from client_fixtures import batch_of
+from method_fixtures import trains_as_fedavg
 from torch import nn
 
 from client_app.drift import squared_distance
@@ -17,6 +18,10 @@ SHAPES = [(3, 4), (4,), (2, 3, 2, 2), (1,)]  # unequal, so that mean and sum dif
 def random_arrays(seed):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(s, generator=generator, dtype=torch.float64) for s in SHAPES]
+
+
+def fedprox(mu, half=True, squared=True):
+    return FedProx(mu=mu, half=half, squared=squared)
 
 
 def batch_for(model, received):
@@ -55,22 +60,44 @@ def test_distance_is_the_sum_of_all_squared_differences():
 @pytest.mark.parametrize(("half", "factor"), [(True, 0.5), (False, 1.0)])
 def test_penalty_is_weighted_as_in_equation_2_or_without_the_half(half, factor):
     network, network_g = small_network(1), small_network(2)
-    penalty = FedProx(mu=0.3, half=half).penalty(batch_for(network, network_g.state_dict()))
+    penalty = fedprox(mu=0.3, half=half).penalty(batch_for(network, network_g.state_dict()))
     expected = factor * 0.3 * distance_as_printed(network, network_g)
     assert penalty.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_without_the_square_each_arrays_own_norm_counts():
+    """FedIntR's code: (mu / 2) times the sum over arrays of their distances' 2-norms."""
+    network, network_g = small_network(1), small_network(2)
+    penalty = fedprox(mu=0.3, squared=False).penalty(batch_for(network, network_g.state_dict()))
+    total = 0.0
+    for p, q in zip(network.parameters(), network_g.parameters(), strict=True):
+        drift = zip(p.flatten().tolist(), q.flatten().tolist(), strict=True)
+        total += math.sqrt(sum((a - b) ** 2 for a, b in drift))
+    assert penalty.item() == pytest.approx(0.15 * total, rel=1e-14)
+    penalty.backward()
+    for p, q in zip(network.parameters(), network_g.parameters(), strict=True):
+        away = (p - q).detach()
+        torch.testing.assert_close(p.grad, 0.15 * away / away.norm(), rtol=1e-12, atol=0)
+
+
+def test_without_the_square_the_gradient_at_the_global_model_is_zero_and_not_nan():
+    network = small_network(1)
+    received = {name: array.clone() for name, array in network.state_dict().items()}
+    fedprox(mu=0.3, squared=False).penalty(batch_for(network, received)).backward()
+    assert all((p.grad == 0).all() for p in network.parameters())
 
 
 @pytest.mark.parametrize(("half", "factor"), [(True, 1.0), (False, 2.0)])
 def test_gradient_is_mu_times_the_drift(half, factor):
     network, network_g = small_network(1), small_network(2)
-    FedProx(mu=0.3, half=half).penalty(batch_for(network, network_g.state_dict())).backward()
+    fedprox(mu=0.3, half=half).penalty(batch_for(network, network_g.state_dict())).backward()
     for p, q in zip(network.parameters(), network_g.parameters(), strict=True):
         torch.testing.assert_close(p.grad, factor * 0.3 * (p - q).detach(), rtol=1e-12, atol=0)
 
 
 def test_buffers_and_parameters_that_do_not_train_have_no_say():
     network, network_g = small_network(1), small_network(2)
-    method = FedProx(mu=1.0, half=False)
+    method = fedprox(mu=1.0, half=False)
     network[1].running_mean += 100
     network[1].num_batches_tracked += 100
     received = network_g.state_dict()
@@ -85,7 +112,7 @@ def test_buffers_and_parameters_that_do_not_train_have_no_say():
 def test_first_step_does_not_depend_on_mu():
     network = small_network(1)
     received = {name: array.clone() for name, array in network.state_dict().items()}
-    penalty = FedProx(mu=10.0, half=True).penalty(batch_for(network, received))
+    penalty = fedprox(mu=10.0, half=True).penalty(batch_for(network, received))
     penalty.backward()
     assert penalty.item() == 0
     assert all((p.grad == 0).all() for p in network.parameters())  # NaN would not be equal
@@ -93,7 +120,7 @@ def test_first_step_does_not_depend_on_mu():
 
 def test_mu_of_zero_adds_exactly_nothing():
     network, network_g = small_network(1), small_network(2)
-    penalty = FedProx(mu=0.0, half=True).penalty(batch_for(network, network_g.state_dict()))
+    penalty = fedprox(mu=0.0, half=True).penalty(batch_for(network, network_g.state_dict()))
     penalty.backward()
     assert penalty.item() == 0
     assert all((p.grad == 0).all() for p in network.parameters())
@@ -106,7 +133,7 @@ def test_without_data_sgd_shrinks_the_drift_by_one_minus_lr_mu_a_step():
     optimizer = torch.optim.SGD(network.parameters(), lr=lr)
     for _ in range(num_steps):
         optimizer.zero_grad()
-        FedProx(mu=mu, half=True).penalty(batch_for(network, network_g.state_dict())).backward()
+        fedprox(mu=mu, half=True).penalty(batch_for(network, network_g.state_dict())).backward()
         optimizer.step()
     shrink = math.pow(1 - lr * mu, num_steps)
     for p, q, p_0 in zip(network.parameters(), network_g.parameters(), start, strict=True):
@@ -125,3 +152,7 @@ def test_the_global_arrays_get_no_gradient():
 def test_the_gradient_of_the_distance_is_that_of_its_value():
     w, w_g = [a.requires_grad_() for a in random_arrays(1)], random_arrays(2)
     assert torch.autograd.gradcheck(lambda *a: 3 * squared_distance(list(a), w_g), w)
+
+
+def test_without_its_term_it_is_fedavg_to_the_bit():
+    assert trains_as_fedavg("fedprox", fedprox__mu=0.0)

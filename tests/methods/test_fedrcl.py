@@ -41,7 +41,7 @@ def similarities(features):
 
 
 def all_as_printed(features, y, tau, threshold, beta):
-    """Eq. (5), its sum over positives j a mean, then the mean over anchors that have one."""
+    """Eq. (5) without beta/tau; a mean over positives j, then over anchors that have one."""
     s, size = similarities(features), len(y)
     anchors = []
     for i in range(size):
@@ -52,7 +52,7 @@ def all_as_printed(features, y, tau, threshold, beta):
             too_alike = [k for k in same if s[i][k] > threshold]  # P(x_i)
             term = -math.log(math.exp(s[i][j] / tau) / others)
             penalty = sum(math.exp(s[i][k] / tau) for k in too_alike) + math.exp(1 / tau)
-            terms.append(term + beta * math.log(penalty))
+            terms.append(term + beta * (math.log(penalty) - 1 / tau))
         if terms:
             anchors.append(sum(terms) / len(terms))
     return sum(anchors) / len(anchors) if anchors else 0.0
@@ -67,11 +67,24 @@ def hard_as_described(features, y, tau, threshold, beta):
         s_n = sorted(s[i][k] for k in range(size) if y[k] != y[i])[-2:]
         others = math.exp(s_p / tau) + sum(math.exp(n / tau) for n in s_n)
         penalty = math.exp(1 / tau) + (math.exp(s_p / tau) if s_p > threshold else 0.0)
-        anchors.append(-math.log(math.exp(s_p / tau) / others) + beta * math.log(penalty))
+        anchors.append(
+            -math.log(math.exp(s_p / tau) / others) + beta * (math.log(penalty) - 1 / tau)
+        )
     return sum(anchors) / size
 
 
 AS_PRINTED = {"all": (rcl_all, all_as_printed), "hard": (rcl_hard, hard_as_described)}
+
+
+def test_where_all_features_are_one_the_hard_mined_loss_is_log_3_plus_beta_log_2():
+    """The collapse, in which no direction lowers the loss to first order."""
+    features = torch.ones(6, 4, dtype=torch.float64).requires_grad_()
+    y = torch.tensor([0, 0, 1, 1, 2, 2])
+    loss = rcl_hard(unit_features(features), y, 0.05, 0.7, 1.5)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(3) + 1.5 * math.log(2), rel=1e-9)
+    assert features.grad.abs().max() < 1e-12
+
 
 LABELS = {
     "unequal classes, one alone": [0, 1, 0, 2, 1, 0, 0],
@@ -154,8 +167,8 @@ def test_a_pair_exactly_at_the_threshold_is_not_too_alike(mining):
     plain = rcl(phi, y, 0.5, 0.0, 0.0).item()
     at = rcl(phi, y, 0.5, 0.0, 1.0).item() - plain
     below = rcl(phi, y, 0.5, -0.01, 1.0).item() - plain
-    assert at == pytest.approx(2, rel=1e-12)  # log(e^{1/tau})
-    assert below == pytest.approx(math.log(1 + math.exp(2)), rel=1e-12)
+    assert at == pytest.approx(0, abs=1e-12)  # log(e^{1/tau}) - 1/tau
+    assert below == pytest.approx(math.log(1 + math.exp(2)) - 2, rel=1e-12)
 
 
 @pytest.mark.parametrize("mining", AS_PRINTED)

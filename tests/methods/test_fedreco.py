@@ -461,7 +461,7 @@ def test_a_client_of_another_architecture_shares_the_representation_alone(small_
     wanted = {name: p.grad for name, p in shared.named_parameters() if p.grad is not None}
     assert update.arrays.keys() == wanted.keys() == u_0.keys()
     assert_close(update.arrays, wanted, rtol=1e-3, atol=1e-5)
-    # at its second participation it goes on from its own
+    # its second participation starts from its own state
     still = reco(client_models=f"cnn-fedreco, {small_cnn}", fedreco__eta_u=0.0, fedreco__eta_v=0.0)
     second = run_round(still, u_0, number=2, partition=1, state=update.state)
     assert_same_bits(second.state["model"], update.state["model"])

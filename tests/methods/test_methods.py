@@ -209,7 +209,7 @@ def test_a_method_is_found_by_its_file(folder):
 def test_a_method_may_inherit_the_options_of_another(folder):
     write(folder, "my_method", module="methods.fedprox", base="FedProx")
     spec = method_spec("my-method")
-    assert [f.name for f in dataclasses.fields(spec.options)] == ["mu", "half"]
+    assert [f.name for f in dataclasses.fields(spec.options)] == ["mu", "half", "squared"]
     assert spec.is_local_objective
 
 

@@ -5,10 +5,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from client_fixtures import batch_of
+import torch.nn.functional as F
+from client_fixtures import (
+    assert_same_bits,
+    batch_of,
+    initial,
+    keel_home_of_tests,  # noqa: F401 (used by being here)
+    make_config,
+    make_round,
+)
 
 from client_app.method import ModelParts
+from client_app.methods import method_of
 from client_app.methods.moon import MOON, model_contrastive_loss
+from client_app.objective import frozen_representations, previous_at_first_use
 from models import build_model
 
 
@@ -19,6 +29,7 @@ def random_features(batch_size, width, seed):
 
 def moon(**options):
     defaults = {"mu": 1.0, "tau": 0.5, "projection": "none", "first_use": "received"}
+    defaults["reduction"] = "sample"
     return MOON(**(defaults | options))
 
 
@@ -109,6 +120,138 @@ def test_a_sample_whose_units_are_all_dead_gives_nothing():
     model_contrastive_loss(raw.relu(), z_g, z_p, 0.5).backward()
     assert (raw.grad[0] == 0).all()
     assert (raw.grad[1] != 0).all()
+
+
+# --- the rows of MOON in FedIntR's tables, as its code has them -----------------------------------
+
+
+def loss_of_batch_means(z, z_g, z_p, tau):
+    """-log( e^p / (e^p + e^n) ) with p and n the batch means of the cosines over tau."""
+    p = sum(cosine(a, b) / tau for a, b in zip(z.tolist(), z_g.tolist(), strict=True)) / len(z)
+    n = sum(cosine(a, b) / tau for a, b in zip(z.tolist(), z_p.tolist(), strict=True)) / len(z)
+    return -math.log(math.exp(p) / (math.exp(p) + math.exp(n)))
+
+
+@pytest.mark.parametrize("tau", [0.5, 0.07])
+def test_with_batch_means_the_loss_is_that_of_fedintrs_code(tau):
+    z, z_g, z_p = (random_features(7, 5, seed) for seed in (1, 2, 3))
+    expected = loss_of_batch_means(z, z_g, z_p, tau)
+    assert model_contrastive_loss(z, z_g, z_p, tau, "batch").item() == pytest.approx(
+        expected, abs=1e-15
+    )
+    assert abs(expected - loss_as_printed(z, z_g, z_p, tau)) > 1e-3
+
+
+def step_of_fedintrs_code(w, w_g, w_p, x, y, mu, tau):
+    """CE + mu times the contrast of fc2's side branch, from arrays by name, in plain functions."""
+
+    def run(w):
+        h = x
+        for n in (1, 2, 3):
+            name = f"stages.conv{n}.body"
+            h = F.max_pool2d(F.conv2d(h, w[f"{name}.weight"], w[f"{name}.bias"]).relu(), 2)
+        h = h.flatten(1)
+        for n in (1, 2):
+            h = F.linear(h, w[f"stages.fc{n}.body.1.weight"], w[f"stages.fc{n}.body.1.bias"]).relu()
+        side = "projection_heads.fc2"
+        hidden = F.linear(h, w[f"{side}.0.weight"], w[f"{side}.0.bias"]).relu()
+        z = F.linear(hidden, w[f"{side}.2.weight"], w[f"{side}.2.bias"])
+        return F.linear(h, w["classifier.weight"], w["classifier.bias"]), z
+
+    def mean_cosine(a, b):
+        return ((a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))).mean()
+
+    (logits, z), (_, z_g), (_, z_p) = run(w), run(w_g), run(w_p)
+    p, n = mean_cosine(z, z_g).div(tau).exp(), mean_cosine(z, z_p).div(tau).exp()
+    return F.cross_entropy(logits, y) - mu * torch.log(p / (p + n))
+
+
+def test_loss_and_gradient_of_a_step_with_a_side_branch_are_those_of_fedintrs_code():
+    method = moon(mu=5.0, projection="mlp-side", reduction="batch")
+    parts = method.model_parts()
+    about = {"num_classes": 4, "channels": 3, "image_size": 32, "head_stages": parts.head_stages}
+    models = [
+        build_model(
+            "cnn-fedintr", seed=n, projection_heads=parts.projection_heads, **about
+        ).double()
+        for n in (1, 2, 3)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 3, 32, 32, generator=generator, dtype=torch.float64)
+    y = torch.randint(4, (6,), generator=generator)
+    reps = []
+    for model in models:
+        logits, outputs = model.run(x, method.layers(model))
+        reps.append(method.represent(model, outputs))
+    logits = models[0](x)
+    loss = F.cross_entropy(logits, y) + method.penalty(batch_of(*reps))
+    loss.backward()
+    w, w_g, w_p = (
+        {k: v.detach().clone().requires_grad_(m is models[0]) for k, v in m.state_dict().items()}
+        for m in models
+    )
+    expected = step_of_fedintrs_code(w, w_g, w_p, x, y, 5.0, 0.5)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=4e-15)
+    for name, parameter in models[0].named_parameters():
+        torch.testing.assert_close(parameter.grad, w[name].grad, rtol=0, atol=1e-14)
+    assert models[0].projection_heads["fc2"][0].weight.grad.abs().max() > 1e-3
+
+
+def test_only_the_contrast_reads_the_side_branch():
+    """With mu = 0 the network is FedAvg's, bit for bit; in line it is another network."""
+    keys = {"method": "moon", "batch_size": 16, "moon__mu": 0.0}
+    config, in_line = (make_config(**keys, moon__projection=p) for p in ("mlp-side", "mlp"))
+    received = initial(config)
+    shared = initial(make_config())
+    assert_same_bits(received, shared, names=shared)
+    state = {"previous": initial(config, seed=5)}
+    trained = method_of(config).train(make_round(config, received=received, state=state)).arrays
+    plain = make_config(batch_size=16)
+    fedavg = method_of(plain).train(make_round(plain, received=shared)).arrays
+    assert_same_bits(trained, fedavg, names=fedavg)
+    heads = [name for name in received if name.startswith("projection_heads.fc2.")]
+    assert len(heads) == 4
+    assert received.keys() == shared.keys() | set(heads)
+    assert "stages.projection.body.1.weight" in initial(in_line)
+
+
+@pytest.mark.parametrize("statistics", ["running", "batch"])
+def test_frozen_models_use_their_own_statistics_or_each_batchs(statistics):
+    config = make_config(
+        method="moon", model="resnet20", width=4, local_epochs=2, frozen_statistics=statistics
+    )
+    ctx = make_round(config)
+    step = next(iter(ctx.batches("batches")))
+    w_p = initial(config, seed=5)
+    found = frozen_representations(method_of(config), ctx, "previous", w_p)
+    twice = [found.of(step)[0], found.of(step)[0]]
+    model = make_round(config).network("other")
+    model.load_state_dict(w_p)
+    with torch.no_grad():
+        _, (expected,) = model.train(statistics == "batch").run(step.x, ["features"])
+        _, (other,) = model.train(statistics != "batch").run(step.x, ["features"])
+    for z in twice:
+        torch.testing.assert_close(z, expected)
+    assert (expected - other).abs().max() > 1e-2
+    assert found.is_cached == (statistics == "running")
+    assert not any(p.requires_grad for p in ctx.network("previous").parameters())
+
+
+def test_a_network_without_batch_norm_is_cached_with_batch_statistics_too():
+    config = make_config(method="moon", local_epochs=2, frozen_statistics="batch")
+    ctx = make_round(config)
+    assert frozen_representations(method_of(config), ctx, "global", ctx.received).is_cached
+
+
+@pytest.mark.parametrize("method", ["moon", "fedintr", "fedcka"])
+def test_from_round_2_a_first_participation_may_be_against_the_initial_weights(method):
+    config = make_config(method=method, **{f"{method}__first_use": "initial"})
+    received = initial(config, seed=5)
+    chosen = method_of(config).first_previous(make_round(config, 2, received))
+    assert_same_bits(chosen, initial(config))
+    assert method_of(config).first_previous(make_round(config, 1)) is None
+    assert previous_at_first_use(make_round(config, 2, received), "received") is None
 
 
 @pytest.mark.parametrize("projection", ["none", "mlp"])

@@ -60,18 +60,35 @@ class QuadraticFedAvg(LocalObjective):
 class Federation:
     """Real server and client halves on quadratic clients [(a_i, b_i), ...], one batch an epoch."""
 
-    def __init__(self, clients, method="scaffold", form="corrected", lr_global=1.0, **train):
+    def __init__(
+        self,
+        clients,
+        method="scaffold",
+        form="corrected",
+        lr_global=1.0,
+        sizes=None,
+        control_weighting="auto",
+        **train,
+    ):
         self.clients = dict(enumerate(clients))
+        self.sizes = sizes or [1] * len(clients)
         base = {"lr": 0.05, "local_epochs": 5, "momentum": 0.0, "weight_decay": 0.0}
         options = {"scaffold__momentum_form": form, "scaffold__lr_global": lr_global}
-        self.config = make_config(method=method, weighting="uniform", **base | options | train)
+        options["scaffold__control_weighting"] = control_weighting
+        weighting = {"weighting": "examples" if sizes else "uniform"}
+        self.config = make_config(method=method, **base | options | weighting | train)
         self.is_scaffold = method == "scaffold"
         model = Number()
         self.server = (ScaffoldServer if self.is_scaffold else Average)(self.config, model)
-        self.server.roster = dict.fromkeys(self.clients)
+        self.server.roster = {
+            i: SimpleNamespace(client=str(i), num_examples=n) for i, n in enumerate(self.sizes)
+        }
+        self.server.partition_sizes = {str(i): n for i, n in enumerate(self.sizes)}
         self.objective = QuadraticFedAvg()
         if self.is_scaffold:
-            self.objective = QuadraticScaffold(lr_global=lr_global, momentum_form=form)
+            self.objective = QuadraticScaffold(
+                lr_global=lr_global, momentum_form=form, control_weighting=control_weighting
+            )
         self.w = {"theta": torch.zeros(1, dtype=torch.float64)}
         self.kept, self.counted, self.round = {}, {}, 0
 
@@ -105,7 +122,7 @@ class Federation:
                 updates[client] = train_on_objective(self.objective, now)
             self.kept[client] = updates[client].state
         replies = [
-            TrainReply(str(c), self.round, u.arrays, u.extra, {"num-examples": 1})
+            TrainReply(str(c), self.round, u.arrays, u.extra, {"num-examples": self.sizes[c]})
             for c, u in updates.items()
             if c not in lost
         ]
@@ -124,6 +141,14 @@ class Federation:
     def c_of(self, client):
         state = self.kept.get(client, {})
         return state["control"]["theta"].item() if state else 0.0
+
+    def accepted_c_of(self, client):
+        """The newest c_i of which the server knows."""
+        state = self.kept.get(client, {})
+        if not state:
+            return 0.0
+        is_known = int(state["control-made"]["round"]) <= self.counted.get(str(client), 0)
+        return state["control" if is_known else "control-before"]["theta"].item()
 
 
 APART = [(1.0, 0.0), (4.0, 3.0)]  # joint optimum (1 * 0 + 4 * 3) / 5
@@ -218,6 +243,68 @@ def test_c_stays_the_mean_of_all_c_i_whoever_takes_part(form):
         seen.append(federation.c)
     assert len(set(seen)) == len(seen)
     assert min(map(abs, seen)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("weighting", "p"),
+    [
+        ("auto", [0.1, 0.2, 0.7]),
+        ("examples", [0.1, 0.2, 0.7]),
+        ("uniform", [1 / 3, 1 / 3, 1 / 3]),
+    ],
+)
+def test_c_stays_the_weighted_sum_of_all_c_i_whoever_takes_part(weighting, p):
+    federation = Federation(
+        THREE, momentum=0.9, lr=0.01, sizes=[10, 20, 70], control_weighting=weighting
+    )
+    seen = []
+    for cohort in [*COHORTS, (1,), (1,), (0, 2)]:
+        federation.play(cohort, lost=cohort[:1] if len(seen) == 2 else ())
+        c_i = [federation.accepted_c_of(i) for i in range(3)]
+        assert federation.c == pytest.approx(sum(a * b for a, b in zip(p, c_i, strict=True)))
+        seen.append(federation.c)
+    assert min(map(abs, seen)) > 1e-3
+
+
+def test_with_weights_by_examples_a_step_of_everybody_is_the_weighted_gradient():
+    """Full batch, one step, c and w by the same weights: FedAvg's trajectory, as c = sum p_i c_i.
+
+    With a uniform c beside weighted models it is another.
+    """
+    sizes = [10, 20, 70]
+
+    def path(**about):
+        federation = Federation(THREE, sizes=sizes, local_epochs=1, **about)
+        found = []
+        for _ in range(4):
+            federation.play()
+            found.append(federation.theta)
+        return found
+
+    theta, expected = 0.0, []
+    for _ in range(4):
+        gradients = [a * (theta - b) for a, b in THREE]
+        theta -= 0.05 * sum(n / 100 * g for n, g in zip(sizes, gradients, strict=True))
+        expected.append(theta)
+    assert path(method="fedavg") == pytest.approx(expected, rel=1e-12)
+    assert path() == pytest.approx(expected, rel=1e-12)
+    assert abs(path(control_weighting="uniform")[-1] - expected[-1]) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        ({}, ["client b takes 2 steps", "client a 22", "batches-per-epoch"]),
+        ({"batch_size": 9}, ["client b takes 2 steps", "client a 24"]),
+        ({"batch_size": 40}, []),
+        ({"batches_per_epoch": 3}, []),
+    ],
+)
+def test_numbers_of_steps_that_differ_by_more_than_ten_times_are_named(keys, found):
+    config = make_config(method="scaffold", **{"batch_size": 10, "local_epochs": 2} | keys)
+    warning = method_of(config).warning(config, {"a": 105, "b": 8, "c": 60})
+    assert all(part in warning for part in found)
+    assert bool(warning) == bool(found)
 
 
 def test_a_lost_reply_is_as_if_the_client_had_not_been_asked():
@@ -339,7 +426,7 @@ def test_control_variates_are_of_parameters_and_buffers_are_averaged():
     config = make_config(method="scaffold", model="resnet20", scaffold__lr_global=0.5)
     model = build_network(config, SHAPE, NUM_CLASSES)
     server = ScaffoldServer(config, model)
-    server.roster = dict.fromkeys(range(4))
+    server.roster = {i: SimpleNamespace(client=str(i), num_examples=1) for i in range(4)}
     assert set(server.c) == {n for n, _ in model.named_parameters()}
     current = {n: a.clone() for n, a in model.state_dict().items()}
     replies = []

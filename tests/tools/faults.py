@@ -4,10 +4,15 @@
     python -m tests.tools.faults --kills 0 --hangs 40 --seed 0
 
 Runs FedReCo and FedIntR on `digits` in turn. Every few seconds one process gets SIGKILL, or SIGSTOP
-for 40 or 95 seconds: the ServerApp, the SuperLink, a client's SuperNode, its executor or its
-worker, each equally likely. The run of a ServerApp that has ended is resumed. A personal model is
-lost if its client's state is damaged at the end, or older than the last round in which the server
-accepted it. Prints a table, with the accuracies of the same runs undisturbed.
+for 20 to 95 seconds: the ServerApp, the SuperLink, a client's SuperNode, its executor or its
+worker, each equally likely. The run of a ServerApp that has ended is resumed. Prints a table, with
+the accuracies of the same runs undisturbed.
+
+A personal model is lost if its client's state is damaged at the end, or older than the last round
+in which the server accepted it. A result is wrong if the rounds in the history are not 1, 2, ...,
+if a file or the audit log does not have the digest in the manifest, or if the model of a run in
+which no client was left out differs in a bit from that of the undisturbed run. A failure is unnamed
+if a client took no part in a round and the history does not say why.
 """
 
 import argparse
@@ -24,11 +29,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from client_app.state import StateFolder
 from keel.deployment.loopback import Loopback, partitions, running
+from protocol.files import digest
 from protocol.options import OptionValue
+from server_app.audit import audit_problem
 from server_app.history import read_history
 from server_app.inline import run_inline
+from server_app.manifest import read_manifest
+from server_app.run_directory import read_arrays
 from tests.tools.processes import descendants
 
 kinds = ("serverapp", "superlink", "supernode", "executor", "worker")
@@ -53,7 +64,7 @@ common: dict[str, OptionValue] = {
     "device": "cpu",
 }
 start_timeout_s, resume_pause_s = 300.0, 5.0
-hang_s = (40.0, 95.0)
+hang_s = (20.0, 95.0)
 
 
 @dataclass
@@ -67,6 +78,8 @@ class Outcome:
     resumes: int = 0
     left_out: int = 0
     lost: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    unnamed: int = 0
     accuracy: float = 0.0
     seconds: float = 0.0
 
@@ -118,6 +131,34 @@ def lost_models(local: Loopback, folder: Path) -> list[str]:
     return lost
 
 
+def wrong_results(folder: Path, undisturbed: Path, rounds: int) -> list[str]:
+    """What is wrong with a finished run's files."""
+    history, manifest = read_history(folder), read_manifest(folder)
+    wrong = []
+    if [line["round"] for line in history] != list(range(1, rounds + 1)):
+        wrong.append("rounds are missing")
+    for name, expected in manifest.get("files", {}).items():
+        if digest((folder / name).read_bytes()) != expected:
+            wrong.append(f"{name} has another digest")
+    if problem := audit_problem(folder, manifest.get("audit")):
+        wrong.append(problem)
+    models = [read_arrays(path / "model.safetensors")[0] for path in (folder, undisturbed)]
+    is_whole = all(len(line["participants"]) == len(history[0]["participants"]) for line in history)
+    is_same = all(torch.equal(array, models[1][name]) for name, array in models[0].items())
+    if is_whole and not history[0]["left_out"] and not is_same:
+        wrong.append("no client was left out, and the model is another")
+    return wrong
+
+
+def unnamed_failures(folder: Path, clients: Sequence[str]) -> int:
+    """Clients without a reason for taking no part, summed over the rounds."""
+    return sum(
+        not (c in line["participants"] or line["left_out"].get(c) or c in line["backed_off"])
+        for line in read_history(folder)
+        for c in clients
+    )
+
+
 def accuracy(folder: Path) -> float:
     """The last evaluation: of the personal models if there are any, else of the global one."""
     for line in reversed(read_history(folder)):
@@ -142,7 +183,9 @@ def submit_until(local: Loopback, keys: dict[str, OptionValue], deadline: float)
 def one_run(
     local: Loopback,
     method: str,
+    undisturbed: Path,
     rounds: int,
+    epochs: int,
     draw: random.Random,
     kills_left: int,
     hangs_left: int,
@@ -153,7 +196,7 @@ def one_run(
     outcome, started = Outcome(method), time.monotonic()
     runs = local.root / "server" / "keel" / "runs"
     before = set(runs.glob("*"))
-    overrides = common | methods[method] | {"num-rounds": rounds}
+    overrides = common | methods[method] | {"num-rounds": rounds, "local-epochs": epochs}
     submit_until(local, overrides, started + start_timeout_s)
     while not (new := set(runs.glob("*")) - before):
         if time.monotonic() - started > start_timeout_s:
@@ -190,7 +233,7 @@ def one_run(
             number = signal.SIGKILL if is_kill else signal.SIGSTOP
             for pid in send(number, local, kind, client):
                 (outcome.kills if is_kill else outcome.hangs)[kind] += 1
-                seconds = 0.0 if is_kill else draw.choice(hang_s)
+                seconds = 0.0 if is_kill else draw.uniform(*hang_s)
                 if not is_kill:
                     stopped[pid] = now + seconds
                 what = "killed" if is_kill else f"stopped for {seconds:g} s:"
@@ -202,6 +245,9 @@ def one_run(
     outcome.seconds = time.monotonic() - started
     outcome.left_out = sum(len(line["left_out"]) for line in read_history(folder))
     outcome.lost = lost_models(local, folder)
+    outcome.unnamed = unnamed_failures(folder, local.clients)
+    if outcome.finished:
+        outcome.wrong = wrong_results(folder, undisturbed, rounds)
     with contextlib.suppress(ValueError):
         outcome.accuracy = accuracy(folder)
     return outcome
@@ -212,14 +258,15 @@ def table(outcomes: Sequence[Outcome], undisturbed: dict[str, float]) -> str:
     lines = [
         "| run | kills: "
         + ", ".join(kinds)
-        + " | hangs | resumed | left out | finished | models lost "
-        "| accuracy | undisturbed | seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        + " | hangs | resumed | left out | finished | models lost | wrong results "
+        "| unnamed failures | accuracy | undisturbed | seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
         f"| {o.method} | {', '.join(str(o.kills[k]) for k in kinds)} "
         f"| {', '.join(str(o.hangs[k]) for k in kinds)} | {o.resumes} | {o.left_out} "
-        f"| {'yes' if o.finished else 'no'} | {len(o.lost)} | {100 * o.accuracy:.1f} "
+        f"| {'yes' if o.finished else 'no'} | {len(o.lost)} | {len(o.wrong)} | {o.unnamed} "
+        f"| {100 * o.accuracy:.1f} "
         f"| {100 * undisturbed[o.method]:.1f} | {o.seconds:.0f} |"
         for o in outcomes
     ]
@@ -229,7 +276,9 @@ def table(outcomes: Sequence[Outcome], undisturbed: dict[str, float]) -> str:
     lines.append(
         f"\n{total.total()} kills ({', '.join(f'{k} {total[k]}' for k in kinds)}), "
         f"{hangs.total()} hangs ({', '.join(f'{k} {hangs[k]}' for k in kinds)}): "
-        f"{done} of {len(outcomes)} runs finished, {lost} personal models lost."
+        f"{done} of {len(outcomes)} runs finished, {lost} personal models lost, "
+        f"{sum(len(o.wrong) for o in outcomes)} wrong results, "
+        f"{sum(o.unnamed for o in outcomes)} unnamed failures."
     )
     return "\n".join(lines)
 
@@ -242,6 +291,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--pause", type=float, nargs=2, default=(4.0, 20.0), metavar="SECONDS")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="for all runs together")
     parser.add_argument("--run-limit-s", type=float, default=1800.0, help="for one run")
@@ -250,11 +300,13 @@ def main() -> int:
     deadline = time.monotonic() + arguments.limit_s
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="keel-faults-") as name:
-        undisturbed = {}
+        undisturbed: dict[str, float] = {}
+        plain: dict[str, Path] = {}
         for method, keys in methods.items():
             overrides = common | keys | {"num-rounds": arguments.rounds}
-            overrides |= {"output-dir": f"{name}/inline"}
-            undisturbed[method] = accuracy(run_inline(overrides, arguments.clients))
+            overrides |= {"output-dir": f"{name}/inline", "local-epochs": arguments.epochs}
+            plain[method] = run_inline(overrides, arguments.clients)
+            undisturbed[method] = accuracy(plain[method])
         with running(Path(name), partitions(arguments.clients)) as local:
             left, hangs = arguments.kills, arguments.hangs
             while left + hangs > 0 and (limit_s := deadline - time.monotonic()) > 0:
@@ -263,13 +315,16 @@ def main() -> int:
                 limit_s = min(limit_s, arguments.run_limit_s)
                 pause = tuple(arguments.pause)
                 outcomes.append(
-                    one_run(local, method, arguments.rounds, draw, left, hangs, pause, limit_s)
+                    one_run(
+                        *(local, method, plain[method], arguments.rounds, arguments.epochs, draw),
+                        *(left, hangs, pause, limit_s),
+                    )
                 )
                 left -= outcomes[-1].kills.total()
                 hangs -= outcomes[-1].hangs.total()
                 print(f"  {outcomes[-1]}", flush=True)
     print(table(outcomes, undisturbed))
-    return 0 if all(o.finished and not o.lost for o in outcomes) else 1
+    return 0 if all(o.finished and not (o.lost or o.wrong or o.unnamed) for o in outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""Small copies of finished runs, one zip a job, from which verdicts and curves can be made again.
+
+A copy holds what a report reads: the config without folders, the outcome, the code and machines,
+and per round the accuracies and times.
+"""
+
+import json
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from keel.experiments.measure import History
+from keel.experiments.plan import load_job, runs_needed
+from keel.experiments.runs import history_in, manifest_in, name_of, read_json
+from protocol.config import resolve_config
+from protocol.files import write_atomically
+from server_app.history import CURVES
+
+PRIVATE = ("output-dir", "data-dir", "resume", "run-name")
+MANIFEST = ("code", "keel", "machines", "simulated", "versions")
+CLOCKS = ("client_seconds", "client_cpu_seconds")
+MAX_STATUS = 200  # characters
+
+
+def pack(output: Path, archive: Path) -> list[Path]:
+    """Copy every job of an output folder that has runs into `archive`; returns the zips."""
+    written = []
+    for job in sorted((output / "jobs").glob("*.json")):
+        recipe, options = load_job(job)
+        files: dict[str, str] = {}
+        for run in runs_needed(recipe, recipe.cells, options, output, ()):
+            if directory := run.ended():
+                config = resolve_config(without_folders(run.keys))
+                folder = f"runs/{name_of(config, run.is_timed)}/{directory.name}"
+                files |= {f"{folder}/{name}": text for name, text in copies(directory)}
+        if files:
+            about = read_json(job)
+            about |= {"recipe": recipe.path.name, "changes": without_folders(about["changes"])}
+            files[f"jobs/{job.name}"] = json.dumps(about, indent=1)
+            written.append(archive / f"{job.stem}.zip")
+            write_zip(written[-1], files)
+    return written
+
+
+def without_folders(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Config keys without the places of files on this machine."""
+    kept = {key: value for key, value in keys.items() if key not in PRIVATE}
+    if "/" in str(kept.get("source", "")):
+        kind, _, path = str(kept["source"]).partition(":")
+        kept["source"] = f"{kind}:/data/{path.rstrip('/').rpartition('/')[2]}"
+    return kept
+
+
+def copies(directory: Path) -> Iterator[tuple[str, str]]:
+    """(name, text) of the small copies of a run directory's files."""
+    config = read_json(directory / "config.json")["config"]
+    yield "config.json", json.dumps({"config": without_folders(config)})
+    summary = read_json(directory / "summary.json")
+    yield "summary.json", json.dumps({"status": str(summary["status"])[:MAX_STATUS]})
+    manifest = manifest_in(directory)
+    yield "manifest.json", json.dumps({key: manifest[key] for key in MANIFEST if key in manifest})
+    yield "history.jsonl", "".join(json.dumps(line) + "\n" for line in lines(history_in(directory)))
+
+
+def lines(history: History) -> Iterator[dict[str, Any]]:
+    """The accuracies and times of each round, rounded; nothing of single clients."""
+    for line in history:
+        small: dict[str, Any] = {"round": line["round"], "losses": {}, "left_out": {}}
+        small |= {key: round(line[key], 2) for key in CLOCKS if key in line}
+        small["seconds"] = {"all": round(sum(line["seconds"].values()), 2)}
+        for key, name, _ in CURVES:
+            if key in line:
+                small.setdefault(key, {})[name] = round(line[key][name], 5)
+        yield small
+
+
+def write_zip(path: Path, files: Mapping[str, str]) -> None:
+    """The same files give the same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile() as file:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+            for name, text in sorted(files.items()):
+                about = zipfile.ZipInfo(name)
+                about.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(about, text)
+        file.seek(0)
+        write_atomically(path, file.read())
+
+
+@contextmanager
+def unpacked(archive: Path) -> Iterator[Path]:
+    """An output folder, for as long as the context lasts, with all jobs and runs of `archive`."""
+    with tempfile.TemporaryDirectory() as folder:
+        for path in sorted(archive.glob("*.zip")):
+            with zipfile.ZipFile(path) as file:
+                file.extractall(folder)
+        yield Path(folder)

@@ -1,0 +1,203 @@
+"""The summary of all papers: a page and the README's table, from archived runs and the recipes.
+
+The claims are the headlines of the shipped recipes; the numbers come from the archive alone.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from keel.experiments.archive import unpacked
+from keel.experiments.claims import NOT_TESTED, JudgedClaim, Results, judge_claims, sides_of
+from keel.experiments.figures import curve_of
+from keel.experiments.plan import load_job, narrowed, results_of
+from keel.experiments.recipe import Claim, Recipe, load_recipe, shipped_recipes
+from keel.experiments.rendering import code_sentences, machine_sentences, template_environment
+from keel.experiments.runs import Options, history_in
+from protocol.files import write_atomically
+
+BEGIN = "<!-- made by `keel experiments summary`; a test compares it -->"
+END = "<!-- end of the results -->"
+PICTURES = "curves"  # folder beside the page
+WIDTH, HEIGHT, MARGIN = 420, 150, 34
+COLOURS = ("#0b6e99", "#c2571a")
+
+Curve = Sequence[tuple[int, float, float]]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One archived job of a shipped recipe, under today's claims."""
+
+    recipe: Recipe
+    options: Options
+    results: Results
+    claims: Sequence[JudgedClaim]
+
+    @property
+    def command(self) -> str:
+        """The command that runs it."""
+        whole = load_recipe(self.recipe.name)
+        words = ["keel", "experiments", "run", self.recipe.name]
+        if self.options.scale != "paper":
+            words += ["--scale", self.options.scale]
+        axes = ((whole.rows, self.recipe.rows), (whole.columns, self.recipe.columns))
+        only = [entry.name for every, some in axes if len(some) < len(every) for entry in some]
+        words += ["--only", ";".join(only)] if only else []
+        for key, value in sorted(self.options.changes.items()):
+            words += ["--set", f"{key}={value}"]
+        words += ["--grid", "full"] if self.options.full_grid else []
+        if list(self.options.seeds) != list(whole.seeds):
+            words += ["--seeds", str(len(self.options.seeds))]
+        return shlex.join(words)
+
+    @property
+    def about(self) -> str:
+        """Code, machines, wall time and processor time."""
+        results = list(self.results.values())
+        directories = {path for result in results for _, path in result.finished}
+        cores = sum(
+            line.get("client_cpu_seconds", 0.0) for path in directories for line in history_in(path)
+        )
+        words = [*code_sentences(results), *machine_sentences(results)]
+        return " ".join([*words, f"Processor time of the clients: {cores / 3600:.1f} core hours."])
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A headline claim with the best evidence there is: None where nothing is archived.
+
+    command: runs its two sides at the paper's setting.
+    """
+
+    claim: JudgedClaim
+    command: str
+    evidence: Evidence | None = None
+    picture: str = ""
+
+
+def evidence_in(output: Path) -> list[Evidence]:
+    """Every job there whose recipe is shipped, with the rows, columns and claims of today."""
+    found = []
+    for job in sorted((output / "jobs").glob("*.json")):
+        then, options = load_job(job)
+        if then.name in shipped_recipes():
+            names = [[cell.row.name, cell.column.name] for cell in then.cells]
+            recipe = narrowed(load_recipe(then.name), names)
+            results = results_of(recipe, options, output)
+            claims = judge_claims(recipe, results, options)
+            found.append(Evidence(recipe, options, results, claims))
+    return found
+
+
+def headlines(evidence: Sequence[Evidence], pictures: dict[str, str]) -> Iterator[Headline]:
+    """Each headline of the shipped recipes; its curves are put into `pictures`, by file name."""
+    for recipe in map(load_recipe, shipped_recipes()):
+        own = [each for each in evidence if each.recipe.name == recipe.name]
+        bare = judge_claims(recipe, {}, Options("paper", {}, recipe.seeds, full_grid=False))
+        for number, (claim, empty) in enumerate(zip(recipe.claims, bare, strict=True)):
+            if not claim.is_headline:
+                continue
+            judged = [(c, each) for each in own for c in each.claims if c.text == claim.text]
+            judged = [(c, each) for c, each in judged if c.seeds]
+            cells = ";".join(dict.fromkeys(n for side in sides_of(claim, recipe) for n in side))
+            command = shlex.join(["keel", "experiments", "run", recipe.name, "--only", cells])
+            if not judged:
+                yield Headline(empty, command)
+                continue
+            best, each = max(judged, key=lambda p: (p[0].verdict != NOT_TESTED, p[0].share))
+            name = f"{recipe.name}-{number}.svg"
+            pictures[name] = drawing(claim, each)
+            yield Headline(best, command, each, f"{PICTURES}/{name}")
+
+
+def drawing(claim: Claim, evidence: Evidence) -> str:
+    """The curves of a claim's two sides, each with the paper's end value as a dashed line."""
+    sides = [evidence.results[name] for name in sides_of(claim, evidence.recipe)]
+    curves = {
+        name: (curve_of(side.cell, side.finished) if side.finished else [], side.cell.paper)
+        for name, side in zip((claim.left, claim.right), sides, strict=True)
+    }
+    return svg_of(curves, claim.text)
+
+
+def svg_of(curves: Mapping[str, tuple[Curve, float | None]], title: str) -> str:
+    """A small SVG: accuracy in percent over rounds; a few hundred bytes a curve."""
+    points = [(n, mean) for curve, _ in curves.values() for n, mean, _ in curve]
+    values = [mean for _, mean in points] + [p for _, p in curves.values() if p is not None]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    last = max((n for n, _ in points), default=1)
+    span = (high - low) or 1.0
+
+    def place(number: float, value: float) -> str:
+        x = MARGIN + (WIDTH - 2 * MARGIN) * number / last
+        y = MARGIN + (HEIGHT - 2 * MARGIN) * (1 - (value - low) / span)
+        return f"{x:.1f},{y:.1f}"
+
+    def text(number: float, value: float, words: str, more: str = "") -> str:
+        x, y = place(number, value).split(",")
+        return f'<text x="{x}" y="{y}" {more}>{escape(words)}</text>'
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        'font-family="sans-serif" font-size="10" fill="none">',
+        f"<title>{escape(title)}</title>",
+    ]
+    for (name, (curve, paper)), colour in zip(curves.items(), COLOURS, strict=True):
+        line = " ".join(place(n, mean) for n, mean, _ in curve)
+        parts.append(f'<polyline points="{line}" stroke="{colour}"><title>{escape(name)}</title>')
+        parts.append("</polyline>")
+        if paper is not None:
+            ends = f"M{place(0, paper)} L{place(last, paper)}"
+            parts.append(f'<path d="{ends}" stroke="{colour}" stroke-dasharray="4 3"/>')
+    legend = ((MARGIN, name, colour) for name, colour in zip(curves, COLOURS, strict=True))
+    for i, (x, name, colour) in enumerate(legend):
+        at = x + i * (WIDTH - 2 * MARGIN) / 2
+        parts.append(f'<text x="{at:.0f}" y="14" fill="{colour}">{escape(name)}</text>')
+    more = 'fill="#555" text-anchor="end" dx="-4"'
+    parts += [text(0, low, f"{low:.0f} %", more), text(0, high, f"{high:.0f} %", more)]
+    parts.append(f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 8}" {more}>round {last}</text></svg>\n')
+    return "\n".join(parts)
+
+
+def shown_effect(claim: JudgedClaim) -> str:
+    """`+1.92 [+0.50, +3.34]`: the mean difference and its 95 % interval; a dash without one."""
+    if claim.effect is None:
+        return "–"
+    interval = claim.interval
+    return f"{claim.effect:+.2f}" + (
+        f" [{interval[0]:+.2f}, {interval[1]:+.2f}]" if interval else ""
+    )
+
+
+def write_summary(archive: Path, page: Path, readme: Path) -> list[Path]:
+    """Write the page with its curves and the README's table; returns the paths.
+
+    ValueError if the README lacks the markers.
+    """
+    before = readme.read_text()
+    head, begin, rest = before.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{readme}: expected the lines {BEGIN} and {END}")
+    pictures: dict[str, str] = {}
+    environment = template_environment()
+    environment.filters["effect"] = shown_effect
+    with unpacked(archive) as output:
+        evidence = evidence_in(output)
+        found = list(headlines(evidence, pictures))
+        content = {"headlines": found, "evidence": evidence}
+        text = environment.get_template("papers.md.j2").render(content)
+        table = environment.get_template("claims.md.j2").render(content)
+        text = text.replace("{claims}", table.strip())
+    write_atomically(page, text.encode())
+    write_atomically(readme, f"{head}{begin}\n{table}{end}{tail}".encode())
+    folder = page.parent / PICTURES
+    for old in set(folder.glob("*.svg")) - {folder / name for name in pictures}:
+        old.unlink()
+    for name, drawn in pictures.items():
+        folder.mkdir(exist_ok=True)
+        write_atomically(folder / name, drawn.encode())
+    return [page, readme, *(folder / name for name in sorted(pictures))]

@@ -1,0 +1,29 @@
+"""Which code a run is made with: its sources and the version of torch. Needs no torch."""
+
+import hashlib
+from functools import lru_cache
+from importlib.metadata import version
+
+from client_app.worker_client import code_digest
+from protocol.config import app_folder
+
+SERVER_PACKAGES = ("server_app", "strategies")  # beside those of the clients
+
+
+@lru_cache(maxsize=1)
+def sources_digest() -> str:
+    """The first 16 hex digits of the SHA-256 of all sources that a run depends on.
+
+    The same in a checkout and in the Flower app made from it.
+    """
+    found = hashlib.sha256(code_digest().encode())
+    for package in SERVER_PACKAGES:
+        for path in sorted((app_folder / package).rglob("*.py")):
+            found.update(str(path.relative_to(app_folder)).encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def code_version(sources: str = "", torch: str = "") -> str:
+    """One line for these sources and this torch, today's by default; builds of torch are alike."""
+    torch = (torch or version("torch")).partition("+")[0]
+    return f"sources {sources or sources_digest()}, torch {torch}"

@@ -1,0 +1,126 @@
+"""A real deployment on loopback: SuperNodes and executors that die, and strangers that are refused.
+
+Apart from test_loopback.py, as each takes minutes: mostly waiting, so they run side by side.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+from deployment_fixtures import (
+    LOOPBACK_CLIENTS,
+    LOOPBACK_KEYS,
+    limit_s,
+    lines_of,
+    new_run,
+    state_of_clients,
+    wait_for_round,
+)
+
+from keel.deployment.credentials import make_credentials
+from keel.deployment.loopback import free_ports, partitions, running
+from keel.deployment.superlink import run_config
+from protocol.config import app_folder
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory):
+    """A deployment on loopback."""
+    with running(tmp_path_factory.mktemp("deployed"), partitions(LOOPBACK_CLIENTS)) as local:
+        yield local
+
+
+def test_a_supernode_and_an_executor_killed_come_back_and_rounds_without_them_say_so(deployed):
+    run_id, run = new_run(deployed, LOOPBACK_KEYS | {"num-rounds": 60, "evaluate-every": 60})
+    wait_for_round(run, 1)
+    executor, supernode = "executor-client-0001", "supernode-client-0000"
+    starts = {name: deployed.processes[name].starts for name in (executor, supernode)}
+    os.kill(deployed.pid(executor), signal.SIGKILL)
+    os.kill(deployed.pid(supernode), signal.SIGKILL)
+    disturbed, back, deadline = len(lines_of(run)) + 1, False, time.monotonic() + limit_s
+    while not back:  # the SuperLink takes the killed SuperNode for connected for a minute
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+        rows = [json.loads(line) for line in lines_of(run)]
+        for row in rows:
+            missing = {"client-0000", "client-0001"} - set(row["participants"])
+            assert missing <= row["left_out"].keys() | set(row["backed_off"])
+            disturbed = max(disturbed, row["round"] if missing else 0)
+        again = all(deployed.processes[name].starts > starts[name] for name in starts)
+        back = again and rows[-1]["round"] > disturbed + 1
+    deployed.superlink.stop(run_id)
+    states = state_of_clients(deployed, run)
+    assert states.keys() == {"client-0000", "client-0001"}
+    for name in states:  # trained on from its own state: every version intact
+        folder = deployed.root / name / "keel" / "clients" / run.name / name
+        assert not list(folder.glob("*.damaged"))
+        assert max(int(path.name.split("-")[1]) for path in folder.glob("round-*")) > disturbed
+
+
+def rejected(deployed, words: list[str]) -> subprocess.CompletedProcess:
+    """A SuperNode started with these words, which has to give up."""
+    [port] = free_ports(1)
+    return subprocess.run(
+        [
+            *("flower-supernode", "--isolation", "process", "--host", "127.0.0.1"),
+            *("--port", str(port), "--max-retries", "1", "--max-wait-time", "10"),
+            *("--superlink", f"127.0.0.1:{deployed.fleet_port}", *words),
+        ],
+        env=deployed.environment("stranger"),
+        cwd=app_folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+
+
+def known_nodes(deployed) -> int:
+    return len(deployed.superlink.nodes())
+
+
+def test_unknown_key_wrong_ca_and_plain_text_are_refused(deployed, tmp_path):
+    make_credentials(tmp_path, ["127.0.0.1"], ["stranger"])
+    before = known_nodes(deployed)
+    ours, theirs = deployed.credentials / "server" / "ca.pem", tmp_path / "stranger"
+    key = ["--auth-supernode-private-key", str(theirs / "client.key")]
+    config = ["--node-config", run_config({"name": "stranger"})]
+    unknown = rejected(deployed, ["--root-certificates", str(ours), *key, *config])
+    assert unknown.returncode != 0
+    assert "Failed to activate SuperNode" in unknown.stdout, unknown.stdout
+    no_key = rejected(deployed, ["--root-certificates", str(ours), *config])
+    assert no_key.returncode != 0
+    wrong_ca = rejected(deployed, ["--root-certificates", str(theirs / "ca.pem"), *key, *config])
+    assert wrong_ca.returncode != 0
+    assert re.search("(?i)certificate|ssl|handshake", wrong_ca.stdout), wrong_ca.stdout
+    plain = rejected(deployed, ["--insecure", *config])
+    assert plain.returncode != 0
+    for each in (unknown, no_key, wrong_ca, plain):
+        assert "SuperNode ID" not in each.stdout
+    assert known_nodes(deployed) == before
+
+
+def test_an_executor_without_the_secret_gets_no_work(deployed):
+    strange = subprocess.run(
+        [
+            *("flower-superexec", "--insecure", "--runtime-api-address"),
+            f"127.0.0.1:{deployed.runtime_ports['client-0000']}",
+        ],
+        env=deployed.environment("stranger"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    assert "terminated" in strange.stdout  # refused, it ends by itself
+    assert "Start `flwr-clientapp`" not in strange.stdout
+    with_secret = deployed.processes["executor-client-0000"].process
+    assert with_secret.poll() is None

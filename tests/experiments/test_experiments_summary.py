@@ -1,0 +1,148 @@
+"""The archive of finished runs, and the page and README table made from it."""
+
+import json
+import re
+import zipfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from keel.experiments import runner
+from keel.experiments.archive import pack, unpacked
+from keel.experiments.plan import runs_needed, selected
+from keel.experiments.recipe import load_recipe
+from keel.experiments.runs import Options
+from keel.experiments.summary import BEGIN, END, evidence_in, svg_of, write_summary
+from protocol.config import resolve_config
+
+root = Path(__file__).parent.parent.parent
+RESULTS = root / "docs" / "results"
+OTHER = "sources 0123456789abcdef, torch 2.0.0"
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """FedCKA, Table 2, alpha 5: three seeds of FedAvg at 60 to 62 %, FedCKA 3 points above."""
+    recipe, source = load_recipe("fedcka-table-2"), f"folder:{tmp_path}/private/cifar10-jpg"
+    changes = {"source": source, "num-rounds": 41}
+    cells, how = (
+        selected(recipe, ["FedAvg", "FedCKA", "alpha 5"]),
+        Options("paper", changes, [0, 1, 2], full_grid=False),
+    )
+    (tmp_path / "jobs").mkdir()
+    runner.save_job(recipe, how, tmp_path, cells)
+    for run in runs_needed(recipe, cells, how, tmp_path, ()):
+        flat = dict(resolve_config(run.keys).flat) | {"output-dir": str(tmp_path)}
+        final = 0.6 + 0.01 * int(flat["seed"]) + 0.03 * (flat["method"] == "fedcka")
+        history = [
+            {
+                **{"round": n, "client_seconds": 9.0, "client_cpu_seconds": 3600.0},
+                **{"seconds": {"training": 8.0, "evaluation": 2.0}, "participants": ["a"]},
+                **{"losses": {"loss": 1.0}, "left_out": {}},
+                "global": {"accuracy": final * n / 41, "loss": 1.0},
+            }
+            for n in range(1, 42)
+        ]
+        folder = run.folder / "attempt"
+        folder.mkdir(parents=True)
+        manifest = {"code": [OTHER], "machines": ["cpu: some"], "split": "abc"}
+        for name, content in (
+            ("config.json", {"config": flat, "overrides": {}}),
+            ("summary.json", {"status": "finished", "directory": str(folder)}),
+            ("manifest.json", manifest),
+        ):
+            (folder / name).write_text(json.dumps(content))
+        lines = "".join(json.dumps(line) + "\n" for line in history)
+        (folder / "history.jsonl").write_text(lines)
+    return tmp_path
+
+
+def test_an_archive_is_small_says_nothing_of_the_machines_folders_and_is_always_the_same(output):
+    (path,) = pack(output, output / "histories")
+    content = path.read_bytes()
+    assert len(content) < 20_000  # six runs of 41 rounds
+    with zipfile.ZipFile(path) as archive:
+        text = "".join(archive.read(name).decode() for name in archive.namelist())
+    assert str(output) not in text
+    assert "folder:/data/cifar10-jpg" in text
+    assert "participants" not in text
+    assert pack(output, output / "histories") == [path]
+    assert path.read_bytes() == content
+    assert pack(root / "tests" / "experiments" / "none", output) == []
+
+
+def test_verdict_and_effect_of_an_archive_are_those_of_the_runs(output):
+    pack(output, output / "histories")
+    with unpacked(output / "histories") as copy:
+        (found,) = evidence_in(copy)
+    (claim,) = [c for c in found.claims if c.text == "FedCKA above FedAvg in alpha 5"]
+    assert (claim.verdict, claim.seeds) == ("reproduced", 3)
+    assert claim.effect == pytest.approx(3.0, abs=0.01)
+    assert claim.deviations == [
+        "num-rounds 41 (paper: 100)",
+        "source cifar10-jpg (paper: cifar10)",
+    ]
+    assert found.command == (
+        "keel experiments run fedcka-table-2 --only 'FedAvg;FedCKA;alpha 5' "
+        "--set num-rounds=41 --set source=folder:/data/cifar10-jpg"
+    )
+
+
+def test_the_page_and_the_table_say_what_an_archive_holds(output):
+    pack(output, output / "histories")
+    page, readme = output / "papers.md", output / "README.md"
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    *_, picture = write_summary(output / "histories", page, readme)
+    row = "| FedCKA above FedAvg in alpha 5 (FedCKA Table 2) | +3.49 | +3.00 [+3.00, +3.00] | 3 "
+    assert f"{row}| reproduced |" in page.read_text()
+    assert f"{row}| reproduced |" in readme.read_text()
+    assert readme.read_text().startswith(f"before\n{BEGIN}\n| claim")
+    assert readme.read_text().endswith(f"{END}\nafter\n")
+    text = page.read_text()
+    assert "| FedRCL above FedAvg in CIFAR-10, alpha 0.6, 500R (FedRCL Table 1) | +5.07 | –" in text
+    assert "6 runs on cpu: some: 41 min 0 s of rounds, the longest 6 min 50 s." in text
+    assert "Processor time of the clients: 246.0 core hours." in text
+    assert f"Code: {OTHER}." in text
+    assert "| FedCKA | 67.86 | 64.00 ± 1.00 (5) |" in text
+    assert f"](curves/{picture.name})" in text
+    assert (
+        "keel experiments run fedrcl-table-1 --only 'FedRCL;CIFAR-10, alpha 0.6, 500R;FedAvg'"
+        in text
+    )
+    # a claim that the archive no longer holds leaves no curve behind
+    for path in (output / "histories").glob("*.zip"):
+        path.unlink()
+    assert write_summary(output / "histories", page, readme) == [page, readme]
+    assert not picture.exists()
+
+
+def test_a_readme_without_markers_is_refused(tmp_path):
+    (tmp_path / "README.md").write_text("text")
+    with pytest.raises(ValueError, match="expected the lines"):
+        write_summary(tmp_path, tmp_path / "page.md", tmp_path / "README.md")
+
+
+def test_a_picture_has_both_curves_and_the_papers_values():
+    """Two rounds from 0 to 100 %: the first curve runs from the lower left to the upper right."""
+    curves = {"a < b": ([(0, 0.0, 0), (2, 100.0, 0)], 50.0), "c": ([], None)}
+    tree = ElementTree.fromstring(svg_of(curves, "t"))
+    name = "{http://www.w3.org/2000/svg}"
+    first, second = tree.iter(f"{name}polyline")
+    assert first.get("points") == "34.0,116.0 386.0,34.0"
+    assert second.get("points") == ""
+    (path,) = tree.iter(f"{name}path")
+    assert path.get("d") == "M34.0,75.0 L386.0,75.0"
+    assert "a < b" in [each.text for each in tree.iter(f"{name}text")]
+
+
+def test_page_table_and_curves_of_this_repository_are_those_of_its_archive(tmp_path):
+    """`keel experiments summary` makes them."""
+    page, readme = tmp_path / "papers.md", tmp_path / "README.md"
+    readme.write_text((root / "README.md").read_text())
+    written = write_summary(RESULTS / "histories", page, readme)
+    committed = [RESULTS / "papers.md", root / "README.md", *sorted(RESULTS.glob("curves/*.svg"))]
+    assert [path.name for path in written] == [path.name for path in committed]
+    for ours, theirs in zip(written, committed, strict=True):
+        assert ours.read_text() == theirs.read_text(), f"{theirs}: run `keel experiments summary`"
+    assert not re.search(r"/(tmp|root|home|work)/", page.read_text())

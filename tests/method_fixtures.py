@@ -1,0 +1,108 @@
+"""Shared by the tests of methods: formulas in loops, parts of a network, SGD by hand."""
+
+import math
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from client_fixtures import (
+    NUM_CLASSES,
+    SHAPE,
+    differ,
+    initial,
+    make_config,
+    make_round,
+    train,
+)
+
+from client_app.setup import build_network
+
+HEAD = {"classifier.weight", "classifier.bias"}
+
+
+MOVING = {"momentum": 0.5, "weight_decay": 0.01}  # what would move weights without a gradient
+
+
+def body_part(weights):
+    return {n: a for n, a in weights.items() if n not in HEAD}
+
+
+def head_part(weights):
+    return {n: weights[n] for n in HEAD}
+
+
+def sgd_by_hand(config, weights, batches, names, lr, term=None, momentum=0.0, weight_decay=0.0):
+    """SGD on cross entropy plus `term` over `names`: one autograd call a batch, in float64."""
+    network = build_network(config, SHAPE, NUM_CLASSES).double()
+    w = {n: a.double() for n, a in weights.items()}
+    velocity = {n: torch.zeros_like(w[n]) for n in names}
+    for step in batches:
+        leaves = {n: w[n].clone().requires_grad_() for n in names}
+        logits = torch.func.functional_call(network, w | leaves, (step.x.double(),))
+        loss = F.cross_entropy(logits, step.y)
+        if term:
+            loss = loss + term(leaves)
+        gradients = torch.autograd.grad(loss, list(leaves.values()))
+        for n, g in zip(leaves, gradients, strict=True):
+            velocity[n] = momentum * velocity[n] + g + weight_decay * w[n]
+            w[n] = w[n] - lr * velocity[n]
+    return w
+
+
+def batches_of(config, stream, epochs, **about):
+    now = make_round(config, **about)
+    return [step for epoch in range(epochs) for step in now.batches(stream, epoch)]
+
+
+DECAYS = {"lr_decay": 0.5, "lr_decay_epoch": 0.7}
+
+
+def extra_for(server, client):
+    """All that this client is sent beside the model."""
+    return server.extra() | server.own_extra(client)
+
+
+def random(*shape, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def labels(size, classes, seed=9):
+    return torch.randint(classes, (size,), generator=torch.Generator().manual_seed(seed))
+
+
+def softmax(row):
+    return [math.exp(v) / sum(math.exp(u) for u in row) for v in row]
+
+
+def cross_entropy(logits, y):
+    """Mean over the batch of -log softmax(row)[label]."""
+    pairs = zip(logits.tolist(), y.tolist(), strict=True)
+    return sum(-math.log(softmax(row)[label]) for row, label in pairs) / len(y)
+
+
+def kl(p, q):
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a)
+
+
+def unit(rows):
+    return rows / rows.norm(dim=1, keepdim=True)
+
+
+LEVELS = {"levels": "all", "pre_activation": True}
+
+
+LONG = {"local_epochs": 2, "momentum": 0.5}  # eight steps: most are away from the global weights
+
+
+@cache
+def of_fedavg():
+    return train(make_config(**LONG), received=initial(make_config(), seed=5)).arrays
+
+
+def trains_as_fedavg(method, **keys):
+    """Whether two local epochs of the method end at FedAvg's weights, to the bit."""
+    received = initial(make_config(), seed=5)
+    found = train(make_config(method=method, **LONG, **keys), received=received)
+    assert found.arrays.keys() == of_fedavg().keys()
+    return not differ(found.arrays, of_fedavg())

@@ -1,0 +1,45 @@
+"""FedBABU: what is tuned at evaluation, and its FedPer-like form."""
+
+import pytest
+from client_fixtures import (
+    assert_close,
+    assert_same_bits,
+    differ,
+    initial,
+    make_config,
+    make_round,
+    train,
+)
+from method_fixtures import DECAYS, HEAD, batches_of, body_part, head_part, sgd_by_hand
+
+from client_app.methods import method_of
+
+
+@pytest.mark.parametrize("part", ["full", "head", "extractor"])
+def test_fedbabus_tuning_moves_the_part_that_is_asked_for(part):
+    config = make_config(method="fedbabu", fedbabu__part=part, fedbabu__epochs=1)
+    w = initial(config)
+    body = body_part(initial(config, seed=5))
+    tuned = method_of(config).personal_model(make_round(config, received=body), {}).state_dict()
+    wanted = {"full": set(w), "head": HEAD, "extractor": set(body)}[part]
+    assert set(differ(tuned, w | body)) == wanted
+    batches = batches_of(config, "fine-tuning", 1)
+    by_hand = sgd_by_hand(config, w | body, batches, sorted(wanted), lr=0.001, momentum=0.9)
+    assert_close(tuned, by_hand, rtol=0, atol=1e-6)
+
+
+def test_a_fedper_like_fedbabu_trains_head_and_body_together_and_keeps_the_head():
+    config = make_config(method="fedbabu", fedbabu__fedper_like=True)
+    w = initial(config, seed=5)
+    update = train(config, received=body_part(w), state={"head": head_part(w)})
+    plain = train(make_config(), received=w)
+    assert_same_bits(update.arrays | update.state["head"], plain.arrays)
+
+
+def test_tuning_at_a_rate_of_its_own_is_the_same_in_every_round():
+    tuned = []
+    for keys in ({}, DECAYS):
+        config = make_config(method="fedbabu", seed=3, fedbabu__lr=0.03, fedbabu__epochs=2, **keys)
+        now = make_round(config, number=4, received=initial(config, seed=5))
+        tuned.append(method_of(config).personal_model(now, {}).state_dict())
+    assert not differ(*tuned)

@@ -1,0 +1,262 @@
+"""FedCR, both halves: sampled loss, divergence and products of Gaussians in loops."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from client_fixtures import (
+    NUM_CLASSES,
+    SHAPE,
+    assert_close,
+    assert_same_bits,
+    differ,
+    initial,
+    make_config,
+    make_round,
+)
+from method_fixtures import (
+    HEAD,
+    body_part,
+    head_part,
+    random,
+)
+
+from client_app.methods import fedcr, method_of
+from client_app.methods.fedcr import Product, Sampled, divergence, gaussian, sampled_cross_entropy
+from client_app.setup import build_network
+from client_app.split_model import train_part
+from client_app.trainer import copy_of
+from protocol.messages import TrainReply
+from strategies.fedcr import FedCRServer, product_of_gaussians
+
+
+def cr(**keys):
+    base = {"momentum": 0.0, "weight_decay": 0.0, "fedcr__beta": 0.3, "fedcr__samples": 4}
+    return make_config(method="fedcr", **base | keys)
+
+
+def test_the_divergence_of_two_gaussians_in_loops_and_known_numbers():
+    mu_1, mu_2 = random(3, 4, seed=1), random(3, 4, seed=2)
+    s_1, s_2 = random(3, 4, seed=3).exp(), random(3, 4, seed=4).exp()
+    for b, got in enumerate(divergence(mu_1, s_1, mu_2, s_2).tolist()):
+        rows = (t[b].tolist() for t in (mu_1, s_1, mu_2, s_2))
+        total = 0.0
+        for m, s, n, t in zip(*rows, strict=True):
+            total += math.log(t / s) + (s * s + (m - n) ** 2) / (2 * t * t) - 0.5
+        assert got == pytest.approx(total, rel=1e-11)
+    zero, one = torch.zeros(1, 1), torch.ones(1, 1)
+    assert divergence(zero, one, zero, one).item() == 0
+    assert divergence(zero, one, one, 2 * one).item() == pytest.approx(0.443147, abs=5e-7)
+    assert divergence(one, 2 * one, zero, one).item() == pytest.approx(1.306853, abs=5e-7)
+
+
+def test_mean_and_deviation_are_the_two_halves():
+    raw = torch.tensor([[1.0, -2.0, 0.0, -100.0]])
+    mu, s = gaussian(raw)
+    assert mu.tolist() == [[1, -2]]
+    assert s[0, 0].item() == pytest.approx(math.log(2))
+    assert s[0, 1].item() == pytest.approx(1e-8)
+
+
+def test_the_sampled_loss_is_a_mean_over_samples_and_draws():
+    head = torch.nn.Linear(3, 4)
+    mu, s, y = (
+        random(5, 3, seed=1).float(),
+        random(5, 3, seed=2).exp().float(),
+        torch.tensor([0, 3, 1, 2, 2]),
+    )
+    torch.manual_seed(7)
+    got = sampled_cross_entropy(head, mu, s, y, 6)
+    torch.manual_seed(7)
+    eps = torch.randn(6, 5, 3)
+    losses = []
+    for r in range(6):
+        for b in range(5):
+            logits = head((mu[b] + s[b] * eps[r, b])[None])
+            losses.append(F.cross_entropy(logits, y[b : b + 1]).item())
+    assert got.item() == pytest.approx(sum(losses) / 30, rel=1e-5)
+    sure = sampled_cross_entropy(head, mu, 0 * s, y, 6)
+    assert sure.item() == pytest.approx(F.cross_entropy(head(mu), y).item(), rel=1e-6)
+
+
+def test_the_product_of_posteriors():
+    product = Product(3, 2, torch.device("cpu"))
+    mu, s = random(7, 2, seed=1).float(), random(7, 2, seed=2).exp().float()
+    y = torch.tensor([0, 2, 0, 0, 2, 0, 0])
+    product.add(mu[:3], s[:3], y[:3])
+    product.add(mu[3:], s[3:], y[3:])
+    read = product.read()
+    assert read["seen"].tolist() == [1, 0, 1]
+    assert read["M"][1].tolist() == [0, 0]
+    assert read["S"][1].tolist() == [1, 1]
+    for k in (0, 2):
+        precision = sum(1 / s[b] ** 2 for b in range(7) if y[b] == k)
+        mean = sum(mu[b] / s[b] ** 2 for b in range(7) if y[b] == k) / precision
+        torch.testing.assert_close(read["M"][k], mean)
+        torch.testing.assert_close(read["S"][k], precision**-0.5)
+
+
+def test_q_copies_of_one_posterior_are_q_times_as_sure():
+    product = Product(1, 1, torch.device("cpu"))
+    product.add(torch.full((5, 1), 3.0), torch.full((5, 1), 0.7), torch.zeros(5, dtype=torch.int64))
+    read = product.read()
+    assert read["M"].item() == pytest.approx(3)
+    assert read["S"].item() ** 2 == pytest.approx(0.49 / 5)
+
+
+def cr_round(config, weights, m=None, s=None, **about):
+    extra = {
+        "M": torch.zeros(3, 256) if m is None else m,
+        "S": torch.ones(3, 256) if s is None else s,
+    }
+    now = make_round(
+        config, received=body_part(weights), state={"head": head_part(weights)}, **about
+    )
+    return dataclasses.replace(now, extra=extra)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_step_of_fedcr_is_the_formula(reverse):
+    config = cr(batch_size=100, fedcr__reverse=reverse)
+    w = initial(config, seed=5)
+    m, s = random(3, 256, seed=1).float(), random(3, 256, seed=2).exp().float()
+    now = cr_round(config, w, m, s)
+    update = method_of(config).train(now)
+    network = build_network(config, SHAPE, NUM_CLASSES).double()
+    network.load_state_dict(w)
+    (batch,) = now.batches("batches")
+    _, (raw,) = network.run(batch.x.double(), ["projection"], to_logits=False)
+    mu, dev = raw[:, :256], F.softplus(raw[:, 256:])
+    with torch.random.fork_rng():
+        torch.manual_seed(now.seed("dropout", "batches"))
+        eps = torch.randn(4, 30, 256)
+    ce = sum(F.cross_entropy(network.classifier(mu + dev * eps[r]), batch.y) for r in range(4)) / 4
+    g_m, g_s = m[batch.y], s[batch.y]
+    local, of_global = (torch.distributions.Normal(*about) for about in ((mu, dev), (g_m, g_s)))
+    pair = (local, of_global) if reverse else (of_global, local)
+    penalty = 0.3 * torch.distributions.kl_divergence(*pair).sum(1).mean()
+    assert update.terms["supervised"] == pytest.approx(ce.item(), rel=1e-4)
+    assert update.terms["penalty"] == pytest.approx(penalty.item(), rel=1e-4)
+    (ce + penalty).backward()
+    wanted = {n: p.detach() - 0.05 * p.grad for n, p in network.named_parameters()}
+    assert_close(update.arrays | update.state["head"], wanted, rtol=1e-4, atol=1e-6)
+    assert update.arrays.keys() == wanted.keys() - HEAD
+
+
+def test_fedcrs_product_is_of_the_last_epoch_alone():
+    """With a rate of zero: of every sample once."""
+    config = cr(lr=0.0, local_epochs=3, partition="classes", classes_per_client=2)
+    w = initial(config, seed=5)
+    now = cr_round(config, w)
+    update = method_of(config).train(now)
+    network = build_network(config, SHAPE, NUM_CLASSES).double()
+    network.load_state_dict(w)
+    (x, y) = next(now.train_samples.in_order())
+    _, (raw,) = network.run(x.double(), ["projection"], to_logits=False)
+    mu, s = raw[:, :256].detach(), F.softplus(raw[:, 256:]).detach()
+    assert update.extra["seen"].tolist() == [float(k in y) for k in range(3)]
+    assert update.extra["seen"].sum() == 2
+    for k in set(y.tolist()):
+        precision = (1 / s[y == k] ** 2).sum(0)
+        wanted = {"S": precision**-0.5, "M": (mu[y == k] / s[y == k] ** 2).sum(0) / precision}
+        assert_close({"S": wanted["S"]}, {"S": update.extra["S"][k]}, rtol=1e-4, atol=0)
+        assert_close({"M": wanted["M"]}, {"M": update.extra["M"][k]}, rtol=1e-3, atol=1e-5)
+
+
+def test_fedcr_without_beta_and_deviation_trains_head_and_body_on_the_means(monkeypatch):
+    """FedPer: cross entropy on the whole network, the head kept."""
+    config = cr(fedcr__beta=0.0, fedcr__samples=1, local_epochs=2, momentum=0.5)
+    monkeypatch.setattr(
+        fedcr, "gaussian", lambda raw: (raw[:, :256], torch.full_like(raw[:, :256], 1e-8))
+    )
+    w = initial(config, seed=5)
+    update = method_of(config).train(cr_round(config, w))
+    now = cr_round(config, w)
+    now.model.load_state_dict(w)
+    train_part(now, now.model, "full", 2, 0.05, stream="batches")
+    assert_close(update.arrays | update.state["head"], copy_of(now.model), rtol=0, atol=2e-6)
+
+
+def test_fedcrs_last_heads_are_the_same_without_the_cache():
+    found, rows = [], {0: 0, 512: 0}
+    for cache_mb in rows:
+        config = cr(fedcr__final_head_epochs=3, num_rounds=1, cache_mb=cache_mb)
+        now = cr_round(config, initial(config, seed=5), number=1)
+
+        def count(_, x, *, cache_mb=cache_mb):
+            rows[cache_mb] += len(x[0])
+
+        next(iter(now.model.stages.values())).body.register_forward_pre_hook(count)
+        model = method_of(config).personal_model(now, now.state)
+        found.append(dict(model.model.classifier.state_dict()))
+    assert rows == {0: 3 * len(now.train_samples), 512: len(now.train_samples)}
+    assert_close(*found, rtol=0, atol=1e-6)
+
+
+def test_fedcr_is_judged_by_the_mean_logits_of_its_draws():
+    config = cr()
+    now = cr_round(config, initial(config, seed=5))
+    model = method_of(config).personal_model(now, now.state)
+    assert isinstance(model, Sampled)
+    (x, _) = next(now.train_samples.in_order())
+    first = model(x).detach()
+    again = method_of(config).personal_model(now, now.state)(x).detach()
+    assert torch.equal(first, again)  # seeded
+    generator = torch.Generator().manual_seed(now.seed("evaluation"))
+    eps = torch.randn(4, len(x), 256, generator=generator)
+    network = build_network(config, SHAPE, NUM_CLASSES)
+    network.load_state_dict(initial(config, seed=5))
+    _, (raw,) = network.run(x, ["projection"], to_logits=False)
+    z = [raw[:, :256] + F.softplus(raw[:, 256:]) * eps[r] for r in range(4)]
+    torch.testing.assert_close(first, sum(network.classifier(v) for v in z).detach() / 4)
+
+
+@pytest.mark.parametrize(("number", "moved"), [(2, set()), (3, HEAD)])
+def test_fedcrs_final_epochs_tune_the_head_after_the_last_round_alone(number, moved):
+    config = cr(fedcr__final_head_epochs=1, num_rounds=3)
+    w = initial(config, seed=5)
+    now = cr_round(config, w, number=number)
+    model = method_of(config).personal_model(now, now.state)
+    assert set(differ(model.model.state_dict(), w)) == moved
+
+
+def test_the_servers_product_has_a_standard_normal_expert():
+    m, s, seen = product_of_gaussians(
+        [torch.full((2, 1), 6.0)], [torch.full((2, 1), 0.5)], [torch.tensor([1.0, 0.0])]
+    )
+    assert s[0].item() ** 2 == pytest.approx(0.25 / 1.25)
+    assert m[0].item() == pytest.approx(6 / 1.25)
+    assert (m[1].item(), s[1].item()) == (0, 1)
+    assert seen.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("b2", [1.0, 0.25])
+def test_fedcrs_server_moves_the_gaussians_of_reported_classes(b2):
+    config = cr(fedcr__b2=b2)
+    server = FedCRServer(config, build_network(config, SHAPE, NUM_CLASSES))
+    body = server.initial_arrays(build_network(config, SHAPE, NUM_CLASSES))
+    assert (server.extra()["M"] == 0).all()
+    assert (server.extra()["S"] == 1).all()
+    server.m, server.s = random(3, 256, seed=9).float(), random(3, 256, seed=8).exp().float()
+    old_m, old_s = server.m.clone(), server.s.clone()
+    seen = [torch.tensor([1.0, 0, 1]), torch.tensor([1.0, 0, 0])]
+    means = [random(3, 256, seed=n).float() for n in (1, 2)]
+    deviations = [random(3, 256, seed=n).exp().float() for n in (3, 4)]
+    replies = [
+        TrainReply(str(i), 1, body, {"M": m, "S": s, "seen": k}, {"num-examples": 1})
+        for i, (m, s, k) in enumerate(zip(means, deviations, seen, strict=True))
+    ]
+    assert replies[0].extra.keys() == server.expected_extra().keys()
+    server.next_arrays(body, replies)
+    for k, who in ((0, (0, 1)), (2, (0,))):
+        precision = 1 + sum(1 / deviations[i][k] ** 2 for i in who)
+        mean = sum(means[i][k] / deviations[i][k] ** 2 for i in who) / precision
+        torch.testing.assert_close(server.m[k], (1 - b2) * old_m[k] + b2 * mean)
+        torch.testing.assert_close(server.s[k], (1 - b2) * old_s[k] + b2 * precision**-0.5)
+    assert torch.equal(server.m[1], old_m[1])
+    assert torch.equal(server.s[1], old_s[1])
+    other = FedCRServer(config, build_network(config, SHAPE, NUM_CLASSES))
+    other.load(server.state())
+    assert_same_bits(other.extra(), server.extra())

@@ -1,0 +1,350 @@
+"""FedPAC, both halves: statistics, prototypes and the mix of heads, by formula and by solver."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from client_fixtures import (
+    NUM_CLASSES,
+    SHAPE,
+    assert_close,
+    assert_same_bits,
+    initial,
+    make_config,
+    make_round,
+    train,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from method_fixtures import (
+    DECAYS,
+    HEAD,
+    body_part,
+    extra_for,
+    head_part,
+    random,
+)
+from scipy.optimize import minimize
+
+from client_app.methods import method_of
+from client_app.methods.fedpac import head_statistics, targets
+from client_app.prototypes import class_means
+from client_app.setup import build_network
+from protocol.messages import TrainReply
+from strategies.fedpac import FedPACServer, head_mix
+
+
+def test_fedpacs_head_rate_is_the_same_in_every_round():
+    heads = []
+    for keys in ({}, DECAYS):
+        config = make_config(method="fedpac", fedpac__extractor_epochs=0, **keys)
+        received = body_part(initial(config, seed=5))
+        heads.append(train(config, number=4, received=received).state["head"])
+    assert_same_bits(*heads)
+
+
+def features_by_class(config, weights, now):
+    """{class: features [n_k, d]} of this client's samples, one image at a time."""
+    network = build_network(config, SHAPE, NUM_CLASSES).double().eval()
+    network.load_state_dict(weights)
+    found = {}
+    for x, y in now.train_samples.in_order(1):
+        found.setdefault(int(y), []).append(network.extract(x.double(), "fc2").detach()[0])
+    return {k: torch.stack(rows) for k, rows in found.items()}
+
+
+def statistics_in_loops(features):
+    """(h [C, d], v): h[k] = p(k) mu_k; v the official per-class expression over n."""
+    n = sum(map(len, features.values()))
+    h = torch.zeros(NUM_CLASSES, 84, dtype=torch.float64)
+    v = 0.0
+    for k, f in features.items():
+        p, mean = len(f) / n, f.mean(0)
+        h[k] = p * mean
+        v += p * f.square().sum(1).mean().item() - p**2 * mean.square().sum().item()
+    return h, v / n
+
+
+def pac(**keys):
+    base = {"momentum": 0.0, "weight_decay": 0.0, "fedpac__lambda": 3.0, "fedpac__head_lr": 0.2}
+    return make_config(method="fedpac", **base | keys)
+
+
+def test_h_and_v_as_printed():
+    means, counts = random(3, 4, seed=1), torch.tensor([2.0, 0, 6])
+    means[1] = 0
+    h, v = head_statistics(means, counts, torch.tensor(9.0))
+    assert_close({"h": h}, {"h": means * torch.tensor([[0.25], [0], [0.75]])}, rtol=1e-6, atol=0)
+    assert v.item() == pytest.approx((9 - h.square().sum().item()) / 8, rel=1e-6)
+    assert class_means(torch.tensor([[4.0], [0]]), torch.tensor([2.0, 0])).tolist() == [[2], [0]]
+
+
+@pytest.mark.parametrize("partition", ["iid", "classes"])
+def test_fedpacs_statistics_are_of_the_received_body_and_its_means_of_the_trained_one(partition):
+    """With the classes partition the client lacks one: its rows are zeros."""
+    config = pac(partition=partition, classes_per_client=2, flip=True)
+    w = initial(config, seed=5)
+    now = make_round(config, received=body_part(w))
+    update = method_of(config).train(now)
+    before = features_by_class(config, initial(config) | body_part(w), now)
+    assert len(before) == (3 if partition == "iid" else 2)
+    h, v = statistics_in_loops(before)
+    torch.testing.assert_close(update.extra["h"].double(), h, rtol=1e-4, atol=1e-6)
+    assert update.extra["v"].shape == (1,)
+    assert update.extra["v"].item() == pytest.approx(v, rel=1e-3)
+    after = features_by_class(config, update.arrays | update.state["head"], now)
+    for k in range(NUM_CLASSES):
+        mean = after[k].mean(0) if k in after else torch.zeros(84, dtype=torch.float64)
+        torch.testing.assert_close(update.extra["means"][k].double(), mean, rtol=1e-4, atol=1e-5)
+        assert update.extra["counts"][k] == len(after.get(k, []))
+    assert_same_bits({n: update.extra[f"head.{n}"] for n in HEAD}, update.state["head"])
+
+
+def test_a_class_without_a_global_prototype_has_the_clients_own_mean():
+    t = targets(torch.ones(3, 2), torch.tensor([1.0, 0, 1]), torch.full((3, 2), 7.0))
+    assert t.tolist() == [[1, 1], [7, 7], [1, 1]]
+
+
+@pytest.mark.parametrize("known", [None, [1.0, 0.0, 1.0]])
+def test_a_fedpac_round_is_head_then_body_towards_the_prototypes(known):
+    """One full batch for each: the head by CE at head-lr, the body by CE + lambda MSE at lr."""
+    config = pac(batch_size=100)
+    w, prototypes = initial(config, seed=5), random(3, 84, seed=2).float()
+    extra = {f"head.{n}": a for n, a in head_part(w).items()}
+    if known:
+        extra |= {"prototypes": prototypes, "is-known": torch.tensor(known)}
+    now = make_round(
+        config, number=2, received=body_part(w), state={"head": head_part(initial(config))}
+    )
+    now = dataclasses.replace(now, extra=extra)
+    update = method_of(config).train(now)
+
+    network = build_network(config, SHAPE, NUM_CLASSES).double().eval()
+    network.load_state_dict(w)
+    (x, y) = next(now.train_samples.in_order())
+    x = x.double()
+    own = {k: f.mean(0) for k, f in features_by_class(config, w, now).items()}
+    loss = F.cross_entropy(network(x), y)
+    head = list(network.classifier.parameters())
+    for p, g in zip(head, torch.autograd.grad(loss, head), strict=True):
+        p.data -= 0.2 * g
+    logits, (f,) = network.run(x, ["features"])
+    loss = F.cross_entropy(logits, y)
+    if known:
+        wanted = [prototypes[k] if known[k] else own[k] for k in y.tolist()]
+        penalty = (
+            3.0 * sum(((a - t) ** 2).sum() for a, t in zip(f, wanted, strict=True)) / f.numel()
+        )
+        assert update.terms["penalty"] == pytest.approx(penalty.item(), rel=1e-4)
+        loss = loss + penalty
+    else:
+        assert "penalty" not in update.terms
+    body = list(network.stages.parameters())
+    for p, g in zip(body, torch.autograd.grad(loss, body), strict=True):
+        p.data -= 0.05 * g
+    result = network.state_dict()
+    assert_close(update.arrays, result, rtol=0, atol=1e-6)
+    assert_close(update.state["head"], result, rtol=0, atol=1e-6)
+    assert update.num_steps == 2
+
+
+def test_fedpac_without_lambda_and_with_its_own_head_is_fedrep_to_the_bit():
+    keys = {"momentum": 0.5, "weight_decay": 0.01}
+    one = pac(**keys, fedpac__lambda=0.0, fedpac__head_lr=0.05, fedpac__extractor_epochs=2)
+    two = make_config(method="fedrep", fedrep__extractor_epochs=2, **keys)
+    body, state = body_part(initial(one, seed=5)), {}
+    for number in (1, 2):
+        now = make_round(one, number=number, received=body, state=state)
+        if number == 2:
+            head = {f"head.{n}": a for n, a in state["head"].items()}
+            prototypes = {"prototypes": torch.ones(3, 84), "is-known": torch.ones(3)}
+            now = dataclasses.replace(now, extra=head | prototypes)
+        update = method_of(one).train(now)
+        other = train(two, number=number, received=body, state=state)
+        assert_same_bits(update.arrays, other.arrays)
+        assert_same_bits(update.state["head"], other.state["head"])
+        body, state = update.arrays, update.state
+
+
+def programme(i, h, v):
+    """diag(v) + G_i, entry by entry."""
+    m = len(v)
+    g = [[float((h[i] - h[j]) @ (h[i] - h[k])) for k in range(m)] for j in range(m)]
+    return np.diag(v) + np.array(g)
+
+
+def best_mix(q):
+    """The minimum of a'qa over the simplex by trying every set of non-zero entries."""
+    m = len(q)
+    best, value = None, math.inf
+    for size in range(1, m + 1):
+        for chosen in itertools.combinations(range(m), size):
+            part = q[np.ix_(chosen, chosen)]
+            x = np.linalg.solve(part, np.ones(size))
+            if (x / x.sum() < 0).any():
+                continue
+            a = np.zeros(m)
+            a[list(chosen)] = x / x.sum()
+            if a @ q @ a < value:
+                best, value = a, a @ q @ a
+    return best
+
+
+def without_crumbs(a):
+    kept = np.where(a > 1e-3, a, 0)
+    return kept / kept.sum()
+
+
+def random_programme(m, width, spread, seed):
+    rng = np.random.default_rng(seed)
+    h = rng.normal(size=(m, width)) * 10 ** rng.uniform(-1, 0.5, size=(m, 1)) / width**0.5
+    return h, rng.uniform(0.1, 2, size=m) * 10.0**spread
+
+
+@settings(deadline=None, max_examples=80, derandomize=True)
+@given(
+    m=st.integers(1, 7),
+    width=st.integers(1, 30),
+    spread=st.integers(-8, 1),
+    seed=st.integers(0, 10**6),
+)
+def test_the_mix_of_heads_is_the_best_one(m, width, spread, seed):
+    h, v = random_programme(m, width, spread, seed)
+    for i in range(m):
+        a, q = head_mix(i, h, v), programme(i, h, v)
+        assert a.shape == (m,)
+        assert (a >= 0).all()
+        assert a.sum() == pytest.approx(1)
+        assert ((a == 0) | (a > 1e-3)).all()
+        best = best_mix(q)
+        # at the best mix every head in it is worth the same, and none outside would help
+        slope = 2 * q @ best
+        assert slope.min() == pytest.approx(slope @ best, rel=1e-6)
+        if (abs(best - 1e-3) > 1e-5).all():  # not a matter of which side of the line
+            assert a == pytest.approx(without_crumbs(best), abs=1e-4)
+        value = a @ q @ a
+        slack = 1 + 1e-2  # crumbs that are dropped cost a little
+        assert value <= slack * min(q[i, i], np.full(m, 1 / m) @ q @ np.full(m, 1 / m))
+
+
+def slsqp_mix(i, h, v):
+    """The same by a general solver, from the own head; scaled, as its tolerance is absolute."""
+    q = programme(i, h, v) / v[i]
+    m = len(v)
+    found = minimize(
+        lambda a: float(a @ q @ a),
+        np.eye(m)[i],
+        jac=lambda a: 2 * q @ a,
+        bounds=[(0.0, 1.0)] * m,
+        constraints={"type": "eq", "fun": lambda a: a.sum() - 1, "jac": lambda a: np.ones(m)},
+        method="SLSQP",
+        options={"ftol": 1e-12, "maxiter": 500},
+    )
+    return found.x
+
+
+@pytest.mark.parametrize("m", [2, 10, 40])
+def test_the_mix_is_no_worse_than_a_general_solvers(m):
+    h, v = random_programme(m, 60, 0, seed=m)
+    for i in range(0, m, 7):
+        a, q = head_mix(i, h, v), programme(i, h, v)
+        other = slsqp_mix(i, h, v)
+        assert a == pytest.approx(without_crumbs(other), abs=2e-3)  # crumbs on either side of 1e-3
+        assert a @ q @ a <= without_crumbs(other) @ q @ without_crumbs(other) * (1 + 1e-6)
+
+
+def test_alike_heads_are_mixed_by_their_precision():
+    h, v = np.tile([[1.0, -2, 3]], (4, 1)), np.array([1.0, 2, 4, 0.5])
+    for i in range(4):
+        assert head_mix(i, h, v) == pytest.approx((1 / v) / (1 / v).sum(), abs=1e-5)
+        assert head_mix(i, h, np.full(4, 0.3)) == pytest.approx([0.25] * 4, abs=1e-5)
+
+
+@pytest.mark.parametrize("far", [1e2, 1e4])
+def test_a_client_far_from_all_others_keeps_its_own_head(far):
+    h, v = random_programme(5, 8, 0, seed=3)
+    h[2] += far
+    assert head_mix(2, h, v) == pytest.approx(np.eye(5)[2], abs=1e-9)
+    for i in (0, 1, 3, 4):  # and the others have no use for it
+        assert head_mix(i, h, v)[2] == 0
+
+
+def test_many_clients_do_not_break_the_mix(caplog):
+    h, v = random_programme(30, 40, -1, seed=4)
+    a = head_mix(7, h, v)
+    q = programme(7, h, v)
+    support, slope = a > 0, 2 * q @ a
+    assert 1 < support.sum() < 30
+    assert slope[support] == pytest.approx(slope @ a, rel=0.05)
+    assert slope.min() > 0.9 * (slope @ a)
+    assert not caplog.records
+
+
+def test_a_client_without_variance_keeps_its_own_head():
+    assert head_mix(0, np.eye(3), np.array([0.0, 1, 1])).tolist() == [1, 0, 0]
+
+
+def pac_server():
+    config = pac(max_weight_share=1.0)
+    return FedPACServer(config, build_network(config, SHAPE, NUM_CLASSES))
+
+
+def pac_reply(client, seed, counts):
+    w = initial(pac(), seed=seed)
+    extra = {f"head.{n}": a for n, a in head_part(w).items()}
+    extra |= {
+        "h": random(3, 84, seed=seed).float() / 9,
+        "v": torch.tensor([0.3 + seed]),
+        "means": random(3, 84, seed=seed + 50).float(),
+        "counts": torch.tensor(counts),
+    }
+    return TrainReply(client, 1, body_part(w), extra, {"num-examples": sum(counts)})
+
+
+def test_fedpacs_server_mixes_each_clients_head_and_weighs_means_by_class_counts():
+    server = pac_server()
+    assert extra_for(server, "a") == {}
+    replies = [
+        pac_reply("a", 1, [5.0, 0, 5]),
+        pac_reply("b", 2, [1.0, 0, 3]),
+        pac_reply("c", 3, [0.0, 0, 9]),
+    ]
+    assert replies[0].extra.keys() == server.expected_extra().keys()
+    following = server.next_arrays(body_part(initial(pac())), replies)
+    shares = [10 / 23, 4 / 23, 9 / 23]
+    for name, array in following.items():
+        mean = sum(p * r.arrays[name].double() for p, r in zip(shares, replies, strict=True))
+        torch.testing.assert_close(array.double(), mean, rtol=0, atol=1e-6)
+    h = np.stack([r.extra["h"].double().flatten().numpy() for r in replies])
+    v = np.array([1.3, 2.3, 3.3])
+    for i, client in enumerate("abc"):
+        sent = extra_for(server, client)
+        a = without_crumbs(best_mix(programme(i, h, v)))
+        assert (a > 0.01).sum() > 1
+        for name in HEAD:
+            mixed = sum(s * r.extra[f"head.{name}"] for s, r in zip(a, replies, strict=True))
+            torch.testing.assert_close(
+                sent[f"head.{name}"].double(), mixed.double(), rtol=0, atol=1e-4
+            )
+        assert sent["is-known"].tolist() == [1, 0, 1]
+        means = [r.extra["means"] for r in replies]
+        torch.testing.assert_close(sent["prototypes"][0], ((5 * means[0] + means[1]) / 6)[0])
+        torch.testing.assert_close(
+            sent["prototypes"][2], ((5 * means[0] + 3 * means[1] + 9 * means[2]) / 17)[2]
+        )
+    assert extra_for(server, "newcomer").keys() == {"prototypes", "is-known"}
+
+
+def test_fedpacs_server_goes_on_from_its_state():
+    server, other = pac_server(), pac_server()
+    server.next_arrays(
+        body_part(initial(pac())),
+        [pac_reply("a", 1, [5.0, 0, 5]), pac_reply("b/c", 2, [1.0, 0, 3])],
+    )
+    other.load(server.state())
+    for client in ("a", "b/c", "newcomer"):
+        assert_same_bits(extra_for(other, client), extra_for(server, client))

@@ -1,0 +1,99 @@
+"""FedRep: head, then body, step by step by autograd; only bodies travel."""
+
+import pytest
+from client_fixtures import (
+    NUM_CLASSES,
+    SHAPE,
+    assert_close,
+    assert_same_bits,
+    differ,
+    initial,
+    make_config,
+    make_round,
+    train,
+)
+from method_fixtures import HEAD, MOVING, batches_of, body_part, head_part, sgd_by_hand
+
+from client_app.methods import method_of
+from client_app.setup import build_network
+from protocol.messages import TrainReply
+from strategies import Average
+
+
+def test_fedrep_trains_the_head_then_the_body():
+    config = make_config(
+        method="fedrep", fedrep__head_epochs=2, fedrep__extractor_epochs=3, lr_decay=0.5, **MOVING
+    )
+    w, head = initial(config, seed=5), head_part(initial(config, seed=6))
+    about = {"number": 2, "received": body_part(w), "state": {"head": head}}
+    update = train(config, **about)
+    lr = 0.05 * 0.5
+    by_hand = w | head
+    for stream, epochs, names in (("head", 2, HEAD), ("batches", 3, set(w) - HEAD)):
+        batches = batches_of(config, stream, epochs, number=2)
+        by_hand = sgd_by_hand(config, by_hand, batches, sorted(names), lr=lr, **MOVING)
+    assert update.arrays.keys() == set(w) - HEAD
+    assert update.state.keys() == {"head"}
+    assert_close(update.arrays, by_hand, rtol=0, atol=5e-6)
+    assert_close(update.state["head"], by_hand, rtol=0, atol=5e-6)
+    assert update.state["head"].keys() == HEAD
+    assert update.num_steps == 20
+
+
+@pytest.mark.parametrize("model", ["cnn-fedreco", "resnet20"])
+def test_fedrep_of_no_body_epochs_leaves_the_body_and_its_statistics(model):
+    config = make_config(
+        method="fedrep", fedrep__extractor_epochs=0, model=model, batch_size=15, **MOVING
+    )
+    w = body_part(initial(config, seed=5))
+    update = train(config, received=w)
+    assert_same_bits(update.arrays, w)
+    assert set(differ(update.state["head"], initial(config))) == HEAD
+
+
+def test_fedrep_of_no_head_epochs_is_fedbabu_to_the_bit():
+    rep = make_config(method="fedrep", fedrep__head_epochs=0, fedrep__extractor_epochs=2, **MOVING)
+    babu = make_config(method="fedbabu", local_epochs=2, **MOVING)
+    body, state = body_part(initial(rep, seed=5)), {}
+    for number in (1, 2):
+        one = train(rep, number=number, received=body, state=state)
+        two = train(babu, number=number, received=body)
+        assert_same_bits(one.arrays, two.arrays)
+        assert_same_bits(one.state["head"], head_part(initial(rep)))
+        assert two.state == {}
+        assert len(differ(one.arrays, body)) == len(body)
+        body, state = one.arrays, one.state
+
+
+def test_all_heads_begin_the_same():
+    config = make_config(method="fedrep")
+    for partition in (0, 1):
+        now = make_round(config, partition=partition, received=body_part(initial(config, seed=5)))
+        model = method_of(config).personal_model(now, {})
+        assert_same_bits(model.state_dict(), initial(config), names=HEAD)
+        assert_same_bits(model.state_dict(), initial(config, seed=5), names=set(now.received))
+
+
+@pytest.mark.parametrize(("number", "moved"), [(2, set()), (3, HEAD)])
+def test_fedreps_final_epochs_tune_the_head_after_the_last_round_alone(number, moved):
+    config = make_config(method="fedrep", fedrep__final_head_epochs=2, num_rounds=3)
+    w = initial(config, seed=5)
+    now = make_round(config, number=number, received=body_part(w))
+    tuned = method_of(config).personal_model(now, {"head": head_part(w)}).state_dict()
+    assert set(differ(tuned, w)) == moved
+
+
+def test_only_bodies_travel_and_the_servers_step_takes_them():
+    """With FedAvgM too: what is not sent has no momentum."""
+    config = make_config(method="fedrep", server_optimizer="fedavgm")
+    model = build_network(config, SHAPE, NUM_CLASSES)
+    body = Average(config, model).initial_arrays(model)
+    assert body.keys() == initial(config).keys() - HEAD
+    server = Average(config, model)
+    replies = [
+        TrainReply(str(k), 1, {n: a + k for n, a in body.items()}, {}, {"num-examples": 1})
+        for k in (1, 3)
+    ]
+    first = server.next_arrays(body, replies)
+    assert_close(first, {n: a + 2 for n, a in body.items()}, rtol=0, atol=1e-5)
+    assert server.server_optimizer.state().keys() == body.keys()
