@@ -4,6 +4,7 @@ Runs in the process of the ClientApp in simulation, and in the resident worker
 (`client_app.worker_server`) where there is one.
 """
 
+import copy
 import logging
 import time
 from collections.abc import Callable
@@ -34,7 +35,9 @@ from protocol.messages import (
     TrainReply,
     TrainRequest,
     all_finite,
+    contents_to_play,
     last_accepted_round_of,
+    played_reply,
     read_request,
     reply_content,
     roster_content,
@@ -47,7 +50,27 @@ process_cache = ProcessCache()
 
 @private_files()
 def answer(message: Message, context: Context) -> RecordDict | Error:
-    """The content of the reply to a message, or an error of one line."""
+    """The content of the reply to a message, or an error of one line.
+
+    A message for many logical clients is answered for one after the other.
+    """
+    if "played" not in message.content.config_records:
+        return answer_as(message, context)
+    replies = []
+    for client, num_clients, content in contents_to_play(message.content):
+        own = copy.copy(message)
+        own.content = content
+        node_config: dict[str, bool | float | int | str] = {
+            "partition-id": client,
+            "num-partitions": num_clients,
+        }
+        node = Context(context.run_id, context.node_id, node_config, RecordDict(), {})
+        replies.append(answer_as(own, node))
+    return played_reply(replies)
+
+
+def answer_as(message: Message, context: Context) -> RecordDict | Error:
+    """`answer` for one client."""
     try:
         return handlers[message.metadata.message_type](message, context)
     except Exception as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from client_app.setup import client_indices, open_source
-from client_app.state import StateFolder
+from client_app.state import NUM_REPEATED, StateFolder, memories
 from client_app.worker_socket import worker_variable
 from data.sources import ImageSplit, Source
 from protocol.config import RunConfig, keel_home
@@ -121,10 +121,11 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
             f"run-dir = {sent[:200]!r}: expected the name of a run (letters, digits, '.', '_', "
             "'-') or, in a simulation, the path of its directory: this client writes nowhere else"
         )
+    max_ahead = NUM_REPEATED * request.config.rounds.checkpoint_interval
     if "state-dir" in node_config:
-        return StateFolder(Path(str(node_config["state-dir"])) / run / client)
+        return StateFolder(Path(str(node_config["state-dir"])) / run / client, max_ahead)
     if is_path and Path(sent).is_dir():
         if not (Path(sent) / "config.json").is_file():
             raise ValueError(f"run-dir = {sent[:200]!r}: is no run directory (no config.json)")
-        return StateFolder(Path(sent) / "clients" / client)
-    return StateFolder(clients_folder() / run / client)
+        return StateFolder(Path(sent) / "clients" / client, max_ahead, memories.get(Path(sent)))
+    return StateFolder(clients_folder() / run / client, max_ahead)

@@ -53,12 +53,15 @@ class ProcessCache:
         self._networks: dict[tuple[str, str], StagedModel] = {}
         self._initial: dict[str, Arrays] = {}
         self._samples: dict[frozenset[tuple[str, object]], tuple[Samples, Samples]] = {}
+        self._sizes: dict[frozenset[tuple[str, object]], int] = {}  # bytes of each of these
+        self._samples_bytes = 0
         self.has_logged_full_cache = False  # in this run; see `FrozenFeatureCache`
 
     def _clear_for_run(self, config: RunConfig, data: DatasetSpec, device: torch.device) -> None:
         if (config, data, device) != self._key:
             self._key = (config, data, device)
             self._networks, self._initial, self._samples = {}, {}, {}
+            self._sizes, self._samples_bytes = {}, 0
             self.has_logged_full_cache = False
 
     def samples(
@@ -76,12 +79,14 @@ class ProcessCache:
             splits = own_splits(config, data, node_config)
             train, test = (Samples(s.images, s.labels, pixels, device) for s in splits)
             own = (train, test)
+            forms = 2 if config.data.flip else 1  # with flips: plain and mirrored
+            self._sizes[client] = sum(forms * s.images.nbytes for s in own)
+            self._samples_bytes += self._sizes[client]
         self._samples[client] = own  # the newest is the last
-        forms = 2 if config.data.flip else 1  # with flips: plain and mirrored
-        sizes = {c: sum(forms * s.images.nbytes for s in pair) for c, pair in self._samples.items()}
-        for other in list(self._samples)[:-1]:
-            if sum(sizes.values()) > samples_cache_bytes:
-                del self._samples[other], sizes[other]
+        while self._samples_bytes > samples_cache_bytes and len(self._samples) > 1:
+            oldest = next(iter(self._samples))
+            del self._samples[oldest]
+            self._samples_bytes -= self._sizes.pop(oldest)
         return own
 
     def network(

@@ -8,7 +8,7 @@ import torch
 
 from client_app.methods import method_of
 from client_app.samples import Pixels
-from data.partitions import partition_indices, split_local_test, stratified_share
+from data.partitions import Parts, partition_indices, split_local_test, stratified_share
 from data.sources import Source, load_source
 from models import StagedModel, build_model
 from protocol.catalogue import model_spec
@@ -52,7 +52,7 @@ def client_indices(
     config: RunConfig, partition: int, num_clients: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(training, local test) indices of simulated client `partition` into the training images."""
-    mine = _split_over_clients(config, num_clients)[partition]
+    mine = split_over_clients(config, num_clients)[partition]
     fraction = config.data.local_test_fraction
     if fraction == 0:
         return mine, mine[:0]
@@ -63,7 +63,8 @@ def client_indices(
 
 
 @lru_cache(maxsize=2)
-def _split_over_clients(config: RunConfig, num_clients: int) -> list[np.ndarray]:
+def split_over_clients(config: RunConfig, num_clients: int) -> Parts:
+    """The indices of every simulated client's samples, of its local test part too."""
     data = config.data
     labels = np.asarray(open_source(config).train.labels)
     share = np.arange(len(labels))
@@ -82,7 +83,7 @@ def _split_over_clients(config: RunConfig, num_clients: int) -> list[np.ndarray]
         min_size=data.min_samples,
         seed=seed_of(config.rounds.seed, "partition"),
     )
-    return [share[part] for part in parts]
+    return parts.of(share)
 
 
 def model_for(

@@ -16,8 +16,7 @@ class SGD:
     def __init__(self, parameters: Sequence[Tensor], momentum: float, weight_decay: float) -> None:
         self.parameters = list(parameters)
         self.momentum, self.weight_decay = momentum, weight_decay
-        # zeros, so that the first step gives m = g, as in torch
-        self.velocities = [torch.zeros_like(p) for p in self.parameters] if momentum else []
+        self.velocities: list[Tensor] = []
 
     def zero_grad(self) -> None:
         """Free the gradients."""
@@ -30,6 +29,8 @@ class SGD:
         with_gradient = [n for n, p in enumerate(self.parameters) if p.grad is not None]
         if not with_gradient:
             return
+        if self.momentum and not self.velocities:  # zeros: the first step gives m = g, as in torch
+            self.velocities = [torch.zeros_like(p) for p in self.parameters]
         torch._fused_sgd_(
             [self.parameters[n] for n in with_gradient],
             [self.parameters[n].grad for n in with_gradient],  # type: ignore[misc]  # not None, as selected

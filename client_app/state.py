@@ -5,6 +5,9 @@ written under another name and renamed, so that an interrupted process leaves th
 intact; the digest of its content is in its name, so that damage is noticed. Versions that the
 server could still resume from are kept: an earlier round can be trained again, with the same
 result. A server that asks for a round before those has lost its place: it is refused.
+
+A run of the inline engine with `snapshot-every` > 1 holds the newest versions in memory and writes
+them in the rounds that it may resume from.
 """
 
 import logging
@@ -12,10 +15,11 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from safetensors.torch import load, save
+from safetensors.torch import load
 
-from protocol.files import digest, remove_parts, write_atomically
+from protocol.files import digest, digest_of_pieces, remove_parts, write_atomically
 from protocol.messages import UNREADABLE, Arrays, with_current_names
+from protocol.packing import packed_pieces
 
 log = logging.getLogger("keel.client")
 Groups = dict[str, Arrays]
@@ -23,15 +27,39 @@ version_name = re.compile(r"round-(\d+)-([0-9a-f]{16})\.(safetensors|damaged)")
 # An operator creates the first file to give up lost state; the second is its old name.
 reset_markers = ("reset-state", "begin-anew")
 reset_record = re.compile(r"(?:state-was-reset|begun-anew)-(\d+)")  # the round that followed
-NUM_REPEATED = 2  # rounds that a resume may ask for again: the server keeps as many checkpoints
+NUM_REPEATED = 2  # intervals that a resume may repeat: the server keeps as many checkpoints
 separator = "/"  # between group and array name; no parameter name has one
 
 
-class StateFolder:
-    """The versions of one client's state in one run."""
+class StateMemory:
+    """The newest version of each client's state of one run since the last `write`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self) -> None:
+        self.newest: dict[Path, tuple[int, Groups]] = {}  # client's folder to (round, state)
+
+    def write(self, checkpoint_round: int) -> None:
+        """Write all to files, prune those as `StateFolder.prune`, and forget them."""
+        for path, (round_, groups) in self.newest.items():
+            folder = StateFolder(path)
+            folder.save(round_, groups)
+            folder.prune(checkpoint_round)
+        self.newest = {}
+
+
+# By run directory, of the runs whose server is in this process and holds client state in memory.
+memories: dict[Path, StateMemory] = {}
+
+
+class StateFolder:
+    """The versions of one client's state in one run.
+
+    max_ahead: rounds that a resume may ask for again. memory: holds the newest version, if any.
+    """
+
+    def __init__(
+        self, folder: Path, max_ahead: int = NUM_REPEATED, memory: StateMemory | None = None
+    ) -> None:
+        self.folder, self.max_ahead, self.memory = folder, max_ahead, memory
 
     def load(self, before_round: int, last_accepted_round: int = 0) -> Groups:
         """The newest version of a round < `before_round`; {} if this client has no state yet.
@@ -43,8 +71,10 @@ class StateFolder:
         trained: lost state is never replaced silently. A file `reset-state` in the folder allows
         either once; the round that follows renames it, and may be trained again.
         """
+        if self.memory and self.folder in self.memory.newest:
+            return self.memory.newest[self.folder][1]
         newest = max((round_ for round_, _ in self._versions()), default=0)
-        if newest - before_round >= NUM_REPEATED:
+        if newest - before_round >= self.max_ahead:
             behind = (
                 f"the server is behind: it asks for round {before_round}, this client has round "
                 f"{newest}"
@@ -101,21 +131,24 @@ class StateFolder:
     def save(self, round_: int, groups: Groups) -> None:
         """Write the version of this round; it replaces those that a resume repeats.
 
-        Even newer ones are set aside, as `*.set-aside`.
+        Even newer ones are set aside, as `*.set-aside`. Do not modify the arrays later.
         """
+        if self.memory is not None:
+            self.memory.newest[self.folder] = (round_, groups)
+            return
         flat = {
-            f"{group}{separator}{name}": array.detach().cpu().contiguous()
+            f"{group}{separator}{name}": array
             for group, arrays in groups.items()
             for name, array in arrays.items()
         }
-        content = save(flat)
+        pieces = packed_pieces(flat, None)
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_parts(self.folder)
         replaced = [(r, path) for r, path in self._versions() if r >= round_]
-        path = self.folder / f"round-{round_:05d}-{digest(content)}.safetensors"
-        write_atomically(path, content)
+        path = self.folder / f"round-{round_:05d}-{digest_of_pieces(pieces)}.safetensors"
+        write_atomically(path, *pieces)
         for r, stale in replaced:
-            if r - round_ >= NUM_REPEATED:
+            if r - round_ >= self.max_ahead:
                 stale.rename(stale.with_suffix(".set-aside"))
             elif stale != path:
                 stale.unlink()
@@ -125,6 +158,8 @@ class StateFolder:
 
     def prune(self, checkpoint_round: int) -> None:
         """Delete versions that no resume can need: before the newest one <= checkpoint_round."""
+        if self.memory is not None:  # `StateMemory.write` does
+            return
         usable = [path for r, path in self._versions() if r <= checkpoint_round]
         for path in usable[:-1]:
             path.unlink()

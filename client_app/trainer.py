@@ -92,7 +92,7 @@ def descend(
     total_lr = 0.0
     cuda = [ctx.device] if ctx.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), products(train.precision):
-        torch.manual_seed(ctx.seed("dropout", stream))
+        seed_default(ctx.seed("dropout", stream), ctx.device)
         for epoch, step in steps_of(ctx, stream, duration):
             rate = lr * ctx.lr_factor * train.lr_decay_epoch**epoch if decays else lr
             with forward_in(train.precision, ctx.device):
@@ -125,6 +125,20 @@ def steps_of(ctx: RoundContext, stream: str, duration: Duration) -> Iterator[tup
         epoch += 1
 
 
+def seed_default(seed: int, device: torch.device) -> None:
+    """`torch.manual_seed` for the CPU and this device.
+
+    Where there is no GPU, that function stores a formatted traceback at each call, for ever.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
 def copy_of(model: torch.nn.Module) -> Arrays:
-    """The model's parameters and buffers, in memory of their own."""
-    return {name: array.detach().clone() for name, array in model.state_dict().items()}
+    """The model's parameters and buffers, in contiguous memory of their own."""
+    return {
+        name: array.detach().clone(memory_format=torch.contiguous_format)
+        for name, array in model.state_dict().items()
+    }

@@ -4,24 +4,21 @@ Whatever happens to the worker, the message is answered within the run's `round-
 worker's reply, or with an error of one line.
 """
 
-import hashlib
 import json
 import logging
 import time
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 
 from client_app.worker_socket import Frames, exchange, wait_until_ready
-from protocol.config import app_folder
+from protocol.code import code_digest
 from protocol.flower_compat import context_to_bytes, message_to_bytes, records_from_bytes
 
 log = logging.getLogger("keel.client")
 client_failed = 1  # error code of a reply; Flower's own start at 0 for unknown
 max_timeout_s = 30 * 86400.0
-run_by_worker = ("client_app", "data", "models", "protocol")  # packages
 
 
 def send_to_worker(path: str, message: Message, context: Context) -> RecordDict | Error:
@@ -77,17 +74,3 @@ def answer_timeout_s(message: Message) -> float:
         return 60.0
     key = "start-timeout" if message.metadata.message_type == MessageType.QUERY else "round-timeout"
     return min(float(json.loads(str(record["config"]))[key]), max_timeout_s)
-
-
-@lru_cache(maxsize=1)
-def code_digest() -> str:
-    """The first 16 hex digits of the SHA-256 of the sources that a worker runs.
-
-    The ClientApp's process has them from the run's app, the worker from its own machine: a
-    worker never trains with code other than the server's.
-    """
-    digest = hashlib.sha256()
-    for package in run_by_worker:
-        for path in sorted((app_folder / package).rglob("*.py")):
-            digest.update(str(path.relative_to(app_folder)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]

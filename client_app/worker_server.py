@@ -38,7 +38,6 @@ from client_app.old_state import OldState
 from client_app.setup import device_for
 from client_app.worker_client import (
     client_failed,
-    code_digest,
     max_timeout_s,
     run_and_round,
 )
@@ -51,6 +50,7 @@ from client_app.worker_socket import (
     worker_status,
     worker_variable,
 )
+from protocol.code import code_digest
 from protocol.files import remove_parts
 from protocol.flower_compat import context_from_bytes, message_from_bytes, records_to_bytes
 from protocol.text import in_one_line

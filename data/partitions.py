@@ -7,7 +7,7 @@ index appears exactly once.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -17,16 +17,51 @@ MAX_DRAWS = 10_000
 MAX_NUMBERS = 200_000_000
 
 
-def iid_partition(labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+class Parts:
+    """Each client's sorted indices, in two arrays: a million clients are no million objects."""
+
+    def __init__(self, indices: np.ndarray, owners: np.ndarray, num_clients: int) -> None:
+        """owners [n]: the client that holds each of `indices` [n]."""
+        order = np.lexsort((indices, owners))
+        self.indices = indices[order].astype(np.int64, copy=False)
+        sizes = np.bincount(owners, minlength=num_clients)
+        self.ends = np.concatenate([[0], np.cumsum(sizes)])  # [N + 1]
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, client: int) -> np.ndarray:
+        if not 0 <= client < len(self):
+            raise IndexError(f"client {client}: expected 0 to {len(self) - 1}")
+        return self.indices[self.ends[client] : self.ends[client + 1]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[client] for client in range(len(self)))
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Each client's number of samples, [N]."""
+        return np.diff(self.ends)
+
+    def of(self, labels: np.ndarray) -> "Parts":
+        """The same parts of `labels`, which the indices are places in."""
+        moved = object.__new__(Parts)
+        moved.indices, moved.ends = labels[self.indices], self.ends
+        return moved
+
+
+def iid_partition(labels: np.ndarray, num_clients: int, seed: int) -> Parts:
     """Random parts regardless of label; sizes differ by at most 1."""
     _check(labels, num_clients)
     shuffled = _rng(seed).permutation(len(labels))
-    return [np.sort(part) for part in np.array_split(shuffled, num_clients)]
+    return Parts(
+        shuffled, np.repeat(np.arange(num_clients), _split(len(labels), num_clients)), num_clients
+    )
 
 
 def dirichlet_partition(
     labels: np.ndarray, num_clients: int, alpha: float, seed: int, min_size: int = 10
-) -> list[np.ndarray]:
+) -> Parts:
     """Each class is divided over the clients by shares ~ Dir(alpha) (Yurochkin et al. 2019).
 
     Client sizes vary; the smaller alpha, the fewer classes a client has. Shares are redrawn until
@@ -61,7 +96,7 @@ def dirichlet_partition(
 
 def dirichlet_balanced_partition(
     labels: np.ndarray, num_clients: int, alpha: float, seed: int, order: str = "interleaved"
-) -> list[np.ndarray]:
+) -> Parts:
     """Sizes differ by at most 1; each client's class proportions are ~ Dir(alpha).
 
     A client draws samples without replacement, each from a class drawn from its proportions.
@@ -99,7 +134,7 @@ def _cumulative_ratios(ratios: np.ndarray, left: np.ndarray) -> list[list[float]
 
 def classes_partition(
     labels: np.ndarray, num_clients: int, classes_per_client: int, seed: int
-) -> list[np.ndarray]:
+) -> Parts:
     """Exactly `classes_per_client` random classes for each client, with sizes as equal as possible.
 
     The numbers of clients that hold any two classes differ by at most 1. If two clients share a
@@ -179,7 +214,7 @@ def _level(totals: np.ndarray, amount: int) -> np.ndarray:
 
 def shards_partition(
     labels: np.ndarray, num_clients: int, shards_per_client: int, seed: int
-) -> list[np.ndarray]:
+) -> Parts:
     """Samples sorted by label, cut into equal shards, `shards_per_client` for each client.
 
     McMahan et al. 2017. Shard sizes differ by at most 1, client sizes by `shards_per_client`.
@@ -194,13 +229,14 @@ def shards_partition(
     rng = _rng(seed)
     shuffled = rng.permutation(len(labels))
     by_label = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    shards = np.array_split(by_label, num_shards)
-    dealt = rng.permutation(num_shards).reshape(num_clients, shards_per_client)
-    return [np.sort(np.concatenate([shards[s] for s in row])) for row in dealt]
+    dealt = rng.permutation(num_shards)  # shards_per_client for each client
+    owners = np.empty(num_shards, dtype=np.int64)
+    owners[dealt] = np.repeat(np.arange(num_clients), shards_per_client)
+    return Parts(by_label, np.repeat(owners, _split(len(labels), num_shards)), num_clients)
 
 
 # Each partition function and the options it takes.
-PARTITIONS: dict[str, tuple[Callable[..., list[np.ndarray]], tuple[str, ...]]] = {
+PARTITIONS: dict[str, tuple[Callable[..., Parts], tuple[str, ...]]] = {
     "iid": (iid_partition, ()),
     "dirichlet": (dirichlet_partition, ("alpha", "min_size")),
     "dirichlet-balanced": (dirichlet_balanced_partition, ("alpha", "order")),
@@ -220,7 +256,7 @@ def partition_indices(
     min_size: int,
     seed: int,
     order: str = "interleaved",
-) -> list[np.ndarray]:
+) -> Parts:
     """The partition called `name`; options it does not take are ignored."""
     if name not in PARTITIONS:
         raise ValueError(f"partition = {name!r}: expected one of {', '.join(PARTITIONS)}")
@@ -266,15 +302,16 @@ def split_local_test(
     return np.sort(shuffled[~is_test]), np.sort(shuffled[is_test])
 
 
-def _deal(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+def _deal(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> Parts:
     """Random sample indices for each client: counts[i, k] of the k-th class for client i."""
-    parts: list[list[np.ndarray]] = [[] for _ in counts]
-    for k, label in enumerate(np.unique(labels)):
-        members = rng.permutation(np.flatnonzero(labels == label))
-        dealt = np.split(members, np.cumsum(counts[:-1, k]))
-        for part, piece in zip(parts, dealt, strict=True):
-            part.append(piece)
-    return [np.sort(np.concatenate(part)) for part in parts]
+    members = [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
+    owners = [np.repeat(np.arange(len(counts)), column) for column in counts.T]
+    return Parts(np.concatenate(members), np.concatenate(owners), len(counts))
+
+
+def _split(amount: int, num_parts: int) -> np.ndarray:
+    """The sizes of parts that differ by at most 1, the larger ones first."""
+    return amount // num_parts + (np.arange(num_parts) < amount % num_parts)
 
 
 def _rng(seed: int) -> np.random.Generator:

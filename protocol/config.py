@@ -298,6 +298,19 @@ class RoundsConfig:
     )
     tracker_clients: bool = option(true_or_false(), "trackers get each client's accuracies too")
     tensorboard: bool = option(true_or_false(), "the same as tracker = tensorboard, beside others")
+    checkpoint_every: int = option(
+        at_least(0), "rounds between checkpoints, which a resume starts from; 0: as snapshot-every"
+    )
+    snapshot_every: int = option(
+        at_least(1),
+        "inline engine: rounds between writes of the client state, which is in memory meanwhile; "
+        "an interrupted run resumes from the last of them",
+    )
+    keep_state: bool = option(
+        true_or_false(),
+        "keep the checkpoints and client state of a finished run, which can then be continued; "
+        "false: only what its personal models consist of",
+    )
     output_dir: str = option(any_text(), 'parent of run directories; "": $KEEL_HOME/runs')
     run_name: str = option(
         Constraint(is_run_name, RUN_NAME_RULE),
@@ -321,6 +334,11 @@ class RoundsConfig:
         any_text(), "measures of the local models: names with commas between, or all"
     )
     diagnostics_every: int = option(at_least(1), "rounds between diagnostics")
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Rounds between checkpoints; the last round always has one."""
+        return self.checkpoint_every or self.snapshot_every
 
 
 @dataclass(frozen=True, eq=False)
@@ -486,6 +504,12 @@ def validate(config: RunConfig) -> None:
 
 def _validate_names(config: RunConfig) -> None:
     rounds, model = config.rounds, config.model
+    if rounds.checkpoint_every % rounds.snapshot_every:
+        raise ValueError(
+            f"checkpoint-every = {rounds.checkpoint_every}: a resume needs the client state of a "
+            f"checkpoint's round: expected a multiple of snapshot-every = {rounds.snapshot_every}, "
+            "or 0: the same"
+        )
     refuse_unknown("method", rounds.method, list(method_names()))
     refuse_unknown("server-optimizer", rounds.server_optimizer, list(SERVER_OPTIMIZERS))
     refuse_unknown("model", model.model, list(model_names()))

@@ -3,13 +3,22 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def digest(content: bytes) -> str:
     """The first 16 hex digits of the content's SHA-256."""
-    return hashlib.sha256(content).hexdigest()[:16]
+    return digest_of_pieces([content])
+
+
+def digest_of_pieces(pieces: Sequence[Any]) -> str:
+    """`digest` of the joined pieces, bytes or arrays of bytes, without joining them."""
+    found = hashlib.sha256()
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()[:16]
 
 
 @contextlib.contextmanager
@@ -22,16 +31,18 @@ def private_files() -> Iterator[None]:
         os.umask(before)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path`: after a kill or a power cut there is the old file or the new one.
+def write_atomically(path: Path, *pieces: Any) -> None:
+    """Write the pieces, bytes or arrays of bytes, to `path`, whole or not at all.
 
-    The file and its directory entry are on the disk when this returns. OSError, naming the file, if
-    the disk is full; the old file stays.
+    After a kill or a power cut there is the old file or the new one. The file and its directory
+    entry are on the disk when this returns. OSError, naming the file, if the disk is full; the old
+    file stays.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
-            file.write(content)
+            for piece in pieces:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)

@@ -3,28 +3,36 @@
 server -> client   query     round: `RosterRequest`
                    train     round: `TrainRequest`; client: counted-round; arrays; extra
                    evaluate  round: `EvaluateRequest`; client: counted-round; arrays; extra
+                   of many logical clients: played: clients, num-clients, counted-rounds; round,
+                             arrays and extra of all; own-K: what only the K-th is sent
 client -> server   query     roster: `RosterEntry`
                    train     reply: client, round; arrays; extra; metrics
                    evaluate  reply: client, round; metrics
+                   of many:  the records of the K-th with -K after their names, or error-K
 
 `counted-round` is the client's last accepted round: the last one whose update was aggregated, 0:
 none. `extra` holds what a method sends beside the model (control variates, prototypes) and may be
-empty.
+empty. Tensors are packed when they leave the process: within it the receiver gets the sender's.
 """
 
 import json
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from typing import Any, TypeVar, get_type_hints
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import load
 from torch import Tensor
 
+from protocol.code import code_digest
 from protocol.config import RunConfig, config_from_json, keel_version
+from protocol.flower_compat import LazyArray
+from protocol.packing import Pieces, packed_pieces, size_of
 from protocol.text import check_client_name, in_one_line
 
 Arrays = dict[str, Tensor]
@@ -145,25 +153,34 @@ class TrainReply:
 
 
 def request_record(request: RosterRequest | RoundRequest) -> ConfigRecord:
-    """The record that `read_request` reads back: one entry a field."""
+    """The record that `read_request` reads back: one entry a field, and the code's digest."""
     values = {
         field.name.replace("_", "-"): getattr(request, field.name) for field in fields(request)
     }
     encoded = {"config": request.config.to_json(), "data": json.dumps(asdict(request.data))}
-    return ConfigRecord(values | encoded)
+    return ConfigRecord(values | encoded | {"code": code_digest()})
 
 
 def read_request(message: Message, kind: type[Request]) -> Request:
-    """The request in a message of this kind; ValueError if it is not one of Keel's."""
+    """The request in a message of this kind.
+
+    ValueError if it is not one of Keel's, or if the server that sent it runs other code.
+    """
     record = message.content.config_records.get("round")
     if record is None:
         raise ValueError("a message without the record 'round': not sent by Keel's ServerApp")
     values: dict[str, Any] = {name.replace("-", "_"): value for name, value in record.items()}
-    names = [field.name for field in fields(kind)]
-    if missing := [name for name in names if name not in values]:
+    names: list[str] = [each.name for each in fields(kind)]
+    if missing := [name for name in [*names, "code"] if name not in values]:
         raise ValueError(
             f"the message's record 'round' has no {missing[0]!r}: the server speaks another "
             f"version of the protocol, this Keel {protocol_version}; install the same Keel on both"
+        )
+    if values["code"] != code_digest():
+        raise ValueError(
+            f"this client runs code {code_digest()} of Keel, the server "
+            f"{in_one_line(values['code'], 16)}: start the SuperLink, or Ray, from the checkout "
+            "that the run is submitted from"
         )
     values["config"] = config_from_json(values["config"])
     values["data"] = dataset_spec_from_json(values["data"])
@@ -190,26 +207,58 @@ def last_accepted_round_of(message: Message) -> int:
     return int(message.content.config_records["client"]["counted-round"])  # type: ignore[arg-type]
 
 
+class HandedArrays(LazyArray):
+    """Tensors as one Flower array; it makes its bytes once they are read, to leave the process."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.__dict__["arrays"] = {
+            name: (array.detach() if array.requires_grad else array).cpu().contiguous()
+            for name, array in arrays.items()
+        }
+        super().__init__("uint8", PACKED)
+
+    def pieces(self) -> Pieces:
+        """The bytes in pieces: the tensors' own memory."""
+        arrays: Arrays = self.__dict__["arrays"]
+        return packed_pieces(arrays, {"names": json.dumps([*arrays])})
+
+    def size_bytes(self) -> int:
+        """The number of bytes, without making them."""
+        return size_of(self.pieces())
+
+
 def array_record(arrays: Arrays, name: str = "arrays") -> ArrayRecord:
-    """Tensors packed into one Flower array called `name`, in the safetensors format.
+    """Tensors as one Flower array called `name`, in the safetensors format; do not modify them.
 
     A SuperLink stores two objects for each Flower array, at ten or more database statements an
     object: sent one by one, a network's arrays would be most of the cost of a round in deployment.
     """
-    if not arrays:
-        return ArrayRecord()
-    values = {key: a.detach().cpu().contiguous().numpy() for key, a in arrays.items()}
-    content = save(values, {"names": json.dumps([*values])})
-    return ArrayRecord({name: Array("uint8", (len(content),), PACKED, content)})
+    record = ArrayRecord()
+    if arrays:
+        record[name] = HandedArrays(arrays)  # the constructor would make a copy of its bytes
+    return record
+
+
+def joined(*records: ArrayRecord) -> ArrayRecord:
+    """One record with the arrays of all."""
+    whole = ArrayRecord()
+    for record in records:
+        for name, array in record.items():
+            whole[name] = array
+    return whole
 
 
 def tensors(record: ArrayRecord | None) -> Arrays:
-    """The tensors in a record, copied, in their order; {} for none.
+    """The tensors in a record, in their order; {} for none. Do not modify them.
 
-    Bytes sent by a client may raise any exception here, not only ValueError.
+    A record that was made in this process has the sender's tensors. Bytes sent by a client may
+    raise any exception here, not only ValueError.
     """
     found: Arrays = {}
     for name, array in (record or {}).items():
+        if isinstance(array, HandedArrays):
+            found |= array.__dict__["arrays"]
+            continue
         length = int.from_bytes(array.data[:8], "little")
         if array.stype != PACKED or length > MAX_HEADER_BYTES:
             raise ValueError(f"{name!r} holds no arrays packed by Keel")
@@ -219,6 +268,84 @@ def tensors(record: ArrayRecord | None) -> Arrays:
             raise ValueError(f"{name!r} holds other arrays than it names")
         found |= {key: torch.from_numpy(values[key]) for key in names}
     return found
+
+
+def played_content(
+    contents: Sequence[RecordDict], clients: Sequence[int], num_clients: int
+) -> RecordDict:
+    """One message's content from those of several simulated clients, given by number.
+
+    They have the request, the arrays and `extra` in common, but for arrays called "own".
+    """
+    first = contents[0]
+    accepted = [int(c.config_records["client"]["counted-round"]) for c in contents]  # type: ignore[arg-type]
+    played: dict[str, Any] = {
+        "clients": list(clients),
+        "num-clients": num_clients,
+        "counted-rounds": accepted,
+    }
+    shared = ArrayRecord()
+    whole: dict[str, Any] = {
+        "played": ConfigRecord(played),
+        "round": first.config_records["round"],
+        "arrays": first.array_records["arrays"],
+        "extra": shared,
+    }
+    for k, content in enumerate(contents):
+        for name, array in content.array_records["extra"].items():
+            if name == "own":
+                own = ArrayRecord()
+                own[name] = array
+                whole[f"own-{k}"] = own
+            else:
+                shared[name] = array
+    return RecordDict(whole)
+
+
+def contents_to_play(whole: RecordDict) -> list[tuple[int, int, RecordDict]]:
+    """(client's number, number of clients, content of its message) of what `played_content` made.
+
+    What they have in common is decoded once.
+    """
+    played: dict[str, Any] = dict(whole.config_records["played"])
+    num_clients = int(played["num-clients"])
+    clients, accepted = played["clients"], played["counted-rounds"]
+    arrays = array_record(tensors(whole.array_records["arrays"]))
+    extra = array_record(tensors(whole.array_records["extra"]))
+    contents = []
+    for k, (client, last) in enumerate(zip(clients, accepted, strict=True)):
+        own = joined(extra, whole.array_records.get(f"own-{k}", ArrayRecord()))
+        content = message_content(whole.config_records["round"], arrays, own, int(last))
+        contents.append((int(client), num_clients, content))
+    return contents
+
+
+def played_reply(replies: Sequence[RecordDict | Error]) -> RecordDict:
+    """One reply's content from those of several clients."""
+    whole = RecordDict()
+    for k, reply in enumerate(replies):
+        if isinstance(reply, Error):
+            whole[f"error-{k}"] = ConfigRecord({"code": reply.code, "reason": reply.reason or ""})
+            continue
+        for name, record in reply.items():
+            whole[f"{name}-{k}"] = record
+    return whole
+
+
+def played_replies(whole: RecordDict, num_clients: int) -> list[RecordDict | Error]:
+    """What `played_reply` was made of."""
+    replies: list[RecordDict | Error] = []
+    for k in range(num_clients):
+        error = whole.config_records.get(f"error-{k}")
+        if error is not None:
+            replies.append(Error(int(error["code"]), str(error["reason"])))  # type: ignore[arg-type]
+            continue
+        content = RecordDict()
+        for name in ("reply", "arrays", "extra", "metrics"):
+            if f"{name}-{k}" in whole:
+                content[name] = whole[f"{name}-{k}"]
+        replies.append(content)
+    return replies
 
 
 def reply_content(reply: TrainReply) -> RecordDict:
@@ -349,9 +476,37 @@ def with_current_names(arrays: Arrays) -> Arrays:
 
 def payload_bytes(message: Message) -> int:
     """Bytes of the records in a message, without Flower's envelope."""
-    return sum(record.count_bytes() for record in message.content.values())
+    return sum(record_bytes(record) for record in message.content.values())
+
+
+def record_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
+    """Bytes of a record; tensors are counted as if they were packed."""
+    if not isinstance(record, ArrayRecord):
+        return record.count_bytes()
+    return sum(
+        len(name) + (array.size_bytes() if isinstance(array, HandedArrays) else len(array.data))
+        for name, array in record.items()
+    )
 
 
 def all_finite(arrays: Arrays) -> bool:
     """Whether no array holds a NaN or an infinity."""
-    return all(bool(a.isfinite().all()) for a in arrays.values() if a.is_floating_point())
+    return all(is_finite(a) for a in arrays.values() if a.is_floating_point())
+
+
+def is_finite(array: Tensor) -> bool:
+    """Whether a floating array holds no NaN and no infinity."""
+    return all(map(math.isfinite, extremes(array)))
+
+
+def extremes(array: Tensor) -> tuple[float, float]:
+    """(smallest, largest) value, both NaN if one is; (0, 0) of none. One pass over the memory.
+
+    Client and server ask the same of an array: the answer is stored with it until it changes.
+    """
+    version, *found = getattr(array, "keel_extremes", (None,))
+    if version != array._version:
+        low, high = array.aminmax() if array.numel() else (0, 0)
+        found = [float(low), float(high)]
+        array.keel_extremes = (array._version, *found)  # type: ignore[attr-defined]
+    return found[0], found[1]

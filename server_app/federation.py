@@ -2,12 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, MessageType
 from flwr.serverapp import Grid
 
 from client_app.evaluation import Score, evaluate
@@ -15,16 +15,16 @@ from client_app.method import Method
 from client_app.methods import method_of
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of
+from client_app.state import StateMemory, memories
 from data.sources import Source
 from models import StagedModel
 from protocol.config import RunConfig, resolve_config
-from protocol.files import private_files
-from protocol.flower_compat import is_in_process_grid, watch_superlink
+from protocol.files import digest_of_pieces, private_files
+from protocol.flower_compat import has_own_clients, is_in_process_grid, watch_superlink
 from protocol.messages import (
     Arrays,
     DatasetSpec,
     EvaluateRequest,
-    RosterEntry,
     RosterRequest,
     TrainReply,
     TrainRequest,
@@ -50,7 +50,14 @@ from server_app.history import (
     truncate_history,
     without_clients,
 )
-from server_app.manifest import begin_manifest, finish_manifest, note_round
+from server_app.logical_clients import LogicalGrid, with_logical_clients
+from server_app.manifest import (
+    NUM_NOTED_ROUNDS,
+    begin_manifest,
+    finish_manifest,
+    note_round,
+    split_digest,
+)
 from server_app.observers import RunInfo, RunObserver
 from server_app.record import client_fields, score_fields, training_fields
 from server_app.report import Reporter, plot_split
@@ -69,6 +76,17 @@ from server_app.run_directory import (
     new_run_directory,
     open_run_directory,
     save_arrays,
+)
+from server_app.simulated_roster import (
+    KnownLabelCounts,
+    PartitionSizes,
+    Roster,
+    SimulatedRoster,
+    digest_of,
+    is_logical,
+    num_train,
+    shown_entries,
+    simulated_roster,
 )
 from strategies import Average, strategy_for
 from strategies.average import RoundReport, TooFewRepliesError
@@ -96,13 +114,22 @@ class Run:
     initial_weights: Arrays
     source: Source
     test_samples: Samples
-    roster: dict[int, RosterEntry]
+    roster: Roster
     registry: ClientRegistry
     audit: AuditLog
     exchange: Exchange
     cohort_size: int
     start: Checkpoint
     monitor: Monitor | None
+    memory: StateMemory
+    # of the personal models of clients that have not trained since
+    scores: dict[str, TrainReply] = field(default_factory=dict)
+
+    @property
+    def has_own_models(self) -> bool:
+        """Whether clients are evaluated with models that change when they train, and then only."""
+        method = self.method
+        return method.is_personal and not (method.is_adapted_from_global or method.has_global_model)
 
 
 @private_files()
@@ -134,6 +161,7 @@ def run_federation(
     try:
         run_rounds(run, at_exit, observers)
     finally:
+        memories.pop(run.directory.path, None)
         run.directory.close()
     return run.directory
 
@@ -148,6 +176,7 @@ def prepare(
     check_config(config)
     if not resumed:
         named_directory(config)  # raises if it exists
+    grid = with_logical_clients(grid, config.rounds.num_clients)
     method = method_of(config)
     source = open_source(config)  # decoded here, before any client opens it
     model = model_for(config, source)
@@ -164,17 +193,25 @@ def prepare(
 
     data = dataset_spec_of(config, source)
     query = request_record(RosterRequest(config, data))
-    if resumed and not is_in_process_grid(grid):
+    roster: Roster
+    if isinstance(grid, LogicalGrid):
+        roster = simulated_roster(config, source, grid)
+    elif resumed and not is_in_process_grid(grid):
         roster = read_saved_roster(resumed.path / ROSTER_FILE)
     else:
         roster = gather_roster(grid, config, query, source)
-    registry = ClientRegistry(grid, config, query, source, roster)
-    if resumed:
+    listed = roster if isinstance(roster, dict) else {}
+    registry = ClientRegistry(grid, config, query, source, listed)
+    if resumed and not is_logical(roster):
         registry.note = AuditLog(resumed.path).note
         registry.gather()
     strategy.roster = roster
-    if any(entry.num_partitions for entry in roster.values()):
-        strategy.partition_sizes = partition_sizes(config, [*roster.values()])
+    entries = shown_entries(roster)
+    is_simulated = any(entry.num_partitions for entry in entries)
+    if isinstance(roster, SimulatedRoster):
+        strategy.partition_sizes = PartitionSizes(roster)
+    elif is_simulated:
+        strategy.partition_sizes = partition_sizes(config, entries)
     cohort = len(strategy.sample(1))
     strategy.check_cohort(cohort)
     if config.rounds.min_replies > cohort:
@@ -182,33 +219,44 @@ def prepare(
             f"min-replies = {config.rounds.min_replies}: only {cohort} clients train in a round; "
             "lower it, or raise fraction-train"
         )
-    entries = list(roster.values())
     monitor = None
     if config.rounds.diagnostics:
-        monitor = Monitor(config, method, source, model.to(device), initial_weights, entries)
+        everyone = list(roster.values())
+        monitor = Monitor(config, method, source, model.to(device), initial_weights, everyone)
 
     start = Checkpoint(0, strategy.initial_arrays(model), {})
-    if resumed and resumed.has_rounds():  # a run interrupted in round 1 starts again
+    if resumed and resumed.has_checkpoint(config.rounds.checkpoint_interval):
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
         strategy.load(start.state)
     if resumed and config.privacy.epsilon:
         resumed.restore_releases(start.state)
     directory = resumed or new_run_directory(config)
+    directory.checkpoint_interval = config.rounds.checkpoint_interval
     audit = AuditLog(directory.path)
     registry.note = audit.note
     audit.note("started", round=start.round + 1)
-    for node, entry in sorted(roster.items(), key=lambda pair: pair[1].client):
-        if entry.client not in registry.missing:
-            audit.note("joined", client=entry.client, node=node)
+    if isinstance(roster, SimulatedRoster):
+        audit.note("joined", simulated=len(roster))
+    else:
+        for node, entry in sorted(roster.items(), key=lambda pair: pair[1].client):
+            if entry.client not in registry.missing:
+                audit.note("joined", client=entry.client, node=node)
     directory.start_log()
-    for warning in [*roster_warnings(config, entries), *config_warnings(config, overrides)]:
+    known = KnownLabelCounts(roster) if isinstance(roster, SimulatedRoster) else None
+    for warning in [*roster_warnings(config, entries, known), *config_warnings(config, overrides)]:
         log.warning("%s", warning)
     save_roster(directory.path / ROSTER_FILE, roster)
-    if any(entry.num_partitions for entry in entries):
+    if is_simulated:
         # a resume with another number of simulated clients would split the data anew
         overrides = {**overrides, "num-clients": len(roster)}
     directory.save_config(resolve_config(overrides), overrides)
-    begin_manifest(directory.path, config, entries)
+    is_whole = len(entries) == len(roster)
+    split = split_digest(config, entries) if is_whole else digest_of(roster)
+    has_no_sites = all(entry.num_partitions for entry in entries)
+    begin_manifest(directory.path, config, len(roster), has_no_sites, split)
+    memory = StateMemory()
+    if config.rounds.snapshot_every > 1 and has_own_clients(grid):
+        memories[directory.path] = memory
     exchange = Exchange(grid, lambda n: roster[n].client if n in roster else f"on node {n}")
     if not is_in_process_grid(grid):
         superlink_s, stopped_s = watch_superlink(grid), Stops().take
@@ -232,6 +280,7 @@ def prepare(
         cohort_size=cohort,
         start=start,
         monitor=monitor,
+        memory=memory,
     )
 
 
@@ -243,6 +292,8 @@ def run_rounds(
     """All rounds from the first or the checkpoint's, then the final model and the report."""
     config, path = run.config, run.directory.path
     history = truncate_history(path / HISTORY_FILE, run.start.round)
+    if run.has_own_models and is_in_process_grid(run.grid):
+        run.scores = scores_in(history)
     reporter = Reporter(config, info_of(run, history), observers, lambda: privacy_spent(run))
     at_exit(reporter.interrupted)
     arrays = array_record(run.start.arrays)
@@ -265,10 +316,12 @@ def run_rounds(
             if run.method.has_global_model:  # arrays that are never sent keep their initial values
                 final = run.initial_weights | final
             save_arrays(path / "model.safetensors", final, model_metadata(run))
-            plot_split(list(run.roster.values()), run.source, path / "labels.png")
+            plot_split(shown_entries(run.roster), run.source, path / "labels.png")
         finally:
             reporter.finish(status)
             run.audit.note("ended", status=status)
+        if status == "finished" and not config.rounds.keep_state:
+            run.directory.remove_state(keeps_personal=run.method.is_personal)
         finish_manifest(path)
         if run.monitor:
             plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
@@ -282,19 +335,16 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     is_evaluated = is_last or server_round % rounds.evaluate_every == 0
     on_clients = evaluates_clients(config, run.method) if is_evaluated else "none"
     # a personal model does not change between training and evaluation: one message does for both
-    on_train = (
-        on_clients != "none"
-        and run.method.is_personal
-        and not (run.method.is_adapted_from_global or run.method.has_global_model)
-    )
+    on_train = on_clients != "none" and run.has_own_models
     seconds: dict[str, float] = {}
 
     started = time.perf_counter()
-    strategy.away = run.registry.absent(run.registry.refresh())
+    if not is_logical(run.roster):
+        strategy.away = run.registry.absent(run.registry.refresh())
     if run.registry.has_changed:
         save_roster(run.directory.path / ROSTER_FILE, run.roster)
         run.registry.has_changed = False
-    checkpoint_round = max(0, server_round - NUM_CHECKPOINTS)  # the oldest a resume may start from
+    checkpoint_round = oldest_checkpoint(server_round, rounds.checkpoint_interval)
     run_dir = name_for_clients(run)
     request = TrainRequest(config, run.data, server_round, checkpoint_round, on_train, run_dir)
     messages = list(
@@ -337,6 +387,8 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         )
     seconds["aggregation"] = time.perf_counter() - started
 
+    for client in cohort:  # its model has changed
+        run.scores.pop(client, None)
     started = time.perf_counter()
     weights = strategy.counts(report.kept)
     line = training_fields(server_round, report, bytes_down, weights)
@@ -351,11 +403,14 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         line["global"] = score_fields(global_score(run, following))
     if on_clients != "none":
         scored: list[TrainReply] = list(report.kept) if on_train else []
-        clients = {reply.client for reply in report.kept}
+        clients: Set[str] = {reply.client for reply in report.kept}
         if on_clients == "all":
-            clients = {entry.client for entry in run.roster.values()}
-        clients -= {reply.client for reply in scored}
-        nodes = [n for n, entry in run.roster.items() if entry.client in clients - strategy.away]
+            clients = strategy.clients
+        scored += [reply for name, reply in run.scores.items() if name in clients]
+        clients = clients - {reply.client for reply in scored}
+        nodes = strategy.nodes_of(sorted(clients - strategy.away))
+        if is_in_process_grid(run.grid) and on_train:
+            run.scores |= {reply.client: scores_alone(reply) for reply in report.kept}
         if nodes:
             evaluation = evaluate_on_clients(run, server_round, following, nodes)
             scored += evaluation.kept
@@ -363,7 +418,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
             line["evaluation_left_out"] = evaluation.left_out | away
             line["evaluation_bytes_down"] = evaluation.bytes_down
             line["evaluation_bytes_up"] = evaluation.bytes_up
-        line |= client_fields(scored)
+        line |= client_fields(sorted(scored, key=lambda reply: reply.client))
     seconds["evaluation"] = time.perf_counter() - started
 
     run.exchange.drain()
@@ -375,11 +430,41 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     state = strategy.state()
     if config.privacy.epsilon:
         state |= run.directory.release_state()
-    checkpoint_digest = run.directory.save_checkpoint(
-        Checkpoint(server_round, tensors(following), state), config.model.model
-    )
-    note_round(run.directory.path, server_round, checkpoint_digest)
+    checkpoint = Checkpoint(server_round, tensors(following), state)
+    if is_last or server_round % rounds.snapshot_every == 0:
+        run.memory.write(oldest_checkpoint(server_round + 1, rounds.checkpoint_interval))
+    if is_last or server_round % rounds.checkpoint_interval == 0:
+        checkpoint_digest = run.directory.save_checkpoint(checkpoint, config.model.model)
+        note_round(run.directory.path, server_round, checkpoint_digest)
+    elif server_round <= NUM_NOTED_ROUNDS:
+        checkpoint_digest = digest_of_pieces(checkpoint.pieces(config.model.model))
+        note_round(run.directory.path, server_round, checkpoint_digest)
     return following, line
+
+
+def oldest_checkpoint(server_round: int, interval: int) -> int:
+    """The oldest round that a run interrupted in this round may resume from; 0: from the start."""
+    newest = (server_round - 1) // interval * interval
+    return max(0, newest - (NUM_CHECKPOINTS - 1) * interval)
+
+
+def scores_alone(reply: TrainReply) -> TrainReply:
+    """The reply without its arrays."""
+    return replace(reply, arrays={}, extra={})
+
+
+def scores_in(history: Sequence[Line]) -> dict[str, TrainReply]:
+    """The newest score of each client's own model since it last trained."""
+    scores: dict[str, TrainReply] = {}
+    for line in history:
+        for client in [*line["participants"], *line["left_out"]]:
+            scores.pop(client, None)
+        accuracies = line.get("personal", {}).get("clients", {})
+        for client in line["participants"]:
+            if client in accuracies:
+                metrics = {"personal-accuracy": accuracies[client]}
+                scores[client] = TrainReply(client, line["round"], {}, {}, metrics)
+    return scores
 
 
 def name_for_clients(run: Run) -> str:
@@ -399,15 +484,9 @@ def evaluate_on_clients(
     run: Run, server_round: int, arrays: ArrayRecord, nodes: Sequence[int]
 ) -> RoundReport:
     """The replies of these nodes to an evaluate message, and who gave none."""
-    asked = frozenset(nodes)
     request = EvaluateRequest(run.config, run.data, server_round, name_for_clients(run))
-    messages = [
-        message
-        for message in run.strategy.configure_evaluate(
-            server_round, arrays, request_record(request), run.grid
-        )
-        if message.metadata.dst_node_id in asked
-    ]
+    record = request_record(request)
+    messages = run.strategy.messages(MessageType.EVALUATE, nodes, arrays, record)
     what = f"the evaluation of round {server_round}"
     timeout_s = run.config.rounds.round_timeout
     replies = run.exchange.ask(messages, timeout_s, what, max_bytes=2 * RECORD_BYTES)
@@ -430,7 +509,7 @@ def info_of(run: Run, history: Sequence[Line]) -> RunInfo:
         method=config.rounds.method,
         server_optimizer=config.rounds.server_optimizer,
         source=config.data.source,
-        num_train=sum(entry.num_examples for entry in run.roster.values()),
+        num_train=num_train(run.roster),
         num_test=len(source.test.labels),
         image_shape=source.image_shape,
         num_classes=source.num_classes,
@@ -447,7 +526,10 @@ def info_of(run: Run, history: Sequence[Line]) -> RunInfo:
 def model_metadata(run: Run) -> dict[str, str]:
     """Metadata of model.safetensors: enough to build and use the model without the data."""
     pixels = pixels_of(run.config, run.source)
-    others = {e.client: e.model for e in run.roster.values() if e.model != run.config.model.model}
+    names = {e.model for e in shown_entries(run.roster)}
+    are_mixed = names != {run.config.model.model}
+    entries = run.roster.values() if are_mixed else []
+    others = {e.client: e.model for e in entries if e.model != run.config.model.model}
     return {f"model of {client}": model for client, model in sorted(others.items())} | {
         "shape": ",".join(map(str, run.source.image_shape)),
         "classes": "\n".join(run.source.class_names),

@@ -1,8 +1,8 @@
 """The inline engine: ServerApp and ClientApp in one process, without Flower's runtime.
 
-For tests, debugging and benchmarks, and for machines where Ray is too much. Every message passes
-through Flower's records, so that a run gives the same model as under `flwr run`, to the bit on one
-CPU.
+For tests, debugging and benchmarks, and for machines where Ray is too much. Messages are Flower's
+records, in which tensors are handed over as they are, so that a run gives the same model as under
+`flwr run`, to the bit on one CPU.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from server_app.app import log_to_stdout
 from server_app.federation import run_federation
 from server_app.observers import RunObserver, SummaryTable
 
+MAX_NODES = 1000
 NodeConfig = dict[str, OptionValue]
 
 
@@ -33,6 +34,7 @@ class InlineGrid(Grid):
     """Clients that live in this process and answer one after the other, in the order asked."""
 
     is_in_process: ClassVar[bool] = True
+    has_own_clients: ClassVar[bool] = True
 
     def __init__(self, app: ClientApp, node_configs: Sequence[NodeConfig]) -> None:
         self.app = app
@@ -101,12 +103,22 @@ def run_inline(
     num_clients: int,
     node_configs: Sequence[NodeConfig] | None = None,
     observers: Sequence[RunObserver] = (),
+    num_workers: int = 0,
 ) -> Path:
     """A run in this process; returns its directory. Raises what `run_federation` raises.
 
     node_configs: one per client, for clients that are not partitions of the run's source.
+    num_workers: nodes that play the clients as logical ones; 0: one for more than `MAX_NODES`
+    clients, else a node a client.
     """
-    nodes = simulated_nodes(num_clients) if node_configs is None else list(node_configs)
+    overrides = dict(overrides)
+    nodes = list(node_configs or [])
+    if node_configs is None:
+        nodes = simulated_nodes(num_workers or num_clients)
+        if num_clients > MAX_NODES or num_workers:
+            nodes = simulated_nodes(num_workers or 1)
+            if "resume" not in overrides:
+                overrides.setdefault("num-clients", num_clients)
     grid = InlineGrid(client_app.app.app, nodes)
     return run_federation(grid, overrides, observers=observers).path
 

@@ -84,7 +84,9 @@ def split_digest(config: RunConfig, roster: Sequence[RosterEntry]) -> str:
     return hashed.hexdigest()[:16]
 
 
-def begin_manifest(directory: Path, config: RunConfig, roster: Sequence[RosterEntry]) -> None:
+def begin_manifest(
+    directory: Path, config: RunConfig, num_clients: int, is_simulated: bool, split: str
+) -> None:
     """Write the manifest before the first round, or update it on a resume.
 
     A damaged one does not stop a resume. Versions stay those of the noted rounds. code, keel,
@@ -102,9 +104,9 @@ def begin_manifest(directory: Path, config: RunConfig, roster: Sequence[RosterEn
         "versions": before["versions"] if before.get("rounds") else versions(),
         "code": appended(before.get("code", []), code_version()),
         "keel": appended(before.get("keel", []), f"{keel_version()} {commit()}".strip()),
-        "clients": len(roster),
-        "simulated": all(entry.num_partitions for entry in roster),
-        "split": split_digest(config, roster),
+        "clients": num_clients,
+        "simulated": is_simulated,
+        "split": split,
     }
     if fields["simulated"]:
         here = machine(device_for(config.train.device))

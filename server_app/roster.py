@@ -19,6 +19,7 @@ from server_app.history import DAMAGE
 from strategies.validation import count_outliers
 
 CLASSES = "number of classes"
+MAX_LISTED = 10_000  # simulated clients; of more, files and pictures say less
 
 
 def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
@@ -31,14 +32,23 @@ def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
 
 
 def save_roster(path: Path, roster: Mapping[int, RosterEntry]) -> None:
-    """Write the clients and their nodes, in the order of names."""
-    ordered = sorted(roster.items(), key=lambda pair: pair[1].client)
-    rows = [{"node": node, **asdict(entry)} for node, entry in ordered]
+    """Write the clients and their nodes, in the order of names; of very many their number."""
+    rows: object = {"simulated": len(roster)}
+    if len(roster) <= MAX_LISTED:
+        ordered = sorted(roster.items(), key=lambda pair: pair[1].client)
+        rows = [{"node": node, **asdict(entry)} for node, entry in ordered]
     write_atomically(path, (json.dumps(rows, indent=1) + "\n").encode())
 
 
-def roster_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[str]:
-    """A line for each thing that is unusual about the clients but allowed."""
+def roster_warnings(
+    config: RunConfig,
+    entries: Sequence[RosterEntry],
+    known: Mapping[str, Sequence[int]] | None = None,
+) -> list[str]:
+    """A line for each thing that is unusual about the clients but allowed.
+
+    known: samples of each class of all clients, where `entries` are not of all.
+    """
     warnings = []
     for what, versions in (
         ("flwr and torch", {e.client: e.versions for e in entries}),
@@ -55,7 +65,7 @@ def roster_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[s
     method = method_of(config)
     num_samples = {entry.client: entry.num_examples for entry in entries}
     notes = (
-        method.check_roster(known_label_counts(entries)),
+        method.check_roster(known or known_label_counts(entries)),
         method.warning(config, num_samples),
     )
     return warnings + [note for note in notes if note]

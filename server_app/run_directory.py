@@ -23,14 +23,14 @@ from typing import Any, TextIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from client_app.methods import method_of
 from protocol.chained import append_chained, read_chained
 from protocol.config import RunConfig, keel_home, resolve_config
-from protocol.files import digest, remove_parts, write_atomically
+from protocol.files import digest, digest_of_pieces, remove_parts, write_atomically
 from protocol.messages import UNREADABLE, Arrays, with_current_names
 from protocol.options import OptionValue
+from protocol.packing import Pieces, packed_pieces
 from server_app.history import whole_lines
 from server_app.summary import read_config_file
 
@@ -48,12 +48,19 @@ class Checkpoint:
     arrays: Arrays
     state: Arrays
 
+    def pieces(self, model: str) -> Pieces:
+        """The content of its file. model: the network's name."""
+        flat = {f"model/{k}": v for k, v in self.arrays.items()}
+        flat |= {f"state/{k}": v for k, v in self.state.items()}
+        return packed_pieces(flat, metadata_entry({"round": self.round, "model": model}))
+
 
 class RunDirectory:
     """One run's directory, locked: one process at a time may write it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.checkpoint_interval = 1  # rounds between checkpoints
         self._lock: TextIO = (path / ".lock").open("w")
         self._log: logging.Handler | None = None
         self._level_before = logging.NOTSET
@@ -155,32 +162,48 @@ class RunDirectory:
             self.append_releases(0, sorted((missing + Counter(known.keys())).elements()))
 
     def save_checkpoint(self, checkpoint: Checkpoint, model: str) -> str:
-        """Write this round's checkpoint, delete all others but that of the round before.
+        """Write this round's checkpoint, delete all others but that before.
 
         A checkpoint that a resume skipped, being damaged or ahead of the history, is thus replaced
         when its round is repeated. Returns the digest.
         """
         directory = self.path / "checkpoints"
         directory.mkdir(exist_ok=True)
-        flat = {f"model/{k}": v for k, v in checkpoint.arrays.items()}
-        flat |= {f"state/{k}": v for k, v in checkpoint.state.items()}
-        content = save(
-            {k: v.contiguous() for k, v in flat.items()},
-            metadata=metadata_entry({"round": checkpoint.round, "model": model}),
-        )
-        content_digest = digest(content)
+        pieces = checkpoint.pieces(model)
+        content_digest = digest_of_pieces(pieces)
         name = f"round-{checkpoint.round:05d}-{content_digest}.safetensors"
-        write_atomically(directory / name, content)
-        oldest = checkpoint.round - NUM_CHECKPOINTS + 1
+        write_atomically(directory / name, *pieces)
+        oldest = checkpoint.round - (NUM_CHECKPOINTS - 1) * self.checkpoint_interval
         for other in directory.glob("round-*.safetensors"):
             if other.name != name and not oldest <= round_of(other) < checkpoint.round:
                 other.unlink()
         return content_digest
 
-    def has_rounds(self) -> bool:
-        """Whether any round was finished or left a checkpoint."""
+    def has_checkpoint(self, interval: int) -> bool:
+        """Whether there is, or should be, a checkpoint to resume from; there is one each interval.
+
+        A run that was interrupted before the first starts again.
+        """
         lines, faults = whole_lines(self.path)
-        return bool(lines or faults or any((self.path / "checkpoints").glob("round-*")))
+        is_due = bool(faults) or any(line["round"] >= interval for line in lines)
+        return is_due or any((self.path / "checkpoints").glob("round-*"))
+
+    def remove_state(self, keeps_personal: bool) -> None:
+        """Remove the checkpoints and client state of a finished run.
+
+        keeps_personal: but for the newest of each, which personal models are made of.
+        """
+        folders = [self.path / "checkpoints", *(self.path / "clients").glob("*")]
+        for folder in folders:
+            files = sorted(folder.glob("*"))
+            versions = sorted(folder.glob("round-*.safetensors"))
+            for path in files:
+                if not (keeps_personal and path in versions[-1:]):
+                    path.unlink()
+            if not keeps_personal and folder.exists():
+                folder.rmdir()
+        if not keeps_personal and (self.path / "clients").exists():
+            (self.path / "clients").rmdir()
 
     def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:
         """The newest intact checkpoint, of those whose round is in the history if there are any.
@@ -197,7 +220,8 @@ class RunDirectory:
                 with suppress(SafetensorError):  # damaged before it was written
                     return read_checkpoint(path, expected, model)
             log.warning("%s is damaged: skipped", path)
-        found_text = f"{len(paths)} are damaged" if paths else "there is none"
+        found_text = f"{len(paths)} are damaged" if paths else "there is none; a finished run with "
+        found_text += "" if paths else "keep-state = false has none"
         raise ValueError(
             f"resume = {str(self.path)!r}: no intact checkpoint ({found_text}): restore "
             f"{self.path / 'checkpoints'} from a backup, or start a new run"
@@ -321,8 +345,7 @@ def metadata_entry(about: Mapping[str, Any]) -> dict[str, str]:
 
 def save_arrays(path: Path, arrays: Arrays, about: Mapping[str, str]) -> None:
     """Write arrays and their metadata as one safetensors file, whole or not at all."""
-    content = save({k: v.contiguous() for k, v in arrays.items()}, metadata=metadata_entry(about))
-    write_atomically(path, content)
+    write_atomically(path, *packed_pieces(arrays, metadata_entry(about)))
 
 
 def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:

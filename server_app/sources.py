@@ -4,7 +4,7 @@ import hashlib
 from functools import lru_cache
 from importlib.metadata import version
 
-from client_app.worker_client import code_digest
+from protocol.code import code_digest
 from protocol.config import app_folder
 
 SERVER_PACKAGES = ("server_app", "strategies")  # beside those of the clients

@@ -141,7 +141,7 @@ def read_summary(directory: Path) -> dict[str, Any]:
                 **about_config(config),
                 "rounds": 0,
                 **headline(summary.get("results", {})),
-                "clients": len(json.loads(roster.read_text())) if roster.exists() else None,
+                "clients": num_listed(json.loads(roster.read_text())) if roster.exists() else None,
                 "started": iso_time((directory / "config.json").stat().st_mtime),
                 "ended": None
                 if summary["status"] in ("starting", "running")
@@ -151,6 +151,11 @@ def read_summary(directory: Path) -> dict[str, Any]:
         except DAMAGE as error:
             raise ValueError(f"{path} or {roster} is damaged: {error}") from error
     return summary | {"directory": str(directory)}
+
+
+def num_listed(rows: Any) -> int:
+    """The number of clients that a roster.json is about."""
+    return int(rows["simulated"]) if isinstance(rows, dict) else len(rows)
 
 
 def read_object(path: Path) -> dict[str, Any]:

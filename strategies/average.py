@@ -7,7 +7,7 @@ sampled by name from the run's seed (strategies/sampling.py), replies are valida
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -21,12 +21,19 @@ from protocol.messages import (
     RosterEntry,
     TrainReply,
     array_record,
+    joined,
     message_content,
     tensors,
 )
 from strategies.aggregation import aggregate, capped_counts, check_aggregation, mean_metrics
 from strategies.backoff import Backoff
-from strategies.sampling import sample_cohort
+from strategies.sampling import (
+    FIRST_NODE,
+    ClientNames,
+    name_of,
+    sample_cohort,
+    sample_numbers,
+)
 from strategies.server_optimizers import server_optimizer
 from strategies.validation import (
     RECORD_BYTES,
@@ -178,9 +185,9 @@ class Average(Strategy):
         own = {f"own/{name}": array for name, array in self.own_state().items()}
         backoff = {f"attendance/{c}": a for c, a in self.backoff.state().items()}
         # one array for all clients, under its name of 0.1
-        accepted = json.dumps(self.last_accepted_rounds).encode()
+        accepted = bytearray(json.dumps(self.last_accepted_rounds).encode())
         reference = self.norm_reference.state()
-        counted = {"counted": torch.tensor([*accepted], dtype=torch.uint8)}
+        counted = {"counted": torch.frombuffer(accepted, dtype=torch.uint8)}
         return step | own | backoff | reference | counted
 
     def load(self, state: Arrays) -> None:
@@ -208,19 +215,36 @@ class Average(Strategy):
 
     def sample(self, server_round: int) -> list[int]:
         """Node ids of the round's cohort, in the order of the clients' names."""
-        node_of = {entry.client: node for node, entry in self.roster.items()}
         rounds, unavailable = self.config.rounds, self.backed_off(server_round)
-        share = rounds.fraction_train
-        names = sample_cohort(node_of, unavailable, share, rounds.seed, server_round)
-        return [node_of[name] for name in names]
+        share, names = rounds.fraction_train, self.clients
+        if isinstance(names, ClientNames):
+            numbers = [names.number(name) for name in unavailable]
+            found = sample_numbers(names.in_order, numbers, share, rounds.seed, server_round)
+            return self.nodes_of(name_of(number) for number in found)
+        return self.nodes_of(sample_cohort(names, unavailable, share, rounds.seed, server_round))
+
+    @property
+    def clients(self) -> Set[str]:
+        """The names of all clients."""
+        names = getattr(self.roster, "names", None)  # of many logical clients, which are numbers
+        return names if names is not None else {entry.client for entry in self.roster.values()}
+
+    def nodes_of(self, clients: Iterable[str]) -> list[int]:
+        """The nodes of these clients, in their order."""
+        names = self.clients
+        if isinstance(names, ClientNames):
+            return [FIRST_NODE + names.number(client) for client in clients]
+        node_of = {entry.client: node for node, entry in self.roster.items()}
+        return [node_of[client] for client in clients]
 
     def backed_off(self, server_round: int) -> set[str]:
         """Clients that are not sampled in this round: disconnected, or failed too often.
 
         Neither kind is left out where fewer than `min-replies` clients would remain.
         """
-        clients = {entry.client for entry in self.roster.values()}
-        min_replies = self.config.rounds.min_replies
+        clients, min_replies = self.clients, self.config.rounds.min_replies
+        if not self.away:
+            return self.backoff.backed_off(server_round, clients, min_replies)
         away = self.away if len(clients - self.away) >= max(1, min_replies) else set()
         return away | self.backoff.backed_off(server_round, clients - away, min_replies)
 
@@ -240,10 +264,9 @@ class Average(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """An evaluate message for every client, or for the cohort (`evaluate-clients`)."""
-        nodes = sorted(self.roster, key=lambda node: self.roster[node].client)
-        if self.config.rounds.evaluate_clients == "cohort":
-            nodes = [node for node in nodes if self.roster[node].client in self.cohort]
-        return self.messages(MessageType.EVALUATE, nodes, arrays, config)
+        is_cohort = self.config.rounds.evaluate_clients == "cohort"
+        clients = sorted(self.cohort) if is_cohort else sorted(self.clients)
+        return self.messages(MessageType.EVALUATE, self.nodes_of(clients), arrays, config)
 
     def messages(
         self, kind: str, nodes: Iterable[int], arrays: ArrayRecord, config: ConfigRecord
@@ -260,7 +283,7 @@ class Average(Strategy):
             self.addressed.add(client)
             own, sent = self.own_extra(client), extra
             if own:
-                sent = ArrayRecord({**extra, **array_record(own, "own")})
+                sent = joined(extra, array_record(own, "own"))
             content = message_content(
                 config, arrays, sent, self.last_accepted_rounds.get(client, 0)
             )
@@ -312,9 +335,8 @@ class Average(Strategy):
     def _validated(
         self, server_round: int, replies: Iterable[Message], arrays: Arrays, extra: Arrays
     ) -> RoundReport:
-        declared = {
-            e.client: e.num_examples for e in self.roster.values() if e.client in self.addressed
-        }
+        entries = [self.roster[node] for node in self.nodes_of(self.addressed)]
+        declared = {entry.client: entry.num_examples for entry in entries}
         max_value = largest_value(self.sent or self.current, self.config.privacy)
         unchecked = {c: n for c, n in declared.items() if self.partition_sizes.get(c) != n}
         self.outliers = count_outliers(unchecked, self.config.rounds.max_weight_share)

@@ -24,8 +24,8 @@ class Backoff:
         """The clients that are backed off in this round; none if fewer than `min_left` remain."""
         found = {
             client
-            for client in clients
-            if server_round <= self.last_rounds.get(client, 0) < server_round + self.backoff_rounds
+            for client, last in self.last_rounds.items()
+            if server_round <= last < server_round + self.backoff_rounds and client in clients
         }
         return found if len(clients) - len(found) >= max(1, min_left) else set()
 

@@ -37,7 +37,7 @@ class FedProcServer(Average):
 
     def extra_reason(self, reply: TrainReply) -> str:
         """Counts that are not the roster's."""
-        return self.prototypes.count_reason(reply, self.roster.values())
+        return self.prototypes.count_reason(reply, self.roster[self.nodes_of([reply.client])[0]])
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The average, then new prototypes."""

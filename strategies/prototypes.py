@@ -1,7 +1,5 @@
 """Global class prototypes on the server, for FedProc and FedPAC."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -26,10 +24,9 @@ class Prototypes:
         self.values = torch.where(reported[:, None], mean, self.values)
         self.is_known = torch.where(reported, 1.0, self.is_known)
 
-    def count_reason(self, reply: TrainReply, roster: Iterable[RosterEntry]) -> str:
+    def count_reason(self, reply: TrainReply, entry: RosterEntry) -> str:
         """Why the reply's samples per class are rejected: they are those of its roster entry."""
         counts = [float(n) for n in reply.extra["counts"]]
-        [entry] = [entry for entry in roster if entry.client == reply.client]
         expected = torch.tensor(entry.label_counts, dtype=reply.extra["counts"].dtype).tolist()
         return "" if counts == expected else f"array 'counts' is not {entry.label_counts}"
 

@@ -1,6 +1,6 @@
 """The cohort of a round: which clients are sampled."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Set
 
 import numpy as np
 
@@ -21,7 +21,74 @@ def sample_cohort(
     own sampling depends on node ids, which are random.
     """
     available = sorted(set(clients) - set(unavailable))
-    count = min(max(1, round(fraction * len(clients))), len(available))
+    return [available[i] for i in draw(len(available), len(clients), fraction, seed, server_round)]
+
+
+def sample_numbers(
+    in_order: np.ndarray,
+    unavailable: Collection[int],
+    fraction: float,
+    seed: int,
+    server_round: int,
+) -> list[int]:
+    """`sample_cohort` of clients that are numbers, given in the order of their names."""
+    available = in_order
+    if unavailable:
+        available = in_order[~np.isin(in_order, list(unavailable))]
+    chosen = draw(len(available), len(in_order), fraction, seed, server_round)
+    return [int(available[i]) for i in chosen]
+
+
+def draw(
+    num_available: int, num_clients: int, fraction: float, seed: int, server_round: int
+) -> list[int]:
+    """Which of the available clients are sampled, ascending."""
+    count = min(max(1, round(fraction * num_clients)), num_available)
     rng = np.random.default_rng(seed_of(seed, server_round, "sampling"))
-    chosen = sorted(rng.choice(len(available), size=count, replace=False))
-    return [available[i] for i in chosen]
+    return sorted(rng.choice(num_available, size=count, replace=False).tolist())
+
+
+def name_order(num_clients: int) -> np.ndarray:
+    """The numbers 0 to N - 1 in alphabetical order of their names, client-0000 and so on.
+
+    From 10,000 clients on this is another order than theirs: client-10000 is before client-1001.
+    """
+    numbers = np.arange(num_clients)
+    width = np.maximum(np.floor(np.log10(np.maximum(numbers, 1))).astype(np.int64) + 1, 4)
+    scaled = numbers * 10 ** (18 - width)  # as if filled with zeros on the right
+    return np.lexsort((width, scaled))
+
+
+FIRST_NODE = 2  # the node of logical client 0; 1 is Flower's SuperLink
+
+
+def name_of(number: int) -> str:
+    """A simulated client's name."""
+    return f"client-{number:04d}"
+
+
+class ClientNames(Set[str]):
+    """The names of clients 0 to N - 1."""
+
+    def __init__(self, num_clients: int) -> None:
+        self.num_clients = num_clients
+        self.in_order = name_order(num_clients)
+
+    def number(self, name: str) -> int:
+        """The client's number; -1 for no name of theirs."""
+        _, _, digits = name.partition("client-")
+        number = int(digits) if digits.isdecimal() else -1
+        return number if number < self.num_clients and name_of(number) == name else -1
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.number(name) >= 0
+
+    def __iter__(self) -> Iterator[str]:
+        return (name_of(int(number)) for number in self.in_order)
+
+    def __len__(self) -> int:
+        return self.num_clients
+
+    @classmethod
+    def _from_iterable(cls, names: Iterable[str]) -> set[str]:  # type: ignore[override]
+        return set(names)

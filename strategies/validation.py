@@ -19,6 +19,8 @@ from protocol.messages import (
     Arrays,
     RosterEntry,
     TrainReply,
+    extremes,
+    is_finite,
     payload_bytes,
     read_reply,
 )
@@ -124,8 +126,8 @@ class ExpectedReply:
 
 def largest_value(sent: Arrays, privacy: PrivacyConfig) -> float:
     """The largest magnitude of a value in a reply to these arrays; privacy's noise has room."""
-    floats = [a for a in sent.values() if a.is_floating_point() and a.numel()]
-    largest = max((float(a.abs().max()) for a in floats), default=0.0)
+    floats = [a for a in sent.values() if a.is_floating_point()]
+    largest = max((abs(end) for a in floats for end in extremes(a)), default=0.0)
     noise = 100 * privacy.clip_norm / privacy.epsilon if privacy.epsilon else 0.0
     return max(MAX_VALUE_RATIO * max(1.0, largest), noise)
 
@@ -223,8 +225,8 @@ def out_of_range(arrays: Arrays, max_value: float) -> str:
     for name, array in arrays.items():
         if not array.numel():
             continue
-        low, high = array.aminmax()
-        largest = max(float(high), -float(low))
+        low, high = extremes(array)
+        largest = max(high, -low)
         bound = max_value if array.is_floating_point() else MAX_INTEGER
         if not largest <= bound:
             return f"array {name!r} holds {largest:.4g}: the bound on values is {bound:.4g}"
@@ -245,7 +247,7 @@ def mismatch(arrays: Arrays, expected: Arrays) -> str:
             return f"array {name!r} is {list(got.shape)}, the global model's is {list(like.shape)}"
         if got.dtype != like.dtype:
             return f"array {name!r} is {got.dtype}, the global model's is {like.dtype}"
-        if got.is_floating_point() and not got.isfinite().all():
+        if got.is_floating_point() and not is_finite(got):
             return f"array {name!r} holds {int((~got.isfinite()).sum())} values that are not finite"
         if name.endswith("running_var") and (got < 0).any():
             return f"array {name!r} holds negative variances"

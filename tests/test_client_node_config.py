@@ -5,12 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from client_app.node_config import state_folder
+from protocol.config import resolve_config
 
 NODE = {"name": "site-a"}
 
 
 def folder_of(run_dir, **node):
-    return state_folder(SimpleNamespace(run_dir=str(run_dir)), NODE | node).folder
+    request = SimpleNamespace(run_dir=str(run_dir), config=resolve_config({}))
+    return state_folder(request, NODE | node).folder
 
 
 @pytest.fixture

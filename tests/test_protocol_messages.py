@@ -1,20 +1,24 @@
 """What goes through a message comes out the same; what is missing is named."""
 
+import json
+import pickle
 from dataclasses import fields, replace
 
 import pytest
+import safetensors.torch
 import torch
 from conftest import FACTS
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from protocol.config import resolve_config
-from protocol.flower_compat import begin_task
+from protocol.flower_compat import begin_task, records_from_bytes, records_to_bytes
 from protocol.messages import (
     EvaluateRequest,
     RosterEntry,
     RosterRequest,
     TrainReply,
     TrainRequest,
+    all_finite,
     array_record,
     last_accepted_round_of,
     message_content,
@@ -27,6 +31,7 @@ from protocol.messages import (
     roster_content,
     tensors,
 )
+from protocol.packing import DTYPES, packed_pieces
 
 
 @pytest.fixture(autouse=True)
@@ -71,11 +76,48 @@ def test_arrays_come_out_as_they_went_in():
     assert tensors(None) == {}
 
 
-def test_received_arrays_are_the_receivers_own():
-    record = array_record({"a": torch.zeros(3)})
-    first = tensors(record)["a"]
+def test_arrays_are_handed_over_in_process_and_packed_to_leave_it():
+    sent = torch.zeros(3)
+    record = array_record({"a": sent})
+    assert tensors(record)["a"].data_ptr() == sent.data_ptr()
+    received = pickle.loads(pickle.dumps(record))  # as for Ray
+    assert type(received["arrays"]) is Array
+    first = tensors(received)["a"]
     first += 1
-    assert tensors(record)["a"].tolist() == [0, 0, 0]
+    assert tensors(received)["a"].tolist() == sent.tolist() == [0, 0, 0]
+
+
+def test_flower_stores_packed_arrays_as_its_own():
+    record = array_record(arrays())
+    plain = ArrayRecord({"arrays": Array("uint8", *bytes_of(record))})
+    assert record.object_id == plain.object_id
+    assert record.deflate() == plain.deflate()
+    restored = records_from_bytes(records_to_bytes(RecordDict({"arrays": record})))
+    assert_equal(tensors(restored.array_records["arrays"]), arrays())
+    message_ = message(RecordDict({"arrays": record}))
+    assert payload_bytes(message_) == plain.count_bytes() == record.count_bytes()
+
+
+def bytes_of(record):
+    array = record["arrays"]
+    return array.shape, array.stype, array.data
+
+
+def test_packed_bytes_are_those_of_safetensors():
+    packed = {name: array.detach().contiguous() for name, array in arrays().items()}
+    packed |= {f"{t}": torch.tensor([1, 0]).to(t) for t in DTYPES} | {'"é': torch.ones(2)}
+    about = {"about": json.dumps({"round": 1, "é": "\n"})}
+    assert b"".join(packed_pieces(packed, about)) == safetensors.torch.save(packed, about)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 1234, -1])
+def test_one_value_that_is_not_finite_is_found(value, place):
+    array = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    counter = {"n": torch.tensor(3), "empty": torch.zeros(0)}
+    assert all_finite({"a": array, **counter})
+    array[place] = value
+    assert not all_finite({"a": array, **counter})
 
 
 @pytest.mark.parametrize("evaluate", [True, False])

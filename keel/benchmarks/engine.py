@@ -11,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,9 @@ from keel.benchmarks.sources import Keys, random_source, workload_source
 from keel.deployment.simulation import MARK, marked_processes, simulation_superlink
 from keel.deployment.superlink import app_directory, run_config
 from protocol.config import app_folder
-from server_app.history import read_history
+from server_app.history import Line, read_history
+from server_app.inline import run_inline
+from server_app.observers import RunInfo
 
 ticks = os.sysconf("SC_CLK_TCK")
 run_limit_s = 900.0
@@ -84,11 +87,14 @@ class RoundCost:
     faults: int = 0
 
 
-def keel_rounds(home: Path, keys: Keys, num_clients: int) -> tuple[float, list[RoundCost]]:
+def keel_rounds(
+    home: Path, keys: Keys, num_clients: int, num_nodes: int = 0
+) -> tuple[float, list[RoundCost]]:
     """(seconds from `flwr run` to the end of round 1, the cost of every later round).
 
-    One core a client. A round is the time between two lines of history.jsonl, so its checkpoint is
-    included. RuntimeError with the end of the run's output if it fails or takes too long.
+    One core a node. num_nodes: play the clients as logical ones on so many; 0: a node a client.
+    A round is the time between two lines of history.jsonl, so its checkpoint is included.
+    RuntimeError with the end of the run's output if it fails or takes too long.
     """
     variables = {"KEEL_HOME": str(home), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     with (
@@ -98,7 +104,8 @@ def keel_rounds(home: Path, keys: Keys, num_clients: int) -> tuple[float, list[R
     ):
         out, log = Path(folder, "runs"), Path(folder, "log")
         mark = client.environment[MARK]
-        federation = f"num-supernodes={num_clients} client-resources-num-cpus=1"
+        federation = f"num-supernodes={num_nodes or num_clients} client-resources-num-cpus=1"
+        keys = {**keys, "num-clients": num_clients}
         command = ["flwr", "run", ".", client.connection, "--stream"]
         command += ["--federation-config", federation]
         command += ["--run-config", run_config({**keys, "output-dir": str(out)})]
@@ -210,19 +217,19 @@ def against_bare(options: BenchOptions) -> Iterator[Row]:
 
 
 def scale(options: BenchOptions) -> Iterator[Row]:
-    """10 of 10 to 2,000 clients a round, 30 samples each: seconds a round, start-up, memory."""
-    counts = (10, 20) if options.is_quick else (10, 100, 500, 2000)
+    """10 of 100 to 100,000 logical clients a round, 3 samples each: seconds, start-up, memory."""
+    counts = (10, 20) if options.is_quick else (100, 10_000, 100_000)
     start_s, costs = {}, {}
     for count in counts:
         keys: Keys = {
-            "source": random_source(options.home, 30 * count),
+            "source": random_source(options.home, 3 * count),
             "model": "cnn-fedreco",
             "partition": "iid",
             "fraction-train": 10 / count,
             "num-rounds": 2 if options.is_quick else 21,
         }
-        start_s[count], costs[count] = keel_rounds(options.home, keys, count)
-    base, largest = counts[1], counts[-1]
+        start_s[count], costs[count] = keel_rounds(options.home, keys, count, 2)
+    base, largest = counts[0], counts[-1]
     for count, each in costs.items():
         wall = [median_wall(each), median_wall(costs[base])]
         yield {
@@ -236,6 +243,74 @@ def scale(options: BenchOptions) -> Iterator[Row]:
         grown_mb = costs[largest][-1].server_mb - costs[base][-1].server_mb
         growth_kb = round(1024 * grown_mb / (largest - base), 1)
         yield {"what": "server's memory, KB a client", "ratio": growth_kb}
+
+
+# method, model, clients: rounds in which nothing is trained
+UNTRAINED = (
+    ("fedavg", "cnn-fedreco", 50),
+    ("fedreco", "cnn-fedreco", 50),
+    ("fedintr", "cnn-fedintr", 10),
+    ("fedintr", "resnet20", 10),
+    ("fedavg", "resnet18", 5),
+    ("moon", "resnet18", 5),
+)
+
+
+class RoundClock:
+    """Observes a run: processor seconds of this process at the end of each round."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def on_run_start(self, info: RunInfo) -> None:
+        """Nothing to note: the first round is a warm-up."""
+
+    def on_round(self, line: Line) -> None:
+        """Note the time."""
+        self.at.append(time.process_time())
+
+    def on_run_end(self, summary: Mapping[str, Any]) -> None:
+        """Nothing to note."""
+
+    def median_ms(self) -> float:
+        """Median processor milliseconds of a round, without the first and the last."""
+        rounds = [after - before for before, after in itertools.pairwise(self.at)]
+        return 1000 * statistics.median(rounds[:-1])
+
+
+def untrained(options: BenchOptions) -> Iterator[Row]:
+    """Processor milliseconds of an inline round of UNTRAINED, without training or evaluation.
+
+    FedReCo, which has no global model, still draws a batch for its gradient and evaluates its
+    cohort. Client state and checkpoints are written in each round, or after the last.
+    """
+    for method, model, num_clients in UNTRAINED[: 2 if options.is_quick else None]:
+        costs = []
+        for snapshot_every in (1, 1000):
+            keys: Keys = {
+                "source": random_source(options.home, 20 * num_clients),
+                "partition": "iid",
+                "method": method,
+                "model": model,
+                "local-epochs": 0,
+                "num-rounds": 3 if options.is_quick else 6,
+                "evaluate-every": 1000,
+                "device": "cpu",
+                "snapshot-every": snapshot_every,
+                "keep-state": False,
+            }
+            if method == "fedreco":
+                keys |= {"fedreco.k-u": "0 steps", "fedreco.k-v": "0 steps"}
+                keys |= {"local-test-fraction": 0.2, "evaluate-clients": "cohort"}
+            with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder:
+                clock = RoundClock()
+                run_inline({**keys, "output-dir": folder}, num_clients, observers=[clock])
+            costs.append(round(clock.median_ms()))
+        yield {
+            "what": f"{method}, {model}, {num_clients} clients, nothing trained: CPU ms a round",
+            "written_each_round": costs[0],
+            "snapshot_every_1000": costs[1],
+        }
 
 
 def splits(options: BenchOptions) -> Iterator[Row]:

@@ -16,6 +16,7 @@ PARTS = {
     "steps": ("steps", "overheads"),
     "engine": ("engine", "against_bare"),
     "scale": ("engine", "scale"),
+    "untrained": ("engine", "untrained"),
     "splits": ("engine", "splits"),
     "resnet50": ("steps", "resnet50_overheads"),
     "operators": ("operators", "operators"),
@@ -51,9 +52,10 @@ def bench(
 ) -> None:
     """Measure speed on this machine, as ratios within one run.
 
-    steps: local training by method. engine: whole rounds against bare loops. scale: up to 2,000
-    clients. splits: partitions. resnet50: steps of a large model (12 minutes). operators: where a
-    method spends its time. deployment: cost of a deployed round. gpu: on a GPU.
+    steps: local training by method. engine: whole rounds against bare loops. scale: up to 100,000
+    clients. untrained: rounds without training. splits: partitions. resnet50: steps of a large
+    model (12 minutes). operators: where a method spends its time. deployment: cost of a deployed
+    round. gpu: on a GPU.
     """
     if lines:
         print_lines()

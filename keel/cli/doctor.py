@@ -55,11 +55,11 @@ def client(
     The code runs in Keel's containers if there are any, else on this machine. --source and --worker
     apply only to a machine without containers, which define their own.
     """
-    from client_app.worker_client import code_digest
     from client_app.worker_socket import default_socket
     from keel.deployment.checks_containers import check_containers
     from keel.deployment.checks_host import check_client
     from keel.deployment.checks_runtime import check_runtime
+    from protocol.code import code_digest
 
     def findings() -> Iterable[Finding]:
         inner = check_runtime(
@@ -93,10 +93,10 @@ def server(
     code: Code = "",
 ) -> None:
     """Check a server's machine: files, clock, port, clients, then the environment of its code."""
-    from client_app.worker_client import code_digest
     from keel.deployment.checks_containers import check_containers
     from keel.deployment.checks_host import check_server
     from keel.deployment.checks_runtime import check_runtime
+    from protocol.code import code_digest
 
     def findings() -> Iterable[Finding]:
         inner = check_runtime("server", code)

@@ -4,6 +4,7 @@ Each takes a `Job` and a `Terminal` that follows the run, returns once the run h
 raises RuntimeError, one line, if it failed. After KeyboardInterrupt the run was stopped cleanly.
 """
 
+import os
 import queue
 import re
 import shlex
@@ -13,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -43,10 +44,16 @@ class Job:
     federation: str = ""
     root_certificates: Path | None = None
 
+    @property
+    def num_workers(self) -> int:
+        """Nodes of a simulation, which play the clients: as many as this machine runs at once."""
+        at_once = int((os.cpu_count() or 1) / self.cpus_per_client) if self.cpus_per_client else 1
+        return max(1, min(self.num_clients, at_once))
+
     def federation_config(self) -> str:
         """The simulation's size as `flwr run --federation-config` takes it."""
         settings = {
-            "num-supernodes": self.num_clients,
+            "num-supernodes": self.num_workers,
             "client-resources-num-cpus": f"{self.cpus_per_client:g}",
             "client-resources-num-gpus": self.gpus_per_client,
         }
@@ -82,7 +89,7 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
         flower = FlowerRun(client, app, folder / "flwr.log")
         arguments = ["--federation-config", job.federation_config()]
         last_round = SavedRun(job.directory).rounds
-        flower.start(job, arguments)
+        flower.start(with_num_clients(job), arguments)
         try:
             follow(job.directory, last_round, terminal, flower)
         except BaseException:
@@ -94,6 +101,13 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
         if state != FINISHED:
             reason = state if state.startswith("failed") else flower.reason()
             raise RuntimeError(f"{reason} (log: {folder / 'flwr.log'})")
+
+
+def with_num_clients(job: Job) -> Job:
+    """The job with the number of its clients, which are more than there are nodes."""
+    if "resume" in job.overrides or job.num_workers == job.num_clients:
+        return job  # it is in the run's config, or all are nodes
+    return replace(job, overrides={**job.overrides, "num-clients": job.num_clients})
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import shlex
 
 from data.sources import SourceInfo
-from keel.cli.engines import Job
+from keel.cli.engines import Job, with_num_clients
 from keel.cli.sizes import data_size, parameter_count
 from keel.deployment.superlink import run_config
 from protocol.config import DataConfig, RunConfig
@@ -101,8 +101,9 @@ def flwr_line(job: Job) -> str:
     if job.federation:
         command += [job.federation]
     command += ["--stream"]
-    if job.overrides:
-        command += ["--run-config", run_config(job.overrides)]
+    overrides = job.overrides if job.federation else with_num_clients(job).overrides
+    if overrides:
+        command += ["--run-config", run_config(overrides)]
     if not job.federation:
         command += ["--federation-config", job.federation_config()]
     return shlex.join(command)

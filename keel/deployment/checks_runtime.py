@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from packaging.requirements import Requirement
 
-from client_app.worker_client import code_digest
 from client_app.worker_socket import worker_status
 from keel.deployment.findings import Finding, check, fine, problem
+from protocol.code import code_digest
 from protocol.config import keel_home, project_file, resolve_config
 
 min_disk_bytes = 2 * 2**30  # a few models' checkpoints and decoded data

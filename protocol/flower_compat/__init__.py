@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Array, Context, Message, RecordDict
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, ErrorCode
 from flwr.common.serde import (
     context_from_proto,
@@ -64,6 +64,11 @@ def is_in_process_grid(grid: object) -> bool:
     Grids of our own say it with an attribute `is_in_process`.
     """
     return bool(getattr(grid, "is_in_process", type(grid).__name__ == "InMemoryGrid"))
+
+
+def has_own_clients(grid: object) -> bool:
+    """Whether the clients run in this process, as those of the inline engine's grid do."""
+    return bool(getattr(grid, "has_own_clients", False))
 
 
 def bound_superlink_retries(grid: object, seconds: float) -> None:
@@ -207,6 +212,62 @@ def assign_source_node(message: Message, node_id: int) -> None:
 
 def _metadata(message: Message) -> dict[str, Any]:
     return message.metadata.__dict__
+
+
+class LazyArray(Array):
+    """An array whose bytes are made from `pieces` when they are first read.
+
+    Flower reads them to send a message (`deflate`, `children`, `object_id`, protobuf) or to pickle
+    it for Ray; each then has an `Array` with these bytes, because Flower writes the name of the
+    class down. A public subclass, but for the names of these methods.
+    """
+
+    def __init__(self, dtype: str, stype: str) -> None:
+        self.__dict__.update(dtype=dtype, stype=stype)
+
+    def pieces(self) -> list[Any]:
+        """The bytes in pieces, as `bytes.join` takes them."""
+        raise NotImplementedError
+
+    @property
+    def plain(self) -> Array:
+        """The array with its bytes, made once."""
+        if "_plain" not in self.__dict__:
+            data = b"".join(self.pieces())
+            self.__dict__["_plain"] = Array(self.dtype, (len(data),), self.stype, data)
+        found: Array = self.__dict__["_plain"]
+        return found
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]
+        """The bytes."""
+        return self.plain.data
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The number of bytes."""
+        return self.plain.shape
+
+    @property
+    def children(self) -> Any:
+        """As those of the plain array."""
+        return self.plain.children
+
+    @property
+    def object_id(self) -> str:
+        """As that of the plain array."""
+        return self.plain.object_id
+
+    def slice_array(self) -> Any:
+        """As that of the plain array."""
+        return self.plain.slice_array()
+
+    def deflate(self) -> bytes:
+        """As the plain array."""
+        return self.plain.deflate()
+
+    def __reduce__(self) -> Any:
+        return Array, (self.dtype, self.shape, self.stype, self.data)
 
 
 def on_process_exit(function: Any) -> None:

@@ -5,9 +5,9 @@ import os
 import pytest
 from deployment_fixtures import doctor, program
 
-from client_app.worker_client import code_digest
 from keel.deployment import checks_runtime
 from keel.deployment.credentials import make_credentials
+from protocol.code import code_digest
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import numpy as np
 
 import server_app.manifest
 from client_app.setup import client_indices, open_source
-from client_app.worker_client import run_by_worker
 from keel.experiments.runs import machines_of
 from keel.experiments.verify import checks
+from protocol.code import run_by_worker
 from protocol.config import app_folder, keel_version, resolve_config
 from protocol.files import digest
 from server_app.manifest import begin_manifest, read_manifest, versions

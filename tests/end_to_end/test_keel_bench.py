@@ -20,6 +20,11 @@ def test_splits(tmp_path):
     assert len(bench(tmp_path, "splits")) == 3
 
 
+def test_rounds_without_training(tmp_path):
+    rows = bench(tmp_path, "untrained")
+    assert all(row["snapshot_every_1000"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize("part", ["steps", "resnet50", "operators"])
 def test_local_training(part, tmp_path):
     rows = bench(tmp_path, part)

@@ -45,6 +45,7 @@ from protocol.seeds import seed_of
 from server_app.federation import DivergedError
 from server_app.inline import InlineGrid, run_inline
 from server_app.run_directory import Checkpoint, RunDirectory, read_arrays
+from server_app.trained import load_model
 from strategies.average import TooFewRepliesError
 
 Run = Callable[..., Path]
@@ -369,6 +370,49 @@ def crash(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(InlineGrid, "answer", answer_or_die)
 
     return crash_in
+
+
+@pytest.mark.parametrize("every", [{"snapshot-every": 2}, {"checkpoint-every": 2}])
+@pytest.mark.parametrize(("method", "server_round"), [("moon", 1), ("fedpac", 4)])
+def test_a_run_with_few_snapshots_resumes_from_the_last(run, crash, method, every, server_round):
+    keys = half_of_them | {"method": method, "num-rounds": 7}
+    whole = run(keys)
+    crash(server_round, after=1)
+    with pytest.raises(KeyboardInterrupt):
+        run(keys | every | {"run-name": "cut"})
+    parts = whole.parent / "cut"
+    before = history_of(parts)
+    resume(parts)
+    assert [line["round"] for line in before] == list(range(1, server_round))
+    assert same_bits(all_models(parts), all_models(whole))
+    assert without_times(history_of(parts)) == without_times(history_of(whole))
+    assert checkpoints_of(parts) == ["round-00006", "round-00007"]
+
+
+def test_between_snapshots_nothing_of_a_client_is_written(run, crash, tmp_path):
+    crash(4, after=NUM_CLIENTS - 1)
+    with pytest.raises(KeyboardInterrupt):
+        run({"method": "moon", "num-rounds": 6, "snapshot-every": 3, "run-name": "cut"})
+    names = {p.name[: len("round-00000")] for p in tmp_path.glob("cut/clients/*/*")}
+    assert names == {"round-00003"}
+
+
+@pytest.mark.parametrize("method", ["moon", "fedpac"])
+def test_a_finished_run_gives_up_its_state_but_not_its_models(run, method):
+    kept = run({"method": method, "local-test-fraction": 0.2})
+    removed = run({"method": method, "local-test-fraction": 0.2, "keep-state": False})
+    assert same_bits(final_model(kept), final_model(removed))
+    personal = method == "fedpac"
+    assert (removed / "checkpoints").exists() == (removed / "clients").exists() == personal
+    if personal:
+        assert len(list(removed.glob("checkpoints/*"))) == 1
+        for n in range(NUM_CLIENTS):
+            name = f"client-000{n}"
+            one, two = (load_model(f, name).network.state_dict() for f in (kept, removed))
+            assert same_bits(one, two)
+    else:
+        with pytest.raises(ValueError, match="no intact checkpoint"):
+            resume(removed, num_rounds=3)
 
 
 def test_a_client_that_lost_what_it_kept_is_named_and_left_out_until_it_may_begin_anew(run):

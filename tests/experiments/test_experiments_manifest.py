@@ -12,10 +12,10 @@ import client_app.worker_client
 import server_app.manifest
 import server_app.sources
 from client_app.setup import client_indices, open_source
-from client_app.worker_client import code_digest, run_by_worker
 from data.partitions import partition_indices, stratified_share
 from keel.experiments.runs import machines_of
 from keel.experiments.verify import differing_versions, round_check
+from protocol.code import code_digest, run_by_worker
 from protocol.config import app_folder, resolve_config
 from protocol.messages import RosterEntry
 from protocol.seeds import seed_of

@@ -20,12 +20,11 @@ from client_fixtures import (
     make_round,
 )
 
-from client_app.handlers import representation_width
 from client_app.methods import method_of
 from client_app.methods.fedreco import Extractor, consensus_gradient, representation_distance
 from client_app.process_cache import ProcessCache
 from client_app.samples import Samples
-from client_app.setup import build_network
+from client_app.setup import build_network, representation_width
 from models.cnn import _plain_cnn
 from protocol.config import config_from_json
 from strategies.fedreco import FedReCoServer

@@ -1,0 +1,140 @@
+"""Logical clients: many clients on few nodes, each of which plays those that a message lists.
+
+`LogicalGrid` looks like a grid with a node for every client. It sends each worker, a node of the
+grid below, one message with its share of the round's clients, and one more with a few of the
+smallest, so that nobody idles at the end; the model is in each message once.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from flwr.app import Error, Message, RecordDict
+from flwr.serverapp import Grid
+
+from protocol.flower_compat import assign_message_id, has_own_clients, is_in_process_grid
+from protocol.messages import played_content, played_replies
+from strategies.sampling import FIRST_NODE
+
+TAIL_SHARE = 8  # the last 1 / 8 of the clients are sent in messages of their own
+MIN_TAIL = 4  # clients a worker from which on there are such messages
+
+
+def place(times: Sequence[float], num_workers: int) -> list[list[int]]:
+    """The places in `times` that each worker takes, longest expected time first.
+
+    Each goes to the worker that is free first. The makespan is at most 4/3 - 1/(3 W) of the optimum
+    (Graham 1969). Workers without work are left out.
+    """
+    shares: list[list[int]] = [[] for _ in range(num_workers)]
+    free = [(0.0, worker) for worker in range(num_workers)]
+    for place_ in sorted(range(len(times)), key=lambda i: (-times[i], i)):
+        busy_s, worker = heapq.heappop(free)
+        shares[worker].append(place_)
+        heapq.heappush(free, (busy_s + times[place_], worker))
+    return [share for share in shares if share]
+
+
+class LogicalGrid(Grid):
+    """A grid of `num_clients` nodes, played by the nodes of another grid.
+
+    expected_time: of a node's client, in any unit; set once the roster is known.
+    """
+
+    is_in_process = True
+
+    def __init__(self, grid: Grid, num_clients: int) -> None:
+        self.grid, self.num_clients = grid, num_clients
+        self.has_own_clients = has_own_clients(grid)
+        self.workers = sorted(grid.get_node_ids())
+        self.expected_time: Callable[[int], float] = lambda node: 1.0
+        self.numbers = itertools.count(1)
+        self.sent: dict[str, list[Message]] = {}  # id of a worker's message to those in it
+        self.carrier: dict[str, str] = {}  # id of a client's message to that of the worker's
+        self.arrived: dict[str, Message] = {}  # replies by the id of the client's message
+
+    def set_run(self, run: Any) -> None:
+        """Does nothing: the grid below knows its run."""
+
+    @property
+    def run(self) -> Any:
+        """The run of the grid below."""
+        return self.grid.run
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        """Deprecated in Flower: use Message itself."""
+        raise NotImplementedError("use flwr.app.Message")
+
+    def get_node_ids(self) -> Iterable[int]:
+        """A node a client."""
+        return range(FIRST_NODE, FIRST_NODE + self.num_clients)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send the messages of one kind and round, placed on the workers."""
+        asked = list(messages)
+        times = [self.expected_time(message.metadata.dst_node_id) for message in asked]
+        ids = []
+        for message in asked:
+            ids.append(f"logical-{next(self.numbers)}")
+            assign_message_id(message, ids[-1])
+        shares = self.shares(times)
+        wholes = []
+        for worker, share in shares:
+            part = [asked[i] for i in share]
+            first = part[0].metadata
+            clients = [m.metadata.dst_node_id - FIRST_NODE for m in part]
+            content = played_content([m.content for m in part], clients, self.num_clients)
+            wholes.append(
+                Message(content, dst_node_id=worker, message_type=first.message_type, ttl=first.ttl)
+            )
+        self.grid.push_messages(wholes)
+        for whole, (_, share) in zip(wholes, shares, strict=True):
+            self.sent[whole.metadata.message_id] = [asked[i] for i in share]
+            self.carrier |= {ids[i]: whole.metadata.message_id for i in share}
+        return ids
+
+    def shares(self, times: Sequence[float]) -> list[tuple[int, list[int]]]:
+        """(worker, places in `times`) of each message, the large ones first."""
+        num_workers, in_order = (
+            len(self.workers),
+            sorted(range(len(times)), key=lambda i: -times[i]),
+        )
+        has_tail = num_workers > 1 and len(times) >= MIN_TAIL * num_workers
+        num_tail = len(times) // TAIL_SHARE if has_tail else 0
+        found = []
+        for part in (in_order[: len(times) - num_tail], in_order[len(times) - num_tail :]):
+            placed = place([times[i] for i in part], num_workers)
+            for worker, share in zip(self.workers, placed, strict=False):
+                found.append((worker, sorted(part[k] for k in share)))
+        return found
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """The replies that have come to these clients' messages."""
+        asked = [each for each in message_ids if each in self.carrier or each in self.arrived]
+        carriers = {self.carrier[each] for each in asked if each in self.carrier}
+        for whole in self.grid.pull_messages(carriers) if carriers else []:
+            messages = self.sent.pop(whole.metadata.reply_to_message_id, [])
+            contents: Sequence[RecordDict | Error] = [
+                whole.error if whole.has_error() else Error(0, "")
+            ] * len(messages)
+            if not whole.has_error():
+                contents = played_replies(whole.content, len(messages))
+            for message, content in zip(messages, contents, strict=True):
+                message_id = message.metadata.message_id
+                del self.carrier[message_id]
+                self.arrived[message_id] = Message(content, reply_to=message)
+        return [self.arrived.pop(each) for each in asked if each in self.arrived]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Not used: `Exchange` pushes and pulls."""
+        raise NotImplementedError("use server_app.exchange.Exchange")
+
+
+def with_logical_clients(grid: Grid, num_clients: int) -> Grid:
+    """The grid; a `LogicalGrid` over a simulation with fewer nodes than the run has clients."""
+    if not is_in_process_grid(grid) or isinstance(grid, LogicalGrid):
+        return grid
+    return LogicalGrid(grid, num_clients) if len(list(grid.get_node_ids())) < num_clients else grid

@@ -1,0 +1,223 @@
+"""The roster of logical clients: computed from the partition, an entry when it is asked for.
+
+A logical client is a number; nothing is asked of it, sent to it or written for it until it is
+sampled. What concerns all clients is computed from arrays.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from functools import cached_property, lru_cache
+
+import flwr
+import numpy as np
+import torch
+
+from client_app.method import Method
+from client_app.methods import method_of
+from client_app.node_config import own_architecture
+from client_app.setup import (
+    client_indices,
+    model_for,
+    representation_width,
+    split_over_clients,
+)
+from data.sources import Source
+from protocol.config import RunConfig
+from protocol.messages import RosterEntry
+from server_app.logical_clients import LogicalGrid
+from server_app.roster import MAX_LISTED, evaluates_clients
+from strategies.sampling import FIRST_NODE, ClientNames, name_of
+
+CACHED_ENTRIES = 4096
+
+
+class SimulatedRoster(Mapping[int, RosterEntry]):
+    """Node id to entry of clients 0 to N - 1, which are nodes 2 to N + 1."""
+
+    def __init__(self, config: RunConfig, source: Source, num_clients: int) -> None:
+        self.config, self.source, self.num_clients = config, source, num_clients
+        self.names = ClientNames(num_clients)
+        self.parts = split_over_clients(config, num_clients)  # raises where it is impossible
+        self.widths = {
+            name: representation_width(config, model_for(config, source, name))
+            for name in config.client_models or [config.model.model]
+        }
+        self.versions = f"flwr {flwr.__version__}, torch {torch.__version__}"
+        self._entry = lru_cache(maxsize=CACHED_ENTRIES)(self._made)
+
+    def __len__(self) -> int:
+        return self.num_clients
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(FIRST_NODE, FIRST_NODE + self.num_clients))
+
+    def __contains__(self, node: object) -> bool:
+        return isinstance(node, int) and FIRST_NODE <= node < FIRST_NODE + self.num_clients
+
+    def __getitem__(self, node: int) -> RosterEntry:
+        if node not in self:
+            raise KeyError(node)
+        return self._entry(node - FIRST_NODE)
+
+    def node_of(self, name: str) -> int:
+        """The node of a client."""
+        return FIRST_NODE + self.names.number(name)
+
+    def _made(self, number: int) -> RosterEntry:
+        config, source = self.config, self.source
+        node_config = {"partition-id": number, "num-partitions": self.num_clients}
+        labels = np.asarray(source.train.labels)
+        splits = [labels[part] for part in client_indices(config, number, self.num_clients)]
+        hides = config.privacy.withholds_metrics
+        counts = [np.bincount(split, minlength=source.num_classes).tolist() for split in splits]
+        name = own_architecture(config, node_config)
+        return RosterEntry(
+            client=name_of(number),
+            image_shape=list(source.image_shape),
+            model=name,
+            representation_width=self.widths[name],
+            versions=self.versions,
+            num_partitions=self.num_clients,
+            label_counts=[] if hides else counts[0],
+            test_label_counts=[] if hides else counts[1],
+            num_train=len(splits[0]) if hides else 0,
+            num_test=len(splits[1]) if hides else 0,
+        )
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Each client's (training, local test) samples, [N, 2]."""
+        total = self.parts.sizes
+        fraction = self.config.data.local_test_fraction
+        num_test = np.zeros_like(total)
+        if fraction:  # of each class as `split_local_test`
+            labels = np.asarray(self.source.train.labels)[self.parts.indices]
+            owners = np.repeat(np.arange(self.num_clients), total)
+            pairs, counts = np.unique(owners * self.source.num_classes + labels, return_counts=True)
+            of_class = np.minimum(np.maximum(np.rint(fraction * counts), 1), counts - 1)
+            owner = pairs // self.source.num_classes
+            num_test = np.bincount(owner, of_class, self.num_clients).astype(np.int64)
+        return np.stack([total - num_test, num_test], axis=1)
+
+    @property
+    def num_train(self) -> int:
+        """Training samples of all clients."""
+        return int(self.sizes[:, 0].sum())
+
+    def digest(self) -> str:
+        """A digest of the split: every client's samples, and how local test parts are chosen."""
+        hashed = hashlib.sha256(f"{self.config.data.local_test_fraction}".encode())
+        for array in (self.parts.ends, self.parts.indices):
+            hashed.update(array.astype("<i8").tobytes())
+        return hashed.hexdigest()[:16]
+
+    def class_totals(self) -> list[int]:
+        """Samples of each class over all clients, of local test parts too."""
+        labels = np.asarray(self.source.train.labels)[self.parts.indices]
+        return np.bincount(labels, minlength=self.source.num_classes).tolist()  # type: ignore[no-any-return]
+
+
+class KnownLabelCounts(Mapping[str, list[int]]):
+    """Client name to its training samples of each class, computed when asked for."""
+
+    def __init__(self, roster: SimulatedRoster) -> None:
+        self.roster = roster
+
+    def __getitem__(self, name: str) -> list[int]:
+        return self.roster[self.roster.node_of(name)].label_counts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.roster.names)
+
+    def __len__(self) -> int:
+        return len(self.roster)
+
+
+class PartitionSizes(Mapping[str, int]):
+    """Client name to its number of training samples, computed when asked for."""
+
+    def __init__(self, roster: SimulatedRoster) -> None:
+        self.roster = roster
+
+    def __getitem__(self, name: str) -> int:
+        if name not in self.roster.names:
+            raise KeyError(name)
+        return self.roster[self.roster.node_of(name)].num_examples
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.roster.names)
+
+    def __len__(self) -> int:
+        return len(self.roster)
+
+
+def check_simulated_roster(roster: SimulatedRoster, evaluates_clients: bool) -> None:
+    """ValueError, one line naming the client, as `check_roster` for entries of their own.
+
+    What it compares between clients and with the source is one thing here.
+    """
+    widths = roster.widths
+    first, *others = widths
+    for name in others:
+        if widths[name] != widths[first]:
+            raise ValueError(
+                f"client {name_of(roster.config.client_models.index(name))} ({name}): "
+                f"representation width {widths[name]}, client {name_of(0)} ({first}) has "
+                f"{widths[first]}: they have to agree"
+            )
+    sizes = roster.sizes
+    if not sizes[:, 0].all():
+        client = name_of(int(np.argmin(sizes[:, 0])))
+        raise ValueError(f"client {client} has no training samples")
+    totals = roster.class_totals()
+    if 0 in totals:
+        raise ValueError(f"class {totals.index(0)} is held by no client: it cannot be learnt")
+    if evaluates_clients and not sizes[:, 1].all():
+        client = name_of(int(np.argmin(sizes[:, 1])))
+        raise ValueError(
+            f"client {client} has no local test part: evaluating on clients needs "
+            "local-test-fraction > 0 (or images under test/ in the client's own data)"
+        )
+
+
+# --- a roster of either kind
+# -----------------------------------------------------------------------------
+
+Roster = dict[int, RosterEntry] | SimulatedRoster
+
+
+def simulated_roster(config: RunConfig, source: Source, grid: LogicalGrid) -> SimulatedRoster:
+    """The checked roster of a grid's logical clients; tells the grid what they have to do."""
+    roster = SimulatedRoster(config, source, grid.num_clients)
+    method = method_of(config)
+    check_simulated_roster(roster, evaluates_clients(config, method) != "none")
+    if type(method).check_roster is not Method.check_roster:
+        method.check_roster(KnownLabelCounts(roster))
+    num_samples = roster.sizes[:, 0]
+    grid.expected_time = lambda node: 1.0 + float(num_samples[node - FIRST_NODE])
+    return roster
+
+
+def is_logical(roster: Roster) -> bool:
+    """Whether its clients are numbers."""
+    return isinstance(roster, SimulatedRoster)
+
+
+def shown_entries(roster: Roster) -> list[RosterEntry]:
+    """All entries; of more than `MAX_LISTED` simulated clients the first thousand."""
+    nodes = list(itertools.islice(roster, len(roster) if len(roster) <= MAX_LISTED else 1000))
+    return [roster[node] for node in nodes]
+
+
+def num_train(roster: Roster) -> int:
+    """Training samples of all clients."""
+    if isinstance(roster, SimulatedRoster):
+        return roster.num_train
+    return sum(entry.num_examples for entry in roster.values())
+
+
+def digest_of(roster: Roster) -> str:
+    """The digest of a split over more clients than are listed."""
+    assert isinstance(roster, SimulatedRoster)
+    return roster.digest()

@@ -1,0 +1,77 @@
+"""A run with logical clients has the bits of one with a node a client, on any number of workers."""
+
+import json
+
+import pytest
+from conftest import NUM_CLIENTS, SMALL, all_models, history_of, same_bits, without_times
+
+from server_app.inline import InlineGrid, run_inline
+
+KEYS = {"fraction-train": 0.5, "local-test-fraction": 0.2, "num-rounds": 3}
+# an objective, a stateful one, a procedure with arrays beside the model, a personal one, one whose
+# server sends each client something of its own; and one under a server optimizer with state
+CASES = {
+    "fedavg": {},
+    "moon": {},
+    "scaffold": {},
+    "fedreco": {},
+    "fedpac": {},
+    "fedintr": {"server-optimizer": "fedadam"},
+}
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_bits_do_not_depend_on_the_workers(run, tmp_path, method, monkeypatch):
+    keys = SMALL | KEYS | {"method": method, "output-dir": str(tmp_path)} | CASES[method]
+    whole = run(keys)
+    one = run_inline(keys, NUM_CLIENTS, num_workers=1)
+    parts = run_inline(keys | {"num-rounds": 2}, NUM_CLIENTS, num_workers=2)
+    run_inline({"resume": str(parts), "num-rounds": 3}, NUM_CLIENTS, num_workers=3)
+    for other in (one, parts):
+        assert same_bits(all_models(other), all_models(whole))
+        assert without_times(history_of(other)) == without_times(history_of(whole))
+        rosters, manifests = (
+            [json.loads((f / name).read_text()) for f in (whole, other)]
+            for name in ("roster.json", "manifest.json")
+        )
+        assert rosters[0] == rosters[1]
+        assert manifests[0]["split"] == manifests[1]["split"]
+
+
+def test_nothing_is_asked_of_clients_that_are_not_sampled(run, tmp_path, monkeypatch):
+    asked, answer = [], InlineGrid.answer
+
+    def recorded(grid, message):
+        played = message.content.config_records["played"]
+        asked.append((message.metadata.message_type, len(played["clients"])))
+        return answer(grid, message)
+
+    monkeypatch.setattr(InlineGrid, "answer", recorded)
+    keys = {"partition": "iid", "num-rounds": 2, "fraction-train": 3 / 1400, "run-name": "wide"}
+    folder = run(keys, 1400)
+    assert asked == [("train", 3), ("train", 3)]
+    lines = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines][:2] == ["started", "joined"]
+    assert lines[1]["simulated"] == 1400
+
+
+def test_scores_of_clients_that_did_not_train_are_kept(run, monkeypatch):
+    asked, answer = [], InlineGrid.answer
+
+    def recorded(grid, message):
+        if message.metadata.message_type == "evaluate":
+            number = message.content.config_records["round"]["round"]
+            asked.append((number, grid.contexts[message.metadata.dst_node_id]))
+        return answer(grid, message)
+
+    monkeypatch.setattr(InlineGrid, "answer", recorded)
+    folder = run(KEYS | {"method": "fedreco", "num-rounds": 5})
+    lines = history_of(folder)
+    trained: set[str] = set()
+    for line in lines:
+        trained |= set(line["participants"])
+        clients = {
+            f"client-{c.node_config['partition-id']:04d}" for n, c in asked if n == line["round"]
+        }
+        assert clients == set(line["personal"]["clients"]) - trained
+        assert len(line["personal"]["clients"]) == NUM_CLIENTS

@@ -1,0 +1,176 @@
+"""Logical clients: everybody is played once, by placement near the optimum, with its own reply."""
+
+import itertools
+
+import pytest
+from conftest import SMALL
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from hypothesis import given
+from hypothesis import strategies as st
+
+import client_app.app
+import client_app.handlers
+from client_app.setup import dataset_spec_of, open_source
+from protocol.config import resolve_config
+from protocol.flower_compat import begin_task
+from protocol.messages import RosterRequest, array_record, message_content, request_record
+from server_app.client_registry import gather_roster
+from server_app.inline import InlineGrid, simulated_nodes
+from server_app.logical_clients import LogicalGrid, place, with_logical_clients
+from server_app.simulated_roster import SimulatedRoster, check_simulated_roster
+from strategies.sampling import ClientNames, name_order, sample_cohort, sample_numbers
+
+
+def makespan(times, shares):
+    return max(sum(times[i] for i in share) for share in shares)
+
+
+times_of_some = st.lists(st.integers(1, 50).map(float), min_size=1, max_size=6)
+
+
+@given(times_of_some, st.integers(1, 3))
+def test_placement_is_within_four_thirds_of_the_optimum(times, num_workers):
+    placed = place(times, num_workers)
+    assert sorted(itertools.chain(*placed)) == list(range(len(times)))
+    optimum = min(
+        makespan(times, [[i for i, w in enumerate(chosen) if w == v] for v in range(num_workers)])
+        for chosen in itertools.product(range(num_workers), repeat=len(times))
+    )
+    assert makespan(times, placed) <= (4 / 3 - 1 / (3 * num_workers)) * optimum + 1e-9
+
+
+class Nodes(InlineGrid):
+    """Records what is asked, and answers with each client's number, or fails."""
+
+    fails = False
+
+    def __init__(self, num):
+        super().__init__(client_app.app.app, simulated_nodes(num))
+        self.asked = []
+
+    def answer(self, message):
+        played = message.content.config_records["played"]
+        self.asked.append((message.metadata.dst_node_id, list(played["clients"])))
+        if self.fails:
+            return Message(Error(9, "the worker died"), reply_to=message)
+        content = RecordDict()
+        for k, (client, last) in enumerate(
+            zip(played["clients"], played["counted-rounds"], strict=True)
+        ):
+            if client == 3:
+                content[f"error-{k}"] = ConfigRecord({"code": 1, "reason": "no data"})
+            else:
+                content[f"reply-{k}"] = ConfigRecord({"client": client, "last": last})
+        return Message(content, reply_to=message)
+
+
+def asked(grid, nodes):
+    arrays, none = array_record({}), array_record({})
+    return list(
+        grid.push_messages(
+            Message(
+                message_content(ConfigRecord({"round": 1}), arrays, none, node * 10),
+                dst_node_id=node,
+                message_type="train",
+            )
+            for node in nodes
+        )
+    )
+
+
+@given(st.sets(st.integers(2, 41), min_size=1, max_size=40), st.integers(1, 5))
+def test_everybody_is_asked_once_and_answers_for_itself(nodes, num_workers):
+    below = Nodes(num_workers)
+    grid = LogicalGrid(below, 40)
+    grid.expected_time = lambda node: float(node % 7)
+    ids = asked(grid, sorted(nodes))
+    replies = {r.metadata.reply_to_message_id: r for r in grid.pull_messages(ids)}
+    assert sorted(itertools.chain(*(clients for _, clients in below.asked))) == sorted(
+        node - 2 for node in nodes
+    )
+    assert len(below.asked) <= 2 * num_workers
+    for message_id, node in zip(ids, sorted(nodes), strict=True):
+        reply = replies[message_id]
+        assert reply.metadata.src_node_id == node
+        if node == 5:
+            assert (reply.error.code, reply.error.reason) == (1, "no data")
+        else:
+            assert dict(reply.content["reply"]) == {"client": node - 2, "last": node * 10}
+    assert list(grid.pull_messages(ids)) == []
+
+
+def test_a_worker_that_dies_is_an_error_of_each_of_its_clients():
+    below = Nodes(2)
+    below.fails = True
+    grid = LogicalGrid(below, 8)
+    replies = list(grid.pull_messages(asked(grid, range(2, 8))))
+    assert {reply.error.reason for reply in replies} == {"the worker died"}
+    assert sorted(reply.metadata.src_node_id for reply in replies) == list(range(2, 8))
+
+
+def test_clients_are_logical_where_a_simulation_has_fewer_nodes():
+    below = Nodes(3)
+    assert with_logical_clients(below, 0) is below
+    assert with_logical_clients(below, 3) is below
+    logical = with_logical_clients(below, 4)
+    assert list(logical.get_node_ids()) == [2, 3, 4, 5]
+    assert with_logical_clients(logical, 5) is logical
+
+
+@pytest.mark.parametrize("num_clients", [1, 9999, 10_000, 10_001, 123_456])
+def test_numbers_are_ordered_as_their_names(num_clients):
+    names = [f"client-{n:04d}" for n in name_order(num_clients)]
+    assert names == sorted(f"client-{n:04d}" for n in range(num_clients))
+
+
+def test_numbers_are_sampled_as_their_names():
+    names = ClientNames(10_050)
+    everyone = set(names)
+    assert len(everyone) == len(names) == 10_050
+    away = {"client-0007", "client-10049"}
+    for server_round in (1, 2):
+        chosen = sample_cohort(everyone, away, 0.01, 5, server_round)
+        numbers = [names.number(name) for name in away]
+        found = sample_numbers(names.in_order, numbers, 0.01, 5, server_round)
+        assert [f"client-{n:04d}" for n in found] == chosen
+    for name in ("client-10050", "client-7", "client-00007", "client--007", "site-a", "client-²"):
+        assert name not in names
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"local-test-fraction": 0.3}, {"partition": "shards", "data-fraction": 0.5}]
+)
+def test_the_computed_roster_is_what_clients_would_answer(keys):
+    config = resolve_config(SMALL | keys)
+    source = open_source(config)
+    query = request_record(RosterRequest(config, dataset_spec_of(config, source)))
+    grid = InlineGrid(client_app.app.app, simulated_nodes(6))
+    gathered = gather_roster(grid, config, query, source)
+    roster = SimulatedRoster(config, source, 6)
+    assert dict(roster) == gathered
+    counts = [[e.num_examples, e.num_test_examples] for e in gathered.values()]
+    assert roster.sizes.tolist() == counts
+    assert roster.num_train == sum(n for n, _ in counts)
+    check_simulated_roster(roster, bool(config.data.local_test_fraction))
+    if not config.data.local_test_fraction:
+        with pytest.raises(ValueError, match="client client-0000 has no local test part"):
+            check_simulated_roster(roster, True)
+
+
+def test_a_message_from_a_server_with_other_code_is_refused(monkeypatch):
+    config = resolve_config(SMALL)
+    source = open_source(config)
+    record = request_record(RosterRequest(config, dataset_spec_of(config, source)))
+    begin_task(1)
+    context = Context(1, 2, {"partition-id": 0, "num-partitions": 2}, RecordDict(), {})
+
+    def answer(record):
+        message = Message(RecordDict({"round": record}), dst_node_id=2, message_type="query")
+        return client_app.handlers.answer(message, context)
+
+    assert isinstance(answer(record), RecordDict)
+    other = ConfigRecord({**record, "code": "0123456789abcdef"})
+    refused = answer(other)
+    assert isinstance(refused, Error)
+    assert "the server 0123456789abcdef: start the SuperLink" in refused.reason
+    assert isinstance(answer(ConfigRecord({k: v for k, v in record.items() if k != "code"})), Error)
