@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 MAX_MARKED = 40  # points with a marker each
 
 
-Curves = Iterable[tuple[str, Sequence[tuple[int, float]]]]
+Curves = Iterable[tuple[str, Sequence[tuple[int, float]]]]  # label, (round, value)
 
 
 def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Figure:
