@@ -21,9 +21,8 @@ def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Fig
     figure = Figure(figsize=(7, 7 if losses else 4.2), layout="constrained")
     panels = figure.subplots(2 if losses else 1, sharex=True, squeeze=False)[:, 0]
     percents = [(label, [(r, 100 * value) for r, value in points]) for label, points in curves]
-    for axes, lines, name in zip(
-        panels, (percents, losses), ("accuracy (%)", "loss"), strict=False
-    ):
+    drawn: list[tuple[Curves, str]] = [(percents, "accuracy (%)"), (losses, "loss")]
+    for axes, (lines, name) in zip(panels, drawn, strict=False):
         for label, points in lines:
             if points:
                 marker = "o" if len(points) < MAX_MARKED else None
