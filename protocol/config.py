@@ -177,10 +177,15 @@ class TrainConfig:
         at_least(0), "CPU threads of torch in each worker; 0: as many as the worker was assigned"
     )
     precision: str = option(
-        one_of("fp32", "tf32", "bf16"),
-        "of training: fp32; tf32: matrix products on a GPU; bf16: forward passes",
+        one_of("fp32", "tf32", "bf16", "auto"),
+        "of training: fp32; tf32: matrix products on a GPU; bf16: forward passes; auto: bf16 for "
+        "more than a million parameters, on a GPU or a CPU with bfloat16 products, else fp32",
     )
     compile: bool = option(true_or_false(), "torch.compile the networks; pays off in long GPU runs")
+    clients_per_step: int = option(
+        at_least(1),
+        "clients that one process trains together, as one batched model; for the inline engine",
+    )
     frozen_statistics: str = option(
         one_of("running", "batch"),
         "BatchNorm in frozen models: their own statistics, or each batch's as in FedIntR's code, "

@@ -173,7 +173,7 @@ def condensed(text: bytes) -> Line:
                 b'"clients": {}', b'"clients": 0', 1
             )
         line = parsed_line(short)
-    except ValueError:
+    except DAMAGE:
         line = parsed_line(text)
         num = len(line.get("participants", ()))
     line["num_participants"] = num

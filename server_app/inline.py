@@ -20,6 +20,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 import client_app.app
+from client_app.handlers import answer_together, clients_per_step
 from protocol.flower_compat import assign_message_id, begin_task
 from protocol.options import OptionValue
 from server_app.app import log_to_stdout
@@ -34,6 +35,7 @@ class InlineGrid(Grid):
     """Clients that live in this process and answer one after the other, in the order asked."""
 
     is_in_process: ClassVar[bool] = True
+    stacks_clients: ClassVar[bool] = True
     has_own_clients: ClassVar[bool] = True
     plays_logical_clients = False  # a node is a client, unless `run_inline` says otherwise
 
@@ -77,8 +79,14 @@ class InlineGrid(Grid):
         """The replies to these messages, each made now."""
         asked = set(message_ids)
         due = [message_id for message_id in self.waiting if message_id in asked]
-        messages = (self.waiting.pop(message_id, None) for message_id in due)
-        return [self.answer(message) for message in messages if message]
+        messages = [self.waiting.pop(message_id) for message_id in due]
+        if not messages:
+            return []
+        num = clients_per_step(messages[0])
+        if num == 1:
+            return [self.answer(message) for message in messages]
+        groups = [messages[n : n + num] for n in range(0, len(messages), num)]
+        return [reply for group in groups for reply in self.answer_together(group)]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -90,6 +98,15 @@ class InlineGrid(Grid):
         """The client's reply to one message."""
         context = self.contexts[message.metadata.dst_node_id]
         return self.app(message, context)
+
+    def answer_together(self, messages: Sequence[Message]) -> list[Message]:
+        """The replies of clients that train together (`clients-per-step`)."""
+        contexts = [self.contexts[message.metadata.dst_node_id] for message in messages]
+        contents = answer_together(messages, contexts)
+        return [
+            Message(content, reply_to=message)
+            for content, message in zip(contents, messages, strict=True)
+        ]
 
 
 def simulated_nodes(num_clients: int) -> list[NodeConfig]:

@@ -105,6 +105,18 @@ def plot_split(roster: Sequence[RosterEntry], source: Source, path: Path) -> Non
 
 
 def plot_accuracy(history: Sequence[Line], title: str, path: Path) -> None:
-    """The accuracy curves over rounds as a PNG; rounds without an evaluation have no point."""
+    """Accuracies and loss terms over rounds as a PNG; what was not measured has no point."""
     curves = [(description, curve(history, key, name)) for key, name, description in CURVES]
-    save_png(accuracy_figure(curves, title), path)
+    terms = dict.fromkeys(name for line in history for name in line["losses"])
+    losses = [
+        (
+            f"{term}, training",
+            [
+                (line["round"], line["losses"][term])
+                for line in history
+                if line["losses"].get(term) is not None
+            ],
+        )
+        for term in terms
+    ]
+    save_png(accuracy_figure(curves, title, losses), path)

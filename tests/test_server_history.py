@@ -4,6 +4,7 @@ It is a FedAvg run of 3 clients and 3 rounds, killed after round 2, in which cli
 once. The expected results are those of Keel 0.1.0 for the same run without the kill.
 """
 
+import errno
 import json
 import shutil
 import subprocess
@@ -186,6 +187,19 @@ def test_a_damaged_summary_or_manifest_is_named(name, content, tmp_path):
     read = read_summary if name == "summary.json" else read_manifest
     with pytest.raises(ValueError, match=f"{name}.* is damaged"):
         read(tmp_path)
+
+
+def test_on_a_full_disk_the_summary_is_written_over_the_old_one(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    write_summary(tmp_path, {"status": "running", "num_rounds": 1, "more": "x" * 500})
+    monkeypatch.setattr("server_app.summary.write_atomically", full)
+    write_summary(tmp_path, {"status": "failed: no space", "num_rounds": 1})
+    assert read_summary(tmp_path)["status"] == "failed: no space"
+    with pytest.raises(OSError, match="No space left"):
+        write_summary(tmp_path, {"status": "x" * 5000, "num_rounds": 1})  # takes another block
+    assert read_summary(tmp_path)["status"] == "failed: no space"
 
 
 def test_readers_of_run_directories_need_neither_torch_nor_numpy():

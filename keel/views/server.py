@@ -443,6 +443,7 @@ def listening(port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind(("127.0.0.1", port))
+        found.listen(64)  # who opens the link at once is answered as soon as pages are served
     except OSError as error:
         found.close()
         raise ValueError(
@@ -455,7 +456,7 @@ def serve(app: ASGIApp, at: socket.socket) -> None:
     """Serve until Ctrl-C."""
     config = uvicorn.Config(
         app,
-        log_level="warning",
+        log_level="critical",  # pages show their errors
         access_log=False,  # it would show the token
         server_header=False,
         proxy_headers=False,
