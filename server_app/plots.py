@@ -9,7 +9,8 @@ from matplotlib.ticker import MaxNLocator
 MAX_MARKED = 40  # points with a marker each
 
 
-Curves = Iterable[tuple[str, Sequence[tuple[int, float]]]]  # label, (round, value)
+Points = Sequence[tuple[int, float]]  # (round, value)
+Curves = Iterable[tuple[str, Points]]  # with labels
 
 
 def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Figure:
@@ -20,7 +21,9 @@ def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Fig
     losses = [(label, points) for label, points in losses if points]
     figure = Figure(figsize=(7, 7 if losses else 4.2), layout="constrained")
     panels = figure.subplots(2 if losses else 1, sharex=True, squeeze=False)[:, 0]
-    percents = [(label, [(r, 100 * value) for r, value in points]) for label, points in curves]
+    percents: list[tuple[str, Points]] = [
+        (label, [(r, 100 * value) for r, value in points]) for label, points in curves
+    ]
     for axes, lines, name in zip(
         panels, (percents, losses), ("accuracy (%)", "loss"), strict=False
     ):
