@@ -129,6 +129,8 @@ class Exchange:
                 elif code in UNDELIVERED and TOO_LARGE in (reply.error.reason or ""):
                     reason = f"the reply has {TOO_LARGE} of {self.max_bytes}"
                     replies[source] = failure(asked[source], reason)
+                elif code in UNDELIVERED and self.pulls:  # another pull may just have taken it
+                    waiting[message_id] = source
                 elif (
                     code in UNDELIVERED
                     and self.returned is not None

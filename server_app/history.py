@@ -84,6 +84,20 @@ def parsed_line(text: bytes) -> Line:
     return line
 
 
+def check_kinds(line: Line) -> None:
+    """TypeError naming the first key whose value is of another kind than one writes."""
+    if missing := [key for key in REQUIRED if key not in line]:
+        raise TypeError(f"it has no key {missing[0]!r}")
+    for key, kind in KINDS.items():
+        if not isinstance(line.get(key, kind()), kind):
+            raise TypeError(f"{key} = {line[key]!r:.40}")
+    for key, name, _ in CURVES:
+        if key in line and not isinstance(line[key][name], int | float):
+            raise TypeError(f"{key} has no {name}")
+    if not all(isinstance(value, int | float) for value in line.get("seconds", {}).values()):
+        raise TypeError("seconds are no numbers")
+
+
 class HistoryReader:
     """Follows a history that may be growing: reads only what is new, and holds little of it.
 
@@ -180,20 +194,6 @@ def cut_out(text: bytes, opening: bytes, closing: bytes) -> tuple[bytes, bytes]:
         return text, b""
     start += len(opening)
     return text[:start] + text[end:], text[start:end]
-
-
-def check_kinds(line: Line) -> None:
-    """TypeError naming the first key whose value is of another kind than one writes."""
-    if missing := [key for key in REQUIRED if key not in line]:
-        raise TypeError(f"it has no key {missing[0]!r}")
-    for key, kind in KINDS.items():
-        if not isinstance(line.get(key, kind()), kind):
-            raise TypeError(f"{key} = {line[key]!r:.40}")
-    for key, name, _ in CURVES:
-        if key in line and not isinstance(line[key][name], int | float):
-            raise TypeError(f"{key} has no {name}")
-    if not all(isinstance(value, int | float) for value in line.get("seconds", {}).values()):
-        raise TypeError("seconds are no numbers")
 
 
 def append_history(path: Path, line: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What follows a run in progress: log lines, the table at the end; trackers.py has others.
+"""What follows a run in progress: log lines, the table at the end; trackers.py has the others.
 
 An observer is any object with the methods of `RunObserver`. `run_federation` calls them in the
 order given, after the round or the summary is on disk; an exception in one ends the run.

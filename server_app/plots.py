@@ -9,8 +9,7 @@ from matplotlib.ticker import MaxNLocator
 MAX_MARKED = 40  # points with a marker each
 
 
-Points = Sequence[tuple[int, float]]  # (round, value)
-Curves = Iterable[tuple[str, Points]]  # with labels
+Curves = Iterable[tuple[str, Sequence[tuple[int, float]]]]  # label, (round, value)
 
 
 def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Figure:
@@ -21,12 +20,9 @@ def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Fig
     losses = [(label, points) for label, points in losses if points]
     figure = Figure(figsize=(7, 7 if losses else 4.2), layout="constrained")
     panels = figure.subplots(2 if losses else 1, sharex=True, squeeze=False)[:, 0]
-    percents: list[tuple[str, Points]] = [
-        (label, [(r, 100 * value) for r, value in points]) for label, points in curves
-    ]
-    for axes, lines, name in zip(
-        panels, (percents, losses), ("accuracy (%)", "loss"), strict=False
-    ):
+    percents = [(label, [(r, 100 * value) for r, value in points]) for label, points in curves]
+    drawn: list[tuple[Curves, str]] = [(percents, "accuracy (%)"), (losses, "loss")]
+    for axes, (lines, name) in zip(panels, drawn, strict=False):
         for label, points in lines:
             if points:
                 marker = "o" if len(points) < MAX_MARKED else None

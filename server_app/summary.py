@@ -3,6 +3,7 @@
 It holds what a list of runs shows, so that no reader has to open the history.
 """
 
+import errno
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from protocol.options import OptionValue
 from server_app.history import CURVES, DAMAGE, Line, curve
 
 SUMMARY_FILE = "summary.json"
+BLOCK = 4096  # bytes that a file system gives a file at a time, or a multiple
 RENAMED_FIELDS = {"folder": "directory", "refused": "rejected"}  # names before 0.2
 HEADLINE = ("personal", "global", "local_global")  # the first that was measured is the accuracy
 
@@ -170,8 +172,20 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
-    """Write summary.json whole or not at all."""
-    write_atomically(directory / SUMMARY_FILE, json.dumps(summary, indent=2).encode())
+    """Write summary.json whole or not at all.
+
+    On a full disk over the old one, if it takes as many blocks: it says why the run ended.
+    """
+    path, content = directory / SUMMARY_FILE, json.dumps(summary, indent=2).encode()
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        has_room = path.exists() and len(content) <= -(-path.stat().st_size // BLOCK) * BLOCK
+        if error.errno != errno.ENOSPC or not has_room:
+            raise
+        with path.open("r+b") as file:
+            file.write(content)
+            file.truncate()
 
 
 def iso_time(seconds: float) -> str:

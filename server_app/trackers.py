@@ -38,7 +38,9 @@ MLFLOW_VALUE = 500
 def trackers_of(rounds: RoundsConfig) -> list[RunObserver]:
     """The trackers that the config asks for."""
     makers: dict[str, Callable[[bool], RunObserver]] = {
-        **{"tensorboard": TensorBoardEvents, "mlflow": MlflowRun, "wandb": WandbRun}
+        "tensorboard": TensorBoardEvents,
+        "mlflow": MlflowRun,
+        "wandb": WandbRun,
     }
     names = tracker_names(rounds)
     return [Tracked(name, makers[name](rounds.tracker_clients)) for name in names]

@@ -254,6 +254,28 @@ def test_a_reply_that_was_lost_is_asked_for_again_twice_at_most(hurry, caplog):
     ]
 
 
+def test_a_reply_that_another_pull_has_just_taken_is_not_asked_for_again(hurry, monkeypatch):
+    """Two pulls at once, when one is slow: the second finds a reply that the first deletes."""
+    monkeypatch.setattr(server_app.exchange, "MAX_POLL_S", 0.1)
+    grid = ToyGrid(lambda node, before: "reply")
+    pull, pulls = grid.pull_messages, []
+
+    def both(message_ids):
+        pulls.append(1)
+        if len(pulls) == 1:  # takes the reply, and takes long
+            replies = pull(message_ids)
+            time.sleep(0.8)
+            return replies
+        lost = Error(ErrorCode.MESSAGE_UNAVAILABLE, "not found")
+        return [] if len(pulls) > 2 else [Message(lost, reply_to=asked)]
+
+    grid.pull_messages = both
+    exchange = Exchange(grid, str, lambda nodes: {})
+    [asked] = to(5)
+    assert outcomes(exchange.ask([asked], 5, "round 1")) == [(5, 5)]
+    assert grid.pushes == [5]
+
+
 def test_a_reply_that_cannot_be_read_costs_its_client_alone(hurry):
     grid = ToyGrid(lambda node, before: "unreadable" if node == 5 else "reply")
     assert outcomes(Exchange(grid, str).ask(to(5, 6), 0.6, "round 1")) == [

@@ -283,7 +283,7 @@ def test_an_unknown_model_of_a_client(rejected):
 
 def test_two_clients_of_one_name(tmp_path):
     nodes = [{"name": "clinic", "partition-id": i, "num-partitions": 2} for i in range(2)]
-    with pytest.raises(ValueError, match="2 clients are named 'clinic' "):
+    with pytest.raises(ValueError, match=r"2 clients are named 'clinic' \(nodes \d+, \d+\)"):
         run_inline(SMALL | {"output-dir": str(tmp_path)}, 2, nodes)
 
 

@@ -4,6 +4,7 @@ It is a FedAvg run of 3 clients and 3 rounds, killed after round 2, in which cli
 once. The expected results are those of Keel 0.1.0 for the same run without the kill.
 """
 
+import errno
 import json
 import shutil
 import subprocess
@@ -188,6 +189,19 @@ def test_a_damaged_summary_or_manifest_is_named(name, content, tmp_path):
         read(tmp_path)
 
 
+def test_on_a_full_disk_the_summary_is_written_over_the_old_one(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    write_summary(tmp_path, {"status": "running", "num_rounds": 1, "more": "x" * 500})
+    monkeypatch.setattr("server_app.summary.write_atomically", full)
+    write_summary(tmp_path, {"status": "failed: no space", "num_rounds": 1})
+    assert read_summary(tmp_path)["status"] == "failed: no space"
+    with pytest.raises(OSError, match="No space left"):
+        write_summary(tmp_path, {"status": "x" * 5000, "num_rounds": 1})  # takes another block
+    assert read_summary(tmp_path)["status"] == "failed: no space"
+
+
 def test_readers_of_run_directories_need_neither_torch_nor_numpy():
     code = "import keel.runs, sys; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     root = Path(__file__).parent.parent
@@ -262,7 +276,7 @@ def test_the_model_of_a_run_of_0_1_loads():
 
 
 def client_line(number: int, names: list[str]) -> dict[str, object]:
-    scores = {"mean": 0.5, "worst_decile": 0.5, "clients": dict.fromkeys(names, 0.5)}
+    scores = {"mean": 0.5, "worst_decile": 0.2, "clients": dict.fromkeys(names, 0.5)}
     line = line_of(number) | {"participants": names, "losses": {"supervised": 1.0}}
     return line | {"personal": scores, "local_global": scores}
 
@@ -313,7 +327,7 @@ def test_a_reader_begins_again_when_a_resume_replaces_the_file(tmp_path):
 def test_condensed_lines_have_counts_and_no_clients_whatever_the_names(names):
     line = condensed(json.dumps(client_line(7, names)).encode())
     assert (line["round"], line["num_participants"]) == (7, len(set(names)))
-    assert line["personal"] == line["local_global"] == {"mean": 0.5, "worst_decile": 0.5}
+    assert line["personal"] == line["local_global"] == {"mean": 0.5, "worst_decile": 0.2}
     assert "participants" not in line
 
 

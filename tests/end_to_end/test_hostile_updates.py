@@ -117,7 +117,9 @@ def test_a_billion_claimed_samples_and_a_reversed_update_cost_at_most_two_points
     grid = HostileGrid(sites, reversed_update, claim=10**9)
     with caplog.at_level(logging.WARNING, logger="keel.server"):
         folder = run(grid, tmp_path, **LONG | key)
-    assert accuracy_of(folder) >= honest - 0.02
+    found = accuracy_of(folder)
+    print(f"{key or 'default'}: {found:.1%}, nobody lies: {honest:.1%}")
+    assert found >= honest - 0.02
     [line] = [m for m in caplog.messages if "declares 1000000000" in m]
     assert line.startswith("client site-1 declares 1000000000 training samples, 100.0% of all (the")
     assert "it weighs at most max-weight-share = 0.25 of a round, and not at all" in line
