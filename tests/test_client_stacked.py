@@ -102,7 +102,8 @@ def assert_same_updates(alone, together, rtol=1e-9):
 
 @pytest.mark.parametrize("method", STACKABLE)
 def test_clients_trained_together_are_those_trained_alone(method, in_float64, tmp_path):
-    tolerance = 1e-5 if method == "fedlc" else 1e-9  # its margins are float32
+    # fedlc's margins are float32; feddecorr divides by standard deviations near 0
+    tolerance = {"fedlc": 1e-5, "feddecorr": 1e-8}.get(method, 1e-9)
     assert_same_updates(*both_ways(Subject(method, tmp_path)), rtol=tolerance)
 
 
@@ -229,6 +230,7 @@ def run_of(folder, num_clients_per_step, **keys):
     return run_inline(given | keys, 5)
 
 
+@pytest.mark.end_to_end
 def test_a_run_with_stacked_clients_is_the_run_without_up_to_rounding(tmp_path):
     alone, together = run_of(tmp_path, 1), run_of(tmp_path, 2)
     one, other = (load_file(run / "model.safetensors") for run in (alone, together))

@@ -57,6 +57,7 @@ def test_rows_that_do_not_fit_the_classes_are_refused(tmp_path):
         plot_label_distribution([[1, 2, 3], [4, 5, 6]], ["a", "b"], tmp_path / "labels.png")
 
 
+@pytest.mark.end_to_end
 def test_more_clients_than_pixels_take_the_same_memory_and_give_the_same_picture(
     tmp_path, monkeypatch
 ):

@@ -90,6 +90,7 @@ def test_unknown_names_are_refused_in_one_line(capsys):
         assert "fedxyz" in capsys.readouterr().err
 
 
+@pytest.mark.end_to_end
 def test_layers_add_up_to_the_model_and_name_their_widths():
     for name in ("cnn-fedreco", "resnet20"):
         model = build(name, "cpu")
@@ -101,6 +102,7 @@ def test_layers_add_up_to_the_model_and_name_their_widths():
         assert rows[0]["width"] == x
 
 
+@pytest.mark.end_to_end
 def test_models_that_fit_have_equal_feature_widths():
     widths = {name: build(name, "meta").feature_width for name in model_names()}
     for name in ("resnet18", "cnn-fedreco"):
@@ -110,6 +112,7 @@ def test_models_that_fit_have_equal_feature_widths():
         }
 
 
+@pytest.mark.end_to_end
 def test_measuring_a_model_counts_and_times_it(monkeypatch):
     monkeypatch.setattr(keel.benchmarks.model_speed, "budget_s", 0.0)
     measured = keel.benchmarks.model_speed.measure("cnn-fedreco")

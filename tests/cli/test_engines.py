@@ -28,6 +28,7 @@ def names_in(fab):
         return {name for name in file.namelist() if not name.startswith(".info")}
 
 
+@pytest.mark.end_to_end
 def test_an_installed_keel_makes_the_same_app_as_its_checkout(tmp_path, monkeypatch):
     expected = names_in(build_fab_from_disk(root))
     for package in (*app_packages, "keel"):

@@ -24,6 +24,7 @@ def only_run(home):
     return directory
 
 
+@pytest.mark.end_to_end
 def test_a_run_that_fails_is_one_line_and_code_1(home, capsys):
     assert main(["run", *SMALL, "lr=1e9", "clip-norm=0"]) in (1, 2)  # lr is set twice: 2
     assert capsys.readouterr().err.startswith("error: lr is set twice")
@@ -79,6 +80,7 @@ def test_clients_come_from_the_option_the_config_or_are_ten():
 # --- sizes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.end_to_end
 def test_the_stored_sizes_are_those_of_the_registries():
     """At one input: measuring all of them takes a quarter of a minute."""
     stored = stored_sizes()

@@ -71,6 +71,7 @@ def config_of_0_1(keys: Keys) -> Keys:
 
 PRESETS_THEN = {  # by the beginning of their names; keys that there were not are left out as well
     "fedintr": {"moon.projection": "mlp", "moon.first-use": "received"},
+    "fedrcl": {"precision": "fp32"},
     "fedreco": {
         "fedrep.final-head-epochs": 0,
         "fedcr.final-head-epochs": 0,

@@ -74,7 +74,7 @@ def test_the_name_of_a_run_is_that_of_0_1():
     """Computed with 0.1; the key is `server` there."""
     recorded = json.loads((Path(__file__).parent / "recipes_0_1.json").read_text())
     cell = load_recipe("fedrcl-table-5").cell("FedADAM + FedRCL", "CIFAR-10")
-    keys = {**cell.keys, "balanced-order": "interleaved"}  # the order of 0.1
+    keys = {**cell.keys, "balanced-order": "interleaved", "precision": "fp32"}  # those of 0.1
     run = make_run(keys, 0, PAPER, Path(), cell.read_at)
     assert run.name == recorded["example"]
 
@@ -130,6 +130,7 @@ def test_the_list_counts_finished_runs_and_extrapolates_their_time(output, monke
     assert expected_seconds(resolve_config({**run.keys, "model": "resnet20"}), rates) is None
 
 
+@pytest.mark.end_to_end
 def test_the_list_has_every_recipe_and_is_printed(output, monkeypatch, capsys):
     found = list(overview("hour", output))
     lines = {line[0]: line for line in found}
