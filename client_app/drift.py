@@ -11,18 +11,40 @@ class SquaredDistance(torch.autograd.Function):
     """||w - w_g||^2 and its gradient, in a few kernels for all arrays together."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, w_g: list[Tensor], *w: Tensor) -> Tensor:
-        """A scalar."""
-        drift = torch._foreach_sub(w, w_g)
-        ctx.save_for_backward(*drift)
-        return torch.stack(torch._foreach_norm(drift)).square().sum()
+    def forward(*arrays: Tensor) -> tuple[Tensor, ...]:
+        """arrays: each of w, then each of w_g. A scalar, then w - w_g of each, without gradient."""
+        half = len(arrays) // 2
+        drift = torch._foreach_sub(arrays[:half], arrays[half:])
+        return torch.stack(torch._foreach_norm(drift)).square().sum(), *drift
+
+    @staticmethod
+    def setup_context(
+        ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]
+    ) -> None:
+        """Saves w - w_g."""
+        ctx.save_for_backward(*output[1:])
+        ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """None for w_g; the gradient for each of w."""
-        drift = list(ctx.saved_tensors)  # type: ignore[attr-defined]  # saved by forward
-        return None, *torch._foreach_mul(drift, 2 * grad)
+    def backward(ctx: FunctionCtx, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient for each of w; None for w_g."""
+        drift = list(ctx.saved_tensors)  # type: ignore[attr-defined]  # saved by setup_context
+        return *torch._foreach_mul(drift, 2 * grad), *(None for _ in drift)
+
+    @staticmethod
+    def vmap(
+        info: object, in_dims: tuple[int | None, ...], *arrays: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """The same for stacked clients, as a plain sum: [k], and each w - w_g [k, ...]."""
+        stacked = [
+            a[None] if dim is None else a.movedim(dim, 0)
+            for a, dim in zip(arrays, in_dims, strict=True)
+        ]
+        half = len(arrays) // 2
+        drift = [w - w_g for w, w_g in zip(stacked[:half], stacked[half:], strict=True)]
+        distance = torch.stack([d.flatten(1).square().sum(1) for d in drift]).sum(0)
+        return (distance, *drift), (0,) * (1 + half)
 
 
 def squared_distance(w: list[Tensor], w_g: list[Tensor]) -> Tensor:
@@ -30,13 +52,23 @@ def squared_distance(w: list[Tensor], w_g: list[Tensor]) -> Tensor:
 
     Gradient 2 (w - w_g) for `w`, and 0, not NaN, where they are equal; none for `w_g`.
     """
-    distance: Tensor = SquaredDistance.apply([array.detach() for array in w_g], *w)
+    distance: Tensor
+    distance, *_ = SquaredDistance.apply(*w, *(array.detach() for array in w_g))
     return distance
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that require a gradient, by name.
+
+    All of stacked clients' (client_app/stacked.py), which are tensors that do not say so.
+    """
+    named: dict[str, Tensor] = dict(model.named_parameters())
+    return {n: p for n, p in named.items() if p.requires_grad} or named
 
 
 def drift_from(model: nn.Module, arrays: Mapping[str, Tensor]) -> Tensor:
     """`squared_distance` of the model's trained parameters to the arrays of the same names."""
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    trained = trained_parameters(model)
     return squared_distance(list(trained.values()), [arrays[n] for n in trained])
 
 
@@ -45,5 +77,5 @@ def unsquared_drift_from(model: nn.Module, arrays: Mapping[str, Tensor]) -> Tens
 
     The gradient of a norm is taken to be 0, not NaN, where the arrays are equal.
     """
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    trained = trained_parameters(model)
     return torch.stack([torch.linalg.vector_norm(p - arrays[n]) for n, p in trained.items()]).sum()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from client_app.precision import products
+from client_app.precision import of_evaluation, products
 from client_app.samples import Samples
 
 
@@ -20,19 +20,22 @@ class Score:
 
 
 @torch.no_grad()
-@products("fp32")
-def evaluate(model: nn.Module, samples: Samples) -> Score:
-    """The model's score in eval mode; its mode is restored. ValueError without samples."""
+def evaluate(model: nn.Module, samples: Samples, precision: str = "fp32") -> Score:
+    """The model's score in eval mode; its mode is restored. ValueError without samples.
+
+    precision: of training; see `of_evaluation`.
+    """
     if len(samples) == 0:
         raise ValueError("there are no samples to evaluate on")
     was_training = model.training
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=samples.labels.device)
     loss = torch.zeros((), device=samples.labels.device)
-    for x, y in samples.in_order():
-        logits: Tensor = model(x)
-        correct += (logits.argmax(1) == y).sum()
-        loss += F.cross_entropy(logits, y, reduction="sum")
+    with products(of_evaluation(precision)):
+        for x, y in samples.in_order():
+            logits: Tensor = model(x)
+            correct += (logits.argmax(1) == y).sum()
+            loss += F.cross_entropy(logits, y, reduction="sum")
     model.train(was_training)
     n = len(samples)
     return Score(correct.item() / n, loss.item() / n, n)

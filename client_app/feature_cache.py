@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from client_app.round import RoundContext
-from client_app.samples import Step, num_variants
+from client_app.samples import BatchPlan, Step, num_variants
 
 log = logging.getLogger("keel.client")
 
@@ -37,7 +37,8 @@ class FrozenFeatureCache:
         self.client, self.networks = ctx.client, ctx.networks
         self.budget_mb = ctx.config.train.cache_mb
         self.is_cached = is_read_again and self.variants > 0 and self.budget_mb > 0
-        self.known = torch.zeros(self.variants * self.num_samples, dtype=torch.bool)
+        self.plan: BatchPlan | None = None  # whose first `num_filled` steps are cached
+        self.num_filled = 0
         self.rows: list[Tensor] = []  # one tensor for each output, [variants * num_samples, ...]
         self.caches = ctx.caches  # of this client's round, this one among them
         self.caches.add(self)
@@ -49,29 +50,33 @@ class FrozenFeatureCache:
 
     @torch.no_grad()
     def of(self, step: Step) -> list[Tensor]:
-        """The outputs for one batch, as `compute` returns them."""
-        if not self.is_cached:
+        """The outputs for one batch, as `compute` returns them.
+
+        Which rows are missing follows from the plan, so nothing here waits for the device.
+        """
+        if not self.is_cached or step.plan is None:
             return self.compute(step.x)
-        rows = step.variant * self.num_samples + step.index  # on the CPU: no wait for the device
-        missing = ~self.known[rows]
-        device = step.x.device
-        if missing.any():
-            all_missing = bool(missing.all())
-            x = step.x
-            if not all_missing:  # by index: a mask would wait for the device to count
-                new = missing.nonzero().squeeze(1)
-                x = x.index_select(0, new.to(device, non_blocking=True))
-            fresh = self.compute(x)
-            if not self.rows and not self._allocate(fresh):
-                return fresh  # the first batch is all missing
-            new_rows = rows[missing].to(device, non_blocking=True)
-            for cached, values in zip(self.rows, fresh, strict=True):
-                cached.index_copy_(0, new_rows, _channels_last(values))
-            self.known[rows[missing]] = True
-            if all_missing:
+        if step.plan is not self.plan:
+            self.plan, self.num_filled = step.plan, 0
+        if step.number > self.num_filled:  # steps were left out, so rows may be missing
+            return self.compute(step.x)
+        rows = self.plan.forms[step.number]
+        if step.number == self.num_filled:
+            self.num_filled += 1
+            new = self.plan.new_forms[step.number]
+            if new is None:
+                fresh = self.compute(step.x)
+                if not self.rows and not self._allocate(fresh):
+                    return fresh  # the first batch is all new
+                self._store(rows, fresh)
                 return fresh
-        on_device = rows.to(device, non_blocking=True)
-        return [_channels_second(cached.index_select(0, on_device)) for cached in self.rows]
+            if len(new):
+                self._store(rows.index_select(0, new), self.compute(step.x.index_select(0, new)))
+        return [_channels_second(cached.index_select(0, rows)) for cached in self.rows]
+
+    def _store(self, rows: Tensor, values: list[Tensor]) -> None:
+        for cached, value in zip(self.rows, values, strict=True):
+            cached.index_copy_(0, rows, _channels_last(value))
 
     def _allocate(self, fresh: list[Tensor]) -> bool:
         """Make room for all rows like these; False if `cache-mb` does not allow it."""

@@ -7,7 +7,8 @@ Runs in the process of the ClientApp in simulation, and in the resident worker
 import copy
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import flwr
@@ -19,10 +20,12 @@ from client_app.evaluation import evaluate
 from client_app.method import Method, Update
 from client_app.methods import method_of
 from client_app.node_config import client_name, own_architecture, own_splits, state_folder
+from client_app.objective import LocalObjective
 from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
 from client_app.setup import device_for, representation_width
 from client_app.site_privacy import PrivacyRefused, charge_release, check_limits
+from client_app.stacked import train_stacked
 from client_app.worker_client import client_failed, run_and_round
 from protocol.config import config_from_json
 from protocol.files import private_files
@@ -74,21 +77,64 @@ def answer_as(message: Message, context: Context) -> RecordDict | Error:
     try:
         return handlers[message.metadata.message_type](message, context)
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        is_mistake = isinstance(error, ValueError | OSError)  # or a full disk: no traceback
+        return error_reply(error, message, context)
+
+
+def error_reply(error: Exception, message: Message, context: Context) -> Error:
+    """What the server is told of an error; the log has it too."""
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    is_mistake = isinstance(error, ValueError | OSError)  # or a full disk: no traceback
+    try:
+        client = client_name(context.node_config)
+    except ValueError:
+        client = "without a name"
+    what = run_and_round(message)
+    log.error("%s: client %s: %s", what, client, reason, exc_info=error if not is_mistake else None)
+    if message.metadata.message_type == MessageType.QUERY:  # the server does not know its name yet
+        reason = f"client {client}: {reason}"
+    elif not isinstance(error, PrivacyRefused) and withholds_metrics(message):
+        reason = "failed; privacy.metrics = 'withheld': the reason is in this client's log"
+    return Error(client_failed, reason)
+
+
+def clients_per_step(message: Message) -> int:
+    """How many clients may train together on messages like this one."""
+    if message.metadata.message_type != MessageType.TRAIN:
+        return 1
+    config = config_from_json(str(message.content.config_records["round"]["config"]))
+    return config.train.clients_per_step
+
+
+@private_files()
+def answer_together(
+    messages: Sequence[Message], contexts: Sequence[Context]
+) -> list[RecordDict | Error]:
+    """`answer` to train messages of one round, their clients trained as one batched model.
+
+    A client that cannot begin or finish fails alone; an error of the training is that of all.
+    """
+    replies: dict[int, RecordDict | Error] = {}
+    begun: dict[int, Training] = {}
+    pairs = list(zip(messages, contexts, strict=True))
+    for n, (message, context) in enumerate(pairs):
         try:
-            client = client_name(context.node_config)
-        except ValueError:
-            client = "without a name"
-        what = run_and_round(message)
-        log.error("%s: client %s: %s", what, client, reason, exc_info=not is_mistake)
-        if (
-            message.metadata.message_type == MessageType.QUERY
-        ):  # the server does not know its name yet
-            reason = f"client {client}: {reason}"
-        elif not isinstance(error, PrivacyRefused) and withholds_metrics(message):
-            reason = "failed; privacy.metrics = 'withheld': the reason is in this client's log"
-        return Error(client_failed, reason)
+            begun[n] = begin_training(message, context)
+        except Exception as error:
+            replies[n] = error_reply(error, message, context)
+    updates: list[Update] = []
+    try:
+        if begun:
+            objective = next(iter(begun.values())).method
+            assert isinstance(objective, LocalObjective)  # `check_stackable`, before round 1
+            updates = train_stacked(objective, [training.ctx for training in begun.values()])
+    except Exception as error:
+        replies |= {n: error_reply(error, *pairs[n]) for n in begun}
+    for (n, training), update in zip(begun.items(), updates, strict=False):
+        try:
+            replies[n] = finish_training(training, update, num_clients=len(begun))
+        except Exception as error:
+            replies[n] = error_reply(error, *pairs[n])
+    return [replies[n] for n in range(len(pairs))]
 
 
 def withholds_metrics(message: Message) -> bool:
@@ -148,15 +194,40 @@ def begin(
     return ctx, method
 
 
-def train_one_round(message: Message, context: Context) -> RecordDict:
-    """Train, save the client state, and answer with the update and its metrics.
+@dataclass(frozen=True)
+class Training:
+    """One client's round between the message and the reply."""
 
-    Where metrics are withheld these are the numbers of samples and of steps, which follows from it.
-    """
+    request: TrainRequest
+    context: Context
+    ctx: RoundContext
+    method: Method
+    started: float
+    cpu_started: float
+
+
+def begin_training(message: Message, context: Context) -> Training:
+    """Reads the message and the client state."""
     started, cpu_started = time.perf_counter(), time.process_time()
     request = read_request(message, TrainRequest)
     ctx, method = begin(request, message, context, before_round=request.round)
-    update = method.train(ctx)
+    return Training(request, context, ctx, method, started, cpu_started)
+
+
+def train_one_round(message: Message, context: Context) -> RecordDict:
+    """Train, save the client state, and answer with the update and its metrics."""
+    training = begin_training(message, context)
+    return finish_training(training, training.method.train(training.ctx))
+
+
+def finish_training(training: Training, update: Update, num_clients: int = 1) -> RecordDict:
+    """Save the client state; the reply: the update and its metrics.
+
+    Where metrics are withheld these are the numbers of samples and of steps, which follows from it.
+    num_clients: that trained together; the times are this client's share.
+    """
+    request, context = training.request, training.context
+    ctx, method = training.ctx, training.method
     check_state(method, update)
     metrics: dict[str, float] = {
         "num-examples": len(ctx.train_samples),
@@ -164,8 +235,8 @@ def train_one_round(message: Message, context: Context) -> RecordDict:
     }
     if not request.config.privacy.withholds_metrics:
         metrics |= {f"loss.{name}": value for name, value in update.terms.items()}
-        metrics["seconds"] = time.perf_counter() - started
-        metrics["cpu-seconds"] = time.process_time() - cpu_started
+        metrics["seconds"] = (time.perf_counter() - training.started) / num_clients
+        metrics["cpu-seconds"] = (time.process_time() - training.cpu_started) / num_clients
     refuse_unless_finite(request.round, {"update": update.arrays, "extra": update.extra})
     refuse_unless_finite(request.round, update.state)
     if update.state:
@@ -211,7 +282,9 @@ def evaluate_models(message: Message, context: Context) -> RecordDict:
     metrics: dict[str, float] = {"num-examples": len(ctx.train_samples)}
     if method.has_global_model and not request.config.privacy.withholds_metrics:
         score = evaluate(
-            ctx.frozen("global", ctx.initial_weights() | ctx.received), ctx.test_samples
+            ctx.frozen("global", ctx.initial_weights() | ctx.received),
+            ctx.test_samples,
+            request.config.train.precision,
         )
         metrics |= {"global-accuracy": score.accuracy, "global-loss": score.loss}
     metrics |= personal_metrics(method, ctx, ctx.state)
@@ -227,7 +300,7 @@ def personal_metrics(
         return metrics
     model = method.personal_model(ctx, state)
     if model is not None:
-        score = evaluate(model, ctx.test_samples)
+        score = evaluate(model, ctx.test_samples, ctx.config.train.precision)
         metrics |= {"personal-accuracy": score.accuracy, "personal-loss": score.loss}
     return metrics
 

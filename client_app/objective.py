@@ -92,8 +92,16 @@ class LocalObjective(Method):
         self.layers(model)
 
     def train(self, ctx: RoundContext) -> Update:
-        """Local training as in FedAvg, on this objective."""
-        return train_on_objective(self, ctx)
+        """Local training as in FedAvg, on this objective, then `finish`."""
+        return self.finish(train_on_objective(self, ctx), ctx)
+
+    def finish(self, update: Update, ctx: RoundContext) -> Update:
+        """What is done with the update after local training; `ctx.model` is the trained model.
+
+        Unlike an override of `train`, it lets the clients of a worker train together
+        (`clients-per-step`).
+        """
+        return update
 
 
 def previous_at_first_use(ctx: RoundContext, first_use: str) -> Arrays | None:
@@ -126,7 +134,7 @@ def representations(
     objective: LocalObjective, model: StagedModel, ctx: RoundContext
 ) -> Callable[[Tensor], list[Tensor]]:
     """The function from a batch x to its representations; the model runs no further than these."""
-    layers, precision = objective.layers(model), ctx.config.train.precision
+    layers, precision = objective.layers(model), ctx.precision
 
     def compute(x: Tensor) -> list[Tensor]:
         with forward_in(precision, x.device):
@@ -137,13 +145,26 @@ def representations(
     return compute
 
 
-def objective_terms(
-    objective: LocalObjective, ctx: RoundContext, model: StagedModel
-) -> Callable[[Step], dict[str, Tensor]]:
-    """The function from a batch to its loss terms: `supervised`, and `penalty` if there is one.
+@dataclass(frozen=True)
+class Constants:
+    """What the loss of one client in one round reads beside its model and batch.
 
-    Builds the frozen models that the objective uses, from the received arrays and client state.
+    frozen: the representations of the models that the penalty uses, by "global" and "previous".
     """
+
+    ctx: RoundContext
+    prepared: Any
+    has_penalty: bool
+    frozen: dict[str, FrozenFeatureCache]
+    global_model: StagedModel | None
+
+    def reps(self, step: Step) -> dict[str, list[Tensor]]:
+        """The representations of a batch in the frozen models."""
+        return {slot: cache.of(step) for slot, cache in self.frozen.items()}
+
+
+def constants_of(objective: LocalObjective, ctx: RoundContext) -> Constants:
+    """Builds the frozen models that the objective uses, from received arrays and client state."""
     prepared = objective.begin_round(ctx)
     previous = ctx.state.get("previous") or objective.first_previous(ctx)
     has_penalty = not (objective.uses_previous and previous is None)
@@ -158,28 +179,51 @@ def objective_terms(
     global_model = None
     if has_penalty and objective.uses_global_model:
         global_model = ctx.frozen("global", ctx.received)
-    layers = objective.layers(model) if has_penalty else []
+    return Constants(ctx, prepared, has_penalty, frozen, global_model)
+
+
+def loss_terms(
+    objective: LocalObjective,
+    constants: Constants,
+    model: StagedModel,
+    x: Tensor,
+    y: Tensor,
+    reps: dict[str, list[Tensor]],
+) -> dict[str, Tensor]:
+    """The loss terms of a batch: `supervised`, `penalty` if there is one, the server optimizer's.
+
+    reps: as `Constants.reps` returns them for this batch.
+    """
+    ctx, has_penalty = constants.ctx, constants.has_penalty
+    logits, outputs = model.run(x, objective.layers(model) if has_penalty else [])
+    assert logits is not None
+    with losses_in_float32(ctx.precision, ctx.device):
+        batch = Batch(
+            ctx=ctx,
+            x=x,
+            y=y,
+            logits=logits,
+            reps=objective.represent(model, outputs) if has_penalty else [],
+            reps_global=reps.get("global", []),
+            reps_previous=reps.get("previous", []),
+            global_model=constants.global_model,
+            prepared=constants.prepared,
+        )
+        terms = {"supervised": objective.supervised(batch)}
+        penalty = objective.penalty(batch) if has_penalty else None
+        if penalty is not None:
+            terms["penalty"] = penalty
+        return terms | server_optimizer_terms(ctx, model)
+
+
+def objective_terms(
+    objective: LocalObjective, ctx: RoundContext, model: StagedModel
+) -> Callable[[Step], dict[str, Tensor]]:
+    """The function from a batch to its loss terms, in this client's round."""
+    constants = constants_of(objective, ctx)
 
     def terms_of(step: Step) -> dict[str, Tensor]:
-        logits, outputs = model.run(step.x, layers)
-        assert logits is not None
-        with losses_in_float32(ctx.config.train.precision, ctx.device):
-            batch = Batch(
-                ctx=ctx,
-                x=step.x,
-                y=step.y,
-                logits=logits,
-                reps=objective.represent(model, outputs) if has_penalty else [],
-                reps_global=frozen["global"].of(step) if "global" in frozen else [],
-                reps_previous=frozen["previous"].of(step) if "previous" in frozen else [],
-                global_model=global_model,
-                prepared=prepared,
-            )
-            terms = {"supervised": objective.supervised(batch)}
-            penalty = objective.penalty(batch) if has_penalty else None
-            if penalty is not None:
-                terms["penalty"] = penalty
-            return terms | server_optimizer_terms(ctx, model)
+        return loss_terms(objective, constants, model, step.x, step.y, constants.reps(step))
 
     return terms_of
 

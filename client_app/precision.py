@@ -1,12 +1,34 @@
 """Precision of training: float32, TF32 in a GPU's matrix products, or bfloat16 forward passes.
 
-Weights, gradients, losses and evaluation are float32 throughout.
+Weights, gradients and losses are float32 throughout; so is evaluation, but in TF32 under "auto".
+Networks are in channels-last memory in every precision.
 """
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+
+auto_min_parameters = 1_000_000  # below, conversions cost what bfloat16 saves: docs/results/gpu.md
+
+
+def resolved(precision: str, num_parameters: int, device: torch.device) -> str:
+    """The precision itself; for "auto", bf16 where it pays, else fp32."""
+    if precision != "auto":
+        return precision
+    has_bf16 = device.type == "cuda" or (device.type == "cpu" and cpu_has_bf16())
+    return "bf16" if has_bf16 and num_parameters > auto_min_parameters else "fp32"
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies in bfloat16 (AMX or AVX-512)."""
+    flags = torch.cpu.get_capabilities()
+    return bool(flags.get("amx_bf16") or flags.get("avx512_bf16"))
+
+
+def of_evaluation(precision: str) -> str:
+    """The precision of evaluation in a run of this precision."""
+    return "tf32" if precision == "auto" else "fp32"
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """One client in one round: everything that the client half of a method reads."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,7 +10,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from client_app.samples import Samples, Step, batch_size_for
+from client_app.precision import resolved
+from client_app.samples import BatchPlan, Samples, Step, batch_size_for
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, DatasetSpec
@@ -77,6 +79,12 @@ class RoundContext:
         """The factor on every learning rate of this round."""
         return float(self.config.train.lr_decay ** (self.round - 1))
 
+    @cached_property
+    def precision(self) -> str:
+        """The precision in which this client trains: fp32, tf32 or bf16."""
+        num_parameters = sum(p.numel() for p in self.model.parameters())
+        return resolved(self.config.train.precision, num_parameters, self.device)
+
     def seed(self, *names: int | str) -> int:
         """The seed of one of this client's random streams in this round."""
         return seed_of(self.config.rounds.seed, self.round, self.client, *names)
@@ -95,11 +103,23 @@ class RoundContext:
         seed = self.seed(*names)
         return self.networks.random_weights(self.config, self.data, self.model.name, seed)
 
-    def batches(self, stream: str, epoch: int = 0) -> Iterator[Step]:
-        """One epoch of the training samples in the order of the stream (seed, round, client)."""
-        generator = torch.Generator().manual_seed(self.seed(stream, epoch))
-        size = batch_size_for(len(self.train_samples), self.config.train)
-        return self.train_samples.batches(size, self.config.data, generator)
+    def plan(self, stream: str, count: int, unit: str) -> BatchPlan:
+        """The batches of `count` epochs or steps (`unit`) in the order of the stream.
+
+        Epoch n draws from (seed, round, client, stream, n).
+        """
+        numbers = range(count) if unit == "epochs" else itertools.count()
+        generators = (torch.Generator().manual_seed(self.seed(stream, n)) for n in numbers)
+        samples, train = self.train_samples, self.config.train
+        size = batch_size_for(len(samples), train)
+        max_steps = None if unit == "epochs" else count
+        return samples.plan(size, self.config.data, generators, max_steps)
+
+    def steps(self, stream: str, count: int, unit: str = "epochs") -> Iterator[Step]:
+        """The steps of `plan`."""
+        plan = self.plan(stream, count, unit)
+        for number in range(len(plan.epochs)):
+            yield self.train_samples.step(plan, number)
 
     def network(self, slot: str, name: str = "") -> StagedModel:
         """Another instance of this client's network (or `name`); its weights are unspecified.

@@ -1,6 +1,10 @@
-"""A client's samples as tensors on its training device; a batch is an index into them."""
+"""A client's samples as tensors on its training device; a batch is an index into them.
 
-from collections.abc import Iterator
+A training is planned before its first step: every draw is made on the CPU, and uploaded at once, so
+that no step waits for the device.
+"""
+
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -8,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.augment import draw_flips, random_crop, random_rotation
+from data.augment import draw_degrees, draw_flips, draw_offsets, rotate, shift
 from protocol.config import DataConfig, TrainConfig
 
 evaluation_batch = 500
@@ -50,17 +54,64 @@ def _on(device: torch.device, array: np.ndarray) -> Tensor:
 
 
 @dataclass(frozen=True)
+class BatchPlan:
+    """The batches of one local training; element n of every list belongs to step n.
+
+    index, variant and forms are int64 [B]. index, on the CPU: places in the client's N samples.
+    variant, on the CPU: the augmented form of each sample, below `num_variants`; meaningless where
+    that is 0. host_forms: all of `forms`, in a row. On the training device: forms, which is
+    index + N variant, and what augmentation draws, shifts in pixels [B, 2] and degrees [B], or [].
+    """
+
+    num_samples: int
+    augmentation: DataConfig
+    epochs: list[int]
+    index: list[Tensor]
+    variant: list[Tensor]
+    host_forms: np.ndarray
+    forms: list[Tensor]
+    shifts: list[Tensor]
+    degrees: list[Tensor]
+
+    @cached_property
+    def new_forms(self) -> list[Tensor | None]:
+        """The places in each batch of forms that no earlier batch has, on the training device.
+
+        None: the whole batch.
+        """
+        sizes = [len(index) for index in self.index]
+        is_new = np.zeros(sum(sizes), dtype=bool)
+        is_new[np.unique(self.host_forms, return_index=True)[1]] = True
+        places = [part.nonzero()[0] for part in np.split(is_new, np.cumsum(sizes)[:-1])]
+        on_device = _uploaded([torch.from_numpy(part) for part in places], self.forms[0].device)
+        return [
+            None if len(part) == size else part for part, size in zip(on_device, sizes, strict=True)
+        ]
+
+
+def _uploaded(parts: list[Tensor], device: torch.device) -> list[Tensor]:
+    """The tensors on the device, by one copy."""
+    if not parts:
+        return []
+    whole = torch.cat(parts).to(device, non_blocking=True)
+    return list(torch.split(whole, [len(part) for part in parts]))
+
+
+@dataclass(frozen=True)
 class Step:
     """One batch. x [B, C, H, W] normalised and augmented, y [B]; both on the training device.
 
-    index [B], on the CPU: places in the client's samples. variant [B], on the CPU: the augmented
-    form of each sample, below `num_variants`; meaningless where that is 0.
+    index [B] and variant [B], on the CPU: as in `BatchPlan`. It is step `number`, in epoch `epoch`,
+    of `plan`; None: it was made by hand.
     """
 
     x: Tensor
     y: Tensor
     index: Tensor
     variant: Tensor
+    epoch: int = 0
+    number: int = 0
+    plan: BatchPlan | None = None
 
 
 class Samples:
@@ -85,28 +136,57 @@ class Samples:
         self.images = both[: len(self)].permute(0, 3, 1, 2)  # no second copy in memory
         return both
 
-    def batches(
-        self, batch_size: int, augmentation: DataConfig, generator: torch.Generator
-    ) -> Iterator[Step]:
-        """One epoch in a random order, augmented; the last batch may be smaller.
+    def plan(
+        self,
+        batch_size: int,
+        augmentation: DataConfig,
+        generators: Iterable[torch.Generator],
+        max_steps: int | None = None,
+    ) -> BatchPlan:
+        """The batches of one epoch for each generator, up to `max_steps` in all.
 
-        Every draw comes from `generator` on the CPU, so batches are the same on every device.
+        An epoch is in random order; its last batch may be smaller. Every draw comes from its
+        generator on the CPU, so batches are the same on every device.
         """
-        flips, num, device = augmentation.flip, len(self), self.labels.device
-        forms = self.plain_and_mirrored if flips else self.images.permute(0, 2, 3, 1)
-        order = torch.randperm(num, generator=generator)
-        for index in torch.split(order, batch_size):
-            variant = torch.zeros(len(index), dtype=torch.int64)
-            if flips:
-                variant = draw_flips(len(index), generator).long()
-            form = (index + num * variant).to(device, non_blocking=True)
-            images = forms.index_select(0, form).permute(0, 3, 1, 2)
-            if augmentation.crop_padding:
-                images = random_crop(images, augmentation.crop_padding, generator, fill=0.0)
-            if augmentation.rotation:
-                images = random_rotation(images.float(), augmentation.rotation, generator, fill=0.0)
-            y = self.labels.index_select(0, form % num if flips else form)
-            yield Step(self.pixels.normalise(images), y, index, variant)
+        num, device = len(self), self.labels.device
+        epochs: list[int] = []
+        index: list[Tensor] = []
+        variant: list[Tensor] = []
+        shifts: list[Tensor] = []
+        degrees: list[Tensor] = []
+        for epoch, generator in enumerate(generators):
+            for batch in torch.split(torch.randperm(num, generator=generator), batch_size):
+                if len(index) == max_steps:
+                    break
+                epochs.append(epoch)
+                index.append(batch)
+                flips = draw_flips(len(batch), generator).long() if augmentation.flip else None
+                variant.append(torch.zeros_like(batch) if flips is None else flips)
+                if padding := augmentation.crop_padding:
+                    shifts.append(draw_offsets(len(batch), padding, generator))
+                if augmentation.rotation:
+                    degrees.append(draw_degrees(len(batch), augmentation.rotation, generator))
+            if len(index) == max_steps:
+                break
+        forms = [
+            i + num * v if augmentation.flip else i for i, v in zip(index, variant, strict=True)
+        ]
+        host_forms = torch.cat([*forms, torch.empty(0, dtype=torch.int64)]).numpy()
+        on_device = [_uploaded(parts, device) for parts in (forms, shifts, degrees)]
+        return BatchPlan(num, augmentation, epochs, index, variant, host_forms, *on_device)
+
+    def step(self, plan: BatchPlan, number: int) -> Step:
+        """The batch of step `number` of the plan."""
+        augmentation, form = plan.augmentation, plan.forms[number]
+        forms = self.plain_and_mirrored if augmentation.flip else self.images.permute(0, 2, 3, 1)
+        images = forms.index_select(0, form).permute(0, 3, 1, 2)
+        if augmentation.crop_padding:
+            images = shift(images, plan.shifts[number], 0.0, margin=augmentation.crop_padding)
+        if augmentation.rotation:
+            images = rotate(images.float(), plan.degrees[number], 0.0)
+        y = self.labels.index_select(0, form % plan.num_samples if augmentation.flip else form)
+        index, variant, epoch = plan.index[number], plan.variant[number], plan.epochs[number]
+        return Step(self.pixels.normalise(images), y, index, variant, epoch, number, plan)
 
     def in_order(self, batch_size: int = evaluation_batch) -> Iterator[tuple[Tensor, Tensor]]:
         """All samples without augmentation, as (x, y) batches in the order of storage."""

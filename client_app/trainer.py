@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,14 @@ class MeanTerms:
         self.num_samples += batch_size
 
     def read(self) -> dict[str, float]:
-        """The mean of each term over all samples added."""
-        return {name: total.item() / max(1, self.num_samples) for name, total in self.sums.items()}
+        """The mean of each term over all samples added, in one copy from the device."""
+        if not self.sums:
+            return {}
+        totals: list[float] = torch.stack(list(self.sums.values())).tolist()
+        return {
+            name: total / max(1, self.num_samples)
+            for name, total in zip(self.sums, totals, strict=True)
+        }
 
 
 @dataclass(frozen=True)
@@ -87,15 +93,17 @@ def descend(
         momentum=train.momentum if momentum is None else momentum,
         weight_decay=train.weight_decay if weight_decay is None else weight_decay,
     )
+    plan = ctx.plan(stream, duration.count, duration.unit)
+    rates = [
+        lr * ctx.lr_factor * train.lr_decay_epoch**epoch if decays else lr for epoch in plan.epochs
+    ]
     sums = MeanTerms({})
-    num_steps = 0
-    total_lr = 0.0
     cuda = [ctx.device] if ctx.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda), products(train.precision):
+    with torch.random.fork_rng(devices=cuda), products(ctx.precision):
         seed_default(ctx.seed("dropout", stream), ctx.device)
-        for epoch, step in steps_of(ctx, stream, duration):
-            rate = lr * ctx.lr_factor * train.lr_decay_epoch**epoch if decays else lr
-            with forward_in(train.precision, ctx.device):
+        for number, rate in enumerate(rates):  # nothing here waits for the device
+            step = ctx.train_samples.step(plan, number)
+            with forward_in(ctx.precision, ctx.device):
                 terms = terms_of(step)
             optimizer.zero_grad()
             functools.reduce(operator.add, terms.values()).backward()  # type: ignore[no-untyped-call]
@@ -107,22 +115,7 @@ def descend(
             if after_step:
                 after_step(rate)
             sums.add(terms, len(step.y))
-            num_steps += 1
-            total_lr += rate
-    return Descent(sums.read(), num_steps, total_lr)
-
-
-def steps_of(ctx: RoundContext, stream: str, duration: Duration) -> Iterator[tuple[int, Step]]:
-    """(epoch, batch) for the duration; steps take as many epochs as they need."""
-    epoch = taken = 0
-    in_epochs = duration.unit == "epochs"
-    while (epoch if in_epochs else taken) < duration.count:
-        for step in ctx.batches(stream, epoch):
-            yield epoch, step
-            taken += 1
-            if not in_epochs and taken == duration.count:
-                return
-        epoch += 1
+    return Descent(sums.read(), len(rates), functools.reduce(operator.add, rates, 0.0))
 
 
 def seed_default(seed: int, device: torch.device) -> None:

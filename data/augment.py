@@ -20,10 +20,14 @@ def draw_flips(batch_size: int, generator: torch.Generator) -> Tensor:
     return torch.randint(2, (batch_size,), generator=generator).bool()
 
 
-def shift(x: Tensor, offsets: Tensor, fill: Fill = 0.0) -> Tensor:
-    """Shift sample b by offsets[b] = (dy, dx) pixels, int64 [B, 2]; positive is down and right."""
+def shift(x: Tensor, offsets: Tensor, fill: Fill = 0.0, margin: int | None = None) -> Tensor:
+    """Shift sample b by offsets[b] = (dy, dx) pixels, int64 [B, 2]; positive is down and right.
+
+    margin: no offset is larger; None: read from the offsets, which waits for a GPU.
+    """
     batch, channels, height, width = x.shape
-    margin = int(offsets.abs().max()) if batch else 0
+    if margin is None:
+        margin = int(offsets.abs().max()) if batch else 0
     size = (batch, channels, height + 2 * margin, width + 2 * margin)
     padded = _per_channel(fill, x).expand(size).contiguous()
     padded[:, :, margin : margin + height, margin : margin + width] = x
@@ -32,13 +36,12 @@ def shift(x: Tensor, offsets: Tensor, fill: Fill = 0.0) -> Tensor:
     return windows[torch.arange(batch, device=x.device), :, dy, dx]
 
 
-def random_crop(x: Tensor, padding: int, generator: torch.Generator, fill: Fill = 0.0) -> Tensor:
-    """Pad all sides of `x` and crop each sample to its original size at a random position.
+def draw_offsets(batch_size: int, padding: int, generator: torch.Generator) -> Tensor:
+    """Shifts (dy, dx) that equal padding all sides and cropping at a random position.
 
-    Equivalent to a shift by -padding to +padding pixels, uniform and independent per axis.
+    int64 [B, 2] on the CPU, from -padding to +padding, uniform and independent per axis.
     """
-    offsets = torch.randint(-padding, padding + 1, (len(x), 2), generator=generator)
-    return shift(x, offsets, fill)
+    return torch.randint(-padding, padding + 1, (batch_size, 2), generator=generator)
 
 
 def rotate(x: Tensor, degrees: Tensor, fill: Fill = 0.0) -> Tensor:
@@ -61,12 +64,9 @@ def rotate(x: Tensor, degrees: Tensor, fill: Fill = 0.0) -> Tensor:
     )  # grid_sample pads with 0
 
 
-def random_rotation(
-    x: Tensor, degrees: float, generator: torch.Generator, fill: Fill = 0.0
-) -> Tensor:
-    """Rotate each sample by an angle drawn uniformly from -degrees to +degrees."""
-    angles = (2 * torch.rand(len(x), generator=generator) - 1) * degrees
-    return rotate(x, angles, fill)
+def draw_degrees(batch_size: int, degrees: float, generator: torch.Generator) -> Tensor:
+    """Angles drawn uniformly from -degrees to +degrees, float32 [B] on the CPU."""
+    return (2 * torch.rand(batch_size, generator=generator) - 1) * degrees
 
 
 def _per_channel(fill: Fill, x: Tensor) -> Tensor:

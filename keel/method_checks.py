@@ -171,7 +171,7 @@ class Loss:
             self.model.load_state_dict(model_for(config, open_source(config), seed=3).state_dict())
             self.model.train().requires_grad_(True)
             self.terms_of = objective_terms(objective, ctx, self.model)
-            self.step = next(ctx.batches("check"))
+            self.step = next(ctx.steps("check", 1))
 
     def value(self, step: Step | None = None) -> Tensor:
         """Sum of the loss terms, with the same dropout masks at every call."""

@@ -177,10 +177,15 @@ class TrainConfig:
         at_least(0), "CPU threads of torch in each worker; 0: as many as the worker was assigned"
     )
     precision: str = option(
-        one_of("fp32", "tf32", "bf16"),
-        "of training: fp32; tf32: matrix products on a GPU; bf16: forward passes",
+        one_of("fp32", "tf32", "bf16", "auto"),
+        "of training: fp32; tf32: matrix products on a GPU; bf16: forward passes; auto: bf16 for "
+        "more than a million parameters, on a GPU or a CPU with bfloat16 products, else fp32",
     )
     compile: bool = option(true_or_false(), "torch.compile the networks; pays off in long GPU runs")
+    clients_per_step: int = option(
+        at_least(1),
+        "clients that one process trains together, as one batched model; for the inline engine",
+    )
     frozen_statistics: str = option(
         one_of("running", "batch"),
         "BatchNorm in frozen models: their own statistics, or each batch's as in FedIntR's code, "
@@ -220,6 +225,21 @@ RUN_NAME_RULE = "1 to 64 of the characters A-Z a-z 0-9 . _ -, not beginning with
 def is_run_name(name: str) -> bool:
     """Whether `name` can name a run directory; "" leaves the choice to Keel."""
     return not name or re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) is not None
+
+
+TRACKERS = ("tensorboard", "mlflow", "wandb")
+
+
+def is_tracker_list(text: str) -> bool:
+    """Whether `text` is a value of `tracker`."""
+    names = [name.strip() for name in text.split(",")]
+    return names == ["none"] or all(name in TRACKERS for name in names)
+
+
+def tracker_names(rounds: "RoundsConfig") -> list[str]:
+    """The trackers that are asked for, each once."""
+    names = [name.strip() for name in rounds.tracker.split(",")]
+    return [n for n in TRACKERS if n in names or (n == "tensorboard" and rounds.tensorboard)]
 
 
 @dataclass(frozen=True)
@@ -276,8 +296,10 @@ class RoundsConfig:
     num_selected: int = option(
         at_least(0), "multi-krum: number of updates that are averaged; 0: all but num-malicious"
     )
-    tensorboard: bool = option(
-        true_or_false(), "write TensorBoard events to the run directory; needs keel[tensorboard]"
+    tracker: str = option(
+        Constraint(is_tracker_list, "none, or some of tensorboard, mlflow, wandb, with commas"),
+        "where the run's figures are copied: tensorboard (in the run directory), mlflow, wandb; "
+        "each needs Keel's extra of that name",
     )
     checkpoint_every: int = option(
         at_least(0), "rounds between checkpoints, which a resume starts from; 0: as snapshot-every"
@@ -292,6 +314,8 @@ class RoundsConfig:
         "keep the checkpoints and client state of a finished run, which can then be continued; "
         "false: only what its personal models consist of",
     )
+    tracker_clients: bool = option(true_or_false(), "trackers get each client's accuracies too")
+    tensorboard: bool = option(true_or_false(), "the same as tracker = tensorboard, beside others")
     output_dir: str = option(any_text(), 'parent of run directories; "": $KEEL_HOME/runs')
     run_name: str = option(
         Constraint(is_run_name, RUN_NAME_RULE),

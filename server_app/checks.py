@@ -8,16 +8,15 @@ from protocol.config import RunConfig
 from protocol.options import OptionValue
 from protocol.server_optimizers import SERVER_OPTIMIZERS
 from server_app.diagnostics.comparison import chosen_diagnostics
-from server_app.observers import check_tensorboard
 from server_app.roster import evaluates_clients
+from server_app.trackers import check_trackers
 
 
 def check_config(config: RunConfig) -> None:
     """ValueError, one line, for what `protocol.config.validate` does not know."""
     method_of(config)
     chosen_diagnostics(config.rounds.diagnostics)
-    if config.rounds.tensorboard:
-        check_tensorboard()
+    check_trackers(config.rounds)
 
 
 def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> list[str]:

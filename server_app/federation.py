@@ -15,6 +15,7 @@ from client_app.method import Method
 from client_app.methods import method_of
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of
+from client_app.stacked import check_stackable
 from client_app.state import StateMemory, memories
 from data.sources import Source
 from models import StagedModel
@@ -181,6 +182,13 @@ def prepare(
     source = open_source(config)  # decoded here, before any client opens it
     model = model_for(config, source)
     method.check_model(model)  # raises for layers that this network does not have
+    check_stackable(method, config, model)
+    if config.train.clients_per_step > 1 and not getattr(grid, "stacks_clients", False):
+        raise ValueError(
+            f"clients-per-step = {config.train.clients_per_step}: only the inline engine trains "
+            "clients together, and no more than 1,000 of them: run with --engine inline, or set it "
+            "to 1"
+        )
     initial_weights = {name: array.clone() for name, array in model.state_dict().items()}
     strategy = strategy_for(config, model)
     device = device_for(config.train.device)
@@ -477,7 +485,7 @@ def global_score(run: Run, arrays: ArrayRecord) -> Score:
     """The global model on the source's test set."""
     device = run.test_samples.labels.device
     run.model.to(device).load_state_dict(run.initial_weights | tensors(arrays))
-    return evaluate(run.model, run.test_samples)
+    return evaluate(run.model, run.test_samples, run.config.train.precision)
 
 
 def evaluate_on_clients(
@@ -519,6 +527,7 @@ def info_of(run: Run, history: Sequence[Line]) -> RunInfo:
         clients_per_round=run.cohort_size,
         num_rounds=config.rounds.num_rounds,
         history=tuple(without_clients(line) for line in history),
+        config=dict(config.flat),
     )
 
 

@@ -37,6 +37,8 @@ REQUIRED = ("round", "losses", "seconds", "left_out")
 # what reading damaged JSON raises
 DAMAGE = (ValueError, AttributeError, LookupError, TypeError, ArithmeticError, RecursionError)
 PER_CLIENT = ("local_global", "personal")  # these hold each client's accuracy in "clients"
+READ_BYTES = 1 << 20  # lines of many clients are long
+MAX_NAMED = 100  # clients that a condensed line names in each of its fields
 
 # Accuracy curves: key in a line, key within it, description.
 CURVES = (
@@ -69,12 +71,17 @@ def whole_lines(path: Path) -> tuple[list[Line], list[str]]:
     lines, faults = [], []
     for number, text in enumerate(complete.split(b"\n") if complete else [], start=1):
         try:
-            line = {RENAMED_FIELDS.get(k, k): value for k, value in json.loads(text).items()}
-            check_kinds(line)
-            lines.append(line)
+            lines.append(parsed_line(text))
         except DAMAGE as error:
             faults.append(f"{path}, line {number} is damaged: {error}")
     return lines, faults
+
+
+def parsed_line(text: bytes) -> Line:
+    """A line under today's names. One of DAMAGE if it is damaged."""
+    line = {RENAMED_FIELDS.get(key, key): value for key, value in json.loads(text).items()}
+    check_kinds(line)
+    return line
 
 
 def check_kinds(line: Line) -> None:
@@ -89,6 +96,104 @@ def check_kinds(line: Line) -> None:
             raise TypeError(f"{key} has no {name}")
     if not all(isinstance(value, int | float) for value in line.get("seconds", {}).values()):
         raise TypeError("seconds are no numbers")
+
+
+class HistoryReader:
+    """Follows a history that may be growing: reads only what is new, and holds little of it.
+
+    lines: complete lines, condensed: `num_participants`, `num_left_out`, ... instead of names
+    beyond the first MAX_NAMED, no client's accuracy. `full` reads one line as it is in the file.
+    faults: a sentence for each damaged line. version: changes with the content.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.generation, self._inode = path, 0, -1
+        self._restart()
+
+    def _restart(self) -> None:
+        self.lines: list[Line] = []
+        self.faults: list[str] = []
+        self._spans: list[tuple[int, int]] = []  # of each line: its first byte, and how many
+        self._offset = self._number = 0
+        self.generation += 1
+
+    @property
+    def version(self) -> tuple[int, int, int]:
+        """Differs after every `update` that changed something."""
+        return self.generation, len(self.lines), len(self.faults)
+
+    def update(self) -> bool:
+        """Read what was appended; begin again if the file was replaced. True: there is news."""
+        before = self.version
+        try:
+            with self.path.open("rb", buffering=READ_BYTES) as file:
+                about = os.fstat(file.fileno())
+                if self._inode not in (-1, about.st_ino) or about.st_size < self._offset:
+                    self._restart()
+                self._inode = about.st_ino
+                file.seek(self._offset)
+                for text in file:
+                    if not text.endswith(b"\n"):  # being written
+                        break
+                    self._append(text)
+        except FileNotFoundError:
+            if self._offset:
+                self._restart()
+        return self.version != before
+
+    def _append(self, text: bytes) -> None:
+        self._number += 1
+        try:
+            self.lines.append(condensed(text))
+            self._spans.append((self._offset, len(text)))
+        except DAMAGE as error:
+            if len(self.faults) < MAX_NAMED:
+                self.faults.append(f"{self.path.name}, line {self._number} is damaged: {error}")
+        self._offset += len(text)
+
+    def full(self, index: int) -> Line:
+        """The line behind `lines[index]`, with every client. ValueError if the file has changed."""
+        start, size = self._spans[index]
+        with self.path.open("rb") as file:
+            file.seek(start)
+            return parsed_line(file.read(size))
+
+
+def condensed(text: bytes) -> Line:
+    """A line with numbers instead of long lists of clients.
+
+    Accuracies and participants, most of a line, are cut out before JSON is parsed. A cut that ends
+    inside a name leaves an odd number of quotes, which is no JSON: then the whole line is parsed.
+    """
+    try:
+        participants = cut_out(text, b'"participants": [', b"]")
+        short, num = participants[0], participants[1].count(b'", "') + bool(participants[1])
+        for _ in PER_CLIENT:
+            short = cut_out(short, b'"clients": {', b"}")[0].replace(
+                b'"clients": {}', b'"clients": 0', 1
+            )
+        line = parsed_line(short)
+    except DAMAGE:
+        line = parsed_line(text)
+        num = len(line.get("participants", ()))
+    line["num_participants"] = num
+    for key in ("left_out", "backed_off", "late", "evaluation_left_out"):
+        found = line.get(key) or []
+        line[f"num_{key}"] = len(found)
+        if len(found) > MAX_NAMED:
+            first = list(found)[:MAX_NAMED]
+            line[key] = {n: found[n] for n in first} if isinstance(found, dict) else first
+    return without_clients(line)
+
+
+def cut_out(text: bytes, opening: bytes, closing: bytes) -> tuple[bytes, bytes]:
+    """(`text` without what is between the first `opening` and the next `closing`, that part)."""
+    start = text.find(opening)
+    end = text.find(closing, start)
+    if start < 0 or end < 0:
+        return text, b""
+    start += len(opening)
+    return text[:start] + text[end:], text[start:end]
 
 
 def append_history(path: Path, line: Mapping[str, Any]) -> None:
@@ -148,7 +253,9 @@ def finite_or_null(value: Any) -> Any:
 def without_clients(line: Mapping[str, Any]) -> Line:
     """A line without what grows with the number of clients: their accuracies and names."""
     return {
-        key: {n: v for n, v in value.items() if n != "clients"} if key in PER_CLIENT else value
+        key: {n: v for n, v in value.items() if n != "clients"}
+        if key in PER_CLIENT and isinstance(value, Mapping)
+        else value
         for key, value in line.items()
         if key != "participants"
     }

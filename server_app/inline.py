@@ -20,6 +20,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 import client_app.app
+from client_app.handlers import answer_together, clients_per_step
 from protocol.flower_compat import assign_message_id, begin_task
 from protocol.options import OptionValue
 from server_app.app import log_to_stdout
@@ -34,7 +35,9 @@ class InlineGrid(Grid):
     """Clients that live in this process and answer one after the other, in the order asked."""
 
     is_in_process: ClassVar[bool] = True
+    stacks_clients: ClassVar[bool] = True
     has_own_clients: ClassVar[bool] = True
+    plays_logical_clients = False  # a node is a client, unless `run_inline` says otherwise
 
     def __init__(self, app: ClientApp, node_configs: Sequence[NodeConfig]) -> None:
         self.app = app
@@ -76,8 +79,14 @@ class InlineGrid(Grid):
         """The replies to these messages, each made now."""
         asked = set(message_ids)
         due = [message_id for message_id in self.waiting if message_id in asked]
-        messages = (self.waiting.pop(message_id, None) for message_id in due)
-        return [self.answer(message) for message in messages if message]
+        messages = [self.waiting.pop(message_id) for message_id in due]
+        if not messages:
+            return []
+        num = clients_per_step(messages[0])
+        if num == 1:
+            return [self.answer(message) for message in messages]
+        groups = [messages[n : n + num] for n in range(0, len(messages), num)]
+        return [reply for group in groups for reply in self.answer_together(group)]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -89,6 +98,15 @@ class InlineGrid(Grid):
         """The client's reply to one message."""
         context = self.contexts[message.metadata.dst_node_id]
         return self.app(message, context)
+
+    def answer_together(self, messages: Sequence[Message]) -> list[Message]:
+        """The replies of clients that train together (`clients-per-step`)."""
+        contexts = [self.contexts[message.metadata.dst_node_id] for message in messages]
+        contents = answer_together(messages, contexts)
+        return [
+            Message(content, reply_to=message)
+            for content, message in zip(contents, messages, strict=True)
+        ]
 
 
 def simulated_nodes(num_clients: int) -> list[NodeConfig]:
@@ -112,14 +130,17 @@ def run_inline(
     clients, else a node a client.
     """
     overrides = dict(overrides)
-    nodes = list(node_configs or [])
-    if node_configs is None:
-        nodes = simulated_nodes(num_workers or num_clients)
-        if num_clients > MAX_NODES or num_workers:
-            nodes = simulated_nodes(num_workers or 1)
-            if "resume" not in overrides:
-                overrides.setdefault("num-clients", num_clients)
-    grid = InlineGrid(client_app.app.app, nodes)
+    is_logical = node_configs is None and (num_clients > MAX_NODES or num_workers > 0)
+    nodes = simulated_nodes(num_clients) if node_configs is None and not is_logical else []
+    if is_logical:
+        nodes = simulated_nodes(num_workers or 1)
+        expected = overrides.get("num-clients", num_clients)
+        if expected != num_clients:
+            raise ValueError(f"num-clients = {expected}: the run is started for {num_clients}")
+        if "resume" not in overrides:
+            overrides["num-clients"] = num_clients
+    grid = InlineGrid(client_app.app.app, nodes or list(node_configs or []))
+    grid.plays_logical_clients = is_logical
     return run_federation(grid, overrides, observers=observers).path
 
 

@@ -135,6 +135,7 @@ class LogicalGrid(Grid):
 
 def with_logical_clients(grid: Grid, num_clients: int) -> Grid:
     """The grid; a `LogicalGrid` over a simulation with fewer nodes than the run has clients."""
-    if not is_in_process_grid(grid) or isinstance(grid, LogicalGrid):
+    can_play = is_in_process_grid(grid) and getattr(grid, "plays_logical_clients", True)
+    if not can_play or isinstance(grid, LogicalGrid):
         return grid
     return LogicalGrid(grid, num_clients) if len(list(grid.get_node_ids())) < num_clients else grid

@@ -1,4 +1,4 @@
-"""What follows a run in progress: log lines, TensorBoard, the table at the end.
+"""What follows a run in progress: log lines, the table at the end; trackers.py has the others.
 
 An observer is any object with the methods of `RunObserver`. `run_federation` calls them in the
 order given, after the round or the summary is on disk; an exception in one ends the run.
@@ -7,25 +7,24 @@ order given, after the round or the summary is on disk; an exception in one ends
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib.util import find_spec
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
 
 from server_app.history import CURVES, Line, duration
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
 log = logging.getLogger("keel.server")
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is about to run. `history`: lines of the rounds done before a resume."""
+    """What is about to run. `history`: lines of the rounds done before a resume.
+
+    config: every key with its value.
+    """
 
     directory: Path
     method: str
@@ -41,6 +40,7 @@ class RunInfo:
     clients_per_round: int
     num_rounds: int
     history: tuple[Line, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -127,40 +127,8 @@ def round_text(line: Line, info: RunInfo, seconds_left: float) -> str:
     return f"round {line['round']}/{info.num_rounds}: {', '.join(parts)}"
 
 
-class TensorBoardEvents:
-    """Writes every figure of a round as TensorBoard events in the run directory's tensorboard/."""
-
-    writer: "SummaryWriter"
-
-    def on_run_start(self, info: RunInfo) -> None:
-        """Open the event file; events of rounds that a resume repeats are superseded."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge_step = info.last_round + 1 if info.last_round else None
-        self.writer = SummaryWriter(str(info.directory / "tensorboard"), purge_step=purge_step)
-
-    def on_round(self, line: Line) -> None:
-        """Write the round's scalars."""
-        for name, value in scalars(line).items():
-            self.writer.add_scalar(name, value, line["round"])
-        self.writer.flush()
-
-    def on_run_end(self, summary: Mapping[str, Any]) -> None:
-        """Close the event file."""
-        self.writer.close()
-
-
-def check_tensorboard() -> None:
-    """ValueError, one line, where events are asked for and cannot be written."""
-    if find_spec("tensorboard") is None:
-        raise ValueError(
-            "tensorboard = true: the package tensorboard is not installed: pip install tensorboard "
-            "(Keel's extra of that name), or set tensorboard=false"
-        )
-
-
 def scalars(line: Line) -> dict[str, float]:
-    """A round's figures by the names that TensorBoard shows them under."""
+    """A round's figures by the names that trackers show them under."""
     found = {f"accuracy/{key}.{name}": line[key][name] for key, name, _ in CURVES if key in line}
     found |= {f"loss/{name}": value for name, value in line["losses"].items() if value is not None}
     found |= {f"seconds/{name}": value for name, value in line["seconds"].items()}

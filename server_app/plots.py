@@ -1,4 +1,4 @@
-"""Accuracy over rounds, drawn alike in run directories and by `keel compare`; needs no torch."""
+"""Accuracies and losses over rounds, in run directories and `keel compare`; needs no torch."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,23 +9,31 @@ from matplotlib.ticker import MaxNLocator
 MAX_MARKED = 40  # points with a marker each
 
 
-def accuracy_figure(
-    curves: Iterable[tuple[str, Sequence[tuple[int, float]]]], title: str = ""
-) -> Figure:
-    """One line for each curve: its label, and (round, accuracy in [0, 1]) of evaluated rounds."""
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for label, points in curves:
-        if points:
-            rounds, values = zip(*points, strict=True)
-            percents = [100 * value for value in values]
-            marker = "o" if len(points) < MAX_MARKED else None
-            axes.plot(rounds, percents, label=label, marker=marker, ms=3)
-    axes.set(xlabel="round", ylabel="accuracy (%)", title=title)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend(frameon=False)
+Curves = Iterable[tuple[str, Sequence[tuple[int, float]]]]  # label, (round, value)
+
+
+def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Figure:
+    """One line for each curve: its label, and (round, accuracy in [0, 1]) of evaluated rounds.
+
+    losses: likewise, in a panel of their own.
+    """
+    losses = [(label, points) for label, points in losses if points]
+    figure = Figure(figsize=(7, 7 if losses else 4.2), layout="constrained")
+    panels = figure.subplots(2 if losses else 1, sharex=True, squeeze=False)[:, 0]
+    percents = [(label, [(r, 100 * value) for r, value in points]) for label, points in curves]
+    drawn: list[tuple[Curves, str]] = [(percents, "accuracy (%)"), (losses, "loss")]
+    for axes, (lines, name) in zip(panels, drawn, strict=False):
+        for label, points in lines:
+            if points:
+                marker = "o" if len(points) < MAX_MARKED else None
+                axes.plot(*zip(*points, strict=True), label=label, marker=marker, ms=3)
+        axes.set(ylabel=name)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(frameon=False)
+    panels[0].set(title=title)
+    panels[-1].set(xlabel="round")
     return figure
 
 

@@ -11,9 +11,10 @@ from data.sources import Source
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry
 from server_app.history import CURVES, Line, curve, without_clients
-from server_app.observers import RoundLog, RunInfo, RunObserver, TensorBoardEvents
+from server_app.observers import RoundLog, RunInfo, RunObserver
 from server_app.plots import accuracy_figure, save_png
 from server_app.summary import iso_time, read_summary, summarise, write_summary
+from server_app.trackers import trackers_of
 
 log = logging.getLogger("keel.server")
 WRITE_EVERY_S = 2.0  # how often summary.json is written while rounds are shorter than this
@@ -36,10 +37,7 @@ class Reporter:
         privacy_spent: Callable[[], Privacy],
     ) -> None:
         self.config, self.info, self.privacy_spent = config, info, privacy_spent
-        builtin: list[RunObserver] = [RoundLog()]
-        if config.rounds.tensorboard:
-            builtin.append(TensorBoardEvents())
-        self.observers = [*builtin, *observers]
+        self.observers = [RoundLog(), *trackers_of(config.rounds), *observers]
         self.history = list(info.history)
         self.is_finished = False
         self.started = iso_time(time.time())
@@ -107,6 +105,18 @@ def plot_split(roster: Sequence[RosterEntry], source: Source, path: Path) -> Non
 
 
 def plot_accuracy(history: Sequence[Line], title: str, path: Path) -> None:
-    """The accuracy curves over rounds as a PNG; rounds without an evaluation have no point."""
+    """Accuracies and loss terms over rounds as a PNG; what was not measured has no point."""
     curves = [(description, curve(history, key, name)) for key, name, description in CURVES]
-    save_png(accuracy_figure(curves, title), path)
+    terms = dict.fromkeys(name for line in history for name in line["losses"])
+    losses = [
+        (
+            f"{term}, training",
+            [
+                (line["round"], line["losses"][term])
+                for line in history
+                if line["losses"].get(term) is not None
+            ],
+        )
+        for term in terms
+    ]
+    save_png(accuracy_figure(curves, title, losses), path)

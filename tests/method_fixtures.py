@@ -51,7 +51,7 @@ def sgd_by_hand(config, weights, batches, names, lr, term=None, momentum=0.0, we
 
 def batches_of(config, stream, epochs, **about):
     now = make_round(config, **about)
-    return [step for epoch in range(epochs) for step in now.batches(stream, epoch)]
+    return list(now.steps(stream, epochs))
 
 
 DECAYS = {"lr_decay": 0.5, "lr_decay_epoch": 0.7}

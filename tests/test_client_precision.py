@@ -21,6 +21,7 @@ from client_app.evaluation import evaluate
 from client_app.feature_cache import FrozenFeatureCache
 from client_app.methods import method_of
 from client_app.objective import representations
+from client_app.precision import resolved
 
 METHODS = ("fedavg", "moon", "fedintr", "fedcka", "fedrcl", "fedrep")
 
@@ -72,7 +73,7 @@ def test_what_is_cached_is_what_the_local_network_would_say(precision):
     now.model.eval()
     compute = representations(objective, now.frozen("global", now.received), now)
     frozen = FrozenFeatureCache(now, compute, is_read_again=True)
-    step = next(now.batches("batches"))
+    step = next(now.steps("batches", 1))
     first, again = frozen.of(step), frozen.of(step)
     with client_app.trainer.forward_in(precision, now.device):
         _, taps = now.model.run(step.x, objective.layers(now.model))
@@ -89,6 +90,56 @@ def test_evaluation_is_fp32_whatever_training_was():
         now.model.load_state_dict(now.received)
         scores.append(evaluate(now.model, now.train_samples))
     assert scores[0] == scores[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "num_parameters", "expected"),
+    [
+        ({"avx512_bf16": True, "amx_bf16": False}, "cpu", 1_000_001, "bf16"),
+        ({"avx512_bf16": False, "amx_bf16": True}, "cpu", 1_000_001, "bf16"),
+        ({"avx512_bf16": True}, "cpu", 1_000_000, "fp32"),
+        ({"avx512_bf16": False, "amx_bf16": False}, "cpu", 10**8, "fp32"),
+        ({}, "cpu", 10**8, "fp32"),  # not x86
+        ({}, "cuda", 1_000_001, "bf16"),
+        ({}, "cuda", 1_000_000, "fp32"),
+        ({}, "mps", 10**8, "fp32"),
+    ],
+)
+def test_auto_is_bf16_for_large_networks_where_the_device_has_it(
+    flags, device, num_parameters, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
+    device = torch.device(device)
+    assert resolved("auto", num_parameters, device) == expected
+    for precision in ("fp32", "tf32", "bf16"):
+        assert resolved(precision, num_parameters, device) == precision
+
+
+@pytest.mark.parametrize("method", ["fedavg", "moon", "fedreco"])
+def test_auto_trains_as_the_precision_that_it_stands_for(method, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    for min_parameters, precision in ((1000, "bf16"), (10**6, "fp32")):
+        monkeypatch.setattr(client_app.precision, "auto_min_parameters", min_parameters)
+        keys = {"method": method, "local_epochs": 1}
+        auto, other = (
+            make_config(**keys, precision="auto"),
+            make_config(**keys, precision=precision),
+        )
+        sent = _extractor(auto) if method == "fedreco" else None
+        about = {"number": 2, "received": sent}
+        if method == "moon":
+            about["state"] = {"previous": initial(auto, seed=5)}
+        assert_same_bits(train(auto, **about).arrays, train(other, **about).arrays)
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("auto", "tf32"), ("bf16", "ieee")])
+def test_auto_evaluates_in_tf32(precision, expected):
+    now, seen = make_round(make_config()), []
+    now.model.register_forward_hook(
+        lambda *_: seen.append(torch.backends.cuda.matmul.fp32_precision)
+    )
+    evaluate(now.model, now.train_samples, precision)
+    assert set(seen) == {expected}
 
 
 def test_on_a_cpu_tf32_is_fp32_and_the_settings_are_put_back():

@@ -33,7 +33,8 @@ def by_hand(images):
 
 def epoch_of(samples, batch_size=5, seed=0, **fields):
     generator = torch.Generator().manual_seed(seed)
-    return list(samples.batches(batch_size, augmentation(**fields), generator)), generator
+    plan = samples.plan(batch_size, augmentation(**fields), [generator])
+    return [samples.step(plan, n) for n in range(len(plan.epochs))], generator
 
 
 def assert_pixels(x, expected):
@@ -114,14 +115,43 @@ def test_variant_says_which_samples_are_mirrored():
 def test_every_sample_may_be_mirrored_in_one_epoch_and_not_in_the_next():
     samples, _ = colour_samples(num=50)
     generator = torch.Generator().manual_seed(0)
-    forms = []
-    for _ in range(2):
-        form = torch.zeros(50, dtype=torch.int64)
-        for step in samples.batches(8, augmentation(flip=True), generator):
-            form[step.index] = step.variant
-        forms.append(form)
-    pairs = set(zip(*(form.tolist() for form in forms), strict=True))
+    plan = samples.plan(8, augmentation(flip=True), [generator, generator])
+    forms = torch.zeros(2, 50, dtype=torch.int64)
+    for epoch, index, variant in zip(plan.epochs, plan.index, plan.variant, strict=True):
+        forms[epoch, index] = variant
+    pairs = set(zip(*forms.tolist(), strict=True))
     assert pairs == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+@pytest.mark.parametrize("fields", [{}, {"flip": True}, {"crop_padding": 2, "rotation": 9.0}])
+def test_a_plan_of_steps_is_the_beginning_of_one_of_epochs(fields):
+    samples, _ = colour_samples()
+    seeded = [[torch.Generator().manual_seed(n) for n in range(3)] for _ in range(2)]
+    whole = samples.plan(5, augmentation(**fields), seeded[0])
+    part = samples.plan(5, augmentation(**fields), seeded[1], max_steps=7)
+    assert [len(index) for index in whole.index] == 3 * [5, 5, 5, 5, 3]
+    assert part.epochs == whole.epochs[:7] == [0] * 5 + [1] * 2
+    for number in range(7):
+        step, other = samples.step(part, number), samples.step(whole, number)
+        assert torch.equal(step.x, other.x)
+        assert torch.equal(step.index, other.index)
+    assert samples.plan(5, augmentation(**fields), iter([]), max_steps=0).epochs == []
+
+
+def test_new_forms_are_those_that_no_earlier_batch_has():
+    samples, _ = colour_samples()
+    plan = samples.plan(5, augmentation(flip=True), [torch.Generator().manual_seed(4)] * 3)
+    met = set()
+    counts = []
+    for index, variant, new in zip(plan.index, plan.variant, plan.new_forms, strict=True):
+        pairs = list(zip(index.tolist(), variant.tolist(), strict=True))
+        expected = [place for place, pair in enumerate(pairs) if pair not in met]
+        assert (list(range(len(pairs))) if new is None else new.tolist()) == expected
+        assert (new is None) == (len(expected) == len(pairs))
+        counts.append(len(expected))
+        met |= set(pairs)
+    assert counts[:5] == [5, 5, 5, 5, 3]
+    assert 0 < sum(counts[5:]) < 23  # some were mirrored in two epochs
 
 
 def test_plain_images_are_not_held_beside_their_mirrored_ones():

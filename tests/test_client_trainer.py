@@ -32,8 +32,9 @@ FEDCKA = {"model": "cnn-fedcka"}  # its two first taps are the widest that cachi
 
 def seen_batches(now):
     """The batches of local training, in order, epoch by epoch: indices into the samples."""
-    epochs = range(now.config.train.local_epochs)
-    return [[step.index for step in now.batches("batches", epoch)] for epoch in epochs]
+    plan = now.plan("batches", now.config.train.local_epochs, "epochs")
+    numbered = list(zip(plan.epochs, plan.index, strict=True))
+    return [[i for e, i in numbered if e == epoch] for epoch in sorted(set(plan.epochs))]
 
 
 def sgd_by_hand(now):
@@ -197,9 +198,8 @@ def count_frozen_body_rows(monkeypatch):
 def distinct_forms(now):
     """How many (sample, flipped or not) local training meets."""
     met = set()
-    for epoch in range(now.config.train.local_epochs):
-        for step in now.batches("batches", epoch):
-            met |= set(zip(step.index.tolist(), step.variant.tolist(), strict=True))
+    for step in now.steps("batches", now.config.train.local_epochs):
+        met |= set(zip(step.index.tolist(), step.variant.tolist(), strict=True))
     return len(met)
 
 
@@ -261,10 +261,10 @@ def test_a_cache_that_is_done_with_leaves_its_room_to_the_next():
     network = now.frozen("global", now.received)
     for _ in range(2):  # 0.54 MB each
         cache = FrozenFeatureCache(now, lambda x: network.run(x, ["conv1"])[1], is_read_again=True)
-        cache.of(next(now.batches("batches")))
+        cache.of(next(now.steps("batches", 1)))
         assert cache.is_cached
     second = FrozenFeatureCache(now, lambda x: network.run(x, ["conv1"])[1], is_read_again=True)
-    second.of(next(now.batches("batches")))
+    second.of(next(now.steps("batches", 1)))
     assert not second.is_cached  # the one before is still there
 
 
@@ -302,7 +302,8 @@ def test_the_same_seed_round_and_client_give_the_same_bits_whoever_came_before()
 
 def test_another_client_round_epoch_or_seed_has_another_batch_order():
     def order(now, epoch=0):
-        return torch.cat([step.index for step in now.batches("batches", epoch)]).tolist()
+        steps = now.steps("batches", epoch + 1)
+        return torch.cat([step.index for step in steps if step.epoch == epoch]).tolist()
 
     config = make_config()
     orders = [

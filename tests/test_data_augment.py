@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from data.augment import draw_flips, random_crop, random_rotation, rotate, shift
+from data.augment import draw_degrees, draw_flips, draw_offsets, rotate, shift
 
 
 def images(batch, channels, height, width, seed=0):
@@ -48,7 +48,8 @@ def test_shift_moves_each_sample_by_its_own_offset(fill):
     expected = each_pixel(
         x, lambda b, c, i, j: pixel(x[b], c, i - offsets[b, 0], j - offsets[b, 1], fill)
     )
-    assert torch.equal(shift(x, offsets, torch.tensor(fill)), expected)
+    for margin in (None, 9, 11):
+        assert torch.equal(shift(x, offsets, torch.tensor(fill), margin), expected)
 
 
 def test_random_crop_is_each_window_of_the_padded_image_equally_often():
@@ -58,7 +59,8 @@ def test_random_crop_is_each_window_of_the_padded_image_equally_often():
     padded[:, 1:5, 1:4] = image
     windows = {(t, s): padded[:, t : t + 4, s : s + 3] for t in range(3) for s in range(3)}
     found = Counter()
-    for crop in random_crop(image.expand(1800, -1, -1, -1), padding, seeded(3), fill):
+    offsets = draw_offsets(1800, padding, seeded(3))
+    for crop in shift(image.expand(1800, -1, -1, -1), offsets, fill, margin=padding):
         (place,) = (at for at, window in windows.items() if torch.equal(window, crop))
         found[place] += 1
     assert len(found) == 9
@@ -67,7 +69,7 @@ def test_random_crop_is_each_window_of_the_padded_image_equally_often():
 
 def test_random_crop_without_padding_changes_nothing():
     x = images(3, 1, 4, 4)
-    assert torch.equal(random_crop(x, 0, seeded(0)), x)
+    assert torch.equal(shift(x, draw_offsets(len(x), 0, seeded(0)), margin=0), x)
 
 
 def rotated_as_defined(x, degrees, fill):
@@ -114,7 +116,7 @@ def test_random_rotation_draws_an_angle_for_each_sample_within_the_bounds():
     size, radius = 201, 80
     x = torch.zeros(64, 1, size, size)
     x[:, :, 99:102, 100 + radius - 1 : 100 + radius + 2] = 1
-    turned = random_rotation(x, 30.0, seeded(5))
+    turned = rotate(x, draw_degrees(len(x), 30.0, seeded(5)))
     where = torch.arange(size) - 100.0
     mass = turned.sum((1, 2, 3))
     right = (turned.sum(2)[:, 0] * where).sum(1) / mass

@@ -30,6 +30,28 @@ def test_clients_run_along_x_and_more_samples_are_darker(tmp_path):
     assert rows[columns < 0.7 * pixels.shape[1]].max() < 0.5 * pixels.shape[0]
 
 
+@pytest.mark.parametrize("num_clients", [10, 100, 10_000])
+def test_totals_and_axis_names_are_drawn_for_any_number_of_clients(
+    tmp_path, monkeypatch, num_clients
+):
+    counts = np.random.default_rng(0).integers(0, 9, (num_clients, 5))
+    drawn = {}
+    stairs = Axes.stairs
+
+    def noted(axes, values, *rest, **options):
+        drawn.update(values=values, axes=axes)
+        return stairs(axes, values, *rest, **options)
+
+    monkeypatch.setattr(Axes, "stairs", noted)
+    plot_label_distribution(counts.tolist(), list("abcde"), tmp_path / "labels.png")
+    assert drawn["values"].tolist() == [sum(row) for row in counts.tolist()]
+    heat, below = drawn["axes"].figure.axes[:2]
+    assert (heat.get_ylabel(), below.get_xlabel(), below.get_ylabel()) == (
+        *("class", "client", "samples"),
+    )
+    assert len(below.get_xticks()) <= 20
+
+
 def test_rows_that_do_not_fit_the_classes_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"\(2, 3\): .* each of the 2 classes"):
         plot_label_distribution([[1, 2, 3], [4, 5, 6]], ["a", "b"], tmp_path / "labels.png")

@@ -43,6 +43,7 @@ class Nodes(InlineGrid):
     """Records what is asked, and answers with each client's number, or fails."""
 
     fails = False
+    plays_logical_clients = True
 
     def __init__(self, num):
         super().__init__(client_app.app.app, simulated_nodes(num))
@@ -112,6 +113,8 @@ def test_clients_are_logical_where_a_simulation_has_fewer_nodes():
     below = Nodes(3)
     assert with_logical_clients(below, 0) is below
     assert with_logical_clients(below, 3) is below
+    one_each = InlineGrid(client_app.app.app, simulated_nodes(3))
+    assert with_logical_clients(one_each, 4) is one_each
     logical = with_logical_clients(below, 4)
     assert list(logical.get_node_ids()) == [2, 3, 4, 5]
     assert with_logical_clients(logical, 5) is logical

@@ -21,7 +21,7 @@ packages = [
     for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]
 ]
 # Packages that are part of a declared one: flwr's extra [simulation], pydantic's compiled half.
-BROUGHT_ALONG = {"flwr": {"ray"}, "pydantic": {"pydantic-core"}}
+BROUGHT_ALONG = {"flwr": {"ray"}, "pydantic": {"pydantic-core"}, "mlflow-skinny": {"mlflow"}}
 USED_IF_THERE = {"pandas"}
 
 

@@ -17,7 +17,9 @@ from conftest import resume
 
 from keel.runs import SavedRun
 from server_app.history import (
+    HistoryReader,
     append_history,
+    condensed,
     read_history,
     truncate_history,
     whole_lines,
@@ -268,3 +270,68 @@ def test_the_model_of_a_run_of_0_1_loads():
     images = torch.randint(0, 256, (5, 28, 28), dtype=torch.uint8).numpy()
     assert set(model.predict(images)) <= {str(digit) for digit in range(10)}
     assert model.network.input_shape == (1, 28, 28)
+
+
+# --- a history that grows ------------------------------------------------------------------------
+
+
+def client_line(number: int, names: list[str]) -> dict[str, object]:
+    scores = {"mean": 0.5, "worst_decile": 0.2, "clients": dict.fromkeys(names, 0.5)}
+    line = line_of(number) | {"participants": names, "losses": {"supervised": 1.0}}
+    return line | {"personal": scores, "local_global": scores}
+
+
+def test_a_reader_sees_each_line_once_when_it_is_whole(tmp_path):
+    path = tmp_path / "history.jsonl"
+    reader = HistoryReader(path)
+    assert not reader.update()
+    append_history(path, client_line(1, ["a", "b"]))
+    assert reader.update()
+    assert not reader.update()
+    with path.open("a") as file:
+        file.write('{"round": 2, ')
+    assert not reader.update()
+    append_history(path, client_line(3, ["c"]))  # ends the incomplete line first
+    assert reader.update()
+    assert [line["round"] for line in reader.lines] == [1, 3]
+    assert len(reader.faults) == 1
+    assert "line 2 is damaged" in reader.faults[0]
+    assert reader.full(1) == {**client_line(3, ["c"])}
+
+
+def test_a_reader_begins_again_when_a_resume_replaces_the_file(tmp_path):
+    path = tmp_path / "history.jsonl"
+    for number in (1, 2, 3):
+        append_history(path, client_line(number, ["a"]))
+    reader = HistoryReader(path)
+    reader.update()
+    version = reader.version
+    truncate_history(path, 1)
+    append_history(path, client_line(2, ["b"]))
+    append_history(path, client_line(3, ["b"]))  # as long as before
+    assert reader.update()
+    assert reader.version != version
+    assert [reader.full(i)["participants"] for i in range(3)] == [["a"], ["b"], ["b"]]
+    path.unlink()
+    assert reader.update()
+    assert reader.lines == []
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *([], ["a"], ["client-0000", "client-0001"]),
+        *(["x]", "y"], ["x}", "y"], ['a", "b', "c"], ["\\", '"'], ['"clients": {', "]}"]),
+    ],
+)
+def test_condensed_lines_have_counts_and_no_clients_whatever_the_names(names):
+    line = condensed(json.dumps(client_line(7, names)).encode())
+    assert (line["round"], line["num_participants"]) == (7, len(set(names)))
+    assert line["personal"] == line["local_global"] == {"mean": 0.5, "worst_decile": 0.2}
+    assert "participants" not in line
+
+
+def test_a_line_names_the_first_clients_and_counts_all(tmp_path):
+    reasons = {f"c{i}": "late" for i in range(150)}
+    line = condensed(json.dumps(client_line(1, []) | {"left_out": reasons}).encode())
+    assert (len(line["left_out"]), line["num_left_out"]) == (100, 150)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from client_app.method import Update
-from client_app.objective import LocalObjective, train_on_objective
+from client_app.objective import LocalObjective
 from client_app.privacy import privatise
 from client_app.round import RoundContext
 
@@ -35,6 +35,6 @@ class FedAvg(LocalObjective):
     supports_privacy: ClassVar[bool] = True
     paper: ClassVar[str] = "McMahan et al. 2017"
 
-    def train(self, ctx: RoundContext) -> Update:
-        """ClientUpdate, with differential privacy if `privacy.epsilon` > 0."""
-        return private_update(train_on_objective(self, ctx), ctx)
+    def finish(self, update: Update, ctx: RoundContext) -> Update:
+        """The update, private if `privacy.epsilon` > 0."""
+        return private_update(update, ctx)

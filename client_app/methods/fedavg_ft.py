@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from client_app.method import Update
 from client_app.methods.fedavg import private_update
-from client_app.objective import LocalObjective, train_on_objective
+from client_app.objective import LocalObjective
 from client_app.round import RoundContext
 from client_app.split_model import train_part
 from models import StagedModel
@@ -35,9 +35,9 @@ class FedAvgFT(LocalObjective):
     )
     lr: float = option(at_least(0), "learning rate of tuning; 0: the run's")
 
-    def train(self, ctx: RoundContext) -> Update:
-        """As FedAvg, with differential privacy if `privacy.epsilon` > 0."""
-        return private_update(train_on_objective(self, ctx), ctx)
+    def finish(self, update: Update, ctx: RoundContext) -> Update:
+        """The update, private if `privacy.epsilon` > 0."""
+        return private_update(update, ctx)
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received model, tuned on this client's training samples."""

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.method import ModelParts, Update
-from client_app.objective import Batch, LocalObjective, train_on_objective
+from client_app.objective import Batch, LocalObjective
 from client_app.prototypes import class_sums
 from client_app.round import RoundContext
 from models import StagedModel
@@ -94,9 +94,8 @@ class FedProc(LocalObjective):
             return None
         return weight * prototype_contrast(z, batch.y, batch.ctx.extra["prototypes"])
 
-    def train(self, ctx: RoundContext) -> Update:
-        """Local training, then this client's class sums with the model it ends with."""
-        update = train_on_objective(self, ctx)
+    def finish(self, update: Update, ctx: RoundContext) -> Update:
+        """The update with this client's class sums under the trained model."""
         sums, counts = class_sums(ctx.model, ctx.train_samples)
         extra: Arrays = {"sums": sums, "counts": counts}
         return replace(update, extra=extra)

@@ -162,7 +162,7 @@ class FedReCo(Method):
             ctx, u, extractor_terms, lr=self.eta_u, duration=k_u, stream="extractor"
         )
 
-        step = next(ctx.batches("release"))
+        step = next(ctx.steps("release", 1, "steps"))
         with torch.no_grad():
             h = u_i.eval()(step.x)
         g_i = consensus_gradient(u_0.requires_grad_(True), step.x, h)  # line 18

@@ -8,18 +8,25 @@ synchronised; the minimum of the repetitions. `--device cpu --quick` tries the c
 
 import statistics
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from client_app.methods import method_of
+from client_app.objective import LocalObjective
 from client_app.precision import products
+from client_app.process_cache import ProcessCache
+from client_app.stacked import train_stacked
 from keel.benchmarks.engine import WORKLOADS, bare_rounds, median_wall
 from keel.benchmarks.model_speed import min_seconds
 from keel.benchmarks.report import BenchOptions, Row
 from keel.benchmarks.sources import Keys, random_source, workload_source
-from keel.benchmarks.steps import Run, frozen_passes, local_training
+from keel.benchmarks.steps import Run, frozen_passes, local_training, round_of
+from protocol.config import resolve_config
 from server_app.history import read_history
 from server_app.inline import run_inline
 
@@ -29,6 +36,8 @@ WAYS: dict[str, Keys] = {
     "bf16": {"precision": "bf16"},
     "bf16, compiled": {"precision": "bf16", "compile": True},
 }
+Measurement = tuple[str, Callable[[], Row]]  # what is measured, and how
+
 target_accuracy = 0.85  # personal accuracy whose time is measured
 
 
@@ -53,11 +62,23 @@ def operations(run: Run) -> int:
     return int(counter.get_total_flops())
 
 
-def training(options: BenchOptions) -> Iterator[Row]:
+def training(options: BenchOptions) -> Iterator[Measurement]:
     """Local training of one round: FedRCL and FedIntR beside FedAvg."""
     device, quick = options.device, options.is_quick
     num, epochs = (64, 1) if quick else (10_000, 2)
-    rates = {p: product_rate(device, p, 512 if quick else 8192) for p in ("fp32", "tf32", "bf16")}
+    rate_of = lru_cache(partial(product_rate, device, size=512 if quick else 8192))
+
+    def measure(keys: Keys, precision: str) -> Row:
+        count = operations(local_training({**keys, "precision": "fp32", "compile": False}))
+        run = local_training(keys)
+        seconds, peak_mb = seconds_and_memory(run, device, 1 if quick else 3)
+        return {
+            "samples_a_second": round(epochs * num / seconds),
+            "share_of_bound": round(count / rate_of(precision) / seconds, 3),
+            "peak_mb": peak_mb,
+            "wall_seconds": round(seconds, 4),
+        }
+
     for model, batch, method in (("resnet18", 128, "fedrcl"), ("cnn-fedintr", 512, "fedintr")):
         common: Keys = {
             "source": random_source(options.home, num),
@@ -67,36 +88,101 @@ def training(options: BenchOptions) -> Iterator[Row]:
             "local-epochs": epochs,
         }
         for name in ("fedavg", method):
-            count = operations(local_training({**common, "method": name}))
             for way, keys in WAYS.items():
-                if quick and "compile" in keys:
-                    continue
-                if device == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                run = local_training({**common, **keys, "method": name})
-                seconds = min_seconds(run, device, 1 if quick else 3)
-                rate = rates[str(keys["precision"])]
-                peak_mb = torch.cuda.max_memory_allocated() >> 20 if device == "cuda" else None
-                yield {
-                    "what": f"{model}, batch {batch}: {name}, {way}",
-                    "samples_a_second": round(epochs * num / seconds),
-                    "share_of_bound": round(count / rate / seconds, 3),
-                    "peak_mb": peak_mb,
-                    "wall_seconds": round(seconds, 4),
-                }
+                if not (quick and "compile" in keys):
+                    given: Keys = {**common, **keys, "method": name}
+                    what = f"{model}, batch {batch}: {name}, {way}"
+                    yield what, partial(measure, given, str(keys["precision"]))
 
 
-def frozen(options: BenchOptions) -> Iterator[Row]:
+def seconds_and_memory(run: Run, device: str, repetitions: int) -> tuple[float, int | None]:
+    """Fewest wall seconds, and the GPU memory in MB that the runs took at most; None on a CPU."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = min_seconds(run, device, repetitions)
+    return seconds, torch.cuda.max_memory_allocated() >> 20 if device == "cuda" else None
+
+
+def clients_together(keys: Keys, num_clients: int, is_stacked: bool) -> Run:
+    """Local training of this many clients, one after the other or stacked."""
+    config, cache = resolve_config({"partition": "iid", **keys}), ProcessCache()
+    method = method_of(config)
+    assert isinstance(method, LocalObjective)
+    ctxs = [round_of(config, cache, n, num_clients) for n in range(num_clients)]
+    if is_stacked:
+        return lambda: train_stacked(method, ctxs)
+    return lambda: [method.train(ctx) for ctx in ctxs]
+
+
+def busy_share(run: Run, device: str) -> float:
+    """The share of the run's wall seconds in kernels on the GPU; on a CPU, in operators."""
+    kind = "CUDA" if device == "cuda" else "CPU"
+    spent = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"  # us
+    with torch.profiler.profile(
+        activities=[getattr(torch.profiler.ProfilerActivity, kind)]
+    ) as profile:
+        started = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    return float(sum(getattr(event, spent) for event in profile.key_averages())) / 1e6 / seconds
+
+
+STACKED = (  # network, method, batch size, clients
+    ("cnn-fedreco", "fedavg", 10, 10),
+    ("cnn-fedintr", "fedavg", 64, 10),
+    ("cnn-fedintr", "fedintr", 64, 10),
+    ("cnn-fedcka", "fedcka", 64, 10),
+    ("resnet18", "fedavg", 50, 4),
+    ("resnet18", "fedrcl", 50, 4),
+)
+
+
+def stacking(options: BenchOptions) -> Iterator[Measurement]:
+    """Client steps a second of several clients: one after the other, and as one batched model."""
+    device, quick = options.device, options.is_quick
+    num_batches = 1 if quick else 8  # of each client
+
+    def measure(keys: Keys, num_clients: int, is_stacked: bool) -> Row:
+        run = clients_together(keys, num_clients, is_stacked)
+        seconds, peak_mb = seconds_and_memory(run, device, 1 if quick else 3)
+        return {
+            "steps_a_second": round(num_clients * num_batches / seconds, 1),
+            "busy_share": round(busy_share(run, device), 3),
+            "peak_mb": peak_mb,
+            "wall_seconds": round(seconds, 4),
+        }
+
+    for model, name, batch, num_clients in STACKED[:1] if quick else STACKED:
+        keys: Keys = {
+            "source": random_source(options.home, num_clients * batch * num_batches),
+            "model": model,
+            "method": name,
+            "batch-size": batch,
+            "local-epochs": 1,
+            "device": device,
+        }
+        for is_stacked, way in ((False, "eager"), (True, "stacked")):
+            what = f"{num_clients} clients, {model}, batch {batch}: {name}, {way}"
+            yield what, partial(measure, keys, num_clients, is_stacked)
+
+
+def frozen(options: BenchOptions) -> Iterator[Measurement]:
     """The global and the previous model, as one batched pass or one after the other."""
     device = options.device
-    for model, batch in (("cnn-fedintr", 512), ("cnn-fedcka", 128), ("resnet18", 128)):
+
+    def measure(model: str, batch: int) -> Row:
         passes = frozen_passes(options.home, model, 2 if options.is_quick else batch, device)
         apart, batched = (min_seconds(each, device, 5) for each in passes)
-        yield {
-            "what": f"{model}, batch {batch}, both frozen models: batched / apart",
+        return {
             "ratio": round(batched / apart, 3),
             "wall_seconds": [round(batched, 5), round(apart, 5)],
         }
+
+    for model, batch in (("cnn-fedintr", 512), ("cnn-fedcka", 128), ("resnet18", 128)):
+        what = f"{model}, batch {batch}, both frozen models: batched / apart"
+        yield what, partial(measure, model, batch)
 
 
 def history_of(keys: Keys, num_clients: int) -> list[dict[str, Any]]:
@@ -110,21 +196,23 @@ def seconds_of(line: dict[str, Any]) -> float:
     return float(sum(line["seconds"].values()))
 
 
-def rounds(options: BenchOptions) -> Iterator[Row]:
+def rounds(options: BenchOptions) -> Iterator[Measurement]:
     """W1 and W2: the inline engine against the bare loop in one process, on the same device."""
     count = 2 if options.is_quick else 6
-    common: Keys = {"source": workload_source(options), "device": options.device}
-    for name, workload in WORKLOADS.items():
+
+    def measure(workload: Keys) -> Row:
+        common: Keys = {"source": workload_source(options), "device": options.device}
         lines = history_of({**workload, **common, "num-rounds": count}, 10)
         inline = statistics.median(seconds_of(line) for line in lines[1:])
-        method = str(workload["method"])
-        bare = median_wall(bare_rounds(options, method, 1, count, options.device))
-        yield {
-            "what": f"{name}: inline engine / bare, 1 process, s a round",
+        bare = median_wall(bare_rounds(options, str(workload["method"]), 1, count, options.device))
+        return {
             "ratio": round(inline / bare, 3),
             "wall_seconds": [round(inline, 3), round(bare, 3)],
             "mb_down_and_up": [round(lines[-1][k] / 1e6, 2) for k in ("bytes_down", "bytes_up")],
         }
+
+    for name, workload in WORKLOADS.items():
+        yield f"{name}: inline engine / bare, 1 process, s a round", partial(measure, workload)
 
 
 def time_to_target(options: BenchOptions) -> Row:
@@ -146,19 +234,32 @@ def time_to_target(options: BenchOptions) -> Row:
         if reached is None and best >= target_accuracy:
             reached = (line["round"], round(spent_s, 1))
     return {
-        "what": "FedReCo, CIFAR-10, 50 clients of 2 classes: to 85 % personal",
         "round_and_seconds": reached,
         "best": round(best, 4),
         "wall_seconds": round(spent_s, 1),
     }
 
 
-def gpu(options: BenchOptions) -> Iterator[Row]:
-    """All of the above; FedReCo's time to 85 % where `cifar10` names the images."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no GPU is visible (torch.cuda.is_available()): try --device cpu --quick")
+def measurements(options: BenchOptions) -> Iterator[Measurement]:
+    """All of the above; with `cifar10`, also FedReCo's time to 85 %, which takes longest."""
+    yield from stacking(options)
     yield from training(options)
     yield from frozen(options)
     yield from rounds(options)
     if options.cifar10:
-        yield time_to_target(options)
+        what = "FedReCo, CIFAR-10, 50 clients of 2 classes: to 85 % personal"
+        yield what, partial(time_to_target, options)
+
+
+def gpu(options: BenchOptions) -> Iterator[Row]:
+    """The measurements that `options.done` lacks; none begins after `options.max_seconds`."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no GPU is visible (torch.cuda.is_available()): try --device cpu --quick")
+    started = time.monotonic()
+    for what, measure in measurements(options):
+        if what in options.done:
+            continue
+        if time.monotonic() - started > options.max_seconds:
+            print(f"{options.max_seconds:.0f} s are over: the same command continues from here")
+            return
+        yield {"what": what, **measure()}

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +29,8 @@ class BenchOptions:
     device: str = "cuda"
     cifar10: str = ""
     method: str = "fedcka"
+    done: frozenset[str] = frozenset()  # measurements of an earlier call
+    max_seconds: float = 480.0  # after which the gpu part begins no further measurement
 
 
 def machine() -> Row:
@@ -45,13 +46,16 @@ def machine() -> Row:
     }
 
 
-def collect(rows: Iterable[Row]) -> list[Row]:
-    """All rows as a list; each is printed as soon as it is measured."""
-    found = []
-    for row in rows:
-        print(row, flush=True)
-        found.append(row)
-    return found
+def earlier_rows(out: Path) -> list[Row]:
+    """The rows of <out>.json if it was measured on this GPU with this torch; else []."""
+    path, about = out.with_suffix(".json"), machine()
+    if not path.is_file():
+        return []
+    found = json.loads(path.read_text())
+    if any(found["machine"].get(key) != about[key] for key in ("gpu", "torch", "processor")):
+        return []
+    rows: list[Row] = found["rows"]
+    return rows
 
 
 def table(rows: list[Row]) -> str:
@@ -62,9 +66,7 @@ def table(rows: list[Row]) -> str:
 
 
 def write(rows: list[Row], out: Path) -> None:
-    """Write <out>.json and <out>.md, and print the table."""
+    """Write <out>.json and <out>.md."""
     about = machine()
     out.with_suffix(".json").write_text(json.dumps({"machine": about, "rows": rows}, indent=2))
-    text = f"{table(rows)}\n\n{about}\n"
-    out.with_suffix(".md").write_text(text)
-    print(text)
+    out.with_suffix(".md").write_text(f"{table(rows)}\n\n{about}\n")

@@ -37,7 +37,13 @@ def weights(config: RunConfig, seed: int) -> dict[str, Tensor]:
 
 def client_round(keys: Keys, cache: ProcessCache) -> RoundContext:
     """Round 2 of a client that has the whole source."""
-    config = resolve_config({"partition": "iid", "device": "cpu", **keys})
+    return round_of(resolve_config({"partition": "iid", "device": "cpu", **keys}), cache)
+
+
+def round_of(
+    config: RunConfig, cache: ProcessCache, client: int = 0, num_clients: int = 1
+) -> RoundContext:
+    """Round 2 of one of the clients that share the source."""
     w = weights(config, 1)
     names = {n for n, _ in model_for(config, open_source(config)).named_parameters()}
     sent = w
@@ -47,7 +53,7 @@ def client_round(keys: Keys, cache: ProcessCache) -> RoundContext:
     control = {"control": zeros, "control-before": zeros, "control-made": {"round": one}}
     return cache.begin_round(
         TrainRequest(config, dataset_spec_of(config, open_source(config)), 2, 1, False, ""),
-        {"partition-id": 0, "num-partitions": 1},
+        {"partition-id": client, "num-partitions": num_clients},
         received=sent,
         extra={f"c.{n}": array for n, array in zeros.items()},
         state={"previous": weights(config, 2)} | control,

@@ -55,23 +55,29 @@ def bench(
     steps: local training by method. engine: whole rounds against bare loops. scale: up to 100,000
     clients. untrained: rounds without training. splits: partitions. resnet50: steps of a large
     model (12 minutes). operators: where a method spends its time. deployment: cost of a deployed
-    round. gpu: on a GPU.
+    round. gpu: on a GPU; it begins no measurement after 8 minutes, and the same command continues
+    with the rest.
     """
     if lines:
         print_lines()
         return
-    from keel.benchmarks.report import BenchOptions, Row, collect, write
+    from keel.benchmarks.report import BenchOptions, Row, earlier_rows, table, write
 
     chosen = [str(part) for part in parts or []] + ["gpu"] * gpu
+    to = out or Path("-".join(["bench", *chosen]))
+    rows: list[Row] = earlier_rows(to) if set(chosen) == {"gpu"} else []
+    done = frozenset(str(row["what"]) for row in rows)
     options = BenchOptions(
-        keel_home(), quick, repetitions, rounds, device, str(cifar10 or ""), method
+        keel_home(), quick, repetitions, rounds, device, str(cifar10 or ""), method, done
     )
     options.home.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
     for part in chosen or DEFAULT_PARTS:
         module, function = PARTS[part]
-        rows += collect(getattr(import_module(f"keel.benchmarks.{module}"), function)(options))
-    write(rows, out or Path("-".join(["bench", *chosen])))
+        for row in getattr(import_module(f"keel.benchmarks.{module}"), function)(options):
+            print(row, flush=True)
+            rows.append(row)
+            write(rows, to)  # so that an interrupted benchmark keeps what it has measured
+    print(table(rows))
 
 
 def source_lines(root: Path) -> Counter[str]:

@@ -7,7 +7,6 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from keel.cli.overrides import parse_overrides
@@ -101,8 +100,10 @@ def run_command(
     except KeyboardInterrupt:
         console.print("interrupted; repeat the command to resume from the last finished rounds")
         raise typer.Exit(130) from None
-    for name, reason in failed.items():
-        console.print(f"[red]failed[/] {name}: {escape(reason)}")
+    if failed:
+        console.print(
+            f"[red]{len(failed)} runs failed[/]: the reasons are above, and in their logs"
+        )
     if loaded.shows == "labels":
         console.print("nothing to train: the report plots the splits")
     console.print(f"results: {folder}; keel experiments report --output {folder}")

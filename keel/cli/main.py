@@ -23,6 +23,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "status": ("runs", RUNS, "Show the state of a run; the newest by default."),
     "list": ("runs", RUNS, "List the runs: method, data, rounds, accuracy, state, age."),
     "stop": ("runs", RUNS, "Stop a run cleanly; `keel resume` continues it."),
+    "watch": ("watch", RUNS, "Follow a run in the terminal: curves, clients at work, time left."),
+    "ui": ("ui", RUNS, "Show runs in a browser, live, on this machine only."),
     "compare": ("runs", RUNS, "Compare runs: one table, one plot."),
     "predict": ("runs", RUNS, "Classify images with a run's model."),
     "export": ("runs", RUNS, "Export a run as csv, or its model as onnx or torchscript."),

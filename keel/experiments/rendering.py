@@ -53,6 +53,21 @@ class Section:
         return " ".join([about, *code_sentences(results), *machine_sentences(results)])
 
     @property
+    def has_paper_numbers(self) -> bool:
+        """Whether the paper states any number of the table; an own sweep has none."""
+        return any(result.cell.paper is not None for result in self.results.values())
+
+    def rank(self, result: Result) -> str:
+        """`best` or `second` of its column, by the mean; "" for others, and for one row alone."""
+        column = [r for (_, name), r in self.results.items() if name == result.cell.column.name]
+        means = sorted({r.mean for r in column if r.mean is not None}, reverse=True)
+        if result.cell.take.is_time:
+            means.reverse()
+        if result.mean is None or len(means) < 2:
+            return ""
+        return {0: "best", 1: "second"}.get(means.index(result.mean), "")
+
+    @property
     def tally(self) -> str:
         """The verdicts, counted."""
         return tally(self.claims)

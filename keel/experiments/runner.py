@@ -32,18 +32,28 @@ from rich.progress import (
 )
 
 from keel.experiments.measure import points_of
-from keel.experiments.plan import narrowed, runs_needed
+from keel.experiments.plan import candidates_of, narrowed, runs_needed
 from keel.experiments.preflight import check_recipe, refuse_overriding
 from keel.experiments.recipe import Cell, Recipe, parse_recipe
-from keel.experiments.runs import DIVERGED, Options, Run, history_in, read_json, wall_seconds
+from keel.experiments.runs import (
+    DIVERGED,
+    Options,
+    Run,
+    history_in,
+    read_json,
+    run_of,
+    wall_seconds,
+)
 from keel.runs import holders
 from protocol.config import app_folder
 from protocol.files import digest, write_atomically
 from protocol.options import OptionValue
+from server_app.history import HISTORY_FILE, HistoryReader
 
 POLL_S = 0.2
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 MAX_ERROR = 300  # characters shown of a failed run's last line
+HEADLINE_CURVES = (("personal", "mean"), ("local_global", "mean"), ("global", "accuracy"))
 
 
 # --- the output folder ------------------------------------------------------------------------
@@ -122,7 +132,7 @@ class RunProcess:
     task: TaskID
     log_path: Path
     log_start: int  # size of the log before this attempt, in bytes
-    seen: tuple[Path, int] | None = None  # the history of the newest attempt, and its size
+    reader: HistoryReader | None = None  # of the newest attempt's history
     rounds: int = 0
 
     def new_rounds(self) -> int:
@@ -130,14 +140,22 @@ class RunProcess:
         attempts = self.run.attempts()
         if not attempts:
             return 0
-        history = attempts[-1] / "history.jsonl"
-        size = history.stat().st_size if history.exists() else 0
-        if self.seen == (history, size):
-            return 0
-        self.seen = history, size
-        finished = history.read_bytes().count(b"\n") if size else 0
+        path = attempts[-1] / HISTORY_FILE
+        if self.reader is None or self.reader.path != path:
+            self.reader = HistoryReader(path)
+        self.reader.update()
+        finished = len(self.reader.lines)
         new, self.rounds = finished - self.rounds, finished
         return new
+
+    @property
+    def accuracy(self) -> str:
+        """The newest accuracy, for the bar."""
+        for key, name in HEADLINE_CURVES:
+            for line in reversed(self.reader.lines if self.reader else ()):
+                if key in line:
+                    return f"{100 * line[key][name]:.2f} %"
+        return ""
 
 
 def gpu_slots() -> list[str]:
@@ -196,7 +214,7 @@ def failure_of(ended: RunProcess) -> str:
 def outcome(directory: Path) -> str:
     """The last accuracy and the duration of a finished run."""
     duration = f"{wall_seconds(directory):.0f} s"
-    for curve in ("personal.mean", "local_global.mean", "global.accuracy"):
+    for curve in map(".".join, HEADLINE_CURVES):
         if points := points_of(history_in(directory), curve):
             return f"{100 * points[-1][1]:.2f} % ({curve}), {duration}"
     return duration
@@ -229,15 +247,20 @@ def run_recipe(
         check_recipe(recipe, cells, options, output)
         options = replace(options, tuned_on=save_job(recipe, options, output, cells)[0])
         running: list[RunProcess] = []
-        total = progress.add_task(f"{recipe.name}, {options.label}", total=None)
+        total = progress.add_task(f"{recipe.name}, {options.label}", total=None, accuracy="")
+        labels = labels_of(cells, options, output)
 
         def needed() -> list[Run]:
             return list(runs_needed(recipe, cells, options, output, failed))
 
         try:
-            skipped = {run.name for run in needed() if run.is_done()}
+            skipped = {run.name: run for run in needed() if run.is_done()}
             if skipped:
-                console.print(f"{len(skipped)} runs are already finished")
+                console.print(f"{len(skipped)} runs are already finished:")
+            for run in skipped.values():
+                directory = run.finished()
+                number = outcome(directory) if directory else f"[red]{DIVERGED}[/]"
+                console.print(f"  {escape(labels[run.name])}: {number}")
             announce_outdated(needed(), console)
             while True:
                 runs = needed()
@@ -246,24 +269,40 @@ def run_recipe(
                 waiting = [r for r in runs if r.name not in excluded and not r.is_done()]
                 free = [slot for slot in slots if slot not in {each.slot for each in running}]
                 for slot, run in zip(free, waiting, strict=False):
-                    task = progress.add_task(run.name, total=run.rounds)
+                    label = escape(labels[run.name])
+                    task = progress.add_task(label, total=run.rounds, accuracy="")
                     running.append(start(run, slot, gpus, lock, task))
                 if not running:
                     break
                 for each in follow(running, progress, total):
                     running.remove(each)
                     progress.remove_task(each.task)
+                    name = escape(labels[each.run.name])
                     if directory := each.run.finished():
-                        console.print(f"{each.run.name}: {outcome(directory)}")
-                    elif each.run.failure() == DIVERGED:
-                        console.print(f"[red]diverged[/] {each.run.name}: {failure_of(each)}")
-                    else:
-                        failed[each.run.name] = failure_of(each)
-                        reason = escape(failed[each.run.name])
-                        console.print(f"[red]failed[/] {each.run.name}: {reason}")
+                        console.print(f"{name}: {outcome(directory)}")
+                        continue
+                    reason, log = failure_of(each), f"(log: {each.log_path})"
+                    word = DIVERGED if each.run.failure() == DIVERGED else "failed"
+                    if word != DIVERGED:
+                        failed[each.run.name] = reason
+                    console.print(f"[red]{word}[/] {name}: {escape(f'{reason} {log}')}")
         finally:
             end(running)
     return failed
+
+
+def labels_of(cells: Sequence[Cell], options: Options, output: Path) -> dict[str, str]:
+    """Run name to row, column, tuned values and seed; a run of several cells has the first's."""
+    found: dict[str, str] = {}
+    for cell in cells:
+        for seed in (*options.seeds, options.tuning_seed):
+            candidates = candidates_of(cell, options)
+            for candidate in candidates:
+                tuned = [f"{k}={v}" for k, v in candidate.items()] if len(candidates) > 1 else []
+                parts = [cell.row.name, cell.column.name, *tuned, f"seed {seed}"]
+                name = run_of(cell, candidate, seed, options, output).name
+                found.setdefault(name, ", ".join(filter(None, parts)))
+    return found
 
 
 def announce_outdated(runs: Sequence[Run], console: Console) -> None:
@@ -276,11 +315,12 @@ def announce_outdated(runs: Sequence[Run], console: Console) -> None:
 
 
 def progress_bars(console: Console) -> Progress:
-    """A bar for each run and one for all, in rounds, with elapsed and remaining time."""
+    """A bar for each run, with its accuracy, and one for all that is queued; with the time left."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
+        TextColumn("{task.fields[accuracy]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
@@ -294,7 +334,7 @@ def follow(running: Sequence[RunProcess], progress: Progress, total: TaskID) -> 
         ended = [each for each in running if each.process.poll() is not None]
         for each in running:
             if new := each.new_rounds():
-                progress.advance(each.task, new)
+                progress.update(each.task, advance=new, accuracy=each.accuracy)
                 progress.advance(total, new)
         if ended:
             return ended

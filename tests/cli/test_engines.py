@@ -48,8 +48,9 @@ def test_flwr_reads_back_what_a_job_says():
     job = Job(overrides, 4, cpus_per_client=0.5, gpus_per_client=0.25)
     assert parse_config_args([superlink.run_config(job.overrides)]) == overrides
     found = tomllib.loads(job.federation_config().replace(" ", "\n"))
+    assert job.num_workers == min(4, 2 * (os.cpu_count() or 1))
     assert found == {
-        "num-supernodes": 4,
+        "num-supernodes": job.num_workers,
         "client-resources-num-cpus": 0.5,
         "client-resources-num-gpus": 0.25,
     }

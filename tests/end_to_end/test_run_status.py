@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import SMALL, history_of, resume, summary_of
 
-import server_app.observers
+import server_app.trackers
 from client_app.methods import METHODS
 from keel.runs import SavedRun
 from protocol.config import keel_version
@@ -181,7 +181,7 @@ def test_a_process_that_ends_where_no_exception_reaches_the_run_still_says_so(tm
 
 
 def test_without_tensorboard_there_is_one_line_that_says_what_to_install(run, monkeypatch):
-    monkeypatch.setattr(server_app.observers, "find_spec", lambda name: None)
+    monkeypatch.setattr(server_app.trackers, "find_spec", lambda name: None)
     with pytest.raises(ValueError) as caught:
         run(quick | {"tensorboard": True})
     assert str(caught.value).startswith("tensorboard = true: the package tensorboard is not")

@@ -8,7 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 
-import client_app.worker_client
+import protocol.code
 import server_app.manifest
 import server_app.sources
 from client_app.setup import client_indices, open_source
@@ -17,7 +17,6 @@ from keel.experiments.runs import machines_of
 from keel.experiments.verify import differing_versions, round_check
 from protocol.code import code_digest, run_by_worker
 from protocol.config import app_folder, resolve_config
-from protocol.messages import RosterEntry
 from protocol.seeds import seed_of
 from server_app.manifest import (
     begin_manifest,
@@ -110,7 +109,7 @@ def test_only_rounds_of_the_versions_of_the_manifest_and_of_no_others_before_are
     def noted(*rounds, torch="a"):
         """The rounds noted after a start, or resume, under this torch that does these rounds."""
         monkeypatch.setattr(server_app.manifest, "versions", lambda: {"torch": torch})
-        begin_manifest(folder, resolve_config(keys), [])
+        begin_manifest(folder, resolve_config(keys), 0, True, "")
         for number in rounds:
             note_round(folder, number, f"{torch}{number}")
         manifest = read_manifest(folder)
@@ -131,9 +130,7 @@ def test_only_rounds_of_the_versions_of_the_manifest_and_of_no_others_before_are
 
 
 def test_where_sites_trained_is_not_said_to_be_the_servers_machine(tmp_path):
-    counts = np.ones(10, dtype=int).tolist()
-    site = RosterEntry("a", counts, counts, [1, 32, 32], "cnn-fedreco", 10, "", num_partitions=0)
-    begin_manifest(tmp_path, resolve_config(keys), [site])
+    begin_manifest(tmp_path, resolve_config(keys), 1, False, "")
     assert "machines" not in read_manifest(tmp_path)
     assert machines_of(tmp_path) == ["its clients' own"]
 
@@ -144,7 +141,7 @@ def test_an_app_bundle_is_the_same_place_as_the_checkout_and_changed_sources_are
     ours = sources_digest()
     for package in {*run_by_worker, *SERVER_PACKAGES}:
         shutil.copytree(app_folder / package, tmp_path / package)
-    for module in (server_app.sources, client_app.worker_client):
+    for module in (server_app.sources, protocol.code):
         monkeypatch.setattr(module, "app_folder", tmp_path)
 
     def again():

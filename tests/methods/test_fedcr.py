@@ -126,7 +126,7 @@ def test_a_step_of_fedcr_is_the_formula(reverse):
     update = method_of(config).train(now)
     network = build_network(config, SHAPE, NUM_CLASSES).double()
     network.load_state_dict(w)
-    (batch,) = now.batches("batches")
+    (batch,) = now.steps("batches", 1)
     _, (raw,) = network.run(batch.x.double(), ["projection"], to_logits=False)
     mu, dev = raw[:, :256], F.softplus(raw[:, 256:])
     with torch.random.fork_rng():

@@ -11,6 +11,7 @@ from client_fixtures import (
     SHAPE,
     assert_same_bits,
     batch_of,
+    initial,
     make_config,
     make_round,
     train,
@@ -27,6 +28,8 @@ from client_app.methods import method_of
 from client_app.methods.fedavg import FedAvg
 from client_app.methods.fedproc import FedProc, prototype_contrast, schedule
 from client_app.setup import build_network
+from protocol.messages import TrainReply
+from strategies.fedproc import FedProcServer
 
 
 def contrast_in_loops(z, y, c):
@@ -139,3 +142,45 @@ def test_fedproc_sends_the_class_sums_of_the_model_it_ends_with():
         counts[int(y)] += 1
     assert update.extra["counts"].tolist() == counts
     torch.testing.assert_close(update.extra["sums"], sums, rtol=1e-4, atol=1e-5)
+
+
+# --- the server half ------------------------------------------------------------------------------
+
+
+def fedproc_server():
+    config = make_config(method="fedproc", max_weight_share=1.0)
+    return FedProcServer(config, build_network(config, SHAPE, NUM_CLASSES))
+
+
+def proc_reply(client, seed, counts):
+    arrays = initial(make_config(method="fedproc"), seed=seed)
+    extra = {"sums": random(3, 256, seed=seed).float(), "counts": torch.tensor(counts)}
+    extra["sums"][extra["counts"] == 0] = 0
+    return TrainReply(client, 1, arrays, extra, {"num-examples": sum(counts)})
+
+
+def test_the_servers_prototypes_are_means_over_all_samples_of_a_class():
+    server, replies = (
+        fedproc_server(),
+        [proc_reply("a", 1, [4.0, 0, 2]), proc_reply("b", 2, [1.0, 0, 5])],
+    )
+    assert replies[0].extra.keys() == server.expected_extra().keys()
+    following = server.next_arrays(initial(make_config(method="fedproc")), replies)
+    for name, array in following.items():  # both have six samples
+        torch.testing.assert_close(array, (replies[0].arrays[name] + replies[1].arrays[name]) / 2)
+    found = server.extra()["prototypes"]
+    (a, b) = (reply.extra["sums"] for reply in replies)
+    torch.testing.assert_close(found[0], (a[0] + b[0]) / 5)
+    torch.testing.assert_close(found[2], (a[2] + b[2]) / 7)
+    assert (found[1] == 0).all()
+    torch.testing.assert_close(server.beside_model(replies[0])["means"][0], a[0] / 4)
+    other = fedproc_server()
+    other.load(server.state())
+    assert_same_bits(other.extra(), server.extra())
+
+
+def test_the_server_rejects_counts_that_are_not_the_rosters():
+    server = fedproc_server()
+    server.roster = {1: SimpleNamespace(client="a", label_counts=[4, 0, 2])}
+    assert server.extra_reason(proc_reply("a", 1, [4.0, 0, 2])) == ""
+    assert "array 'counts' is not [4, 0, 2]" in server.extra_reason(proc_reply("a", 1, [4.0, 1, 2]))

@@ -222,7 +222,7 @@ def test_frozen_models_use_their_own_statistics_or_each_batchs(statistics):
         method="moon", model="resnet20", width=4, local_epochs=2, frozen_statistics=statistics
     )
     ctx = make_round(config)
-    step = next(iter(ctx.batches("batches")))
+    step = next(ctx.steps("batches", 1))
     w_p = initial(config, seed=5)
     found = frozen_representations(method_of(config), ctx, "previous", w_p)
     twice = [found.of(step)[0], found.of(step)[0]]

@@ -95,6 +95,7 @@ class Federation:
     def now(self, client):
         batch = torch.tensor(self.clients[client], dtype=torch.float64)
         none = torch.empty(0, dtype=torch.int64)
+        step = Step(batch, torch.zeros(1), none, none)
         return SimpleNamespace(
             config=self.config,
             model=Number(),
@@ -105,9 +106,11 @@ class Federation:
             client=str(client),
             round=self.round,
             device=torch.device("cpu"),
+            precision="fp32",
             lr_factor=self.config.train.lr_decay ** (self.round - 1),
             seed=lambda *names: 0,
-            batches=lambda stream, epoch: iter([Step(batch, torch.zeros(1), none, none)]),
+            plan=lambda stream, count, unit: SimpleNamespace(epochs=list(range(count))),
+            train_samples=SimpleNamespace(step=lambda plan, number: step),
         )
 
     def play(self, cohort=None, lost=()):

@@ -1,0 +1,67 @@
+"""`keel ui`: live pages on the runs of this machine."""
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+DEFAULT_PORT = 8777
+
+
+def ui(
+    directories: Annotated[
+        list[Path] | None, typer.Argument(metavar="[DIRECTORY]...", show_default=False)
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0: any that is free.")
+    ] = DEFAULT_PORT,
+    federation: Annotated[
+        str,
+        typer.Option(
+            help="A SuperLink whose nodes are shown: a name in config.toml, or HOST:PORT."
+        ),
+    ] = "",
+    root_certificates: Annotated[
+        Path | None, typer.Option(help="The deployment's ca.pem, with --federation HOST:PORT.")
+    ] = None,
+) -> None:
+    """Show runs in a browser, live: a table of all, one, several compared, a deployment's sites.
+
+    DIRECTORY holds run directories or the output of `keel experiments`; the default is
+    $KEEL_HOME/runs. Nothing is changed, and nothing is loaded from elsewhere. The pages are served
+    to this machine only; from another: ssh -L 8777:127.0.0.1:8777 HOST, then the same link.
+    """
+    from keel.runs import runs_directory
+
+    roots = [path.expanduser() for path in directories or [runs_directory()]]
+    for root in roots:
+        if directories and not root.is_dir():
+            raise ValueError(f"{root} is not a directory; give one that holds run directories")
+
+    from keel.views.server import SuperLinkNodes, create_app, listening, serve
+    from keel.views.store import Store
+
+    nodes = None
+    if federation:
+        nodes = SuperLinkNodes(superlink_nodes(federation, root_certificates))
+    token = secrets.token_urlsafe(24)
+    with listening(port) as at:
+        store = Store(roots)
+        found = len(store.runs())
+        print(f"http://127.0.0.1:{at.getsockname()[1]}/?token={token}", flush=True)
+        print(f"{found} runs in {', '.join(map(str, roots))}; Ctrl-C ends this", flush=True)
+        serve(create_app(store, token, nodes), at)
+
+
+def superlink_nodes(
+    federation: str, root_certificates: Path | None
+) -> Callable[[], list[dict[str, Any]]]:
+    """What asks this SuperLink for its nodes."""
+    import tempfile
+
+    from keel.deployment.superlink import SuperLinkClient
+
+    home = Path(tempfile.mkdtemp(prefix="keel-ui-")) if ":" in federation else None
+    return SuperLinkClient(home, federation, root_certificates).nodes

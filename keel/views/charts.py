@@ -1,0 +1,200 @@
+"""Charts as Plotly figures, plain JSON, for the live pages and the report; drawn by charts.js.
+
+Colours, markers and dashes distinguish curves for the colour-blind and in print. Text comes from
+run directories: everything that is shown passes `text_of`, which leaves no markup.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.views.store import text_of
+
+Figure = dict[str, Any]
+
+# Okabe and Ito's palette, legible on white and on dark grey, without its yellow and black
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
+MARKERS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "triangle-down")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+MAX_POINTS = 600  # of a curve
+MAX_MARKED = 40  # points with a marker each
+BAND_ALPHA = "26"  # hex
+SCALE = "Cividis"  # perceptually uniform, the same for the colour-blind
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A named line. spread: half the height of the band around it; note: of each point, on hover.
+
+    is_reference: a horizontal line such as a paper's value, drawn thin and without a colour.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    spread: Sequence[float] | None = None
+    note: Sequence[str] | None = None
+    is_reference: bool = False
+
+
+def static_file(name: str) -> Path:
+    """A stylesheet or script of Keel's, or Plotly's own script from its package."""
+    if name == "plotly.js":
+        import plotly
+
+        return Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+    return Path(__file__).parent / "static" / name
+
+
+def kept_points(y: Sequence[float], max_points: int = MAX_POINTS) -> list[int]:
+    """Indices of at most about `max_points` points that keep a curve's shape.
+
+    The first, the last, and of each of `max_points` / 2 equal parts the lowest and the highest.
+    """
+    if len(y) <= max_points:
+        return list(range(len(y)))
+    kept = {0, len(y) - 1}
+    num_parts = max_points // 2
+    for part in range(num_parts):
+        start, end = part * len(y) // num_parts, (part + 1) * len(y) // num_parts
+        kept.add(min(range(start, end), key=y.__getitem__))
+        kept.add(max(range(start, end), key=y.__getitem__))
+    return sorted(kept)
+
+
+def layout(x: str, y: str, **more: Any) -> dict[str, Any]:
+    """What all charts share: axis titles, margins, one hover box for all curves."""
+    return {
+        "xaxis": {"title": {"text": x, "standoff": 8}, "automargin": True, **more.pop("xaxis", {})},
+        "yaxis": {"title": {"text": y, "standoff": 6}, "automargin": True, **more.pop("yaxis", {})},
+        "margin": {"l": 56, "r": 12, "t": 12, "b": 44},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        "hovermode": "x unified",
+        "hoverdistance": -1,  # the nearest round, however far the mouse is from its point
+        **more,
+    }
+
+
+def curves(
+    found: Iterable[Curve], x: str, y: str, log_x: bool = False, log_y: bool = False
+) -> Figure:
+    """Lines with bands, each with its colour, marker and dash; the y-range fits the data."""
+    data: list[dict[str, Any]] = []
+    number = 0
+    for curve in found:
+        if not len(curve.x):
+            continue
+        name = text_of(curve.name, 120)
+        kept = kept_points(curve.y)
+        xs, ys = ([rounded(part[i]) for i in kept] for part in (curve.x, curve.y))
+        if curve.is_reference:
+            line = {"color": "#7F7F7F", "width": 1.5, "dash": "dot"}
+            data.append(
+                {"type": "scatter", "mode": "lines", "name": name, "x": xs, "y": ys, "line": line}
+            )
+            continue
+        colour, dash = PALETTE[number % len(PALETTE)], DASHES[number // len(PALETTE) % len(DASHES)]
+        group = f"curve {number}"
+        if curve.spread and any(curve.spread):
+            spread = [curve.spread[i] for i in kept]
+            edges = [rounded(v + s) for v, s in zip(ys, spread, strict=True)]
+            edges += [rounded(v - s) for v, s in zip(reversed(ys), reversed(spread), strict=True)]
+            band: dict[str, Any] = {
+                **{"type": "scatter", "mode": "lines", "x": xs + xs[::-1], "y": edges},
+                **{"fill": "toself", "fillcolor": colour + BAND_ALPHA, "line": {"width": 0}},
+            }
+            data.append(band | {"hoverinfo": "skip", "showlegend": False, "legendgroup": group})
+        is_marked = len(xs) <= MAX_MARKED
+        trace: dict[str, Any] = {
+            **{"type": "scatter", "mode": "lines+markers" if is_marked else "lines"},
+            **{"name": name, "x": xs, "y": ys, "legendgroup": group},
+            "line": {"color": colour, "dash": dash, "width": 2},
+            "marker": {"symbol": MARKERS[number % len(MARKERS)], "size": 6, "color": colour},
+            "hovertemplate": "%{y:.4~g}%{customdata}",
+            "customdata": [""] * len(xs),
+        }
+        if curve.note:
+            trace["customdata"] = [f" {curve.note[i]}" for i in kept]
+        data.append(trace)
+        number += 1
+    xaxis: dict[str, Any] = {"type": "log"} if log_x else {}
+    if x == "round":
+        xaxis |= {} if log_x else {"tickformat": "d", "rangemode": "normal"}
+        longest = max(
+            (trace["x"][-1] - trace["x"][0] for trace in data if "name" in trace), default=0
+        )
+        if 0 < longest < 8 and not log_x:
+            xaxis["dtick"] = 1
+    return {
+        "data": data,
+        "layout": layout(x, y, xaxis=xaxis, yaxis={"type": "log"} if log_y else {}),
+    }
+
+
+def stacked(
+    x: Sequence[float], parts: dict[str, Sequence[float]], x_title: str, y_title: str
+) -> Figure:
+    """Bars over x, one colour for each part; parts that are 0 throughout are left out."""
+    found = {name: values for name, values in parts.items() if any(values)}
+    num_sums = math.ceil(len(x) / MAX_POINTS) or 1  # rounds that share a bar
+    data = [
+        {
+            **{"type": "bar", "name": text_of(name, 80), "x": list(x[::num_sums])},
+            "y": [rounded(sum(values[i : i + num_sums])) for i in range(0, len(x), num_sums)],
+            "marker": {"color": PALETTE[i % len(PALETTE)], "line": {"width": 0}},
+        }
+        for i, (name, values) in enumerate(found.items())
+    ]
+    if num_sums > 1:
+        y_title += f" in {num_sums} rounds"
+    return {"data": data, "layout": layout(x_title, y_title, barmode="stack", bargap=0.05)}
+
+
+def heat_map(
+    z: Sequence[Sequence[float | None]], x: Sequence[Any], y: Sequence[str],
+    x_title: str, y_title: str, colours: str, **more: Any,
+) -> Figure:  # fmt: skip
+    """Colours over two axes; z[i][j] belongs to y[i] and x[j]. None has no colour."""
+    names = [text_of(name, 40) for name in y]
+    trace = {
+        **{"type": "heatmap", "x": list(x), "y": names, "colorscale": SCALE},
+        "z": [[None if v is None else rounded(v) for v in row] for row in z],
+        "colorbar": {"title": {"text": colours, "side": "right"}, "thickness": 12},
+        "hovertemplate": f"%{{y}}, {x_title} %{{x}}: %{{z:.4~g}} {colours}<extra></extra>",
+        **more,
+    }
+    yaxis = {"autorange": "reversed", "type": "category", "title": {"text": y_title}}
+    return {"data": [trace], "layout": layout(x_title, y_title, yaxis=yaxis, hovermode="closest")}
+
+
+def histogram(values: Sequence[float], title: str, y_title: str, num_bins: int = 20) -> Figure:
+    """How many values fall into each of equal bins."""
+    low, high = min(values), max(values)
+    width = (high - low) / num_bins or 1.0
+    counts = [0] * num_bins
+    for value in values:
+        counts[min(num_bins - 1, int((value - low) / width))] += 1
+    centres = [rounded(low + (i + 0.5) * width) for i in range(num_bins)]
+    trace = {
+        **{"type": "bar", "x": centres, "y": counts, "width": [width] * num_bins},
+        "marker": {"color": PALETTE[0], "line": {"width": 0}},
+        "hovertemplate": "%{x:.2f}: %{y}<extra></extra>",
+    }
+    return {"data": [trace], "layout": layout(title, y_title, hovermode="closest")}
+
+
+def rounded(value: float) -> float:
+    """Six significant digits: more only makes a page larger."""
+    return float(f"{value:.6g}")
+
+
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """The exponential moving average, corrected for its start; weight 0 changes nothing."""
+    average, total, found = 0.0, 0.0, []
+    for value in values:
+        average = weight * average + (1 - weight) * value
+        total = weight * total + (1 - weight)
+        found.append(average / total)
+    return found

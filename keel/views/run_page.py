@@ -1,0 +1,369 @@
+"""What the page of one run shows: its figures and tables, from its files as they are now."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keel.runs import RUNNING
+from keel.views.charts import Curve, Figure, curves, heat_map, histogram, stacked
+from keel.views.store import (
+    LOG_FILE,
+    MAX_BYTES,
+    ROSTER_FILE,
+    Entry,
+    number,
+    read_json,
+    tail,
+    text_of,
+)
+from server_app.history import CURVES, PER_CLIENT, HistoryReader, Line, duration
+
+MAX_ROUNDS = 40  # columns of the clients' heat map: each costs the reading of a whole line
+MAX_CLIENTS = 40  # its rows: the worst
+MAX_EVENTS = 200  # rows of the table of clients left out
+RECENT = 50  # rounds whose mean gives the time left
+MAX_SPLIT = 500  # columns of the label distribution: beyond, neighbours are added up
+WHOSE = {"local_global": "global model", "personal": "personal models"}
+
+
+def progress(entry: Entry, reader: HistoryReader) -> dict[str, Any]:
+    """Rounds done and to do, seconds spent and left, and the last accuracies in [0, 1]."""
+    lines = reader.lines
+    done = lines[-1]["round"] if lines else 0
+    total = int(number(entry.config.get("num-rounds")) or done or 1)
+    seconds = [seconds_of(line) for line in lines]
+    left = None
+    if entry.state == RUNNING and seconds:
+        recent = seconds[-RECENT:]
+        left = duration(max(0, total - done) * sum(recent) / len(recent))
+    accuracies = []
+    for key, name, description in CURVES:
+        points = points_of(lines, key, name)
+        if points:
+            best = max(value for _, value in points)
+            accuracies.append((description, points[-1][1], best, points[-1][0]))
+    return {
+        "done": done,
+        "total": total,
+        "spent": duration(sum(seconds)),
+        "left": left,
+        "accuracies": accuracies,
+        "bytes_down": sum(number(line.get("bytes_down")) or 0 for line in lines),
+        "bytes_up": sum(number(line.get("bytes_up")) or 0 for line in lines),
+    }
+
+
+def seconds_of(line: Line) -> float:
+    """The duration of a round."""
+    return sum(number(value) or 0 for value in line["seconds"].values())
+
+
+def points_of(lines: Sequence[Line], key: str, name: str) -> list[tuple[int, float]]:
+    """(round, value) of the rounds where it was measured and is a finite number."""
+    found = []
+    for line in lines:
+        part = line.get(key)
+        value = number(part.get(name)) if isinstance(part, Mapping) else None
+        if value is not None:
+            found.append((line["round"], value))
+    return found
+
+
+def main_charts(entry: Entry, reader: HistoryReader) -> dict[str, Figure]:
+    """The charts that need no line as a whole."""
+    lines = reader.lines
+    accuracy = [
+        Curve(description, [r for r, _ in points], [100 * v for _, v in points])
+        for key, name, description in CURVES
+        if (points := points_of(lines, key, name))
+    ]
+    names = dict.fromkeys(name for line in lines for name in line["losses"])
+    losses = [
+        Curve(name, [r for r, _ in points], [v for _, v in points])
+        for name in names
+        if (points := points_of(lines, "losses", name))
+    ]
+    if points := points_of(lines, "global", "loss"):
+        losses.append(
+            Curve("global model, test set", [r for r, _ in points], [v for _, v in points])
+        )
+    rounds = [line["round"] for line in lines]
+    figures = {
+        "accuracy": curves(accuracy, "round", "accuracy (%)"),
+        "loss": curves(losses, "round", "loss"),
+        "trouble": trouble(lines),
+        "traffic": stacked(
+            rounds,
+            {
+                "to clients": [megabytes(line, "bytes_down") for line in lines],
+                "from clients": [megabytes(line, "bytes_up") for line in lines],
+                "to clients, evaluation": [megabytes(x, "evaluation_bytes_down") for x in lines],
+                "from clients, evaluation": [megabytes(x, "evaluation_bytes_up") for x in lines],
+            },
+            *("round", "MB"),
+        ),
+        "seconds": stacked(
+            rounds,
+            {
+                phase: [number(line["seconds"].get(phase)) or 0 for line in lines]
+                for phase in dict.fromkeys(name for line in lines for name in line["seconds"])
+            },
+            *("round", "seconds"),
+        ),
+    }
+    return {name: figure for name, figure in figures.items() if figure["data"]}
+
+
+def megabytes(line: Line, key: str) -> float:
+    """A line's field in MB."""
+    return (number(line.get(key)) or 0) / 1e6
+
+
+def trouble(lines: Sequence[Line]) -> Figure:
+    """How many clients a round went without, by kind."""
+
+    def rejected(line: Line) -> int:
+        return min(int(number(line.get("rejected")) or 0), int(line["num_left_out"]))
+
+    return stacked(
+        [line["round"] for line in lines],
+        {
+            "rejected": [rejected(line) for line in lines],
+            "failed or no reply": [line["num_left_out"] - rejected(line) for line in lines],
+            "late replies": [line["num_late"] for line in lines],
+            "away or in backoff": [line["num_backed_off"] for line in lines],
+            "not evaluated": [line["num_evaluation_left_out"] for line in lines],
+        },
+        *("round", "clients"),
+    )
+
+
+def events(lines: Sequence[Line]) -> tuple[list[tuple[int, str, str, str]], int]:
+    """(the last events: round, client, what, reason; the number of all)."""
+    found: list[tuple[int, str, str, str]] = []
+    for line in reversed(lines):
+        if len(found) >= MAX_EVENTS:
+            break
+        for key, what in (("left_out", "left out"), ("evaluation_left_out", "not evaluated")):
+            reasons = line.get(key) or {}
+            if isinstance(reasons, Mapping):
+                for client, why in reasons.items():
+                    found.append((line["round"], text_of(client, 80), what, text_of(why)))
+        for late in line.get("late") or ():
+            found.append((line["round"], "", "late", text_of(late)))
+        for client in line.get("backed_off") or ():
+            found.append((line["round"], text_of(client, 80), "not asked", "away or in backoff"))
+    kinds = ("num_left_out", "num_late", "num_backed_off", "num_evaluation_left_out")
+    return found[:MAX_EVENTS], sum(line[kind] for line in lines for kind in kinds)
+
+
+# --- clients --------------------------------------------------------------------------------------
+
+
+def client_charts(reader: HistoryReader) -> dict[str, Figure]:
+    """Accuracy on each client's local test part: over rounds, and how it is spread."""
+    figures: dict[str, Figure] = {}
+    for key in PER_CLIENT:
+        measured = [i for i, line in enumerate(reader.lines) if isinstance(line.get(key), Mapping)]
+        step = max(1, -(-len(measured) // MAX_ROUNDS))
+        chosen = measured[::-1][::step][::-1]  # the last is among them
+        by_round = [(reader.lines[i]["round"], accuracies_in(reader.full(i), key)) for i in chosen]
+        by_round = [(number_, found) for number_, found in by_round if found]
+        if not by_round:
+            continue
+        whose = WHOSE[key]
+        rounds, last = [number_ for number_, _ in by_round], by_round[-1][1]
+        newest: dict[str, float] = {}
+        for _, found in by_round:
+            newest |= found
+        worst = sorted(newest, key=lambda client: (newest[client], client))[:MAX_CLIENTS]
+        what = (
+            f"{len(worst)} worst of {len(newest):,} clients"
+            if len(newest) > len(worst)
+            else "client"
+        )
+        figures[f"clients-{key}"] = heat_map(
+            [[percent(found.get(client)) for _, found in by_round] for client in worst],
+            *(rounds, worst, "round", what, "accuracy (%)"),
+        )
+        figures[f"clients-{key}"]["layout"]["height"] = 140 + 16 * len(worst)
+        deciles = [sorted(found.values()) for _, found in by_round]
+        lines = [
+            Curve(
+                name, rounds, [100 * values[round(share * (len(values) - 1))] for values in deciles]
+            )
+            for name, share in (
+                *(("best client", 1.0), ("9th decile", 0.9), ("median", 0.5)),
+                *(("1st decile", 0.1), ("worst client", 0.0)),
+            )
+        ]
+        figures[f"spread-{key}"] = curves(lines, "round", f"accuracy (%), {whose}")
+        title = f"accuracy (%) in round {rounds[-1]}, {whose}"
+        values = [100 * value for value in last.values()]
+        figures[f"histogram-{key}"] = histogram(values, title, "clients")
+    return figures
+
+
+def accuracies_in(line: Line, key: str) -> dict[str, float]:
+    """Client to accuracy in [0, 1], in one whole line."""
+    part = line.get(key)
+    found = part.get("clients") if isinstance(part, Mapping) else None
+    if not isinstance(found, Mapping):
+        return {}
+    return {str(k): value for k, v in found.items() if (value := number(v)) is not None}
+
+
+def percent(value: float | None) -> float | None:
+    """A share in percent."""
+    return None if value is None else 100 * value
+
+
+def label_chart(entry: Entry) -> dict[str, Figure]:
+    """Samples of each class by client, from the roster; {} where label counts are withheld."""
+    roster = read_json(entry.directory / ROSTER_FILE, MAX_BYTES[ROSTER_FILE])
+    rows = []
+    for row in roster if isinstance(roster, list) else ():
+        counts = row.get("label_counts") if isinstance(row, Mapping) else None
+        if isinstance(counts, list) and counts:
+            rows.append((text_of(row.get("client"), 40), [number(c) or 0.0 for c in counts]))
+    if not rows or len({len(counts) for _, counts in rows}) != 1:
+        return {}
+    rows.sort()
+    size = -(-len(rows) // MAX_SPLIT)
+    groups = [rows[i : i + size] for i in range(0, len(rows), size)]
+    names = [g[0][0] if size == 1 else f"{g[0][0]} to {g[-1][0]}" for g in groups]
+    sums = [[sum(values) for values in zip(*(c for _, c in g), strict=True)] for g in groups]
+    classes = [str(k) for k in range(len(sums[0]))]
+    columns = list(zip(*sums, strict=True))
+    what = "client" if size == 1 else f"{size} clients a column"
+    figure = heat_map(columns, names, classes, what, "class", "samples")
+    figure["layout"]["xaxis"] |= {"type": "category", "nticks": 12}
+    totals = stacked(range(len(sums)), {"samples": [sum(c) for c in sums]}, what, "samples")
+    totals["data"][0]["x"] = names[:: max(1, len(names) // max(1, len(totals["data"][0]["y"])))]
+    totals["layout"]["xaxis"] |= {"type": "category", "nticks": 12}
+    totals["layout"]["hovermode"] = "closest"
+    return {"labels": figure, "totals": totals}
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def pictures(entry: Entry) -> list[str]:
+    """Names of the run's PNGs, relative to its directory: plain files only, links never."""
+    found = []
+    for folder in ("", "diagnostics"):
+        directory = entry.directory / folder
+        if folder and (directory.is_symlink() or not directory.is_dir()):
+            continue
+        try:
+            names = sorted(path.name for path in directory.glob("*.png") if is_plain(path))
+        except OSError:
+            continue
+        found += [f"{folder}/{name}" if folder else name for name in names]
+    return found
+
+
+def is_plain(path: Any) -> bool:
+    """Whether this is a file, and no link."""
+    return path.is_file() and not path.is_symlink()
+
+
+def log_tail(entry: Entry) -> list[str]:
+    """The last lines of the run's log."""
+    return tail(entry.directory / LOG_FILE)
+
+
+def config_rows(entry: Entry) -> list[tuple[str, str, bool]]:
+    """(key, value, whether the user set it), those that were set first."""
+    rows = [
+        (text_of(key, 80), text_of(value), key in entry.overrides)
+        for key, value in entry.config.items()
+        if not is_of_another_method(key, entry)
+    ]
+    return sorted(rows, key=lambda row: (not row[2], row[0]))
+
+
+def is_of_another_method(key: str, entry: Entry) -> bool:
+    """Whether a key is an option of a method or server optimizer that the run does not use."""
+    table, dot, _ = key.partition(".")
+    used = {entry.config.get("method"), entry.config.get("server-optimizer"), "privacy"}
+    return bool(dot) and table not in used and key not in entry.overrides
+
+
+def privacy_rows(entry: Entry) -> list[tuple[str, str]]:
+    """The privacy budget spent, as summary.json states it."""
+    privacy = entry.summary.get("privacy")
+    rows: list[tuple[str, str]] = []
+    if isinstance(privacy, Mapping):
+        for key, value in privacy.items():
+            if isinstance(value, Mapping):
+                parts = ", ".join(f"{text_of(k, 40)} {text_of(v, 80)}" for k, v in value.items())
+                rows.append((text_of(key, 60), parts))
+            else:
+                rows.append((text_of(key, 60), text_of(value)))
+    return rows
+
+
+# --- sites of a deployment ------------------------------------------------------------------------
+
+
+def is_deployed(entry: Entry) -> bool:
+    """Whether a run may be a deployment's: a simulation stores its clients' state, if any, here."""
+    return not (entry.directory / "clients").is_dir()
+
+
+def site_rows(
+    entry: Entry, reader: HistoryReader, online: Mapping[int, str] | None
+) -> list[dict[str, str]]:
+    """A row for each real site of a run; [] for a simulation. online: node id to status.
+
+    Without `online`, a site's connection is as the newest round found it.
+    """
+    roster = read_json(entry.directory / ROSTER_FILE, MAX_BYTES[ROSTER_FILE])
+    rows = [row for row in roster if isinstance(row, Mapping)] if isinstance(roster, list) else []
+    if not rows or any(number(row.get("num_partitions")) for row in rows):
+        return []
+    last_round: Counter[str] = Counter()
+    trouble_of: dict[str, tuple[int, str]] = {}
+    for i in range(max(0, len(reader.lines) - RECENT), len(reader.lines)):
+        line = reader.full(i)
+        for client in line.get("participants") or ():
+            last_round[str(client)] = line["round"]
+        for key in ("evaluation_left_out", "left_out"):
+            for client, why in (line.get(key) or {}).items():
+                trouble_of[client] = (line["round"], text_of(why))
+    away = (reader.lines[-1].get("backed_off") or ()) if reader.lines else ()
+    found = []
+    for row in rows:
+        client = str(row.get("client"))
+        connected = "away or in backoff" if client in away else "yes" if last_round[client] else "?"
+        if online is not None:
+            connected = online.get(int(number(row.get("node")) or 0), "not registered")
+        number_, why = trouble_of.get(client, (0, ""))
+        has_recovered = last_round[client] > number_
+        found.append(
+            {
+                "site": text_of(client, 80),
+                "connected": connected,
+                "last round": str(last_round[client] or "–"),
+                "keel": text_of(row.get("keel"), 40),
+                "flwr, torch": text_of(row.get("versions"), 80),
+                "model": text_of(row.get("model"), 60),
+                "device": text_of(row.get("device") or "not reported", 80),
+                "samples": f"{sum_of(row.get('label_counts')) or sum_of([row.get('num_train')]):,}",
+                "pending reset": "yes" if "reset-state" in why and not has_recovered else "no",
+                "last trouble": f"round {number_}: {why}" if why else "",
+            }
+        )
+    return found
+
+
+def sum_of(counts: Any) -> int:
+    """The sum of a list of numbers; 0 for anything else."""
+    return int(sum(number(c) or 0 for c in counts)) if isinstance(counts, list) else 0
+
+
+def ago(seconds: float) -> str:
+    """How long ago a POSIX time was."""
+    return duration(time.time() - seconds) if seconds else "–"

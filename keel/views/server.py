@@ -1,0 +1,465 @@
+"""The web server of `keel ui`: read-only pages on 127.0.0.1, for who has the link.
+
+Every request needs the token, from the link or, after the first visit, from an HttpOnly cookie. Its
+Host has to be this machine by a local name (a name of another site could be made to resolve to
+127.0.0.1), and a foreign Origin is refused. Pages load nothing from elsewhere, by their own
+Content-Security-Policy too. Any local port may stand in Host: ssh forwards from other ports.
+"""
+
+import hashlib
+import hmac
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+import jinja2
+import uvicorn
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
+from markupsafe import Markup
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from keel.runs import FINISHED, RUNNING
+from keel.views import compare_page, run_page
+from keel.views.charts import static_file
+from keel.views.compare_page import Group, View, grouped, view_of
+from keel.views.store import Entry, Store, number, text_of
+from protocol.config import keel_version
+
+LOCAL_HOSTS = {"127.0.0.1", "localhost", "::1"}
+STATIC = ("page.css", "page.js", "charts.js", "plotly.js")
+POLL_NODES_S = 15.0
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'",  # Plotly sets styles of elements
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",  # the token is in the first link
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
+class Guard:
+    """Lets a request through that has the token, a local Host and no foreign Origin."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app, self.token = app, token
+        self.cookie = "keel-ui-" + hashlib.sha256(token.encode()).hexdigest()[:8]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                present = {name for name, _ in message["headers"]}
+                own = {"cache-control": "no-store", **HEADERS}
+                message["headers"] += [
+                    (k.encode(), v.encode()) for k, v in own.items() if k.encode() not in present
+                ]
+            await send(message)
+
+        request = Request(scope)
+        answer = self.refusal(request) or self.first_visit(request)
+        await (answer or self.app)(scope, receive, send_with_headers)
+
+    def refusal(self, request: Request) -> Response | None:
+        """Why a request is refused; None if it is not."""
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if hostname(f"//{host}") not in LOCAL_HOSTS:
+            return PlainTextResponse("refused: the Host is not this machine\n", 403)
+        if origin is not None and origin != f"http://{host}":
+            return PlainTextResponse("refused: a request of another site\n", 403)
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("refused: these pages change nothing\n", 405)
+        given = request.query_params.get("token") or request.cookies.get(self.cookie, "")
+        if not hmac.compare_digest(given.encode(), self.token.encode()):
+            text = "refused: open the link that `keel ui` printed: it has the token\n"
+            return PlainTextResponse(text, 403)
+        return None
+
+    def first_visit(self, request: Request) -> Response | None:
+        """Store the token of the link as a cookie and remove it from the address."""
+        if "token" not in request.query_params:
+            return None
+        rest = [(k, v) for k, v in parse_qsl(request.url.query) if k != "token"]
+        path = "/" + request.url.path.lstrip("/")  # "//host" would lead elsewhere
+        target = path + (f"?{urlencode(rest)}" if rest else "")
+        answer = Response(status_code=303, headers={"location": target})
+        answer.set_cookie(self.cookie, self.token, httponly=True, samesite="lax", path="/")
+        return answer
+
+
+def hostname(url: str) -> str | None:
+    """The host in a URL, without its port; None if there is none."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
+
+
+def printable(value: Any) -> Any:
+    """What a template may show: text without control characters and surrogates."""
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return "" if value is None else value
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in value)
+
+
+def environment() -> jinja2.Environment:
+    """Everything in a template is escaped."""
+    found = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=printable,
+    )
+    found.globals |= {"keel_version": keel_version(), "ago": run_page.ago}
+    found.filters["percent"] = lambda v: "" if v is None else f"{100 * v:.2f}"
+    found.filters["megabytes"] = lambda v: f"{v / 1e6:,.1f} MB"
+    return found
+
+
+class SuperLinkNodes:
+    """The nodes of a SuperLink, asked now and then in a thread of their own."""
+
+    def __init__(self, nodes: Callable[[], list[dict[str, Any]]]) -> None:
+        self.nodes = nodes
+        self.online: dict[int, str] | None = None
+        self.problem = "asking the SuperLink"
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        while True:
+            self.ask()
+            time.sleep(POLL_NODES_S)
+
+    def ask(self) -> None:
+        """Ask once."""
+        try:
+            rows = self.nodes()
+            self.online = {int(row["node-id"]): text_of(row["status"], 40) for row in rows}
+            self.problem = ""
+        except Exception as error:  # shown on the page
+            self.online, self.problem = None, text_of(error)
+
+
+def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) -> ASGIApp:
+    """The pages over these runs, behind a `Guard`."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_middleware(GZipMiddleware, minimum_size=4000, compresslevel=1)
+    pages = environment()
+
+    def page(name: str, status: int = 200, **content: Any) -> HTMLResponse:
+        return HTMLResponse(pages.get_template(name).render(content), status)
+
+    def no_run() -> HTMLResponse:
+        return page("error.html.j2", 404, problem="There is no such run (any more).")
+
+    def failed(request: Request, error: Exception) -> HTMLResponse:
+        return page("error.html.j2", 500, problem=f"{type(error).__name__}: {text_of(error)}")
+
+    app.add_exception_handler(500, failed)
+
+    # --- runs ---------------------------------------------------------------------------------
+
+    def run_table() -> tuple[str, str]:
+        rows = run_rows(store)
+        html = pages.get_template("rows.html.j2").render(rows=rows)
+        version = [(row["id"], row["state"], row["done"], row["accuracy"]) for row in rows]
+        return html, digest_of(version)
+
+    @app.get("/")
+    def runs() -> HTMLResponse:
+        html, version = run_table()
+        return page(
+            "runs.html.j2", rows=Markup(html), version=version, roots=[str(r) for r in store.roots]
+        )
+
+    @app.get("/rows")
+    def rows(version: str = "") -> Response:
+        html, now = run_table()
+        return unchanged() if version == now else JSONResponse({"version": now, "html": html})
+
+    # --- one run ------------------------------------------------------------------------------
+
+    def live(entry: Entry) -> tuple[str, dict[str, Any]]:
+        reader = store.history(entry)
+        found, total = run_page.events(reader.lines)
+        content = {
+            "entry": entry,
+            "state": entry.state,
+            "progress": run_page.progress(entry, reader),
+            "faults": reader.faults,
+            "events": found,
+            "num_events": total,
+            "privacy": run_page.privacy_rows(entry),
+            "log": run_page.log_tail(entry),
+            "pictures": run_page.pictures(entry),
+            "version": reader.version,
+        }
+        key = (content["state"], reader.version, content["log"], content["pictures"], entry.summary)
+        return digest_of(key), content
+
+    @app.get("/run/{run_id}")
+    def run(run_id: str) -> HTMLResponse:
+        entry = store.find(run_id)
+        if entry is None:
+            return no_run()
+        with store.lock:
+            version, content = live(entry)
+            config = run_page.config_rows(entry)
+            return page("run.html.j2", **content | {"config": config, "digest": version})
+
+    @app.get("/run/{run_id}/data")
+    def run_data(run_id: str, version: str = "") -> Response:
+        entry = store.find(run_id)
+        if entry is None:
+            return no_run()
+        with store.lock:
+            now, content = live(entry)
+            if now == version:
+                return unchanged()
+            parts = ("status", "events", "privacy", "log", "pictures")
+            html = {p: pages.get_template(f"run_{p}.html.j2").render(content) for p in parts}
+            charts = run_page.main_charts(entry, store.history(entry))
+            return answer({"version": now, "html": html, "charts": charts})
+
+    @app.get("/run/{run_id}/clients")
+    def run_clients(run_id: str, version: str = "") -> Response:
+        entry = store.find(run_id)
+        if entry is None:
+            return no_run()
+        with store.lock:
+            reader = store.history(entry)
+            now = digest_of(reader.version)
+            if now == version:
+                return unchanged()
+            try:
+                charts = {} if entry.problem else run_page.client_charts(reader)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                charts = {}  # the file was replaced meanwhile: the next look reads it anew
+            return answer({"version": now, "charts": charts})
+
+    @app.get("/run/{run_id}/labels")
+    def run_labels(run_id: str) -> Response:
+        entry = store.find(run_id)
+        if entry is None:
+            return no_run()
+        return answer({"charts": {} if entry.problem else run_page.label_chart(entry)})
+
+    @app.get("/run/{run_id}/picture")
+    def run_picture(run_id: str, name: str) -> Response:
+        entry = store.find(run_id)
+        if entry is None or name not in run_page.pictures(entry):
+            return no_run()
+        return FileResponse(entry.directory / name, media_type="image/png")
+
+    # --- several runs -------------------------------------------------------------------------
+
+    def selected(ids: Sequence[str]) -> list[compare_page.Run]:
+        entries = [entry for run_id in dict.fromkeys(ids) if (entry := store.find(run_id))]
+        return [(e, store.history(e)) for e in entries[: compare_page.MAX_RUNS] if not e.problem]
+
+    def compared(ids: Sequence[str], view: View) -> tuple[dict[str, Any], list[Group]]:
+        chosen = selected(ids)
+        groups = grouped(chosen, view.by_seed)
+        labels, config = compare_page.config_table(groups) if groups else ([], [])
+        content = {
+            "groups": groups,
+            "header": compare_page.HEADER,
+            "results": compare_page.result_rows(groups, view),
+            "labels": labels,
+            "config": config,
+            "choices": compare_page.choices(chosen),
+            "view": view,
+            "axes": compare_page.AXES,
+            "ids": [entry.id for entry, _ in chosen],
+            "num_left_out": len(set(ids)) - len(chosen),
+            "max_runs": compare_page.MAX_RUNS,
+        }
+        return content, groups
+
+    Ids = Query(default=[], alias="run")
+
+    @app.get("/compare")
+    def compare(request: Request, ids: list[str] = Ids) -> HTMLResponse:
+        with store.lock:
+            content, _ = compared(ids, view_of(request.query_params))
+            return page("compare.html.j2", **content)
+
+    @app.get("/compare/data")
+    def compare_data(request: Request, ids: list[str] = Ids) -> Response:
+        with store.lock:
+            view = view_of(request.query_params)
+            content, groups = compared(ids, view)
+            html = {"tables": pages.get_template("compare_tables.html.j2").render(content)}
+            now = digest_of([content["results"], content["config"], view])
+            if now == request.query_params.get("version"):
+                return unchanged()
+            return answer(
+                {
+                    "version": now,
+                    "html": html,
+                    "charts": {"compare": compare_page.chart(groups, view)},
+                }
+            )
+
+    @app.get("/compare.csv")
+    def compare_csv(request: Request, ids: list[str] = Ids) -> Response:
+        with store.lock:
+            view = view_of(request.query_params)
+            text = compare_page.as_csv(compared(ids, view)[1], view)
+        return download(text, "compare.csv", "text/csv")
+
+    @app.get("/compare.tex")
+    def compare_tex(request: Request, ids: list[str] = Ids) -> Response:
+        with store.lock:
+            view = view_of(request.query_params)
+            rows = compare_page.result_rows(compared(ids, view)[1], view)
+        return download(
+            compare_page.latex_table(compare_page.HEADER, rows), "compare.tex", "text/plain"
+        )
+
+    # --- deployment ---------------------------------------------------------------------------
+
+    def sites() -> dict[str, Any]:
+        found: list[tuple[Entry, str, list[dict[str, str]]]] = []
+        online = nodes.online if nodes else None
+        for entry in store.runs().values():
+            if entry.problem or len(found) == 5:
+                continue
+            if not run_page.is_deployed(entry):
+                continue
+            try:
+                rows = run_page.site_rows(entry, store.history(entry), online)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                rows = [{"site": f"cannot be read: {text_of(error)}"}]
+            found.append((entry, entry.state, rows))
+        return {"runs": found, "nodes": nodes, "problem": nodes.problem if nodes else ""}
+
+    @app.get("/deployment")
+    def deployment() -> HTMLResponse:
+        with store.lock:
+            return page("deployment.html.j2", **sites())
+
+    @app.get("/deployment/data")
+    def deployment_data(version: str = "") -> Response:
+        with store.lock:
+            html = pages.get_template("sites.html.j2").render(sites())
+        now = digest_of(html)
+        return unchanged() if now == version else answer({"version": now, "html": {"sites": html}})
+
+    @app.get("/static/{name}")
+    def static(name: str) -> Response:
+        if name not in STATIC:
+            return PlainTextResponse("no such file\n", 404)
+        kind = "text/css" if name.endswith(".css") else "text/javascript"
+        age = {"cache-control": "private, max-age=3600" if name == "plotly.js" else "no-cache"}
+        return FileResponse(static_file(name), media_type=kind, headers=age)
+
+    return Guard(app, token)
+
+
+def run_rows(store: Store) -> list[dict[str, Any]]:
+    """A row of the table of runs for each run."""
+    entries = store.runs()
+    seeds: dict[str, set[str]] = {}
+    settings = {run_id: entry.setting for run_id, entry in entries.items() if entry.config}
+    for run_id, setting in settings.items():
+        seeds.setdefault(setting, set()).add(text_of(entries[run_id].config.get("seed")))
+    rows = []
+    for entry in entries.values():
+        config, summary = entry.config, entry.summary
+        rows.append(
+            {
+                "id": entry.id,
+                "name": entry.name,
+                "method": text_of(entry.method, 60),
+                "data": text_of(entry.source, 60),
+                "split": text_of(entry.split, 40),
+                "model": text_of(config.get("model", "?"), 40),
+                "clients": number(summary.get("clients") or config.get("num-clients")),
+                "done": int(number(summary.get("rounds")) or 0),
+                "total": int(number(config.get("num-rounds")) or 0),
+                "state": entry.state,
+                "accuracy": number(summary.get("final_accuracy")),
+                "best": number(summary.get("best_accuracy")),
+                "seed": text_of(config.get("seed", "?"), 20),
+                "seeds": sorted(seeds.get(settings.get(entry.id, ""), ())),
+                "setting": settings.get(entry.id, entry.id)[:16],
+                "changed": entry.changed,
+                "kind": kind_of(entry.state),
+            }
+        )
+    return rows
+
+
+def kind_of(state: str) -> str:
+    """The class that colours a state."""
+    known = {FINISHED: "good", RUNNING: "live", "stopped": "warn", "interrupted": "warn"}
+    return known.get(state, "bad")
+
+
+def digest_of(value: Any) -> str:
+    """A short digest of anything; equal values have equal ones."""
+    return hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
+
+
+def unchanged() -> Response:
+    """The answer to a look at what has not changed since."""
+    return Response(status_code=204)
+
+
+def answer(content: Mapping[str, Any]) -> Response:
+    """JSON, without the numbers that it cannot express."""
+    return Response(json.dumps(content, allow_nan=False), media_type="application/json")
+
+
+def download(text: str, name: str, kind: str) -> Response:
+    """A file to save."""
+    headers = {"content-disposition": f'attachment; filename="{name}"'}
+    return Response(
+        text.encode(errors="replace"), media_type=f"{kind}; charset=utf-8", headers=headers
+    )
+
+
+def listening(port: int) -> socket.socket:
+    """A socket on 127.0.0.1. ValueError, one line, if the port is in use."""
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind(("127.0.0.1", port))
+        found.listen(64)  # who opens the link at once is answered as soon as pages are served
+    except OSError as error:
+        found.close()
+        raise ValueError(
+            f"--port {port}: {error.strerror}; choose another, or 0 for any that is free"
+        ) from error
+    return found
+
+
+def serve(app: ASGIApp, at: socket.socket) -> None:
+    """Serve until Ctrl-C."""
+    config = uvicorn.Config(
+        app,
+        log_level="critical",  # pages show their errors
+        access_log=False,  # it would show the token
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=1,  # open pages keep their connections
+    )
+    uvicorn.Server(config).run(sockets=[at])

@@ -1,0 +1,44 @@
+// Draws Keel's figures with Plotly in the colours of the page, light or dark.
+"use strict";
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+function themed(figure) {
+  const style = getComputedStyle(document.documentElement);
+  const text = style.getPropertyValue("--text").trim();
+  const line = style.getPropertyValue("--line").trim();
+  const back = style.getPropertyValue("--back").trim();
+  const axis = {gridcolor: line, zerolinecolor: line, linecolor: line};
+  const layout = {
+    ...figure.layout,
+    font: {family: "system-ui, sans-serif", size: 12, color: text},
+    paper_bgcolor: back,
+    plot_bgcolor: back,
+    hoverlabel: {bgcolor: back, bordercolor: line, font: {color: text}},
+    modebar: {bgcolor: "rgba(0,0,0,0)", color: text, activecolor: text},
+  };
+  for (const name of Object.keys(layout).filter(key => /^[xy]axis/.test(key))) {
+    layout[name] = {...axis, ...layout[name]};
+  }
+  return layout;
+}
+
+function draw(element, figure) {
+  element.figure = figure;
+  const config = {
+    responsive: true,
+    displaylogo: false,
+    modeBarButtonsToRemove: ["select2d", "lasso2d"],
+    toImageButtonOptions: {format: "png", scale: 2, filename: element.dataset.chart || "chart"},
+  };
+  return Plotly.react(element, figure.data, themed(figure), config);
+}
+
+function redrawAll() {
+  for (const element of document.querySelectorAll(".chart")) {
+    if (element.figure) draw(element, element.figure);
+  }
+}
+
+dark.addEventListener("change", redrawAll);
+addEventListener("beforeprint", redrawAll);

@@ -1,0 +1,165 @@
+// The live pages: sorting and filtering the table of runs, and looking for news.
+"use strict";
+
+const POLL_MS = 2000;
+const find = (selector, root = document) => root.querySelector(selector);
+const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+
+// --- tables -----------------------------------------------------------------------------------
+
+function valueOf(row, column) {
+  const cell = row.cells[column];
+  return cell.dataset.value ?? cell.textContent.trim();
+}
+
+function sortRows(table) {
+  const heads = [...table.tHead.rows[0].cells];
+  const column = heads.findIndex(head => head.hasAttribute("aria-sort"));
+  if (column < 0) return;
+  const sign = heads[column].getAttribute("aria-sort") === "descending" ? -1 : 1;
+  const rows = [...table.tBodies[0].rows].sort((a, b) => {
+    const x = valueOf(a, column), y = valueOf(b, column);
+    if (x === "" || y === "") return (x === "") - (y === "");  // what is unknown comes last
+    const order = isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y;
+    return sign * order;
+  });
+  table.tBodies[0].append(...rows);
+}
+
+function makeSortable(table) {
+  const heads = [...table.tHead.rows[0].cells];
+  for (const head of heads) {
+    find("button", head)?.addEventListener("click", () => {
+      const next = head.getAttribute("aria-sort") === "descending" ? "ascending" : "descending";
+      heads.forEach(other => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", next);
+      sortRows(table);
+    });
+  }
+}
+
+// --- news -------------------------------------------------------------------------------------
+
+function say(text) {
+  find("#link").textContent = text;
+}
+
+async function look(address) {
+  const answer = await fetch(address);
+  if (answer.status === 204) return null;
+  if (!answer.ok) throw new Error(String(answer.status));
+  return answer.json();
+}
+
+function show(news) {
+  for (const [name, html] of Object.entries(news.html ?? {})) {
+    const place = find(`[data-html="${name}"]`);
+    const open = all("details", place).map(each => each.open);
+    const scroll = all(".tall, .log", place).map(each => each.scrollTop);
+    place.innerHTML = html;  // escaped on the server
+    all("details", place).forEach((each, i) => { if (i in open) each.open = open[i]; });
+    all(".tall, .log", place).forEach((each, i) => { if (i in scroll) each.scrollTop = scroll[i]; });
+  }
+  for (const [name, figure] of Object.entries(news.charts ?? {})) {
+    const element = find(`[data-chart="${name}"]`);
+    if (!element) continue;
+    element.closest("figure").hidden = false;
+    draw(element, figure);
+  }
+}
+
+// Looks again and again; `address` is called with the version that is shown.
+async function follow(address, apply, pause = POLL_MS) {
+  let version = "";
+  for (;;) {
+    try {
+      if (!document.hidden || !version) {
+        const news = await look(address(version));
+        say("live");
+        if (news) { version = news.version ?? "once"; apply(news); }
+      }
+    } catch (error) {
+      say(error.message === "404" ? "gone" : "keel ui has ended");
+    }
+    await new Promise(done => setTimeout(done, pause));
+  }
+}
+
+// --- pages ------------------------------------------------------------------------------------
+
+function runsPage(table) {
+  const filter = find("#filter"), compare = find("#compare");
+  const rows = () => [...table.tBodies[0].rows];
+  const boxes = () => all("input[type=checkbox]", table);
+  let chosen = new Set();
+
+  function update() {
+    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+    let shown = 0;
+    for (const row of rows()) {
+      const text = row.textContent.toLowerCase();
+      row.hidden = !words.every(word => text.includes(word));
+      shown += !row.hidden;
+    }
+    const number = chosen.size ? `, ${chosen.size} selected` : "";
+    find("#count").textContent = `${shown} of ${rows().length}${number}`;
+    find("#empty").hidden = shown > 0;
+    compare.disabled = find("#none").disabled = find("#seeds").disabled = !chosen.size;
+  }
+
+  function choose(ids) {
+    chosen = new Set(ids);
+    for (const box of boxes()) box.checked = chosen.has(box.value);
+    update();
+  }
+
+  table.addEventListener("change", () => choose(boxes().filter(b => b.checked).map(b => b.value)));
+  filter.addEventListener("input", update);
+  find("#none").addEventListener("click", () => choose([]));
+  find("#seeds").addEventListener("click", () => {
+    const settings = new Set(rows().filter(r => chosen.has(r.dataset.id)).map(r => r.dataset.setting));
+    choose(rows().filter(r => settings.has(r.dataset.setting)).map(r => r.dataset.id));
+  });
+  makeSortable(table);
+  choose(boxes().filter(box => box.checked).map(box => box.value));  // as restored by "back"
+  const first = table.dataset.version;
+  follow(version => `/rows?version=${version || first}`, news => {
+    table.tBodies[0].innerHTML = news.html;
+    sortRows(table);
+    choose([...chosen].filter(id => rows().some(row => row.dataset.id === id)));
+  }, 2 * POLL_MS);
+}
+
+function runPage(place) {
+  const base = `/run/${place.dataset.id}`;
+  follow(version => `${base}/data?version=${version}`, show);
+  follow(version => `${base}/clients?version=${version}`, show, 3 * POLL_MS);
+  look(`${base}/labels`).then(show);
+}
+
+function comparePage(form) {
+  const query = () => new URLSearchParams(new FormData(form));
+  let newest = 0;
+
+  async function refresh() {
+    const number = ++newest, words = query();
+    history.replaceState(null, "", `/compare?${words}`);
+    for (const link of all("[data-export]")) link.href = `${link.dataset.export}?${words}`;
+    const news = await look(`/compare/data?${words}`);
+    if (news && number === newest) show(news);
+    return news;
+  }
+
+  form.addEventListener("input", refresh);
+  form.addEventListener("submit", event => event.preventDefault());
+  find("#png").addEventListener("click", () => {
+    Plotly.downloadImage(find("[data-chart=compare]"), {format: "png", scale: 2, filename: "compare"});
+  });
+  refresh();
+  follow(version => `/compare/data?${query()}&version=${version}`, show, 2 * POLL_MS);
+}
+
+if (find("#runs")) runsPage(find("#runs"));
+if (find("#run")) runPage(find("#run"));
+if (find("#controls")) comparePage(find("#controls"));
+if (find("#deployment")) follow(version => `/deployment/data?version=${version}`, show, 2 * POLL_MS);

@@ -1,0 +1,228 @@
+"""The runs below some directories, for pages: found, read and cached, never written.
+
+A run directory may hold anything: what is damaged, too large, or no plain file inside the directory
+is named in the run's `problem`. A page reaches a run by its id, which is a digest and no path.
+"""
+
+import hashlib
+import json
+import os
+import stat
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from keel.runs import CONFIG_FILE, DAMAGE, LOCK_FILE, RUNNING, SavedRun, is_locked
+from protocol.text import in_one_line
+from server_app.history import HISTORY_FILE, HistoryReader
+from server_app.summary import SUMMARY_FILE
+
+ROSTER_FILE, LOG_FILE, AUDIT_FILE = "roster.json", "run.log", "audit.jsonl"
+FILES = (CONFIG_FILE, SUMMARY_FILE, HISTORY_FILE, ROSTER_FILE, LOG_FILE, AUDIT_FILE, LOCK_FILE)
+MAX_BYTES = {CONFIG_FILE: 1 << 20, SUMMARY_FILE: 4 << 20, ROSTER_FILE: 128 << 20}
+MAX_READERS = 128  # histories held at a time
+PATTERNS = ("*", "runs/*/*", "*/runs/*/*")  # runs; an experiments folder; several of those
+NOT_A_SETTING = {"seed", "output-dir", "run-name", "data-dir", "resume", "tracker"}
+ANYTHING = (*DAMAGE, RecursionError)  # raised by the content of a file
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run as pages show it. problem: why it cannot be read; then most fields are empty."""
+
+    id: str
+    name: str
+    directory: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    status: str = ""
+    problem: str = ""
+    changed: float = 0.0
+
+    @property
+    def state(self) -> str:
+        """finished, running, stopped, failed: ..., interrupted, or the problem."""
+        if self.problem:
+            return self.problem
+        return RUNNING if is_locked(self.directory / LOCK_FILE) else self.status
+
+    @cached_property
+    def setting(self) -> str:
+        """A digest of the config without the seed and paths: equal for runs that only repeat."""
+        keys = {k: v for k, v in self.config.items() if k not in NOT_A_SETTING}
+        return hashlib.sha256(json.dumps(keys, sort_keys=True, default=str).encode()).hexdigest()
+
+    @property
+    def split(self) -> str:
+        """The partition with its parameter, such as `dirichlet 0.5`."""
+        kind = str(self.config.get("partition", "?"))
+        key = {"classes": "classes-per-client", "shards": "shards-per-client"}.get(kind, "alpha")
+        value = "" if kind in ("iid", "?") else self.config.get(key, "")
+        return f"{kind} {value}".strip()
+
+    @property
+    def source(self) -> str:
+        """The data source; of folder:PATH and npz:PATH the last part of PATH."""
+        kind, colon, path = str(self.config.get("source", "?")).partition(":")
+        return f"{kind}:{Path(path).name}" if colon else kind
+
+    @property
+    def method(self) -> str:
+        """The method, with the server optimizer if that is not plain averaging."""
+        optimizer = self.config.get("server-optimizer", "fedavg")
+        server = "" if optimizer == "fedavg" else f" + {optimizer}"
+        return f"{self.config.get('method', '?')}{server}"
+
+
+def number(value: Any) -> float | None:
+    """A finite float, or None for anything else: files may hold anything."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            value = float(value)
+        except OverflowError:
+            return None
+        return value if abs(value) < float("inf") else None
+    return None
+
+
+def text_of(value: Any, max_length: int = 300) -> str:
+    """Any value as one printable line."""
+    return in_one_line(value, max_length)
+
+
+class Store:
+    """The runs below `roots`. One lock guards it: a page is built by one thread at a time."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.roots = [root.absolute() for root in roots]
+        self.lock = threading.RLock()
+        self._entries: dict[str, tuple[tuple[int, ...], Entry]] = {}
+        self._readers: dict[str, HistoryReader] = {}
+
+    def runs(self) -> dict[str, Entry]:
+        """Id to run of everything below the roots, the last changed first."""
+        with self.lock:
+            found: dict[str, tuple[tuple[int, ...], Entry]] = {}
+            for directory in self._directories():
+                run_id = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
+                found[run_id] = self._looked_up(run_id, directory)
+            self._entries = found
+            entries = sorted((e for _, e in found.values()), key=lambda e: (-e.changed, e.name))
+            return {entry.id: entry for entry in entries}
+
+    def _directories(self) -> list[Path]:
+        found = []
+        for root in self.roots:
+            found += [root] if (root / CONFIG_FILE).is_file() else []
+            for pattern in PATTERNS:
+                found += [path.parent for path in root.glob(f"{pattern}/{CONFIG_FILE}")]
+        return [d for d in dict.fromkeys(found) if self._is_inside(d)]
+
+    def _is_inside(self, directory: Path) -> bool:
+        """Whether the directory, links resolved, is below a root."""
+        real = Path(os.path.realpath(directory))
+        return any(real.is_relative_to(os.path.realpath(root)) for root in self.roots)
+
+    def _looked_up(self, run_id: str, directory: Path) -> tuple[tuple[int, ...], Entry]:
+        """The run, from the cache unless a file changed."""
+        stamp, problem = self._stamp(directory)
+        known = self._entries.get(run_id)
+        if known and known[0] == stamp:
+            return known
+        return stamp, read_entry(run_id, directory, problem)
+
+    @staticmethod
+    def _stamp(directory: Path) -> tuple[tuple[int, ...], str]:
+        """(times and sizes of the run's files, what is wrong with one of them)."""
+        stamp, problem = [], ""
+        for name in FILES:
+            try:
+                about = (directory / name).lstat()
+            except FileNotFoundError:
+                stamp.append(0)
+                continue
+            except OSError as error:
+                return (0,), f"unreadable: {error.strerror}"
+            if not stat.S_ISREG(about.st_mode):
+                problem = f"unreadable: {name} is not a plain file"
+            elif about.st_size > MAX_BYTES.get(name, about.st_size):
+                problem = f"unreadable: {name} has {about.st_size:,} bytes"
+            elif not os.access(directory / name, os.R_OK):
+                problem = f"unreadable: no permission to read {name}"
+            if name in (CONFIG_FILE, SUMMARY_FILE, HISTORY_FILE):
+                stamp += [about.st_mtime_ns, about.st_size]
+        return tuple(stamp), problem
+
+    def find(self, run_id: str) -> Entry | None:
+        """The run of this id; None if there is none (any more)."""
+        with self.lock:
+            known = self._entries.get(run_id)
+            if known is None:
+                return self.runs().get(run_id)
+            if not (known[1].directory / CONFIG_FILE).exists():
+                return None
+            self._entries[run_id] = self._looked_up(run_id, known[1].directory)
+            return self._entries[run_id][1]
+
+    def history(self, entry: Entry) -> HistoryReader:
+        """The run's history, up to date."""
+        with self.lock:
+            reader = self._readers.pop(entry.id, None)
+            reader = reader or HistoryReader(entry.directory / HISTORY_FILE)
+            self._readers[entry.id] = reader
+            while len(self._readers) > MAX_READERS:
+                self._readers.pop(next(iter(self._readers)))
+            if not entry.problem:
+                try:
+                    reader.update()
+                except OSError as error:
+                    reader.faults = [f"{HISTORY_FILE} is unreadable: {error.strerror}"]
+            return reader
+
+
+def read_entry(run_id: str, directory: Path, problem: str = "") -> Entry:
+    """Read a run's config and summary."""
+    run, name = SavedRun(directory), text_of(directory.name, 120)
+    changed = 0.0
+    try:
+        changed = run.last_change
+        if problem:
+            return Entry(run_id, name, directory, problem=problem, changed=changed)
+        config, overrides = run.config, run.overrides
+        summary = run.summary if isinstance(run.summary, dict) else {}
+        status = run.state
+    except ANYTHING as error:
+        problem = f"{CONFIG_FILE} is damaged: {text_of(error, 160)}"
+        return Entry(run_id, name, directory, problem=problem, changed=changed)
+    if status == RUNNING:  # looked at anew by `state`
+        saved = text_of(summary.get("status", "interrupted"))
+        status = "interrupted" if saved in ("starting", RUNNING) else saved
+    return Entry(run_id, name, directory, config, overrides, summary, text_of(status), "", changed)
+
+
+def read_json(path: Path, max_bytes: int) -> Any:
+    """The content of a JSON file; None if it is missing, damaged, a link or too large."""
+    try:
+        about = path.lstat()
+        if stat.S_ISREG(about.st_mode) and about.st_size <= max_bytes:
+            return json.loads(path.read_bytes())
+    except ANYTHING:
+        pass
+    return None
+
+
+def tail(path: Path, num_bytes: int = 64 << 10, max_lines: int = 200) -> list[str]:
+    """The last lines of a text file, each printable; [] if it cannot be read."""
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return []
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [text_of(line, 400) for line in lines[-max_lines:]]

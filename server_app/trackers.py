@@ -1,0 +1,253 @@
+"""Trackers: `RunObserver`s that copy a run to TensorBoard, MLflow or Weights & Biases.
+
+The run directory stays the source of truth: a tracker that fails or is offline costs the run
+nothing but a warning. Each works in a thread of its own, behind `Tracked`. A resumed run continues
+in the same tracker run, whose id is in the run directory's trackers.json.
+"""
+
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from protocol.config import RoundsConfig, keel_home, tracker_names
+from protocol.files import write_atomically
+from protocol.text import in_one_line
+from server_app.history import HISTORY_FILE, PER_CLIENT, Line
+from server_app.observers import RunInfo, RunObserver, scalars
+from server_app.summary import SUMMARY_FILE
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+log = logging.getLogger("keel.server")
+TRACKERS_FILE = "trackers.json"
+PROJECT = "keel"  # an experiment of MLflow's, a project of W&B's
+END_TIMEOUT_S = 60.0  # for what a tracker still has to send when the run has ended
+ARTIFACTS = ("config.json", SUMMARY_FILE, HISTORY_FILE, "roster.json", "accuracy.png", "labels.png")
+MLFLOW_BATCH = 100  # parameters, and characters of a value: MLflow's own limits
+MLFLOW_VALUE = 500
+
+
+def trackers_of(rounds: RoundsConfig) -> list[RunObserver]:
+    """The trackers that the config asks for."""
+    makers: dict[str, Callable[[bool], RunObserver]] = {
+        "tensorboard": TensorBoardEvents,
+        "mlflow": MlflowRun,
+        "wandb": WandbRun,
+    }
+    names = tracker_names(rounds)
+    return [Tracked(name, makers[name](rounds.tracker_clients)) for name in names]
+
+
+def check_trackers(rounds: RoundsConfig) -> None:
+    """ValueError, one line, where a tracker is asked for whose package is not installed."""
+    for name in tracker_names(rounds):
+        if find_spec(name) is None:
+            key, off = f"tracker = {rounds.tracker!r}", "tracker=none"
+            if name not in rounds.tracker:
+                key, off = "tensorboard = true", "tensorboard=false"
+            package = {"mlflow": "mlflow-skinny alembic"}.get(name, name)
+            raise ValueError(
+                f"{key}: the package {name} is not installed: pip install {package} (Keel's extra "
+                f"{name}), or set {off}"
+            )
+
+
+class Tracked:
+    """Runs a tracker in a thread: the run neither waits for it nor ends because of it."""
+
+    def __init__(self, name: str, tracker: RunObserver) -> None:
+        self.name, self.tracker = name, tracker
+        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self.info: RunInfo | None = None  # until the tracker has started
+        self.has_warned = False
+
+    def on_run_start(self, info: RunInfo) -> None:
+        """Start the thread, and in it the tracker's run."""
+        self.info = info
+        self.calls.put(lambda: None)
+        self.thread.start()
+
+    def on_round(self, line: Line) -> None:
+        """Pass the round on."""
+        self.calls.put(lambda: self.tracker.on_round(line))
+
+    def on_run_end(self, summary: Mapping[str, Any]) -> None:
+        """Pass the end on, and wait for the tracker, but not long."""
+        self.calls.put(lambda: self.tracker.on_run_end(summary))
+        self.calls.put(None)
+        if not self.thread.is_alive():
+            return
+        self.thread.join(END_TIMEOUT_S)
+        if self.thread.is_alive():
+            self._warn(f"it has not finished {END_TIMEOUT_S:g} s after the run")
+
+    def _work(self) -> None:
+        while (call := self.calls.get()) is not None:
+            try:
+                if self.info:  # also the second attempt, if the first failed
+                    self.tracker.on_run_start(self.info)
+                    self.info = None
+                call()
+            except BaseException as error:  # SystemExit of a package, too: only this thread ends
+                self._warn(f"{type(error).__name__}: {in_one_line(error)}")
+
+    def _warn(self, problem: str) -> None:
+        """Once a run."""
+        if not self.has_warned:
+            self.has_warned = True
+            log.warning("tracker %s: %s; the run directory has everything", self.name, problem)
+
+
+def figures(line: Line, with_clients: bool) -> dict[str, float]:
+    """A round's figures by name; with each client's accuracies if they are wanted."""
+    found = scalars(line)
+    if with_clients:
+        for key in PER_CLIENT:
+            clients = line.get(key, {}).get("clients", {})
+            found |= {f"client/{name}/{key}": value for name, value in clients.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def tracker_id(directory: Path, name: str, new: Callable[[], str]) -> tuple[str, bool]:
+    """(the id of the run in this tracker, whether it is new), stored in the run directory."""
+    path = directory / TRACKERS_FILE
+    try:
+        saved = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        saved = {}
+    if name in saved:
+        return str(saved[name]), False
+    found = new()
+    write_atomically(path, json.dumps(saved | {name: found}).encode())
+    return found, True
+
+
+class TensorBoardEvents:
+    """Writes every figure of a round as TensorBoard events in the run directory's tensorboard/."""
+
+    writer: "SummaryWriter"
+
+    def __init__(self, with_clients: bool = False) -> None:
+        self.with_clients = with_clients
+
+    def on_run_start(self, info: RunInfo) -> None:
+        """Open the event file; events of rounds that a resume repeats are superseded."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = info.last_round + 1 if info.last_round else None
+        self.writer = SummaryWriter(str(info.directory / "tensorboard"), purge_step=purge_step)
+        rows = "".join(f"| {key} | {value} |\n" for key, value in info.config.items())
+        self.writer.add_text("config", f"| key | value |\n|---|---|\n{rows}", info.last_round)
+
+    def on_round(self, line: Line) -> None:
+        """Write the round's scalars."""
+        for name, value in figures(line, self.with_clients).items():
+            self.writer.add_scalar(name, value, line["round"])
+        self.writer.flush()
+
+    def on_run_end(self, summary: Mapping[str, Any]) -> None:
+        """Close the event file."""
+        self.writer.close()
+
+
+class MlflowRun:
+    """A run of MLflow: at $MLFLOW_TRACKING_URI, else in mlflow.db in Keel's home."""
+
+    def __init__(self, with_clients: bool = False) -> None:
+        self.with_clients = with_clients
+
+    def on_run_start(self, info: RunInfo) -> None:
+        """Create the run with the config as parameters, or reopen that of an interrupted run."""
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        uri, folder = os.environ.get("MLFLOW_TRACKING_URI"), None
+        if not uri:
+            uri, folder = (
+                f"sqlite:///{keel_home() / 'mlflow.db'}",
+                (keel_home() / "mlruns").as_uri(),
+            )
+        self.client, self.directory = MlflowClient(tracking_uri=uri), info.directory
+
+        def create() -> str:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+            found = self.client.get_experiment_by_name(name)
+            experiment = (
+                found.experiment_id
+                if found
+                else self.client.create_experiment(name, artifact_location=folder)
+            )
+            run = self.client.create_run(experiment, run_name=info.directory.name)
+            return str(run.info.run_id)
+
+        self.run_id, is_new = tracker_id(info.directory, "mlflow", create)
+        if not is_new:
+            self.client.update_run(self.run_id, status="RUNNING")
+            return
+        params = [Param(key, str(value)[:MLFLOW_VALUE]) for key, value in info.config.items()]
+        for i in range(0, len(params), MLFLOW_BATCH):
+            self.client.log_batch(self.run_id, params=params[i : i + MLFLOW_BATCH])
+
+    def on_round(self, line: Line) -> None:
+        """Log the round's metrics."""
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        found = figures(line, self.with_clients).items()
+        metrics = [Metric(name, value, now, line["round"]) for name, value in found]
+        for i in range(0, len(metrics), 10 * MLFLOW_BATCH):
+            self.client.log_batch(self.run_id, metrics=metrics[i : i + 10 * MLFLOW_BATCH])
+
+    def on_run_end(self, summary: Mapping[str, Any]) -> None:
+        """Log the files and end the run."""
+        for name in ARTIFACTS:
+            if (self.directory / name).exists():
+                self.client.log_artifact(self.run_id, str(self.directory / name))
+        states = {"finished": "FINISHED", "stopped": "KILLED"}
+        self.client.set_terminated(self.run_id, states.get(summary["status"], "FAILED"))
+
+
+class WandbRun:
+    """A run of Weights & Biases; offline in the run directory where there is no login."""
+
+    def __init__(self, with_clients: bool = False) -> None:
+        self.with_clients = with_clients
+
+    def on_run_start(self, info: RunInfo) -> None:
+        """Create the run, or continue that of an interrupted run."""
+        import wandb
+
+        run_id, is_new = tracker_id(info.directory, "wandb", lambda: os.urandom(6).hex())
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            id=run_id,
+            name=info.directory.name,
+            dir=str(info.directory),
+            config=dict(info.config),
+            resume=None if is_new or mode == "offline" else "allow",
+            mode=mode,
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self.run.define_metric("*", step_metric="round")
+        self.directory = info.directory
+
+    def on_round(self, line: Line) -> None:
+        """Log the round's metrics."""
+        self.run.log({"round": line["round"], **figures(line, self.with_clients)})
+
+    def on_run_end(self, summary: Mapping[str, Any]) -> None:
+        """Save the files and end the run."""
+        for name in ARTIFACTS:
+            if (self.directory / name).exists():
+                self.run.save(str(self.directory / name), base_path=self.directory, policy="now")
+        self.run.finish(0 if summary["status"] == "finished" else 1)

@@ -1,0 +1,245 @@
+"""The pages of `keel ui` in Chromium, over HTTP, as a person uses them.
+
+Needs Chromium (Debian's package, or $CHROMIUM) and the extra `browser`; else these tests skip.
+"""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from keel.views.charts import static_file
+from tests.tools.run_directories import line_of, make_run
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+]
+NUM_LATER = 3  # rounds that the live run writes while it is watched
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two methods with three seeds, a run under way, and one with clients by name."""
+    base = tmp_path_factory.mktemp("runs")
+    for method in ("fedavg", "moon"):
+        for seed in range(3):
+            keys = {"method": method, "seed": seed, "source": "digits"}
+            make_run(base / f"{method}-{seed}", keys, 20)
+    make_run(base / "live", {"method": "fedintr"}, 10, num_written=2, status="running")
+    clients = [f"site-{letter}" for letter in "abcdefgh"]
+    make_run(base / "clients", {"method": "fedcka", "lr": 0.3}, 10, clients)
+    return base
+
+
+@pytest.fixture(scope="module")
+def address(base: Path) -> Iterator[str]:
+    """The link that `keel ui` prints."""
+    command = [sys.executable, "-m", "keel", "ui", str(base), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield server.stdout.readline().strip()
+        finally:
+            server.terminate()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium."""
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser: Any, address: str) -> Iterator[Any]:
+    """The table of runs; errors in the console and foreign requests fail the test."""
+    context = browser.new_context(viewport={"width": 1366, "height": 900}, accept_downloads=True)
+    page = context.new_page()
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda m: faults.append(m.text) if m.type == "error" else None)
+    host = address.split("/?")[0]
+    page.on(
+        "request",
+        lambda r: None if r.url.startswith((host, "data:", "blob:")) else faults.append(r.url),
+    )
+    page.goto(address)
+    page.base = host
+    yield page
+    context.close()
+    assert faults == []
+
+
+def names(page: Any) -> list[str]:
+    return [cell.inner_text() for cell in page.locator("tr:not([hidden]) td.name").all()]
+
+
+def open_run(page: Any, name: str) -> None:
+    page.get_by_role("link", name=name, exact=True).click()
+    page.wait_for_selector("[data-chart=accuracy] .main-svg")
+
+
+def open_comparison(page: Any, *runs: str) -> None:
+    for name in runs:
+        page.get_by_label(f"Select {name}", exact=True).check()
+    page.click("#compare")
+    page.wait_for_selector("[data-chart=compare] .main-svg")
+
+
+def traces(page: Any, chart: str) -> list[dict[str, Any]]:
+    found = page.evaluate(f"document.querySelector('[data-chart={chart}]').data")
+    return [trace for trace in found if trace.get("showlegend") is not False]
+
+
+def test_the_address_keeps_no_token_and_the_cookie_is_for_no_script(page):
+    assert "token" not in page.url
+    assert page.evaluate("document.cookie") == ""
+    other = page.context.browser.new_context().new_page()
+    assert other.goto(page.base).status == 403
+    other.context.close()
+
+
+def test_a_heading_sorts_by_its_numbers(page):
+    heading = page.get_by_role("columnheader", name="accuracy")
+    shown = {}
+    for direction in ("descending", "ascending"):
+        heading.get_by_role("button").click()
+        assert heading.get_attribute("aria-sort") == direction
+        cells = page.locator("tbody td:nth-child(9)").all()
+        shown[direction] = [float(cell.inner_text()) for cell in cells]
+    assert shown["ascending"] == sorted(shown["ascending"])
+    assert shown["descending"] == sorted(shown["ascending"], reverse=True)
+
+
+def test_the_filter_leaves_rows_that_have_all_words(page):
+    page.fill("#filter", "MOON digits")
+    assert sorted(names(page)) == ["moon-0", "moon-1", "moon-2"]
+    assert page.inner_text("#count") == "3 of 8"
+    page.fill("#filter", "nothing like this")
+    assert page.locator("#empty").is_visible()
+
+
+def test_seeds_become_one_curve_with_a_band_and_a_value_under_the_mouse(page):
+    page.get_by_label("Select fedavg-0", exact=True).check()
+    page.click("#seeds")
+    assert page.inner_text("#count") == "8 of 8, 3 selected"
+    open_comparison(page, "moon-0", "moon-1")
+    assert sorted(trace["name"] for trace in traces(page, "compare")) == ["fedavg", "moon"]
+    assert page.locator("#results tbody tr").count() == 2
+    assert page.inner_text("#differences tbody th") == "method"
+    box = page.locator("[data-chart=compare] .nsewdrag").bounding_box()
+    for offset in (0, 3):
+        page.mouse.move(box["x"] + box["width"] / 2 + offset, box["y"] + box["height"] / 2)
+    page.wait_for_selector("[data-chart=compare] .hoverlayer text", state="attached")
+    assert "(3 seeds)" in page.locator("[data-chart=compare] .hoverlayer").text_content()
+
+
+def test_axis_smoothing_and_curve_change_the_chart_and_the_address(page):
+    open_comparison(page, "fedavg-0", "moon-0")
+    before = traces(page, "compare")[0]
+    page.select_option("[name=x]", "bytes")
+    page.check("[name=logx]")
+    page.locator("[name=smooth]").fill("0.9")
+    page.wait_for_function(
+        "document.querySelector('[data-chart=compare]').layout.xaxis.type === 'log'"
+    )
+    page.wait_for_function(
+        f"document.querySelector('[data-chart=compare]').data[0].y[9] !== {before['y'][9]}"
+    )
+    after = traces(page, "compare")[0]
+    assert after["x"][:2] == pytest.approx([1.9, 3.8])
+    assert "x=bytes" in page.url
+    page.select_option("[name=curve]", "loss.contrastive")
+    page.wait_for_function(
+        "document.querySelector('[data-chart=compare]').layout.yaxis.title.text === 'loss'"
+    )
+    page.reload()
+    page.wait_for_selector("[data-chart=compare] .main-svg")
+    assert page.input_value("[name=curve]") == "loss.contrastive"
+
+
+def test_the_selection_is_exported_as_csv_latex_and_png(page, tmp_path):
+    open_comparison(page, "fedavg-0", "moon-0")
+    for click, name in (("text=CSV", "a.csv"), ("text=LaTeX", "a.tex"), ("#png", "a.png")):
+        with page.expect_download() as download:
+            page.click(click)
+        download.value.save_as(tmp_path / name)
+    rows = list(csv.reader((tmp_path / "a.csv").open()))
+    assert {row[1] for row in rows[rows.index([]) + 2 :]} == {"fedavg-0", "moon-0"}
+    assert r"\toprule" in (tmp_path / "a.tex").read_text()
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_shows_who_is_served_badly(page):
+    open_run(page, "clients")
+    page.wait_for_selector("[data-chart=clients-local_global] .main-svg")
+    heat = page.evaluate("document.querySelector('[data-chart=clients-local_global]').data[0]")
+    last = [row[-1] for row in heat["z"]]
+    assert len(heat["y"]) == 8
+    assert last == sorted(last)
+    page.wait_for_selector("[data-chart=labels] .main-svg")
+
+
+def test_a_page_follows_the_run_while_it_writes(page, base):
+    open_run(page, "live")
+    assert "round 2 of 10" in page.inner_text("#run")
+    with (base / "live" / "history.jsonl").open("a") as file:
+        for number in range(3, 3 + NUM_LATER):
+            file.write(json.dumps(line_of(number, Random(number))) + "\n")
+            file.flush()
+            page.wait_for_function(
+                "n => document.querySelector('[data-chart=accuracy]').data[0].x.length === n",
+                arg=number,
+                timeout=10_000,
+            )
+    assert f"round {2 + NUM_LATER} of 10" in page.inner_text("#run")
+
+
+def test_a_new_run_appears_in_the_table_and_a_selection_stays(page, base):
+    page.get_by_label("Select moon-0", exact=True).check()
+    page.fill("#filter", "moon")
+    make_run(base / "moon-9", {"method": "moon", "seed": 9, "source": "digits"}, 2)
+    page.wait_for_selector("text=moon-9", timeout=10_000)
+    assert page.get_by_label("Select moon-0", exact=True).is_checked()
+    assert page.inner_text("#count") == "4 of 9, 1 selected"
+    shutil.rmtree(base / "moon-9")
+
+
+@pytest.mark.parametrize("width", [1366, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_page_has_a_serious_finding_of_axe_or_scrolls_sideways(page, width, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme=scheme)
+    runs = [box.get_attribute("value") for box in page.locator("tbody input").all()]
+    compared = "&".join(f"run={run}" for run in runs)
+    for path in ("/", f"/run/{runs[0]}", f"/compare?{compared}", "/deployment"):
+        page.goto(page.base + path)
+        if page.locator(".chart").count():
+            page.wait_for_selector(".main-svg")
+        found = axe.Axe().run(page).response["violations"]
+        serious = [
+            (v["id"], v["nodes"][0]["html"][:200])
+            for v in found
+            if v["impact"] in ("serious", "critical")
+        ]
+        assert serious == [], path
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
+
+
+def test_plotlys_script_is_the_installed_one(page):
+    text = page.request.get(page.base + "/static/plotly.js").text()
+    assert text == static_file("plotly.js").read_text()

@@ -1,0 +1,289 @@
+"""`clients-per-step`: clients trained as one batched model, against one after the other."""
+
+import dataclasses
+import re
+from contextlib import nullcontext
+
+import pytest
+import torch
+from client_fixtures import (
+    assert_close,
+    keel_home_of_tests,  # noqa: F401 (used by being here)
+    make_config,
+    small_source,
+)
+from safetensors.torch import load_file
+
+import client_app.process_cache
+from client_app import handlers
+from client_app.methods import METHODS, method_of
+from client_app.objective import LocalObjective
+from client_app.process_cache import ProcessCache
+from client_app.samples import Pixels
+from client_app.setup import build_network
+from client_app.stacked import Stack, check_stackable, train_stacked
+from keel.experiments.runs import identity
+from keel.method_checks import Subject
+from server_app.history import read_history
+from server_app.inline import InlineGrid, run_inline
+
+STACKABLE = [
+    name
+    for name, cls in METHODS.items()
+    if issubclass(cls, LocalObjective) and cls.train is LocalObjective.train
+]
+SIZES = (19, 30, 11, 16)  # batches of 8: 3 + 4 + 2 + 2 an epoch, the last ones of 3, 6, 3 and 8
+
+
+@pytest.fixture
+def in_float64(monkeypatch):
+    """Networks, batches and received arrays in float64."""
+    normalise = Pixels.normalise
+    monkeypatch.setattr(Pixels, "normalise", lambda *a: normalise(*a).double())
+    monkeypatch.setattr(
+        client_app.process_cache, "build_network", lambda *a: build_network(*a).double()
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def double(arrays):
+    return {n: a.double() if a.is_floating_point() else a for n, a in arrays.items()}
+
+
+def rounds_of(subject, config, cache):
+    """Round 2 of four clients of different sizes; the first has never taken part."""
+    made = []
+    for place, num in enumerate(SIZES):
+        ctx = subject.round(config, 2, {}, num_clients=1)
+        begun = dict(vars(ctx)) | {"networks": cache, "client": f"client-{place:04}"}
+        samples = client_app.samples.Samples(
+            ctx.train_samples.images[:num].numpy(),
+            ctx.train_samples.labels[place : place + num].numpy(),
+            ctx.train_samples.pixels,
+            ctx.device,
+        )
+        state = {}
+        if place and method_of(config).is_stateful:
+            state = {"previous": double(initial_of(config, ctx, seed=10 + place))}
+        model = cache.network(config, ctx.data, ctx.model.name, "local", ctx.device)
+        named = {f.name: begun[f.name] for f in dataclasses.fields(ctx) if f.name != "caches"}
+        named |= {"model": model, "train_samples": samples, "state": state}
+        named |= {"received": double(ctx.received), "extra": double(ctx.extra)}
+        made.append(type(ctx)(**named))
+    return made
+
+
+def initial_of(config, ctx, seed):
+    return build_network(config, ctx.data.image_shape, ctx.data.num_classes, seed=seed).state_dict()
+
+
+def both_ways(subject, **keys):
+    """Updates of the four clients: one after the other, and together."""
+    config = subject.config(**{"local_epochs": 2, "momentum": 0.9, "weight_decay": 1e-3} | keys)
+    method = method_of(config)
+    alone = [method.train(ctx) for ctx in rounds_of(subject, config, ProcessCache())]
+    return alone, train_stacked(method, rounds_of(subject, config, ProcessCache()))
+
+
+def assert_same_updates(alone, together, rtol=1e-9):
+    for one, other in zip(alone, together, strict=True):
+        assert one.num_steps == other.num_steps
+        assert one.arrays.keys() == other.arrays.keys()
+        for part in ("arrays", "extra"):
+            assert_close(getattr(other, part), getattr(one, part), rtol=rtol, atol=rtol)
+        assert one.state.keys() == other.state.keys()
+        for group, arrays in one.state.items():
+            assert_close(other.state[group], arrays, rtol=rtol, atol=rtol)
+        assert other.terms == {k: pytest.approx(v, rel=rtol) for k, v in one.terms.items()}
+
+
+@pytest.mark.parametrize("method", STACKABLE)
+def test_clients_trained_together_are_those_trained_alone(method, in_float64, tmp_path):
+    tolerance = 1e-5 if method == "fedlc" else 1e-9  # its margins are float32
+    assert_same_updates(*both_ways(Subject(method, tmp_path)), rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"momentum": 0.0, "clip_norm": 0.5},
+        {"lr_decay_epoch": 0.5, "lr_decay": 0.9},
+        {"flip": True, "crop_padding": 2},
+        {"server_optimizer": "fedacg"},
+        {"model": "resnet20", "norm": "batch", "batch_size": 19},
+        {"batch_size": 1, "local_epochs": 1},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+@pytest.mark.parametrize("method", ["moon"])
+def test_together_is_alone_whatever_the_run(method, keys, in_float64, tmp_path):
+    assert_same_updates(*both_ways(Subject(method, tmp_path), **keys))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "fedcka", "fedcka.similarity": "kernel-cka"},
+        {"method": "fedcka", "fedcka.similarity": "frobenius", "fedcka.num-layers": 5},
+        {"method": "fedrcl", "fedrcl.mining": "hard"},
+        {"method": "fedcl", "fedcl.negatives": "all"},
+        {"method": "fedintr", "fedintr.reduction": "sample"},
+        {"method": "feddecorr", "feddecorr.form": "paper"},
+        {"method": "fedprox", "fedprox.mu": 1.0},
+        {"method": "fedprox", "fedprox.mu": 1.0, "fedprox.squared": False},
+    ],
+    ids=lambda keys: "-".join(str(value) for value in keys.values()),
+)
+def test_every_form_of_a_loss_can_be_stacked(keys, in_float64, tmp_path):
+    subject = Subject(keys.pop("method"), tmp_path)
+    assert_same_updates(*both_ways(subject, **keys))
+
+
+def test_clients_without_a_common_batch_size_are_trained_too(in_float64, tmp_path, monkeypatch):
+    """Places 0 and 3 step together, so that their rows are copied and written back."""
+    groups, step = [], Stack.step
+
+    def recorded(self, places, *arguments):
+        groups.append(places)
+        return step(self, places, *arguments)
+
+    monkeypatch.setattr(Stack, "step", recorded)
+    assert_same_updates(*both_ways(Subject("moon", tmp_path)))
+    assert [1, 3] in groups  # 8 samples each, while client 2 has 3
+    assert sum(map(len, groups)) == 2 * (3 + 4 + 2 + 2)
+    assert len(groups) < 2 * (3 + 4 + 2 + 2)
+
+
+OBSTACLES = {
+    "scaffold": ({"method": "scaffold"}, "method = 'scaffold' trains by a procedure of its own"),
+    "fedreco": ({"method": "fedreco"}, "method = 'fedreco' trains by a procedure of its own"),
+    "networks": (
+        {"client_models": "resnet20,vgg9"},
+        "client-models = 'resnet20,vgg9': the clients",
+    ),
+    "compile": ({"compile": True}, "compile = true compiles the network of one client"),
+}
+
+
+@pytest.mark.parametrize(("keys", "expected"), OBSTACLES.values(), ids=OBSTACLES)
+def test_what_cannot_be_stacked_is_refused_in_one_line(keys, expected):
+    config = make_config(clients_per_step=4)
+    config = dataclasses.replace(
+        make_config(**{k: v for k, v in keys.items() if k == "method"}),
+        train=dataclasses.replace(config.train, compile=keys.get("compile", False)),
+        model=dataclasses.replace(config.model, client_models=keys.get("client_models", "")),
+    )
+    with pytest.raises(ValueError, match=re.escape(f"clients-per-step = 4: {expected}")) as raised:
+        check_stackable(method_of(config), config, torch.nn.Linear(1, 1))
+    assert "\n" not in str(raised.value)
+    assert "set it to 1" in str(raised.value)
+
+
+def test_dropout_is_refused_and_one_client_a_step_never(monkeypatch):
+    dropout = torch.nn.Sequential(torch.nn.Dropout(0.5))
+    for num, is_refused in ((1, False), (2, True)):
+        config = make_config(clients_per_step=num)
+        with pytest.raises(ValueError, match="dropout") if is_refused else nullcontext():
+            check_stackable(method_of(config), config, dropout)
+    check_stackable(method_of(config), config, torch.nn.Sequential(torch.nn.Dropout(0.0)))
+
+
+@pytest.mark.parametrize("attribute", ["state", "client", "label_counts", "train_samples"])
+def test_a_loss_that_reads_what_differs_between_clients_is_refused(
+    attribute, tmp_path, monkeypatch
+):
+    def supervised(self, batch):
+        getattr(batch.ctx, attribute)
+        return batch.logits.sum()
+
+    monkeypatch.setattr(METHODS["fedavg"], "supervised", supervised)
+    subject = Subject("fedavg", tmp_path)
+    config = subject.config(local_epochs=1)
+    with pytest.raises(ValueError, match=f"the loss reads ctx.{attribute}, which may differ"):
+        train_stacked(method_of(config), rounds_of(subject, config, ProcessCache()))
+
+
+def test_clients_that_received_different_arrays_are_refused(tmp_path):
+    subject = Subject("fedavg", tmp_path)
+    config = subject.config(local_epochs=1)
+    ctxs = rounds_of(subject, config, ProcessCache())
+    next(iter(ctxs[2].received.values())).add_(1)
+    with pytest.raises(ValueError, match="client-0000 and client-0002 received different arrays"):
+        train_stacked(method_of(config), ctxs)
+
+
+# --- on the inline engine -----------------------------------------------------------------------
+
+
+def run_of(folder, num_clients_per_step, **keys):
+    """The run directory of 2 rounds of 5 clients."""
+    given = {
+        "source": small_source(), "model": "cnn-fedreco", "partition": "dirichlet", "alpha": 5.0,
+        "min-samples": 5, "num-rounds": 2, "local-epochs": 2, "batch-size": 8, "method": "moon",
+        "output-dir": str(folder / str(num_clients_per_step)), "local-test-fraction": 0.2,
+        "evaluate-clients": "all", "clients-per-step": num_clients_per_step, "device": "cpu",
+    }  # fmt: skip
+    return run_inline(given | keys, 5)
+
+
+def test_a_run_with_stacked_clients_is_the_run_without_up_to_rounding(tmp_path):
+    alone, together = run_of(tmp_path, 1), run_of(tmp_path, 2)
+    one, other = (load_file(run / "model.safetensors") for run in (alone, together))
+    assert_close(other, one, rtol=0, atol=1e-5)
+    lines, others = read_history(alone), read_history(together)
+    for line, stacked in zip(lines, others, strict=True):
+        assert stacked["participants"] == line["participants"]
+        assert not stacked["left_out"]
+        assert stacked["losses"] == {
+            k: pytest.approx(v, rel=1e-4) for k, v in line["losses"].items()
+        }
+    paths = [
+        sorted(p.parent.name for p in run.glob("clients/*/round-*")) for run in (alone, together)
+    ]
+    assert paths[0] == paths[1]
+    assert len(set(paths[0])) == 5
+
+
+def test_a_client_that_cannot_begin_fails_alone(tmp_path, monkeypatch):
+    begin = handlers.begin
+
+    def fails_once(request, message, context, before_round):
+        if context.node_config["partition-id"] == 1:
+            raise ValueError("no disk")
+        return begin(request, message, context, before_round)
+
+    monkeypatch.setattr(handlers, "begin", fails_once)
+    lines = read_history(run_of(tmp_path, 5, method="fedavg", **{"evaluate-clients": "none"}))
+    assert [list(line["left_out"]) for line in lines] == [["client-0001"]] * 2
+    assert all("no disk" in line["left_out"]["client-0001"] for line in lines)
+
+
+def test_a_training_that_fails_is_an_error_of_each_of_its_clients(tmp_path, monkeypatch):
+    def fails(self, batch):
+        raise ValueError("out of memory")
+
+    monkeypatch.setattr(METHODS["fedavg"], "supervised", fails)
+    with pytest.raises(RuntimeError, match=r"0 accepted replies.*client-0000: .*out of memory"):
+        run_of(tmp_path, 5, method="fedavg")
+
+
+@pytest.mark.parametrize(("num", "method"), [(2, "fedreco"), (5, "ditto")])
+def test_a_run_that_cannot_be_stacked_ends_before_round_1(num, method, tmp_path):
+    with pytest.raises(
+        ValueError, match=f"clients-per-step = {num}: method = '{method}' trains by"
+    ):
+        run_of(tmp_path, num, method=method)
+
+
+def test_other_engines_refuse_stacked_clients(tmp_path, monkeypatch):
+    monkeypatch.setattr(InlineGrid, "stacks_clients", False)
+    with pytest.raises(ValueError, match="only the inline engine trains clients together"):
+        run_of(tmp_path, 2)
+
+
+def test_stacking_is_part_of_a_runs_identity():
+    alone, together = (make_config(clients_per_step=num).flat for num in (1, 2))
+    assert identity(alone) != identity(together)

@@ -1,0 +1,139 @@
+"""No step of local training waits for the device: counted on the CPU, for every method.
+
+What would wait on a GPU is recognised by its operation: a read of a number, a copy to the host, or
+a shape that depends on values.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from client_fixtures import keel_home_of_tests  # noqa: F401 (used by being here)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import client_app.trainer
+from client_app.methods import METHODS, method_of
+from keel.method_checks import Subject
+
+READS = {
+    "item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "unique", "masked_select",
+    "__bool__", "__float__", "__int__", "__index__", "__array__",
+}  # fmt: skip
+OPERATIONS = {
+    "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2",
+    "unique_dim", "bincount", "repeat_interleave",
+}  # fmt: skip
+
+
+class Calls(TorchFunctionMode):
+    """Counts calls from Python that read a tensor."""
+
+    def __init__(self, waits):
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, function, types, arguments=(), named=None):
+        name = getattr(function, "__name__", "")
+        if name in READS or (name == "where" and len(arguments) + len(named or {}) == 1):
+            self.waits[name] += 1
+        return function(*arguments, **(named or {}))
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations below Python, those of the backward pass too."""
+
+    def __init__(self, waits):
+        super().__init__()
+        self.waits = waits
+
+    def __torch_dispatch__(self, operation, types, arguments=(), named=None):
+        name = operation.overloadpacket.__name__
+        indices = arguments[1] if name.startswith("index") and len(arguments) > 1 else None
+        masks = [i for i in indices if i is not None] if isinstance(indices, list | tuple) else []
+        if name in OPERATIONS or any(i.dtype in (torch.bool, torch.uint8) for i in masks):
+            self.waits[name] += 1
+        return operation(*arguments, **(named or {}))
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Counts, between the first and the last step of every training, what would wait."""
+    counts = Counter()
+
+    class Counting(client_app.trainer.MeanTerms):
+        def __init__(self, sums):
+            super().__init__(sums)
+            counts["trainings"] += 1
+            self.modes = Calls(counts), Operations(counts)
+            for mode in self.modes:
+                mode.__enter__()
+
+        def read(self):
+            for mode in reversed(self.modes):
+                mode.__exit__(None, None, None)
+            counts["steps"] += self.num_samples > 0
+            return super().read()
+
+    monkeypatch.setattr(client_app.trainer, "MeanTerms", Counting)
+    return counts
+
+
+def train_two_rounds(subject, **keys):
+    """A first participation, and one with client state and what the server sends beside it."""
+    config = subject.config(local_epochs=2, flip=True, clip_norm=5.0, **keys)
+    state = {}
+    for number in (1, 2):
+        state = method_of(config).train(subject.round(config, number, state)).state
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_step_waits_for_the_device(method, waits, tmp_path):
+    train_two_rounds(Subject(method, tmp_path))
+    assert waits.pop("trainings") >= 2
+    assert waits.pop("steps") >= 2
+    assert not waits
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"crop_padding": 2, "rotation": 9.0},
+        {"server_optimizer": "fedacg"},
+        {"precision": "bf16"},
+        {"cache_mb": 0},
+    ],
+)
+def test_no_step_waits_whatever_the_run(keys, waits, tmp_path):
+    train_two_rounds(Subject("moon", tmp_path), **keys)
+    assert waits.keys() == {"trainings", "steps"}
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (lambda z: z.sum().item(), "item"),
+        (lambda z: float(z.sum()), "__float__"),
+        (lambda z: bool((z > 0).any()), "__bool__"),
+        (lambda z: z[z > 0], "index"),
+        (lambda z: z.detach().cpu(), "cpu"),
+        (lambda z: (z > 0).nonzero(), "nonzero"),
+        (lambda z: torch.where(z > 0), "where"),
+        (lambda z: z.detach().numpy(), "numpy"),
+        (
+            lambda z: z.register_hook(lambda g: print(end=str(g.sum().item())[:0])),
+            "_local_scalar_dense",
+        ),
+    ],
+)
+def test_what_waits_is_counted(read, name, waits, tmp_path, monkeypatch):
+    """In a loss, or in its backward pass."""
+
+    def supervised(self, batch):
+        read(batch.logits)
+        return F.cross_entropy(batch.logits, batch.y)
+
+    monkeypatch.setattr(METHODS["fedavg"], "supervised", supervised)
+    train_two_rounds(Subject("fedavg", tmp_path))
+    assert waits[name] >= 2 * 2 * 2  # rounds, epochs, batches at least

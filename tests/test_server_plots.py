@@ -1,0 +1,18 @@
+"""The picture of a run's accuracies and losses."""
+
+from server_app.plots import accuracy_figure
+
+
+def test_losses_have_a_panel_of_their_own_under_the_accuracies():
+    accuracies = [("global", [(1, 0.25), (2, 0.5)]), ("personal", [])]
+    figure = accuracy_figure(accuracies, "a title", [("supervised", [(1, 2.0), (2, 1.0)])])
+    top, bottom = figure.axes
+    assert [line.get_ydata().tolist() for line in top.lines] == [[25.0, 50.0]]
+    assert [line.get_ydata().tolist() for line in bottom.lines] == [[2.0, 1.0]]
+    assert (top.get_ylabel(), bottom.get_ylabel()) == ("accuracy (%)", "loss")
+    assert (top.get_title(), bottom.get_xlabel()) == ("a title", "round")
+
+
+def test_without_losses_there_is_one_panel():
+    figure = accuracy_figure([("a", [(1, 0.5)])], losses=[("supervised", [])])
+    assert [axes.get_xlabel() for axes in figure.axes] == ["round"]

@@ -1,0 +1,80 @@
+"""Figures: valid for Plotly, small, and without markup from run directories."""
+
+import math
+import random
+
+import pytest
+from views_fixtures import HOSTILE
+
+from keel.views.charts import (
+    Curve,
+    curves,
+    heat_map,
+    histogram,
+    kept_points,
+    smoothed,
+    stacked,
+    static_file,
+)
+
+
+def test_every_figure_is_one_that_plotly_accepts():
+    graph_objects = pytest.importorskip("plotly.graph_objects")
+    for figure in (
+        curves([Curve("a", [1, 2], [3.0, 4.0], [0.1, 0.2], ["x", "y"])], "round", "y", True, True),
+        curves([Curve("paper", [1, 2], [3.0, 3.0], is_reference=True)], "MB", "y"),
+        stacked([1, 2], {"a": [1, 0], "b": [0, 0]}, "round", "MB"),
+        heat_map([[1.0, None]], [1, 2], ["c"], "round", "client", "%"),
+        histogram([1.0, 1.0, 2.0], "x", "n"),
+    ):
+        graph_objects.Figure(figure).to_json()  # ValueError for what Plotly does not know
+
+
+def test_a_long_curve_keeps_its_ends_and_its_extremes():
+    rng = random.Random(1)
+    y = [rng.random() for _ in range(10_000)]
+    y[1234], y[8765] = 5.0, -5.0
+    kept = kept_points(y, 600)
+    assert len(kept) <= 602
+    assert {0, 1234, 8765, 9999} <= set(kept)
+    assert kept_points(y[:600], 600) == list(range(600))
+
+
+def test_smoothing_is_the_bias_corrected_moving_average():
+    values = [3.0, -1.0, 4.0, 1.5]
+    for t, found in enumerate(smoothed(values, 0.6)):
+        weights = [0.6 ** (t - i) for i in range(t + 1)]
+        expected = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
+        assert math.isclose(found, expected)
+    assert smoothed(values, 0.0) == values
+
+
+def test_bars_add_up_where_rounds_share_a_bar():
+    figure = stacked(range(1, 1801), {"a": [1.0] * 1800}, "round", "MB")
+    assert figure["data"][0]["x"][:2] == [1, 4]
+    assert sum(figure["data"][0]["y"]) == 1800
+    assert figure["layout"]["yaxis"]["title"]["text"] == "MB in 3 rounds"
+
+
+def test_every_value_is_in_one_bin():
+    assert sum(histogram([0.0, 0.5, 1.0, 1.0], "x", "n")["data"][0]["y"]) == 4
+
+
+def test_names_keep_no_markup():
+    for figure in (
+        curves([Curve(HOSTILE, [1], [1.0])], "round", "y"),
+        heat_map([[1.0]], [1], [HOSTILE], "round", "client", "%"),
+        stacked([1], {HOSTILE: [1]}, "round", "MB"),
+    ):
+        assert "<img" not in str(figure)
+        assert "\\x1b" not in str(figure)
+
+
+def test_ten_curves_have_ten_looks():
+    figure = curves([Curve(str(i), [1, 2], [i, i]) for i in range(14)], "round", "y")
+    looks = {(t["line"]["color"], t["line"]["dash"]) for t in figure["data"]}
+    assert len(looks) == 14
+
+
+def test_plotlys_script_comes_from_its_package():
+    assert static_file("plotly.js").stat().st_size > 1_000_000

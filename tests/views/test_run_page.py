@@ -1,0 +1,102 @@
+"""What the page of one run shows."""
+
+import json
+from random import Random
+
+import pytest
+from views_fixtures import Pages
+
+from keel.views import run_page
+from keel.views.store import Store
+from tests.tools.run_directories import line_of, make_large, make_run
+
+
+def only_run(base):
+    store = Store([base])
+    (entry,) = store.runs().values()
+    return entry, store.history(entry)
+
+
+def test_clients_are_listed_worst_first_with_their_accuracies(tmp_path):
+    run = make_large(tmp_path, 5, 3)
+    _, reader = only_run(tmp_path)
+    last = json.loads((run / "history.jsonl").read_text().splitlines()[-1])
+    expected = last["local_global"]["clients"]
+    heat = run_page.client_charts(reader)["clients-local_global"]["data"][0]
+    assert heat["y"] == sorted(expected, key=expected.get)
+    assert heat["x"] == [1, 2, 3]
+    values = [100 * value for value in sorted(expected.values())]
+    assert [row[-1] for row in heat["z"]] == pytest.approx(values, rel=1e-5)
+
+
+def test_many_clients_and_rounds_become_a_small_chart(tmp_path):
+    make_large(tmp_path, 300, 100)
+    _, reader = only_run(tmp_path)
+    heat = run_page.client_charts(reader)["clients-local_global"]["data"][0]
+    assert (len(heat["z"]), len(heat["z"][0])) == (40, 34)
+    assert heat["x"][-1] == 100
+
+
+def test_clients_left_out_are_listed_with_the_reason_and_counted_by_kind(tmp_path):
+    run = make_run(tmp_path / "a", {"method": "fedavg"}, 1)
+    line = line_of(2, Random(0)) | {
+        **{"left_out": {"b": "norm 9 > 5", "c": "ValueError: no power"}, "rejected": 1},
+        **{"late": ["d, 3 s late"], "backed_off": ["e", "f"]},
+    }
+    with (run / "history.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    _, reader = only_run(tmp_path)
+    found, total = run_page.events(reader.lines)
+    assert total == 5
+    assert (2, "b", "left out", "norm 9 › 5") in found
+    assert (2, "", "late", "d, 3 s late") in found
+    bars = {trace["name"]: trace["y"] for trace in run_page.trouble(reader.lines)["data"]}
+    assert bars == {
+        **{"rejected": [0, 1], "failed or no reply": [0, 1]},
+        **{"late replies": [0, 1], "away or in backoff": [0, 2]},
+    }
+
+
+def test_the_time_left_is_told_of_a_running_run_only(tmp_path, monkeypatch):
+    make_run(tmp_path / "a", {"method": "fedavg"}, 10, num_written=4, status="running")
+    entry, reader = only_run(tmp_path)
+    assert run_page.progress(entry, reader)["left"] is None
+    monkeypatch.setattr("keel.views.store.is_locked", lambda path: True)
+    seconds = [sum(line["seconds"].values()) for line in reader.lines]
+    expected = round(6 * sum(seconds) / 4)
+    assert run_page.progress(entry, reader)["left"] == f"{expected} s"
+
+
+def test_labels_of_many_clients_are_added_up_by_column(tmp_path):
+    make_large(tmp_path, 1200, 1)
+    entry, _ = only_run(tmp_path)
+    roster = json.loads((entry.directory / "roster.json").read_text())
+    charts = run_page.label_chart(entry)
+    assert len(charts["labels"]["data"][0]["x"]) == 400
+    assert sum(charts["totals"]["data"][0]["y"]) == sum(sum(r["label_counts"]) for r in roster)
+    assert len(charts["totals"]["data"][0]["x"]) == len(charts["totals"]["data"][0]["y"])
+
+
+def test_sites_show_who_takes_part_who_is_away_and_whose_state_is_lost(tmp_path):
+    run = make_run(tmp_path / "a", {"method": "fedavg"}, 1)
+    sites = [
+        {"node": i, "client": name, "num_partitions": 0, "keel": "0.2.0", "versions": "flwr 1.39",
+         "label_counts": [3, 4], "model": "cnn-fedavg"}
+        for i, name in enumerate(("here", "away", "lost"))
+    ]  # fmt: skip
+    (run / "roster.json").write_text(json.dumps(sites))
+    line = line_of(2, Random(0)) | {
+        **{"participants": ["here"], "backed_off": ["away"]},
+        "left_out": {"lost": "state is lost: restore it, or create reset-state"},
+    }
+    with (run / "history.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    entry, reader = only_run(tmp_path)
+    rows = {row["site"]: row for row in run_page.site_rows(entry, reader, None)}
+    assert (rows["here"]["connected"], rows["here"]["last round"]) == ("yes", "2")
+    assert rows["away"]["connected"] == "away or in backoff"
+    assert rows["lost"]["pending reset"] == "yes"
+    assert rows["here"]["samples"] == "7"
+    online = run_page.site_rows(entry, reader, {0: "online", 1: "offline"})
+    assert [row["connected"] for row in online] == ["online", "offline", "not registered"]
+    assert "away or in backoff" in Pages(tmp_path).get("/deployment").text

@@ -1,0 +1,186 @@
+"""Who may see the pages of `keel ui`, and what they hold, whatever the run directories hold."""
+
+import json
+import re
+import socket
+from random import Random
+
+import pytest
+from views_fixtures import HOSTILE, TOKEN, Pages, damaged_runs
+
+from keel.views.server import SuperLinkNodes, listening
+from tests.tools.run_directories import line_of, make_run
+
+
+@pytest.fixture
+def pages(tmp_path):
+    """Pages over one run."""
+    make_run(tmp_path / "runs" / "one", {"method": "fedavg"}, 3)
+    return Pages(tmp_path / "runs")
+
+
+def test_without_the_token_nothing_is_shown(pages):
+    run = pages.id_of("one")
+    for path in ("/", "/rows", f"/run/{run}", f"/run/{run}/data", "/static/page.js", "/compare"):
+        assert pages.get(path, cookies={}).status_code == 403
+        assert pages.get(path, cookies={pages.app.cookie: "wrong"}).status_code == 403
+        assert pages.get(f"{path}?token=wrong").status_code == 403
+        assert pages.get(path).status_code == 200
+
+
+def test_the_token_of_the_link_becomes_a_cookie_that_no_script_reads(pages):
+    answer = pages.get(f"/compare?run=x&token={TOKEN}", cookies={})
+    assert answer.status_code == 303
+    assert answer.headers["location"] == "/compare?run=x"
+    assert "HttpOnly" in answer.headers["set-cookie"]
+    twice = pages.get(f"http://127.0.0.1:8777//evil.example/?token={TOKEN}")
+    assert twice.headers["location"] == "/evil.example/"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},
+        {"host": "evil.example:8777"},
+        {"host": "127.0.0.1.evil.example"},
+        {"host": ""},
+        {"host": "[::1"},
+        {"origin": "http://evil.example"},
+        {"origin": "http://127.0.0.1:9999"},
+        {"origin": "null"},
+    ],
+)
+def test_a_foreign_host_or_origin_is_refused(pages, headers):
+    assert pages.get("/", headers=headers).status_code == 403
+
+
+@pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1", "[::1]:8777"])
+def test_a_forwarded_port_is_let_in(pages, host):
+    # cookies belong to the name in the address
+    answer = pages.get(f"/?token={TOKEN}", headers={"host": host, "origin": f"http://{host}"})
+    assert answer.status_code == 303
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_nothing_can_be_changed(pages, method):
+    assert pages.get("/", method).status_code == 405
+
+
+def test_pages_name_no_other_host_and_have_no_script_in_them(pages):
+    run = pages.id_of("one")
+    for path in ("/", f"/run/{run}", f"/compare?run={run}", "/deployment", "/static/page.css"):
+        answer = pages.get(path)
+        assert not re.search(r"(src|href|action|url)\s*[=(]\s*[\"']?(https?:)?//", answer.text)
+        assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+\s*=", answer.text)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "script-src 'self';" in policy
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../store.py",
+        "/static/%2e%2e/store.py",
+        "/run/../../etc/passwd",
+        "/run/%2e%2e%2fetc%2fpasswd",
+        "/run/{}/picture?name=../one/config.json",
+        "/run/{}/picture?name=config.json",
+        "/run/{}/picture?name=/etc/passwd",
+        "/run/{}/picture?name=linked.png",
+        "/docs",
+        "/openapi.json",
+    ],
+)
+def test_no_other_file_is_served(pages, tmp_path, path):
+    (tmp_path / "runs" / "one" / "linked.png").symlink_to("/etc/passwd")
+    assert pages.get(path.format(pages.id_of("one"))).status_code == 404
+
+
+def test_a_picture_of_the_run_is_served_as_png(pages, tmp_path):
+    folder = tmp_path / "runs" / "one" / "diagnostics"
+    folder.mkdir()
+    (folder / "cka.png").write_bytes(b"<script>alert(1)</script>")
+    answer = pages.get(f"/run/{pages.id_of('one')}/picture?name=diagnostics/cka.png")
+    assert answer.headers["content-type"] == "image/png"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_damaged_run_directories_are_shown_as_such(tmp_path):
+    names = damaged_runs(tmp_path)
+    pages = Pages(tmp_path)
+    table = pages.get("/").text
+    assert all(f">{name}</a>" in table for name in names)
+    for name in names:
+        run = pages.id_of(name)
+        for part in ("", "/data", "/clients", "/labels"):
+            assert pages.get(f"/run/{run}{part}").status_code == 200, (name, part)
+    ids = "&".join(f"run={pages.id_of(name)}" for name in names)
+    for path in ("/compare", "/compare/data", "/compare.csv", "/compare.tex"):
+        assert pages.get(f"{path}?{ids}").status_code == 200
+    assert pages.get("/deployment").status_code == 200
+    assert "config.json is damaged" in pages.get(f"/run/{pages.id_of('deep-config')}").text
+    assert (
+        "history.jsonl, line 1 is damaged" in pages.get(f"/run/{pages.id_of('wrong-history')}").text
+    )
+    data = pages.get(f"/run/{pages.id_of('half-written')}/data").json()
+    assert "round 2 of 3" in data["html"]["status"]
+    assert "root:" not in pages.get(f"/run/{pages.id_of('linked')}/data").text
+
+
+def test_hostile_names_are_shown_and_not_executed(tmp_path):
+    keys = {"method": HOSTILE, "source": HOSTILE, "model": HOSTILE, "seed": HOSTILE}
+    run = make_run(tmp_path / '<img src=x onerror="alert(1)">', keys, 2, clients=[HOSTILE, "b"])
+    line = line_of(3, Random(0)) | {
+        **{"left_out": {HOSTILE: HOSTILE}, "late": [HOSTILE], "losses": {HOSTILE: 1.0}},
+    }
+    with (run / "history.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    (run / "summary.json").write_text(
+        json.dumps({"status": HOSTILE, "num_rounds": 3, "privacy": {HOSTILE: HOSTILE}})
+    )
+    (run / "run.log").write_text(HOSTILE)
+    (run / '"><script>.png').write_bytes(b"")
+    pages = Pages(tmp_path)
+    ((found, _),) = pages.store.runs().items()
+    parts = ("", "/data", "/clients", "/labels")
+    compared = (f"/compare?run={found}", f"/compare/data?run={found}")
+    for path in ("/", "/rows", *(f"/run/{found}{part}" for part in parts), *compared):
+        answer = pages.get(path)
+        assert answer.status_code == 200
+        assert "<img src=x" not in answer.text
+        assert "<script>" not in answer.text
+        assert "\x1b" not in answer.text
+        assert "\\u001b" not in answer.text
+
+
+def test_a_look_at_what_has_not_changed_is_answered_without_content(pages, tmp_path):
+    base = f"/run/{pages.id_of('one')}"
+    for path in ("/rows", f"{base}/data", f"{base}/clients"):
+        first = pages.get(path).json()["version"]
+        assert pages.get(f"{path}?version={first}").status_code == 204
+    with (tmp_path / "runs" / "one" / "history.jsonl").open("a") as file:
+        file.write(json.dumps(line_of(4, Random(0))) + "\n")
+    news = pages.get(f"{base}/data?version={first}").json()
+    assert news["charts"]["accuracy"]["data"][0]["x"] == [1, 2, 3, 4]
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--port {port}: Address already in use; choose"):
+            listening(port)
+
+
+def test_a_superlink_that_cannot_be_asked_is_named():
+    def fail():
+        raise RuntimeError("flwr supernode list: no such <connection>")
+
+    nodes = SuperLinkNodes(fail)
+    nodes.ask()
+    assert nodes.problem == "flwr supernode list: no such ‹connection›"
+    nodes.nodes = lambda: [{"node-id": "7", "status": "online"}]
+    nodes.ask()
+    assert (nodes.online, nodes.problem) == ({7: "online"}, "")

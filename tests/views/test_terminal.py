@@ -1,0 +1,78 @@
+"""`keel watch`: one run in the terminal."""
+
+import fcntl
+import io
+import json
+import threading
+import time
+from random import Random
+
+from rich.console import Console
+from views_fixtures import HOSTILE, damaged_runs
+
+from keel.cli.main import main
+from keel.views.terminal import clients_at_work, sparkline, watch_run
+from tests.tools.run_directories import line_of, make_run
+
+
+def shown(directory, **options):
+    out = io.StringIO()
+    watch_run(directory, console=Console(file=out, width=140, **options))
+    return out.getvalue()
+
+
+def test_a_sparkline_goes_from_the_lowest_to_the_highest():
+    assert sparkline([1, 2, 3, 4, 5, 6, 7, 8]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([5, 5]) == "▁▁"
+    assert sparkline([]) == ""
+    assert sparkline([0] * 50 + [1] * 50, width=4) == "▁▁██"
+
+
+def test_a_finished_run_is_shown_once(tmp_path, capsys):
+    make_run(tmp_path / "a", {"method": "moon"}, 5)
+    assert main(["watch", str(tmp_path / "a")]) in (0, None)
+    text = capsys.readouterr().out
+    assert "a  finished" in text
+    assert "round 5/5" in text
+    assert "global model, test set (%)" in text
+
+
+def test_clients_at_work_are_those_of_the_round_that_is_not_done(tmp_path):
+    sent = {"event": "sent", "kind": "train", "round": 3, "clients": ["x", "y"]}
+    lines = [{**sent, "round": 2}, sent, {"event": "released"}]
+    (tmp_path / "audit.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{")
+    assert clients_at_work(tmp_path, 2) == (3, ["x", "y"])
+    assert clients_at_work(tmp_path, 3) == (0, [])
+    assert clients_at_work(tmp_path / "none", 0) == (0, [])
+
+
+def test_the_view_follows_a_run_until_it_ends(tmp_path):
+    run = make_run(tmp_path / "a", {"method": "moon"}, 3, num_written=1, status="running")
+    lock = (run / ".lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def finish():
+        time.sleep(0.2)
+        with (run / "history.jsonl").open("a") as file:
+            for number in (2, 3):
+                file.write(json.dumps(line_of(number, Random(0))) + "\n")
+        summary = json.loads((run / "summary.json").read_text())
+        (run / "summary.json").write_text(json.dumps(summary | {"status": "finished"}))
+        lock.close()
+
+    threading.Thread(target=finish).start()
+    text = shown(run, force_terminal=True)
+    assert text.index("round 1/3") < text.index("round 3/3")
+    assert "finished" in text
+
+
+def test_no_damage_and_no_name_upsets_the_terminal(tmp_path):
+    for name in damaged_runs(tmp_path / "damaged"):
+        shown(tmp_path / "damaged" / name)
+    run = make_run(tmp_path / "b", {"method": HOSTILE, "source": "[red]x[/]"}, 2)
+    line = line_of(3, Random(0)) | {"left_out": {HOSTILE: "[bold]\x1b[31mno"}}
+    with (run / "history.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    text = shown(run)
+    assert "\x1b" not in text
+    assert "left out" in text
