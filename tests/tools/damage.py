@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from keel.deployment.loopback import Loopback, partitions, running
+from server_app.audit import audit_problem
 from server_app.history import whole_lines
 from tests.tools.faults import common, lost_models, methods, send, status, submit_until
 from tests.tools.processes import descendants
@@ -84,6 +85,7 @@ class Watch:
         self.wait(lambda: bool(list(runs.glob("*"))))
         [self.folder] = runs.glob("*")
         self.sizes: dict[Path, int] = {}
+        self.run_ids: list[int] = []  # of the resumes since the last look
         self.resumes, self.ended = 0, ""  # the status of a run that ended before a resume
 
     def wait(self, is_done: Callable[[], bool]) -> bool:
@@ -116,6 +118,12 @@ class Watch:
             content = path.read_bytes() if path.exists() else b""
             found.append(content[self.sizes.get(path, 0) :].decode(errors="replace"))
             self.sizes[path] = len(content)
+        for run_id in self.run_ids:  # what was said before run.log was opened
+            with contextlib.suppress(RuntimeError):
+                found.append(self.local.superlink.log(run_id))
+        self.run_ids = []
+        if problem := audit_problem(self.folder):  # which `keel experiments verify` says
+            found.append(problem)
         found.append(self.ended)
         self.ended = ""
         return "\n".join(found)
@@ -130,11 +138,15 @@ class Watch:
             if not self.is_alive():
                 self.ended += status(self.folder)
                 with contextlib.suppress(RuntimeError):
-                    self.local.superlink.submit({"resume": str(self.folder)})
-                    self.resumes += 1
+                    self.resume()
                 self.wait_briefly()
             time.sleep(0.3)
         return True
+
+    def resume(self) -> None:
+        """Submit the run again."""
+        self.run_ids.append(self.local.superlink.submit({"resume": str(self.folder)}))
+        self.resumes += 1
 
     def wait_briefly(self) -> None:
         """Until a resumed run has begun, or was refused."""
@@ -179,8 +191,7 @@ def corrupt(watch: Watch, draw: random.Random) -> str:
         if name.endswith("newest"):
             path = max((watch.folder / "checkpoints").glob("round-*"))
         whole = damage(path, draw)
-        local.superlink.submit({"resume": str(watch.folder)})
-        watch.resumes += 1
+        watch.resume()
         watch.wait_briefly()
         goal = watch.rounds() + 2
         watch.wait(lambda: watch.rounds() >= goal or not watch.is_alive())
