@@ -220,7 +220,7 @@ def test_scaffolds_c_is_the_mean_of_all_c_i_after_every_round(monkeypatch):
         seen.append((sum(map(bool, kept)), max(a.abs().max().item() for a in c.values())))
 
     monkeypatch.setattr(RunDirectory, "save_checkpoint", checked)
-    run("scaffold", num_rounds=5, local_epochs=2)
+    run("scaffold", num_rounds=5, local_epochs=2, **{"scaffold.control-weighting": "uniform"})
     assert [number for number, _ in seen] == [2, 3, 3, 3, 3]
     assert min(largest for _, largest in seen) > 1e-3
 
