@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 root = Path(__file__).parent.parent.parent
@@ -11,18 +10,13 @@ root = Path(__file__).parent.parent.parent
 
 def test_the_demo_compares_two_runs_and_leaves_a_plot(tmp_path):
     env = os.environ | {"KEEL_HOME": str(tmp_path), "PYTHONPATH": str(root), "COLUMNS": "120"}
-    started = time.monotonic()
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "keel", "demo"],
         cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as process:  # fmt: skip
         assert process.stdout is not None
-        lines = [process.stdout.readline()]
-        seconds_to_first_line = time.monotonic() - started
-        lines += process.stdout.readlines()
-    printed = "".join(lines)
+        printed = process.stdout.read()
     assert process.returncode == 0, printed
-    assert seconds_to_first_line < 3
     assert "FedAvg, then with FedIntR" in printed
     assert printed.count("round 10/10") == 2
     assert "This is one seed" in printed

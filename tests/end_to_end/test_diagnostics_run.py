@@ -318,7 +318,7 @@ def test_the_command_refuses_in_one_line_what_it_cannot_measure(run, monkeypatch
     other = run({"num-rounds": 1, "model": "cnn-fedcka"}) / "model.safetensors"
     output = folder / "diagnostics-models"
     for words, expected in (
-        ([tmp_path], "not the directory of a finished run"),
+        ([tmp_path], "not a run directory"),
         ([folder, "client-0007"], "neither a client"),
         ([folder, damaged], "damaged"),
         ([folder, other], "in the run's cnn-fedreco it is"),

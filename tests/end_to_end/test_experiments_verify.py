@@ -99,7 +99,7 @@ def test_a_manifest_names_keel_and_every_machine_that_worked_on_the_run(run, mon
     # resumed elsewhere: round 1 keeps the versions that its digest is of
     monkeypatch.setattr(server_app.manifest, "machine", lambda device: "cuda: another")
     monkeypatch.setattr(server_app.manifest, "versions", lambda: {"torch": "another"})
-    begin_manifest(folder, resolve_config(keys), [])
+    begin_manifest(folder, resolve_config(keys), 0, True, "")
     assert machines_of(folder) == [here, "cuda: another"]
     assert read_manifest(folder)["versions"] == manifest["versions"]
 

@@ -33,7 +33,7 @@ def test_a_run_shows_its_plan_then_a_line_a_round(home, capsys):
     assert main(["run", "method=fedprox", *SMALL, "--clients", "3"]) == 0
     said = capsys.readouterr()
     directory, shown = only_run(home), said.out
-    assert "fedprox (mu 0.01, half true)" in shown
+    assert "fedprox (mu 0.01, half true, squared true)" in shown
     assert "digits: 1,438 training and 359 test images, 1 x 32 x 32, 10 classes" in shown
     assert "cnn-fedreco, 61,706 parameters" in shown
     assert "3, all of them in every round" in shown
