@@ -101,8 +101,8 @@ def clients_per_step(message: Message) -> int:
     """How many clients may train together on messages like this one."""
     if message.metadata.message_type != MessageType.TRAIN:
         return 1
-    record = message.content.config_records.get("round", {})
-    if "config" not in record:  # each client refuses it by itself
+    record = message.content.config_records.get("round")
+    if not record or "config" not in record:  # each client refuses it by itself
         return 1
     return config_from_json(str(record["config"])).train.clients_per_step
 
