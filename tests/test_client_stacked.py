@@ -102,8 +102,9 @@ def assert_same_updates(alone, together, rtol=1e-9):
 
 @pytest.mark.parametrize("method", STACKABLE)
 def test_clients_trained_together_are_those_trained_alone(method, in_float64, tmp_path):
-    # fedlc's margins are float32; feddecorr divides by standard deviations near 0
-    tolerance = {"fedlc": 1e-5, "feddecorr": 1e-8}.get(method, 1e-9)
+    # fedlc's margins are float32; feddecorr divides by sqrt(var + 1e-8), which multiplies rounding
+    # by up to 10^4 in each step where a feature is constant
+    tolerance = {"fedlc": 1e-5, "feddecorr": 1e-6}.get(method, 1e-9)
     assert_same_updates(*both_ways(Subject(method, tmp_path)), rtol=tolerance)
 
 
