@@ -41,10 +41,10 @@ checked = $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . ||
   wait $$types || { cat $$log; tests=1; }; \
   rm -f $$log; exit $$tests
 
-check: $(READY)  ## style, types, architecture and unit tests: one minute on two cores
+check: $(READY)  ## style, types, architecture and unit tests: two minutes on two cores
 	@$(call checked,$(JOBS),-m 'not end_to_end and not slow and not deployment')
 
-test: $(READY)  ## check, end-to-end tests and a deployment on loopback: six minutes on two cores
+test: $(READY)  ## check, end-to-end tests and a deployment on loopback: twelve minutes on two cores
 	@$(call checked,$(WAITING_JOBS),-m 'not slow and not deployment')
 
 test-all: test test-slow test-deployment  ## all tests
