@@ -155,7 +155,7 @@ class WorkerProcess:
                     request.is_answered.wait()
                     request = request.reply
                 send_frames(peer, request, time.monotonic() + io_limit_s)
-            except Exception as error:  # whatever was sent, the others go on
+            except Exception as error:  # a bad request ends only its own connection
                 reason = in_one_line(f"{type(error).__name__}: {error}")
                 log.warning("connection dropped: %s", reason)
 

@@ -12,7 +12,7 @@ run_by_worker = ("client_app", "data", "models", "protocol")  # packages
 def code_digest() -> str:
     """The first 16 hex digits of the SHA-256 of the sources that a client or a worker runs.
 
-    The ClientApp's process has them from the run's bundle, the worker from its own machine, those
+    The ClientApp's process has them from the app of the run, the worker from its own machine, those
     of a simulation from wherever their Python found them: nobody trains with code other than the
     server's.
     """

@@ -204,7 +204,7 @@ def interval_of(numbers: Sequence[float]) -> tuple[float, float] | None:
 
 
 def half_width_of(deviation: float, number: int) -> float:
-    """Half the width of the t interval of a mean of so many numbers."""
+    """Half the width of the t interval of the mean of `number` values."""
     quantile = student.ppf((1 + CONFIDENCE) / 2, number - 1)
     return float(quantile * deviation / math.sqrt(number))
 
@@ -228,7 +228,7 @@ def judge(leads: Sequence[float]) -> str:
 
 
 def what_decides(differences: Sequence[float], paper_effect: float | None, share: float) -> str:
-    """What an open claim lacks: runs, local steps, or so many seeds at the spread found."""
+    """What an open claim lacks: runs, local steps, or a number of seeds at the spread found."""
     if not differences:
         return "runs of both sides at the paper's setting"
     if share < 1:
