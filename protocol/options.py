@@ -56,7 +56,9 @@ def between(
 
 def one_of(*names: str) -> Constraint:
     """One of these strings."""
-    return Constraint(lambda v: v in names, "one of " + ", ".join(names), names)
+    return Constraint(
+        lambda v: v in names, "one of " + ", ".join(name or '""' for name in names), names
+    )
 
 
 def any_text() -> Constraint:

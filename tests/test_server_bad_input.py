@@ -105,6 +105,7 @@ def rejected(monkeypatch, capsys, tmp_path) -> Keel:
         ({"evaluate-clients": "all"}, "client-0000 has no local test part", "local-test-fraction"),
         ({"num-clients": 6}, "num-clients = 6", "num-supernodes=6"),
         ({"num-clients": 2}, "num-clients = 2", "num-supernodes=2"),
+        ({"init": "x"}, "init = 'x'", 'one of "", fan-in'),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(map(str, value)),
 )
