@@ -441,8 +441,9 @@ def refuse_unknown(what: str, name: str, allowed: list[str]) -> None:
     hint = f"; did you mean {near[0]}?" if near else "."
     table = [key for key in allowed if key.startswith(name.partition(".")[0] + ".")]
     shown = table if len(allowed) > max_shown and table else allowed
-    if near and len(shown) > max_shown:
-        raise ValueError(f"{what} = {name!r} is unknown{hint}")
+    if len(shown) > max_shown:
+        more = "" if near else " `keel keys` lists all."
+        raise ValueError(f"{what} = {name!r} is unknown{hint}{more}")
     raise ValueError(f"{what} = {name!r} is unknown{hint} Allowed: {', '.join(sorted(shown))}")
 
 

@@ -1,4 +1,4 @@
-"""`keel methods`, `models`, `datasets` and `presets`: listings generated from the registries.
+"""`keel methods`, `models`, `datasets`, `presets`, `keys`: listings generated from the registries.
 
 torch is imported only to measure (models' speed, methods' traffic); the results are cached under
 $KEEL_HOME/cache until the code they depend on, or torch, changes.
@@ -32,10 +32,22 @@ from protocol.catalogue import (
     model_names,
     model_spec,
 )
-from protocol.config import app_folder, default_config, keel_home, refuse_unknown, resolve_config
+from protocol.config import (
+    DataConfig,
+    ModelConfig,
+    PrivacyConfig,
+    RoundsConfig,
+    TrainConfig,
+    app_folder,
+    default_config,
+    keel_home,
+    refuse_unknown,
+    resolve_config,
+)
 from protocol.config import presets as known_presets
 from protocol.files import write_atomically
 from protocol.options import key_of, parse_options
+from protocol.server_optimizers import SERVER_OPTIMIZERS
 from server_app.history import duration
 
 Row = dict[str, Any]
@@ -405,6 +417,39 @@ def expected_seconds(preset: str, again: bool = False) -> float:
     workers = (os.cpu_count() or 1) if speed["device"].startswith("cpu") else 1
     milliseconds = rounds.num_rounds * area * (training_ms + evaluation_ms) / workers
     return float(milliseconds / 1e3)
+
+
+# --- config keys -----------------------------------------------------------------------------
+
+
+def keys(name: NameArgument = None, as_json: JsonOption = False) -> None:
+    """List the config keys with type, default, range and meaning; NAME: one, or a beginning.
+
+    The options of a method are listed by `keel methods NAME`.
+    """
+    rows = key_rows()
+    if name is not None:
+        found = [row for row in rows if row["key"].startswith(name)]
+        if not found:
+            refuse_unknown("config key", name, [row["key"] for row in rows])
+        rows = found
+    show(rows, as_json, "Config keys", "Set one with `keel run KEY=VALUE`.", hidden=("source",))
+
+
+def key_rows() -> list[Row]:
+    """One row per config key that is not a method's option."""
+    groups = [*CONFIG_GROUPS, *((options, f"{n}.") for n, options in SERVER_OPTIMIZERS.items())]
+    rows = [row for options, prefix in groups for row in option_rows(options, prefix)]
+    return [{"key": row.pop("option"), **row} for row in rows]
+
+
+CONFIG_GROUPS: list[tuple[type, str]] = [
+    (RoundsConfig, ""),
+    (DataConfig, ""),
+    (ModelConfig, ""),
+    (TrainConfig, ""),
+    (PrivacyConfig, "privacy."),
+]
 
 
 # --- output and cache ------------------------------------------------------------------------

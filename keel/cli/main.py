@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "models": ("catalog", LISTS, "List the models, or show one with its layers."),
     "datasets": ("catalog", LISTS, "List the data sets, or show one."),
     "presets": ("catalog", LISTS, "List the presets, or show one."),
+    "keys": ("catalog", LISTS, "List the config keys: type, default, range, meaning."),
     "experiments": ("experiments", TOOLS, "Run, report and verify the papers' tables and figures."),
     "deploy": ("deploy", TOOLS, "Credentials, registration and a local deployment."),
     "doctor": ("doctor", TOOLS, "Check a machine and its deployment."),

@@ -90,8 +90,8 @@ def run(
 ) -> int:
     """Train: `keel run method=fedintr num-rounds=10 source=folder:/data`.
 
-    Arguments are config keys; `keel methods NAME` lists those of a method. Exit code: 0 if the run
-    finished, 1 if it failed, 2 if it was refused, 130 if it was interrupted.
+    Arguments are config keys: `keel keys` lists them, `keel methods NAME` those of a method. Exit
+    code: 0 if the run finished, 1 if it failed, 2 if it was refused, 130 if it was interrupted.
     """
     overrides = parse_overrides(assignments or [])
     if preset:

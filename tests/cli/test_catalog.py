@@ -1,9 +1,10 @@
-"""keel methods, models, datasets and presets against the registries they list."""
+"""keel methods, models, datasets, presets and keys against the registries they list."""
 
 import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import keel.benchmarks.model_speed
 from keel.benchmarks.model_speed import build, input_of
 from keel.cli import catalog
 from keel.cli.main import main
-from protocol.catalogue import method_names, model_names, model_spec
+from protocol.catalogue import method_names, method_spec, model_names, model_spec
 from protocol.config import app_folder, default_config, presets
+from protocol.options import key_of
 
 README = app_folder / "README.md"
 
@@ -82,6 +84,25 @@ def test_a_listing_imports_no_torch_once_traffic_is_known(capsys):
     code = "import sys; from keel.cli.main import main; main(['methods'])"
     code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_every_key_of_the_config_is_listed_by_keys_or_by_its_method(capsys):
+    listed = {row["key"]: row for row in as_json(capsys, "keys")}
+    options = {f"{n}.{key_of(f)}" for n in method_names() for f in fields(method_spec(n).options)}
+    assert listed.keys() | options >= default_config().keys()
+    assert listed["lr"]["default"] == default_config()["lr"]
+    assert listed["momentum"]["range"] == "a number in [0, 1)"
+
+
+def test_keys_shows_those_that_begin_alike_and_refuses_others(capsys):
+    assert main(["keys", "privacy."]) == 0
+    shown = capsys.readouterr().out
+    assert "privacy.delta" in shown
+    assert "num-rounds" not in shown
+    assert main(["keys", "lrr"]) == 2
+    assert capsys.readouterr().err == "error: config key = 'lrr' is unknown; did you mean lr?\n"
+    assert main(["keys", "qqqqqq"]) == 2
+    assert capsys.readouterr().err.endswith("is unknown. `keel keys` lists all.\n")
 
 
 def test_unknown_names_are_refused_in_one_line(capsys):
