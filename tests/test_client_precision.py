@@ -76,8 +76,8 @@ def test_what_is_cached_is_what_the_local_network_would_say(precision):
     step = next(now.steps("batches", 1))
     first, again = frozen.of(step), frozen.of(step)
     with client_app.trainer.forward_in(precision, now.device):
-        _, taps = now.model.run(step.x, objective.layers(now.model))
-    for z, z_first, z_again in zip(objective.represent(now.model, taps), first, again, strict=True):
+        _, reps = now.model.run(step.x, objective.layers(now.model))
+    for z, z_first, z_again in zip(objective.represent(now.model, reps), first, again, strict=True):
         assert z.dtype == torch.float32
         assert torch.equal(z_first, z_again)
         assert torch.equal(z, z_first)

@@ -27,7 +27,7 @@ from models import StagedModel
 
 REGULARISED = ("fedprox", "moon", "fedintr", "fedcka")
 WITH_PREVIOUS = ("moon", "fedintr", "fedcka")
-FEDCKA = {"model": "cnn-fedcka"}  # its two first taps are the widest that caching meets here
+FEDCKA = {"model": "cnn-fedcka"}  # its first two layers are the widest that are cached here
 
 
 def seen_batches(now):
@@ -281,7 +281,7 @@ def test_a_head_trained_alone_reads_each_sample_of_the_body_once(monkeypatch):
     assert_close(update.state["head"], other.state["head"], rtol=0, atol=1e-6)
 
 
-def test_frozen_models_run_no_further_than_the_last_tap():
+def test_frozen_models_run_no_further_than_the_last_layer():
     config = make_config(method="fedcka", model="cnn-fedcka", fedcka__num_layers=2)
     cache = ProcessCache()
     now = make_round(config, state={"previous": initial(config, seed=5)}, cache=cache)

@@ -1,4 +1,4 @@
-"""What holds for every model: taps, prefixes, splits, seeds, options and refusals."""
+"""What holds for every model: layers, prefixes, splits, seeds, options and refusals."""
 
 import copy
 import re
@@ -29,7 +29,7 @@ def images(batch: int = 2, channels: int = 3, size: int = 32) -> Tensor:
 
 class Tripwire(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        raise AssertionError("ran past the last tap")
+        raise AssertionError("ran past the last layer")
 
 
 @each_model
@@ -50,11 +50,11 @@ def test_logits_have_a_row_a_sample_and_a_column_a_class(name, channels, size, c
 
 @each_model
 @torch.no_grad()
-def test_taps_come_in_the_order_asked_for_and_leave_the_logits_as_they_are(name):
+def test_layers_come_in_the_order_asked_for_and_leave_the_logits_as_they_are(name):
     model, x = shared(name), images()
     asked = ["logits", *reversed(model.stage_names), "features", model.stage_names[0]]
-    logits, taps = model.run(x, asked)
-    found = dict(zip(asked, taps, strict=True))
+    logits, reps = model.run(x, asked)
+    found = dict(zip(asked, reps, strict=True))
     assert torch.equal(logits, model(x))
     assert torch.equal(found["logits"], logits)
     assert found["features"].shape == (2, model.feature_width)
@@ -67,7 +67,7 @@ def test_taps_come_in_the_order_asked_for_and_leave_the_logits_as_they_are(name)
 
 @each_model
 @torch.no_grad()
-def test_a_pre_tap_is_what_the_body_returned_even_after_its_tail_ran(name):
+def test_a_pre_layer_is_what_the_body_returned_even_after_its_tail_ran(name):
     model, x = shared(name), images()
     _, pres = model.run(x, [f"{stage}:pre" for stage in model.stage_names])
     h = x
@@ -81,7 +81,7 @@ def test_a_pre_tap_is_what_the_body_returned_even_after_its_tail_ran(name):
 
 @each_model
 @torch.no_grad()
-def test_a_prefix_gives_the_full_runs_taps_and_stops_after_the_last_of_them(name):
+def test_a_prefix_gives_the_full_runs_layers_and_stops_after_the_last_of_them(name):
     whole, x = shared(name), images(1)
     _, expected = whole.run(x, whole.layer_names)
     cut = copy.deepcopy(whole)
@@ -89,10 +89,10 @@ def test_a_prefix_gives_the_full_runs_taps_and_stops_after_the_last_of_them(name
     for depth, stage in reversed(list(enumerate(cut.stage_names))):  # the tripwires move forward
         wanted = [f"{s}{part}" for s in cut.stage_names[: depth + 1] for part in (":pre", "")]
         for last in (len(wanted), len(wanted) - 1):
-            logits, taps = cut.run(x, wanted[:last], to_logits=False)
+            logits, reps = cut.run(x, wanted[:last], to_logits=False)
             assert logits is None
-            for tap, want in zip(taps, expected[:last], strict=True):
-                assert torch.equal(tap, want)
+            for rep, want in zip(reps, expected[:last], strict=True):
+                assert torch.equal(rep, want)
             part = "tail" if last == len(wanted) else "body"
             setattr(cut.stages[stage], part, Tripwire())
     assert cut.run(x, [], to_logits=False) == (None, [])
@@ -102,12 +102,12 @@ def test_a_prefix_gives_the_full_runs_taps_and_stops_after_the_last_of_them(name
 @torch.no_grad()
 def test_every_split_puts_the_forward_pass_together_again(name):
     model, x = shared(name), images(1)
-    logits, taps = model.run(x, model.layer_names)
+    logits, reps = model.run(x, model.layer_names)
     for split in model.stage_names:
         assert torch.equal(model.predict(model.extract(x, split), split), logits)
     assert model.extract(x, model.stage_names[-1]).shape == (1, model.feature_width)
-    for tap, h in zip(model.layer_names, taps, strict=True):
-        assert torch.equal(model.resume(h.clone(), after=tap), logits)
+    for layer, h in zip(model.layer_names, reps, strict=True):
+        assert torch.equal(model.resume(h.clone(), after=layer), logits)
 
 
 @each_model
@@ -128,8 +128,8 @@ def test_extractor_and_head_share_out_the_state(name):
 @each_model
 def test_every_weight_of_the_network_gets_a_gradient(name):
     model = build_model(name, num_classes=3, channels=1, image_size=28, seed=0)
-    taps = [f"{stage}:pre" for stage in model.stage_names]
-    logits, pres = model.run(images(4, 1, 28), taps)
+    layers = [f"{stage}:pre" for stage in model.stage_names]
+    logits, pres = model.run(images(4, 1, 28), layers)
     loss = F.cross_entropy(logits, torch.tensor([0, 1, 2, 0]))
     (loss + sum(pre.square().mean() for pre in pres)).backward()
     for key, parameter in model.named_parameters():
@@ -347,7 +347,7 @@ TAP_SIZES = {  # at 3 x 32 x 32: channels x height x width of each stage's outpu
 
 @each_model
 @torch.no_grad()
-def test_tap_heads_take_every_tap_to_256(name):
+def test_tap_heads_take_every_layer_to_256(name):
     """Hidden widths as in FedIntR's code: 256, but 96 after the small CNN's last layer, fc2."""
     model = build_model(
         name, num_classes=10, channels=3, image_size=32, seed=0, projection_heads=256
@@ -359,19 +359,19 @@ def test_tap_heads_take_every_tap_to_256(name):
     keys = model.extractor_keys(split) + model.head_keys(split)
     assert keys == [key for key in model.state_dict() if not key.startswith("projection_heads.")]
     model.eval()
-    _, taps = model.run(images(), model.regularised_stages, to_logits=False)
+    _, reps = model.run(images(), model.regularised_stages, to_logits=False)
     layers = [
         [m for m in head if isinstance(m, nn.Linear)] for head in model.projection_heads.values()
     ]
-    hidden = [256] * len(taps)
+    hidden = [256] * len(reps)
     last_fully_connected = {"cnn-fedintr": 96, "cnn-fedcka": 256, "cnn-fedreco": 84, "vgg9": 512}
     hidden[-1] = last_fully_connected.get(name, 256)
     assert [first.in_features for first, _ in layers] == TAP_SIZES[name]
     assert [first.out_features for first, _ in layers] == hidden
-    for tap, head, (first, second) in zip(
-        taps, model.projection_heads.values(), layers, strict=True
+    for rep, head, (first, second) in zip(
+        reps, model.projection_heads.values(), layers, strict=True
     ):
-        x = tap.flatten(1)
+        x = rep.flatten(1)
         z = F.linear(F.relu(F.linear(x, first.weight, first.bias)), second.weight, second.bias)
         assert z.shape == (2, 256)
         torch.testing.assert_close(head(x), z)
@@ -405,15 +405,15 @@ def test_what_cannot_be_built_is_refused_in_one_line(change, words):
     assert all(word in message for word in words), message
 
 
-def test_unknown_taps_and_stages_are_refused_with_the_known_ones():
+def test_unknown_layers_and_stages_are_refused_with_the_known_ones():
     model = shared("cnn-fedreco")
     stages = "conv1, conv2, fc1, fc2"
-    taps = "conv1:pre, conv1, conv2:pre, conv2, fc1:pre, fc1, fc2:pre, fc2, features, logits"
+    layers = "conv1:pre, conv1, conv2:pre, conv2, fc1:pre, fc1, fc2:pre, fc2, features, logits"
     for call in (
         lambda: model.run(images(), ["fc1", "conv3"]),
         lambda: model.resume(images(), after="conv3"),
     ):
-        with pytest.raises(ValueError, match=f"layer 'conv3': cnn-fedreco has {taps}$"):
+        with pytest.raises(ValueError, match=f"layer 'conv3': cnn-fedreco has {layers}$"):
             call()
     for call in (
         lambda: model.extract(images(), "features"),

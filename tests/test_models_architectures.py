@@ -253,8 +253,8 @@ def test_parameters_of_the_small_networks_by_layer_arithmetic():
     fedintr += affine(32 * 2 * 2, 128) + affine(128, 96) + affine(96, 10)
     assert count(build("cnn-fedintr")) == fedintr == 35_898
     heads = sum(
-        affine(tap, hidden) + affine(hidden, 256)
-        for tap, hidden in [(1800, 256), (576, 256), (128, 256), (128, 256), (96, 96)]
+        affine(width, hidden) + affine(hidden, 256)
+        for width, hidden in [(1800, 256), (576, 256), (128, 256), (128, 256), (96, 96)]
     )
     assert count(build("cnn-fedintr", projection_heads=256)) == fedintr + heads
 

@@ -49,7 +49,7 @@ def state_of(folder: Path, client: str, number: int) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-def taps_of(config, arrays, name="", reps=LAYERS, count=256):
+def reps_of(config, arrays, name="", reps=LAYERS, count=256):
     """Labels and the reps of a model on the first samples of the probe, [n, ...] in float64."""
     source = open_source(config)
     model = model_for(config, source, name).eval()
@@ -100,8 +100,8 @@ def test_the_numbers_are_those_of_the_models_of_the_round(run):
     config = resolve_config(SMALL | overrides)
     w_g, w = checkpoint(folder, 1), checkpoint(folder, 2)
 
-    _, before = taps_of(config, w_g)
-    _, after = taps_of(config, w)
+    _, before = reps_of(config, w_g)
+    _, after = reps_of(config, w)
     assert list(numbers["cka-global"]) == LAYERS
     for layer in LAYERS:
         found = numbers["cka-global"][layer]["clients"]["client-0000"]
@@ -111,7 +111,7 @@ def test_the_numbers_are_those_of_the_models_of_the_round(run):
     assert numbers["cka-global"]["logits"]["variance"] == 0
 
     for arrays, key in ((w_g, "global"), (w, "mean")):
-        y, reps = taps_of(config, arrays, count=2000)  # all 359 test images
+        y, reps = reps_of(config, arrays, count=2000)  # all 359 test images
         sigma_w, sigma_b, sigma_t = covariances(reps["features"], y)
         assert numbers["within-class-trace"][key] == pytest.approx(sigma_w.trace(), rel=1e-5)
         assert numbers["between-class-trace"][key] == pytest.approx(sigma_b.trace(), rel=1e-5)
@@ -140,7 +140,7 @@ def test_clients_are_compared_pair_by_pair_on_what_they_sent(run, monkeypatch):
     overrides = {"diagnostics": "cka-clients", "num-rounds": 1, "local-epochs": 2}
     numbers = history_of(run(overrides, num_clients=3))[-1]["diagnostics"]["cka-clients"]
     config = resolve_config(SMALL | overrides)
-    reps = [taps_of(config, arrays)[1] for arrays in sent.values()]
+    reps = [reps_of(config, arrays)[1] for arrays in sent.values()]
     for layer in LAYERS:
         each = [fast_cka(reps[i][layer], reps[j][layer]) for i, j in ((0, 1), (0, 2), (1, 2))]
         assert numbers[layer]["mean"] == pytest.approx(np.mean(each), rel=1e-4)
@@ -193,8 +193,8 @@ def test_fedreco_is_measured_by_the_clients_own_models_not_by_their_gradients(ru
         own = {k.removeprefix("model/"): v for k, v in kept.items()}
         distance = sum((own[k] - u_0[k]).double().square().sum() for k in u_0).sqrt().item()
         assert numbers["drift"]["clients"][client] == pytest.approx(distance, rel=1e-6)
-        _, ours = taps_of(config, own, reps=["features"])
-        _, theirs = taps_of(config, u_0, reps=["features"])
+        _, ours = reps_of(config, own, reps=["features"])
+        _, theirs = reps_of(config, u_0, reps=["features"])
         expected = fast_cka(ours["features"], theirs["features"])
         found = numbers["cka-global"]["features"]["clients"][client]
         assert found == pytest.approx(expected, rel=1e-4)
@@ -217,7 +217,7 @@ def test_clients_of_another_architecture_are_compared_at_features_and_logits(run
     for client, name in (("client-0000", "cnn-fedreco"), ("client-0001", "small-cnn")):
         kept = state_of(folder, client, 1)
         own = {k.removeprefix("model/"): v for k, v in kept.items()}
-        reps.append(taps_of(config, own, name, reps=["logits"])[1]["logits"])
+        reps.append(reps_of(config, own, name, reps=["logits"])[1]["logits"])
     found = numbers["cka-clients"]["logits"]["mean"]
     assert found == pytest.approx(cka_as_printed(*reps), rel=1e-4)
 
@@ -286,7 +286,7 @@ def test_the_command_measures_saved_personal_models(run, monkeypatch, capsys, tm
     for client in written["models"]:
         kept = state_of(folder, client, 1)
         own = {k.removeprefix("model/"): v for k, v in kept.items()}
-        reps.append(taps_of(config, own, reps=["logits"])[1]["logits"])
+        reps.append(reps_of(config, own, reps=["logits"])[1]["logits"])
     found = written["diagnostics"]["cka-clients"]["logits"]["mean"]
     assert found == pytest.approx(cka_as_printed(*reps), rel=1e-4)
     for picture in ("cka.png", "features.png"):
@@ -306,7 +306,7 @@ def test_the_command_compares_checkpoints_of_methods_that_keep_nothing(run, monk
     distance = sum((w[name] - w_g[name]).double().square().sum() for name in w).sqrt().item()
     assert numbers["drift"]["mean"] == pytest.approx(distance, rel=1e-6)
     config = resolve_config(SMALL)
-    logits = [taps_of(config, a, reps=["logits"], count=100)[1]["logits"] for a in (w, w_g)]
+    logits = [reps_of(config, a, reps=["logits"], count=100)[1]["logits"] for a in (w, w_g)]
     found = numbers["cka-global"]["logits"]["mean"]
     assert found == pytest.approx(cka_as_printed(*logits), rel=1e-4)
 

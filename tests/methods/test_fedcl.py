@@ -34,8 +34,8 @@ def test_fedcl_is_the_formula_in_loops(negatives, size):
 
 @pytest.mark.parametrize(("negatives", "value"), [("hard", math.log(3)), ("all", math.log(6))])
 def test_fedcls_known_numbers(negatives, value):
-    tap = random(1, 4, seed=1).expand(6, 4)
-    assert repulsion(unit_features(tap), 0.05, negatives).item() == pytest.approx(value, rel=1e-9)
+    rep = random(1, 4, seed=1).expand(6, 4)
+    assert repulsion(unit_features(rep), 0.05, negatives).item() == pytest.approx(value, rel=1e-9)
     apart = torch.eye(6, dtype=torch.float64)
     assert 0 <= repulsion(apart, 0.05, "hard").item() < 1e-8
 

@@ -65,13 +65,13 @@ def cosine(a, b):
 
 
 def similarities(z, z_other):
-    """sim(z^k, z_other^k) of every sample and tap, [B][K]."""
-    by_tap = [list(map(cosine, a.tolist(), b.tolist())) for a, b in zip(z, z_other, strict=True)]
-    return [list(of_sample) for of_sample in zip(*by_tap, strict=True)]
+    """sim(z^k, z_other^k) of every sample and layer, [B][K]."""
+    by_layer = [list(map(cosine, a.tolist(), b.tolist())) for a, b in zip(z, z_other, strict=True)]
+    return [list(of_sample) for of_sample in zip(*by_layer, strict=True)]
 
 
 def mean_over_samples(of_samples):
-    return [sum(of_tap) / len(of_samples) for of_tap in zip(*of_samples, strict=True)]
+    return [sum(of_layer) / len(of_samples) for of_layer in zip(*of_samples, strict=True)]
 
 
 def weights_as_printed(s_g, tau):

@@ -15,7 +15,7 @@ from client_app.similarity import unit_features
 from models import build_model
 
 
-def random_tap(*shape, seed):
+def random_rep(*shape, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
@@ -102,7 +102,7 @@ LABELS = {
 @pytest.mark.parametrize("mining", AS_PRINTED)
 def test_loss_equals_the_formula_in_loops(mining, beta, threshold, labels):
     rcl, as_printed = AS_PRINTED[mining]
-    features, y = random_tap(len(labels), 3, seed=1), torch.tensor(labels)
+    features, y = random_rep(len(labels), 3, seed=1), torch.tensor(labels)
     expected = as_printed(features, labels, 0.2, threshold, beta)
     got = rcl(unit_features(features), y, 0.2, threshold, beta).item()
     assert got == pytest.approx(expected, rel=1e-11, abs=1e-12)
@@ -116,7 +116,7 @@ def test_loss_equals_the_formula_in_loops(mining, beta, threshold, labels):
 )
 def test_loss_equals_the_formula_for_any_labels(labels, seed, mining):
     rcl, as_printed = AS_PRINTED[mining]
-    features, y = random_tap(len(labels), 3, seed=seed), torch.tensor(labels)
+    features, y = random_rep(len(labels), 3, seed=seed), torch.tensor(labels)
     expected = as_printed(features, labels, 0.05, 0.7, 1.0)
     got = rcl(unit_features(features), y, 0.05, 0.7, 1.0).item()
     assert got == pytest.approx(expected, rel=1e-11, abs=1e-12)
@@ -127,37 +127,37 @@ def test_loss_equals_the_formula_for_any_labels(labels, seed, mining):
 def test_gradient_is_that_of_the_loss(mining, labels):
     y = torch.tensor(labels)
     rcl, _ = AS_PRINTED[mining]
-    tap = random_tap(len(labels), 3, 2, 2, seed=2).requires_grad_()
-    assert torch.autograd.gradcheck(lambda t: rcl(unit_features(t), y, 0.3, 0.1, 1.0), tap)
+    rep = random_rep(len(labels), 3, 2, 2, seed=2).requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: rcl(unit_features(t), y, 0.3, 0.1, 1.0), rep)
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2], [4]])
 def test_a_batch_without_any_positive_contributes_nothing(labels):
-    tap = random_tap(len(labels), 4, seed=1).requires_grad_()
-    penalty = penalty_of(fedrcl(), [tap, tap], torch.tensor(labels))
+    rep = random_rep(len(labels), 4, seed=1).requires_grad_()
+    penalty = penalty_of(fedrcl(), [rep, rep], torch.tensor(labels))
     penalty.backward()
     assert penalty.item() == 0
-    assert (tap.grad == 0).all()  # NaN would not be equal
+    assert (rep.grad == 0).all()  # NaN would not be equal
 
 
 def test_with_hard_mining_an_anchor_alone_in_its_class_is_pushed_from_its_neighbours():
     y = torch.tensor([0, 1])
-    tap = torch.tensor([[1.0, 0.0], [0.6, 0.8]], dtype=torch.float64, requires_grad=True)
-    penalty = penalty_of(fedrcl(mining="hard", tau=0.5, beta=0.0), [tap], y)
+    rep = torch.tensor([[1.0, 0.0], [0.6, 0.8]], dtype=torch.float64, requires_grad=True)
+    penalty = penalty_of(fedrcl(mining="hard", tau=0.5, beta=0.0), [rep], y)
     assert penalty.item() == pytest.approx(math.log(1 + math.exp((0.6 - 1) / 0.5)), rel=1e-12)
     penalty.backward()
-    moved = (tap - 0.01 * tap.grad).detach()
+    moved = (rep - 0.01 * rep.grad).detach()
     assert cosine(*moved.tolist()) < 0.6
 
 
 @pytest.mark.parametrize(("mining", "expected"), [("all", math.log(6 - 1)), ("hard", math.log(3))])
 def test_identical_features_of_fedscl(mining, expected):
-    tap = torch.ones(6, 4, dtype=torch.float64, requires_grad=True)
+    rep = torch.ones(6, 4, dtype=torch.float64, requires_grad=True)
     y = torch.tensor([0, 0, 0, 1, 1, 1])
-    penalty = penalty_of(fedrcl(mining=mining, beta=0.0), [tap], y)
+    penalty = penalty_of(fedrcl(mining=mining, beta=0.0), [rep], y)
     penalty.backward()
     assert penalty.item() == pytest.approx(expected, rel=1e-12)
-    assert tap.grad.abs().max() < 1e-12
+    assert rep.grad.abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("mining", AS_PRINTED)
@@ -176,9 +176,9 @@ def test_the_penalty_pushes_apart_only_what_is_more_alike_than_the_threshold(min
     y = torch.tensor([0, 0])  # eq. (5) of two samples: the contrast is 0 and the penalty alone acts
 
     def step(threshold):
-        tap = torch.tensor([[1.0, 0.0], [0.6, 0.8]], dtype=torch.float64, requires_grad=True)
-        penalty_of(fedrcl(mining=mining, threshold=threshold), [tap], y).backward()
-        return cosine(*(tap - 0.01 * tap.grad).tolist())
+        rep = torch.tensor([[1.0, 0.0], [0.6, 0.8]], dtype=torch.float64, requires_grad=True)
+        penalty_of(fedrcl(mining=mining, threshold=threshold), [rep], y).backward()
+        return cosine(*(rep - 0.01 * rep.grad).tolist())
 
     assert step(threshold=0.7) == pytest.approx(0.6, rel=1e-12)
     assert step(threshold=0.5) < 0.6 - 1e-6
@@ -186,17 +186,17 @@ def test_the_penalty_pushes_apart_only_what_is_more_alike_than_the_threshold(min
 
 @pytest.mark.parametrize("mining", AS_PRINTED)
 def test_the_papers_temperature_does_not_overflow_in_single_precision(mining):
-    tap = random_tap(8, 4, seed=1).float().requires_grad_()
+    rep = random_rep(8, 4, seed=1).float().requires_grad_()
     y = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
-    penalty = penalty_of(fedrcl(mining=mining, tau=0.005), [tap], y)  # e^200
+    penalty = penalty_of(fedrcl(mining=mining, tau=0.005), [rep], y)  # e^200
     penalty.backward()
     assert penalty.isfinite()
-    assert tap.grad.isfinite().all()
+    assert rep.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("mining", AS_PRINTED)
 def test_penalty_is_the_mean_over_levels_of_pooled_features_of_length_one(mining):
-    outputs = [random_tap(6, 3, 2, 4, seed=1), 5 * random_tap(6, 7, seed=2)]
+    outputs = [random_rep(6, 3, 2, 4, seed=1), 5 * random_rep(6, 7, seed=2)]
     labels = [0, 1, 0, 1, 1, 2]
     pooled = torch.tensor(
         [[sum(c.flatten().tolist()) / 8 for c in sample] for sample in outputs[0]],
@@ -211,16 +211,16 @@ def test_penalty_is_the_mean_over_levels_of_pooled_features_of_length_one(mining
 
 @pytest.mark.parametrize("mining", AS_PRINTED)
 def test_a_sample_whose_units_are_all_dead_gives_nothing(mining):
-    tap = random_tap(5, 3, seed=1)
-    tap[2] = 0
-    tap.requires_grad_()
+    rep = random_rep(5, 3, seed=1)
+    rep[2] = 0
+    rep.requires_grad_()
     y = torch.tensor([0, 0, 0, 1, 1])
-    penalty = penalty_of(fedrcl(mining=mining), [tap], y)
+    penalty = penalty_of(fedrcl(mining=mining), [rep], y)
     penalty.backward()
     assert penalty.isfinite()
-    assert tap.grad.isfinite().all()
-    assert (tap.grad[2] == 0).all()
-    assert (tap.grad[0] != 0).any()
+    assert rep.grad.isfinite().all()
+    assert (rep.grad[2] == 0).all()
+    assert (rep.grad[0] != 0).any()
 
 
 @pytest.mark.parametrize(

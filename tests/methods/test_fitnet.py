@@ -34,15 +34,15 @@ def test_fitnets_distance_is_a_mean_over_entries_then_over_levels():
 
 
 def test_fitnet_pools_positions_and_nothing_else():
-    tap = random(2, 3, 2, 5, seed=1)
-    got = spatial_mean(tap)
+    rep = random(2, 3, 2, 5, seed=1)
+    got = spatial_mean(rep)
     assert got.shape == (2, 3)
     for b in range(2):
         for c in range(3):
-            mean = sum(v for row in tap[b, c].tolist() for v in row) / 10
+            mean = sum(v for row in rep[b, c].tolist() for v in row) / 10
             assert got[b, c].item() == pytest.approx(mean, rel=1e-12)
-    assert spatial_mean(tap[:, :, 0, 0]) is not None
-    assert torch.equal(spatial_mean(tap[:, :, 0, 0]), tap[:, :, 0, 0])
+    assert spatial_mean(rep[:, :, 0, 0]) is not None
+    assert torch.equal(spatial_mean(rep[:, :, 0, 0]), rep[:, :, 0, 0])
 
 
 @pytest.mark.parametrize("is_pooled", [True, False])
