@@ -16,8 +16,10 @@ steps give the K gradients. `niid-bench`, the benchmark of MOON's authors, accum
 gradients, corrects the parameters after each step, outside the momentum, and uses K: its c_i is up
 to 1 / (1 - rho) times larger, because its correction is not multiplied by the momentum.
 
-A client with few steps has a noisy c_i. Where the clients' numbers of steps differ by more than ten
-times, a warning before round 1 says so; `batches-per-epoch` gives all of them the same number.
+It diverges where eta K is too large: c_i is a gradient of the last round, and the further a client
+moves, the larger the next c_i. The paper's theorems bound eta by a constant over K. A client with
+few steps has a noisy c_i. Where the clients' numbers of steps differ by more than ten times, a
+warning before round 1 says so; `batches-per-epoch` gives all of them the same number.
 """
 
 import logging
