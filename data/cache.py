@@ -1,7 +1,10 @@
-"""Directories that are built once, whole or not at all, and shared by all processes of a machine.
+"""Directories that are built once, whole or not at all, and shared by processes and machines.
 
-An entry is `cache_dir/<slug of the source>-<hash of its key>/`. Its about.json holds the key, so
-that entries made from earlier versions of the same files can be found and removed.
+An entry is `cache_dir/<slug of the source>-<hash of its key>/`, and the key has the digest of the
+content of the source's files: copies of the same files, with other times, have one entry. Its
+about.json holds the key, so that entries made from earlier versions of the same files can be found.
+They are removed once nobody has opened them for `UNUSED_DAYS`, as a process on another machine may
+have them open.
 """
 
 import hashlib
@@ -9,13 +12,17 @@ import json
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from protocol.files import write_atomically
+
 Key = dict[str, Any]
+UNUSED_DAYS = 30
 
 
 def entry_path(cache_dir: Path, key: Key) -> Path:
@@ -63,26 +70,52 @@ def build_once(entry: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(building, ignore_errors=True)
 
 
+def open_about(entry: Path) -> dict[str, Any]:
+    """The entry's about.json, whose time then says when the entry was opened last."""
+    with suppress(OSError):  # the cache may be read-only
+        os.utime(entry / "about.json")
+    return read_about(entry)
+
+
 def remove_superseded(entry: Path, key: Key) -> None:
-    """Remove entries of the same source with another version or fingerprint than `key`'s."""
+    """Remove entries of the same source with another version or content that nobody uses."""
     for about in entry.parent.glob(f"{_slug(key['source'])}-*/about.json"):
-        with suppress(FileNotFoundError):  # another process is removing it
+        with suppress(OSError, ValueError, KeyError):  # another process is removing it
             other = read_about(about.parent)["key"]
-            is_current = all(other[part] == key[part] for part in ("version", "fingerprint"))
-            if other["source"] == key["source"] and not is_current:
+            is_current = all(other.get(part) == key[part] for part in ("version", "content"))
+            is_unused = time.time() - about.stat().st_mtime > UNUSED_DAYS * 86400
+            if other["source"] == key["source"] and not is_current and is_unused:
                 # Rename first, so that no process opens a half-removed entry.
                 doomed = about.parent.rename(entry.with_name(f".{uuid.uuid4().hex}"))
                 shutil.rmtree(doomed, ignore_errors=True)
 
 
-def fingerprint(root: Path, paths: Iterable[Path]) -> str:
-    """A hash over names relative to `root`, sizes and times of the files at or below `paths`."""
-    digest = hashlib.sha256()
+def content_digest(
+    cache_dir: Path, root: Path, paths: Iterable[Path], only_noted: bool = False
+) -> str:
+    """The SHA-256 of the names relative to `root` and of the bytes of the files below `paths`.
+
+    The files are read once: the digest is noted in the cache beside their sizes and times.
+    only_noted: read no file; "" where the digest is not noted.
+    """
+    seen, files = hashlib.sha256(str(root).encode()), []
     for path in paths:
         for file in [str(path)] if path.is_file() else files_under(path):
             found = os.stat(file)
-            relative = file.removeprefix(str(root))
-            digest.update(f"{relative}\t{found.st_size}\t{found.st_mtime_ns}\n".encode())
+            files.append((file, file.removeprefix(str(root))))
+            seen.update(f"{files[-1][1]}\t{found.st_size}\t{found.st_mtime_ns}\n".encode())
+    noted = cache_dir.expanduser() / "contents" / seen.hexdigest()[:32]
+    with suppress(OSError):
+        if len(known := noted.read_text()) == 64:
+            return known
+    if only_noted:
+        return ""
+    digest = hashlib.sha256()
+    for file, name in files:
+        with open(file, "rb") as opened:
+            digest.update(f"{name}\0{hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
+    noted.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(noted, digest.hexdigest().encode())
     return digest.hexdigest()
 
 

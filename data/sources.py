@@ -16,9 +16,9 @@ import numpy as np
 from data.cache import (
     Key,
     build_once,
+    content_digest,
     entry_path,
-    fingerprint,
-    read_about,
+    open_about,
     remove_superseded,
     write_about,
 )
@@ -100,7 +100,7 @@ def load_source(
     Images of other shapes are resized (bilinear, antialiased; not cropped) and converted.
     ValueError or FileNotFoundError, one line, if `spec` or its files are invalid.
     """
-    reader, path, key = _locate(spec, data_dir, image_size, channels)
+    reader, path, key = _locate(spec, data_dir, cache_dir, image_size, channels)
     entry = entry_path(cache_dir, key)
     if not entry.is_dir():
         log.info("decoding source %s into %s, once", key["source"], entry)
@@ -117,7 +117,7 @@ def source_info(
     From the cache if the source is there, else as published, else from the user's files, of which
     only the headers of images are read. Raises what `load_source` raises for missing files.
     """
-    reader, path, key = _locate(spec, data_dir, image_size, channels)
+    reader, path, key = _locate(spec, data_dir, cache_dir, image_size, channels, only_noted=True)
     entry = entry_path(cache_dir, key)
     if entry.is_dir():
         source = _open_entry(entry)
@@ -135,8 +135,18 @@ def source_info(
     return SourceInfo(key["source"], reader.description, *sizes, (channels or own, height, width))
 
 
-def _locate(spec: str, data_dir: Path, image_size: int, channels: int) -> tuple[Reader, Path, Key]:
-    """The source's reader, the path that it takes, and the key of its cache entry."""
+def _locate(
+    spec: str,
+    data_dir: Path,
+    cache_dir: Path,
+    image_size: int,
+    channels: int,
+    only_noted: bool = False,
+) -> tuple[Reader, Path, Key]:
+    """The source's reader, the path that it takes, and the key of its cache entry.
+
+    only_noted: the key of no entry, instead of reading files whose content is not known.
+    """
     if image_size < 0:
         raise ValueError(f"image-size = {image_size}: expected pixels > 0, or 0 (the source's own)")
     if channels not in (0, 1, 3):
@@ -156,7 +166,7 @@ def _locate(spec: str, data_dir: Path, image_size: int, channels: int) -> tuple[
         "source": name,
         "image_size": image_size,
         "channels": channels,
-        "fingerprint": fingerprint(root, watched) if watched else "",
+        "content": content_digest(cache_dir, root, watched, only_noted) if watched else "",
     }
     return reader, root, key
 
@@ -181,7 +191,7 @@ def _write_entry(entry: Path, key: Key, raw: RawSource) -> None:
 
 
 def _open_entry(entry: Path) -> Source:
-    about = read_about(entry)
+    about = open_about(entry)
     train, test = (
         ImageSplit(
             np.load(entry / f"{split}-images.npy", mmap_mode="r"),

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,13 @@ from data.sources import load_source
 
 
 def entries(tmp_path):
-    return sorted(entry.name for entry in (tmp_path / "cache").iterdir())
+    return sorted(about.parent.name for about in (tmp_path / "cache").glob("*/about.json"))
+
+
+def leave_unused(tmp_path, days):
+    """As if nobody had opened any entry for so long."""
+    for about in (tmp_path / "cache").glob("*/about.json"):
+        os.utime(about, (time.time() - days * 86400,) * 2)
 
 
 def test_the_second_load_reads_no_image(load, tmp_path, monkeypatch):
@@ -40,41 +48,77 @@ def test_each_size_and_number_of_channels_is_cached_on_its_own(load, tmp_path):
     assert len(entries(tmp_path)) == 3
 
 
-@pytest.mark.parametrize("change", ["new file", "other size", "other time", "renamed"])
-def test_a_changed_folder_is_decoded_again_and_its_old_entries_are_removed(load, tmp_path, change):
-    other = make_folder(tmp_path / "elsewhere" / "mine", random_images(2, 30, 30))
-    load(other)
+@pytest.mark.parametrize("change", ["new file", "other pixels", "renamed"])
+def test_a_changed_folder_is_decoded_again(load, tmp_path, change):
     spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
     load(spec)
-    load(spec, channels=3)
-    before = entries(tmp_path)
+    [before] = entries(tmp_path)
     file = tmp_path / "mine" / "train" / "ant" / "0.png"
     if change == "new file":
         save_image(file.with_name("new.png"), random_images(30, 30, seed=9))
-    elif change == "other size":
+    elif change == "other pixels":
         times = file.stat()
         save_image(file, np.zeros((30, 30), dtype=np.uint8))
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    elif change == "other time":
-        os.utime(file, ns=(0, 0))
     else:
         file.rename(file.with_name("9.png"))
     source = load(spec)
     assert len(source.train.labels) == (3 if change == "new file" else 2)
-    assert (source.train.images[0] == 0).all() == (change == "other size")
-    after = entries(tmp_path)
-    assert len(before) == 3
-    assert len(after) == 2  # both recipes of the folder as it was are gone
+    assert (source.train.images[0] == 0).all() == (change == "other pixels")
+    assert before in entries(tmp_path)  # another process may use it
+    assert len(entries(tmp_path)) == 2
+
+
+def test_a_copy_of_the_same_files_with_other_times_is_not_decoded_again(
+    load, tmp_path, monkeypatch
+):
+    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
+    first = load(spec)
+    for file in (tmp_path / "mine").rglob("*.png"):
+        os.utime(file, ns=(0, 0))
+    monkeypatch.setattr(decoding.Image, "open", lambda _: pytest.fail("decoded again"))
+    assert np.array_equal(load(spec).train.images, first.train.images)
+    assert len(entries(tmp_path)) == 1
+    monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("read again"))
+    load(spec)
+
+
+def test_entries_of_earlier_files_are_removed_when_nobody_has_opened_them_for_a_month(
+    load, tmp_path
+):
+    other = make_folder(tmp_path / "elsewhere" / "mine", random_images(2, 30, 30))
     load(other)
-    assert entries(tmp_path) == after
+    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30, seed=1))
+    load(spec)
+    load(spec, channels=3)
+    assert len(entries(tmp_path)) == 3
+
+    def change(seed):
+        file = tmp_path / "mine" / "train" / "ant" / "new.png"
+        save_image(file, random_images(30, 30, seed=seed))
+        load(spec)
+
+    leave_unused(tmp_path, days=29)
+    change(2)
+    assert len(entries(tmp_path)) == 4
+    leave_unused(tmp_path, days=31)
+    load(other)  # is in use again
+    change(3)
+    left = {Path(name).name for name in entries(tmp_path)}
+    assert len(left) == 2  # the other folder's, and that of the files as they are
+    load(other)
+    assert set(entries(tmp_path)) == left
 
 
-def test_an_entry_of_an_earlier_version_is_removed(load, tmp_path, monkeypatch):
+def test_an_entry_of_an_earlier_version_is_not_used_and_is_removed_in_time(
+    load, tmp_path, monkeypatch
+):
     spec = make_npz(tmp_path / "mine.npz")
     monkeypatch.setattr(sources, "CACHE_VERSION", 0)
     load(spec)
     (earlier,) = entries(tmp_path)
     monkeypatch.undo()
+    leave_unused(tmp_path, days=31)
     load(spec)
     (now,) = entries(tmp_path)
     assert now != earlier
