@@ -13,7 +13,7 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION = 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: help env demo check test test-all test-slow test-deployment wheel-smoke coverage lint \
+.PHONY: help env demo check test test-all test-slow test-deployment test-cluster wheel-smoke coverage lint \
   bench bench-gpu docs clean \
   credentials register image deploy-server deploy-client deploy-local end-local doctor
 help:  ## list the targets
@@ -42,24 +42,27 @@ checked = $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . ||
   rm -f $$log; exit $$tests
 
 check: $(READY)  ## style, types, architecture and unit tests: two minutes on two cores
-	@$(call checked,$(JOBS),-m 'not end_to_end and not slow and not deployment')
+	@$(call checked,$(JOBS),-m 'not end_to_end and not slow and not deployment and not cluster')
 
 test: $(READY)  ## check, end-to-end tests and a deployment on loopback: twelve minutes on two cores
-	@$(call checked,$(WAITING_JOBS),-m 'not slow and not deployment')
+	@$(call checked,$(WAITING_JOBS),-m 'not slow and not deployment and not cluster')
 
-test-all: test test-slow test-deployment  ## all tests
+test-all: test test-slow test-deployment test-cluster  ## all tests
 
 test-slow: $(READY)  ## the tests that take minutes each
-	$(PYTEST) -m 'slow and not deployment' --timeout 1800
+	$(PYTEST) -m 'slow and not deployment and not cluster' --timeout 1800
 
 test-deployment: $(READY)  ## network namespaces and containers; as root, installs Debian packages
 	$(PYTEST) -m deployment --timeout 3600 -rs
+
+test-cluster: $(READY)  ## two Ray nodes in network namespaces: as root, with iproute2 and util-linux
+	$(PYTEST) -m cluster --timeout 3600 -rs
 
 wheel-smoke: $(READY)  ## build the wheel and use it from an empty directory
 	$(PYTEST) tests/end_to_end/test_wheel.py
 
 coverage: $(READY)  ## line coverage of client_app, strategies and server_app; files under 90 %
-	$(PYTEST) --numprocesses $(WAITING_JOBS) -m 'not slow and not deployment' --cov --cov-report=
+	$(PYTEST) --numprocesses $(WAITING_JOBS) -m 'not slow and not deployment and not cluster' --cov --cov-report=
 	@$(BIN)/coverage report
 	@echo 'Under 90 %:'; $(BIN)/coverage report | awk '/\.py/ && $$NF + 0 < 90 {print "  " $$1, $$NF}'
 

@@ -17,6 +17,7 @@ import torch
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 
 from client_app.evaluation import evaluate
+from client_app.machine import report_of
 from client_app.method import Method, Update
 from client_app.methods import method_of
 from client_app.node_config import client_name, own_architecture, own_splits, state_folder
@@ -32,6 +33,7 @@ from protocol.files import private_files
 from protocol.messages import (
     Arrays,
     EvaluateRequest,
+    PreflightRequest,
     RosterEntry,
     RosterRequest,
     RoundRequest,
@@ -40,6 +42,7 @@ from protocol.messages import (
     all_finite,
     contents_to_play,
     last_accepted_round_of,
+    machine_content,
     played_reply,
     read_request,
     reply_content,
@@ -146,6 +149,14 @@ def withholds_metrics(message: Message) -> bool:
         return config_from_json(str(record["config"])).privacy.withholds_metrics
     except (KeyError, ValueError):
         return False
+
+
+def query(message: Message, context: Context) -> RecordDict:
+    """What the server asks before round 1: of a client, or of a simulation's worker."""
+    record = message.content.config_records.get("round")
+    if record is not None and "token" in record:
+        return machine_content(report_of(read_request(message, PreflightRequest)))
+    return roster(message, context)
 
 
 def roster(message: Message, context: Context) -> RecordDict:
@@ -308,7 +319,7 @@ def personal_metrics(
 
 
 handlers: dict[str, Callable[[Message, Context], RecordDict]] = {
-    MessageType.QUERY: roster,
+    MessageType.QUERY: query,
     MessageType.TRAIN: train_one_round,
     MessageType.EVALUATE: evaluate_models,
 }

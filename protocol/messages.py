@@ -104,7 +104,22 @@ class EvaluateRequest:
     run_dir: str
 
 
-Request = TypeVar("Request", RosterRequest, TrainRequest, EvaluateRequest)
+@dataclass(frozen=True)
+class PreflightRequest:
+    """What a simulation's worker is asked before round 1, of its machine.
+
+    token_path: a file that the server wrote beside the run directory, with `token` in it; a worker
+    that reads it shares the directory. reads_data: whether to compute the digest of the data.
+    """
+
+    config: RunConfig
+    data: DatasetSpec
+    token_path: str
+    token: str
+    reads_data: bool
+
+
+Request = TypeVar("Request", RosterRequest, PreflightRequest, TrainRequest, EvaluateRequest)
 RoundRequest = TrainRequest | EvaluateRequest
 
 
@@ -152,7 +167,7 @@ class TrainReply:
     metrics: dict[str, float]
 
 
-def request_record(request: RosterRequest | RoundRequest) -> ConfigRecord:
+def request_record(request: RosterRequest | PreflightRequest | RoundRequest) -> ConfigRecord:
     """The record that `read_request` reads back: one entry a field, and the code's digest."""
     values = {
         field.name.replace("_", "-"): getattr(request, field.name) for field in fields(request)
@@ -397,6 +412,34 @@ def read_reply(message: Message, max_bytes: int | None = None) -> TrainReply:
         )
     except Exception as error:  # a client's bytes may raise anything
         raise ValueError(in_one_line(f"unreadable: {type(error).__name__}: {error}")) from error
+
+
+@dataclass(frozen=True)
+class MachineReport:
+    """What a simulation's worker says of its machine.
+
+    versions: of the packages that bits depend on. machine: the processor of its device, such as
+    `cpu: NAME`. capability: of the CPU, and the name of the GPU or none. device: such as `cuda:0`.
+    has_directory: whether it shares the directory of the run directory. data: its digest, or "".
+    """
+
+    versions: str
+    machine: str
+    capability: str
+    device: str
+    has_directory: bool
+    data: str
+
+
+def machine_content(report: MachineReport) -> RecordDict:
+    """The content of the reply to a preflight."""
+    return RecordDict({"machine": ConfigRecord(dict(asdict(report).items()))})
+
+
+def machine_report(content: RecordDict) -> MachineReport:
+    """The report in a worker's reply."""
+    record: dict[str, Any] = dict(content.config_records["machine"])
+    return MachineReport(**record)
 
 
 def roster_content(entry: RosterEntry) -> RecordDict:

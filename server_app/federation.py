@@ -60,6 +60,7 @@ from server_app.manifest import (
     split_digest,
 )
 from server_app.observers import RunInfo, RunObserver
+from server_app.preflight import checked_workers, worker_warnings
 from server_app.record import client_fields, score_fields, training_fields
 from server_app.report import Reporter, plot_split
 from server_app.roster import (
@@ -76,6 +77,7 @@ from server_app.run_directory import (
     named_directory,
     new_run_directory,
     open_run_directory,
+    runs_directory,
     save_arrays,
 )
 from server_app.simulated_roster import (
@@ -232,6 +234,10 @@ def prepare(
         everyone = list(roster.values())
         monitor = Monitor(config, method, source, model.to(device), initial_weights, everyone)
 
+    parent = resumed.path.parent if resumed else runs_directory(config)
+    workers = checked_workers(grid, config, data, source, parent)
+    if isinstance(grid, LogicalGrid) and workers:
+        del grid.workers[len(workers) :]  # nodes that no worker would play
     start = Checkpoint(0, strategy.initial_arrays(model), {})
     if resumed and resumed.has_checkpoint(config.rounds.checkpoint_interval):
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
@@ -251,7 +257,8 @@ def prepare(
                 audit.note("joined", client=entry.client, node=node)
     directory.start_log()
     known = KnownLabelCounts(roster) if isinstance(roster, SimulatedRoster) else None
-    for warning in [*roster_warnings(config, entries, known), *config_warnings(config, overrides)]:
+    warnings = [*roster_warnings(config, entries, known), *config_warnings(config, overrides)]
+    for warning in warnings + worker_warnings(workers, device):
         log.warning("%s", warning)
     save_roster(directory.path / ROSTER_FILE, roster)
     if is_simulated:
@@ -261,7 +268,7 @@ def prepare(
     is_whole = len(entries) == len(roster)
     split = split_digest(config, entries) if is_whole else digest_of(roster)
     has_no_sites = all(entry.num_partitions for entry in entries)
-    begin_manifest(directory.path, config, len(roster), has_no_sites, split)
+    begin_manifest(directory.path, config, len(roster), has_no_sites, split, workers)
     memory = StateMemory()
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):
         memories[directory.path] = memory

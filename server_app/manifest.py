@@ -13,35 +13,29 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from client_app.machine import machine, package_versions, processors
 from client_app.setup import client_indices, device_for
 from protocol.config import RunConfig, app_folder, keel_version
 from protocol.files import digest, write_atomically
 from protocol.messages import RosterEntry
 from server_app.audit import audit_end
+from server_app.preflight import WorkerOnNode
 from server_app.sources import code_version, sources_digest
 from server_app.summary import read_object
 
 log = logging.getLogger("keel.server")
 
 NUM_NOTED_ROUNDS = 3  # rounds whose checkpoints a replay can be compared with
-PACKAGES = ("flwr", "torch", "torchvision", "numpy", "scipy", "safetensors")
 signed_files = ("config.json", "history.jsonl", "summary.json", "model.safetensors")
 
 
 def versions() -> dict[str, str]:
     """Versions that the bits of a result depend on: sources, packages, Python, processor type."""
-    return {name: version(name) for name in PACKAGES} | {
-        "sources": sources_digest(),
-        "python": platform.python_version(),
-        "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-    }
+    own = {"sources": sources_digest(), "python": platform.python_version()}
+    return package_versions() | own | processors()
 
 
 @lru_cache(maxsize=1)
@@ -54,16 +48,6 @@ def commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:  # no git
         return ""
-
-
-def machine(device: torch.device) -> str:
-    """The processor of this device, as `cuda: NAME` or `cpu: NAME`."""
-    if device.type == "cuda":
-        return f"cuda: {torch.cuda.get_device_name(device)}"
-    about = Path("/proc/cpuinfo")
-    lines = about.read_text().splitlines() if about.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"cpu: {names[0] if names else platform.processor() or platform.machine()}"
 
 
 def split_digest(config: RunConfig, roster: Sequence[RosterEntry]) -> str:
@@ -85,12 +69,18 @@ def split_digest(config: RunConfig, roster: Sequence[RosterEntry]) -> str:
 
 
 def begin_manifest(
-    directory: Path, config: RunConfig, num_clients: int, is_simulated: bool, split: str
+    directory: Path,
+    config: RunConfig,
+    num_clients: int,
+    is_simulated: bool,
+    split: str,
+    workers: Sequence[WorkerOnNode] = (),
 ) -> None:
     """Write the manifest before the first round, or update it on a resume.
 
     A damaged one does not stop a resume. Versions stay those of the noted rounds. code, keel,
-    machines: all that worked on the run; the machines of sites are not known here.
+    machines: all that worked on the run; the machines of sites are not known here. workers: those
+    of Flower's simulation.
     """
     try:
         before = read_manifest(directory)
@@ -110,7 +100,13 @@ def begin_manifest(
     }
     if fields["simulated"]:
         here = machine(device_for(config.train.device))
-        fields["machines"] = appended(before.get("machines", []), here)
+        names = [*before.get("machines", []), here, *(each.report.machine for each in workers)]
+        fields["machines"] = list(dict.fromkeys(names))
+    if workers:
+        fields["workers"] = [
+            {"node": each.node, "device": each.report.device, "machine": each.report.machine}
+            for each in workers
+        ]
     update(directory, **fields)
 
 

@@ -250,11 +250,13 @@ class SuperLink:
             "COLUMNS": "200",
         }
 
-    def flwr(self, *arguments: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
-        """`flwr` with these arguments, in the folder of the app."""
+    def flwr(
+        self, *arguments: str, timeout_s: float = 280, app: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """`flwr` with these arguments, in the folder of the app, or of another one."""
         return subprocess.run(
             ["flwr", *arguments],
-            cwd=self.app,
+            cwd=app or self.app,
             env=self.env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -263,12 +265,14 @@ class SuperLink:
             check=False,
         )
 
-    def run(self, keys: Overrides, num_supernodes: int, cpus_each: int) -> str:
+    def run(
+        self, keys: Overrides, num_supernodes: int, cpus_each: int, app: Path | None = None
+    ) -> str:
         """`flwr run . --stream`; returns what it printed."""
         config = " ".join(f"{key}={toml(value)}" for key, value in keys.items())
         federation = f"num-supernodes={num_supernodes} client-resources-num-cpus={cpus_each}"
         options = ["--stream", "--run-config", config, "--federation-config", federation]
-        return self.flwr("run", ".", *options).stdout
+        return self.flwr("run", ".", *options, app=app).stdout
 
     def processes(self) -> list[int]:
         """Ids of the living processes that came of this SuperLink."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 from keel.cli.progress import Terminal
+from keel.deployment.cluster import Node
 from keel.deployment.simulation import last_line, simulation_superlink
 from keel.deployment.superlink import SuperLinkClient, app_directory, run_config
 from keel.runs import FINISHED, SavedRun
@@ -27,6 +28,7 @@ from protocol.options import OptionValue
 from server_app.history import read_history
 
 POLL_S = 0.3
+CPU_WORKERS = "KEEL_CPU_WORKERS"  # where set, workers get no GPU that was not asked for
 STOP_TIMEOUT_S = 60.0  # for a run to write its summary after `flwr stop`
 STARTED = re.compile(r"started run (\d+)")
 DIRECTORY = re.compile(r"\d\d:\d\d:\d\d run directory (.+)")
@@ -40,15 +42,33 @@ class Job:
     num_clients: int
     directory: Path | None = None
     cpus_per_client: float = 1
-    gpus_per_client: float = 0
+    gpus_per_client: float | None = None  # None: 1 where there are any
     federation: str = ""
     root_certificates: Path | None = None
+    ray: str = ""  # address of a Ray cluster
+    nodes: Sequence[Node] = ()  # of that cluster
+    is_on_cpu: bool = False  # whether its device is the CPU: no worker gets a GPU
 
     @property
     def num_workers(self) -> int:
-        """Nodes of a simulation, which play the clients: as many as this machine runs at once."""
-        at_once = int((os.cpu_count() or 1) / self.cpus_per_client) if self.cpus_per_client else 1
+        """Nodes of a simulation, which play the clients: as many as its machines run at once."""
+        if self.ray:
+            gpus = self.gpus_per_client
+            if gpus is None:
+                gpus = float(not self.is_on_cpu and any(node.num_gpus for node in self.nodes))
+            at_once = sum(node.num_workers(self.cpus_per_client, gpus) for node in self.nodes)
+        else:
+            cpus = os.cpu_count() or 1
+            at_once = int(cpus / self.cpus_per_client) if self.cpus_per_client else 1
         return max(1, min(self.num_clients, at_once))
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of the simulation's processes."""
+        found = {"RAY_ADDRESS": self.ray} if self.ray else {}
+        if self.is_on_cpu or self.gpus_per_client == 0:
+            found[CPU_WORKERS] = "1"
+        return found
 
     def federation_config(self) -> str:
         """The simulation's size as `flwr run --federation-config` takes it."""
@@ -84,7 +104,7 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
     with (
         app_directory() as app,
         removed_unless_failed(folder),
-        simulation_superlink(folder, app) as client,
+        simulation_superlink(folder, app, job.variables) as client,
     ):
         flower = FlowerRun(client, app, folder / "flwr.log")
         arguments = ["--federation-config", job.federation_config()]

@@ -97,7 +97,8 @@ def rounds_text(config: RunConfig, done: int) -> str:
 
 def flwr_line(job: Job) -> str:
     """The equivalent command of Flower's, to be run in the directory of the app."""
-    command = ["flwr", "run", "."]
+    command = [f"{name}={value}" for name, value in job.variables.items()]
+    command += ["flwr", "run", "."]
     if job.federation:
         command += [job.federation]
     command += ["--stream"]

@@ -38,6 +38,7 @@ class EngineOptions:
     gpus_per_client: float | None = None
     federation: str = ""
     root_certificates: Path | None = None
+    ray: str = ""
 
     def __post_init__(self) -> None:
         for name in ("cpus_per_client", "gpus_per_client"):
@@ -46,6 +47,8 @@ class EngineOptions:
                 raise ValueError(f"{flag} needs --engine flower; this is --engine {self.engine}")
             if value is not None and value < 0:
                 raise ValueError(f"{flag} {value:g}: expected a number >= 0")
+        if self.ray and self.engine is not Engine.flower:
+            raise ValueError(f"--ray needs --engine flower; this is --engine {self.engine}")
         if self.clients is not None and self.clients < 1:
             raise ValueError(f"--clients {self.clients}: expected a number >= 1")
         if bool(self.federation) != (self.engine is Engine.deployment):
@@ -76,6 +79,12 @@ Federation = Annotated[
 RootCertificates = Annotated[
     Path | None, typer.Option(help="The deployment's ca.pem, with --federation HOST:PORT.")
 ]
+Ray = Annotated[
+    str,
+    typer.Option(
+        help="With --engine flower: HOST:PORT of a Ray cluster that this machine is part of."
+    ),
+]
 
 
 def run(
@@ -87,6 +96,7 @@ def run(
     cpus_per_client: Cpus = None,
     federation: Federation = "",
     root_certificates: RootCertificates = None,
+    ray: Ray = "",
 ) -> int:
     """Train: `keel run method=fedintr num-rounds=10 source=folder:/data`.
 
@@ -101,7 +111,8 @@ def run(
     if overrides.get("resume"):
         raise ValueError(f"resume: use `keel resume {overrides['resume']}`")
     options = EngineOptions(
-        *(engine, clients, cpus_per_client, gpus_per_client, federation, root_certificates)
+        *(engine, clients, cpus_per_client, gpus_per_client, federation, root_certificates),
+        ray=ray,
     )
     return executed(overrides, options)
 
@@ -114,6 +125,7 @@ def resume(
     cpus_per_client: Cpus = None,
     federation: Federation = "",
     root_certificates: RootCertificates = None,
+    ray: Ray = "",
 ) -> int:
     """Continue an interrupted run from its last checkpoint. Only num-rounds=N may change.
 
@@ -124,7 +136,8 @@ def resume(
     if changed := sorted(overrides.keys() - {"num-rounds"}):
         raise ValueError(f"{changed[0]}: cannot change in a resumed run; only num-rounds can")
     options = EngineOptions(
-        *(engine, None, cpus_per_client, gpus_per_client, federation, root_certificates)
+        *(engine, None, cpus_per_client, gpus_per_client, federation, root_certificates),
+        ray=ray,
     )
     if engine is Engine.deployment:  # the run is on the server, which checks the rest
         return executed({"resume": run} | overrides, options)
@@ -175,12 +188,15 @@ def execute(
     from keel.cli import engines
     from keel.cli.plan import flwr_line, plan_rows
     from keel.cli.progress import Terminal
+    from keel.deployment.cluster import cluster_nodes
 
     job = engines.Job(
         *(overrides, num_clients, resumed.directory if resumed else None),
         1 if options.cpus_per_client is None else options.cpus_per_client,
-        options.gpus_per_client or 0,
-        *(options.federation, options.root_certificates),
+        options.gpus_per_client,
+        *(options.federation, options.root_certificates, options.ray),
+        nodes=cluster_nodes(options.ray) if options.ray else (),
+        is_on_cpu=config.train.device == "cpu",
     )
     terminal = Terminal(config.rounds.num_rounds, quiet)
     if name and is_remote:  # its config is on the server

@@ -33,8 +33,9 @@ def simulation_superlink(
     client = SuperLinkClient(folder, f"127.0.0.1:{http}")
     mark = f"{os.getpid()}-{time.time_ns()}"
     sockets = tempfile.mkdtemp(prefix="keel-ray-")  # short: it holds the paths of sockets
-    client.environment = {"RAY_TMPDIR": sockets} | client.environment | {MARK: mark}
-    client.environment |= variables or {}
+    client.environment |= {MARK: mark} | dict(variables or {})
+    if "RAY_ADDRESS" not in client.environment:  # a cluster has directories of its own
+        client.environment.setdefault("RAY_TMPDIR", sockets)
     log_path = folder / "superlink.log"
     with locked(folder / ".lock"), log_path.open("w") as log_file:
         process = subprocess.Popen(

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import client_app.app
+from client_app.machine import machine
 from client_app.setup import device_for
 from keel.experiments.measure import CURVES
 from keel.experiments.runs import machines_of
@@ -21,7 +22,7 @@ from server_app.audit import AUDIT_FILE, audit_problem
 from server_app.federation import one_round, prepare
 from server_app.history import read_history
 from server_app.inline import InlineGrid, simulated_nodes
-from server_app.manifest import machine, read_manifest, signed_files, versions
+from server_app.manifest import read_manifest, signed_files, versions
 from server_app.summary import read_config_file, read_run_config
 
 MAX_DIFFERENCE = 0.02  # accuracy in [0, 1]: other versions or processors, after a few rounds

@@ -10,6 +10,8 @@ This module is cheap to import and free of torch. The patched processes have a m
     superlink.py     flower-superlink that delivers a lost message again
     supernode.py     flower-supernode that polls quickly and answers every message
     superexec.py     flower-superexec that forks ClientApps instead of starting a Python for each
+    simulation.py    the way from the ServerApp of a simulation to its workers
+    ray_backend.py   Flower's simulation, on a Ray cluster too, with workers that are replaced
     registration.py  whether a SuperLink knows a client's key, without changing anything there
 """
 

@@ -8,6 +8,7 @@ others are slow tests: test_compared_runs.py trains every method on the inline e
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,7 @@ from conftest import (
 from client_app.methods import METHODS
 from protocol.options import OptionValue
 from server_app.inline import run_inline
+from server_app.sources import sources_digest
 
 num_supernodes = 4
 half = SMALL | {"fraction-train": 0.5, "local-test-fraction": 0.2, "cache-mb": 64}
@@ -145,6 +147,26 @@ def test_a_mistake_ends_the_run_with_a_line_that_names_it_and_leaves_no_folder(s
     assert line.endswith(" error: fraction-train = 7.0: expected a number in (0, 1]")
     assert not (tmp_path / "runs").exists()
     assert "finished:failed" in superlink.flwr("list").stdout
+
+
+def test_a_second_checkout_trains_with_its_own_code(superlink, tmp_path):
+    """Through the SuperLink that the first one started, in the first one's folder.
+
+    Ray's workers look for modules in the folder of that process first. A worker refuses a message
+    that was made from other code, so a run that finishes was run by this checkout's alone.
+    """
+    other = tmp_path / "other"
+    shutil.copytree(superlink.app, other)
+    trainer = other / "client_app" / "trainer.py"
+    trainer.write_text(trainer.read_text() + "# another version\n")
+    keys = SMALL | {"output-dir": str(tmp_path / "runs"), "num-rounds": 1}
+    printed = superlink.run(keys, num_supernodes, cpus_each=num_cpus, app=other)
+    folders = list((tmp_path / "runs").glob("*/summary.json"))
+    assert len(folders) == 1, printed
+    [folder] = [path.parent for path in folders]
+    assert summary_of(folder)["status"] == "finished", printed
+    sources = json.loads((folder / "manifest.json").read_text())["versions"]["sources"]
+    assert sources != sources_digest()
 
 
 def test_every_process_is_one_of_ours_and_the_superlink_is_among_them(superlink):

@@ -1,0 +1,74 @@
+"""What the bits of a result depend on that a machine may have otherwise: versions, processor, data.
+
+Read for the run's manifest, and on each worker of a simulation before round 1.
+"""
+
+import hashlib
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from client_app.setup import device_for, open_source
+from data.sources import Source
+from protocol.messages import MachineReport, PreflightRequest
+
+PACKAGES = ("flwr", "torch", "torchvision", "numpy", "scipy", "safetensors")
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that the bits of a result depend on."""
+    return {name: version(name) for name in PACKAGES}
+
+
+def processors() -> dict[str, str]:
+    """The type of the CPU, by which torch chooses its kernels, and the GPU's name, or none."""
+    return {
+        "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+    }
+
+
+def machine(device: torch.device) -> str:
+    """The processor of this device, as `cuda: NAME` or `cpu: NAME`."""
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"cpu: {names[0] if names else platform.processor() or platform.machine()}"
+
+
+def device_label(device: torch.device) -> str:
+    """`cpu`, or the GPU as the machine numbers it, of which this process may see a part."""
+    if device.type != "cuda":
+        return str(device)
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    index = device.index or 0
+    return f"cuda:{visible[index] if index < len(visible) else index}"
+
+
+def data_digest(source: Source) -> str:
+    """The first 16 hex digits of the SHA-256 of a data set's images, labels and classes."""
+    digest = hashlib.sha256("\0".join(source.class_names).encode())
+    for split in (source.train, source.test):
+        for array in (split.images, split.labels):
+            digest.update(f"{array.dtype.str}{array.shape}".encode())
+            digest.update(array.data if array.flags.c_contiguous else array.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def report_of(request: PreflightRequest) -> MachineReport:
+    """What a worker answers to a preflight. ValueError for a device that it does not have."""
+    device = device_for(request.config.train.device)
+    path, found = Path(request.token_path), processors()
+    return MachineReport(
+        versions=", ".join(f"{name} {v}" for name, v in package_versions().items()),
+        machine=machine(device),
+        capability=found["cpu"] if device.type == "cpu" else f"{found['cpu']}, {found['gpu']}",
+        device=device_label(device),
+        has_directory=path.is_file() and path.read_text() == request.token,
+        data=data_digest(open_source(request.config)) if request.reads_data else "",
+    )

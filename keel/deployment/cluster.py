@@ -1,0 +1,102 @@
+"""The nodes of a Ray cluster that exists, asked for in a process of its own.
+
+`python -m keel.deployment.cluster ADDRESS` prints them; Ray takes a second to import, and stays in
+a process that has connected.
+"""
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+CONNECT_TIMEOUT_S = 5.0
+LIST_TIMEOUT_S = 60.0
+THIS_MACHINE = "auto"  # the cluster that this machine is a node of
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that is alive, and what Ray may use of it."""
+
+    address: str
+    num_cpus: float
+    num_gpus: float
+
+    def num_workers(self, cpus: float, gpus: float) -> int:
+        """How many workers with these shares run here at once."""
+        by_cpu = self.num_cpus / cpus if cpus else float("inf")
+        by_gpu = self.num_gpus / gpus if gpus else float("inf")
+        at_once = min(by_cpu, by_gpu, 4096)
+        return int(at_once + 1e-9)
+
+
+def cluster_nodes(address: str) -> list[Node]:
+    """The living nodes of the cluster at HOST:PORT, or `auto`.
+
+    ValueError, one line, where there is no cluster, or where this machine is not one of its nodes.
+    """
+    if address != THIS_MACHINE:
+        check_address(address)
+    command = [sys.executable, "-m", "keel.deployment.cluster", address]
+    environment = {**os.environ, "RAY_LOG_TO_DRIVER": "0"}
+    environment.pop("RAY_ADDRESS", None)
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIST_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"--ray {address}: no answer in {LIST_TIMEOUT_S:g} s") from None
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        said = lines[-1] if lines else (done.stderr.splitlines() or ["no output"])[-1]
+        raise ValueError(f"--ray {address}: {said}")
+    return [Node(**node) for node in json.loads(lines[-1])]
+
+
+def check_address(address: str) -> None:
+    """ValueError, one line, unless something listens at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        raise ValueError(
+            f"--ray {address}: expected HOST:PORT, as `ray start --head` prints it, or "
+            f"{THIS_MACHINE} for the cluster that this machine is a node of"
+        )
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"--ray {address}: nothing listens there ({error}): start a cluster with `ray start "
+            "--head`, and join it with `ray start --address HOST:PORT` on each machine"
+        ) from None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the nodes as JSON, or why there are none in one line; exit code 1 then."""
+    import ray
+
+    try:
+        ray.init(address=arguments[0], logging_level=logging.ERROR, log_to_driver=False)
+    except Exception as error:
+        print(" ".join(str(error).split())[:500])
+        return 1
+    nodes = [
+        Node(n["NodeManagerAddress"], n["Resources"].get("CPU", 0), n["Resources"].get("GPU", 0))
+        for n in ray.nodes()  # type: ignore[no-untyped-call]
+        if n["Alive"]
+    ]
+    print(json.dumps([asdict(node) for node in nodes]))
+    ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,264 @@
+"""The backend of Flower's simulation, on one machine or on a Ray cluster that exists.
+
+Replaces `RayBackend` (see `simulation_patches`), whose options and start of Ray it takes:
+
+- On a cluster ($RAY_ADDRESS) Flower gives workers its `sys.path` and nothing else of the
+  environment; here also the variables named in `shared_prefixes`.
+- Workers look for modules in the folder of the process that starts them, which is the one that the
+  SuperLink was started in; here it is the app's.
+- Flower's workers are on any node; here each has a node, so that the preflight can name it.
+- Flower returns a worker that died to its pool, where it fails every message it gets. Here it is
+  replaced, and its message is played again on another worker.
+- With `client-resources-num-gpus` unset, Flower's workers either see no GPU or all share the first
+  one. Here each has a GPU, if there are any.
+
+No public way for any of these.
+"""
+
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from flwr.app import Context, Message, MessageType, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import PARTITION_ID_KEY
+from flwr.server.superlink.fleet.vce.backend.backend import BackendConfig
+from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
+from flwr.simulation.ray_transport.ray_actor import ClientAppActor
+from ray.exceptions import ObjectLostError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from protocol.config import app_folder
+from protocol.flower_compat import assign_message_id
+from protocol.flower_compat.simulation import WorkerReply, is_cluster, started
+
+log = logging.getLogger("keel.server")
+MAX_ATTEMPTS = 3  # of a message whose worker dies, on nodes that are alive
+LOOK_S = 1.0  # between two looks whether any worker is left
+LOST = (RayActorError, ObjectLostError)  # the worker, or its node, is gone
+# variables that workers on other nodes get: Keel's, and those of the libraries that compute
+shared_prefixes = ("KEEL_", "OMP_", "MKL_", "TORCH", "CUBLAS_", "CUDNN_")
+own_variables = ("KEEL_ENGINE", "KEEL_WORKER")  # of the process that has them
+CPU_WORKERS = "KEEL_CPU_WORKERS"  # where set, workers get no GPU that was not asked for
+
+
+@dataclass(eq=False)
+class Worker:
+    """An actor and the node that it is on. number: on that node, from 0."""
+
+    actor: Any
+    node: Mapping[str, Any]
+    number: int = 0
+
+    @property
+    def address(self) -> str:
+        """Of its node in the cluster."""
+        return str(self.node["NodeManagerAddress"])
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error of Ray's without its traceback: the last line that says something."""
+    cause = getattr(error, "cause", None)
+    lines = [line.strip() for line in str(cause or error).splitlines() if line.strip()]
+    said = lines[-1] if lines else type(error).__name__
+    if isinstance(error, RayActorError):
+        said = lines[0] if lines else said
+    return said
+
+
+def shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those that workers on other nodes get."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(shared_prefixes) and name not in own_variables
+    }
+
+
+def all_nodes() -> list[dict[str, Any]]:
+    """The nodes of Ray's cluster, those that are gone too."""
+    return list(ray.nodes())  # type: ignore[no-untyped-call]
+
+
+def workers_on(node: Mapping[str, Any], resources: Mapping[str, float]) -> int:
+    """How many workers with these resources fit on a node."""
+    has = node["Resources"] if node["Alive"] else {}
+    num = len(has) and 10**9
+    for kind, name in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
+        if each := resources.get(name, 0.0):
+            num = min(num, int(has.get(kind, 0.0) / each + 1e-9))
+    return num
+
+
+def gpu_share(nodes: Sequence[Mapping[str, Any]], environment: Mapping[str, str]) -> float:
+    """GPUs for each worker where nothing was asked for: 1 if there are any."""
+    has_any = any(node["Alive"] and node["Resources"].get("GPU", 0.0) >= 1 for node in nodes)
+    return float(has_any and not environment.get(CPU_WORKERS))
+
+
+class ClusterBackend(RayBackend):
+    """See the module."""
+
+    def __init__(self, backend_config: BackendConfig) -> None:
+        self.idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self.workers: list[Worker] = []
+        self.lock = threading.Lock()
+        self.is_over = False
+        try:
+            super().__init__(backend_config)
+        except Exception as error:
+            failed = RuntimeError(self.start_failure(error))
+            started.ask.set_exception(failed)
+            raise failed from None
+
+    @staticmethod
+    def start_failure(error: Exception) -> str:
+        """Why Ray did not start, in one line."""
+        address = os.environ.get("RAY_ADDRESS", "")
+        said = " ".join(str(error).split())
+        return f"Ray cluster {address}: {said}" if address else f"Ray did not start: {said}"
+
+    def init_ray(self, backend_config: BackendConfig) -> None:
+        """As Flower's; on a cluster with the environment.
+
+        From the app's folder: workers look for modules in the folder of this process first, which
+        is the one that the SuperLink was started in, another checkout's perhaps.
+        """
+        os.chdir(app_folder)
+        if is_cluster() and not ray.is_initialized():
+            path = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
+            variables = {"PYTHONPATH": path} | shared_variables(os.environ)
+            options: dict[str, Any] = dict(backend_config.get(self.init_args_key) or {})
+            ray.init(runtime_env={"env_vars": variables}, **options)
+        super().init_ray(backend_config)
+
+    def _validate_client_resources(self, config: BackendConfig) -> dict[str, int | float]:
+        resources = super()._validate_client_resources(config)
+        if not resources.get("num_gpus"):
+            resources["num_gpus"] = gpu_share(all_nodes(), os.environ)
+            if resources["num_gpus"]:
+                log.info(
+                    "each worker has a GPU of its own: client-resources-num-gpus "
+                    "(--gpus-per-client) sets another share, $%s=1 keeps the workers on the CPU",
+                    CPU_WORKERS,
+                )
+        return resources
+
+    def build(self, app_fn: Callable[[], ClientApp]) -> None:
+        """Start as many workers on each node as fit."""
+        self.app_fn = app_fn
+        nodes = all_nodes()
+        for node in nodes:
+            for number in range(workers_on(node, self.client_resources)):
+                self.workers.append(self.new_worker(node, number))
+        if not self.workers:
+            shares = [
+                f"{n['NodeManagerAddress']} has {n['Resources'].get('CPU', 0):g} CPUs and "
+                f"{n['Resources'].get('GPU', 0):g} GPUs"
+                for n in nodes
+                if n["Alive"]
+            ]
+            failed = RuntimeError(
+                f"no node has the {self.client_resources['num_cpus']:g} CPUs and "
+                f"{self.client_resources.get('num_gpus', 0):g} GPUs of one worker "
+                "(client-resources-num-cpus, -num-gpus; --cpus-per-client, --gpus-per-client): "
+                + "; ".join(shares)
+            )
+            started.ask.set_exception(failed)
+            raise failed
+        for worker in self.workers:
+            self.idle.put(worker)
+        started.ask.set_result(self.ask_workers)
+
+    def new_worker(self, node: Mapping[str, Any], number: int) -> Worker:
+        """A worker on this node."""
+        place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        actor = ClientAppActor.options(  # type: ignore[attr-defined]
+            **self.client_resources, scheduling_strategy=place
+        ).remote()
+        return Worker(actor, node, number)
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return len(self.workers)
+
+    def is_worker_idle(self) -> bool:
+        """Whether one waits for a message."""
+        return not self.idle.empty()
+
+    def next_idle(self) -> Worker:
+        """The next idle worker; RuntimeError if there is none left."""
+        while True:
+            try:
+                return self.idle.get(timeout=LOOK_S)
+            except queue.Empty:
+                if not self.workers or self.is_over:
+                    raise RuntimeError("no worker of the simulation is left") from None
+
+    def process_message(self, message: Message, context: Context) -> tuple[Message, Context]:
+        """The reply of the next idle worker; of another one if it dies."""
+        client = str(context.node_config[PARTITION_ID_KEY])
+        num_attempts = 0
+        while True:
+            worker = self.next_idle()
+            try:
+                future = worker.actor.run.remote(self.app_fn, message, client, context)
+                _, reply, updated = ray.get(future)
+            except LOST as error:
+                said = in_one_line(error)
+                num_attempts += self.replace_lost(worker)
+                if num_attempts == MAX_ATTEMPTS:
+                    raise RuntimeError(
+                        f"the worker died {MAX_ATTEMPTS} times on this message: {said}"
+                    ) from None
+                log.warning("a worker on %s is lost (%s): played again", worker.address, said)
+            except BaseException:
+                self.idle.put(worker)
+                raise
+            else:
+                self.idle.put(worker)
+                return reply, updated
+
+    def replace_lost(self, worker: Worker) -> bool:
+        """Start another worker on the node of one that died; whether the node is alive."""
+        is_alive = any(n["Alive"] and n["NodeID"] == worker.node["NodeID"] for n in all_nodes())
+        with self.lock:
+            self.workers.remove(worker)
+            if is_alive and not self.is_over:
+                ray.kill(worker.actor)
+                new = self.new_worker(worker.node, worker.number)
+                self.workers.append(new)
+                self.idle.put(new)
+        return is_alive
+
+    def ask_workers(self, content: Callable[[int], RecordDict]) -> Sequence[WorkerReply]:
+        """Every worker's answer to a query with `content(n)`, n its number on its node."""
+        asked = []
+        for worker in list(self.workers):
+            message = Message(content(worker.number), dst_node_id=1, message_type=MessageType.QUERY)
+            assign_message_id(message, f"preflight-{worker.address}-{worker.number}")
+            context = Context(message.metadata.run_id, 1, {}, RecordDict(), {})
+            asked.append(worker.actor.run.remote(self.app_fn, message, "", context))
+        replies = []
+        for worker, future in zip(list(self.workers), asked, strict=True):
+            try:
+                _, reply, _ = ray.get(future)
+                error = reply.error.reason if reply.has_error() else ""
+                replies.append(WorkerReply(worker.address, None if error else reply.content, error))
+            except RayError as error:
+                replies.append(WorkerReply(worker.address, None, in_one_line(error)))
+        return replies
+
+    def terminate(self) -> None:
+        """End the workers and leave Ray."""
+        self.is_over = True
+        for worker in self.workers:
+            ray.kill(worker.actor)
+        super().terminate()

@@ -1,0 +1,68 @@
+"""The way from the ServerApp of a simulation to its workers. Imports no Ray.
+
+The ServerApp is a thread of the process that has the workers; see `simulation_patches`.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import RecordDict
+
+MAX_WORKERS = 4096
+START_TIMEOUT_S = 600.0  # for Ray and its workers to start
+vce_api_name = "flwr.server.superlink.fleet.vce.vce_api"
+
+
+@dataclass(frozen=True)
+class WorkerReply:
+    """What one worker answered; `error`: one line, where it gave no answer."""
+
+    node: str  # address of its machine in the cluster
+    content: RecordDict | None
+    error: str = ""
+
+
+Ask = Callable[[Callable[[int], RecordDict]], Sequence[WorkerReply]]
+
+
+class WorkerThreads(ThreadPoolExecutor):
+    """As many threads as there are workers: in the place of Flower's `ThreadPoolExecutor()`."""
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=MAX_WORKERS)
+
+
+class Started:
+    """The backend of this process's simulation, once it has started or failed to."""
+
+    def __init__(self) -> None:
+        self.ask: Future[Ask] = Future()
+
+    def ask_workers(self, content: Callable[[int], RecordDict]) -> Sequence[WorkerReply]:
+        """Every worker's answer to a query with `content(n)`, n its number on its node.
+
+        RuntimeError, one line, if Ray or the workers could not be started.
+        """
+        return self.ask.result(START_TIMEOUT_S)(content)
+
+
+started = Started()
+
+
+def is_replaced() -> bool:
+    """Whether this process runs Flower's simulation, with our backend."""
+    return getattr(sys.modules.get(vce_api_name), "ThreadPoolExecutor", None) is WorkerThreads
+
+
+def has_own_backend(grid: Any) -> bool:
+    """Whether the grid's nodes are played by the workers of our backend."""
+    return type(grid).__name__ == "InMemoryGrid" and is_replaced()
+
+
+def is_cluster() -> bool:
+    """Whether Ray's workers may be on other machines."""
+    return bool(os.environ.get("RAY_ADDRESS"))

@@ -1,0 +1,27 @@
+"""Flower's simulation with our backend. Imports Ray only in the process of a simulation.
+
+That process loads the ClientApp before it creates its backend, and `client_app.app` calls
+`replace_backend` there. It puts `ray_backend.ClusterBackend` in the place of Flower's `RayBackend`,
+and threads without a limit in the place of its `ThreadPoolExecutor()`: that one has
+min(32, cores + 4), each waits for one worker, and the workers beyond never get a message. No public
+way.
+"""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from protocol.flower_compat import replace
+from protocol.flower_compat.simulation import WorkerThreads, is_replaced, vce_api_name
+
+
+def replace_backend() -> None:
+    """Do so, once, in a process that runs Flower's simulation; nothing in any other."""
+    module = sys.modules.get(vce_api_name)
+    if module is None or is_replaced():
+        return
+    from flwr.server.superlink.fleet.vce.backend import raybackend
+
+    from protocol.flower_compat.ray_backend import ClusterBackend
+
+    replace(raybackend, "RayBackend", ClusterBackend, ClusterBackend.__base__)
+    replace(module, "ThreadPoolExecutor", WorkerThreads, ThreadPoolExecutor)

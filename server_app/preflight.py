@@ -1,0 +1,152 @@
+"""What is checked of the machines of a simulation before round 1.
+
+Flower's simulation may have workers on several machines of a Ray cluster. Each says which code,
+packages, processor and data it has, and whether it shares the directory that the run directory is
+in. What would give another model is refused; what changes the last bits is a warning.
+"""
+
+import itertools
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from flwr.app import RecordDict
+from flwr.serverapp import Grid
+
+from client_app.machine import data_digest
+from client_app.methods import method_of
+from data.sources import Source
+from protocol.config import RunConfig
+from protocol.flower_compat.simulation import WorkerReply, has_own_backend, is_cluster, started
+from protocol.messages import (
+    DatasetSpec,
+    MachineReport,
+    PreflightRequest,
+    machine_report,
+    request_record,
+)
+from server_app.logical_clients import LogicalGrid
+
+log = logging.getLogger("keel.server")
+
+
+@dataclass(frozen=True)
+class WorkerOnNode:
+    """A worker of the simulation: the address of its machine, and its report."""
+
+    node: str
+    report: MachineReport
+
+
+def checked_workers(
+    grid: Grid, config: RunConfig, data: DatasetSpec, source: Source, directory: Path
+) -> list[WorkerOnNode]:
+    """The workers of Flower's simulation; none of another grid.
+
+    directory: that of the run directory. ValueError, one line, naming the node, for a worker that
+    does not answer, has other code, other data, or where it needs the directory and has not got it.
+    RuntimeError if the workers could not be started.
+    """
+    below = grid.grid if isinstance(grid, LogicalGrid) else grid
+    if not has_own_backend(below):
+        return []
+    with token_in(directory) as (path, token):
+
+        def content(number: int) -> RecordDict:
+            reads_data = is_cluster() and number == 0  # once on each machine
+            request = PreflightRequest(config, data, str(path), token, reads_data)
+            return RecordDict({"round": request_record(request)})
+
+        replies = started.ask_workers(content)
+    is_stateful = method_of(config).is_stateful
+    workers = workers_in(replies, lambda: data_digest(source), directory if is_stateful else None)
+    for text in devices_of(workers):
+        log.info("%s", text)
+    return workers
+
+
+@contextmanager
+def token_in(directory: Path) -> Iterator[tuple[Path, str]]:
+    """A file with a random word in this directory, for as long as workers look for it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(16)
+    path = directory / f".preflight-{token}"
+    path.write_text(token)
+    try:
+        yield path, token
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def workers_in(
+    replies: Sequence[WorkerReply], server_data: Callable[[], str], shared: Path | None
+) -> list[WorkerOnNode]:
+    """The workers that these replies describe.
+
+    server_data: the digest of the server's data. shared: the directory that client state is stored
+    in, None if there is none. ValueError, one line, as `checked_workers`.
+    """
+    workers = []
+    for reply in replies:
+        if reply.content is None:
+            raise ValueError(f"worker on {reply.node}: {reply.error}")
+        report = machine_report(reply.content)
+        if report.data and report.data != server_data():
+            raise ValueError(
+                f"worker on {reply.node}: its copy of the run's data has the digest {report.data}, "
+                f"the server's {server_data()}: copy the server's to that machine"
+            )
+        if shared and not report.has_directory:
+            raise ValueError(
+                f"worker on {reply.node} does not see {shared}: the method stores client state "
+                "there, and a client may be trained on any machine: set output-dir to a directory "
+                "that all machines share"
+            )
+        workers.append(WorkerOnNode(reply.node, report))
+    return workers
+
+
+def devices_of(workers: Sequence[WorkerOnNode]) -> list[str]:
+    """A line for each machine: its workers and the devices that they train on."""
+    nodes: dict[str, Counter[str]] = {}
+    for each in workers:
+        nodes.setdefault(each.node, Counter())[each.report.device] += 1
+    return [
+        f"workers on {node}: " + ", ".join(f"{num} on {device}" for device, num in found.items())
+        for node, found in nodes.items()
+    ]
+
+
+def worker_warnings(workers: Sequence[WorkerOnNode], device: torch.device) -> list[str]:
+    """A line for each thing that differs between the machines and changes the bits of a result.
+
+    device: the server's.
+    """
+    warnings = []
+    kinds = {each.report.device.partition(":")[0] for each in workers}
+    if kinds - {device.type}:
+        warnings.append(
+            f"the server computes on {device.type}, workers on {' and '.join(sorted(kinds))}: "
+            "set device to cpu, or give workers a GPU (client-resources-num-gpus)"
+        )
+    for what in ("versions", "capability"):
+        found = Counter(getattr(each.report, what) for each in workers)
+        if len(found) > 1:
+            [(usual, _)] = found.most_common(1)
+            nodes = {
+                each.node: getattr(each.report, what)
+                for each in workers
+                if getattr(each.report, what) != usual
+            }
+            some = itertools.islice(nodes.items(), 5)
+            listed = "; ".join(f"{node} has {has}" for node, has in some)
+            warnings.append(
+                f"workers differ: {listed}; the others have {usual}. The bits of the result "
+                "depend on which worker trains whom"
+            )
+    return warnings

@@ -1,0 +1,214 @@
+"""The backend of Flower's simulation: guards on what it replaces, GPUs, workers that die."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import pytest
+from flwr.app import Context, Message, MessageType, RecordDict
+from flwr.simulation.ray_transport.ray_actor import ClientAppActor, VirtualClientEngineActor
+from ray.exceptions import RayActorError
+
+from protocol.flower_compat import ray_backend
+from protocol.flower_compat.ray_backend import (
+    ClusterBackend,
+    Worker,
+    gpu_share,
+    shared_variables,
+    workers_on,
+)
+from protocol.flower_compat.simulation import MAX_WORKERS, WorkerThreads, vce_api_name
+
+
+def node(address, cpus, gpus=0.0, alive=True):
+    resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+    return {
+        "NodeID": address,
+        "NodeManagerAddress": address,
+        "Alive": alive,
+        "Resources": resources,
+    }
+
+
+# --- what is replaced ----------------------------------------------------------------------------
+
+
+def test_flower_waits_for_each_worker_in_a_thread_of_a_pool_with_a_limit():
+    vce_api = importlib.import_module(vce_api_name)
+    source = inspect.getsource(vce_api.run_api)
+    assert "with ThreadPoolExecutor() as executor:" in source
+    assert "for _ in range(backend.num_workers)" in source
+    num = 100  # more than min(32, cores + 4)
+    barrier = threading.Barrier(num + 1, timeout=30)
+    with WorkerThreads() as threads:
+        assert threads._max_workers == MAX_WORKERS
+        for _ in range(num):
+            threads.submit(barrier.wait)
+        barrier.wait()  # all of them run at once
+
+
+def test_flower_loads_the_clientapp_before_it_creates_the_backend():
+    source = inspect.getsource(importlib.import_module(vce_api_name).start_vce)
+    assert "from .backend.raybackend import RayBackend" in source
+    assert source.index("client_app = app_fn()") < source.index("run_api(\n")
+
+
+def test_a_process_of_a_simulation_has_the_backend_and_no_other_imports_ray():
+    script = (
+        "import sys; {first}import client_app.app; "
+        "from protocol.flower_compat.simulation import is_replaced; "
+        "b = sys.modules.get('flwr.server.superlink.fleet.vce.backend.raybackend'); "
+        "print(is_replaced(), 'ray' in sys.modules, b and b.RayBackend.__name__)"
+    )
+    for first, expected in (
+        ("", "False False None"),
+        (f"import {vce_api_name}; ", "True True ClusterBackend"),
+    ):
+        command = [sys.executable, "-c", script.format(first=first)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+        assert done.stdout.strip() == expected
+
+
+def test_flowers_actor_runs_any_app_that_it_is_given():
+    cid, reply, _ = VirtualClientEngineActor().run(
+        lambda: lambda message, context: f"reply to {message}", "m", "7", "context"
+    )
+    assert (cid, reply) == ("7", "reply to m")
+    assert hasattr(ClientAppActor, "options")
+
+
+# --- resources -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("each", "cpus", "gpus", "expected"),
+    [
+        ({"num_cpus": 1}, 8, 0, 8),
+        ({"num_cpus": 3}, 8, 0, 2),
+        ({"num_cpus": 1, "num_gpus": 0.25}, 8, 1, 4),
+        ({"num_cpus": 1, "num_gpus": 0.1}, 64, 3, 30),
+        ({"num_cpus": 1, "num_gpus": 1}, 8, 0, 0),
+        ({"num_cpus": 16}, 8, 0, 0),
+        ({"num_cpus": 4, "num_gpus": 0.25}, 8, 2, 2),
+    ],
+)
+def test_a_node_has_as_many_workers_as_fit(each, cpus, gpus, expected):
+    assert workers_on(node("a", cpus, gpus), each) == expected
+    assert workers_on(node("a", cpus, gpus, alive=False), each) == 0
+
+
+def test_where_no_gpus_are_asked_for_each_worker_has_one_if_there_are_any():
+    cpu, gpu = node("a", 8), node("b", 8, 2)
+    assert gpu_share([cpu], {}) == 0
+    assert gpu_share([cpu, gpu], {}) == 1
+    assert gpu_share([cpu, gpu | {"Alive": False}], {}) == 0
+    assert gpu_share([cpu, gpu], {"KEEL_CPU_WORKERS": "1"}) == 0
+
+
+def test_workers_get_the_variables_of_keel_and_of_the_libraries_that_compute():
+    environment = {
+        "KEEL_HOME": "/a",
+        "KEEL_WORKER": "/socket",
+        "KEEL_ENGINE": "1",
+        "OMP_NUM_THREADS": "2",
+        "HOME": "/root",
+        "AWS_SECRET_ACCESS_KEY": "x",
+    }
+    assert shared_variables(environment) == {"KEEL_HOME": "/a", "OMP_NUM_THREADS": "2"}
+
+
+# --- workers that die ----------------------------------------------------------------------------
+
+
+class FakeRay:
+    """Actors that answer, or die while they are asked. `dies`: the addresses that do."""
+
+    def __init__(self, nodes):
+        self.all_nodes, self.dies, self.asked, self.killed = nodes, set(), [], []
+
+    def nodes(self):
+        return self.all_nodes
+
+    def get(self, future):
+        self.asked.append(future.address)
+        if future.address in self.dies:
+            raise RayActorError(error_msg="the worker died.\nmore about it")
+        return "7", f"reply of {future.address}", "context"
+
+    def kill(self, actor):
+        self.killed.append(actor.address)
+
+
+def fake_actor(address):
+    future = SimpleNamespace(address=address)
+    run = SimpleNamespace(remote=lambda *args: future)
+    return SimpleNamespace(address=address, run=run)
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """backend(nodes...) -> (a backend with a worker on each, its Ray)."""
+
+    def made(*nodes):
+        fake = FakeRay(list(nodes))
+        monkeypatch.setattr(ray_backend, "ray", fake)
+        monkeypatch.setattr(
+            ClusterBackend,
+            "new_worker",
+            lambda self, node, number: Worker(fake_actor(node["NodeID"]), node, number),
+        )
+        monkeypatch.setattr(ClusterBackend, "__init__", lambda self: None)
+        found = ClusterBackend()
+        found.idle, found.lock, found.is_over = SimpleQueue(), threading.Lock(), False
+        found.workers, found.client_resources = [], {"num_cpus": 1}
+        monkeypatch.setattr(ray_backend.started, "ask", Future())
+        found.build(lambda: None)
+        return found, fake
+
+    return made
+
+
+@pytest.fixture
+def asked(task_identity):
+    message = Message(RecordDict(), dst_node_id=2, message_type=MessageType.TRAIN)
+    return message, Context(1, 2, {"partition-id": 7}, RecordDict(), {})
+
+
+def test_a_message_is_played_again_on_another_worker_and_the_dead_one_is_replaced(backend, asked):
+    found, ray = backend(node("a", 1), node("b", 1))
+    ray.dies = {"a"}
+    assert found.process_message(*asked) == ("reply of b", "context")
+    assert ray.asked == ["a", "b"]
+    assert found.num_workers == 2
+    assert ray.killed == ["a"]
+
+
+def test_a_message_on_which_each_worker_dies_is_an_error_of_one_line(backend, asked):
+    found, ray = backend(node("a", 1), node("b", 1))
+    ray.dies = {"a", "b"}
+    with pytest.raises(RuntimeError, match=r"died 3 times on this message: the worker died\.$"):
+        found.process_message(*asked)
+    assert len(ray.asked) == 3
+    ray.dies = set()
+    assert found.process_message(*asked)[1] == "context"  # the next one has a worker
+
+
+def test_the_workers_of_a_dead_node_are_not_counted_nor_replaced(backend, asked):
+    found, ray = backend(node("a", 4), node("b", 1))
+    ray.dies, ray.all_nodes = {"a"}, [node("a", 0, alive=False), node("b", 1)]
+    assert found.process_message(*asked) == ("reply of b", "context")
+    assert ray.asked == ["a"] * 4 + ["b"]
+    assert found.num_workers == 1
+
+
+def test_without_any_worker_left_a_message_is_an_error(backend, asked, monkeypatch):
+    monkeypatch.setattr(ray_backend, "LOOK_S", 0.01)
+    found, ray = backend(node("a", 2))
+    ray.dies, ray.all_nodes = {"a"}, [node("a", 0, alive=False)]
+    with pytest.raises(RuntimeError, match="no worker of the simulation is left"):
+        found.process_message(*asked)

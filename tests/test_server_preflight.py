@@ -1,0 +1,163 @@
+"""What is refused, and what is a warning, of the machines of a simulation."""
+
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import FACTS, SMALL
+
+from client_app import machine
+from client_app.machine import data_digest, report_of
+from data.sources import ImageSplit, Source
+from protocol.config import resolve_config
+from protocol.flower_compat.simulation import WorkerReply
+from protocol.messages import MachineReport, PreflightRequest, machine_content, machine_report
+from server_app.inline import InlineGrid
+from server_app.preflight import (
+    WorkerOnNode,
+    checked_workers,
+    devices_of,
+    token_in,
+    worker_warnings,
+    workers_in,
+)
+
+GOOD = MachineReport("torch 2", "cpu: A", "x86_64 AVX2", "cpu", has_directory=True, data="d")
+CPU = torch.device("cpu")
+
+
+def reply(report, node="10.0.0.2"):
+    return WorkerReply(node, machine_content(report))
+
+
+def test_a_report_is_read_back_as_it_was_sent():
+    assert machine_report(machine_content(GOOD)) == GOOD
+
+
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        (replace(GOOD, data="e"), "has the digest e, the server's d"),
+        (replace(GOOD, has_directory=False), "worker on 10.0.0.2 does not see /runs"),
+    ],
+)
+def test_what_gives_another_model_is_refused(report, message):
+    folder = Path("/runs")
+    assert workers_in([reply(GOOD)], lambda: "d", folder) == [WorkerOnNode("10.0.0.2", GOOD)]
+    with pytest.raises(ValueError, match=message):
+        workers_in([reply(GOOD), reply(report)], lambda: "d", folder)
+
+
+def test_what_a_method_does_not_need_is_not_asked_for():
+    absent = replace(GOOD, has_directory=False, data="")
+    assert len(workers_in([reply(absent)], lambda: pytest.fail("read the data"), None)) == 1
+
+
+def test_a_worker_that_gives_no_answer_is_named():
+    error = WorkerReply("10.0.0.3", None, "No module named 'client_app'")
+    with pytest.raises(ValueError, match=r"^worker on 10\.0\.0\.3: No module named 'client_app'$"):
+        workers_in([error], lambda: "d", None)
+
+
+def test_what_changes_the_last_bits_is_a_warning():
+    workers = [WorkerOnNode(f"10.0.0.{n}", GOOD) for n in range(3)]
+    assert worker_warnings(workers, CPU) == []
+    workers[1] = WorkerOnNode("10.0.0.1", replace(GOOD, capability="x86_64 AVX512"))
+    [line] = worker_warnings(workers, CPU)
+    assert "10.0.0.1 has x86_64 AVX512; the others have x86_64 AVX2" in line
+    workers[1] = WorkerOnNode("10.0.0.1", replace(GOOD, versions="torch 3"))
+    [line] = worker_warnings(workers, CPU)
+    assert "10.0.0.1 has torch 3" in line
+
+
+def test_a_server_and_workers_on_different_devices_are_a_warning():
+    workers = [WorkerOnNode("10.0.0.1", GOOD)]
+    [line] = worker_warnings(workers, torch.device("cuda"))
+    assert line.startswith("the server computes on cuda, workers on cpu")
+
+
+def test_each_workers_device_is_named():
+    labels = ["cuda:0", "cuda:1", "cuda:1"]
+    workers = [WorkerOnNode("a", replace(GOOD, device=label)) for label in labels]
+    assert devices_of([*workers, WorkerOnNode("b", GOOD)]) == [
+        "workers on a: 1 on cuda:0, 2 on cuda:1",
+        "workers on b: 1 on cpu",
+    ]
+
+
+def test_the_token_is_there_while_it_is_looked_for_and_gone_then(tmp_path):
+    with token_in(tmp_path / "runs") as (path, token):
+        assert path.parent == tmp_path / "runs"
+        assert path.read_text() == token
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def request(tmp_path, **keys):
+    config = resolve_config(SMALL | keys)
+    return PreflightRequest(config, FACTS, str(tmp_path / "token"), "abc", reads_data=False)
+
+
+def test_a_worker_reports_whether_it_shares_the_directory(tmp_path):
+    assert not report_of(request(tmp_path)).has_directory
+    (tmp_path / "token").write_text("another")
+    assert not report_of(request(tmp_path)).has_directory
+    (tmp_path / "token").write_text("abc")
+    found = report_of(request(tmp_path))
+    assert found.has_directory
+    assert found.data == ""
+    assert f"torch {version('torch')}, " in found.versions
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "label"),
+    [
+        ("", "auto", "cuda:0"),
+        ("3", "auto", "cuda:3"),
+        ("3,5", "cuda:1", "cuda:5"),
+        ("3", "cpu", "cpu"),
+    ],
+)
+def test_a_worker_names_the_gpu_that_it_was_given(tmp_path, monkeypatch, visible, device, label):
+    """With a torch.cuda that says it has one GPU for each one visible."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible.split(",")))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "H1")
+    found = report_of(request(tmp_path, device=device))
+    assert found.device == label
+    assert found.machine == ("cuda: H1" if device != "cpu" else machine.machine(CPU))
+    assert ("H1" in found.capability) == (device != "cpu")
+
+
+def test_a_device_that_a_worker_lacks_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="device = 'cuda:1': this machine has 0 GPUs"):
+        report_of(request(tmp_path, device="cuda:1"))
+
+
+def source(train, labels, classes=("a", "b")):
+    split = ImageSplit(np.asarray(train, dtype=np.uint8), np.asarray(labels))
+    return Source("s", split, split, classes, (0.5,), (0.5,))
+
+
+def test_the_digest_of_data_depends_on_each_part_of_it():
+    images = np.arange(2 * 4).reshape(2, 1, 2, 2)
+    variants = [
+        source(images, [0, 1]),
+        source(images[::-1], [0, 1]),
+        source(images, [1, 0]),
+        source(images, [0, 1], ("b", "a")),
+        source(images.reshape(2, 1, 4, 1), [0, 1]),
+    ]
+    assert len({data_digest(each) for each in variants}) == len(variants)
+    assert data_digest(source(images.copy(), [0, 1])) == data_digest(variants[0])
+
+
+def test_the_inline_engine_has_no_workers_to_ask(tmp_path, task_identity):
+    grid = InlineGrid(lambda message, context: message, [{}])
+    config = resolve_config(SMALL)
+    assert checked_workers(grid, config, FACTS, source([], []), tmp_path / "runs") == []
+    assert not (tmp_path / "runs").exists()
