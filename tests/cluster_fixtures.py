@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PORT = 6379
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 200
 # the head notices a dead node after 2 s instead of 30
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "0",
@@ -129,7 +129,7 @@ class Cluster:
             text=True,
         )
 
-    def run(self, *words: str, timeout_s: float = 240) -> tuple[int, str, str]:
+    def run(self, *words: str, timeout_s: float = 600) -> tuple[int, str, str]:
         """(exit code, stdout, stderr) of `keel run` on the cluster."""
         process = self.keel("run", *words, "--engine", "flower", "--ray", self.ray)
         out, err = process.communicate(timeout=timeout_s)

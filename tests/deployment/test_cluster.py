@@ -180,7 +180,7 @@ def test_the_clients_of_a_node_killed_in_a_round_are_played_again(cluster, tmp_p
     assert (process.returncode, err) == (0, ""), out
     folder = run_of(cluster, "killed")
     assert [line["left_out"] for line in history_of(folder)] == [{}] * 3
-    assert "is lost" in (folder / "log.txt").read_text()
+    assert "is lost" in (folder / "run.log").read_text()
     assert_as_inline(folder, keys, tmp_path)
 
 
@@ -207,7 +207,7 @@ def test_a_worker_that_dies_on_each_message_ends_the_run_with_a_line(cluster):
     assert err.count("\n") == 1
     folder = run_of(cluster, name)
     assert summary_of(folder)["status"].startswith("failed: ")
-    assert "the worker died 3 times on this message" in (folder / "log.txt").read_text()
+    assert "the worker died 3 times on this message" in (folder / "run.log").read_text()
     done = len(history_of(folder))
     resumed = cluster.keel("resume", name, f"num-rounds={done + 1}")
     out, err = resumed.communicate(timeout=120)
