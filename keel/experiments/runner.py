@@ -2,7 +2,10 @@
 
 Each run is a process of the inline engine: the same ServerApp and ClientApp as under `flwr run`,
 with bit-identical results. Finished runs are skipped, interrupted runs are resumed, failed runs
-are reported at the end. One runner at a time works on an output folder.
+are reported at the end. Several runners, on several machines, may work on one output folder: each
+run is locked by the runner that has started it.
+
+Runs are processes, not Ray tasks: see docs/development/experiments.md for what Ray would cost.
 """
 
 import contextlib
@@ -37,6 +40,7 @@ from keel.experiments.preflight import check_recipe, refuse_overriding
 from keel.experiments.recipe import Cell, Recipe, parse_recipe
 from keel.experiments.runs import (
     DIVERGED,
+    FAILED,
     Options,
     Run,
     history_in,
@@ -44,13 +48,13 @@ from keel.experiments.runs import (
     run_of,
     wall_seconds,
 )
-from keel.runs import holders
 from protocol.config import app_folder
 from protocol.files import digest, write_atomically
 from protocol.options import OptionValue
 from server_app.history import HISTORY_FILE, HistoryReader
 
 POLL_S = 0.2
+OTHERS_POLL_S = 5.0  # between two looks at what other runners have done
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 MAX_ERROR = 300  # characters shown of a failed run's last line
 HEADLINE_CURVES = (("personal", "mean"), ("local_global", "mean"), ("global", "accuracy"))
@@ -60,10 +64,10 @@ HEADLINE_CURVES = (("personal", "mean"), ("local_global", "mean"), ("global", "a
 
 
 @contextlib.contextmanager
-def locked(output: Path) -> Iterator[TextIO]:
-    """Create the output folder and lock it for this runner. ValueError if that is impossible.
+def locked(output: Path) -> Iterator[None]:
+    """Create the output folder; hold its lock, for which other runners wait.
 
-    Runs inherit the lock, so that those of a killed runner hold it until they end.
+    ValueError if that is impossible.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -71,15 +75,32 @@ def locked(output: Path) -> Iterator[TextIO]:
     except OSError as error:
         raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            pids = ", ".join(map(str, holders(output / ".lock"))) or "unknown"
-            raise ValueError(
-                f"--output {output} is in use by another runner, or by runs that one left behind: "
-                f"process {pids}"
-            ) from error
-        yield file
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def claimed(run: Run) -> TextIO | None:
+    """The run's lock; None while another runner has it.
+
+    The run's process inherits it, so that a run of a killed runner has it until it ends.
+    """
+    run.folder.mkdir(parents=True, exist_ok=True)
+    file = (run.folder / ".lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
+def failed_since(run: Run, when: float) -> bool:
+    """Whether its newest attempt has failed after this time: another runner's."""
+    attempts = run.attempts()
+    summary = attempts[-1] / "summary.json" if attempts else None
+    if summary is None or run.failure() != FAILED:
+        return False
+    return summary.stat().st_mtime >= when
 
 
 def save_job(
@@ -132,6 +153,7 @@ class RunProcess:
     task: TaskID
     log_path: Path
     log_start: int  # size of the log before this attempt, in bytes
+    lock: TextIO | None = None
     reader: HistoryReader | None = None  # of the newest attempt's history
     rounds: int = 0
 
@@ -197,7 +219,7 @@ def start(run: Run, slot: int, gpus: Sequence[str], lock: TextIO, task: TaskID) 
             start_new_session=True,
             pass_fds=[lock.fileno()],
         )
-    return RunProcess(run, process, slot, task, log_path, log_start)
+    return RunProcess(run, process, slot, task, log_path, log_start, lock)
 
 
 def failure_of(ended: RunProcess) -> str:
@@ -237,16 +259,22 @@ def run_recipe(
     config is.
 
     workers: runs at a time; 0: one a GPU, or one a core without GPUs.
-    KeyboardInterrupt ends the runs under way; the next call resumes them.
+    Runs that another runner works on are left to it, and waited for. A run that was killed is
+    resumed once. KeyboardInterrupt ends the runs under way; the next call resumes them.
     """
     console = console or Console()
     gpus = gpu_slots()
     slots = range(workers or len(gpus) or len(os.sched_getaffinity(0)))
     failed: dict[str, str] = {}
-    with locked(output) as lock, progress_bars(console) as progress:
+    begun = time.time()
+    with locked(output):
         check_recipe(recipe, cells, options, output)
         options = replace(options, tuned_on=save_job(recipe, options, output, cells)[0])
+    with progress_bars(console) as progress:
         running: list[RunProcess] = []
+        own: set[str] = set()  # runs that were started here
+        resumed: set[str] = set()  # of these, runs that were killed and started once more
+        is_waiting = False
         total = progress.add_task(f"{recipe.name}, {options.label}", total=None, accuracy="")
         labels = labels_of(cells, options, output)
 
@@ -261,27 +289,61 @@ def run_recipe(
                 directory = run.finished()
                 number = outcome(directory) if directory else f"[red]{DIVERGED}[/]"
                 console.print(f"  {escape(labels[run.name])}: {number}")
+            seen = set(skipped)
             announce_outdated(needed(), console)
             while True:
                 runs = needed()
                 progress.update(total, total=sum(r.rounds for r in runs if r.name not in skipped))
-                excluded = {each.run.name for each in running} | failed.keys()
-                waiting = [r for r in runs if r.name not in excluded and not r.is_done()]
+                done = {run.name: run for run in runs if run.is_done()}
+                for name, run in done.items():
+                    if name not in seen | own:
+                        seen.add(name)
+                        progress.advance(total, run.rounds)
+                        console.print(f"{escape(labels[name])}: by another runner")
+                excluded = {each.run.name for each in running} | failed.keys() | done.keys()
+                waiting = [run for run in runs if run.name not in excluded]
                 free = [slot for slot in slots if slot not in {each.slot for each in running}]
-                for slot, run in zip(free, waiting, strict=False):
-                    label = escape(labels[run.name])
-                    task = progress.add_task(label, total=run.rounds, accuracy="")
-                    running.append(start(run, slot, gpus, lock, task))
+                for run in waiting:
+                    lock = claimed(run) if free else None
+                    if lock is None:
+                        continue
+                    if run.is_done():  # since it was looked at
+                        lock.close()
+                    elif run.name not in own and failed_since(run, begun):
+                        lock.close()
+                        failed[run.name] = "failed in another runner"
+                        name = escape(labels[run.name])
+                        console.print(f"[red]failed[/] {name}: in another runner")
+                    else:
+                        own.add(run.name)
+                        label = escape(labels[run.name])
+                        task = progress.add_task(label, total=run.rounds, accuracy="")
+                        running.append(start(run, free.pop(0), gpus, lock, task))
                 if not running:
-                    break
-                for each in follow(running, progress, total):
+                    if all(run.name in failed or run.is_done() for run in waiting):
+                        if needed() == runs:
+                            break
+                        continue
+                    if not is_waiting:
+                        is_waiting = True
+                        console.print(f"waiting for {len(waiting)} runs of other runners")
+                    time.sleep(OTHERS_POLL_S)
+                    continue
+                for each in follow(running, progress, total, OTHERS_POLL_S if free else None):
                     running.remove(each)
+                    if each.lock:
+                        each.lock.close()
                     progress.remove_task(each.task)
                     name = escape(labels[each.run.name])
                     if directory := each.run.finished():
                         console.print(f"{name}: {outcome(directory)}")
                         continue
                     reason, log = failure_of(each), f"(log: {each.log_path})"
+                    if each.process.returncode < 0 and each.run.name not in resumed:
+                        resumed.add(each.run.name)
+                        progress.advance(total, -each.rounds)
+                        console.print(f"{name}: {escape(reason)}; it is resumed once")
+                        continue
                     word = DIVERGED if each.run.failure() == DIVERGED else "failed"
                     if word != DIVERGED:
                         failed[each.run.name] = reason
@@ -328,15 +390,18 @@ def progress_bars(console: Console) -> Progress:
     )
 
 
-def follow(running: Sequence[RunProcess], progress: Progress, total: TaskID) -> list[RunProcess]:
-    """Update the bars until a run ends; returns those that have ended."""
+def follow(
+    running: Sequence[RunProcess], progress: Progress, total: TaskID, limit_s: float | None = None
+) -> list[RunProcess]:
+    """Update the bars until a run ends, or for `limit_s`; returns those that have ended."""
+    deadline = time.monotonic() + (float("inf") if limit_s is None else limit_s)
     while True:
         ended = [each for each in running if each.process.poll() is not None]
         for each in running:
             if new := each.new_rounds():
                 progress.update(each.task, advance=new, accuracy=each.accuracy)
                 progress.advance(total, new)
-        if ended:
+        if ended or time.monotonic() > deadline:
             return ended
         time.sleep(POLL_S)
 

@@ -26,6 +26,7 @@ from keel.experiments.recipe import load_recipe
 from keel.experiments.rendering import write_report
 from keel.experiments.runs import Options
 from keel.experiments.verify import checks
+from keel.runs import holders
 from server_app.inline import run_inline
 
 root = Path(__file__).parent.parent.parent
@@ -138,8 +139,8 @@ def interrupted(tmp_path: Path) -> Iterator[Callable[[], tuple[int, str, int]]]:
         runs = [pid for pid in processes_with(str(tmp_path / "out")) if pid != process.pid]
         for pid in runs:
             os.kill(pid, signal.SIGSTOP)  # or it would be over before the interrupt
-        assert main(*arguments) == 2  # a second runner on the same folder
-        assert set(runner.holders(tmp_path / "out" / ".lock")) == {process.pid, *runs}
+        [lock] = (tmp_path / "out").glob("runs/*/.lock")
+        assert set(holders(lock)) == {process.pid, *runs}
         process.send_signal(signal.SIGINT)
         for pid in runs:
             os.kill(pid, signal.SIGCONT)
@@ -170,11 +171,9 @@ def processes_with(word: str) -> list[int]:
     return found
 
 
-def test_an_interrupted_runner_resumes_bit_for_bit(interrupted, tmp_path, capsys):
+def test_an_interrupted_runner_resumes_bit_for_bit(interrupted, tmp_path):
     code, message, rounds = interrupted()
     assert (code, "interrupted" in message) == (130, True), message
-    rejected = capsys.readouterr().err
-    assert re.search(r"in use by another runner, .*: process \d+, \d+$", rejected.strip())
     assert 2 <= rounds < 20, "it was over before it was interrupted"
     assert processes_with(str(tmp_path / "out")) == []
     (attempt,) = folders(tmp_path / "out")
@@ -196,25 +195,43 @@ def test_an_interrupted_runner_resumes_bit_for_bit(interrupted, tmp_path, capsys
     assert same_bits(final_model(attempt), final_model(whole))
 
 
-def test_runs_that_a_killed_runner_left_behind_keep_the_folder_until_they_end(
-    tmp_path, monkeypatch
-):
+def test_a_run_that_a_killed_runner_left_behind_is_its_own_until_it_ends(tmp_path, monkeypatch):
     recipe = load_recipe(str(sweep))
     run = next(runs_needed(recipe, recipe.cells, options(), tmp_path, ()))
     monkeypatch.setattr(runner, "command_of", lambda run: ["sleep", "600"])
-    with runner.locked(tmp_path) as lock:
+    with runner.claimed(run) as lock:
         left = runner.start(run, 0, [], lock, runner.TaskID(0)).process
     try:  # the runner's own hold is gone
-        with (
-            pytest.raises(ValueError, match=f"left behind: process {left.pid}$"),
-            runner.locked(tmp_path),
-        ):
-            pass
+        assert runner.claimed(run) is None
+        assert holders(run.folder / ".lock") == [left.pid]
     finally:
         left.kill()
         left.wait()
-    with runner.locked(tmp_path):
-        assert runner.holders(tmp_path / ".lock") == []
+    with runner.claimed(run) as lock:
+        assert lock is not None
+
+
+def test_two_runners_share_the_runs_of_a_recipe(tmp_path):
+    """Each run once; both return when all have ended."""
+    output = tmp_path / "out"
+    command = [sys.executable, "-m", "keel.cli.experiments", "run", str(sweep), "--output"]
+    runners = [
+        subprocess.Popen(
+            [*command, str(output), *ONCE, "--workers", "1"],
+            cwd=root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    printed = [process.communicate(timeout=2 * wait_s)[0] for process in runners]
+    assert [process.returncode for process in runners] == [0, 0], printed
+    attempts = folders(output)
+    assert len(attempts) == len({path.parent for path in attempts}) == 2
+    for path in attempts:
+        assert json.loads((path / "summary.json").read_text())["status"] == "finished"
+    assert all("seed 0" in text for text in printed)  # each names what the other has done
 
 
 def options(**changed: Any) -> Options:

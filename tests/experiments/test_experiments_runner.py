@@ -381,6 +381,41 @@ def test_the_reason_of_a_failure_is_the_signal_or_the_last_line_of_its_own_attem
     assert message("echo no data; exit 1") == "no data"
 
 
+def test_a_run_that_was_killed_is_started_once_more(tmp_path, monkeypatch):
+    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
+    started: list[str] = []
+
+    def start(run: Run, *_: Any) -> runner.RunProcess:
+        started.append(run.name)
+        process = subprocess.Popen(["sh", "-c", "kill -KILL $$"])
+        return runner.RunProcess(run, process, 0, _[-1], tmp_path / "log.txt", 0)
+
+    monkeypatch.setattr(runner, "start", start)
+    failed = runner.run_recipe(recipe, recipe.cells, how, tmp_path, 1)
+    assert sorted(started) == sorted([*failed, *failed])
+    assert set(failed.values()) == {"killed by SIGKILL, possibly out of memory"}
+
+
+def test_a_run_that_has_failed_in_another_runner_is_not_run_again(tmp_path, monkeypatch):
+    """It is under way there at first; of an earlier failure nothing is said."""
+    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
+    one, other = runs_needed(recipe, recipe.cells, how, tmp_path, ())
+    fake_run(other, 0.5)
+    lock = runner.claimed(one)
+    monkeypatch.setattr(runner, "start", lambda *_: pytest.fail("started"))
+
+    def sleep(seconds: float) -> None:
+        fake_run(one, 0.1, status="failed: no reason")
+        lock.close()
+
+    monkeypatch.setattr(runner.time, "sleep", sleep)
+    with io.StringIO() as text:
+        console = Console(file=text, soft_wrap=True, highlight=False)
+        failed = runner.run_recipe(recipe, recipe.cells, how, tmp_path, 1, console)
+        assert "waiting for 1 runs of other runners" in text.getvalue()
+    assert failed == {one.name: "failed in another runner"}
+
+
 def test_a_damaged_job_is_named(tmp_path):
     (tmp_path / "jobs").mkdir()
     job = tmp_path / "jobs" / "x.json"
