@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from flwr.app import Error, Message
+from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from protocol.flower_compat import (
@@ -28,6 +28,7 @@ from protocol.flower_compat import (
     assign_source_node,
     bound_reply_bytes,
     ends_run,
+    has_own_clients,
     is_in_process_grid,
 )
 
@@ -77,17 +78,21 @@ class Exchange:
         key: str = "round-timeout",
         max_bytes: int = sys.maxsize,
         before_resend: Callable[[int], None] = lambda node: None,
+        on_reply: Callable[[Message], None] | None = None,
     ) -> list[Message]:
         """One reply for each message, in their order; an error where none came in time.
 
         Each reply's source is the current node of its client, whoever replied in its place. A
         message to a node that goes away is sent again if its client returns within 30 seconds, or
         later while others are still awaited; one whose reply was lost is sent again, twice at most.
-        Time in which the SuperLink answers nothing, or this process is stopped, does not count.
+        Time in which the SuperLink answers nothing, or this process is stopped, does not count, nor
+        does that in which clients train in this process.
         what: description for the log. key: the config key that `timeout_s` comes from.
         max_bytes: of a reply; a larger one is refused while it arrives, as is a late one larger
         than any that was asked for.
         before_resend: called with the node of each message that is about to be sent again.
+        on_reply: called with each reply once it has come, which then loses its content, so that it
+        need not be held until all have come.
         """
         deadline = time.monotonic() + timeout_s
         self.max_bytes = max(self.max_bytes, max_bytes)
@@ -100,9 +105,17 @@ class Exchange:
         node_now = {node: node for node in asked}  # a restarted SuperNode may have another
         resends: Counter[int] = Counter()
 
+        def settle(node: int, reply: Message) -> None:
+            assign_source_node(reply, node_now[node])
+            replies[node] = reply
+            if on_reply:
+                on_reply(reply)
+                if reply.has_content():
+                    reply.content = RecordDict()
+
         def note_gone(node: int, error: Message) -> None:
             if self.returned is None:
-                replies[node] = error
+                settle(node, error)
                 return
             away.setdefault(node, (time.monotonic() + RETURN_TIMEOUT_S, error))
             log.warning("%s: client %s is not connected", what, self.name(node))
@@ -110,10 +123,13 @@ class Exchange:
         for message in self.push(list(asked.values()), waiting):
             node = message.metadata.dst_node_id
             note_gone(node, failure(message, "its SuperNode is not connected"))
+        is_inline = has_own_clients(self.grid)  # whose clients train while their replies are pulled
         poll_s, looked_at, now = MIN_POLL_S, 0.0, time.monotonic()
         while (waiting or away) and now < deadline:
             arrived = self.pull(list(waiting), deadline - now)
-            for reply in arrived:
+            has_arrived = bool(arrived)
+            while arrived:
+                reply = arrived.pop(0)
                 message_id = reply.metadata.reply_to_message_id
                 source = waiting.pop(message_id, None)
                 if source is None:
@@ -128,7 +144,7 @@ class Exchange:
                     note_gone(source, failure(asked[source], reason, NODE_UNAVAILABLE))
                 elif code in UNDELIVERED and TOO_LARGE in (reply.error.reason or ""):
                     reason = f"the reply has {TOO_LARGE} of {self.max_bytes}"
-                    replies[source] = failure(asked[source], reason)
+                    settle(source, failure(asked[source], reason))
                 elif code in UNDELIVERED and self.pulls:  # another pull may just have taken it
                     waiting[message_id] = source
                 elif (
@@ -147,19 +163,19 @@ class Exchange:
                         note_gone(source, failure(asked[source], "its SuperNode is not connected"))
                     waiting.update(dict.fromkeys(sent, source))
                 else:
-                    replies[source] = reply
+                    settle(source, reply)
             if away and time.monotonic() - looked_at >= LOOK_EVERY_S:
                 looked_at = time.monotonic()
                 node_now |= self.send_again(asked, away, waiting, deadline, what, before_resend)
             for node, (until, error) in list(away.items()):
                 if time.monotonic() > until and not waiting:
-                    replies[node] = error
+                    settle(node, error)
                     del away[node]
-            if waiting or away:
-                poll_s = MIN_POLL_S if arrived else min(poll_s * POLL_GROWTH, MAX_POLL_S)
+            if (waiting or away) and not (has_arrived and is_inline):
+                poll_s = MIN_POLL_S if has_arrived else min(poll_s * POLL_GROWTH, MAX_POLL_S)
                 time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))
             before, now = now, time.monotonic()
-            if self.silent_s() > SILENCE_S:
+            if self.silent_s() > SILENCE_S or (has_arrived and is_inline):
                 deadline += now - before
         self.pulls.clear()  # those under way go on; what they bring is late
         for message_id, node in waiting.items():
@@ -167,8 +183,7 @@ class Exchange:
         silence = f"no answer within {key} = {timeout_s:g} seconds"
         for node, message in asked.items():
             if node not in replies:
-                replies[node] = away[node][1] if node in away else failure(message, silence)
-            assign_source_node(replies[node], node_now[node])
+                settle(node, away[node][1] if node in away else failure(message, silence))
         return [replies[node] for node in asked]
 
     def pull(self, message_ids: list[str], max_wait_s: float) -> list[Message]:

@@ -361,6 +361,8 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         run.registry.has_changed = False
     checkpoint_round = oldest_checkpoint(server_round, rounds.checkpoint_interval)
     run_dir = name_for_clients(run)
+    is_measured = run.monitor is not None and run.monitor.is_due(server_round)
+    strategy.keeps_updates = is_measured
     request = TrainRequest(config, run.data, server_round, checkpoint_round, on_train, run_dir)
     messages = list(
         strategy.configure_train(server_round, arrays, request_record(request), run.grid)
@@ -379,17 +381,20 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     note_releases(*(message.metadata.dst_node_id for message in messages))
     backed_off = sorted(strategy.backed_off(server_round))
     what, timeout_s = f"round {server_round}", rounds.round_timeout
-    replies = run.exchange.ask(
+    if isinstance(run.grid, LogicalGrid):
+        run.grid.clients_per_message = strategy.clients_per_message()
+    run.exchange.ask(
         messages,
         timeout_s,
         what,
         max_bytes=strategy.max_reply_bytes(),
         before_resend=note_releases,
+        on_reply=lambda reply: strategy.accept(server_round, reply),
     )
     seconds["training"] = time.perf_counter() - started
 
     started = time.perf_counter()
-    following, _ = strategy.aggregate_train(server_round, replies)
+    following, _ = strategy.aggregate_train(server_round, ())
     report = strategy.report
     if report.left_out:
         run.audit.note("rejected", round=server_round, kind="train", clients=report.left_out)
@@ -408,7 +413,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     weights = strategy.counts(report.kept)
     line = training_fields(server_round, report, bytes_down, weights)
     line["backed_off"] = backed_off
-    if run.monitor and run.monitor.is_due(server_round):
+    if run.monitor and is_measured:
         line["diagnostics"] = run.monitor.measure(
             server_round, tensors(arrays), report.kept, run.directory.path
         )
@@ -436,6 +441,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         line |= client_fields(sorted(scored, key=lambda reply: reply.client))
     seconds["evaluation"] = time.perf_counter() - started
 
+    strategy.report = RoundReport()  # this round's updates are not held during the next
     run.exchange.drain()
     line["late"] = run.exchange.take_late()
     line["seconds"] = {name: round(value, 4) for name, value in seconds.items()}

@@ -76,23 +76,21 @@ class InlineGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The replies to these messages, each made now."""
+        """The reply to the first of these messages, made now; those of clients trained together."""
         asked = set(message_ids)
         due = [message_id for message_id in self.waiting if message_id in asked]
-        messages = [self.waiting.pop(message_id) for message_id in due]
-        if not messages:
+        if not due:
             return []
-        num = clients_per_step(messages[0])
-        if num == 1:
-            return [self.answer(message) for message in messages]
-        groups = [messages[n : n + num] for n in range(0, len(messages), num)]
-        return [reply for group in groups for reply in self.answer_together(group)]
+        num = clients_per_step(self.waiting[due[0]])
+        messages = [self.waiting.pop(message_id) for message_id in due[:num]]
+        return [self.answer(messages[0])] if num == 1 else self.answer_together(messages)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """All replies; none can be late."""
-        return self.pull_messages(self.push_messages(messages))
+        ids = list(self.push_messages(messages))
+        return [reply for _ in ids for reply in self.pull_messages(ids)]
 
     def answer(self, message: Message) -> Message:
         """The client's reply to one message."""

@@ -5,8 +5,9 @@ grid below, one message with its share of the round's clients, and one more with
 smallest, so that nobody idles at the end; the model is in each message once.
 """
 
-import heapq
 import itertools
+import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,25 +22,38 @@ TAIL_SHARE = 8  # the last 1 / 8 of the clients are sent in messages of their ow
 MIN_TAIL = 4  # clients a worker from which on there are such messages
 
 
-def place(times: Sequence[float], num_workers: int) -> list[list[int]]:
+def assigned(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[int]:
+    """The worker of each of these jobs: in their order, the one that would finish it first."""
+    free_s = [0.0] * len(seconds_per_unit)
+    chosen = []
+    for time in times:
+        done_s = [s + time * rate for s, rate in zip(free_s, seconds_per_unit, strict=True)]
+        worker = min(range(len(done_s)), key=done_s.__getitem__)
+        free_s[worker] = done_s[worker]
+        chosen.append(worker)
+    return chosen
+
+
+def place(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[list[int]]:
     """The places in `times` that each worker takes, longest expected time first.
 
-    Each goes to the worker that is free first. The makespan is at most 4/3 - 1/(3 W) of the optimum
-    (Graham 1969). Workers without work are left out.
+    seconds_per_unit: of `times`, by worker. The makespan is at most 4/3 - 1/(3 W) of the optimum if
+    all are equal (Graham 1969), 5/3 if not (Friesen 1987).
     """
-    shares: list[list[int]] = [[] for _ in range(num_workers)]
-    free = [(0.0, worker) for worker in range(num_workers)]
-    for place_ in sorted(range(len(times)), key=lambda i: (-times[i], i)):
-        busy_s, worker = heapq.heappop(free)
+    shares: list[list[int]] = [[] for _ in seconds_per_unit]
+    longest_first = sorted(range(len(times)), key=lambda i: (-times[i], i))
+    workers = assigned([times[i] for i in longest_first], seconds_per_unit)
+    for place_, worker in zip(longest_first, workers, strict=True):
         shares[worker].append(place_)
-        heapq.heappush(free, (busy_s + times[place_], worker))
-    return [share for share in shares if share]
+    return shares
 
 
 class LogicalGrid(Grid):
     """A grid of `num_clients` nodes, played by the nodes of another grid.
 
-    expected_time: of a node's client, in any unit; set once the roster is known.
+    expected_time: of a node's client, in any unit; set once the roster is known. How many seconds a
+    unit takes each worker is measured. clients_per_message: at most; where it is reached, messages
+    are sent in the clients' order, so that replies come in about that order.
     """
 
     is_in_process = True
@@ -49,6 +63,8 @@ class LogicalGrid(Grid):
         self.has_own_clients = has_own_clients(grid)
         self.workers = sorted(grid.get_node_ids())
         self.expected_time: Callable[[int], float] = lambda node: 1.0
+        self.clients_per_message = sys.maxsize
+        self.seconds_per_unit: dict[int, float] = {}  # by worker, once it has trained
         self.numbers = itertools.count(1)
         self.sent: dict[str, list[Message]] = {}  # id of a worker's message to those in it
         self.carrier: dict[str, str] = {}  # id of a client's message to that of the worker's
@@ -96,17 +112,23 @@ class LogicalGrid(Grid):
 
     def shares(self, times: Sequence[float]) -> list[tuple[int, list[int]]]:
         """(worker, places in `times`) of each message, the large ones first."""
-        num_workers, in_order = (
-            len(self.workers),
-            sorted(range(len(times)), key=lambda i: -times[i]),
-        )
+        num_workers = len(self.workers)
+        mean = statistics.fmean(self.seconds_per_unit.values() or [1.0])
+        rates = [self.seconds_per_unit.get(worker, mean) for worker in self.workers]
+        if self.clients_per_message < len(times):
+            size = self.clients_per_message
+            parts = [list(range(len(times)))[n : n + size] for n in range(0, len(times), size)]
+            workers = assigned([sum(times[i] for i in part) for part in parts], rates)
+            return [(self.workers[w], part) for w, part in zip(workers, parts, strict=True)]
+        in_order = sorted(range(len(times)), key=lambda i: -times[i])
         has_tail = num_workers > 1 and len(times) >= MIN_TAIL * num_workers
         num_tail = len(times) // TAIL_SHARE if has_tail else 0
         found = []
         for part in (in_order[: len(times) - num_tail], in_order[len(times) - num_tail :]):
-            placed = place([times[i] for i in part], num_workers)
-            for worker, share in zip(self.workers, placed, strict=False):
-                found.append((worker, sorted(part[k] for k in share)))
+            placed = place([times[i] for i in part], rates)
+            for worker, share in zip(self.workers, placed, strict=True):
+                if share:
+                    found.append((worker, sorted(part[k] for k in share)))
         return found
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -120,11 +142,28 @@ class LogicalGrid(Grid):
             ] * len(messages)
             if not whole.has_error():
                 contents = played_replies(whole.content, len(messages))
+                self.learn(whole.metadata.src_node_id, messages, contents)
             for message, content in zip(messages, contents, strict=True):
                 message_id = message.metadata.message_id
                 del self.carrier[message_id]
                 self.arrived[message_id] = Message(content, reply_to=message)
         return [self.arrived.pop(each) for each in asked if each in self.arrived]
+
+    def learn(
+        self, worker: int, messages: Sequence[Message], contents: Sequence[RecordDict | Error]
+    ) -> None:
+        """Measure the worker by the seconds that its clients say they trained."""
+        seconds, units = 0.0, 0.0
+        for message, content in zip(messages, contents, strict=True):
+            if isinstance(content, Error) or "metrics" not in content.metric_records:
+                continue
+            own_s = content.metric_records["metrics"].get("seconds")
+            if isinstance(own_s, float):
+                seconds += own_s
+                units += self.expected_time(message.metadata.dst_node_id)
+        if units:
+            known = self.seconds_per_unit.get(worker, seconds / units)
+            self.seconds_per_unit[worker] = (known + seconds / units) / 2
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

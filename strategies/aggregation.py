@@ -8,7 +8,7 @@ use Flower's functions.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,23 +22,69 @@ from protocol.messages import Arrays, TrainReply
 log = logging.getLogger("keel.server")
 
 
-def weighted_mean(replies: Sequence[TrainReply], weights: Sequence[float]) -> Arrays:
-    """sum_i p_i w_i with p_i = weights_i / sum of weights, added up in the order of the replies.
+class RunningMean:
+    """sum_i p_i w_i with p_i = weights_i / sum of weights, of arrays that come in any order.
 
-    Floating arrays are summed in their own precision; integers (counters) are rounded.
+    They are added in the order of `weights`, whatever the order in which they come, so that the
+    bits do not depend on it; those ahead of their turn wait. Floating arrays are summed in their
+    own precision; integers (counters) in double precision, and rounded.
+
+    weights: of everybody asked. Where somebody's arrays do not come, the sum is scaled by the
+    total of all weights over that of those that came.
     """
-    total = sum(weights)
-    mean: Arrays = {}
-    for name, first in replies[0].arrays.items():
-        if first.is_floating_point():
-            mean[name] = first * (weights[0] / total)
-            for reply, weight in zip(replies[1:], weights[1:], strict=True):
-                mean[name].add_(reply.arrays[name], alpha=weight / total)
-        else:
-            values = [reply.arrays[name].double() for reply in replies]
-            summed = sum(v * w for v, w in zip(values, weights, strict=True))
-            mean[name] = (torch.as_tensor(summed) / total).round().to(first.dtype)
-    return mean
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self.weights, self.turns = weights, iter(weights)
+        self.total = sum(weights.values())
+        self.added: list[float] = []  # weights
+        self.waiting: dict[str, Arrays | None] = {}
+        self.sums: Arrays = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.turn = next(self.turns, None)
+
+    def add(self, client: str, arrays: Arrays | None) -> None:
+        """This client's arrays, or None if there will be none. They are not modified."""
+        self.waiting[client] = arrays
+        while self.turn is not None and self.turn in self.waiting:
+            due = self.waiting.pop(self.turn)
+            if due is not None:
+                self._add(due, self.weights[self.turn])
+            self.turn = next(self.turns, None)
+
+    def _add(self, arrays: Arrays, weight: float) -> None:
+        if not self.sums:
+            self.dtypes = {name: array.dtype for name, array in arrays.items()}
+        for name, array in arrays.items():
+            is_float = array.is_floating_point()
+            if name not in self.sums:
+                share = weight / self.total
+                self.sums[name] = array * share if is_float else array.double() * weight
+            elif is_float:
+                self.sums[name].add_(array, alpha=weight / self.total)
+            else:
+                self.sums[name] += array.double() * weight
+        self.added.append(weight)
+
+    def mean(self) -> Arrays:
+        """The mean of what has come. Call it once."""
+        while self.turn is not None:
+            self.add(self.turn, self.waiting.get(self.turn))
+        total_added = sum(self.added)
+        scale = self.total / total_added
+        for name, dtype in self.dtypes.items():
+            if not dtype.is_floating_point:
+                self.sums[name] = (self.sums[name] / total_added).round().to(dtype)
+            elif scale != 1:
+                self.sums[name] *= scale
+        return self.sums
+
+
+def weighted_mean(replies: Sequence[TrainReply], weights: Sequence[float]) -> Arrays:
+    """`RunningMean` of these replies, added in their order."""
+    running = RunningMean({str(i): weight for i, weight in enumerate(weights)})
+    for i, reply in enumerate(replies):
+        running.add(str(i), reply.arrays)
+    return running.mean()
 
 
 def capped_counts(counts: Sequence[float], is_checked: Sequence[bool], share: float) -> list[float]:

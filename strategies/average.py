@@ -8,6 +8,7 @@ sampled by name from the run's seed (strategies/sampling.py), replies are valida
 import json
 import logging
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -25,7 +26,13 @@ from protocol.messages import (
     message_content,
     tensors,
 )
-from strategies.aggregation import aggregate, capped_counts, check_aggregation, mean_metrics
+from strategies.aggregation import (
+    RunningMean,
+    aggregate,
+    capped_counts,
+    check_aggregation,
+    mean_metrics,
+)
 from strategies.backoff import Backoff
 from strategies.sampling import (
     FIRST_NODE,
@@ -40,13 +47,15 @@ from strategies.validation import (
     ExpectedReply,
     NormReference,
     RoundReport,
+    Validation,
     count_outliers,
     largest_value,
     norm,
-    validate_replies,
 )
 
 log = logging.getLogger("keel.server")
+STREAM_BYTES = 2**29  # of a round's updates, beyond which they are not held until all have come
+MESSAGE_BYTES = 2**28  # of the updates in one message, then
 
 
 class TooFewRepliesError(RuntimeError):
@@ -68,6 +77,9 @@ class Average(Strategy):
         self.trainable = {name for name, _ in model.named_parameters()}
         self.server_optimizer = server_optimizer(config)
         self.report = RoundReport()
+        self.validation: Validation | None = None  # of the round under way
+        self.running: RunningMean | None = None  # where its replies are summed as they come
+        self.keeps_updates = False  # each update of the next round is needed, for diagnostics
         self.current: Arrays = {}
         self.sent: Arrays = {}
         self.addressed: set[str] = set()  # clients that the newest messages go to
@@ -96,10 +108,15 @@ class Average(Strategy):
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The next global arrays: the accepted replies' average, then the server optimizer."""
-        weights = self.counts(replies) if self.is_weighted_by_examples else [1.0] * len(replies)
         trainable = self.trainable & current.keys()  # without what is never sent (FedRep's head)
-        average = aggregate(replies, weights, self.config.rounds, self.update_of)
-        return self.server_optimizer.step(current, average, trainable)
+        return self.server_optimizer.step(current, self.average(replies), trainable)
+
+    def average(self, replies: list[TrainReply]) -> Arrays:
+        """The accepted replies' arrays combined; where they were summed as they came, that sum."""
+        if self.running:
+            return self.running.mean()
+        weights = self.counts(replies) if self.is_weighted_by_examples else [1.0] * len(replies)
+        return aggregate(replies, weights, self.config.rounds, self.update_of)
 
     @property
     def is_weighted_by_examples(self) -> bool:
@@ -256,6 +273,7 @@ class Average(Strategy):
         self.sent = self.server_optimizer.broadcast(self.current)
         if self.sent is not self.current:
             arrays = array_record(self.sent)
+        self.validation = self.running = None
         nodes = self.sample(server_round)
         self.cohort = {self.roster[node].client for node in nodes}
         return self.messages(MessageType.TRAIN, nodes, arrays, config)
@@ -299,15 +317,70 @@ class Average(Strategy):
         arrays, extra = self.expected(self.current), self.expected_extra()
         return ExpectedReply(0, arrays, extra, {}).max_bytes + RECORD_BYTES
 
+    def streamed_weights(self) -> dict[str, float]:
+        """The weight of each client asked, by name, if replies are summed as they come; else {}.
+
+        They are where the round's updates take more than STREAM_BYTES, weights do not depend on who
+        replies, and nothing compares updates with each other. A sum that is scaled because a client
+        is left out has other last bits than one over the others, so that small rounds, whose
+        updates fit into memory, wait for all.
+        """
+        rounds, clients = self.config.rounds, sorted(self.addressed)
+        entries = [self.roster[node] for node in self.nodes_of(clients)]
+        is_plain = rounds.aggregation == "mean" and rounds.norm_bound == "off"
+        num_bytes = self.update_bytes() * len(clients)
+        if not is_plain or self.keeps_updates or num_bytes <= STREAM_BYTES:
+            return {}
+        if not self.is_weighted_by_examples:
+            return dict.fromkeys(clients, 1.0)
+        are_checked = all(self.partition_sizes.get(e.client) == e.num_examples for e in entries)
+        if rounds.max_weight_share < 1 and not are_checked:  # `counts` depends on who replies
+            return {}
+        return {entry.client: float(entry.num_examples) for entry in entries}
+
+    def update_bytes(self) -> int:
+        """Bytes of the arrays in a valid reply to `configure_train`."""
+        arrays = self.expected(self.current).values()
+        return sum(array.numel() * array.element_size() for array in arrays)
+
+    def clients_per_message(self) -> int:
+        """How many clients one simulation worker plays for one message, in this round."""
+        if not self.streamed_weights():
+            return len(self.addressed)
+        return max(1, MESSAGE_BYTES // self.update_bytes())
+
+    def accept(self, server_round: int, message: Message) -> None:
+        """Validate a reply of this round, and add it to the sum where replies are summed at once.
+
+        The order in which replies come does not matter.
+        """
+        if self.validation is None:
+            expected, extra = self.expected(self.current), self.expected_extra()
+            self.validation = self._validation(server_round, expected, extra)
+            weights = {} if self.outliers else self.streamed_weights()
+            self.running = RunningMean(weights) if weights else None
+        client = self.validation.add(message)
+        if self.running and client in self.addressed:
+            reply = self.validation.accepted.get(client)
+            if reply is None:
+                self.running.add(client, None)
+            elif reply.arrays:
+                self.running.add(client, reply.arrays)
+                self.validation.accepted[client] = replace(reply, arrays={})
+
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """The next global arrays. TooFewRepliesError if fewer than `min-replies` are accepted.
 
-        `report` then says who was accepted and who was left out, and why.
+        replies: those that `accept` has not seen. `report` then says who was accepted and who was
+        left out, and why.
         """
-        rounds, expected = self.config.rounds, self.expected(self.current)
-        self.report = self._validated(server_round, replies, expected, self.expected_extra())
+        rounds = self.config.rounds
+        for message in replies:
+            self.accept(server_round, message)
+        self.report = self.validation.report() if self.validation else RoundReport()
+        self.validation = None
         accepted = self.report.kept
         failed = self.addressed & self.report.left_out.keys()
         for client in self.backoff.note(server_round, {r.client for r in accepted}, failed):
@@ -322,6 +395,7 @@ class Average(Strategy):
                 f"{rounds.min_replies}. {reasons}"
             )
         following = self.next_arrays(self.current, accepted)
+        self.running = None
         self.last_accepted_rounds |= {reply.client: reply.round for reply in accepted}
         return array_record(following), mean_metrics(accepted)
 
@@ -329,21 +403,20 @@ class Average(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Mean of the clients' metrics; `report` holds each client's."""
-        self.report = self._validated(server_round, replies, {}, {})
+        validation = self._validation(server_round, {}, {})
+        for message in replies:
+            validation.add(message)
+        self.report = validation.report()
         return mean_metrics(self.report.kept) if self.report.kept else None
 
-    def _validated(
-        self, server_round: int, replies: Iterable[Message], arrays: Arrays, extra: Arrays
-    ) -> RoundReport:
+    def _validation(self, server_round: int, arrays: Arrays, extra: Arrays) -> Validation:
         entries = [self.roster[node] for node in self.nodes_of(self.addressed)]
         declared = {entry.client: entry.num_examples for entry in entries}
         max_value = largest_value(self.sent or self.current, self.config.privacy)
         unchecked = {c: n for c, n in declared.items() if self.partition_sizes.get(c) != n}
         self.outliers = count_outliers(unchecked, self.config.rounds.max_weight_share)
         expected = ExpectedReply(server_round, arrays, extra, declared, max_value, self.outliers)
-        return validate_replies(
-            replies, self.roster, expected, self.config.rounds, self, self.norm_reference
-        )
+        return Validation(self.roster, expected, self.config.rounds, self, self.norm_reference)
 
 
 __all__ = ["Average", "RoundReport", "TooFewRepliesError"]

@@ -9,7 +9,6 @@ Client half: client_app/methods/fedreco.py.
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, TrainReply
-from strategies.aggregation import weighted_mean
 from strategies.average import Average
 
 
@@ -35,11 +34,16 @@ class FedReCoServer(Average):
         """A gradient for each of u_0's parameters."""
         return {name: array for name, array in current.items() if name in self.trainable}
 
+    @property
+    def is_weighted_by_examples(self) -> bool:
+        """Eq. (8) has the uniform mean."""
+        return False
+
     def update_of(self, reply: TrainReply) -> Arrays:
         """g_i."""
         return reply.arrays
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """Eq. (8); u_0's buffers stay."""
-        g = weighted_mean(replies, [1.0] * len(replies))
+        g = self.average(replies)
         return current | {name: current[name] - self.options.eta_0 * g[name] for name in g}

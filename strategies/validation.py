@@ -143,6 +143,74 @@ def count_outliers(declared: Mapping[str, int], max_weight_share: float) -> froz
     return frozenset(client for client, count in declared.items() if count > OUTLIER * median)
 
 
+@dataclass
+class Validation:
+    """Validates the replies of one round, each as it comes.
+
+    accepted: by client, as far as one reply alone can tell; `report` compares them.
+    """
+
+    roster: Mapping[int, RosterEntry]
+    expected: ExpectedReply
+    rounds: RoundsConfig
+    half: Half
+    reference: NormReference
+    accepted: dict[str, TrainReply] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.failed: dict[str, str] = {}
+        self.rejected: dict[str, str] = {}
+        self.num_second, self.bytes_up = 0, 0
+
+    def add(self, message: Message) -> str:
+        """Validate the reply in this message; the client that it is from."""
+        node = message.metadata.src_node_id
+        client = self.roster[node].client if node in self.roster else f"node {node}"
+        if message.has_error():
+            reason = message.error.reason or f"error {message.error.code}"
+            self.failed[client] = in_one_line(reason)
+            return client
+        try:
+            self.bytes_up += payload_bytes(message)
+            reply = replace(read_reply(message, self.expected.max_bytes), client=client)
+        except Exception as error:  # a client's bytes may raise anything
+            self.rejected[client] = in_one_line(error)
+            return client
+        if client in self.accepted:
+            log.warning("round %d: client %s: a second reply", self.expected.round, client)
+            self.num_second += 1
+            return client
+        reason = rejection_reason(reply, self.expected)
+        reason = reason or implausible(reply, self.expected, self.half)
+        if reason:
+            self.rejected[client] = in_one_line(reason)
+        else:
+            self.accepted[client] = reply
+        return client
+
+    def report(self) -> RoundReport:
+        """All replies, sorted; those that are left out are named in the log."""
+        half, accepted, rejected = self.half, self.accepted, self.rejected
+        has_arrays = bool(self.expected.arrays)
+        if self.rounds.norm_bound != "off" and has_arrays:
+            norms = {client: norm(half.update_of(reply)) for client, reply in accepted.items()}
+            rejected |= beyond_bound(norms, self.rounds, self.reference)
+            beside = {client: norm(half.beside_model(reply)) for client, reply in accepted.items()}
+            rejected = beyond_median(beside) | rejected
+        if has_arrays and self.expected.outliers & accepted.keys() - rejected.keys():
+            updates = {c: half.update_of(r) for c, r in accepted.items() if c not in rejected}
+            rejected |= opposed(updates, self.expected.outliers)
+        left_out = dict(sorted((self.failed | rejected).items()))
+        for client, reason in left_out.items():
+            log.warning("round %d: left out client %s: %s", self.expected.round, client, reason)
+        return RoundReport(
+            kept=[accepted[client] for client in sorted(accepted.keys() - rejected.keys())],
+            left_out=left_out,
+            rejected=self.num_second + len(rejected),
+            bytes_up=self.bytes_up,
+        )
+
+
 def validate_replies(
     messages: Iterable[Message],
     roster: Mapping[int, RosterEntry],
@@ -152,45 +220,10 @@ def validate_replies(
     reference: NormReference,
 ) -> RoundReport:
     """The replies in these messages, validated; those that are left out are named in the log."""
-    report = RoundReport()
-    rejected: dict[str, str] = {}
-    accepted: dict[str, TrainReply] = {}
+    validation = Validation(roster, expected, rounds, half, reference)
     for message in messages:
-        node = message.metadata.src_node_id
-        client = roster[node].client if node in roster else f"node {node}"
-        if message.has_error():
-            reason = message.error.reason or f"error {message.error.code}"
-            report.left_out[client] = in_one_line(reason)
-            continue
-        try:
-            report.bytes_up += payload_bytes(message)
-            reply = replace(read_reply(message, expected.max_bytes), client=client)
-        except Exception as error:  # a client's bytes may raise anything
-            rejected[client] = in_one_line(error)
-            continue
-        if client in accepted:
-            log.warning("round %d: client %s: a second reply", expected.round, client)
-            report.rejected += 1
-            continue
-        reason = rejection_reason(reply, expected) or implausible(reply, expected, half)
-        if reason:
-            rejected[client] = in_one_line(reason)
-        else:
-            accepted[client] = reply
-    if rounds.norm_bound != "off" and expected.arrays:
-        norms = {client: norm(half.update_of(reply)) for client, reply in accepted.items()}
-        rejected |= beyond_bound(norms, rounds, reference)
-        beside = {client: norm(half.beside_model(reply)) for client, reply in accepted.items()}
-        rejected = beyond_median(beside) | rejected
-    if expected.arrays and expected.outliers & accepted.keys() - rejected.keys():
-        updates = {c: half.update_of(r) for c, r in accepted.items() if c not in rejected}
-        rejected |= opposed(updates, expected.outliers)
-    report.rejected += len(rejected)
-    report.left_out |= rejected
-    report.kept = [accepted[client] for client in sorted(accepted.keys() - rejected.keys())]
-    for client, reason in sorted(report.left_out.items()):
-        log.warning("round %d: left out client %s: %s", expected.round, client, reason)
-    return report
+        validation.add(message)
+    return validation.report()
 
 
 def rejection_reason(reply: TrainReply, expected: ExpectedReply) -> str:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from conftest import SMALL
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,8 +21,19 @@ from server_app.simulated_roster import SimulatedRoster, check_simulated_roster
 from strategies.sampling import ClientNames, name_order, sample_cohort, sample_numbers
 
 
-def makespan(times, shares):
-    return max(sum(times[i] for i in share) for share in shares)
+def makespan(times, shares, rates):
+    return max(
+        rate * sum(times[i] for i in share) for share, rate in zip(shares, rates, strict=True)
+    )
+
+
+def optimum(times, rates):
+    return min(
+        makespan(
+            times, [[i for i, w in enumerate(chosen) if w == v] for v in range(len(rates))], rates
+        )
+        for chosen in itertools.product(range(len(rates)), repeat=len(times))
+    )
 
 
 times_of_some = st.lists(st.integers(1, 50).map(float), min_size=1, max_size=6)
@@ -30,13 +41,18 @@ times_of_some = st.lists(st.integers(1, 50).map(float), min_size=1, max_size=6)
 
 @given(times_of_some, st.integers(1, 3))
 def test_placement_is_within_four_thirds_of_the_optimum(times, num_workers):
-    placed = place(times, num_workers)
+    rates = [0.5] * num_workers
+    placed = place(times, rates)
     assert sorted(itertools.chain(*placed)) == list(range(len(times)))
-    optimum = min(
-        makespan(times, [[i for i, w in enumerate(chosen) if w == v] for v in range(num_workers)])
-        for chosen in itertools.product(range(num_workers), repeat=len(times))
-    )
-    assert makespan(times, placed) <= (4 / 3 - 1 / (3 * num_workers)) * optimum + 1e-9
+    bound = 4 / 3 - 1 / (3 * num_workers)
+    assert makespan(times, placed, rates) <= bound * optimum(times, rates) + 1e-9
+
+
+@given(times_of_some, st.lists(st.integers(1, 8).map(float), min_size=1, max_size=3))
+def test_placement_on_unequal_workers_is_within_five_thirds_of_the_optimum(times, rates):
+    placed = place(times, rates)
+    assert sorted(itertools.chain(*placed)) == list(range(len(times)))
+    assert makespan(times, placed, rates) <= 5 / 3 * optimum(times, rates) + 1e-9
 
 
 class Nodes(InlineGrid):
@@ -85,7 +101,9 @@ def test_everybody_is_asked_once_and_answers_for_itself(nodes, num_workers):
     grid = LogicalGrid(below, 40)
     grid.expected_time = lambda node: float(node % 7)
     ids = asked(grid, sorted(nodes))
-    replies = {r.metadata.reply_to_message_id: r for r in grid.pull_messages(ids)}
+    replies = {}
+    while new := list(grid.pull_messages(ids)):
+        replies |= {r.metadata.reply_to_message_id: r for r in new}
     assert sorted(itertools.chain(*(clients for _, clients in below.asked))) == sorted(
         node - 2 for node in nodes
     )
@@ -100,11 +118,58 @@ def test_everybody_is_asked_once_and_answers_for_itself(nodes, num_workers):
     assert list(grid.pull_messages(ids)) == []
 
 
+@given(st.sets(st.integers(2, 41), min_size=2, max_size=40), st.integers(1, 5), st.integers(1, 9))
+def test_small_messages_are_sent_in_the_order_of_the_clients(nodes, num_workers, size):
+    below = Nodes(num_workers)
+    grid = LogicalGrid(below, 40)
+    grid.clients_per_message = size
+    ids, replies = asked(grid, sorted(nodes)), []
+    while new := list(grid.pull_messages(ids)):
+        replies += new
+    played = [clients for _, clients in below.asked]
+    if size < len(nodes):
+        assert [len(clients) for clients in played[:-1]] == [size] * (len(played) - 1)
+        assert list(itertools.chain(*played)) == sorted(node - 2 for node in nodes)
+        assert len({worker for worker, _ in below.asked}) == min(num_workers, len(played))
+    assert sorted(reply.metadata.src_node_id for reply in replies) == sorted(nodes)
+
+
+def test_a_slow_worker_is_measured_and_gets_less(monkeypatch):
+    """One of two takes three times as long a sample: in the next round it gets a quarter."""
+    below = Nodes(2)
+    grid = LogicalGrid(below, 40)
+    grid.expected_time = lambda node: 1.0 + node % 3
+    answer = below.answer
+
+    def timed(message):
+        content = answer(message).content
+        played = message.content.config_records["played"]
+        factor = 3.0 if message.metadata.dst_node_id == min(grid.workers) else 1.0
+        for k, client in enumerate(played["clients"]):
+            seconds = 0.1 * factor * grid.expected_time(client + 2)
+            content[f"metrics-{k}"] = MetricRecord({"seconds": seconds})
+        return Message(content, reply_to=message)
+
+    monkeypatch.setattr(below, "answer", timed)
+    units = {}
+    for _ in range(2):
+        below.asked = []
+        ids = asked(grid, range(10, 42))
+        while list(grid.pull_messages(ids)):
+            pass
+        for worker in grid.workers:
+            clients = [c for w, share in below.asked if w == worker for c in share]
+            units[worker] = sum(grid.expected_time(client + 2) for client in clients)
+    slow, fast = (units[worker] for worker in grid.workers)
+    assert slow / (slow + fast) == pytest.approx(1 / 4, abs=0.05)
+
+
 def test_a_worker_that_dies_is_an_error_of_each_of_its_clients():
     below = Nodes(2)
     below.fails = True
     grid = LogicalGrid(below, 8)
-    replies = list(grid.pull_messages(asked(grid, range(2, 8))))
+    ids = asked(grid, range(2, 8))
+    replies = [reply for _ in range(2) for reply in grid.pull_messages(ids)]
     assert {reply.error.reason for reply in replies} == {"the worker died"}
     assert sorted(reply.metadata.src_node_id for reply in replies) == list(range(2, 8))
 

@@ -1,15 +1,19 @@
 """Robust aggregation: Flower's own, and what a bad client can do under each."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
-from conftest import random_arrays, sent
+from conftest import random_arrays, same_bits, sent
 from flwr.app import ArrayRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedMedian, FedTrimmedAvg, MultiKrum
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protocol.config import resolve_config
 from protocol.messages import TrainReply
-from strategies.aggregation import coordinate_wise, krum_selection, weighted_mean
+from strategies.aggregation import RunningMean, coordinate_wise, krum_selection, weighted_mean
 
 shapes = {"conv": (2, 3, 1), "fc": (4,)}
 
@@ -77,6 +81,41 @@ def test_krums_choice_is_that_of_flowers_own_strategy(name):
     mean = weighted_mean(kept, [r.metrics["num-examples"] for r in kept])
     for key, array in mean.items():
         assert array.numpy() == pytest.approx(theirs[key].numpy(), rel=1e-12)
+
+
+@given(st.permutations(range(6)), st.sets(st.integers(0, 5), max_size=5))
+def test_a_running_mean_depends_on_no_order_and_is_the_mean_of_those_that_came(order, missing):
+    clients = [f"c{i}" for i in range(6)]
+    arrays = [{"w": torch.randn(50, generator=torch.manual_seed(i)) * 3**i} for i in range(6)]
+    for i, each in enumerate(arrays):
+        each["steps"] = torch.tensor(7 * i)
+    weights = {client: 3.0 + 2 * i for i, client in enumerate(clients)}
+    running = RunningMean(weights)
+    for i in order:
+        if i not in missing or i % 2:  # some are known not to come, of others nothing is heard
+            running.add(clients[i], None if i in missing else arrays[i])
+    mean = running.mean()
+    kept = [i for i in range(6) if i not in missing]
+    replies = [TrainReply(clients[i], 1, arrays[i], {}, {}) for i in kept]
+    if not missing:
+        assert same_bits(mean, weighted_mean(replies, [*weights.values()]))
+    total = sum(weights[clients[i]] for i in kept)
+    for name in ("w", "steps"):
+        exact = sum(arrays[i][name].double() * weights[clients[i]] for i in kept) / total
+        exact = exact if name == "w" else exact.round()
+        scale = max(float(arrays[i][name].abs().max()) for i in kept)
+        assert mean[name].double().numpy() == pytest.approx(exact.numpy(), abs=1e-6 * scale)
+    assert mean["steps"].dtype == torch.int64
+
+
+def test_a_running_mean_holds_only_what_is_ahead_of_its_turn():
+    running = RunningMean({"a": 1.0, "b": 2.0, "c": 1.0})
+    arrays = {client: {"w": torch.ones(3)} for client in "abc"}
+    held = {client: weakref.ref(arrays[client]["w"]) for client in "abc"}
+    for client, alive in (("c", {"c"}), ("a", {"c"}), ("b", set())):
+        running.add(client, arrays.pop(client))
+        still = {name for name in held if name not in arrays and held[name]() is not None}
+        assert still == alive
 
 
 def krum_scores(updates, f):

@@ -24,6 +24,7 @@ from flwr.app import (
 from safetensors.numpy import save
 from torch import Tensor, nn
 
+import strategies.average
 from protocol.config import resolve_config
 from protocol.messages import (
     PACKED,
@@ -520,6 +521,55 @@ def test_a_bad_reply_is_left_out_and_named_and_the_others_are_averaged(kind, cap
     assert line.startswith("round 1: left out client client-2: ")
     assert words in line
     assert "\n" not in line
+
+
+def streaming(monkeypatch, **keys: object) -> Average:
+    monkeypatch.setattr(strategies.average, "STREAM_BYTES", 0)
+    return average_of(**keys)
+
+
+@pytest.mark.parametrize("kind", ["words", "no arrays", "error"])
+def test_updates_summed_as_they_come_leave_out_a_bad_one(monkeypatch, kind):
+    current = network().state_dict()
+    messages, _ = spoilt_answers(strategy := streaming(monkeypatch), current, kind)
+    good = [r for _, r in all_answers(average_of(), current) if r.client != "client-2"]
+    expected = weighted_mean(good, [r.metrics["num-examples"] for r in good])
+    for message in reversed(messages):
+        strategy.accept(1, message)
+    assert not any(reply.arrays for reply in strategy.validation.accepted.values())
+    following, _ = strategy.aggregate_train(1, [])
+    assert [r.client for r in strategy.report.kept] == [r.client for r in good]
+    for name, array in tensors(following).items():
+        torch.testing.assert_close(array, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_summed"),
+    [
+        ({}, True),
+        ({"weighting": "uniform"}, True),
+        ({"aggregation": "median"}, False),
+        ({"aggregation": "krum", "num_malicious": 1}, False),
+        ({"norm_bound": "median"}, False),
+    ],
+)
+def test_updates_that_are_compared_with_each_other_wait_for_all(monkeypatch, keys, is_summed):
+    strategy = streaming(monkeypatch, **keys)
+    answers = all_answers(strategy, network().state_dict())
+    strategy.accept(1, answer(*answers[0]))
+    assert bool(strategy.running) == is_summed
+
+
+@pytest.mark.parametrize("why", ["diagnostics", "counts that nothing supports", "a small round"])
+def test_updates_are_held_where_something_needs_them_all(monkeypatch, why):
+    strategy = streaming(monkeypatch) if why != "a small round" else average_of()
+    strategy.keeps_updates = why == "diagnostics"
+    if why == "counts that nothing supports":
+        strategy.partition_sizes = {}
+    answers = all_answers(strategy, network().state_dict())
+    strategy.accept(1, answer(*answers[0]))
+    assert strategy.running is None
+    assert strategy.validation.accepted["client-0"].arrays
 
 
 def test_a_reply_counts_for_the_node_that_sent_it_whatever_name_it_gives():

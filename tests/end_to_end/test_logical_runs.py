@@ -5,6 +5,7 @@ import json
 import pytest
 from conftest import NUM_CLIENTS, SMALL, all_models, history_of, same_bits, without_times
 
+import strategies.average
 from server_app.inline import InlineGrid, run_inline
 
 KEYS = {"fraction-train": 0.5, "local-test-fraction": 0.2, "num-rounds": 3}
@@ -36,6 +37,35 @@ def test_bits_do_not_depend_on_the_workers(run, tmp_path, method, monkeypatch):
         )
         assert rosters[0] == rosters[1]
         assert manifests[0]["split"] == manifests[1]["split"]
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_bits_do_not_depend_on_when_updates_are_summed(run, tmp_path, method, monkeypatch):
+    """Summed as they come, in messages of two clients, in two processes' order, after a resume."""
+    keys = SMALL | KEYS | {"method": method, "output-dir": str(tmp_path)} | CASES[method]
+    whole = run(keys)
+    sums, mean = [], strategies.average.RunningMean.mean
+    monkeypatch.setattr(strategies.average, "STREAM_BYTES", 1)
+    monkeypatch.setattr(strategies.average.Average, "clients_per_message", lambda strategy: 2)
+    monkeypatch.setattr(InlineGrid, "pull_messages", last_first(InlineGrid.pull_messages))
+    monkeypatch.setattr(strategies.average.RunningMean, "mean", lambda s: sums.append(s) or mean(s))
+    one_each = run(keys)
+    parts = run_inline(keys | {"num-rounds": 2}, NUM_CLIENTS, num_workers=2)
+    run_inline({"resume": str(parts), "num-rounds": 3}, NUM_CLIENTS, num_workers=3)
+    assert len(sums) == 6
+    for other in (one_each, parts):
+        assert same_bits(all_models(other), all_models(whole))
+        assert without_times(history_of(other)) == without_times(history_of(whole))
+
+
+def last_first(pull):
+    """`pull_messages` that answers the newest message first."""
+
+    def pull_messages(grid, message_ids):
+        grid.waiting = dict(reversed(grid.waiting.items()))
+        return pull(grid, message_ids)
+
+    return pull_messages
 
 
 def test_nothing_is_asked_of_clients_that_are_not_sampled(run, tmp_path, monkeypatch):
