@@ -239,7 +239,9 @@ class HandedArrays(LazyArray):
 
     def size_bytes(self) -> int:
         """The number of bytes, without making them."""
-        return size_of(self.pieces())
+        if "size" not in self.__dict__:
+            self.__dict__["size"] = size_of(self.pieces())
+        return int(self.__dict__["size"])
 
 
 def array_record(arrays: Arrays, name: str = "arrays") -> ArrayRecord:

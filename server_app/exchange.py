@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Error, Message
 from flwr.serverapp import Grid
 
 from protocol.flower_compat import (
@@ -91,15 +91,14 @@ class Exchange:
         max_bytes: of a reply; a larger one is refused while it arrives, as is a late one larger
         than any that was asked for.
         before_resend: called with the node of each message that is about to be sent again.
-        on_reply: called with each reply once it has come, which then loses its content, so that it
-        need not be held until all have come.
+        on_reply: takes each reply once it has come; none is returned then, or held.
         """
         deadline = time.monotonic() + timeout_s
         self.max_bytes = max(self.max_bytes, max_bytes)
         bound_reply_bytes(self.grid, self.max_bytes)
         self.drain()
         asked = {message.metadata.dst_node_id: message for message in messages}
-        replies: dict[int, Message] = {}
+        replies: dict[int, Message | None] = {}  # None: `on_reply` has it
         away: dict[int, tuple[float, Message]] = {}  # node: (when to give up, the error then)
         waiting: dict[str, int] = {}  # message id: the node whose reply it is
         node_now = {node: node for node in asked}  # a restarted SuperNode may have another
@@ -107,11 +106,9 @@ class Exchange:
 
         def settle(node: int, reply: Message) -> None:
             assign_source_node(reply, node_now[node])
-            replies[node] = reply
+            replies[node] = reply if on_reply is None else None
             if on_reply:
                 on_reply(reply)
-                if reply.has_content():
-                    reply.content = RecordDict()
 
         def note_gone(node: int, error: Message) -> None:
             if self.returned is None:
@@ -184,7 +181,7 @@ class Exchange:
         for node, message in asked.items():
             if node not in replies:
                 settle(node, away[node][1] if node in away else failure(message, silence))
-        return [replies[node] for node in asked]
+        return [reply for node in asked if (reply := replies[node]) is not None]
 
     def pull(self, message_ids: list[str], max_wait_s: float) -> list[Message]:
         """The replies that have come, among them late ones.
