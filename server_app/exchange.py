@@ -181,7 +181,7 @@ class Exchange:
         for node, message in asked.items():
             if node not in replies:
                 settle(node, away[node][1] if node in away else failure(message, silence))
-        return [reply for node in asked if (reply := replies[node]) is not None]
+        return [found for node in asked if (found := replies[node]) is not None]
 
     def pull(self, message_ids: list[str], max_wait_s: float) -> list[Message]:
         """The replies that have come, among them late ones.
