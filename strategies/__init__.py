@@ -1,6 +1,6 @@
-"""The server half of every method: `Average`, unless the method says that it has its own.
+"""The server half of every method: `Average`, or the method's own if it sets `has_own_server_half`.
 
-A method with `has_own_server_half` has one in strategies/<name>.py.
+A server half of its own is in strategies/<name>.py.
 """
 
 import importlib

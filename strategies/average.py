@@ -83,7 +83,7 @@ class Average(Strategy):
         self.current: Arrays = {}
         self.sent: Arrays = {}
         self.addressed: set[str] = set()  # clients that the newest messages go to
-        self.outliers: frozenset[str] = frozenset()  # declared far more samples than the others
+        self.outliers: frozenset[str] = frozenset()  # declared far more samples than others
         self.cohort: set[str] = set()  # of the round under way
         self.away: set[str] = set()  # clients that are not connected
         self.last_accepted_rounds: dict[str, int] = {}  # by client
@@ -130,7 +130,7 @@ class Average(Strategy):
     def counts(self, replies: list[TrainReply]) -> list[float]:
         """The replies' numbers of samples, none above `max-weight-share` unless it is checked.
 
-        That of a client of `outliers` is reduced further where its update is longer than any other.
+        That of an outlier is reduced further if its update is longer than all others'.
         """
         found = [reply.metrics["num-examples"] for reply in replies]
         checked = [
@@ -148,7 +148,7 @@ class Average(Strategy):
         ]
 
     def count_scales(self, replies: list[TrainReply]) -> list[float]:
-        """What the cap of `counts` leaves of each reply's count; 1: all."""
+        """The share of each reply's count that `counts` leaves; 1: all of it."""
         counts = self.counts(replies)
         return [n / r.metrics["num-examples"] for n, r in zip(counts, replies, strict=True)]
 
@@ -174,7 +174,7 @@ class Average(Strategy):
         return {}
 
     def extra_like(self) -> Arrays:
-        """What a client is sent beside the model once the run is under way, by shape."""
+        """Arrays shaped like all that a client is sent beside the model, from round 2 on."""
         return self.extra()
 
     def expected_extra(self) -> Arrays:
@@ -243,7 +243,7 @@ class Average(Strategy):
     @property
     def clients(self) -> Set[str]:
         """The names of all clients."""
-        names = getattr(self.roster, "names", None)  # of many logical clients, which are numbers
+        names = getattr(self.roster, "names", None)  # a roster of logical clients has them
         return names if names is not None else {entry.client for entry in self.roster.values()}
 
     def nodes_of(self, clients: Iterable[str]) -> list[int]:

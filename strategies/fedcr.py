@@ -1,6 +1,6 @@
 """FedCR: average the extractors, multiply the clients' class Gaussians (server half).
 
-Zhang et al., ICML 2023, PMLR 202, as its code: with a standard normal as one more factor,
+Zhang et al., ICML 2023, PMLR 202. As in their code, with a standard normal as one more factor,
     1/S_k^2 = 1 + sum_i 1/S_ik^2,   M_k = S_k^2 sum_i M_ik / S_ik^2
 over the clients that saw class k, then G_k <- (1 - b2) G_k + b2 (M_k, S_k) on mean and deviation. A
 class that no client saw keeps its Gaussian, initially N(0, I). The average of the extractors is
@@ -14,7 +14,7 @@ from protocol.config import RunConfig
 from protocol.messages import Arrays, TrainReply
 from strategies.average import Average
 
-SMALLEST_DEVIATION = 1e-12  # of a class at a client: its precision stays finite in float32
+SMALLEST_DEVIATION = 1e-12  # of a class at a client; keeps its precision finite in float32
 
 
 def product_of_gaussians(
@@ -29,7 +29,7 @@ def product_of_gaussians(
 
 
 class FedCRServer(Average):
-    """Holds the global Gaussian of every class."""
+    """Stores the global Gaussian of every class."""
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
@@ -45,11 +45,12 @@ class FedCRServer(Average):
         return {"M": self.m, "S": self.s, "seen": torch.zeros(len(self.m))}
 
     def extra_reason(self, reply: TrainReply) -> str:
-        """A deviation or a mask that would make the product infinite."""
+        """Why M, S and `seen` are rejected: values that would make the product infinite."""
         s, seen = reply.extra["S"], reply.extra["seen"]
         if float(s.min()) < SMALLEST_DEVIATION:
             return f"array 'S' holds {float(s.min()):.4g}: expected at least {SMALLEST_DEVIATION:g}"
-        return "" if bool(((seen == 0) | (seen == 1)).all()) else "array 'seen' holds not 0 and 1"
+        is_mask = bool(((seen == 0) | (seen == 1)).all())
+        return "" if is_mask else "array 'seen' has values other than 0 and 1"
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The extractors' average, then the product of the clients' Gaussians."""

@@ -3,11 +3,13 @@
 Xu, Tong, Huang, ICLR 2023, arXiv 2306.11867. The head of client i is sum_j a_j head_j, with
 a the solution of the quadratic programme
     min over the simplex of a' (diag(v) + G_i) a,   G_i[j, k] = <h_i - h_j, h_i - h_k>_F,
-over the clients of this round; entries of at most 1e-3 are dropped, the rest scaled to sum to 1.
-G_i is a Gram matrix, so with B' B = diag(v) + G_i the objective is q = ||B a||^2, and its minimum
-over the simplex is, up to scale, that of ||B x||^2 + (1' x - 1)^2 over x >= 0: at x = t a the best
-t leaves q / (1 + q), which grows with q. That is non-negative least squares, which SciPy's active
-set method solves exactly; where it fails client i keeps its own head, as in the authors' code.
+over the clients of this round. Entries of at most 1e-3 are dropped, the rest scaled to sum to 1.
+
+It is solved as non-negative least squares. G_i is a Gram matrix, so with B' B = diag(v) + G_i the
+objective is q = ||B a||^2. Its minimiser over the simplex is, up to scale, that of
+||B x||^2 + (1' x - 1)^2 over x >= 0: along x = t a the minimum over t is q / (1 + q), which
+increases with q. SciPy's active set method solves this exactly. If it fails, client i keeps its own
+head, as in the authors' code.
 """
 
 import logging
@@ -33,9 +35,9 @@ def head_mix(i: int, h: np.ndarray, v: np.ndarray) -> np.ndarray:
     """
     m = len(v)
     own: np.ndarray = np.eye(m)[i]
-    if v[i] <= 0:  # its own head costs nothing
+    if v[i] <= 0:  # its own head has cost 0
         return own
-    scale = 1 / np.sqrt(v[i])  # the own head costs 1 then, so x is not lost beside the 1
+    scale = 1 / np.sqrt(v[i])  # then its own head has cost 1, and x is not tiny
     b = np.vstack([np.diag(np.sqrt(np.maximum(v, 0))), (h[i] - h).T]) * scale
     b = np.vstack([np.linalg.qr(b, mode="r"), np.ones(m)])
     try:
@@ -49,7 +51,7 @@ def head_mix(i: int, h: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 class FedPACServer(Average):
-    """Holds prototypes and every client's mixed head; each client is sent its own."""
+    """Stores the prototypes and every client's mixed head; sends each client its own."""
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
@@ -82,11 +84,11 @@ class FedPACServer(Average):
         }
 
     def beside_model(self, reply: TrainReply) -> Arrays:
-        """All but the counts, which are the roster's."""
+        """All but the counts, which are checked against the roster."""
         return {name: array for name, array in reply.extra.items() if name != "counts"}
 
     def extra_reason(self, reply: TrainReply) -> str:
-        """Counts that are not the roster's."""
+        """Why the counts are rejected: they differ from the roster entry."""
         return self.prototypes.count_reason(reply, self.roster[self.nodes_of([reply.client])[0]])
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:

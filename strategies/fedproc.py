@@ -31,12 +31,12 @@ class FedProcServer(Average):
         return {"sums": sums, "counts": torch.zeros(len(sums))}
 
     def beside_model(self, reply: TrainReply) -> Arrays:
-        """Class means; the counts are the roster's."""
+        """Class means; the counts are checked against the roster."""
         sums, counts = reply.extra["sums"], reply.extra["counts"]
         return {"means": sums / counts.clamp_min(1)[:, None]}
 
     def extra_reason(self, reply: TrainReply) -> str:
-        """Counts that are not the roster's."""
+        """Why the counts are rejected: they differ from the roster entry."""
         return self.prototypes.count_reason(reply, self.roster[self.nodes_of([reply.client])[0]])
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:

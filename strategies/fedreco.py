@@ -13,7 +13,7 @@ from strategies.average import Average
 
 
 class FedReCoServer(Average):
-    """Steps on u_0; the arrays are u_0's parameters and buffers, the replies hold its gradients."""
+    """Steps on u_0; the arrays are u_0's parameters and buffers, the replies its gradients."""
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)
@@ -21,7 +21,7 @@ class FedReCoServer(Average):
         if split and split not in model.stage_names:
             raise ValueError(
                 f"fedreco.split = {split!r}: {model.name} has the stages "
-                f"{', '.join(model.stage_names)}; empty is the last"
+                f"{', '.join(model.stage_names)}; '' is the last"
             )
 
     def initial_arrays(self, model: StagedModel) -> Arrays:
@@ -44,6 +44,6 @@ class FedReCoServer(Average):
         return reply.arrays
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
-        """Eq. (8); u_0's buffers stay."""
+        """Eq. (8); u_0's buffers do not change."""
         g = self.average(replies)
         return current | {name: current[name] - self.options.eta_0 * g[name] for name in g}

@@ -16,7 +16,7 @@ class Prototypes:
     def update(self, sums: list[Tensor], counts: list[Tensor]) -> None:
         """Mean over all clients' samples: sum of sums [C, d] over sum of counts [C].
 
-        A class that no client of this round holds keeps its old prototype.
+        A class that no client reports in this round keeps its old prototype.
         """
         total = torch.stack(counts).sum(0)
         mean = torch.stack(sums).sum(0) / total.clamp_min(1)[:, None]
@@ -25,7 +25,7 @@ class Prototypes:
         self.is_known = torch.where(reported, 1.0, self.is_known)
 
     def count_reason(self, reply: TrainReply, entry: RosterEntry) -> str:
-        """Why the reply's samples per class are rejected: they are those of its roster entry."""
+        """Why the reply's `counts` are rejected; "" if they equal those of its roster entry."""
         counts = [float(n) for n in reply.extra["counts"]]
         expected = torch.tensor(entry.label_counts, dtype=reply.extra["counts"].dtype).tolist()
         return "" if counts == expected else f"array 'counts' is not {entry.label_counts}"

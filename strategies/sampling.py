@@ -31,7 +31,7 @@ def sample_numbers(
     seed: int,
     server_round: int,
 ) -> list[int]:
-    """`sample_cohort` of clients that are numbers, given in the order of their names."""
+    """`sample_cohort` for clients that are numbers; `in_order`: by name, see `name_order`."""
     available = in_order
     if unavailable:
         available = in_order[~np.isin(in_order, list(unavailable))]
@@ -51,7 +51,7 @@ def draw(
 def name_order(num_clients: int) -> np.ndarray:
     """The numbers 0 to N - 1 in alphabetical order of their names, client-0000 and so on.
 
-    From 10,000 clients on this is another order than theirs: client-10000 is before client-1001.
+    With more than 10,000 clients this is not numerical order: client-10000 precedes client-1001.
     """
     numbers = np.arange(num_clients)
     width = np.maximum(np.floor(np.log10(np.maximum(numbers, 1))).astype(np.int64) + 1, 4)
@@ -75,7 +75,7 @@ class ClientNames(Set[str]):
         self.in_order = name_order(num_clients)
 
     def number(self, name: str) -> int:
-        """The client's number; -1 for no name of theirs."""
+        """The client's number; -1 if no client has this name."""
         _, _, digits = name.partition("client-")
         number = int(digits) if digits.isdecimal() else -1
         return number if number < self.num_clients and name_of(number) == name else -1

@@ -2,12 +2,14 @@
 
 Karimireddy et al., ICML 2020, arXiv 1910.06378, Algorithm 1, lines 16 and 17:
     w <- w + eta_g * mean over S of (w_i - w)        c <- c + sum over S of p_i (c_i^+ - c_i)
-with p_i the weight of client i among all clients, not of the cohort. The paper weighs everything
-uniformly, p_i = 1/N. The mean of the models follows `weighting`, by examples as in public code, and
-`control-weighting = "auto"` gives c the same weights: with a uniform c beside it, clients of few
-samples, whose c_i are the noisiest, would rule c (FedCKA's tables; "uniform"). So c is sum p_i c_i
-over all clients, also where a reply is lost, because each client is told the last round in which
-its update was aggregated. Only a client whose lost c_i was reset leaves its last share in c.
+with p_i the weight of client i among all clients, not within the cohort. The paper weights
+everything uniformly, p_i = 1/N. Here the mean of the models follows `weighting`, by examples as in
+public code, and `control-weighting = "auto"` gives c the same weights. With "uniform" (FedCKA's
+tables), clients with few samples, whose c_i are the noisiest, dominate c.
+
+c equals sum p_i c_i over all clients even if a reply is lost, because each client is told the last
+round in which its update was aggregated. The exception is a client whose lost c_i was reset: its
+last contribution stays in c.
 """
 
 from models import StagedModel
@@ -18,7 +20,7 @@ from strategies.average import Average
 
 
 class ScaffoldServer(Average):
-    """Holds c, by parameter name, and sends it."""
+    """Stores c, by parameter name, and sends it."""
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)

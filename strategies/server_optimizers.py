@@ -28,7 +28,7 @@ class ServerOptimizer(Protocol):
         """The next global model from the average of the clients' models."""
 
     def state(self) -> Arrays:
-        """What a resumed run needs to give the same result."""
+        """What a resumed run needs to produce the same result."""
 
     def load(self, state: Arrays) -> None:
         """Restore what `state` returned."""
@@ -49,17 +49,17 @@ class FedAvgStep:
         return average
 
     def state(self) -> Arrays:
-        """No state."""
+        """Empty: this rule has no state."""
         return {}
 
     def load(self, state: Arrays) -> None:
-        """No state."""
+        """Nothing to restore."""
 
 
 class FedAvgMStep:
     """FedAvgM (Hsu, Qi, Brown 2019): v <- beta v + (A - w); w <- w + lr v. No damping.
 
-    torch's SGD with momentum on the gradient w - A is this, its buffer being -v.
+    This is torch's SGD with momentum on the gradient w - A; its momentum buffer is -v.
     """
 
     def __init__(self, options: FedAvgMOptions) -> None:
@@ -102,8 +102,8 @@ class FedAdamStep:
 
     With D = A - w: m <- b1 m + (1 - b1) D;  v <- b2 v + (1 - b2) D^2;  then
     w <- w + lr m / (sqrt v + tau), from m = 0 and v = tau^2. `form = flower` is Flower's: from
-    v = 0, and lr times sqrt(1 - b2^(r+1)) / (1 - b1^(r+1)) in round r = 1, 2, ... torch's Adam is
-    neither.
+    v = 0, with lr multiplied by sqrt(1 - b2^(r+1)) / (1 - b1^(r+1)) in round r = 1, 2, ... torch's
+    Adam computes neither.
     """
 
     counter: ClassVar[str] = "#steps"

@@ -27,16 +27,16 @@ from protocol.messages import (
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.server")
-MIN_REPLIES_FOR_MEDIAN = 3  # replies that change something; of two, nobody is out of line
-EXTRA_FACTOR = 10.0  # on the cohort's median norm of the arrays beside the model
+MIN_REPLIES_FOR_MEDIAN = 3  # with an update that is not 0; of two, neither is an outlier
+EXTRA_FACTOR = 10.0  # times the cohort's median norm of the arrays beside the model
 OUTLIER = 10  # times the median of the sites' numbers of samples
 MAX_VALUE_RATIO = 1e4  # a reply's largest value over the global model's, or over 1
 MAX_INTEGER = 2**40  # of a counter
-RECORD_BYTES, ARRAY_BYTES = 2**20, 2**10  # allowed beyond the numbers, and beyond those an array
+RECORD_BYTES, ARRAY_BYTES = 2**20, 2**10  # allowed on top of the arrays' data: in all, per array
 
 
 class Half(Protocol):
-    """What validation asks a method's server half."""
+    """The part of a method's server half that validation calls."""
 
     def update_of(self, reply: TrainReply) -> Arrays:
         """The new minus the old arrays, which `norm-bound` applies to."""
@@ -51,7 +51,7 @@ class Half(Protocol):
 class NormReference:
     """The norm that `norm-bound = "median"` multiplies: the median of the round's norms above 0.
 
-    It falls by at most half a round, so that no cohort can bring it near 0 at once.
+    It falls by at most half per round, so that no cohort can bring it near 0 at once.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class NormReference:
                 )
             self.has_warned = True
             return None
-        # of an even number the lower one: the mean of both would follow the larger
+        # the lower middle value: the mean of both would follow the larger one
         self.value = max(statistics.median_low(changes), self.value / 2)
         return self.value
 
@@ -106,8 +106,8 @@ class ExpectedReply:
 
     arrays, extra: arrays with the expected names, shapes and dtypes. num_examples: the training
     samples that each client of the cohort declared before round 1. max_value: the largest
-    magnitude of a value. outliers: clients that declared far more samples than the others, which
-    nothing but their word supports.
+    magnitude of a value. outliers: clients that declared far more samples than the others, without
+    evidence.
     """
 
     round: int
@@ -125,7 +125,7 @@ class ExpectedReply:
 
 
 def largest_value(sent: Arrays, privacy: PrivacyConfig) -> float:
-    """The largest magnitude of a value in a reply to these arrays; privacy's noise has room."""
+    """The largest magnitude of a value in a reply to these arrays, with room for noise."""
     floats = [a for a in sent.values() if a.is_floating_point()]
     largest = max((abs(end) for a in floats for end in extremes(a)), default=0.0)
     noise = 100 * privacy.clip_norm / privacy.epsilon if privacy.epsilon else 0.0
@@ -229,7 +229,7 @@ def validate_replies(
 def rejection_reason(reply: TrainReply, expected: ExpectedReply) -> str:
     """Why this reply is rejected, with the values found; "" for a valid one."""
     if reply.client not in expected.num_examples:
-        return f"it was not asked in round {expected.round}"
+        return f"it was sent no message in round {expected.round}"
     if reply.round != expected.round:
         return f"it answers round {reply.round}"
     reason = mismatch(reply.arrays, expected.arrays) or mismatch(reply.extra, expected.extra)
@@ -246,7 +246,7 @@ def rejection_reason(reply: TrainReply, expected: ExpectedReply) -> str:
 
 
 def implausible(reply: TrainReply, expected: ExpectedReply, half: Half) -> str:
-    """Why the values of a reply that is well formed are rejected; "" if they are not."""
+    """Why the values of a well-formed reply are rejected; "" for plausible values."""
     if expected.extra and (reason := half.extra_reason(reply)):
         return reason
     beside = half.beside_model(reply) if expected.extra else {}
@@ -254,7 +254,7 @@ def implausible(reply: TrainReply, expected: ExpectedReply, half: Half) -> str:
 
 
 def out_of_range(arrays: Arrays, max_value: float) -> str:
-    """Which array has a value of a larger magnitude, or a counter beyond reason; "" for none."""
+    """The array whose largest magnitude is above its bound, with both; "" for none."""
     for name, array in arrays.items():
         if not array.numel():
             continue
@@ -318,7 +318,7 @@ def beyond_bound(
 def opposed(updates: Mapping[str, Arrays], outliers: Collection[str]) -> dict[str, str]:
     """The outliers whose update points against those of most others, each with the reason.
 
-    Most: the median cosine is below 0. Nothing without two clients that are no outliers.
+    That is, the median of the cosines is below 0. Empty if fewer than two clients are not outliers.
     """
     others = {c: u for c, u in updates.items() if c not in outliers}
     if len(others) < MIN_REPLIES_FOR_MEDIAN - 1:
@@ -341,9 +341,9 @@ def cosine_of(a: Arrays, b: Arrays) -> float:
 
 
 def beyond_median(norms: Mapping[str, float]) -> dict[str, str]:
-    """The clients whose arrays beside the model have 10 times the cohort's median norm or more.
+    """The clients whose arrays beside the model have more than 10 times the cohort's median norm.
 
-    Of three norms above 0 at least, as for `norm-bound`.
+    Empty with fewer than three norms above 0, as for `norm-bound`.
     """
     lengths = [length for length in norms.values() if length > 0]
     if len(lengths) < MIN_REPLIES_FOR_MEDIAN:

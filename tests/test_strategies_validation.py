@@ -33,7 +33,7 @@ want = ExpectedReply(3, {"w": torch.zeros(2)}, {}, {"a": 10, "b": 5})
         (reply_of(), ""),
         (reply_of("b", count=5.0), ""),
         (reply_of("b"), "num-examples is 10, the roster says 5"),
-        (reply_of("c"), "it was not asked in round 3"),
+        (reply_of("c"), "it was sent no message in round 3"),
         (reply_of(round_=2), "it answers round 2"),
         (reply_of(round_=4), "it answers round 4"),
         (reply_of(count=math.nan), "num-examples is nan, the roster says 10"),

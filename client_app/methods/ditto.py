@@ -2,16 +2,16 @@
 
 Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021,
 arXiv 2012.04221, Algorithm 1.
-Aggregation: weighted average of the global models. Client state: the personal model v_i, which is
-never sent. w: the received model.
+Aggregation: weighted average, as in FedAvg. Client state: the personal model v_i, which is never
+sent. w: the received global model.
 
     v <- v - eta ( grad CE(v) + lambda (v - w) )
 
 lambda: 1 in the authors' script, chosen from 0.1, 1 and 2; 0.1 in FedCR's code and in the presets
 of FedReCo's tables, which give the personal model as many epochs as the global one.
 
-The personal pass follows the global one (the authors' code alternates batch by batch). It does not
-affect what is sent, so the global model is identical to FedAvg's.
+Each round trains a copy of w as FedAvg does, then v_i (the authors' code alternates between the two
+batch by batch). Only the copy of w is sent, so the global model is identical to FedAvg's.
 """
 
 from collections.abc import Mapping

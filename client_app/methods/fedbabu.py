@@ -7,8 +7,8 @@ run's seed.
 
 For evaluation each client fine-tunes a copy: by default the whole model, for 5 epochs at learning
 rate 0.001, as in the authors' notebook. `fedper-like = true` trains a private head together with
-the extractor instead, and stores the head as client state; this is FedPer, which one public
-comparison calls FedBABU.
+the extractor instead, and stores the head as client state; this is FedPer, which FedCR's code calls
+FedBABU.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from protocol.options import (
 
 @dataclass(frozen=True)
 class FedBABU(Method):
-    """Aggregation of extractors under a frozen head."""
+    """A trained, averaged extractor under a frozen head; fine-tuned for evaluation."""
 
     is_personal: ClassVar[bool] = True
     is_stateful: ClassVar[bool] = when_option("fedper_like")  # the private head

@@ -11,9 +11,10 @@ distance between two samples of the batch (Kornblith et al. 2019), and gradient 
 the squared Frobenius norm is negated, so that larger means more similar, and divided by the number
 of entries; the logits count as the last layer, which the CNN needs for M = 7.
 
-The paper compares the layers' own outputs. FedIntR's code, for its rows of FedCKA, compares them
-after FedIntR's projection heads (`projection = "mlp-side"`), and takes the run's initial weights as
-previous model where a client is first sampled after round 1 (`first-use = "initial"`).
+The paper compares the layers' own outputs. FedIntR's code, which produced the FedCKA rows of
+FedIntR's tables, compares them after projection heads (`projection = "mlp-side"`). If a client is
+first sampled after round 1, that code uses the run's initial weights as its previous model
+(`first-use = "initial"`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -108,7 +109,7 @@ class FedCKA(LocalObjective):
     )
     projection: str = option(
         one_of("none", "mlp-side"),
-        "compare the layers' outputs, or what a projection head makes of each",
+        "compare the layers' outputs, or a projection of each",
         source="the paper: none; FedIntR's code: mlp-side",
     )
     first_use: str = option(
@@ -124,7 +125,7 @@ class FedCKA(LocalObjective):
         return ModelParts(projection_heads=PROJECTION_WIDTH, head_stages=(None, self.num_layers))
 
     def first_previous(self, ctx: RoundContext) -> Arrays | None:
-        """As `first-use` says, from round 2 on."""
+        """The weights that `first-use` selects; None in round 1."""
         return previous_at_first_use(ctx, self.first_use)
 
     def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:

@@ -11,9 +11,9 @@ Loss: CE, mean over batch and `samples` draws, plus beta KL( G_y || N(mu, s^2) )
 mean over the batch. This is the direction of the KL in the authors' code. `reverse = true` is
 KL(local || global), which follows from the paper's bound and diverges as S_y shrinks.
 
-The authors' code ends with 10 epochs on the heads of all clients (`final-head-epochs`), and judges
-each client's model as local training left it, before aggregation. Here, as for the other methods
-that share an extractor, the personal model is made from the newest global extractor.
+The authors' code trains the heads of all clients for 10 final epochs (`final-head-epochs`), and
+evaluates each client's model after local training, before aggregation. Here, as with the other
+methods that share an extractor, the personal model uses the newest global extractor.
 """
 
 from collections.abc import Mapping
@@ -107,7 +107,7 @@ class Sampled(nn.Module):
 
 @dataclass(frozen=True)
 class FedCR(Method):
-    """Conditional mutual information regularisation under a private head."""
+    """Stochastic features pulled towards their class's global Gaussian; a private head."""
 
     is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True

@@ -10,10 +10,12 @@ Where the paper leaves a choice open, this follows the authors' code: the cosine
 the batch before eqs. (2) and (4) (`reduction = "sample"`: the equations per sample, then the mean),
 and gradient flows through alpha_k (`detach = true` stops it). `layer-weights = "average"` is
 eq. (6), Table V. At a client's first participation z_p = z_g, so l_k is the constant log 2 and the
-regulariser is left out. The code differs from the paper where a client is first sampled after
-round 1: its previous model is then the run's initial one (`first-use = "initial"`); and where the
-network has BatchNorm: its frozen models stay in training mode (`frozen-statistics = "batch"`), and
-all layers are drawn by fan-in (`init = "fan-in"`).
+regulariser is left out.
+
+The code differs from the paper in three ways, each available as an option. A client that is first
+sampled after round 1 has the run's initial model as its previous one (`first-use = "initial"`).
+Frozen models with BatchNorm stay in training mode (`frozen-statistics = "batch"`). All layers are
+initialised by fan-in (`init = "fan-in"`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -98,7 +100,7 @@ class FedIntR(LocalObjective):
         return ModelParts(projection_heads=self.projection_width)
 
     def first_previous(self, ctx: RoundContext) -> Arrays | None:
-        """As `first-use` says, from round 2 on."""
+        """The weights that `first-use` selects; None in round 1."""
         return previous_at_first_use(ctx, self.first_use)
 
     def layers(self, model: StagedModel) -> list[str]:

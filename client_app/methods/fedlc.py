@@ -5,7 +5,7 @@ arXiv 2209.00189.
 Aggregation: weighted average. Client state: none.
 z_c: logits; n_c: this client's samples of class c.
 
-The default is the loss of all public code: cross entropy of the calibrated logits
+The default is the loss in all public implementations: cross entropy of the calibrated logits
 a_c = z_c - tau n_c^(-1/4). `exclude-true = true` is the paper's loss, whose denominator leaves out
 the true class; it is unbounded below. A class without samples on this client has an infinite margin
 and drops out of the loss. Evaluation uses the uncalibrated logits.
@@ -62,7 +62,7 @@ class FedLC(LocalObjective):
     )
 
     def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
-        """Refuse clients with one class if the loss is the paper's: its denominator is empty."""
+        """ValueError if a client has one class under the paper's loss: an empty denominator."""
         alone = sorted(c for c, counts in label_counts.items() if sum(n > 0 for n in counts) == 1)
         if self.exclude_true and self.tau > 0 and alone:
             raise ValueError(

@@ -10,9 +10,9 @@ The global weights are frozen, but gradient flows through them into the local fe
 authors' code, the target q_j of the KL is not detached (`detach-target = true` detaches it), and
 there is no factor T^2.
 
-The authors' network has GroupNorm. Without normalisation the loss, theirs too, makes activations
-grow until ReLUs die and the model collapses: a warning before round 1 says so. `norm = "group"`
-adds GroupNorm to the plain CNNs.
+The authors' network has GroupNorm. Without normalisation this loss makes activations grow until
+ReLUs die and the model collapses, with the authors' code too. A warning before round 1 says so;
+`norm = "group"` adds GroupNorm to the plain CNNs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ class FedMLB(LocalObjective):
     )
 
     def warning(self, config: RunConfig, num_samples: Mapping[str, int]) -> str:
-        """Of a network without normalisation."""
+        """A warning if the network has no normalisation."""
         name, norm = config.model.model, config.model.norm
         if model_spec(name).norm_layer(norm):
             return ""

@@ -26,7 +26,7 @@ def not_true(z: Tensor, y: Tensor) -> Tensor:
     """The logits without the true class's, [B, C] -> [B, C - 1]."""
     batch, classes = z.shape
     others = torch.arange(classes - 1, device=z.device).expand(batch, -1)
-    return z.gather(1, others + (others >= y[:, None]).long())  # a mask would synchronise
+    return z.gather(1, others + (others >= y[:, None]).long())  # a mask would wait for the GPU
 
 
 def not_true_divergence(z: Tensor, z_g: Tensor, y: Tensor, tau: float) -> Tensor:

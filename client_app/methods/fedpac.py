@@ -50,7 +50,7 @@ def targets(prototypes: Tensor, is_known: Tensor, own_means: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FedPAC(Method):
-    """Feature alignment and classifier collaboration."""
+    """Features aligned with class prototypes; each head a mix of all clients' heads."""
 
     is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True

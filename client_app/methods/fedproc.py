@@ -7,9 +7,10 @@ z: a sample's 256 projected features, of unit length, which the classifier acts 
 prototype of class k, of unit length; t = 0, 1, ...: the round; T: the number of rounds.
 
 As in the authors' code, the projection is in line and of unit length, there is no temperature, and
-the loss is a_t CE + (1 - a_t) GPC with a_t = min(1, t / T), but CE alone at t = 0. (The project has
-the code, not the paper's text, to go by.) T is `schedule-rounds`, or the run's number of rounds
-(their code: 100). `schedule-rounds = 1` is a control: cross entropy alone, on FedProc's network.
+the loss is a_t CE + (1 - a_t) GPC with a_t = min(1, t / T), but CE alone at t = 0. The code is the
+only source here; the paper's text was not available. T is `schedule-rounds`, or the run's number of
+rounds (their code: 100). `schedule-rounds = 1` is a control: cross entropy alone, on FedProc's
+network.
 Prototypes are computed with the trained local model in eval mode on all samples without
 augmentation (their code: train mode, with augmentation).
 """

@@ -5,7 +5,8 @@ eq. (2): h(w; w_g) = F(w) + (mu / 2) ||w - w_g||^2.
 Aggregation: weighted average. Client state: none.
 Unlike in the paper, every client completes its local steps (no gamma-inexactness).
 `half = false` is the code behind FedRCL's tables: mu ||w - w_g||^2. `squared = false` is FedIntR's
-code, for its rows of FedProx: (mu / 2) sum_k ||w^k - w_g^k||, over the arrays w^k of the model.
+code, behind the FedProx rows of its tables: (mu / 2) sum_k ||w^k - w_g^k||, over the model's arrays
+w^k.
 """
 
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ class FedProx(LocalObjective):
     )
 
     def penalty(self, batch: Batch) -> Tensor:
-        """(mu / 2) ||w - w_g||^2, eq. (2), or as `half` and `squared` say."""
+        """(mu / 2) ||w - w_g||^2, eq. (2), or the variant set by `half` and `squared`."""
         distance_from = drift_from if self.squared else unsquared_drift_from
         distance = distance_from(batch.ctx.model, batch.ctx.received)
         return (self.mu / 2 if self.half else self.mu) * distance

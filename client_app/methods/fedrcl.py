@@ -14,13 +14,13 @@ anchors. `beta = 0` is FedSCL, eq. (2); `levels = "last"` is the ablation of Tab
 `pre-activation` takes each level before its final ReLU, as the authors' code does; the paper does
 not specify it.
 
-The second logarithm of eq. (5) is at least 1/tau, 20 for tau = 0.05, and that constant has no
-gradient: the losses here, and the penalty that a run records, are without it (minus beta/tau).
+The second logarithm of eq. (5) is at least 1/tau (20 for tau = 0.05). This constant has no
+gradient, so the losses here, and the penalty that a run records, omit it and are lower by beta/tau.
 
-The hard-mined loss collapses first and recovers late. From random weights at lr 0.1 all features
-point one way within about ten steps (cosines of different classes 0.99), with the authors' code
-too. Where all cosines are 1 its two terms are log 3 and beta log 2; the recovery takes thousands of
-steps, so a short run shows the collapse alone. `mining = "all"` does not collapse.
+With hard mining the features collapse at first and recover late, with the authors' code too. From
+random weights at lr 0.1 all features point in one direction within about ten steps (cosines of
+different classes 0.99), where the two terms are log 3 and beta log 2. Recovery takes thousands of
+steps, so a short run shows only the collapse. With `mining = "all"` the features do not collapse.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def divergence_penalty(s: Tensor, tau: float) -> Tensor:
 
 
 def rcl_all(phi: Tensor, y: Tensor, tau: float, threshold: float, beta: float) -> Tensor:
-    """L_RCL, eq. (5) minus beta/tau: mean over an anchor's positives, then anchors with any.
+    """L_RCL, eq. (5) minus beta/tau: mean over positives, then over anchors that have any.
 
     phi [B, C] of unit length, y [B]. 0, with gradient 0, without a positive in the batch.
     """

@@ -12,8 +12,8 @@ u_i: extractor of this client; v_i: its head; u_0: the shared extractor; h: the 
 
 Only arrays shaped like u_0 are sent, so u_i may be any architecture with the same representation
 width (`client-models`, or a node's own): docs/concepts/representation-regularisation.md lists the
-widths. Momentum and weight decay of the run's config apply to the steps on u_i and v_i; with both 0
-the steps are eqs. (6) and (7). The preset uses momentum 0.9; the paper's learning rates and batch
+widths. The run's momentum and weight decay apply to the steps on u_i and v_i; with both 0 the steps
+are exactly eqs. (6) and (7). The preset uses momentum 0.9. The paper's learning rates and batch
 size are in an appendix that is not public.
 """
 
@@ -78,7 +78,7 @@ class Extractor(nn.Module):
 
 @dataclass(frozen=True)
 class FedReCo(Method):
-    """Consensus at the representation."""
+    """A personal model whose representation is pulled towards the shared extractor's."""
 
     is_stateful: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True

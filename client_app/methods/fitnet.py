@@ -1,7 +1,7 @@
 """FedAvg + FitNet: distil pooled features of every stage from the global model (client half).
 
 Romero et al., "FitNets: Hints for Thin Deep Nets", ICLR 2015, arXiv 1412.6550, eq. (3), with the
-received global model as the teacher, as FedRCL's tables compare it.
+received global model as the teacher, as in FedRCL's tables.
 Aggregation: weighted average. Client state: none.
 
 FedRCL publishes no FitNet configuration. This is the generic feature distillation of its released

@@ -35,7 +35,7 @@ class LocalOnly(Method):
         return ctx.model
 
     def train(self, ctx: RoundContext) -> Update:
-        """Continue from the model of the last round."""
+        """Continue training the model of the last round; nothing is sent."""
         model, train = self.personal_model(ctx, ctx.state), ctx.config.train
         descent = train_part(ctx, model, "full", train.local_epochs, train.lr, stream="batches")
         return Update({}, descent.num_steps, descent.terms, state={"model": copy_of(model)})

@@ -2,17 +2,20 @@
 
 Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, arXiv 2103.16257.
 Aggregation: weighted average. Client state: the local model of the previous participation.
-z, z_g, z_p: what is compared, in the local, global and previous local model.
+z, z_g, z_p: the representation in the local, global and previous local model.
 
-`projection` chooses z. "none": the classifier's input. "mlp": MOON's paper and code, a projection
-of two layers before the classifier, which acts on z. "mlp-side": FedIntR's code (its rows of MOON),
-a projection head on the last stage's output, which only the contrast reads; the classifier keeps
-its own input. Either projection is averaged like the rest. `reduction = "batch"`, FedIntR's code
-too, takes the batch means of the cosines before eq. (3).
+`projection` chooses z:
+"none": the classifier's input;
+"mlp": the output of a two-layer projection before the classifier, as in MOON's paper and code;
+"mlp-side": the output of a projection head on the last stage, which only the contrast reads, as in
+FedIntR's code, which produced the MOON rows of FedIntR's tables.
+Either projection is averaged like the rest of the model. `reduction = "batch"`, also from FedIntR's
+code, averages the cosines over the batch before eq. (3).
 
-At a client's first participation the previous model is the global model, so the term is the
-constant mu log 2 and is left out (`first-use = "received"`). From round 2 on it is the run's
-initial model with "initial" (FedIntR's code), and random weights with "official" (MOON's code).
+At a client's first participation the previous model is the global model (`first-use = "received"`),
+so the term is the constant mu log 2 and is left out. A client that is first sampled after round 1
+has the run's initial model instead with "initial" (FedIntR's code), and random weights with
+"official" (MOON's code).
 """
 
 from collections.abc import Mapping
@@ -29,7 +32,7 @@ from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, more_than, one_of, option
 
-PROJECTION_WIDTH = 256  # outputs of a projection head, as of the projection in line
+PROJECTION_WIDTH = 256  # outputs of the side branch, as many as of the projection in line
 
 
 def model_contrastive_loss(
@@ -37,7 +40,8 @@ def model_contrastive_loss(
 ) -> Tensor:
     """l_con, eq. (3), mean over the batch, a scalar > 0. Gradient flows through `z` only.
 
-    z, z_g and z_p: [B, d], row b of each is sample b. reduction: "batch" means the cosines first.
+    z, z_g and z_p: [B, d], row b of each is sample b. reduction: "batch" averages the cosines over
+    the batch before the equation.
     """
     s_g = F.cosine_similarity(z, z_g.detach(), dim=1)  # [B]
     s_p = F.cosine_similarity(z, z_p.detach(), dim=1)
@@ -90,7 +94,7 @@ class MOON(LocalObjective):
         return ModelParts(projection=self.projection)
 
     def first_previous(self, ctx: RoundContext) -> Arrays | None:
-        """As `first-use` says, from round 2 on."""
+        """The weights that `first-use` selects; None in round 1."""
         return previous_at_first_use(ctx, self.first_use)
 
     def layers(self, model: StagedModel) -> list[str]:

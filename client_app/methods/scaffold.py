@@ -1,9 +1,9 @@
 """SCAFFOLD: correct every step by the client's control variate (client half).
 
 Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020,
-arXiv 1910.06378, Algorithm 1, option II. Server half: strategies/scaffold.py, which holds c.
+arXiv 1910.06378, Algorithm 1, option II. Server half: strategies/scaffold.py, which stores c.
 Aggregation: weighted average of the models, and of the control variates with the same weights.
-Client state: the control variate c_i, the one before it, and the round that made it.
+Client state: the control variate c_i, the one before it, and the round in which c_i was computed.
 w: the model received; w_i: the trained model; K: the number of steps; eta: their learning rate.
 
 Only parameters have control variates; buffers have none. The server tells each client the last
@@ -13,13 +13,13 @@ to the previous c_i, so that c remains the weighted mean of all c_i.
 The paper uses plain SGD. With momentum rho, `momentum-form = "corrected"` (default) accumulates the
 corrected gradients in the momentum and replaces K by K_rho, the total weight that the momentum
 steps give the K gradients. `niid-bench`, the benchmark of MOON's authors, accumulates the raw
-gradients, corrects the parameters after each step, outside the momentum, and uses K: its c_i is up
-to 1 / (1 - rho) times larger, because its correction is not multiplied by the momentum.
+gradients, corrects the parameters after each step, outside the momentum, and uses K. Its c_i is up
+to 1 / (1 - rho) times larger, because momentum does not amplify its correction.
 
-It diverges where eta K is too large: c_i is a gradient of the last round, and the further a client
+It diverges if eta K is too large: c_i is a gradient of the last round, and the further a client
 moves, the larger the next c_i. The paper's theorems bound eta by a constant over K. A client with
-few steps has a noisy c_i. Where the clients' numbers of steps differ by more than ten times, a
-warning before round 1 says so; `batches-per-epoch` gives all of them the same number.
+few steps has a noisy c_i. If the clients' numbers of steps differ by a factor of more than ten, a
+warning is logged before round 1; `batches-per-epoch` gives all clients the same number.
 """
 
 import logging
@@ -40,7 +40,7 @@ from protocol.messages import Arrays
 from protocol.options import more_than, one_of, option
 
 log = logging.getLogger("keel.client")
-MAX_STEP_RATIO = 10  # between clients; more is worth a warning
+MAX_STEP_RATIO = 10  # largest over smallest number of steps of a client, without a warning
 
 
 def momentum_steps(num_steps: int, momentum: float) -> float:
@@ -57,7 +57,7 @@ def next_control_variate(c_i: Tensor, c: Tensor, w: Tensor, w_i: Tensor, k_eta: 
 def accepted_control_variate(ctx: RoundContext) -> Arrays:
     """c_i of the last update that was aggregated; {} for zeros.
 
-    State: "control" was made in round "control-made" from "control-before".
+    State: "control" was computed in round "control-made" from "control-before".
     """
     if not ctx.state:
         return {}
@@ -74,7 +74,7 @@ def accepted_control_variate(ctx: RoundContext) -> Arrays:
 
 @dataclass(frozen=True)
 class Scaffold(LocalObjective):
-    """Control variates."""
+    """Local SGD whose gradients are corrected by control variates."""
 
     is_stateful: ClassVar[bool] = True
     supports_server_optimizer: ClassVar[bool] = False
@@ -98,7 +98,7 @@ class Scaffold(LocalObjective):
     )
 
     def warning(self, config: RunConfig, num_samples: Mapping[str, int]) -> str:
-        """Of numbers of steps that differ by more than `MAX_STEP_RATIO` times."""
+        """A warning if the numbers of steps differ by a factor of more than `MAX_STEP_RATIO`."""
         train = config.train
         steps = {
             client: train.local_epochs * -(-n // batch_size_for(n, train))
@@ -114,7 +114,7 @@ class Scaffold(LocalObjective):
         )
 
     def train(self, ctx: RoundContext) -> Update:
-        """Algorithm 1, lines 6 to 13."""
+        """Algorithm 1, lines 7 to 14."""
         train, model = ctx.config.train, ctx.model
         model.load_state_dict(ctx.received)
         model.train().requires_grad_(True)
@@ -127,7 +127,7 @@ class Scaffold(LocalObjective):
         }
         corrections = [c[name] - c_i[name] for name in parameters]
 
-        def correct_gradients() -> None:  # line 9: g - c_i + c
+        def correct_gradients() -> None:  # line 10: g - c_i + c
             pairs = zip(parameters.values(), corrections, strict=True)
             moved = [(p.grad, correction) for p, correction in pairs if p.grad is not None]
             torch._foreach_add_([g for g, _ in moved], [correction for _, correction in moved])
