@@ -60,7 +60,7 @@ def squared_distance(w: list[Tensor], w_g: list[Tensor]) -> Tensor:
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that require a gradient, by name.
 
-    All of stacked clients' (client_app/stacked.py), which are tensors that do not say so.
+    All parameters for stacked clients (client_app/stacked.py), whose tensors do not carry the flag.
     """
     named: dict[str, Tensor] = dict(model.named_parameters())
     return {n: p for n, p in named.items() if p.requires_grad} or named

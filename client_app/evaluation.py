@@ -12,7 +12,7 @@ from client_app.samples import Samples
 
 @dataclass(frozen=True)
 class Score:
-    """accuracy in [0, 1] and mean loss over `num_examples` samples."""
+    """Accuracy in [0, 1] and mean cross entropy over `num_examples` samples."""
 
     accuracy: float
     loss: float
@@ -23,7 +23,7 @@ class Score:
 def evaluate(model: nn.Module, samples: Samples, precision: str = "fp32") -> Score:
     """The model's score in eval mode; its mode is restored. ValueError without samples.
 
-    precision: of training; see `of_evaluation`.
+    precision: the precision of training; see `of_evaluation`.
     """
     if len(samples) == 0:
         raise ValueError("there are no samples to evaluate on")

@@ -1,4 +1,4 @@
-"""Representations of a client's samples in frozen models: computed once a round, then looked up."""
+"""Representations of a client's samples in frozen models, cached for one round."""
 
 import logging
 from collections.abc import Callable
@@ -15,9 +15,9 @@ log = logging.getLogger("keel.client")
 class FrozenFeatureCache:
     """The outputs of `compute` for every batch, cached by sample and augmentation variant.
 
-    After the first epoch each batch is a look-up. Where `cache-mb`, which all caches of a client's
-    round share, is used up, or augmentation has too many variants, outputs are computed again for
-    every batch, with the same result.
+    After the first epoch each batch is a look-up. If `cache-mb`, which all caches of a client's
+    round share, is used up, or augmentation has too many variants, outputs are computed for every
+    batch, with the same result.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class FrozenFeatureCache:
         self.client, self.networks = ctx.client, ctx.networks
         self.budget_mb = ctx.config.train.cache_mb
         self.is_cached = is_read_again and self.variants > 0 and self.budget_mb > 0
-        self.plan: BatchPlan | None = None  # whose first `num_filled` steps are cached
+        self.plan: BatchPlan | None = None  # the plan whose first `num_filled` steps are cached
         self.num_filled = 0
         self.rows: list[Tensor] = []  # one tensor for each output, [variants * num_samples, ...]
         self.caches = ctx.caches  # of this client's round, this one among them
@@ -100,7 +100,7 @@ class FrozenFeatureCache:
         return True
 
 
-# Rows are cached in the order of their memory: looking up others takes ten times as long.
+# Rows are cached in channels-last order, as in memory: other look-ups take ten times as long.
 def _channels_last(t: Tensor) -> Tensor:
     return t.permute(0, 2, 3, 1) if t.dim() == 4 else t
 

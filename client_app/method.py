@@ -46,17 +46,17 @@ class Update:
 class Method:
     """The client half of a method."""
 
-    # Capability flags: all that the rest of Keel knows of a method. They are read without importing
+    # Capability flags: all that the rest of Keel knows about a method. Read without importing
     # this package (protocol/catalogue.py), so a subclass sets them to literals, or lets them follow
     # a boolean option with `when_option` and `unless_option` of protocol.options.
     #
-    # `Update.state` holds client state, without which a client cannot take part again.
+    # `Update.state` is client state, without which a client cannot take part again.
     is_stateful: ClassVar[bool] = False
     # Each client is evaluated with a model of its own (`personal_model`).
     is_personal: ClassVar[bool] = False
-    # The personal model is trained from the newest global arrays, so evaluated after aggregation.
+    # The personal model is made from the newest global arrays, so evaluated after aggregation.
     is_adapted_from_global: ClassVar[bool] = False
-    # The server holds a whole model (FedReCo's holds only a shared extractor).
+    # The server has a whole model (FedReCo's has only a shared extractor).
     has_global_model: ClassVar[bool] = True
     # `Update.arrays` are weights (FedReCo's are gradients, those of `local` are empty).
     sends_weights: ClassVar[bool] = True
@@ -66,15 +66,15 @@ class Method:
     supports_mixed_architectures: ClassVar[bool] = False
     # `Update.arrays` is clipped and noised if `privacy.epsilon` > 0.
     supports_privacy: ClassVar[bool] = False
-    # The server may take any aggregation and any server optimizer.
+    # Works with any aggregation and any server optimizer.
     supports_server_optimizer: ClassVar[bool] = True
-    # The average may be weighted by examples and uniformly; else by `default_weighting` alone.
+    # Both weightings are allowed; otherwise only `default_weighting`.
     supports_weighting: ClassVar[bool] = True
     # Running statistics of BatchNorm are trained and averaged.
     supports_batch_norm: ClassVar[bool] = True
-    # strategies/<name>.py holds the server half; else it is `strategies.Average`.
+    # The server half is in strategies/<name>.py; otherwise it is `strategies.Average`.
     has_own_server_half: ClassVar[bool] = False
-    # `weighting = "auto"`, "examples" or "uniform": the paper's.
+    # What `weighting = "auto"` means: the paper's weighting, "examples" or "uniform".
     default_weighting: ClassVar[str] = "examples"
     # What is sent and averaged: "model", "extractor" (all but the classifier) or "nothing".
     shared_part: ClassVar[str] = "model"
@@ -86,7 +86,7 @@ class Method:
     paper: ClassVar[str] = ""
     regularises: ClassVar[str] = "nothing"
     client_state: ClassVar[str] = "nothing"
-    # forward passes beside the local model's, for each step, before caching
+    # Forward passes per step in addition to the local model's, before caching.
     extra_forwards: ClassVar[str] = "0"
 
     def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
@@ -98,7 +98,7 @@ class Method:
         return ""
 
     def warning(self, config: RunConfig, num_samples: Mapping[str, int]) -> str:
-        """What is known to go wrong with this run, one line, before round 1; "" for nothing.
+        """A known problem with this run's config, one line, logged before round 1; "" for none.
 
         num_samples: training samples of each client, by name.
         """

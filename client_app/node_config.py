@@ -1,4 +1,4 @@
-"""What a client's node config determines: its name, data, network and where its state is."""
+"""What a client's node config determines: its name, data, network and state folder."""
 
 import os
 import re
@@ -39,8 +39,8 @@ def own_splits(
 ) -> tuple[ImageSplit, ImageSplit]:
     """(training, local test) images and labels of this client; labels alone without `with_images`.
 
-    From its own data where its node config names a `source`; else its partition of the run's data
-    set. Labels are the run's (`data`). ValueError, naming what differs, where the two do not agree.
+    From its own data if its node config names a `source`; otherwise its partition of the run's data
+    set. Labels are the run's (`data`). ValueError, naming what differs, if the two disagree.
     """
     if "source" in node_config:
         source = open_source(config, str(node_config["source"]))
@@ -102,16 +102,16 @@ def own_architecture(config: RunConfig, node_config: NodeConfig) -> str:
 
 
 def clients_folder() -> Path:
-    """The state of deployed clients, one folder a run; usually a volume of its own."""
+    """The state of deployed clients, one folder per run; usually on a volume of its own."""
     return keel_home() / "clients"
 
 
 def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
     """Where this client's state of this run is stored.
 
-    In deployment under `state-dir` of its node config or in $KEEL_HOME/clients, by the name of the
-    run directory, which a resumed run keeps (Flower's run id changes); in simulation in the run
-    directory, where that is on this machine. ValueError for a `run-dir` that leads elsewhere.
+    In deployment, under `state-dir` of its node config or in $KEEL_HOME/clients, by the name of the
+    run directory, which does not change on a resume (Flower's run id does). In simulation, in the
+    run directory, if that is on this machine. ValueError for a `run-dir` outside of these.
     """
     client, sent = client_name(node_config), request.run_dir
     run, is_path = Path(sent).name, Path(sent).is_absolute()
@@ -126,6 +126,6 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
         return StateFolder(Path(str(node_config["state-dir"])) / run / client, max_ahead)
     if is_path and Path(sent).is_dir():
         if not (Path(sent) / "config.json").is_file():
-            raise ValueError(f"run-dir = {sent[:200]!r}: is no run directory (no config.json)")
+            raise ValueError(f"run-dir = {sent[:200]!r}: is not a run directory (no config.json)")
         return StateFolder(Path(sent) / "clients" / client, max_ahead, memories.get(Path(sent)))
     return StateFolder(clients_folder() / run / client, max_ahead)

@@ -67,7 +67,7 @@ class LocalObjective(Method):
         return outputs
 
     def begin_round(self, ctx: RoundContext) -> Any:
-        """What is computed once per round, before training; each batch has it as `prepared`."""
+        """Computed once per round, before training; each batch has the result as `prepared`."""
         return None
 
     def first_previous(self, ctx: RoundContext) -> Arrays | None:
@@ -96,7 +96,7 @@ class LocalObjective(Method):
         return self.finish(train_on_objective(self, ctx), ctx)
 
     def finish(self, update: Update, ctx: RoundContext) -> Update:
-        """What is done with the update after local training; `ctx.model` is the trained model.
+        """Postprocess the update after local training; `ctx.model` is the trained model.
 
         Unlike an override of `train`, it lets the clients of a worker train together
         (`clients-per-step`).

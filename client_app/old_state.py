@@ -12,19 +12,19 @@ DAY_S = 86400.0
 class OldState:
     """Deletes the client state of runs that have ended, when this process has run for a day.
 
-    A run's age is the time from its newest write to the newest of all runs, so that neither a wrong
-    clock nor a long pause of everything makes state old; the newest run is never deleted. Clocks
-    that jump make files of the future: besides, this process has to have seen the run unchanged for
-    a day by the monotonic clock, and its age by the clock has to agree.
+    A run's age is the time from its newest write to the newest write of any run, so that neither a
+    wrong clock nor a long pause of all runs makes state old; the newest run is never deleted. A
+    clock that jumps can date files in the future. Therefore the age by the clock must also exceed
+    the limit, and this process must have seen the run unchanged for a day by the monotonic clock.
     """
 
     def __init__(self, folder: Path, days: float) -> None:
-        """folder: holds a folder a run. days: runs older than this are deleted; 0: none."""
+        """folder: contains one folder per run. days: older runs are deleted; 0: none are."""
         self.folder, self.min_age_s = folder, days * DAY_S
         self.seen: dict[Path, tuple[float, float]] = {}  # run: (newest write, monotonic time)
 
     def delete(self) -> None:
-        """Delete what is old now."""
+        """Delete the state of runs that are old now."""
         if self.min_age_s <= 0 or not self.folder.is_dir():
             return
         written = {
@@ -41,7 +41,7 @@ class OldState:
                 shutil.rmtree(run)
 
     def watch(self) -> None:
-        """Look every hour, for ever; in a thread."""
+        """Call `delete` every hour, forever; to be run in a thread."""
         while True:
             try:
                 self.delete()

@@ -1,6 +1,6 @@
 """Precision of training: float32, TF32 in a GPU's matrix products, or bfloat16 forward passes.
 
-Weights, gradients and losses are float32 throughout; so is evaluation, but in TF32 under "auto".
+Weights, gradients and losses are float32 throughout. Evaluation is too, or TF32 under "auto".
 Networks are in channels-last memory in every precision.
 """
 
@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-auto_min_parameters = 1_000_000  # below, conversions cost what bfloat16 saves: docs/results/gpu.md
+auto_min_parameters = 1_000_000  # below, converting costs what bfloat16 saves: docs/results/gpu.md
 
 
 def resolved(precision: str, num_parameters: int, device: torch.device) -> str:

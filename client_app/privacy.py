@@ -1,4 +1,4 @@
-"""What makes a release private before it leaves the client: clip, round to a grid, add noise."""
+"""Makes a release private before it leaves the client: clips, rounds to a grid, adds noise."""
 
 import os
 from fractions import Fraction
@@ -16,12 +16,12 @@ Arrays = dict[str, Tensor]
 
 
 def random_words(num: int) -> npt.NDArray[np.uint64]:
-    """Random words of the operating system."""
+    """`num` random 64-bit words from the operating system."""
     return np.frombuffer(os.urandom(8 * num), np.uint64)
 
 
 def seeded_words(seed: int) -> Words:
-    """Words that repeat with the seed, for simulation."""
+    """A source of random 64-bit words that repeats with the seed, for simulation."""
     generator = np.random.default_rng(seed)
     return lambda num: generator.integers(0, 2**64, num, dtype=np.uint64)
 
@@ -32,7 +32,7 @@ def clip_to_grid(
     """The values, scaled by min(1, max_norm / their 2-norm), in whole steps (a power of two).
 
     Rounded towards zero; that the norm is at most max_norm is checked in whole numbers. Values
-    that are not finite count as zeros: refusing them would tell something about the data.
+    that are not finite make all values zero: a refusal would reveal something about the data.
     """
     if not np.isfinite(values).all():
         values = np.zeros_like(values)
@@ -47,7 +47,7 @@ def clip_to_grid(
 
 
 def privatise(arrays: Arrays, ctx: RoundContext) -> Arrays:
-    """The arrays clipped and noised as `privacy.*` says; unchanged with epsilon 0.
+    """The arrays, clipped and noised as `privacy.*` specifies; unchanged with epsilon 0.
 
     Every value is a multiple of `granularity`; beyond 2^24 multiples it is rounded to the nearest
     float32, which is one too. In simulation the noise comes from (seed, round, client), so a run

@@ -1,4 +1,4 @@
-"""What a process reuses for all the clients that it simulates or serves: networks and samples.
+"""What a process reuses for all clients that it simulates or serves: networks and samples.
 
 Nothing here belongs to a client: a run gives the same result whichever process trains whom.
 """
@@ -18,7 +18,7 @@ from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, DatasetSpec, RoundRequest
 
-# As this process found it: OMP_NUM_THREADS, which Ray sets to a client's share, or all cores.
+# At import: OMP_NUM_THREADS, which Ray sets to a client's share, or all cores.
 available_threads = torch.get_num_threads()
 
 samples_cache_bytes = 256 * 2**20  # in each process
@@ -33,8 +33,8 @@ def compile_passes(model: StagedModel, device: torch.device) -> None:
     kind, variable, names = "C++", "CXX", ["g++"]
     if device.type == "cuda":
         kind, variable, names = "C", "CC", ["gcc", "clang"]
-    if given := os.environ.get(variable):
-        names = shlex.split(given)[:1]  # of "ccache g++" too
+    if command := os.environ.get(variable):
+        names = shlex.split(command)[:1]  # the first word of "ccache g++"
     if not any(shutil.which(name) for name in names):
         raise ValueError(
             f"compile = true: torch needs a {kind} compiler on {device.type}, and there is no "
@@ -45,7 +45,7 @@ def compile_passes(model: StagedModel, device: torch.device) -> None:
 
 
 class ProcessCache:
-    """Builds each network once a process and lends it to one client after the other."""
+    """Builds each network once per process and lends it to one client after the other."""
 
     def __init__(self) -> None:
         keep_freed_memory()
@@ -92,7 +92,7 @@ class ProcessCache:
     def network(
         self, config: RunConfig, data: DatasetSpec, name: str, slot: str, device: torch.device
     ) -> StagedModel:
-        """The network `name` of this run: one instance a slot ("local", "global", ...)."""
+        """The network `name` of this run: one instance per slot ("local", "global", ...)."""
         self._clear_for_run(config, data, device)
         if (name, slot) not in self._networks:
             model = build_network(config, data.image_shape, data.num_classes, name)

@@ -1,7 +1,7 @@
 """A client's samples as tensors on its training device; a batch is an index into them.
 
-A training is planned before its first step: every draw is made on the CPU, and uploaded at once, so
-that no step waits for the device.
+Local training is planned before its first step: all random draws are made on the CPU and uploaded
+together, so that no step waits for the device.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ class Pixels:
         """[B, C, H, W] of pixels 0..255, any dtype, as float32 in channels-last memory."""
         batch, channels, height, width = images.shape
         scale, shift = _scale_and_shift(self, width, images.device)
-        # whole rows of interleaved channels: faster on a CPU than three numbers at a time
+        # whole rows of interleaved channels: on a CPU faster than one pixel at a time
         rows = images.permute(0, 2, 3, 1).reshape(batch, height, width * channels)
         x = rows.to(torch.float32, copy=True).mul_(scale).sub_(shift)
         return x.view(batch, height, width, channels).permute(0, 3, 1, 2)
@@ -102,7 +102,7 @@ class Step:
     """One batch. x [B, C, H, W] normalised and augmented, y [B]; both on the training device.
 
     index [B] and variant [B], on the CPU: as in `BatchPlan`. It is step `number`, in epoch `epoch`,
-    of `plan`; None: it was made by hand.
+    of `plan`; None: of no plan.
     """
 
     x: Tensor

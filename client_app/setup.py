@@ -1,4 +1,4 @@
-"""From a config to its data source, partition and network, the same on server and clients."""
+"""The data source, partition and network of a config; the same on server and clients."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -128,7 +128,7 @@ def build_network(
     return model.to(memory_format=torch.channels_last)
 
 
-@lru_cache(maxsize=4)  # the roster asks once a client, of networks that are the same
+@lru_cache(maxsize=4)  # the roster needs it for every client, and the networks are the same
 def representation_width(config: RunConfig, model: StagedModel) -> int:
     """Entries of the representation of one image where the method splits the network."""
     split = method_of(config).split_stage(model)

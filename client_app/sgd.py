@@ -1,7 +1,7 @@
 """SGD with momentum and weight decay in one fused kernel, bit-identical to torch.optim.SGD.
 
-That class imports torch's compiler, which takes 1 to 2 seconds in every new process, and in
-deployment every message starts a process; the kernel behind it (`fused=True`) does not.
+torch.optim imports torch's compiler, which takes 1 to 2 seconds in every new process, and in
+deployment every message starts one. The kernel behind `fused=True` does not need that import.
 """
 
 from collections.abc import Sequence

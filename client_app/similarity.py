@@ -33,7 +33,7 @@ def flat_features(z: Tensor) -> Tensor:
 
 
 def rounding(mean: Tensor, batch_size: int) -> Tensor:
-    """The norm that rounding leaves of equal rows once their mean [P] is subtracted, a scalar."""
+    """Bound on the norm of equal rows minus their mean [P], which only rounding makes, a scalar."""
     length: Tensor = mean.norm()
     return 4 * torch.finfo(mean.dtype).eps * math.sqrt(batch_size) * length
 
@@ -41,7 +41,7 @@ def rounding(mean: Tensor, batch_size: int) -> Tensor:
 def inverse(length: Tensor, power: float = 1.0) -> Tensor:
     """1 / length^power, a scalar; 0, with gradient 0, for a negligible length.
 
-    Negligible is below the square root of the smallest number: the gradient has 1 / length^2.
+    Negligible: below the square root of the smallest number, as the gradient has 1 / length^2.
     """
     counts = length > math.sqrt(torch.finfo(length.dtype).tiny)
     return torch.where(counts, torch.where(counts, length, 1.0) ** -power, 0.0)
@@ -56,9 +56,10 @@ def alignment(x: Tensor, y: Tensor) -> Tensor:
 
 
 def linear_view(z: Tensor) -> Tensor:
-    """The part of linear CKA that one representation z [B, ...] determines; X: z, flat and centred.
+    """The factor of linear CKA that depends on one representation z [B, ...] alone.
 
-    X X' / ||X X'||_F, [B, B]; for a narrow z X / sqrt(||X'X||_F), [B, P], which is cheaper then.
+    With X, z flattened and centred: X X' / ||X X'||_F, [B, B]; if z is narrow, X / sqrt(||X'X||_F),
+    [B, P], which is then cheaper.
     All zeros if z is constant over the batch (B = 1, dead units), up to rounding.
     """
     x = flat_features(z)
@@ -80,7 +81,7 @@ def linear_alignment(x: Tensor, y: Tensor) -> Tensor:
 
     Invariant to orthogonal transforms and isotropic scaling of either.
 
-    Views of representations of unlike widths may differ in form: a narrow one is then brought to
+    If the views differ in form, because only one representation is narrow, its view is replaced by
     its Gram matrix.
     """
     if (x.shape[0] == x.shape[1]) != (y.shape[0] == y.shape[1]):

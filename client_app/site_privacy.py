@@ -1,7 +1,7 @@
-"""A site's own privacy limits and ledger: they bind the server, whatever it asks for.
+"""A site's own privacy limits and ledger, which bind the server whatever it requests.
 
-Limits stand in the node config or the environment of the client; of two the stricter holds. A
-resident worker trusts its own environment: its node config passes through the ClientApp process.
+Limits are set in the client's node config or environment; the stricter one applies. A resident
+worker can trust only its environment: its node config passes through the ClientApp process.
 
 privacy-min-noise-multiplier  KEEL_PRIVACY_MIN_NOISE_MULTIPLIER  least sigma / (2 clip-norm)
 privacy-max-clip-norm         KEEL_PRIVACY_MAX_CLIP_NORM         greatest clip-norm
@@ -36,7 +36,7 @@ DEFAULTS = {
 
 
 class PrivacyRefused(ValueError):
-    """The server asks for more than the site allows."""
+    """The server requests more than the site allows."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def variable_of(key: str) -> str:
 
 
 def site_limits(node_config: NodeConfig) -> SiteLimits:
-    """The limits in node config and environment; ValueError for one that is not a number > 0."""
+    """The limits in node config and environment; PrivacyRefused for one that is not > 0."""
     values, is_set = [], False
     for key, default in DEFAULTS.items():
         found = [node_config.get(key), os.environ.get(variable_of(key)) or None]
@@ -65,15 +65,15 @@ def site_limits(node_config: NodeConfig) -> SiteLimits:
         is_set |= bool(numbers)
         strictest = max if key == "privacy-min-noise-multiplier" else min
         values.append(strictest(numbers, default=default))
-    said = [node_config.get("privacy-metrics"), os.environ.get(variable_of("privacy-metrics"))]
-    stated = [value for value in said if value]
+    settings = [node_config.get("privacy-metrics"), os.environ.get(variable_of("privacy-metrics"))]
+    stated = [value for value in settings if value]
     allows_exact = bool(stated) and all(value == "exact" for value in stated)
-    least, clip, epsilon, delta = values
-    return SiteLimits(least, clip, epsilon, delta, allows_exact, is_set)
+    min_multiplier, clip, epsilon, delta = values
+    return SiteLimits(min_multiplier, clip, epsilon, delta, allows_exact, is_set)
 
 
 def positive(key: str, value: object) -> float:
-    """The number; ValueError naming the key if it is none, or not > 0."""
+    """`value` as a number; PrivacyRefused naming the key unless it is a number > 0."""
     try:
         number = float(str(value))
     except ValueError:
@@ -84,12 +84,12 @@ def positive(key: str, value: object) -> float:
 
 
 def multiplier_of(privacy: PrivacyConfig) -> float:
-    """Noise over the largest distance of two releases, 2 clip-norm, also where it is `central`."""
+    """Standard deviation of the noise over 2 clip-norm, whatever `privacy.sensitivity` is."""
     return noise_sigma(privacy) / (2 * privacy.clip_norm)
 
 
 def check_limits(config: RunConfig, node_config: NodeConfig) -> None:
-    """PrivacyRefused, one line: key, what is asked for, what this site allows."""
+    """PrivacyRefused, one line, if the run is beyond a limit: key, value, what this site allows."""
     limits, privacy = site_limits(node_config), config.privacy
     if not limits.is_set:
         return
@@ -120,8 +120,8 @@ def check_limits(config: RunConfig, node_config: NodeConfig) -> None:
 class Ledger:
     """Every noised release of one data set, over all runs, servers and restarts.
 
-    One file under $KEEL_HOME/privacy for each `source`, so that another name of the client does not
-    open a new one. Runs without noise are not in it.
+    One file under $KEEL_HOME/privacy for each `source`, so that renaming the client does not start
+    a new one. Runs without noise are not recorded.
     """
 
     def __init__(self, node_config: NodeConfig) -> None:
@@ -137,7 +137,7 @@ class Ledger:
         entries, num_damaged = read_chained(self.path, allows_old=False)
         if num_damaged:
             raise PrivacyRefused(
-                f"{self.path}: {num_damaged} lines are damaged: what this site spent is not known; "
+                f"{self.path}: {num_damaged} lines are damaged: the budget spent is unknown; "
                 "restore the file from a backup"
             )
         return float(sum(entry["multiplier"] ** -2 for entry in entries))

@@ -45,9 +45,9 @@ def train_part(
 ) -> Descent:
     """Epochs of cross entropy on one part of the model: head, extractor or full.
 
-    The rest is frozen; a frozen extractor is in eval mode, so that BatchNorm's statistics stay too.
-    momentum: the run's if None; with another one there is no weight decay, as in the fine-tuning
-    that asks for it. decays: as the run's learning rate does.
+    The rest is frozen; a frozen extractor is in eval mode, so that BatchNorm's statistics do not
+    change either. momentum: the run's if None; otherwise there is no weight decay, as in FedBABU's
+    fine-tuning. decays: whether lr decays like the run's.
     """
     trained: nn.Module = {"head": model.classifier, "extractor": model.stages, "full": model}[part]
     model.eval().requires_grad_(False)

@@ -2,11 +2,12 @@
 
 A file is one version, the whole state after one round: `round-00012-<digest>.safetensors`. It is
 written under another name and renamed, so that an interrupted process leaves the old versions
-intact; the digest of its content is in its name, so that damage is noticed. Versions that the
-server could still resume from are kept: an earlier round can be trained again, with the same
-result. A server that asks for a round before those has lost its place: it is refused.
+intact; the digest of its content is in its name, so that damage is noticed. Versions that a resume
+of the server may need are not deleted: an earlier round can be trained again, with the same result.
+A server that requests a round before those has lost its run directory or checkpoints: it is
+refused.
 
-A run of the inline engine with `snapshot-every` > 1 holds the newest versions in memory and writes
+A run of the inline engine with `snapshot-every` > 1 has the newest versions in memory and writes
 them in the rounds that it may resume from.
 """
 
@@ -46,14 +47,14 @@ class StateMemory:
         self.newest = {}
 
 
-# By run directory, of the runs whose server is in this process and holds client state in memory.
+# By run directory: client state in memory, of runs whose server is in this process.
 memories: dict[Path, StateMemory] = {}
 
 
 class StateFolder:
     """The versions of one client's state in one run.
 
-    max_ahead: rounds that a resume may ask for again. memory: holds the newest version, if any.
+    max_ahead: rounds that a resume may repeat. memory: has the newest version, if not None.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class StateFolder:
 
         last_accepted_round: the last round in which this client's update was aggregated; 0: none.
         ValueError if a version is newer by more rounds than a resume repeats: the server has lost
-        its place. A damaged version is renamed to `*.damaged` and the next older one is read, with
+        its state. A damaged version is renamed to `*.damaged` and the next older one is read, with
         a warning. ValueError if only damaged versions are left, or none although the client has
         trained: lost state is never replaced silently. A file `reset-state` in the folder allows
         either once; the round that follows renames it, and may be trained again.
@@ -83,9 +84,9 @@ class StateFolder:
                 raise ValueError(
                     f"{behind} and keeps it: resume the run from a newer checkpoint, or create the "
                     f"file {self.folder / reset_markers[0]} on this client's machine to set the "
-                    "newer state aside and let it go back"
+                    "newer state aside and let it return to that round"
                 )
-            log.warning("%s: it goes back, as an operator has allowed", behind)
+            log.warning("%s: it returns to that round, as an operator has allowed", behind)
         for round_, path in reversed(self._versions()):
             if round_ >= before_round:
                 continue
@@ -113,7 +114,7 @@ class StateFolder:
         return {}
 
     def _check_reset(self, before_round: int, lost: str) -> None:
-        """ValueError unless the operator has allowed to reset the lost state."""
+        """ValueError unless the operator has allowed a reset of the lost state."""
         found = [reset_record.fullmatch(p.name) for p in self.folder.glob("*-*")]
         was_reset = before_round <= max((int(m[1]) for m in found if m), default=0)
         if not was_reset and not self._is_reset_allowed():
@@ -121,9 +122,9 @@ class StateFolder:
             raise ValueError(
                 f"{lost}: restore it from a backup, or create the file "
                 f"{self.folder / reset_markers[0]} on this client's machine to let it start again "
-                "without"
+                "without state"
             )
-        log.warning("%s: the client starts again without, as an operator has allowed", lost)
+        log.warning("%s: the client starts again without state, as an operator has allowed", lost)
 
     def _is_reset_allowed(self) -> bool:
         return any((self.folder / name).exists() for name in reset_markers)
@@ -131,7 +132,7 @@ class StateFolder:
     def save(self, round_: int, groups: Groups) -> None:
         """Write the version of this round; it replaces those that a resume repeats.
 
-        Even newer ones are set aside, as `*.set-aside`. Do not modify the arrays later.
+        Versions newer than that are renamed to `*.set-aside`. Do not modify the arrays later.
         """
         if self.memory is not None:
             self.memory.newest[self.folder] = (round_, groups)
@@ -157,7 +158,7 @@ class StateFolder:
                 (self.folder / name).rename(self.folder / f"state-was-reset-{round_:05d}")
 
     def prune(self, checkpoint_round: int) -> None:
-        """Delete versions that no resume can need: before the newest one <= checkpoint_round."""
+        """Delete versions older than the newest one <= checkpoint_round: no resume needs them."""
         if self.memory is not None:  # `StateMemory.write` does
             return
         usable = [path for r, path in self._versions() if r <= checkpoint_round]

@@ -17,7 +17,7 @@ from protocol.messages import Arrays
 
 @dataclass
 class MeanTerms:
-    """Sums of loss terms over samples, on the device: reading them waits, so it is done once."""
+    """Sums of loss terms over samples, on the device; read once, because reading waits."""
 
     sums: dict[str, Tensor]
     num_samples: int = 0
@@ -84,8 +84,8 @@ def descend(
     terms_of: the loss terms of one batch, scalars by name. lr: before the run's decays; constant,
     as a method's own learning rate, if `decays` is False. momentum, weight_decay: the run's if
     None. stream: names the random stream of batch order, augmentation and dropout. after_backward
-    may change the gradients (before they are clipped), after_step (given the learning rate) the
-    parameters. The caller sets modes (`train`, `requires_grad_`).
+    may change the gradients (before they are clipped), after_step (called with the learning rate)
+    the parameters. The caller sets modes (`train`, `requires_grad_`).
     """
     train = ctx.config.train
     optimizer = SGD(
@@ -121,7 +121,7 @@ def descend(
 def seed_default(seed: int, device: torch.device) -> None:
     """`torch.manual_seed` for the CPU and this device.
 
-    Where there is no GPU, that function stores a formatted traceback at each call, for ever.
+    Without a GPU, torch's function stores a formatted traceback at each call and never frees it.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Hands a message from the short-lived ClientApp process to the resident worker; imports no torch.
+"""Sends a message from the short-lived ClientApp process to the resident worker; imports no torch.
 
 Whatever happens to the worker, the message is answered within the run's `round-timeout`: with the
 worker's reply, or with an error of one line.
@@ -17,7 +17,7 @@ from protocol.code import code_digest
 from protocol.flower_compat import context_to_bytes, message_to_bytes, records_from_bytes
 
 log = logging.getLogger("keel.client")
-client_failed = 1  # error code of a reply; Flower's own start at 0 for unknown
+client_failed = 1  # error code of a reply; Flower's own codes start at 0, unknown
 max_timeout_s = 30 * 86400.0
 
 

@@ -2,8 +2,8 @@
 
     KEEL_WORKER=/run/keel/worker.sock python -m client_app.worker_server
 
-Answers the messages that ClientApp processes hand over (`worker_client.py`), one at a time, in
-order of arrival. The socket appears once the worker is ready, for this user alone. One worker may
+Answers the messages that ClientApp processes send (`worker_client.py`), one at a time, in order of
+arrival. The socket appears once the worker is ready, and only this user can open it. One worker may
 serve several clients of a machine. If a message takes longer than the server waits for it, the
 worker ends with a traceback; whoever started it restarts it (a container's restart policy, a
 service manager).
@@ -56,7 +56,7 @@ from protocol.flower_compat import context_from_bytes, message_from_bytes, recor
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
-max_path_bytes = 100  # of a Unix socket, on every system
+max_path_bytes = 100  # of a Unix socket's path; the limit of any system is larger
 io_limit_s = 60.0  # for a local process to send its message, or to take the reply
 max_reason = 4000  # characters of an error: with escapes, they fit into a header
 max_receiving = 64
@@ -160,7 +160,7 @@ class WorkerProcess:
                 log.warning("connection dropped: %s", reason)
 
     def _receive(self, peer: socket.socket) -> Request | Frames:
-        """The peer's request, given to `serve`; or the frames that answer it at once."""
+        """The peer's request, queued for `serve`; or the frames that answer it at once."""
         deadline = time.monotonic() + io_limit_s
         header = json.loads(receive_frame(peer, deadline, max_header_bytes))
         if header["kind"] == "ready?":
@@ -196,7 +196,7 @@ def error_frames(reason: str, code: int = client_failed) -> Frames:
 
 
 def shut(peer: socket.socket) -> None:
-    """Let whoever waits for this peer's bytes see the end of them."""
+    """End the connection, so that a thread that waits for its bytes returns."""
     with contextlib.suppress(OSError):  # it is closed already
         peer.shutdown(socket.SHUT_RDWR)
 

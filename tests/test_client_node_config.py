@@ -62,7 +62,7 @@ def test_the_state_of_a_simulation_is_in_a_run_directory(home, tmp_path):
     run = tmp_path / "runs" / "20260101-moon"
     assert folder_of(run) == home / "clients/20260101-moon/site-a"  # a cluster's other machine
     run.mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"is no run directory \(no config.json\)"):
+    with pytest.raises(ValueError, match=r"is not a run directory \(no config.json\)"):
         folder_of(run)
     (run / "config.json").touch()
     assert folder_of(run) == run / "clients/site-a"

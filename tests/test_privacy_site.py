@@ -155,7 +155,7 @@ def test_a_damaged_ledger_ends_releases_under_a_budget(damage, source):
         lines[2] = lines[2][:20]
     path.write_text("\n".join(lines) + "\n")
     said = train(site(source, private(), privacy_budget_epsilon=100.0))
-    assert "lines are damaged: what this site spent is not known" in said
+    assert "lines are damaged: the budget spent is unknown" in said
     assert str(path) in said
 
 
