@@ -17,15 +17,14 @@ SUPERLINK_TIMEOUT_S = 600.0  # how long the SuperLink may be out of reach before
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the federation with the keys given to `flwr run`; logs one line a round."""
+    """Run the federation with the keys set by `flwr run`; logs one line per round."""
     log_to_stdout()
     bound_superlink_retries(grid, SUPERLINK_TIMEOUT_S)
     try:
         run_federation(grid, dict(grid.run.override_config), on_process_exit, [SummaryTable()])
     except (ValueError, OSError, RuntimeError) as error:
         log.error("error: %s", error)
-        # Flower logs a traceback after this; it is short if it begins here, and ends with the
-        # message
+        # Flower logs the traceback: `from None` keeps it short
         raise RuntimeError(str(error)) from None
 
 

@@ -23,7 +23,7 @@ AUDIT_FILE = "audit.jsonl"
 
 
 def line_digest(line: dict[str, Any]) -> str:
-    """The digest that belongs into this line."""
+    """The digest of this line's other fields."""
     fields = {key: value for key, value in line.items() if key != "digest"}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
@@ -32,7 +32,7 @@ class AuditLog:
     """Appends to a run directory's audit log, continuing the chain that is there."""
 
     def __init__(self, directory: Path) -> None:
-        """A last line that a kill or a full disk left incomplete is dropped."""
+        """Drops an incomplete last line, which a kill or a full disk leaves."""
         self.path = directory / AUDIT_FILE
         content = self.path.read_bytes() if self.path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
@@ -62,9 +62,9 @@ def audit_end(directory: Path) -> dict[str, Any]:
 
 
 def audit_problem(directory: Path, end: dict[str, Any] | None = None) -> str:
-    """What is wrong with a run's audit log, naming the line; empty if the chain is whole.
+    """What is wrong with a run's audit log, naming the line; empty if the chain is intact.
 
-    end: what `audit_end` gave when the run ended.
+    end: what `audit_end` returned when the run ended.
     """
     path = directory / AUDIT_FILE
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Checks before anything is trained that need packages which `protocol` does not import."""
+"""Checks of the config, before training, that need packages which `protocol` does not import."""
 
 from collections.abc import Mapping
 
@@ -13,14 +13,14 @@ from server_app.trackers import check_trackers
 
 
 def check_config(config: RunConfig) -> None:
-    """ValueError, one line, for what `protocol.config.validate` does not know."""
+    """ValueError, one line, for mistakes that `protocol.config.validate` cannot see."""
     method_of(config)
     chosen_diagnostics(config.rounds.diagnostics)
     check_trackers(config.rounds)
 
 
 def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> list[str]:
-    """A line for each key that the user set without effect, and for models never evaluated."""
+    """A line for each key that was set but has no effect, and for models never evaluated."""
     rounds, method = config.rounds, method_of(config)
     tables = {*method_names(), *SERVER_OPTIMIZERS} - {rounds.method, rounds.server_optimizer}
     lines = [

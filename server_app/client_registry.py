@@ -1,4 +1,4 @@
-"""Which client is connected as which node: gathered before round 1, kept current during the run."""
+"""Which client is connected as which node, from before round 1 until the end of the run."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ from server_app.roster import check_roster, shortened
 from strategies.validation import RECORD_BYTES
 
 log = logging.getLogger("keel.server")
-SETTLE_S = 1.0  # the time after which no more nodes of a simulation are expected
+SETTLE_S = 1.0  # after this time no more nodes of a simulation are expected
 QUERY_TIMEOUT_S = 30.0  # for the reply of a SuperNode that connects during the run
 RETURN_TIMEOUT_S = 90.0  # a resume waits this long for its clients; Flower readmits a node after 60
 RETRY_AFTER_S = 60.0  # an unusable node is queried again after this time
@@ -57,19 +57,19 @@ def identity_problem(node: int, client: str, names: Mapping[int, str] | None) ->
     """Why the key of `node` is not that of `client`; empty if it is, or if there are no keys."""
     if names is None or names.get(node) == client:
         return ""
-    said = in_one_line(client, 64)
+    claimed = in_one_line(client, 64)
     if node not in names:
         return (
-            f"it calls itself {said!r}, and its key has no name: add its public key to the "
+            f"it calls itself {claimed!r}, and its key has no name: add its public key to the "
             "server's credentials/server/clients and run `keel deploy register`"
         )
-    return f"it calls itself {said!r}, but its key is registered as {names[node]!r}"
+    return f"it calls itself {claimed!r}, but its key is registered as {names[node]!r}"
 
 
 def gather_roster(
     grid: Grid, config: RunConfig, query: ConfigRecord, source: Source
 ) -> dict[int, RosterEntry]:
-    """Node id to roster entry of every client, once all that the run asks for are connected.
+    """Node id to roster entry of every client, once all that the run needs are connected.
 
     Waits at most `start-timeout`. ValueError or TimeoutError, one line, naming the client that is
     missing, failed, or does not fit with the others or the run's source.
@@ -102,11 +102,11 @@ def gather_roster(
 class ClientRegistry:
     """Which node each client of a run is on, kept up to date when SuperNodes restart.
 
-    roster: node id to entry; changed in place. names: see `registered_names`; a node takes no place
-    but that of the client whose key it has. Without them a name is the client's word: a restarted
+    roster: node id to entry; changed in place. names: see `registered_names`; a node can only take
+    the place of the client whose key it has. Without them names are not verified: a restarted
     SuperNode, which then has a new id, takes its client's place once the old id is no longer
     connected.
-    note: is told who joined and who was refused, for the audit log.
+    note: called for each client that joins or is refused, for the audit log.
     """
 
     def __init__(
@@ -121,13 +121,13 @@ class ClientRegistry:
         self.source, self.roster = source, roster
         self.waiting: dict[int, RosterEntry] = {}  # nodes whose client is still connected elsewhere
         self.unusable: dict[int, float] = {}  # node: when to query it again
-        self.missing: set[str] = set()  # clients that were not connected at the last look
+        self.missing: set[str] = set()  # clients that were not connected when last checked
         self.has_changed = False  # since `roster.json` was written
         self.names = registered_names(grid)
         self.note: Callable[..., Any] = lambda event, **fields: None
         if self.names is None and not is_in_process_grid(grid):
             log.warning(
-                "clients are who they say they are: without $%s, names are not bound to keys",
+                "clients' names are not verified: without $%s, they are not bound to keys",
                 REGISTRY_VARIABLE,
             )
 
@@ -135,7 +135,7 @@ class ClientRegistry:
         """Wait up to 90 seconds for the clients of a resumed run.
 
         The run continues with those that are connected; others may return in any later round.
-        TimeoutError if they are fewer than `min-replies`.
+        TimeoutError if fewer than `min-replies` are connected.
         """
         rounds = self.config.rounds
         deadline = time.monotonic() + min(RETURN_TIMEOUT_S, rounds.start_timeout)
@@ -158,7 +158,7 @@ class ClientRegistry:
     def absent(self, online: set[int]) -> set[str]:
         """Clients missing from `online` twice in a row, which are not waited for.
 
-        A client that has just gone may return in a moment; the message is then sent to it again.
+        A client that has just disconnected may soon return; its message is then sent again.
         """
         before = self.missing
         self.missing = {entry.client for node, entry in self.roster.items() if node not in online}
@@ -167,7 +167,7 @@ class ClientRegistry:
         return self.missing & before
 
     def returned(self, nodes: list[int]) -> dict[int, int]:
-        """The current node of each client of `nodes` that is connected."""
+        """The current node of each client in `nodes` that is connected."""
         names = {node: self.roster[node].client for node in nodes if node in self.roster}
         online = self.refresh()
         node_of = {entry.client: node for node, entry in self.roster.items()}
@@ -215,7 +215,7 @@ class ClientRegistry:
         return answers.entries
 
     def refuse(self, node: int, reason: str, wait_s: float) -> None:
-        """Log that a node cannot be used, and do not query it for so long."""
+        """Log that a node cannot be used, and do not query it for `wait_s`."""
         log.warning("node %d is new and cannot be used: %s", node, reason)
         self.note("refused", node=node, reason=reason)
         self.unusable[node] = time.monotonic() + wait_s

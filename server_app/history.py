@@ -1,9 +1,9 @@
-"""history.jsonl: one line a round. The only reader and writer of these lines; needs no torch.
+"""history.jsonl: one line per round. Only this module reads and writes it; needs no torch.
 
 Keys of a line: round, participants (clients whose update was aggregated), left_out (client to
-reason), rejected (how many replies failed update validation), backed_off (clients not asked, being
-away or in backoff), late, losses, seconds, client_seconds, client_cpu_seconds, bytes_down,
-bytes_up; where they were measured: global, local_global, personal, diagnostics,
+reason), rejected (number of replies that failed update validation), backed_off (clients that are
+not sampled: away or in backoff), late, losses, seconds, client_seconds, client_cpu_seconds,
+bytes_down, bytes_up; if measured: global, local_global, personal, diagnostics,
 evaluation_left_out, evaluation_bytes_down, evaluation_bytes_up.
 """
 
@@ -36,7 +36,7 @@ KINDS: dict[str, type] = {
 REQUIRED = ("round", "losses", "seconds", "left_out")
 # what reading damaged JSON raises
 DAMAGE = (ValueError, AttributeError, LookupError, TypeError, ArithmeticError, RecursionError)
-PER_CLIENT = ("local_global", "personal")  # these hold each client's accuracy in "clients"
+PER_CLIENT = ("local_global", "personal")  # their "clients" has each client's accuracy
 READ_BYTES = 1 << 20  # lines of many clients are long
 MAX_NAMED = 100  # clients that a condensed line names in each of its fields
 
@@ -51,7 +51,7 @@ CURVES = (
 
 
 def read_history(path: Path) -> list[Line]:
-    """The complete lines of a history under today's names; `path` is the file or its run directory.
+    """The complete lines of a history under current names; `path`: the file or its run directory.
 
     A last line without its newline (a round being written) is ignored; without a file: [].
     ValueError naming the file and the line if a line is damaged.
@@ -78,14 +78,14 @@ def whole_lines(path: Path) -> tuple[list[Line], list[str]]:
 
 
 def parsed_line(text: bytes) -> Line:
-    """A line under today's names. One of DAMAGE if it is damaged."""
+    """A line under current names. Raises one of DAMAGE if it is damaged."""
     line = {RENAMED_FIELDS.get(key, key): value for key, value in json.loads(text).items()}
     check_kinds(line)
     return line
 
 
 def check_kinds(line: Line) -> None:
-    """TypeError naming the first key whose value is of another kind than one writes."""
+    """TypeError naming the first key that is missing or whose value has the wrong type."""
     if missing := [key for key in REQUIRED if key not in line]:
         raise TypeError(f"it has no key {missing[0]!r}")
     for key, kind in KINDS.items():
@@ -99,7 +99,7 @@ def check_kinds(line: Line) -> None:
 
 
 class HistoryReader:
-    """Follows a history that may be growing: reads only what is new, and holds little of it.
+    """Follows a history that may be growing: reads only what is new, and stores little of it.
 
     lines: complete lines, condensed: `num_participants`, `num_left_out`, ... instead of names
     beyond the first MAX_NAMED, no client's accuracy. `full` reads one line as it is in the file.
@@ -123,7 +123,7 @@ class HistoryReader:
         return self.generation, len(self.lines), len(self.faults)
 
     def update(self) -> bool:
-        """Read what was appended; begin again if the file was replaced. True: there is news."""
+        """Read what was appended, or all of a replaced file; whether anything changed."""
         before = self.version
         try:
             with self.path.open("rb", buffering=READ_BYTES) as file:
@@ -162,8 +162,9 @@ class HistoryReader:
 def condensed(text: bytes) -> Line:
     """A line with numbers instead of long lists of clients.
 
-    Accuracies and participants, most of a line, are cut out before JSON is parsed. A cut that ends
-    inside a name leaves an odd number of quotes, which is no JSON: then the whole line is parsed.
+    Accuracies and participants, most of a line, are cut out before the JSON is parsed. A cut that
+    ends inside a name leaves an odd number of quotes, which is not JSON: then the whole line is
+    parsed.
     """
     try:
         participants = cut_out(text, b'"participants": [', b"]")
@@ -204,14 +205,14 @@ def append_history(path: Path, line: Mapping[str, Any]) -> None:
 def truncate_history(path: Path, last_round: int) -> list[Line]:
     """Drop the lines of rounds after `last_round`, which a resume repeats; return the others.
 
-    A damaged history does not stop a resume: it is kept as `history.jsonl.damaged`, and its whole
-    lines are used. What is missing is warned about.
+    A damaged history does not stop a resume: it is saved as `history.jsonl.damaged`, and its intact
+    lines are used. A warning says what is missing.
     """
     lines, faults = whole_lines(path)
     if faults:
         aside = path.with_name(f"{path.name}.damaged")
         write_atomically(aside, path.read_bytes())
-        log.warning("%s; the whole lines are used, and the file is kept as %s", faults[0], aside)
+        log.warning("%s; the intact lines are used, the file is saved as %s", faults[0], aside)
     lines = [line for line in lines if line["round"] <= last_round]
     missing = last_round - len({line["round"] for line in lines})
     if missing > 0:
@@ -221,7 +222,7 @@ def truncate_history(path: Path, last_round: int) -> list[Line]:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line and sync it to disk, whole or not at all; an incomplete one is ended first.
+    """Append a line and sync it to disk, whole or not at all; ends an incomplete line first.
 
     OSError, naming the file, if the disk is full.
     """
@@ -251,7 +252,7 @@ def finite_or_null(value: Any) -> Any:
 
 
 def without_clients(line: Mapping[str, Any]) -> Line:
-    """A line without what grows with the number of clients: their accuracies and names."""
+    """A line without the fields that grow with the number of clients."""
     return {
         key: {n: v for n, v in value.items() if n != "clients"}
         if key in PER_CLIENT and isinstance(value, Mapping)

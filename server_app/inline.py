@@ -1,8 +1,7 @@
 """The inline engine: ServerApp and ClientApp in one process, without Flower's runtime.
 
-For tests, debugging and benchmarks, and for machines where Ray is too much. Messages are Flower's
-records, in which tensors are handed over as they are, so that a run gives the same model as under
-`flwr run`, to the bit on one CPU.
+For tests, debugging, benchmarks, and machines too small for Ray. Messages are Flower's records,
+which pass tensors without a copy. On one CPU the model is bit-identical to that of `flwr run`.
 """
 
 import argparse
@@ -32,12 +31,12 @@ NodeConfig = dict[str, OptionValue]
 
 
 class InlineGrid(Grid):
-    """Clients that live in this process and answer one after the other, in the order asked."""
+    """Clients in this process, which answer one after the other, in the order of the messages."""
 
     is_in_process: ClassVar[bool] = True
     stacks_clients: ClassVar[bool] = True
     has_own_clients: ClassVar[bool] = True
-    plays_logical_clients = False  # a node is a client, unless `run_inline` says otherwise
+    plays_logical_clients = False  # each node is one client, unless `run_inline` changes this
 
     def __init__(self, app: ClientApp, node_configs: Sequence[NodeConfig]) -> None:
         self.app = app
@@ -124,8 +123,8 @@ def run_inline(
     """A run in this process; returns its directory. Raises what `run_federation` raises.
 
     node_configs: one per client, for clients that are not partitions of the run's source.
-    num_workers: nodes that play the clients as logical ones; 0: one for more than `MAX_NODES`
-    clients, else a node a client.
+    num_workers: nodes that simulate the clients as logical ones; 0: one node for more than
+    `MAX_NODES` clients, otherwise one per client.
     """
     overrides = dict(overrides)
     is_logical = node_configs is None and (num_clients > MAX_NODES or num_workers > 0)
@@ -146,16 +145,18 @@ def run_inline(
 # -------------------------------------------------
 
 
-def parse_overrides(words: Sequence[str]) -> dict[str, OptionValue]:
+def parse_overrides(assignments: Sequence[str]) -> dict[str, OptionValue]:
     """Flat keys from TOML assignments such as 'method="fedintr"' and fedintr.mu=5."""
     flat: dict[str, OptionValue] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
         try:
             flat[key.strip()] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError as error:
             hint = f'{key}="{value}"' if equals else f"{key}=VALUE"
-            raise ValueError(f"{word!r} is not a TOML assignment; did you mean {hint}?") from error
+            raise ValueError(
+                f"{assignment!r} is not a TOML assignment; did you mean {hint}?"
+            ) from error
     return flat
 
 

@@ -1,4 +1,4 @@
-"""Logical clients: many clients on few nodes, each of which plays those that a message lists.
+"""Logical clients: many clients on few nodes, each of which simulates those that a message lists.
 
 `LogicalGrid` looks like a grid with a node for every client. It sends each worker, a node of the
 grid below, one message with its share of the round's clients, and one more with a few of the
@@ -19,7 +19,7 @@ from protocol.messages import played_content, played_replies
 from strategies.sampling import FIRST_NODE
 
 TAIL_SHARE = 8  # the last 1 / 8 of the clients are sent in messages of their own
-MIN_TAIL = 4  # clients a worker from which on there are such messages
+MIN_TAIL = 4  # clients per worker, at least, for such messages
 
 
 def assigned(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[int]:
@@ -83,21 +83,21 @@ class LogicalGrid(Grid):
         raise NotImplementedError("use flwr.app.Message")
 
     def get_node_ids(self) -> Iterable[int]:
-        """A node a client."""
+        """One node per client."""
         return range(FIRST_NODE, FIRST_NODE + self.num_clients)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send the messages of one kind and round, placed on the workers."""
-        asked = list(messages)
-        times = [self.expected_time(message.metadata.dst_node_id) for message in asked]
+        requests = list(messages)
+        times = [self.expected_time(message.metadata.dst_node_id) for message in requests]
         ids = []
-        for message in asked:
+        for message in requests:
             ids.append(f"logical-{next(self.numbers)}")
             assign_message_id(message, ids[-1])
         shares = self.shares(times)
         wholes = []
         for worker, share in shares:
-            part = [asked[i] for i in share]
+            part = [requests[i] for i in share]
             first = part[0].metadata
             clients = [m.metadata.dst_node_id - FIRST_NODE for m in part]
             content = played_content([m.content for m in part], clients, self.num_clients)
@@ -106,7 +106,7 @@ class LogicalGrid(Grid):
             )
         self.grid.push_messages(wholes)
         for whole, (_, share) in zip(wholes, shares, strict=True):
-            self.sent[whole.metadata.message_id] = [asked[i] for i in share]
+            self.sent[whole.metadata.message_id] = [requests[i] for i in share]
             self.carrier |= {ids[i]: whole.metadata.message_id for i in share}
         return ids
 

@@ -111,7 +111,7 @@ def begin_manifest(
 
 
 def appended(names: Sequence[str], name: str) -> list[str]:
-    """The names and this one, each once, in order."""
+    """The names, then this one unless it is among them."""
     return list(dict.fromkeys([*names, name]))
 
 

@@ -1,4 +1,4 @@
-"""What follows a run in progress: log lines, the table at the end; trackers.py has the others.
+"""Observers of a run in progress: log lines, the table at the end; trackers.py has the others.
 
 An observer is any object with the methods of `RunObserver`. `run_federation` calls them in the
 order given, after the round or the summary is on disk; an exception in one ends the run.
@@ -86,7 +86,7 @@ class RunObserver(Protocol):
 
 
 class RoundLog:
-    """Logs one plain line a round: accuracy, loss, seconds, and the time that is left."""
+    """Logs one plain line per round: accuracy, loss, seconds and the time left."""
 
     def on_run_start(self, info: RunInfo) -> None:
         """Log what will run."""
@@ -110,7 +110,7 @@ class RoundLog:
 
 
 def round_text(line: Line, info: RunInfo, seconds_left: float) -> str:
-    """A round in one line: accuracies, loss, seconds, left out clients, time left."""
+    """A round in one line: accuracies, loss, seconds, number of clients left out, time left."""
     parts = []
     for key, name, description in CURVES:
         if key in line and name != "worst_decile":

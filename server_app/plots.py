@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-MAX_MARKED = 40  # points with a marker each
+MAX_MARKED = 40  # points; a longer curve has no markers
 
 
 Curves = Iterable[tuple[str, Sequence[tuple[int, float]]]]  # label, (round, value)

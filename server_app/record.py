@@ -1,4 +1,4 @@
-"""What one round's line in the history says, from the replies and scores of the round."""
+"""The fields of one round's line in the history, from the round's replies and scores."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ def training_fields(
 ) -> dict[str, Any]:
     """The part of a line that is about training.
 
-    weights: of the accepted replies' losses, the examples as far as they count for the model.
+    weights: of the accepted replies' losses; their numbers of examples, capped as in the average.
     """
     names = sorted({n for r in report.kept for n in r.metrics if n.startswith("loss.")})
     losses = {}
@@ -41,7 +41,7 @@ def training_fields(
 
 
 def score_fields(score: Score) -> dict[str, float]:
-    """A score as the history has it."""
+    """A score as fields of the history."""
     return {"accuracy": score.accuracy, "loss": score.loss}
 
 

@@ -23,10 +23,10 @@ Privacy = dict[str, Any] | None
 
 
 class Reporter:
-    """Keeps summary.json and tells the observers.
+    """Writes summary.json and calls the observers.
 
-    history: the lines of all rounds, those before a resume included, without what they say of
-    single clients: history.jsonl has that, and memory would grow with it.
+    history: the lines of all rounds, including those before a resume, without fields of single
+    clients, which would take memory: history.jsonl has them.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Reporter:
             try:
                 self.started = read_summary(info.directory)["started"]
             except (ValueError, KeyError) as error:
-                log.warning("summary.json is written anew: %s", error)
+                log.warning("summary.json is rewritten: %s", error)
         self.written_at = 0.0
 
     def begin(self) -> None:
-        """The rounds start now."""
+        """Note that the rounds start, in summary.json and to the observers."""
         self.write("running")
         for observer in self.observers:
             observer.on_run_start(self.info)
@@ -71,13 +71,13 @@ class Reporter:
         return summary
 
     def interrupted(self) -> None:
-        """The process ends before the run does."""
+        """Note that the process ends before the run does."""
         if not self.is_finished:
             self.write("stopped")
             log.info("stopped after round %d", len(self.history))
 
     def round_done(self, line: Line) -> None:
-        """A round is on disk."""
+        """Note that a round is done and on disk."""
         self.history.append(without_clients(line))
         if time.monotonic() - self.written_at > WRITE_EVERY_S:
             self.write("running")
@@ -96,7 +96,7 @@ class Reporter:
 def plot_split(roster: Sequence[RosterEntry], source: Source, path: Path) -> None:
     """Samples per client and class as a PNG, clients in the order of their names.
 
-    No file where they withhold the label counts.
+    Writes nothing if a client withholds its label counts.
     """
     clients = sorted(roster, key=lambda entry: entry.client)
     if not all(entry.label_counts for entry in clients):
@@ -105,7 +105,7 @@ def plot_split(roster: Sequence[RosterEntry], source: Source, path: Path) -> Non
 
 
 def plot_accuracy(history: Sequence[Line], title: str, path: Path) -> None:
-    """Accuracies and loss terms over rounds as a PNG; what was not measured has no point."""
+    """Accuracies and loss terms over rounds as a PNG; unevaluated rounds have no point."""
     curves = [(description, curve(history, key, name)) for key, name, description in CURVES]
     terms = dict.fromkeys(name for line in history for name in line["losses"])
     losses = [

@@ -19,7 +19,7 @@ from server_app.history import DAMAGE
 from strategies.validation import count_outliers
 
 CLASSES = "number of classes"
-MAX_LISTED = 10_000  # simulated clients; of more, files and pictures say less
+MAX_LISTED = 10_000  # simulated clients; with more, files and plots do not list each
 
 
 def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
@@ -32,7 +32,7 @@ def read_saved_roster(path: Path) -> dict[int, RosterEntry]:
 
 
 def save_roster(path: Path, roster: Mapping[int, RosterEntry]) -> None:
-    """Write the clients and their nodes, in the order of names; of very many their number."""
+    """Write the clients and their nodes, in the order of names; of very many only the number."""
     rows: object = {"simulated": len(roster)}
     if len(roster) <= MAX_LISTED:
         ordered = sorted(roster.items(), key=lambda pair: pair[1].client)
@@ -47,7 +47,7 @@ def roster_warnings(
 ) -> list[str]:
     """A line for each thing that is unusual about the clients but allowed.
 
-    known: samples of each class of all clients, where `entries` are not of all.
+    known: samples per class of all clients, if `entries` does not include all of them.
     """
     warnings = []
     for what, versions in (
@@ -84,7 +84,7 @@ def partition_sizes(config: RunConfig, entries: Sequence[RosterEntry]) -> dict[s
 
 
 def count_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[str]:
-    """A line for each site that declares far more samples than the others, or too large a share."""
+    """A line for each site that declares far more samples than others, or too large a share."""
     counts = {e.client: e.num_examples for e in entries if not e.num_partitions}
     median = statistics.median_low(counts.values() or [0])
     outliers = count_outliers(counts, config.rounds.max_weight_share)
@@ -100,19 +100,19 @@ def count_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[st
     ]
 
 
-def shortened(words: Sequence[str], max_words: int = 5) -> str:
-    """The first words, separated by commas, and how many more there are."""
-    more = f" and {len(words) - max_words} more" if len(words) > max_words else ""
-    return ", ".join(words[:max_words]) + more
+def shortened(names: Sequence[str], max_names: int = 5) -> str:
+    """The first names, separated by commas, and how many more there are."""
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + more
 
 
 def evaluates_clients(config: RunConfig, method: Method) -> str:
     """Whose local test parts are evaluated on: none, cohort or all."""
-    asked = config.rounds.evaluate_clients
+    choice = config.rounds.evaluate_clients
     if config.privacy.withholds_metrics:
         return "none"
-    if asked != "auto":
-        return asked
+    if choice != "auto":
+        return choice
     return "all" if method.is_personal else "none"
 
 
@@ -121,7 +121,7 @@ def check_widths(config: RunConfig, entries: Sequence[RosterEntry], source: Sour
     run_model = config.model.model
     widths = Counter((entry.model, entry.representation_width) for entry in entries)
     if len(widths) == 1 and (run_model, entries[0].representation_width) in widths:
-        return  # the width of the run's model is what all its clients say
+        return  # every client has the run's model, and so its width
     own = representation_width(config, model_for(config, source))
     if any(width != own for _, width in widths):
         found = ", ".join(
@@ -152,7 +152,7 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
         nodes = [str(node) for node, e in sorted(roster.items()) if e.client == name]
         raise ValueError(
             f"{count} clients are named {name!r} (nodes {shortened(nodes)}): give each SuperNode "
-            "its own, by --node-config"
+            "a name of its own with --node-config"
         )
     by_name = sorted(entries, key=lambda e: e.client)
     first = by_name[0]
@@ -191,7 +191,9 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
     if not are_withheld:
         totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
         if 0 in totals:
-            raise ValueError(f"class {totals.index(0)} is held by no client: it cannot be learnt")
+            raise ValueError(
+                f"no client has samples of class {totals.index(0)}: it cannot be learnt"
+            )
     method.check_roster(known_label_counts(entries))
     if evaluates_clients(config, method) != "none":
         for entry in entries:

@@ -5,7 +5,7 @@ roster.json         the clients: samples per class, model, versions
 history.jsonl       one line a round (history.py); run.log: the log, with times
 checkpoints/        the newest two: model, server state, round (safetensors)
 clients/            in simulation: client state
-releases.jsonl      with differential privacy: who was asked for a release; chained digests
+releases.jsonl      with differential privacy: the releases requested; chained digests
 model.safetensors   the final model; summary.json (summary.py), accuracy.png, labels.png
 manifest.json       versions; digests of split, files and first rounds (manifest.py)
 """
@@ -65,8 +65,8 @@ class RunDirectory:
         self._log: logging.Handler | None = None
         self._level_before = logging.NOTSET
         self._releases: Counter[str] = Counter()
-        self._num_damaged = 0  # lines of releases.jsonl, at the last look
-        for attempt in range(LOCK_ATTEMPTS):  # `is_being_written` holds it for a moment
+        self._num_damaged = 0  # lines of releases.jsonl, when last read
+        for attempt in range(LOCK_ATTEMPTS):  # `is_being_written` may hold the lock briefly
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -107,12 +107,12 @@ class RunDirectory:
         write_atomically(self.path / "config.json", text.encode())
 
     def append_releases(self, server_round: int, clients: list[str]) -> None:
-        """Record the clients that are about to be asked for a private release; never truncated."""
+        """Record the clients whose private release is about to be requested; never truncated."""
         append_chained(self.path / RELEASES_FILE, {"round": server_round, "clients": clients})
         self._releases.update(clients)
 
     def read_releases(self) -> list[list[str]]:
-        """The clients asked, one list per request.
+        """The clients whose release was requested, one list per request.
 
         A line that is damaged, edited or out of place counts as one that names every client of the
         file (or one unknown client, if there is no other): the budget spent is never under-counted.
@@ -120,16 +120,16 @@ class RunDirectory:
         path = self.path / RELEASES_FILE
         entries, num_damaged = read_chained(path)
         named = [entry["clients"] for entry in entries if isinstance(entry.get("clients"), list)]
-        asked = [[str(client) for client in clients] for clients in named]
+        requested = [[str(client) for client in clients] for clients in named]
         num_damaged += len(entries) - len(named)
         if num_damaged > self._num_damaged:
             self._num_damaged = num_damaged
             log.warning("%s: %d lines are damaged: each counts for every client", path, num_damaged)
-        everyone = sorted({client for clients in asked for client in clients}) or ["unknown"]
-        return asked + num_damaged * [everyone]
+        everyone = sorted({client for clients in requested for client in clients}) or ["unknown"]
+        return requested + num_damaged * [everyone]
 
     def release_counts(self) -> Counter[str]:
-        """Releases asked of each client: the larger of what this process and the file know."""
+        """Releases requested of each client: the larger of this process's count and the file's."""
         in_file = Counter(client for clients in self.read_releases() for client in clients)
         return self._releases | in_file
 
@@ -162,10 +162,10 @@ class RunDirectory:
             self.append_releases(0, sorted((missing + Counter(known.keys())).elements()))
 
     def save_checkpoint(self, checkpoint: Checkpoint, model: str) -> str:
-        """Write this round's checkpoint, delete all others but that before.
+        """Write this round's checkpoint and delete all others except the one before; its digest.
 
-        A checkpoint that a resume skipped, being damaged or ahead of the history, is thus replaced
-        when its round is repeated. Returns the digest.
+        A checkpoint that a resume skipped because it is damaged, or ahead of the history, is thus
+        replaced when its round is repeated.
         """
         directory = self.path / "checkpoints"
         directory.mkdir(exist_ok=True)
@@ -180,7 +180,7 @@ class RunDirectory:
         return content_digest
 
     def has_checkpoint(self, interval: int) -> bool:
-        """Whether there is, or should be, a checkpoint to resume from; there is one each interval.
+        """Whether there is, or should be, a checkpoint to resume from: one is due per interval.
 
         A run that was interrupted before the first starts again.
         """
@@ -191,7 +191,7 @@ class RunDirectory:
     def remove_state(self, keeps_personal: bool) -> None:
         """Remove the checkpoints and client state of a finished run.
 
-        keeps_personal: but for the newest of each, which personal models are made of.
+        keeps_personal: except the newest of each, from which personal models are made.
         """
         folders = [self.path / "checkpoints", *(self.path / "clients").glob("*")]
         for folder in folders:
@@ -261,7 +261,7 @@ def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:
 
 
 def named_directory(config: RunConfig) -> Path | None:
-    """The directory that `run-name` asks for; None without one. ValueError if it exists."""
+    """The directory that `run-name` names; None without one. ValueError if it exists."""
     name = config.rounds.run_name
     if not name:
         return None
@@ -275,7 +275,7 @@ def named_directory(config: RunConfig) -> Path | None:
 
 
 def runs_directory(config: RunConfig) -> Path:
-    """Where the run's directory is made."""
+    """The directory in which the run directory is made."""
     return Path(config.rounds.output_dir or keel_home() / "runs").expanduser()
 
 
@@ -298,7 +298,7 @@ def new_run_directory(config: RunConfig) -> RunDirectory:
         except OSError as error:
             raise ValueError(f"output-dir: {path} cannot be made: {error.strerror}") from error
         return RunDirectory(path)
-    raise ValueError(f"output-dir: {base} holds a thousand runs that started in this second")
+    raise ValueError(f"output-dir: {base} has a thousand runs that started in this second")
 
 
 def open_run_directory(
@@ -307,8 +307,8 @@ def open_run_directory(
     """(directory, config, overrides) of a run to resume; only `num-rounds` may be new.
 
     path: the run directory, or its name under $KEEL_HOME/runs of this machine.
-    ValueError, one line, if it is not a run directory, if other keys are given, or if today's
-    defaults would make another run of it.
+    ValueError, one line, if it is not a run directory, if other keys are set, or if a default has
+    changed since.
     """
     directory = Path(path).expanduser()
     if not directory.is_absolute():
@@ -318,7 +318,7 @@ def open_run_directory(
     if changed:
         raise ValueError(
             f"resume = {path!r}: {changed[0]} cannot be changed: a resumed run keeps its config; "
-            "only num-rounds can be given with it"
+            "only num-rounds can be changed"
         )
     merged = saved_overrides | {k: v for k, v in overrides.items() if k == "num-rounds"}
     config = resolve_config(merged)
@@ -333,13 +333,13 @@ def open_run_directory(
         if value != expected.get(key):
             raise ValueError(
                 f"resume = {path!r}: the defaults changed since: {key} was {expected.get(key)!r}, "
-                f"is {value!r}; give {key} explicitly in a new run"
+                f"is {value!r}; set {key} explicitly in a new run"
             )
     return RunDirectory(directory), config, merged
 
 
 def metadata_entry(about: Mapping[str, Any]) -> dict[str, str]:
-    """Metadata as a single entry: safetensors writes several in random order."""
+    """Metadata as a single entry, because safetensors writes several in random order."""
     return {"about": json.dumps(dict(about), sort_keys=True)}
 
 
@@ -357,7 +357,7 @@ def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 
 def read_safetensors(path: Path) -> tuple[Arrays, dict[str, Any]]:
-    """(arrays under today's names, metadata); any of UNREADABLE if the file is damaged."""
+    """(arrays under current names, metadata); raises one of UNREADABLE if it is damaged."""
     with safe_open(path, framework="pt") as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return with_current_names(arrays), json.loads(file.metadata()["about"])

@@ -1,7 +1,7 @@
-"""The roster of logical clients: computed from the partition, an entry when it is asked for.
+"""The roster of logical clients: entries are computed from the partition when they are read.
 
-A logical client is a number; nothing is asked of it, sent to it or written for it until it is
-sampled. What concerns all clients is computed from arrays.
+A logical client is a number: it is not queried, sent to or written about until it is sampled.
+Values over all clients are computed from arrays.
 """
 
 import hashlib
@@ -119,7 +119,7 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
 
 
 class KnownLabelCounts(Mapping[str, list[int]]):
-    """Client name to its training samples of each class, computed when asked for."""
+    """Client name to its training samples of each class, computed when read."""
 
     def __init__(self, roster: SimulatedRoster) -> None:
         self.roster = roster
@@ -135,7 +135,7 @@ class KnownLabelCounts(Mapping[str, list[int]]):
 
 
 class PartitionSizes(Mapping[str, int]):
-    """Client name to its number of training samples, computed when asked for."""
+    """Client name to its number of training samples, computed when read."""
 
     def __init__(self, roster: SimulatedRoster) -> None:
         self.roster = roster
@@ -155,7 +155,7 @@ class PartitionSizes(Mapping[str, int]):
 def check_simulated_roster(roster: SimulatedRoster, evaluates_clients: bool) -> None:
     """ValueError, one line naming the client, as `check_roster` for entries of their own.
 
-    What it compares between clients and with the source is one thing here.
+    Image shapes and classes, which that function compares, are the source's for all clients here.
     """
     widths = roster.widths
     first, *others = widths
@@ -172,7 +172,7 @@ def check_simulated_roster(roster: SimulatedRoster, evaluates_clients: bool) -> 
         raise ValueError(f"client {client} has no training samples")
     totals = roster.class_totals()
     if 0 in totals:
-        raise ValueError(f"class {totals.index(0)} is held by no client: it cannot be learnt")
+        raise ValueError(f"no client has samples of class {totals.index(0)}: it cannot be learnt")
     if evaluates_clients and not sizes[:, 1].all():
         client = name_of(int(np.argmin(sizes[:, 1])))
         raise ValueError(
@@ -188,7 +188,7 @@ Roster = dict[int, RosterEntry] | SimulatedRoster
 
 
 def simulated_roster(config: RunConfig, source: Source, grid: LogicalGrid) -> SimulatedRoster:
-    """The checked roster of a grid's logical clients; tells the grid what they have to do."""
+    """The checked roster of a grid's logical clients; sets the grid's expected times."""
     roster = SimulatedRoster(config, source, grid.num_clients)
     method = method_of(config)
     check_simulated_roster(roster, evaluates_clients(config, method) != "none")
@@ -200,7 +200,7 @@ def simulated_roster(config: RunConfig, source: Source, grid: LogicalGrid) -> Si
 
 
 def is_logical(roster: Roster) -> bool:
-    """Whether its clients are numbers."""
+    """Whether its clients are logical clients."""
     return isinstance(roster, SimulatedRoster)
 
 
@@ -218,6 +218,6 @@ def num_train(roster: Roster) -> int:
 
 
 def digest_of(roster: Roster) -> str:
-    """The digest of a split over more clients than are listed."""
+    """The digest of a split over more than `MAX_LISTED` clients."""
     assert isinstance(roster, SimulatedRoster)
     return roster.digest()

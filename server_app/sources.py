@@ -24,6 +24,6 @@ def sources_digest() -> str:
 
 
 def code_version(sources: str = "", torch: str = "") -> str:
-    """One line for these sources and this torch, today's by default; builds of torch are alike."""
+    """One line naming sources and torch, by default the installed ones; without torch's build."""
     torch = (torch or version("torch")).partition("+")[0]
     return f"sources {sources or sources_digest()}, torch {torch}"

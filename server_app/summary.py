@@ -1,6 +1,6 @@
 """summary.json: the state and results of a run at a glance; needs no torch.
 
-It holds what a list of runs shows, so that no reader has to open the history.
+It has all that a list of runs shows, so that no reader has to open the history.
 """
 
 import errno
@@ -31,7 +31,7 @@ HEADLINE = ("personal", "global", "local_global")  # the first that was measured
 def summarise(
     history: Sequence[Line], config: Mapping[str, Any], last_rounds: int
 ) -> dict[str, Any]:
-    """What summary.json says of these rounds of a run with this flat config.
+    """The fields of summary.json for these rounds of a run with this flat config.
 
     accuracy: final and best of the headline curve, None before the first evaluation. results: of
     every curve of CURVES, with mean and median over the last `last_rounds` evaluations.
@@ -65,13 +65,13 @@ def summarise(
 
 
 def about_config(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a summary that a flat config answers."""
+    """The fields of a summary that come from the flat config."""
     keys = ("method", "server-optimizer", "source", "model", "seed", "num-rounds")
     return {key.replace("-", "_"): flat[key] for key in keys}
 
 
 def headline(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The accuracy that stands for a run, and what it is of."""
+    """The accuracy reported for a run: the first curve of HEADLINE that was measured."""
     names = [f"{key}.{'accuracy' if key == 'global' else 'mean'}" for key in HEADLINE]
     name = next((name for name in names if name in results), None)
     found = results[name] if name else {}
@@ -91,11 +91,11 @@ def moving_average(values: Sequence[float], decay: float = 0.9) -> float:
 
 
 def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(every key, the keys that the user set) of a run's config.json, under today's names.
+    """(every key, the keys that the user set) of a run's config.json, under current names.
 
-    Keys that did not exist when the run was made have their default. Where today's preset has
-    another value than the run, the run's is among the keys set. ValueError naming the file if it is
-    missing or damaged.
+    Keys that did not exist when the run was made have their default. If the preset has changed
+    since, the run's values are among the keys set. ValueError naming the file if it is missing or
+    damaged.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -104,7 +104,7 @@ def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         saved = json.loads(path.read_text())
         overrides = saved["overrides"] if "overrides" in saved else saved["given"]  # before 0.2
         config = with_current_names(saved["config"], warn=False)
-        # what runs did before there were these keys
+        # what runs did before these keys existed
         then: dict[str, OptionValue] = {}
         if "privacy.metrics" not in config and config.get("privacy.epsilon"):
             then["privacy.metrics"] = "exact"
@@ -125,10 +125,10 @@ def read_run_config(directory: Path) -> RunConfig:
 
 
 def read_summary(directory: Path) -> dict[str, Any]:
-    """The summary of a run, of 0.1 too; one that wrote none yet has status "starting".
+    """The summary of a run, also of Keel 0.1; status "starting" if none is written yet.
 
-    status is what the run last wrote: "running" of a process that was killed as well. ValueError
-    naming the file if it is damaged.
+    status is what the run last wrote, so it is "running" after a kill. ValueError naming the file
+    if it is damaged.
     """
     path = directory / SUMMARY_FILE
     saved: dict[str, Any] = {"status": "starting"}
@@ -156,25 +156,25 @@ def read_summary(directory: Path) -> dict[str, Any]:
 
 
 def num_listed(rows: Any) -> int:
-    """The number of clients that a roster.json is about."""
+    """The number of clients in a roster.json."""
     return int(rows["simulated"]) if isinstance(rows, dict) else len(rows)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; ValueError naming the file if it holds none."""
+    """The JSON object in a file; ValueError naming the file if it has none."""
     try:
         found = json.loads(path.read_text())
     except DAMAGE as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it holds no JSON object")
+        raise ValueError(f"{path} is damaged: it is not a JSON object")
     return found
 
 
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
     """Write summary.json whole or not at all.
 
-    On a full disk over the old one, if it takes as many blocks: it says why the run ended.
+    On a full disk it overwrites the old one in place if it fits: it says why the run ended.
     """
     path, content = directory / SUMMARY_FILE, json.dumps(summary, indent=2).encode()
     try:

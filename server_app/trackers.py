@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keel.server")
 TRACKERS_FILE = "trackers.json"
-PROJECT = "keel"  # an experiment of MLflow's, a project of W&B's
+PROJECT = "keel"  # MLflow's experiment, W&B's project
 END_TIMEOUT_S = 60.0  # for what a tracker still has to send when the run has ended
 ARTIFACTS = ("config.json", SUMMARY_FILE, HISTORY_FILE, "roster.json", "accuracy.png", "labels.png")
 MLFLOW_BATCH = 100  # parameters, and characters of a value: MLflow's own limits
@@ -36,7 +36,7 @@ MLFLOW_VALUE = 500
 
 
 def trackers_of(rounds: RoundsConfig) -> list[RunObserver]:
-    """The trackers that the config asks for."""
+    """The trackers that the config names."""
     makers: dict[str, Callable[[bool], RunObserver]] = {
         "tensorboard": TensorBoardEvents,
         "mlflow": MlflowRun,
@@ -47,7 +47,7 @@ def trackers_of(rounds: RoundsConfig) -> list[RunObserver]:
 
 
 def check_trackers(rounds: RoundsConfig) -> None:
-    """ValueError, one line, where a tracker is asked for whose package is not installed."""
+    """ValueError, one line, if the package of a tracker in the config is not installed."""
     for name in tracker_names(rounds):
         if find_spec(name) is None:
             key, off = f"tracker = {rounds.tracker!r}", "tracker=none"
@@ -81,7 +81,7 @@ class Tracked:
         self.calls.put(lambda: self.tracker.on_round(line))
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
-        """Pass the end on, and wait for the tracker, but not long."""
+        """Pass the end on, and wait for the tracker for at most `END_TIMEOUT_S`."""
         self.calls.put(lambda: self.tracker.on_run_end(summary))
         self.calls.put(None)
         if not self.thread.is_alive():
@@ -108,7 +108,7 @@ class Tracked:
 
 
 def figures(line: Line, with_clients: bool) -> dict[str, float]:
-    """A round's figures by name; with each client's accuracies if they are wanted."""
+    """A round's figures by name; `with_clients` adds each client's accuracies."""
     found = scalars(line)
     if with_clients:
         for key in PER_CLIENT:

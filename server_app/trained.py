@@ -104,7 +104,7 @@ def head_from_server(directory: Path, client: str) -> Arrays:
     """The head that the server combined for this client (FedPAC); {} where it makes none."""
     checkpoints = sorted((directory / "checkpoints").glob("round-*.safetensors"))
     if not checkpoints:
-        raise ValueError(f"{directory / 'checkpoints'} is empty: it may have held {client}'s head")
+        raise ValueError(f"{directory / 'checkpoints'} is empty: it may have had {client}'s head")
     with safe_open(checkpoints[-1], framework="pt") as file:
         prefix = f"{OWN_STATE}{client}/head."
         names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118

@@ -328,4 +328,4 @@ def test_without_keys_it_is_said_once_that_names_are_the_clients_word(
     registry = resumed(Fleet({21: entry("a"), 22: entry("b"), 23: entry("c")}), monkeypatch)
     registry.gather()
     registry.refresh()
-    assert caplog.text.count("clients are who they say they are") == 1
+    assert caplog.text.count("clients' names are not verified") == 1

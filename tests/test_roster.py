@@ -69,7 +69,7 @@ def test_clients_that_fit_are_accepted():
             [entry("a"), entry("b", model="resnet20")],
             "client b trains resnet20, the run cnn-fedreco",
         ),
-        ([entry("a", (1,) * 9 + (0,))], "class 9 is held by no client"),
+        ([entry("a", (1,) * 9 + (0,))], "no client has samples of class 9"),
     ],
 )
 def test_clients_that_do_not_fit_are_refused_by_name(entries, words):

@@ -251,7 +251,7 @@ def npz_of(path: Path, y_train: list[int]) -> str:
 def test_a_class_that_no_client_has(rejected, tmp_path):
     source = npz_of(tmp_path / "gap.npz", [0, 1, 3] * 20)  # no sample of class 2
     line = rejected({"source": source, "partition": "iid"})
-    assert line == "class 2 is held by no client: it cannot be learnt"
+    assert line == "no client has samples of class 2: it cannot be learnt"
 
 
 def test_an_npz_file_that_is_cut_short(rejected, tmp_path):

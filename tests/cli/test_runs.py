@@ -149,7 +149,7 @@ def test_a_damaged_manifest_is_set_aside_on_a_resume(home, trained, caplog):
     copy = shutil.copytree(trained, home / "runs" / "one")
     (copy / "manifest.json").write_text("[]")
     assert main(["resume", "one", "num-rounds=3"]) == 0
-    assert "manifest.json is damaged: it holds no JSON object" in caplog.text
+    assert "manifest.json is damaged: it is not a JSON object" in caplog.text
     assert (copy / "manifest.json.damaged").read_text() == "[]"
 
 

@@ -721,7 +721,7 @@ def test_only_the_number_of_rounds_may_be_new_on_resume(run):
         resume(folder, num_rounds=3, lr=0.1)
     assert str(caught.value) == (
         f"resume = {str(folder)!r}: lr cannot be changed: a resumed run keeps its config; only "
-        "num-rounds can be given with it"
+        "num-rounds can be changed"
     )
     assert json.loads((folder / "config.json").read_text())["overrides"]["num-rounds"] == 1
 
