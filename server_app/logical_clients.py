@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Error, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from protocol.flower_compat import assign_message_id, has_own_clients, is_in_process_grid
@@ -94,7 +94,8 @@ class LogicalGrid(Grid):
         for message in requests:
             ids.append(f"logical-{next(self.numbers)}")
             assign_message_id(message, ids[-1])
-        shares = self.shares(times)
+        is_training = bool(asked) and asked[0].metadata.message_type == MessageType.TRAIN
+        shares = self.shares(times, is_training)
         wholes = []
         for worker, share in shares:
             part = [requests[i] for i in share]
@@ -110,18 +111,21 @@ class LogicalGrid(Grid):
             self.carrier |= {ids[i]: whole.metadata.message_id for i in share}
         return ids
 
-    def shares(self, times: Sequence[float]) -> list[tuple[int, list[int]]]:
-        """(worker, places in `times`) of each message, the large ones first."""
+    def shares(self, times: Sequence[float], is_training: bool) -> list[tuple[int, list[int]]]:
+        """(worker, places in `times`) of each message, the large ones first.
+
+        One a worker, and in training one more.
+        """
         num_workers = len(self.workers)
         mean = statistics.fmean(self.seconds_per_unit.values() or [1.0])
         rates = [self.seconds_per_unit.get(worker, mean) for worker in self.workers]
-        if self.clients_per_message < len(times):
+        if is_training and self.clients_per_message < len(times):
             size = self.clients_per_message
             parts = [list(range(len(times)))[n : n + size] for n in range(0, len(times), size)]
             workers = assigned([sum(times[i] for i in part) for part in parts], rates)
             return [(self.workers[w], part) for w, part in zip(workers, parts, strict=True)]
         in_order = sorted(range(len(times)), key=lambda i: -times[i])
-        has_tail = num_workers > 1 and len(times) >= MIN_TAIL * num_workers
+        has_tail = is_training and num_workers > 1 and len(times) >= MIN_TAIL * num_workers
         num_tail = len(times) // TAIL_SHARE if has_tail else 0
         found = []
         for part in (in_order[: len(times) - num_tail], in_order[len(times) - num_tail :]):

@@ -81,14 +81,14 @@ class Nodes(InlineGrid):
         return Message(content, reply_to=message)
 
 
-def asked(grid, nodes):
+def asked(grid, nodes, kind="train"):
     arrays, none = array_record({}), array_record({})
     return list(
         grid.push_messages(
             Message(
                 message_content(ConfigRecord({"round": 1}), arrays, none, node * 10),
                 dst_node_id=node,
-                message_type="train",
+                message_type=kind,
             )
             for node in nodes
         )
@@ -132,6 +132,20 @@ def test_small_messages_are_sent_in_the_order_of_the_clients(nodes, num_workers,
         assert list(itertools.chain(*played)) == sorted(node - 2 for node in nodes)
         assert len({worker for worker, _ in below.asked}) == min(num_workers, len(played))
     assert sorted(reply.metadata.src_node_id for reply in replies) == sorted(nodes)
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 9))
+def test_evaluating_everybody_is_one_message_a_worker(num_clients, num_workers, size):
+    below = Nodes(num_workers)
+    grid = LogicalGrid(below, 40)
+    grid.clients_per_message = size  # of the training before
+    ids = asked(grid, range(2, 2 + num_clients), "evaluate")
+    while list(grid.pull_messages(ids)):
+        pass
+    workers = [worker for worker, _ in below.asked]
+    assert len(workers) == len(set(workers)) == min(num_workers, num_clients)
+    clients = sorted(itertools.chain(*(share for _, share in below.asked)))
+    assert clients == list(range(num_clients))
 
 
 def test_a_slow_worker_is_measured_and_gets_less(monkeypatch):
