@@ -1,1 +1,1 @@
-"""The command line: one module a command group."""
+"""The command line: one module per group of commands."""

@@ -55,7 +55,7 @@ def bench(
     steps: local training by method. engine: whole rounds against bare loops. scale: up to 100,000
     clients. untrained: rounds without training. splits: partitions. resnet50: steps of a large
     model (12 minutes). operators: where a method spends its time. deployment: cost of a deployed
-    round. gpu: on a GPU; it begins no measurement after 8 minutes, and the same command continues
+    round. gpu: on a GPU; it starts no measurement after 8 minutes: repeat the command to continue
     with the rest.
     """
     if lines:
@@ -81,7 +81,7 @@ def bench(
 
 
 def source_lines(root: Path) -> Counter[str]:
-    """Lines of Python by package (tests and docs too), of the files that git tracks if it can."""
+    """Lines of Python by package, tests and docs included; in a checkout, of tracked files only."""
     listed = subprocess.run(
         ["git", "ls-files", "*.py"], cwd=root, capture_output=True, text=True, check=False
     )

@@ -1,7 +1,7 @@
 """`keel methods`, `models`, `datasets`, `presets`, `keys`: listings generated from the registries.
 
 torch is imported only to measure (models' speed, methods' traffic); the results are cached under
-$KEEL_HOME/cache until the code they depend on, or torch, changes.
+$KEEL_HOME/cache until torch or the code that they depend on changes.
 """
 
 import dataclasses
@@ -423,7 +423,7 @@ def expected_seconds(preset: str, again: bool = False) -> float:
 
 
 def keys(name: NameArgument = None, as_json: JsonOption = False) -> None:
-    """List the config keys with type, default, range and meaning; NAME: one, or a beginning.
+    """List the config keys with type, default, range and meaning; NAME: a key or its beginning.
 
     The options of a method are listed by `keel methods NAME`.
     """
@@ -522,7 +522,7 @@ def digest_of(*patterns: str) -> str:
 
 
 def cached(name: str, key: Any, compute: Any, again: bool = False) -> Any:
-    """What `compute` returned when it was last called with this key; else, or `again`, call it."""
+    """The stored result of `compute` for this key; calls it if there is none, or with `again`."""
     path = keel_home() / "cache" / f"{name}.json"
     key = json.loads(json.dumps(key))
     if not again:
@@ -531,7 +531,7 @@ def cached(name: str, key: Any, compute: Any, again: bool = False) -> Any:
             if stored["key"] == key:
                 return stored["value"]
     value = compute()
-    with suppress(OSError):  # a home that cannot be written
+    with suppress(OSError):  # a home that is not writable
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps({"key": key, "value": value}).encode())
     return value

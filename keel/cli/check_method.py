@@ -1,4 +1,4 @@
-"""`keel check-method`: the contract that every method fulfils."""
+"""`keel check-method`: checks a method against the contract of all methods."""
 
 import tempfile
 from pathlib import Path
@@ -13,7 +13,7 @@ from protocol.config import refuse_unknown
 def check_method(
     name: Annotated[str, typer.Argument(help="Name of a method.")],
 ) -> int:
-    """Test a method: options, gradients, state, determinism, resuming, flags.
+    """Check a method: options, gradients, state, determinism, resuming, flags.
 
     Prints one line per check and exits with 1 if any fails. Takes a few seconds.
     """

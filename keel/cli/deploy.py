@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Deploy a federation over machines, or on one."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Deploy a federation on several machines, or on one.",
 )
 
 
@@ -19,7 +21,7 @@ def credentials(
     client: Annotated[
         list[str] | None, typer.Option(help="Name of a client; repeat it, or use commas.")
     ] = None,
-    folder: Annotated[Path, typer.Option(help="Where they go.")] = Path("credentials"),
+    folder: Annotated[Path, typer.Option(help="Directory to write them to.")] = Path("credentials"),
     days: Annotated[int, typer.Option(help="Validity of the server's certificate.")] = 825,
     renew: Annotated[
         bool, typer.Option("--renew", help="Replace the server's certificate; keep all keys.")
@@ -28,7 +30,7 @@ def credentials(
     """Make a CA, the server's certificate and a key pair for each client.
 
     Existing files are never overwritten: run it again with more clients to add them. With --renew,
-    the server gets a new certificate of the same CA for its key.
+    the server gets a new certificate from the same CA for the same key.
 
     Example: keel deploy credentials --name fl.example.org --client site-a --client site-b
     """
@@ -49,12 +51,13 @@ def register(
         Path, typer.Option("--credentials", help="The server's credentials directory.")
     ] = Path("credentials/server"),
     superlink: Annotated[str, typer.Option(help="HOST:PORT of its HTTP API.")] = "localhost:8000",
-    wait: Annotated[float, typer.Option(help="Seconds that the SuperLink has to start.")] = 0.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the SuperLink to start.")] = 0.0,
 ) -> None:
     """Register the clients' public keys with a SuperLink, and record whose they are.
 
-    Keys that it knows are left alone. Names and node ids go to $KEEL_CLIENT_REGISTRY, or to
-    clients.json in the credentials directory; the ServerApp takes the clients' names from there.
+    Keys that are registered already are left alone. Names and node ids are written to
+    $KEEL_CLIENT_REGISTRY, or to clients.json in the credentials directory; the ServerApp reads the
+    clients' names from there.
     """
     from keel.deployment.register import register as register_keys
 
@@ -68,14 +71,17 @@ def loopback(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", show_default=False)
     ] = None,
     clients: Annotated[int, typer.Option(min=1, help="Number of clients.")] = 3,
-    timeout: Annotated[float, typer.Option(help="Seconds for the whole run.")] = 3600.0,
+    timeout: Annotated[
+        float, typer.Option(help="Time limit of the whole run, in seconds.")
+    ] = 3600.0,
     folder: Annotated[
-        Path | None, typer.Option(help="Keep logs and client state here.", show_default=False)
+        Path | None, typer.Option(help="Directory for logs and client state.", show_default=False)
     ] = None,
 ) -> None:
-    """Deploy on this machine without containers, run once, and end it all.
+    """Deploy on this machine without containers, run once, and stop all processes.
 
-    Every process is a real one: SuperLink, SuperNodes, executors, resident workers, over TLS.
+    Starts every process of a deployment: SuperLink, SuperNodes, executors, resident workers, over
+    TLS.
 
     Example: keel deploy loopback --clients 3 method=fedintr num-rounds=5
     """
@@ -86,7 +92,9 @@ def loopback(
     try:
         from keel.deployment.loopback import deploy_and_run
     except ModuleNotFoundError:
-        raise ValueError("the image has no loopback: use a checkout or `pip install`") from None
+        raise ValueError(
+            "this image does not include `keel deploy loopback`: use a checkout or `pip install`"
+        ) from None
 
     keys = {"output-dir": str(keel_home() / "runs")} | parse_overrides(overrides or [])
     checked_config(keys)  # a mistake shows here rather than in a log
@@ -98,5 +106,5 @@ def loopback(
 
 
 def split(values: list[str] | None) -> list[str]:
-    """The values, those with commas taken apart."""
+    """The values, split at commas."""
     return [part for value in values or [] for part in value.split(",") if part]

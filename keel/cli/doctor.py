@@ -125,4 +125,4 @@ def report(findings: Iterable[Finding]) -> None:
     if num_problems:
         print(f"{num_problems} problem{'s' if num_problems > 1 else ''}")
         raise typer.Exit(1)
-    print("nothing is wrong")
+    print("no problems found")

@@ -1,7 +1,7 @@
 """The three engines: in this process, Flower's simulation, and a deployment.
 
 Each takes a `Job` and a `Terminal` that follows the run, returns once the run has finished, and
-raises RuntimeError, one line, if it failed. After KeyboardInterrupt the run was stopped cleanly.
+raises RuntimeError, one line, if it failed. A KeyboardInterrupt stops the run cleanly.
 """
 
 import os
@@ -124,9 +124,9 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
 
 
 def with_num_clients(job: Job) -> Job:
-    """The job with the number of its clients, which are more than there are nodes."""
+    """The job with `num-clients` set, if there are more clients than nodes."""
     if "resume" in job.overrides or job.num_workers == job.num_clients:
-        return job  # it is in the run's config, or all are nodes
+        return job  # the run's config has it, or every client is a node
     return replace(job, overrides={**job.overrides, "num-clients": job.num_clients})
 
 
@@ -226,7 +226,7 @@ class FlowerRun:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,  # Ctrl-C is ours to handle
+            start_new_session=True,  # so that Ctrl-C reaches this process only
         )
         assert self.process.stdout is not None
         threading.Thread(target=self.read, args=[self.process.stdout], daemon=True).start()
@@ -244,7 +244,7 @@ class FlowerRun:
         self.ended.set()
 
     def wait(self, seconds: float) -> bool:
-        """Wait; whether the run is still in progress."""
+        """Wait at most this long; whether the run is still in progress."""
         return not self.ended.wait(seconds)
 
     def lines(self) -> Iterator[str]:

@@ -66,7 +66,7 @@ def run_command(
     ] = None,
     grid: Annotated[
         str,
-        typer.Option(help="Values under `tune`: paper (its best where it names one), or full."),
+        typer.Option(help="Values under `tune`: paper (the best one that it states), or full."),
     ] = "paper",
     workers: Annotated[
         int, typer.Option(min=0, help="Concurrent runs. 0: one per GPU, or one per core.")
@@ -91,7 +91,9 @@ def run_command(
         seeds=list(range(seeds)) or seeds_for(loaded, cells, grid == "full"),
         full_grid=grid == "full",
     )
-    from keel.experiments.runner import run_recipe  # torch; mistakes above are refused without it
+    from keel.experiments.runner import (
+        run_recipe,
+    )  # imports torch, which the checks above do not need
 
     console, folder = new_console(), output_folder(output)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -125,10 +127,10 @@ def report_command(output: Output = None) -> None:
 
 @app.command("archive")
 def archive_command(
-    folder: Annotated[Path, typer.Argument(help="Where the zips go.")] = HISTORIES,
+    folder: Annotated[Path, typer.Argument(help="Directory for the zip files.")] = HISTORIES,
     output: Output = None,
 ) -> None:
-    """Copy the configs and histories of finished runs, small, one zip for each table."""
+    """Archive the configs and histories of finished runs, in one small zip per table."""
     from keel.experiments.archive import pack
 
     for path in pack(output_folder(output), folder):

@@ -38,12 +38,14 @@ def export_model(directory: Path, client: str, to: str, path: Path) -> None:
         raise ValueError(f"--to onnx needs {' and '.join(missing)}: pip install 'keel[export]'")
     model = load_model(directory, client)
     classifier = Classifier(model).eval()
-    example = torch.zeros(2, *model.network.input_shape)  # a batch of 1 would be taken for fixed
+    example = torch.zeros(
+        2, *model.network.input_shape
+    )  # the exporter would make a batch of 1 constant
     classes = json.dumps(model.class_names)
     if to == "torchscript":
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore", FutureWarning)  # torch recommends torch.export
-            # without torch's own check, which takes the names of two traces for a difference
+            # torch's own check reports the names in two traces as a difference
             traced = torch.jit.trace(classifier, example, check_trace=False)  # type: ignore[no-untyped-call]
             torch.jit.save(traced, str(path), _extra_files={"classes.json": classes})
         return

@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def described(error: Exception) -> str:
-    """What went wrong; of a file that cannot be used, its path and the variable that moves it."""
+    """What went wrong; for a file that cannot be used, its path and the variable that moves it."""
     if not isinstance(error, OSError) or not error.filename:
         return str(error)
     from protocol.config import keel_home

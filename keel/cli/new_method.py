@@ -1,7 +1,7 @@
 """`keel new-method`: the files of a new method, a complete example to change.
 
-The templates are the files as they are written; FedNew, fednew and fed-new stand for the class,
-the file and the method's name.
+The templates are complete files, in which FedNew, fednew and fed-new are placeholders for the
+class, the file and the method's name.
 """
 
 import keyword
@@ -38,7 +38,8 @@ def new_method(
     """Write the files of a new method: client half, test, config table.
 
     They are a complete example, the squared distance of the features to the global model's: change
-    it into your method. `make check` passes as they are; `keel check-method NAME` tests any method.
+    it into your method. They pass `make check` unchanged; check yours with
+    `keel check-method NAME`.
     """
     files = method_files(name, server_half)
     pyproject = app_folder / "pyproject.toml"

@@ -13,7 +13,12 @@ from protocol.config import (
 from protocol.options import OptionValue, type_names
 
 MAX_MISTAKES = 5
-DECIDING_KEYS = {"preset", "method", "server-optimizer", "model"}  # others are checked against them
+DECIDING_KEYS = {
+    "preset",
+    "method",
+    "server-optimizer",
+    "model",
+}  # other keys are checked against these
 
 
 def parse_overrides(assignments: Sequence[str]) -> dict[str, OptionValue]:

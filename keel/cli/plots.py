@@ -8,7 +8,7 @@ from keel.runs import SavedRun
 from server_app.history import CURVES, curve
 from server_app.plots import accuracy_figure
 
-MAX_LABEL = 60  # characters; a run whose label would be longer is shown by its name
+MAX_LABEL = 60  # characters; a run with a longer label is shown by its name
 
 
 def figure_of(runs: Sequence[SavedRun], keys: Sequence[str] = ()) -> Figure:

@@ -29,7 +29,7 @@ class Terminal(logging.Handler):
         self.last_round = self.num_done = 0
         self.started = time.monotonic()
         self.summary: Mapping[str, Any] = {}
-        self.resume_command = ""  # of a run on a deployment
+        self.resume_command = ""  # only for a run on a deployment
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),

@@ -24,7 +24,7 @@ from server_app.summary import summarise
 
 RECENT_ROUNDS = 10  # whose left out clients `status` names
 STOP_TIMEOUT_S = 90.0
-PLACES = {"output-dir", "run-name", "data-dir", "resume"}  # keys that do not distinguish runs
+PLACES = {"output-dir", "run-name", "data-dir", "resume"}  # keys that `compare` ignores
 
 RunName = Annotated[str, typer.Argument()]
 
@@ -35,7 +35,7 @@ RunName = Annotated[str, typer.Argument()]
 def status(
     run: Annotated[str, typer.Argument(show_default=False)] = "",
 ) -> None:
-    """Show the state of a run; without RUN, of the one that changed last.
+    """Show the state of a run; without RUN, of the most recently changed one.
 
     RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
     """
@@ -80,7 +80,7 @@ def list_command(
     limit: Annotated[int, typer.Option("--limit", "-n", help="Number of runs shown; 0: all.")] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the runs of a directory, by default $KEEL_HOME/runs, the last changed first."""
+    """List the runs of a directory, by default $KEEL_HOME/runs, most recently changed first."""
     found = all_runs(base.expanduser() if base else None)
     shown = found[:limit] if limit else found
     rows = [row_of(run) for run in shown]
@@ -89,7 +89,7 @@ def list_command(
         return
     console = terminal_console()
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("run", no_wrap=True)  # to be copied
+    table.add_column("run", no_wrap=True)  # so that it can be copied
     for name in ("method", "data"):
         table.add_column(name, overflow="fold")
     for name in ("rounds", "accuracy"):
@@ -150,7 +150,7 @@ def stop(run: RunName) -> None:
     engine_lock = keel_home() / "flower" / saved.name / ".lock"
     pid = lock_holder(engine_lock) if is_locked(engine_lock) else saved.pid
     if pid is None:
-        raise RuntimeError(f"cannot tell which process writes {saved.directory}")
+        raise RuntimeError(f"cannot determine which process writes {saved.directory}")
     if is_flower(pid):
         raise ValueError(
             f"{saved.name} was started by `flwr run` (process {pid}): use `flwr stop RUN_ID`"
@@ -166,7 +166,7 @@ def stop(run: RunName) -> None:
 
 
 def is_flower(pid: int) -> bool:
-    """Whether the process is one of Flower's own, which ends runs by its own command."""
+    """Whether the process is one of Flower's, whose runs `flwr stop` ends."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     except OSError:
@@ -224,7 +224,7 @@ def differing_keys(runs: Sequence[SavedRun]) -> list[str]:
 
 
 def uses(run: SavedRun, key: str) -> bool:
-    """Whether the key is not an option of another method or server optimizer than the run's."""
+    """Whether the run uses the key: it is no option of another method or server optimizer."""
     table = key.partition(".")[0]
     own = {run.config.get("method"), run.config.get("server-optimizer")}
     return table in own or table not in {*method_names(), *SERVER_OPTIMIZERS}

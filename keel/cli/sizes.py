@@ -27,7 +27,7 @@ def stored_sizes() -> Sizes:
 
 
 def data_size(config: RunConfig) -> SourceInfo | None:
-    """The size of the run's data as the model sees it; None if it would take reading the images."""
+    """The size of the run's data as the model sees it; None if the images must be read first."""
     name, data = config.data.source, config.data
     cache_dir = keel_home() / "cache"
     kind, colon, path = name.partition(":")

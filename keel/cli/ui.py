@@ -27,18 +27,18 @@ def ui(
         Path | None, typer.Option(help="The deployment's ca.pem, with --federation HOST:PORT.")
     ] = None,
 ) -> None:
-    """Show runs in a browser, live: a table of all, one, several compared, a deployment's sites.
+    """Show runs in a browser, live: all runs, one run, a comparison, a deployment's sites.
 
-    DIRECTORY holds run directories or the output of `keel experiments`; the default is
-    $KEEL_HOME/runs. Nothing is changed, and nothing is loaded from elsewhere. The pages are served
-    to this machine only; from another: ssh -L 8777:127.0.0.1:8777 HOST, then the same link.
+    DIRECTORY contains run directories or the output of `keel experiments`; the default is
+    $KEEL_HOME/runs. The pages change nothing and load nothing from elsewhere. They are served to
+    this machine only; from another, use ssh -L 8777:127.0.0.1:8777 HOST and the same link.
     """
     from keel.runs import runs_directory
 
     roots = [path.expanduser() for path in directories or [runs_directory()]]
     for root in roots:
         if directories and not root.is_dir():
-            raise ValueError(f"{root} is not a directory; give one that holds run directories")
+            raise ValueError(f"{root} is not a directory; name one that contains run directories")
 
     from keel.views.server import SuperLinkNodes, create_app, listening, serve
     from keel.views.store import Store
@@ -51,14 +51,14 @@ def ui(
         store = Store(roots)
         found = len(store.runs())
         print(f"http://127.0.0.1:{at.getsockname()[1]}/?token={token}", flush=True)
-        print(f"{found} runs in {', '.join(map(str, roots))}; Ctrl-C ends this", flush=True)
+        print(f"{found} runs in {', '.join(map(str, roots))}; Ctrl-C stops the server", flush=True)
         serve(create_app(store, token, nodes), at)
 
 
 def superlink_nodes(
     federation: str, root_certificates: Path | None
 ) -> Callable[[], list[dict[str, Any]]]:
-    """What asks this SuperLink for its nodes."""
+    """A function that returns the nodes of this SuperLink."""
     import tempfile
 
     from keel.deployment.superlink import SuperLinkClient
