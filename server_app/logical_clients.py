@@ -94,7 +94,7 @@ class LogicalGrid(Grid):
         for message in requests:
             ids.append(f"logical-{next(self.numbers)}")
             assign_message_id(message, ids[-1])
-        is_training = bool(asked) and asked[0].metadata.message_type == MessageType.TRAIN
+        is_training = bool(requests) and requests[0].metadata.message_type == MessageType.TRAIN
         shares = self.shares(times, is_training)
         wholes = []
         for worker, share in shares:
