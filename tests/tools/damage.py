@@ -108,7 +108,7 @@ class Watch:
     def is_alive(self) -> bool:
         """Whether there is a ServerApp."""
         below = descendants(self.local.pid("serverapp-executor")).values()
-        return any("flwr-serverapp" in command for command in below)
+        return any("keel.deployment.serverapp" in command for command in below)
 
     def news(self) -> str:
         """What the logs of all processes, the run's log, history and status say since then."""

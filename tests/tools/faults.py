@@ -6,7 +6,8 @@
 Runs FedReCo and FedIntR on `digits` in turn. Every few seconds one process gets SIGKILL, or SIGSTOP
 for 20 to 95 seconds: the ServerApp, the SuperLink, a client's SuperNode, its executor or its
 worker, each equally likely. The run of a ServerApp that has ended is resumed. Prints a table, with
-the accuracies of the same runs undisturbed.
+the accuracies of the same runs undisturbed. The time for which a process was stopped does not count
+towards the limit of a run; `--per-run` spreads kills and hangs over several runs.
 
 A personal model is lost if its client's state is damaged at the end, or older than the last round
 in which the server accepted it. A result is wrong if the rounds in the history are not 1, 2, ...,
@@ -82,13 +83,14 @@ class Outcome:
     unnamed: int = 0
     accuracy: float = 0.0
     seconds: float = 0.0
+    stopped_s: float = 0.0  # of these, with a process stopped
 
 
 def send(number: signal.Signals, local: Loopback, kind: str, client: str) -> list[int]:
     """Send a signal to one process of this kind; its id, if one is running."""
     if kind == "serverapp":
         below = descendants(local.pid("serverapp-executor"))
-        found = [pid for pid, command in below.items() if "flwr-serverapp" in command]
+        found = [pid for pid, command in below.items() if "keel.deployment.serverapp" in command]
     else:
         name = kind if kind == "superlink" else f"{kind}-{client}"
         is_running = local.processes[name].process.poll() is None
@@ -192,7 +194,10 @@ def one_run(
     pause_s: tuple[float, float],
     limit_s: float,
 ) -> Outcome:
-    """One run with kills and hangs, until it has finished or the limit is reached."""
+    """One run with kills and hangs, until it has finished or the limit is reached.
+
+    limit_s: without the time for which a process is stopped.
+    """
     outcome, started = Outcome(method), time.monotonic()
     runs = local.root / "server" / "keel" / "runs"
     before = set(runs.glob("*"))
@@ -206,15 +211,18 @@ def one_run(
     next_kill = time.monotonic() + draw.uniform(*pause_s)
     resume_at = 0.0
     stopped: dict[int, float] = {}  # process id: when it goes on
-    while time.monotonic() - started < limit_s:
+    looked_at = time.monotonic()
+    while time.monotonic() - started - outcome.stopped_s < limit_s:
         if status(folder) == "finished":
             outcome.finished = True
             break
         alive = any(
-            "flwr-serverapp" in command
+            "keel.deployment.serverapp" in command
             for command in descendants(local.pid("serverapp-executor")).values()
         )
         now = time.monotonic()
+        outcome.stopped_s += now - looked_at if stopped else 0.0
+        looked_at = now
         if not alive and not resume_at:
             resume_at = now + resume_pause_s
         elif not alive and now >= resume_at:
@@ -259,15 +267,15 @@ def table(outcomes: Sequence[Outcome], undisturbed: dict[str, float]) -> str:
         "| run | kills: "
         + ", ".join(kinds)
         + " | hangs | resumed | left out | finished | models lost | wrong results "
-        "| unnamed failures | accuracy | undisturbed | seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| unnamed failures | accuracy | undisturbed | seconds | of these stopped |",
+        "|" + " --- |" * 13,
     ]
     lines += [
         f"| {o.method} | {', '.join(str(o.kills[k]) for k in kinds)} "
         f"| {', '.join(str(o.hangs[k]) for k in kinds)} | {o.resumes} | {o.left_out} "
         f"| {'yes' if o.finished else 'no'} | {len(o.lost)} | {len(o.wrong)} | {o.unnamed} "
         f"| {100 * o.accuracy:.1f} "
-        f"| {100 * undisturbed[o.method]:.1f} | {o.seconds:.0f} |"
+        f"| {100 * undisturbed[o.method]:.1f} | {o.seconds:.0f} | {o.stopped_s:.0f} |"
         for o in outcomes
     ]
     total = sum((o.kills for o in outcomes), Counter[str]())
@@ -293,8 +301,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--pause", type=float, nargs=2, default=(4.0, 20.0), metavar="SECONDS")
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="for all runs together")
-    parser.add_argument("--run-limit-s", type=float, default=1800.0, help="for one run")
+    parser.add_argument("--per-run", type=int, default=0, help="kills and hangs; 0: no bound")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="after which no run starts")
+    parser.add_argument("--run-limit-s", type=float, default=1800.0, help="for one run, see above")
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
     deadline = time.monotonic() + arguments.limit_s
@@ -309,15 +318,16 @@ def main() -> int:
             undisturbed[method] = accuracy(plain[method])
         with running(Path(name), partitions(arguments.clients)) as local:
             left, hangs = arguments.kills, arguments.hangs
-            while left + hangs > 0 and (limit_s := deadline - time.monotonic()) > 0:
+            while left + hangs > 0 and time.monotonic() < deadline:
                 method = list(methods)[len(outcomes) % len(methods)]
                 print(f"{method}: {left} kills and {hangs} hangs left", flush=True)
-                limit_s = min(limit_s, arguments.run_limit_s)
-                pause = tuple(arguments.pause)
+                most = arguments.per_run or left + hangs
+                kills = min(left, round(most * left / (left + hangs)))
+                pause, limit_s = tuple(arguments.pause), arguments.run_limit_s
                 outcomes.append(
                     one_run(
                         *(local, method, plain[method], arguments.rounds, arguments.epochs, draw),
-                        *(left, hangs, pause, limit_s),
+                        *(kills, min(hangs, most - kills), pause, limit_s),
                     )
                 )
                 left -= outcomes[-1].kills.total()
