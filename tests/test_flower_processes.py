@@ -5,8 +5,11 @@ A failure here means that Flower changed: read its message, and the patch in pro
 
 import ast
 import dataclasses
+import errno
 import inspect
+import shutil
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import flwr.supercore.superexec.run_superexec as run_superexec
@@ -14,6 +17,8 @@ import flwr.supernode.nodestate.nodestate_factory as nodestate_factory
 import flwr.supernode.start_client_internal as client_loop
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.cli.build import build_fab_from_disk
+from flwr.cli.install import install_from_fab
 from flwr.cli.utils import SUPERLINK_UNAVAILABLE_MESSAGE
 from flwr.server.superlink.fleet.grpc_rere import fleet_servicer
 from flwr.server.superlink.fleet.message_handler import message_handler
@@ -35,6 +40,7 @@ from flwr.supernode.runtime.run_clientapp import run_clientapp
 
 from protocol import flower_compat
 from protocol.config import app_folder
+from protocol.flower_compat.app_install import install_whole
 from protocol.flower_compat.superexec import ForkingExecutor
 from protocol.flower_compat.supernode import AnsweringNodeState
 
@@ -191,3 +197,83 @@ def test_importing_it_is_cheap():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=app_folder, timeout=60, check=False)
     assert done.returncode == 0
+
+
+# --- installed apps -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fab(tmp_path, monkeypatch):
+    """A FAB of a small app; Flower's home is empty."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
+    app = tmp_path / "app"
+    (app / "code").mkdir(parents=True)
+    (app / "code" / "server.py").write_text("number = 1\n" * 1000)
+    (app / "code" / "client.py").write_text("number = 2\n")
+    (app / "LICENSE").write_text("Apache-2.0\n")
+    (app / "pyproject.toml").write_text(
+        '[project]\nname = "small"\nversion = "1.0.0"\nlicense = {text = "Apache-2.0"}\n'
+        '[tool.flwr.app]\npublisher = "someone"\n[tool.flwr.app.components]\n'
+        'serverapp = "code.server:app"\nclientapp = "code.client:app"\n'
+    )
+    return build_fab_from_disk(app)
+
+
+def contents(path):
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+def poison_change(path):
+    (path / "code" / "client.py").write_text("number = 3\n")
+
+
+def poison_cut(path):
+    (path / "code" / "server.py").write_text("number")
+
+
+def poison_remove(path):
+    (path / "code" / "client.py").unlink()
+
+
+def poison_add(path):
+    (path / "json.py").write_text("raise ValueError\n")
+
+
+@pytest.mark.parametrize("poison", [poison_change, poison_cut, poison_remove, poison_add])
+def test_an_app_that_was_poisoned_is_installed_again(poison, fab):
+    path = install_whole(fab)
+    whole = contents(path)
+    assert "code/client.py" in whole
+    poison(path)
+    assert install_from_fab(fab, skip_prompt=True) == path
+    assert contents(path) != whole  # Flower takes it as it is
+    assert install_whole(fab) == path
+    assert contents(path) == whole
+
+
+def test_an_app_that_is_whole_stays_with_pythons_caches(fab):
+    path = install_whole(fab)
+    cache = path / "code" / "__pycache__"
+    cache.mkdir()
+    (cache / "client.pyc").write_bytes(b"x")
+    before = (path / "code" / "client.py").stat().st_mtime_ns
+    install_whole(fab)
+    assert (cache / "client.pyc").exists()
+    assert (path / "code" / "client.py").stat().st_mtime_ns == before
+
+
+def test_an_installation_that_a_full_disk_cuts_short_leaves_nothing(fab, monkeypatch):
+    copied = []
+
+    def full(source, target, **_):
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        Path(target).write_bytes(b"")
+        copied.append(target)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copy2", full)
+        with pytest.raises(OSError, match="No space left"):
+            install_whole(fab)
+    assert copied
+    assert "code/client.py" in contents(install_whole(fab))

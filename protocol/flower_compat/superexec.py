@@ -5,6 +5,9 @@ which imports Flower again, a second of CPU. Here the executor has Flower import
 one process for each message. Keel's client code is not imported here; the child takes it from the
 run's app. Public way: none; the kinds of executor are fixed in Flower.
 
+A ServerApp is started as `keel.deployment.serverapp`. Both install the run's app only if it is
+whole: app_install.py.
+
 Replaces `make_simple_http_retry_invoker` there. Why: at a SuperLink that hangs, Flower's executor
 ends, and the ServerApp with it. Public way: none.
 """
@@ -12,10 +15,12 @@ ends, and the ServerApp with it. Public way: none.
 import os
 import random
 import signal
+import subprocess
 import sys
 import traceback
 
 import flwr.supercore.superexec.run_superexec as run_superexec
+from flwr.cli.install import install_from_fab
 from flwr.supercore.cli.flower_superexec import flower_superexec
 from flwr.supercore.constant import TaskType
 from flwr.supercore.exit import exit_handler
@@ -27,6 +32,7 @@ from flwr.supercore.tls import validate_and_resolve_root_certificates
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 
 from protocol.flower_compat import replace, wait_out_time_outs
+from protocol.flower_compat.app_install import install_whole
 from protocol.processes import end_with_parent
 
 
@@ -35,7 +41,12 @@ class ForkingExecutor(SubprocessExecutor):
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
         """Start the process of one task."""
-        if spec.task_type != TaskType.CLIENT_APP or spec.runtime_dependency_install:
+        if spec.runtime_dependency_install:
+            return super().launch(spec)
+        if spec.task_type == TaskType.SERVER_APP:
+            subprocess.Popen(server_app_command(spec))
+            return LaunchResult.accepted()
+        if spec.task_type != TaskType.CLIENT_APP:
             return super().launch(spec)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -58,6 +69,19 @@ class ForkingExecutor(SubprocessExecutor):
             pass
 
 
+def server_app_command(spec: ExecutionSpec) -> list[str]:
+    """The command of a ServerApp's process."""
+    command = [sys.executable, "-m", "keel.deployment.serverapp"]
+    command += ["--runtime-api-address", spec.runtime_api_address, "--token", spec.token]
+    if spec.insecure:
+        command.append("--insecure")
+    elif spec.root_certificates_path is not None:
+        command += ["--root-certificates", str(spec.root_certificates_path)]
+    if spec.parent_pid is not None:
+        command += ["--parent-pid", str(spec.parent_pid)]
+    return command
+
+
 def run_in_child(spec: ExecutionSpec) -> int:
     """Do what `flwr-clientapp` does; its exit status."""
     for number in (signal.SIGTERM, signal.SIGQUIT):
@@ -70,6 +94,8 @@ def run_in_child(spec: ExecutionSpec) -> int:
         return 1
     exit_handler.registered_exit_handlers.clear()  # they would close what belongs to the parent
     random.seed()
+    module = sys.modules[run_clientapp.__module__]
+    replace(module, "install_from_fab", install_whole, install_from_fab)
     try:
         run_clientapp(
             runtime_api_address=spec.runtime_api_address,

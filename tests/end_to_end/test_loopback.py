@@ -59,7 +59,7 @@ def server_app_pid(local: Loopback) -> int:
     [pid] = [
         pid
         for pid, command in descendants(local.pid("serverapp-executor")).items()
-        if "flwr-serverapp" in command
+        if "keel.deployment.serverapp" in command
     ]
     return pid
 

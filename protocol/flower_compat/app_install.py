@@ -1,0 +1,56 @@
+"""`install_from_fab` for which an app is installed only if it is whole.
+
+Replaces `install_from_fab` in the processes of ServerApps and ClientApps. Why: Flower takes an app
+whose directory exists for installed, so that one that a full disk or a kill has cut short, or that
+something has changed since, stays as it is. Public way: none. It protects from accidents, not from
+code of another run, which has the rights of the same user.
+"""
+
+import fcntl
+import hashlib
+import io
+import logging
+import shutil
+import zipfile
+from pathlib import Path
+
+from flwr.cli.config_utils import get_fab_metadata
+from flwr.cli.install import install_from_fab
+from flwr.common.config import get_project_dir
+from flwr.supercore.utils import get_flwr_home
+
+log = logging.getLogger("keel.app")
+LIST = ".info/CONTENT"  # in a FAB: its files with their SHA-256
+
+
+def install_whole(fab: bytes, skip_prompt: bool = True) -> Path:
+    """As Flower's; an app that is not as the FAB says is installed again.
+
+    OSError, with nothing left behind, if that fails.
+    """
+    home = get_flwr_home()
+    home.mkdir(parents=True, exist_ok=True)
+    path = get_project_dir(*get_fab_metadata(fab), hashlib.sha256(fab).hexdigest())
+    with (home / "apps.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists() and not is_whole(path, fab):
+            log.warning("%s is damaged: the app is installed again", path)
+            shutil.rmtree(path)
+        try:
+            return install_from_fab(fab, skip_prompt=skip_prompt)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+
+
+def is_whole(path: Path, fab: bytes) -> bool:
+    """Whether the directory has the FAB's files and, but for Python's caches, no others."""
+    with zipfile.ZipFile(io.BytesIO(fab)) as archive:
+        lines = archive.read(LIST).decode().split("\n")
+    expected = {name: digest for name, digest, _ in (line.split(",") for line in lines if line)}
+    found = {
+        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in path.rglob("*")
+        if file.is_file() and file.parent.name != "__pycache__"
+    }
+    return found == expected
