@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protocol.chained import append_chained, read_chained
+from protocol.chained import append_chained, newest_digest, read_chained
 from protocol.config import PrivacyConfig, RunConfig, keel_home
-from protocol.files import digest
+from protocol.files import digest, write_atomically
 from protocol.privacy import SMALL_DELTA, composed_epsilon, noise_sigma
 
 NodeConfig = Mapping[str, bool | int | float | str]
@@ -62,6 +62,8 @@ def site_limits(node_config: NodeConfig) -> SiteLimits:
     for key, default in DEFAULTS.items():
         found = [node_config.get(key), os.environ.get(variable_of(key)) or None]
         numbers = [positive(key, value) for value in found if value is not None]
+        if key == "privacy-budget-delta" and any(number >= 1 for number in numbers):
+            raise PrivacyRefused(f"{key} = {max(numbers):g} of this site: expected below 1")
         is_set |= bool(numbers)
         strictest = max if key == "privacy-min-noise-multiplier" else min
         values.append(strictest(numbers, default=default))
@@ -131,14 +133,23 @@ class Ledger:
             source = f"{kind}:{Path(path).expanduser().resolve()}"
         self.data = source or f"partition {node_config.get('partition-id')}"
         self.path = keel_home() / "privacy" / f"{digest(self.data.encode())}.jsonl"
+        self.newest = self.path.with_suffix(".newest")  # the digest of its newest line
 
     def spent(self) -> float:
-        """Sum of 1 / multiplier^2 over the releases so far. PrivacyRefused if lines are damaged."""
+        """Sum of 1 / multiplier^2 over the releases so far.
+
+        PrivacyRefused if lines are damaged, or if the newest one that was ever written is missing.
+        """
         entries, num_damaged = read_chained(self.path, allows_old=False)
         if num_damaged:
             raise PrivacyRefused(
                 f"{self.path}: {num_damaged} lines are damaged: the budget spent is unknown; "
                 "restore the file from a backup"
+            )
+        if self.is_cut_short():
+            raise PrivacyRefused(
+                f"{self.path}: its newest lines are missing: what this site spent is not known; "
+                "restore the file from a backup that has them"
             )
         return float(sum(entry["multiplier"] ** -2 for entry in entries))
 
@@ -165,7 +176,17 @@ class Ledger:
             entry = {"data": self.data, **about, "time": round(time.time(), 3)}
             entry |= {"epsilon": privacy.epsilon, "delta": privacy.delta}
             entry |= {"clip_norm": privacy.clip_norm, "multiplier": multiplier_of(privacy)}
+            is_cut_short = self.is_cut_short()
             append_chained(self.path, entry)
+            if not is_cut_short:  # or the next look would find nothing missing
+                write_atomically(self.newest, newest_digest(self.path.read_bytes()).encode())
+
+    def is_cut_short(self) -> bool:
+        """Whether the newest line that was ever written is not in the file any more."""
+        if not self.newest.exists():
+            return False
+        content = self.path.read_bytes() if self.path.exists() else b""
+        return self.newest.read_bytes() not in content
 
 
 def charge_release(

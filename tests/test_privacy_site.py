@@ -142,7 +142,31 @@ def test_the_same_round_asked_twice_is_two_releases(source):
     assert len(ledger_lines(source)) == 2
 
 
-@pytest.mark.parametrize("damage", ["edit", "drop the first", "half a line"])
+@pytest.mark.parametrize("delta", [1, 5.0, math.inf])
+def test_a_budget_at_a_delta_that_covers_everything_is_refused(delta):
+    with pytest.raises(PrivacyRefused, match=r"privacy-budget-delta = .*expected below 1"):
+        site_limits({"privacy-budget-epsilon": 1.0, "privacy-budget-delta": delta})
+
+
+@pytest.mark.parametrize("lines", [0, 1, 2], ids=["deleted", "one line", "two lines"])
+def test_a_ledger_without_its_newest_lines_ends_releases_under_a_budget(lines, source):
+    for number in (1, 2, 3):
+        assert train(site(source, private()), number) == ""
+    path, whole = Ledger({"source": source}).path, ledger_lines(source)
+    path.write_text("".join(f"{line}\n" for line in whole[:lines]))
+    if not lines:
+        path.unlink()
+    limited = site(source, private(), privacy_budget_epsilon=100.0)
+    assert "its newest lines are missing" in train(limited)
+    assert train(site(source, private()), 4) == ""  # without a budget: not evidence destroyed
+    assert "its newest lines are missing" in train(limited)
+    path.write_text("".join(f"{line}\n" for line in whole))
+    assert train(limited, 5) == ""
+
+
+@pytest.mark.parametrize(
+    "damage", ["edit", "drop the first", "half a line", "swap two", "repeat one"]
+)
 def test_a_damaged_ledger_ends_releases_under_a_budget(damage, source):
     for number in (1, 2, 3):
         assert train(site(source, private()), number) == ""
@@ -151,6 +175,10 @@ def test_a_damaged_ledger_ends_releases_under_a_budget(damage, source):
         lines[1] = lines[1].replace('"round": 2', '"round": 9')
     elif damage == "drop the first":
         lines = lines[1:]
+    elif damage == "swap two":
+        lines[0], lines[1] = lines[1], lines[0]
+    elif damage == "repeat one":
+        lines = [*lines[:2], *lines[1:]]
     else:
         lines[2] = lines[2][:20]
     path.write_text("\n".join(lines) + "\n")
