@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config import keel_home
+from protocol.files import digest
 from server_app.history import HISTORY_FILE, curve, read_history
 from server_app.summary import HEADLINE, SUMMARY_FILE, read_config_file, read_summary
 
@@ -87,6 +88,15 @@ class SavedRun:
             return int(self.history[-1]["round"]) if self.history else 0
         except DAMAGE:
             return 0
+
+    def damaged_checkpoints(self) -> list[str]:
+        """The names of checkpoints that are not as they were written; a resume skips them."""
+        damaged = []
+        for path in sorted((self.directory / "checkpoints").glob("round-*.safetensors")):
+            with suppress(FileNotFoundError):  # replaced by a newer one meanwhile
+                if digest(path.read_bytes()) not in path.name:
+                    damaged.append(path.name)
+        return damaged
 
     @property
     def headline(self) -> tuple[str, str]:

@@ -64,6 +64,7 @@ class RunDirectory:
         self._lock: TextIO = (path / ".lock").open("w")
         self._log: logging.Handler | None = None
         self._level_before = logging.NOTSET
+        self.skipped: list[Path] = []  # damaged checkpoints, at the last look
         self._releases: Counter[str] = Counter()
         self._num_damaged = 0  # lines of releases.jsonl, when last read
         for attempt in range(LOCK_ATTEMPTS):  # `is_being_written` may hold the lock briefly
@@ -208,8 +209,8 @@ class RunDirectory:
     def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:
         """The newest intact checkpoint, of those whose round is in the history if there are any.
 
-        A damaged one is skipped with a warning. ValueError if none is left, or if its arrays are
-        not those of `expected`.
+        `skipped` then has the damaged ones that came before it. ValueError if none is left, or if
+        its arrays are not those of `expected`.
         """
         lines, _ = whole_lines(self.path)
         last = max((line["round"] for line in lines), default=0)
@@ -219,7 +220,7 @@ class RunDirectory:
             if digest(path.read_bytes()) in path.name:
                 with suppress(SafetensorError):  # damaged before it was written
                     return read_checkpoint(path, expected, model)
-            log.warning("%s is damaged: skipped", path)
+            self.skipped.append(path)
         found_text = f"{len(paths)} are damaged" if paths else "there is none; a finished run with "
         found_text += "" if paths else "keep-state = false has none"
         raise ValueError(

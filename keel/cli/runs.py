@@ -70,6 +70,8 @@ def status_lines(run: SavedRun) -> list[str]:
             lines.append(f"left out  round {line['round']}: {client}: {reason}")
     if history and history[-1].get("backed_off"):
         lines.append(f"backoff   {', '.join(history[-1]['backed_off'])}")
+    for name in run.damaged_checkpoints():
+        lines.append(f"damaged   checkpoints/{name}: a resume skips it")
     if run.state not in (RUNNING, "finished"):
         lines.append(f"resume    keel resume {run.name}")
     return lines

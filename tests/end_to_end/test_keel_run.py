@@ -114,3 +114,16 @@ def test_a_finished_run_is_resumed_for_more_rounds_only(home, capsys):
     assert "a has finished its 3 rounds: set more, such as num-rounds=6" in capsys.readouterr().err
     assert main(["resume", "a", "num-rounds=4"]) == 0
     assert [line["round"] for line in history_of(home / "runs" / "a")] == [1, 2, 3, 4]
+
+
+def test_resume_prints_which_checkpoint_it_skipped(home, capsys):
+    assert main(["run", "method=fedavg", *SMALL, "local-epochs=0", "--clients", "2"]) == 0
+    directory = only_run(home)
+    newest = max((directory / "checkpoints").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-10])
+    assert main(["status", directory.name]) == 0
+    assert f"damaged   checkpoints/{newest.name}: a resume skips it" in capsys.readouterr().out
+    assert main(["resume", directory.name, "num-rounds=4"]) == 0
+    said = capsys.readouterr()
+    words = " ".join((said.out + said.err).split())
+    assert f"{newest.name} is damaged: skipped, the run continues from round 2" in words

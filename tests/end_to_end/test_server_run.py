@@ -40,6 +40,8 @@ from client_app.methods import METHODS, method_of
 from client_app.objective import LocalObjective
 from client_app.setup import model_for, open_source, pixels_of
 from client_app.state import StateFolder
+from keel.cli.runs import status_lines
+from keel.runs import find_run
 from protocol.config import resolve_config
 from protocol.seeds import seed_of
 from server_app.federation import DivergedError
@@ -489,12 +491,16 @@ def test_with_the_newest_checkpoint_damaged_too_the_one_before_serves(run, crash
     [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
     assert checkpoints_of(broken) == ["round-00002", "round-00003"]
     newest = checkpoint_of(broken, "round-00003")
+    assert "damaged" not in "\n".join(status_lines(find_run(str(broken))))
     newest.write_bytes(newest.read_bytes()[:-100])
+    said = f"damaged   checkpoints/{newest.name}: a resume skips it"
+    assert said in status_lines(find_run(str(broken)))
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="keel"):
         resume(broken)
     [warning] = caplog.messages
-    assert warning == f"{newest} is damaged: skipped"
+    assert warning == f"{newest} is damaged: skipped, the run continues from round 2"
+    assert warning in (broken / "run.log").read_text()
     assert same_bits(all_models(broken), all_models(whole))
     assert without_times(history_of(broken)) == without_times(history_of(whole))
 
