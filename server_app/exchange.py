@@ -26,11 +26,13 @@ from protocol.flower_compat import (
     UNDELIVERED,
     NotPushedError,
     assign_source_node,
+    bound_reply,
     bound_reply_bytes,
     ends_run,
     has_own_clients,
     is_in_process_grid,
 )
+from protocol.text import in_one_line
 
 log = logging.getLogger("keel.server")
 MIN_POLL_S, MAX_POLL_S, POLL_GROWTH = 0.02, 0.5, 1.2
@@ -98,6 +100,8 @@ class Exchange:
         bound_reply_bytes(self.grid, self.max_bytes)
         self.drain()
         asked = {message.metadata.dst_node_id: message for message in messages}
+        for message in asked.values():
+            bound_reply(message, max_bytes)
         replies: dict[int, Message | None] = {}  # None: `on_reply` has it
         away: dict[int, tuple[float, Message]] = {}  # node: (when to give up, the error then)
         waiting: dict[str, int] = {}  # message id: the node whose reply it is
@@ -139,8 +143,9 @@ class Exchange:
                 if code == NODE_UNAVAILABLE:
                     reason = reply.error.reason or "its SuperNode went away"
                     note_gone(source, failure(asked[source], reason, NODE_UNAVAILABLE))
-                elif code in UNDELIVERED and TOO_LARGE in (reply.error.reason or ""):
-                    reason = f"the reply has {TOO_LARGE} of {self.max_bytes}"
+                elif code in UNDELIVERED and TOO_LARGE in (said := reply.error.reason or ""):
+                    bound = said.partition(TOO_LARGE)[2].strip()
+                    reason = in_one_line(f"the reply has {TOO_LARGE} {bound}")
                     settle(source, failure(asked[source], reason))
                 elif code in UNDELIVERED and self.pulls:  # another pull may just have taken it
                     waiting[message_id] = source
@@ -308,7 +313,9 @@ class Stops:
 def copy_for(message: Message, node: int, ttl_s: float) -> Message:
     """The same message to this node, which lives for `ttl_s`."""
     kind = message.metadata.message_type
-    return Message(message.content, dst_node_id=node, message_type=kind, ttl=max(1.0, ttl_s))
+    again = Message(message.content, dst_node_id=node, message_type=kind, ttl=max(1.0, ttl_s))
+    again.metadata.group_id = message.metadata.group_id
+    return again
 
 
 def failure(message: Message, reason: str, code: int = NO_REPLY) -> Message:

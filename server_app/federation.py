@@ -256,6 +256,8 @@ def prepare(
             if entry.client not in registry.missing:
                 audit.note("joined", client=entry.client, node=node)
     directory.start_log()
+    for path in directory.skipped:
+        log.warning("%s is damaged: skipped, the run continues from round %d", path, start.round)
     known = KnownLabelCounts(roster) if isinstance(roster, SimulatedRoster) else None
     warnings = [*roster_warnings(config, entries, known), *config_warnings(config, overrides)]
     for warning in warnings + worker_warnings(workers, device):

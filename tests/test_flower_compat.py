@@ -115,7 +115,7 @@ def test_a_reply_beyond_its_bound_is_refused_while_it_arrives(http_grid):
     flower_compat.bound_reply_bytes(grid, 5000)
     flower_compat.bound_reply_bytes(grid, 10_000)  # of the next round
     [reply] = grid.pull_messages(["asked"])
-    assert f"{flower_compat.TOO_LARGE} of 10000" in reply.error.reason
+    assert f"{flower_compat.TOO_LARGE} 10000 bytes" in reply.error.reason
     assert reply.error.code in flower_compat.UNDELIVERED
     assert reply.metadata.reply_to_message_id == "asked"
     assert len(pulled) == 11

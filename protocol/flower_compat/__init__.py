@@ -8,14 +8,18 @@ the installed Flower.
 This module is cheap to import and free of torch. The patched processes have a module each:
 
     superlink.py     flower-superlink that delivers a lost message again
+    reply_bounds.py  what that one accepts from a SuperNode
     supernode.py     flower-supernode that polls quickly and answers every message
     superexec.py     flower-superexec that forks ClientApps instead of starting a Python for each
     simulation.py    the way from the ServerApp of a simulation to its workers
     ray_backend.py   Flower's simulation, on a Ray cluster too, with workers that are replaced
+    serverapp.py     flwr-serverapp that installs the app whole
+    app_install.py   installs an app whole, or again
     registration.py  whether a SuperLink knows a client's key, without changing anything there
 """
 
 import itertools
+import logging
 import sys
 import threading
 import time
@@ -52,9 +56,12 @@ NO_REPLY = ErrorCode.UNKNOWN  # ours, for a reply that never came
 NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE  # the SuperNode is no longer connected
 UNDELIVERED = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 CRASHED = (ErrorCode.CLIENT_APP_CRASHED, *UNDELIVERED)  # the ClientApp died on the message
-TOO_LARGE = "more bytes than the bound"
+TOO_LARGE = "more than the bound of"
+BOUND = "max-bytes="  # of a message's group id
 # of one of Flower's objects: it splits arrays into smaller ones
 MAX_OBJECT_BYTES = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE + 2**20
+SAY_EVERY_S = 60.0
+log = logging.getLogger("keel.server")
 NotPushedError = ObjectPushError  # of `push_messages`: its session at the SuperLink has expired
 
 
@@ -86,14 +93,48 @@ def bound_superlink_retries(grid: object, seconds: float) -> None:
         return
     wait_out_time_outs(invoker)
     invoker.max_time = seconds
+    invoke = invoker.invoke
+
+    def invoke_and_explain(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return invoke(*args, **kwargs)
+        except Exception as error:
+            if reason := failure_of(error):
+                raise SuperLinkError(f"{reason}, for {seconds:g} seconds") from None
+            raise
+
+    invoker.invoke = invoke_and_explain
+
+
+class SuperLinkError(RuntimeError):
+    """The SuperLink answers, but only that it has failed."""
+
+
+def failure_of(error: Exception) -> str:
+    """What a SuperLink says of its own failure (HTTP 500 to 599); "" for any other error."""
+    response = getattr(error, "response", None)
+    if response is None or response.status_code < 500:
+        return ""
+    try:
+        said = response.json()
+        texts = [str(said["detail"]), str(said.get("extra", ""))]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        texts = [f"status {response.status_code}"]
+    return "the SuperLink has failed: " + ": ".join(filter(None, texts))
 
 
 def wait_out_time_outs(invoker: Any) -> Any:
     """Flower's retry invoker for HTTP, which now retries what `bound_superlink_retries` says."""
     gives_up = invoker.should_giveup
+    said_at = float("-inf")
 
     def should_give_up(error: Exception) -> bool:
+        nonlocal said_at
         response = getattr(error, "response", None)
+        reason = failure_of(error)
+        if reason and time.monotonic() - said_at > SAY_EVERY_S:
+            said_at = time.monotonic()
+            log.warning("%s; trying again", reason)
         if response is None:
             return "certificate" in str(error).lower()  # another's, which no waiting mends
         return response.status_code < 500 and bool(gives_up(error))
@@ -156,7 +197,7 @@ class BoundedPull:
                 with lock:
                     size += len(content)
             if size > max_bytes:
-                raise ObjectPullError(object_id, f"{TOO_LARGE} of {max_bytes}")
+                raise ObjectPullError(object_id, f"{TOO_LARGE} {max_bytes} bytes")
             return content
 
         most = min(FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PULLS, max_bytes // MAX_OBJECT_BYTES)
@@ -176,13 +217,28 @@ def bound_reply_bytes(grid: object, max_bytes: int) -> None:
     module.pull_objects.max_bytes = max_bytes
 
 
+def bound_reply(message: Message, max_bytes: int) -> None:
+    """State how many bytes a reply to `message` may have; Keel's SuperLink refuses a larger one.
+
+    In the message's group id: its only field, but for the content, that a sender may choose.
+    """
+    message.metadata.group_id = f"{BOUND}{max_bytes}"
+
+
+def reply_bound(group_id: str) -> int | None:
+    """Inverse of `bound_reply`; None if the message states none."""
+    number = group_id.removeprefix(BOUND)
+    return int(number) if group_id.startswith(BOUND) and number.isdecimal() else None
+
+
 def ends_run(error: Exception) -> bool:
     """Whether a grid's error means that the SuperLink, or the run there, is gone for good.
 
     Flower's grid lets errors of its HTTP library through, and one of its own for a run that ended.
     """
     library = type(error).__module__.partition(".")[0]
-    return library == "httpx" or type(error).__name__ == "RunNotRunningException"
+    is_gone = isinstance(error, SuperLinkError) or type(error).__name__ == "RunNotRunningException"
+    return library == "httpx" or is_gone
 
 
 def begin_task(run_id: int) -> None:

@@ -21,10 +21,13 @@ stopped, or away, for more than a minute fails every run and regards every node 
 have another minute to be heard once it is back.
 
 Replaces `GRPC_MAX_MESSAGE_LENGTH` of the Fleet API, 2 GiB. Why: the SuperLink holds what a client
-sends at once in memory. No object of Flower's is larger than `MAX_OBJECT_BYTES`.
+sends at once in memory. No object of Flower's is larger than `MAX_OBJECT_BYTES`; one of up to twice
+that arrives, so that its sender can be named.
 
 Replaces `HEARTBEAT_PATIENCE` of tasks. Why: Flower ends the run of a ServerApp that was stopped for
 a minute. Here it has three.
+
+What it accepts from SuperNodes, and what it does with a full disk: reply_bounds.py.
 
 Needs `--database`: with any other state, this is Flower's SuperLink.
 """
@@ -57,7 +60,11 @@ from flwr.supercore.corestate import sql_corestate
 from flwr.supercore.date import now
 from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.object_store import NoObjectInStoreError, ObjectStore
+from flwr.supercore.object_store import (
+    NoObjectInStoreError,
+    ObjectStore,
+    object_store_factory,
+)
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 from flwr.supercore.state.schema.corestate_models import Task as TaskRow
 from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes, Node
@@ -69,6 +76,12 @@ from sqlalchemy import exists, func, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from protocol.flower_compat import MAX_OBJECT_BYTES, FlowerChanged, replace
+from protocol.flower_compat.reply_bounds import (
+    BoundedReplies,
+    SpokenObjectStore,
+    accept_reply,
+    push_messages,
+)
 
 log = logging.getLogger("keel.superlink")
 max_redeliveries = 3  # of one message: one that never arrives whole must not block its node
@@ -252,7 +265,7 @@ class Presence:
             self.tick()
 
 
-class PatientLinkState(SqlLinkState):
+class PatientLinkState(BoundedReplies):
     """Flower's state, in which nothing expires because of the SuperLink's own absence.
 
     The methods below are those in which Flower lets tasks and nodes expire.
@@ -298,11 +311,13 @@ def main() -> None:
     if vars(fleet_servicer).get("message_handler") is not message_handler:
         sys.exit(f"error: {FlowerChanged('fleet_servicer.message_handler')}")
     replace(message_handler, "pull_messages", Redelivery().pull_messages, pull_messages)
+    replace(message_handler, "push_messages", accept_reply, push_messages)
     replace(runtime_handlers, "pull_messages", pull_complete_replies, pull_replies)
     replace(runtime_handlers, "confirm_message_received", confirm_and_delete, confirm_reply)
     replace(linkstate_factory, "SqlLinkState", PatientLinkState, SqlLinkState)
+    replace(object_store_factory, "SqlObjectStore", SpokenObjectStore, SqlObjectStore)
     replace(sql_corestate, "HEARTBEAT_PATIENCE", task_patience, HEARTBEAT_PATIENCE)
     cli = sys.modules[flower_superlink.__module__]
-    replace(cli, "GRPC_MAX_MESSAGE_LENGTH", MAX_OBJECT_BYTES, GRPC_MAX_MESSAGE_LENGTH)
+    replace(cli, "GRPC_MAX_MESSAGE_LENGTH", 2 * MAX_OBJECT_BYTES, GRPC_MAX_MESSAGE_LENGTH)
     threading.Thread(target=PatientLinkState.presence.watch, daemon=True).start()
     flower_superlink()

@@ -7,10 +7,13 @@ Uses Flower's own state in a file, its object store and its handlers.
 
 import time
 
+import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message, Metadata, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, RecordDict
+from flwr.app.message import remove_content_from_message
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode, SubStatus
-from flwr.proto.fleet_pb2 import PullMessagesRequest
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
@@ -23,13 +26,19 @@ from flwr.server.superlink.linkstate import (
 )
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.corestate import sql_corestate
+from flwr.supercore.error import FlowerError
+from flwr.supercore.error.catalog import API_ERROR_MAP
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.object_store import ObjectStoreFactory, object_store_factory
+from flwr.supercore.state.schema.objectstore_models import StoredObject
 from flwr.superlink.federation import NoOpFederationManager
+from grpc import StatusCode
+from sqlalchemy import event, func, select
 from sqlalchemy.exc import OperationalError
 
-from protocol.flower_compat import assign_message_id
+from protocol.flower_compat import TOO_LARGE, assign_message_id, bound_reply
 from protocol.flower_compat import superlink as superlink_server
+from protocol.flower_compat.reply_bounds import SpokenObjectStore, accept_reply
 from protocol.flower_compat.superlink import (
     PatientLinkState,
     Presence,
@@ -47,6 +56,7 @@ class Link:
         self.folder = folder
         self.patch = monkeypatch
         monkeypatch.setattr(linkstate_factory, "SqlLinkState", PatientLinkState)
+        monkeypatch.setattr(object_store_factory, "SqlObjectStore", SpokenObjectStore)
         self.start()
         keys = (b"one", b"two")
         self.node, self.other = (self.state.create_node("", "", key, 30.0) for key in keys)
@@ -70,12 +80,14 @@ class Link:
         self.store = stores.store()
         self.redelivery = Redelivery()
 
-    def send(self, name, is_whole=True, ttl=3600.0):
-        """A message to the node, by the name that stands in it."""
+    def send(self, name, is_whole=True, ttl=3600.0, bound=None):
+        """A message to the node, by the name that stands in it; bound: of its reply's bytes."""
         content = RecordDict({"config": ConfigRecord({"name": name})})
         now = time.time()
         about = Metadata(self.run, "", SUPERLINK_NODE_ID, self.node, "", "", now, ttl, "train")
         message = Message(content=content, metadata=about)
+        if bound:
+            bound_reply(message, bound)
         assign_message_id(message, message.object_id)
         session = self.state.start_session(self.run)
         tree = get_object_tree(message)
@@ -314,3 +326,148 @@ def test_a_run_and_a_node_that_fall_silent_still_expire(link, monkeypatch):
     assert not link.state.acknowledge_task_heartbeat(link.task)
     assert [code for _, code in link.pull(one)] == [ErrorCode.NODE_UNAVAILABLE]
     assert link.state.get_nodes(link.run) == set()
+
+
+# --- what a SuperNode may store -----------------------------------------------------------------
+
+
+def pushed(link, asked, arrays, bound, src=None, but=0):
+    """Send a reply with these arrays, all but the last `but` objects; the answers of the store."""
+    about = asked.metadata
+    own = Metadata(
+        *(link.run, "", src or link.node, SUPERLINK_NODE_ID, about.message_id, ""),
+        *(time.time(), about.created_at + about.ttl - time.time(), "train"),
+    )
+    reply = Message(content=RecordDict({"arrays": ArrayRecord(arrays)}), metadata=own)
+    assign_message_id(reply, reply.object_id)
+    session = link.state.start_session(link.run)
+    tree = get_object_tree(reply)
+    bare = remove_content_from_message(reply)  # as a SuperNode sends it
+    stored, _ = link.state.store_message_and_object_tree(bare, tree, session)
+    if not stored:
+        return reply, [False]
+    objects = list(get_all_nested_objects(reply).items())
+    objects = objects[: len(objects) - but]
+    return reply, [link.state.store_object(link.run, session, i, o.deflate()) for i, o in objects]
+
+
+def stored_bytes(link):
+    """Of all objects in the database."""
+    with link.store.session() as session:
+        return session.scalar(select(func.sum(func.length(StoredObject.content)))) or 0
+
+
+def bounded(link, name, bound):
+    """A message whose reply may have so many bytes."""
+    message = link.send(name, bound=bound)
+    link.ask()
+    link.confirm(message)
+    return message
+
+
+def random_arrays(number, size):
+    generator = np.random.default_rng(number)
+    return {str(i): Array(generator.random(size // 8)) for i in range(number)}
+
+
+def test_a_reply_is_deleted_where_it_exceeds_its_bound_and_its_client_is_named(link):
+    asked = bounded(link, "one", 2**20)
+    before = stored_bytes(link)
+    _, answers = pushed(link, asked, random_arrays(40, 2**18), 2**20)
+    assert answers.count(True) <= 2 * 4 + 1  # four arrays, each with the object that holds it
+    assert not any(answers[answers.index(False) :])
+    assert stored_bytes(link) < before + 2000  # of the error in its place
+    [(_, code)] = link.pull(asked)
+    assert code == ErrorCode.REPLY_MESSAGE_UNAVAILABLE
+    request = PullAppMessagesRequest(message_ids=ids(asked))
+    [answer] = pull_complete_replies(request, link.state, Task(run_id=link.run)).messages_list
+    assert answer.error.reason == f"the reply has {TOO_LARGE} {2**20} bytes"
+    assert answer.metadata.src_node_id == link.node
+
+
+def test_a_reply_within_its_bound_arrives(link):
+    asked = bounded(link, "one", 2**20)
+    reply, answers = pushed(link, asked, random_arrays(3, 2**18), 2**20)
+    assert all(answers)
+    assert link.pull(asked) == [(*ids(reply), 0)]
+
+
+def test_a_reply_of_too_many_objects_is_refused_before_it_arrives(link):
+    asked = bounded(link, "one", 2**20)
+    _, answers = pushed(link, asked, random_arrays(600, 8), 2**20)
+    assert answers == [False]
+    [(_, code)] = link.pull(asked)
+    assert code == ErrorCode.REPLY_MESSAGE_UNAVAILABLE
+
+
+def test_partial_replies_do_not_pile_up(link):
+    sizes = []
+    for number in range(6):
+        asked = bounded(link, str(number), 2**20)
+        _, answers = pushed(link, asked, random_arrays(number + 1, 2**17), 2**20, but=1)
+        assert all(answers)
+        sizes.append(stored_bytes(link))
+    assert max(sizes) < 2**20
+    link.state.delete_messages(set(ids(asked)))  # as for a node that is gone
+    assert stored_bytes(link) < 2000
+
+
+def test_a_node_has_four_replies_stored_at_most(link):
+    found = []
+    for number in range(6):
+        asked = bounded(link, str(number), 2**20)
+        found.append(pushed(link, asked, random_arrays(number + 1, 64), 2**20)[1])
+    assert [all(answers) for answers in found] == 4 * [True] + 2 * [False]
+
+
+def push_by_fleet(link, node, reply):
+    request = PushMessagesRequest(
+        node=Node(node_id=node),
+        messages_list=[message_to_proto(reply)],
+        message_object_trees=[get_object_tree(reply)],
+    )
+    return accept_reply(request, link.state)
+
+
+def own_message(link, src, dst, asked=""):
+    about = Metadata(link.run, "", src, dst, asked, "", time.time(), 60.0, "train")
+    message = Message(content=RecordDict({"config": ConfigRecord({"is": "odd"})}), metadata=about)
+    assign_message_id(message, message.object_id)
+    return message
+
+
+def test_a_node_cannot_reply_for_another_nor_send_instructions(link):
+    asked = link.send("one")
+    link.ask()
+    forged = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
+    instruction = own_message(link, SUPERLINK_NODE_ID, link.node)
+    for message in (forged, instruction):
+        with pytest.raises(ValueError, match="one reply of its own"):
+            push_by_fleet(link, link.other, message)
+    assert link.state.num_message_res() == 0
+    assert link.state.num_message_ins() == 1
+    push_by_fleet(link, link.node, forged)  # its own
+    assert link.state.num_message_res() == 1
+
+
+# --- a full disk ----------------------------------------------------------------------------------
+
+
+def test_with_a_full_disk_the_superlink_is_unavailable_says_why_and_loses_no_reply(link):
+    asked = bounded(link, "one", 2**22)
+    arrays = random_arrays(2, 2**20)
+    limit = {"pages": 1}
+
+    def full(connection, *_):
+        connection.execute(f"PRAGMA max_page_count = {limit['pages']}")
+
+    event.listen(link.state._engine, "checkout", full)
+    with pytest.raises(FlowerError) as found:
+        pushed(link, asked, arrays, 2**22)
+    spec = API_ERROR_MAP[found.value.code]
+    assert spec.status_code == StatusCode.UNAVAILABLE
+    assert spec.http_status_code == 503
+    assert found.value.public_details == "database or disk is full"
+    limit["pages"] = 2**30
+    _, answers = pushed(link, asked, arrays, 2**22)
+    assert all(answers)

@@ -1,0 +1,257 @@
+"""What a SuperLink accepts from a SuperNode: bounded replies, in its own name.
+
+Public way for any of these: none.
+
+`BoundedReplies` replaces parts of `SqlLinkState`. Why: Flower stores whatever a SuperNode sends, on
+disk, before the ServerApp can look at it. Here a reply has at most the bytes that its message
+allows (`bound_reply`), a node has at most `MAX_REPLIES` replies in the store, and one that it has
+sent in part is deleted when it begins another. A reply beyond its bound is deleted while it
+arrives, and an error that names the bound takes its place.
+
+`accept_reply` replaces `message_handler.push_messages`. Why: Flower compares the node of a request
+with its key, but stores the message in it under any other node's name, and as a message *to* a node
+if it replies to none.
+
+`SpokenErrors` completes `SqlMixin.session`. Why: with a full disk Flower's SuperLink answers with
+errors that a SuperNode takes for final, so that replies are lost, and that tell a ServerApp no
+reason. Here it is unavailable and says why, and whoever asks tries again.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flwr.app import Error, Message, Metadata
+from flwr.app.message import make_message
+from flwr.common.constant import ErrorCode
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.server.superlink.fleet.message_handler import message_handler
+from flwr.server.superlink.linkstate import LinkState
+from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
+from flwr.supercore.error import FlowerError
+from flwr.supercore.error.catalog import API_ERROR_MAP, ApiErrorSpec
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_id,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.object_store import NoObjectInStoreError
+from flwr.supercore.object_store.sql_object_store import SqlObjectStore
+from flwr.supercore.sql_mixin import SqlMixin
+from flwr.supercore.state.schema.corestate_models import (
+    ObjectPushSession,
+    ObjectPushSessionPending,
+    ObjectPushSessionRoot,
+)
+from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes
+from flwr.supercore.state.schema.objectstore_models import StoredObject
+from flwr.supercore.utils import int64_to_uint64, uint64_to_int64
+from grpc import StatusCode
+from sqlalchemy import func, select
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
+
+from protocol.flower_compat import MAX_OBJECT_BYTES, TOO_LARGE, reply_bound
+
+log = logging.getLogger("keel.superlink")
+MAX_REPLIES = 4  # of one node, complete and not yet taken by their ServerApp
+MAX_OBJECTS = 1000  # of a reply, and one more for each MiB: Keel packs arrays into few
+push_messages = message_handler.push_messages
+CANNOT_WRITE = 39_001  # an error code of ours
+API_ERROR_MAP[CANNOT_WRITE] = ApiErrorSpec(
+    StatusCode.UNAVAILABLE, 503, "the SuperLink cannot use its database"
+)
+
+
+class SpokenErrors(SqlMixin):
+    """A database whose failures are errors of Flower's, which tell the asker why to try again."""
+
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        """As Flower's."""
+        try:
+            with super().session() as session:
+                yield session
+        except OperationalError as error:
+            raise FlowerError(CANNOT_WRITE, str(error), str(error.orig)) from error
+
+
+class SpokenObjectStore(SpokenErrors, SqlObjectStore):
+    """Flower's object store with these errors."""
+
+
+class BoundedReplies(SpokenErrors, SqlLinkState):
+    """Flower's state, which stores no more of a node's replies than their messages allow."""
+
+    def store_message_and_object_tree(
+        self, message: Message, object_tree: ObjectTree, session_id: str
+    ) -> tuple[bool, list[str]]:
+        """As Flower's; a reply must be small enough to be stored, as far as can be seen yet."""
+        about = message.metadata
+        bound = self.bound_of(about.reply_to_message_id)
+        if bound is not None:
+            self.delete_partial_replies(about.src_node_id, but=about.message_id)
+            if self.num_replies(about.src_node_id) >= MAX_REPLIES:
+                log.warning(
+                    "node %d has %d replies stored: refused", about.src_node_id, MAX_REPLIES
+                )
+                return False, []
+            num_objects = sum(1 for _ in iterate_object_tree(object_tree))
+            max_objects = MAX_OBJECTS + bound // 2**20
+            if num_objects > max_objects:
+                self.answer(about, f"{TOO_LARGE} {max_objects} objects")
+                return False, []
+            if message_to_proto(message).ByteSize() > bound:
+                self.answer(about, f"{TOO_LARGE} {bound} bytes")
+                return False, []
+        return super().store_message_and_object_tree(message, object_tree, session_id)
+
+    def store_object(
+        self, run_id: int, session_id: str, object_id: str, object_content: bytes
+    ) -> bool:
+        """As Flower's, while the reply that the object belongs to is within its bound.
+
+        FlowerError if the database cannot be written to, where Flower's only logs it.
+        """
+        with self.session() as session:
+            is_root = ObjectPushSessionRoot.session_id == session_id
+            roots = session.scalars(
+                select(ObjectPushSessionRoot.root_object_id).where(is_root)
+            ).all()
+            reply = session.scalar(select(MessageRes).where(MessageRes.message_id.in_(roots)))
+            about = (reply.reply_to_message_id, reply.message_id) if reply else ("", "")
+            is_known = reply or session.scalar(
+                select(MessageIns.message_id).where(MessageIns.message_id.in_(roots))
+            )
+        if roots and not is_known:  # its message was deleted meanwhile
+            self._cleanup_push_session(session_id, cleanup_messages=True)
+            return False
+        asked, root = str(about[0]), str(about[1])
+        bound = self.bound_of(asked)
+        if bound is not None:
+            size, limit = self.stored_bytes(root) + len(object_content), f"{bound} bytes"
+            if len(object_content) > MAX_OBJECT_BYTES:
+                size, limit = bound + 1, f"{MAX_OBJECT_BYTES} bytes in one object"
+            if size > bound:
+                self._cleanup_push_session(session_id, cleanup_messages=True)
+                self.refuse(asked, f"{TOO_LARGE} {limit}")
+                return False
+        stored = super().store_object(run_id, session_id, object_id, object_content)
+        is_valid = get_object_id(object_content) == object_id
+        if not stored and is_valid and self.is_pending(session_id, object_id):
+            why = "database or disk is full"  # nothing else keeps a valid object out
+            raise FlowerError(CANNOT_WRITE, f"object {object_id}: {why}", why)
+        return stored
+
+    def delete_messages(self, message_ins_ids: set[str]) -> None:
+        """As Flower's, and what has arrived of replies to them that are incomplete."""
+        if message_ins_ids:
+            with self.session() as session:
+                is_reply = MessageRes.reply_to_message_id.in_(message_ins_ids)
+                replies = session.scalars(select(MessageRes.message_id).where(is_reply)).all()
+            for reply in replies:
+                if not self.is_whole(str(reply)):
+                    self.object_store.delete(str(reply))
+        super().delete_messages(message_ins_ids)
+
+    def bound_of(self, message_id: str) -> int | None:
+        """The largest size of a reply to this message; None: unknown, or the message is."""
+        with self.session() as session:
+            is_this = MessageIns.message_id == message_id
+            return reply_bound(session.scalar(select(MessageIns.group_id).where(is_this)) or "")
+
+    def num_replies(self, node: int) -> int:
+        """Of this node, in the store."""
+        with self.session() as session:
+            is_its = MessageRes.src_node_id == uint64_to_int64(node)
+            return session.scalar(select(func.count()).select_from(MessageRes).where(is_its)) or 0
+
+    def delete_partial_replies(self, node: int, but: str) -> None:
+        """Delete what this node has sent in part, except for one reply.
+
+        A SuperNode sends one after the other.
+        """
+        with self.session() as session:
+            is_its = MessageRes.src_node_id == uint64_to_int64(node)
+            rows = session.scalars(select(MessageRes).where(is_its)).all()
+            replies = {str(row.message_id) for row in rows} - {but}
+        partial = {reply for reply in replies if not self.is_whole(reply)}
+        for reply in partial:
+            self.object_store.delete(reply)
+        if partial:
+            self._on_push_session_expired(partial)
+
+    def objects_of(self, root: str) -> set[str]:
+        """The ids of an object and of everything in it; empty if it is not registered."""
+        try:
+            tree = self.object_store.get_object_tree(root)
+        except NoObjectInStoreError:
+            return set()
+        return {each.object_id for each in iterate_object_tree(tree)}
+
+    def stored_bytes(self, root: str) -> int:
+        """How much of an object and of everything in it has arrived."""
+        with self.session() as session:
+            is_its = StoredObject.object_id.in_(self.objects_of(root))
+            size = func.coalesce(func.sum(func.length(StoredObject.content)), 0)
+            return int(session.scalar(select(size).where(is_its)) or 0)
+
+    def is_whole(self, root: str) -> bool:
+        """Whether an object and everything in it have arrived."""
+        objects = self.objects_of(root)
+        is_here = StoredObject.object_id.in_(objects) & (StoredObject.is_available == 1)
+        with self.session() as session:
+            count = select(func.count()).select_from(StoredObject).where(is_here)
+            return bool(objects) and session.scalar(count) == len(objects)
+
+    def is_pending(self, session_id: str, object_id: str) -> bool:
+        """Whether a push session still waits for this object."""
+        with self.session() as session:
+            is_this = (ObjectPushSessionPending.session_id == session_id) & (
+                ObjectPushSessionPending.object_id == object_id
+            )
+            query = select(ObjectPushSessionPending.object_id).where(is_this)
+            is_open = session.get(ObjectPushSession, session_id) is not None
+            return is_open and session.scalar(query) is not None
+
+    def refuse(self, message_id: str, reason: str) -> None:
+        """Answer a message with an error in its node's place."""
+        with self.session() as session:
+            row = session.scalar(select(MessageIns).where(MessageIns.message_id == message_id))
+            if row is None:
+                return
+            about = Metadata(
+                int64_to_uint64(row.run_id or 0),
+                "",
+                int64_to_uint64(row.dst_node_id or 0),
+                int64_to_uint64(row.src_node_id or 0),
+                message_id,
+                row.group_id or "",
+                *(row.created_at or 0.0, row.ttl or 0.0, row.message_type or ""),
+            )
+        self.answer(about, reason)
+
+    def answer(self, about: Metadata, reason: str) -> None:
+        """Store an error as a node's reply; `about`: as of the reply."""
+        log.warning("node %d: its reply has %s: refused", about.src_node_id, reason)
+        error = Error(ErrorCode.REPLY_MESSAGE_UNAVAILABLE, f"the reply has {reason}")
+        message = make_message(metadata=about, error=error)
+        about.__dict__["_message_id"] = message.object_id
+        session_id, tree = self.start_session(about.run_id), get_object_tree(message)
+        stored, missing = super().store_message_and_object_tree(message, tree, session_id)
+        objects = get_all_nested_objects(message)
+        for object_id in missing if stored else []:
+            super().store_object(about.run_id, session_id, object_id, objects[object_id].deflate())
+
+
+def accept_reply(request: PushMessagesRequest, state: LinkState) -> PushMessagesResponse:
+    """As Flower's, of what is a reply of the node that sends it. ValueError otherwise."""
+    node, found = request.node.node_id, request.messages_list
+    about = found[0].metadata if len(found) == 1 else None
+    if about is None or about.src_node_id != node or not about.reply_to_message_id:
+        log.warning("node %d sent a message that is no reply of its own: refused", node)
+        raise ValueError("a SuperNode sends one reply of its own at a time")
+    return push_messages(request, state)
