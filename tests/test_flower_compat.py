@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import logging
+import time
 from types import SimpleNamespace
 
 import httpx
@@ -56,6 +58,30 @@ def test_the_grid_of_a_deployment_gives_up_on_errors_that_waiting_does_not_mend(
     for status, is_final in ((500, False), (503, False), (404, True)):
         response = httpx.Response(status, request=request)
         assert gives_up(httpx.HTTPStatusError("", request=request, response=response)) == is_final
+
+
+def test_a_superlink_that_says_why_it_fails_is_asked_again_and_quoted(caplog):
+    grid = SimpleNamespace(_retry_invoker=make_simple_http_retry_invoker())
+    flower_compat.bound_superlink_retries(grid, 0.5)
+    grid._retry_invoker.wait_function = lambda seconds: time.sleep(0.05)
+    request = httpx.Request("POST", "https://superlink")
+    said = {"code": 1, "detail": "cannot use its database", "extra": "database or disk is full"}
+    full = httpx.Response(503, request=request, json=said)
+    answers = [full, full, httpx.Response(200, request=request)]
+
+    def ask():
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        answer.raise_for_status()
+        return answer
+
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        assert grid._retry_invoker.invoke(ask).status_code == 200
+    line = "the SuperLink has failed: cannot use its database: database or disk is full"
+    assert caplog.messages == [f"{line}; trying again"]
+    answers[:] = [full]
+    with pytest.raises(flower_compat.SuperLinkError, match=f"^{line}, for 0.5 seconds$") as found:
+        grid._retry_invoker.invoke(ask)
+    assert flower_compat.ends_run(found.value)
 
 
 def test_the_silence_of_a_superlink_is_measured(monkeypatch):
