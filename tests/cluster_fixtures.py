@@ -14,12 +14,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PORT = 6379
 START_TIMEOUT_S = 200
-# the head notices a dead node after 2 s instead of 30
+START_ATTEMPTS = 3  # a busy machine may miss a deadline of Ray's own
+# the head notices that a node was killed after 5 s instead of 30
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "0",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "10000",
+    "RAY_health_check_failure_threshold": "5",
 }
 
 
@@ -110,13 +111,18 @@ class Cluster:
         """Start this node, ending the one that had its number; returns once it has joined."""
         if number in self.nodes:
             self.nodes.pop(number).kill()
-        node = self.nodes[number] = Node(self, number, mounts, cpus)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while "--block" not in node.log.read_text():
-            assert node.process.poll() is None, node.log.read_text()
-            assert time.monotonic() < deadline, node.log.read_text()
-            time.sleep(0.2)
-        return node
+        for _ in range(START_ATTEMPTS):
+            node = Node(self, number, mounts, cpus)
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while "--block" not in node.log.read_text():
+                if node.process.poll() is not None or time.monotonic() > deadline:
+                    node.kill()
+                    break
+                time.sleep(0.2)
+            else:
+                self.nodes[number] = node
+                return node
+        raise AssertionError(node.log.read_text())
 
     def keel(self, *words: str) -> subprocess.Popen[str]:
         """`keel` with these words on the head."""
