@@ -121,11 +121,12 @@ class WorkerProcess:
             self.is_broken = "CUDA error" in str(content.reason)  # for the rest of a process's life
             return error_frames(str(content.reason), content.code)
         if message.metadata.message_type == MessageType.TRAIN:
-            figures = content.metric_records["metrics"]
+            metrics = content.metric_records["metrics"]  # without the time where it is withheld
+            seconds = f", in {metrics['seconds']:.1f} s" if "seconds" in metrics else ""
             log.info(
-                "%s: client %s: trained on %d samples, %d steps, in %.1f s",
+                "%s: client %s: trained on %d samples, %d steps%s",
                 *(run_and_round(message), client_name(context.node_config)),
-                *(figures[name] for name in ("num-examples", "num-steps", "seconds")),
+                *(metrics["num-examples"], metrics["num-steps"], seconds),
             )
         return [b"{}", records_to_bytes(content)]
 

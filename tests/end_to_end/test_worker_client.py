@@ -34,7 +34,8 @@ start_limit_s = 100
 
 
 def config_with(**keys):
-    return make_config(method="moon", local_test_fraction=0.2, **{"round_timeout": 60.0} | keys)
+    defaults = {"method": "moon", "local_test_fraction": 0.2, "round_timeout": 60.0}
+    return make_config(**defaults | keys)
 
 
 class Resident:
@@ -75,6 +76,13 @@ def two_rounds(config, run_dir):
     return [
         read_reply(client.ask("train", n, initial(config, seed=n), evaluate=True)) for n in (1, 2)
     ]
+
+
+def test_a_private_reply_without_metrics_comes_back_from_the_worker(handed_over, tmp_path):
+    config = config_with(method="fedavg", privacy__epsilon=0.5)
+    for reply in two_rounds(config, tmp_path / "run"):
+        assert "num-steps" in reply.metrics
+        assert "seconds" not in reply.metrics
 
 
 def test_the_process_of_the_clientapp_imports_no_torch():
