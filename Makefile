@@ -63,8 +63,8 @@ wheel-smoke: $(READY)  ## build the wheel and use it from an empty directory
 
 coverage: $(READY)  ## line coverage of client_app, strategies and server_app; files under 90 %
 	$(PYTEST) --numprocesses $(WAITING_JOBS) -m 'not slow and not deployment and not cluster' --cov --cov-report=
-	@$(BIN)/coverage report
-	@echo 'Under 90 %:'; $(BIN)/coverage report | awk '/\.py/ && $$NF + 0 < 90 {print "  " $$1, $$NF}'
+	@$(BIN)/python -m coverage report
+	@echo 'Under 90 %:'; $(BIN)/python -m coverage report | awk '/\.py/ && $$NF + 0 < 90 {print "  " $$1, $$NF}'
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -115,7 +115,7 @@ def test_clients_trained_together_are_those_trained_alone(method, in_float64, tm
         {"lr_decay_epoch": 0.5, "lr_decay": 0.9},
         {"flip": True, "crop_padding": 2},
         {"server_optimizer": "fedacg"},
-        {"model": "resnet20", "norm": "batch", "batch_size": 19},
+        {"model": "resnet20", "width": 4, "norm": "batch", "batch_size": 19},
         {"batch_size": 1, "local_epochs": 1},
     ],
     ids=lambda keys: next(iter(keys)),

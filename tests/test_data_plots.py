@@ -8,7 +8,7 @@ from PIL import Image
 from data.plots import plot_label_distribution
 
 
-@pytest.mark.parametrize(("num_clients", "num_classes"), [(1, 2), (10, 10), (100, 10), (60, 100)])
+@pytest.mark.parametrize(("num_clients", "num_classes"), [(1, 2), (100, 10), (60, 100)])
 def test_plot_is_written_for_few_and_many(tmp_path, num_clients, num_classes):
     counts = np.random.default_rng(0).integers(0, 500, (num_clients, num_classes))
     path = tmp_path / "new" / "labels.png"
@@ -30,7 +30,7 @@ def test_clients_run_along_x_and_more_samples_are_darker(tmp_path):
     assert rows[columns < 0.7 * pixels.shape[1]].max() < 0.5 * pixels.shape[0]
 
 
-@pytest.mark.parametrize("num_clients", [10, 100, 10_000])
+@pytest.mark.parametrize("num_clients", [10, 10_000])
 def test_totals_and_axis_names_are_drawn_for_any_number_of_clients(
     tmp_path, monkeypatch, num_clients
 ):
