@@ -85,6 +85,7 @@ def run(
     engine: str = "inline",
     cpus_per_client: float | None = None,
     gpus_per_client: float | None = None,
+    ray: str = "",
     quiet: bool = False,
     **keys: OptionValue,
 ) -> Run:
@@ -100,6 +101,8 @@ def run(
         "inline": in this process. "flower": Flower's simulation, with several workers.
     cpus_per_client, gpus_per_client
         CPUs and GPUs per worker of the flower engine.
+    ray
+        "HOST:PORT" of a Ray cluster that this machine is part of, for the flower engine.
     quiet
         Print nothing.
     keys
@@ -126,7 +129,7 @@ def run(
         raise ValueError(
             f"engine = {engine!r}: expected inline or flower; `keel run` offers deployment"
         )
-    options = EngineOptions(Engine(engine), clients, cpus_per_client, gpus_per_client)
+    options = EngineOptions(Engine(engine), clients, cpus_per_client, gpus_per_client, ray=ray)
     saved = execute(overrides, options, quiet)
     assert saved is not None
     return Run(saved.directory)

@@ -47,6 +47,12 @@ class EngineOptions:
                 raise ValueError(f"{flag} needs --engine flower; this is --engine {self.engine}")
             if value is not None and value < 0:
                 raise ValueError(f"{flag} {value:g}: expected a number >= 0")
+        cpus = self.cpus_per_client
+        if cpus is not None and (cpus < 1 or cpus != int(cpus)):
+            raise ValueError(
+                f"--cpus-per-client {cpus:g}: expected a whole number >= 1, as Flower takes no "
+                "parts of a CPU"
+            )
         if self.ray and self.engine is not Engine.flower:
             raise ValueError(f"--ray needs --engine flower; this is --engine {self.engine}")
         if self.clients is not None and self.clients < 1:

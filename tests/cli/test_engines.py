@@ -46,13 +46,13 @@ def test_an_installed_keel_makes_the_same_app_as_its_checkout(tmp_path, monkeypa
 def test_flwr_reads_back_what_a_job_says():
     overrides = {"method": "fedreco", "fedreco.k-u": "2 epochs", "flip": True, "lr": 0.1,
                  "num-rounds": 3, "source": "folder:/a b=c"}  # fmt: skip
-    job = Job(overrides, 4, cpus_per_client=0.5, gpus_per_client=0.25)
+    job = Job(overrides, 4, cpus_per_client=2, gpus_per_client=0.25)
     assert parse_config_args([superlink.run_config(job.overrides)]) == overrides
     found = tomllib.loads(job.federation_config().replace(" ", "\n"))
-    assert job.num_workers == min(4, 2 * (os.cpu_count() or 1))
+    assert job.num_workers == max(1, min(4, (os.cpu_count() or 1) // 2))
     assert found == {
         "num-supernodes": job.num_workers,
-        "client-resources-num-cpus": 0.5,
+        "client-resources-num-cpus": 2,
         "client-resources-num-gpus": 0.25,
     }
 

@@ -54,6 +54,16 @@ def test_data_that_does_not_fit_is_refused_with_code_2(home, capsys):
         (["--preset", "nope"], "preset = 'nope' is unknown"),
         (["num-clients=3", "--clients", "4"], "--clients 4: num-clients is 3; remove one of them"),
         (["resume=/x"], "resume: use `keel resume /x`"),
+        (
+            ["--engine", "flower", "--cpus-per-client", "0.5"],
+            "--cpus-per-client 0.5: expected a whole number >= 1",
+        ),
+        (
+            ["--engine", "flower", "--cpus-per-client", "0"],
+            "--cpus-per-client 0: expected a whole number >= 1",
+        ),
+        (["--ray", "10.0.0.1:6379"], "--ray needs --engine flower"),
+        (["--engine", "flower", "--ray", "10.0.0.1"], "--ray 10.0.0.1: expected HOST:PORT"),
     ],
 )
 def test_options_that_do_not_fit_are_one_line(home, capsys, words, line):
