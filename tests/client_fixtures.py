@@ -163,7 +163,7 @@ class Client:
         node = {"partition-id": 0, "num-partitions": 2} if node_config is None else node_config
         self.grid = InlineGrid(client_app.app.app, [node])
         self.config, self.run_dir, self.facts = config, Path(run_dir), facts(config)
-        if self.run_dir.is_dir():
+        if run_dir and self.run_dir.is_dir():  # without one, nothing is written here
             (self.run_dir / "config.json").touch()  # as the server does
 
     def ask(self, kind, number=0, arrays=None, evaluate=False, checkpoint=0, counted=0, extra=None):
