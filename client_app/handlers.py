@@ -17,7 +17,7 @@ import torch
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 
 from client_app.evaluation import evaluate
-from client_app.machine import report_of
+from client_app.machine import machine, report_of
 from client_app.method import Method, Update
 from client_app.methods import method_of
 from client_app.node_config import client_name, own_architecture, own_splits, state_folder
@@ -172,17 +172,19 @@ def roster(message: Message, context: Context) -> RecordDict:
     )
     name = own_architecture(config, node)
     model = process_cache.network(config, data, name, "local", device_for("cpu"))
+    is_site = "source" in node
     entry = RosterEntry(
         client=client_name(node),
         image_shape=list(train.images.shape[1:]),
         model=name,
         representation_width=representation_width(config, model),
         versions=f"flwr {flwr.__version__}, torch {torch.__version__}",
-        num_partitions=0 if "source" in node else int(node["num-partitions"]),
+        num_partitions=0 if is_site else int(node["num-partitions"]),
         label_counts=counts,
         test_label_counts=test_counts,
         num_train=len(train.labels) if hides else 0,
         num_test=len(test.labels) if hides else 0,
+        device=machine(device_for(str(node.get("device", config.train.device)))) if is_site else "",
     )
     return roster_content(entry)
 

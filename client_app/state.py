@@ -18,15 +18,20 @@ from pathlib import Path
 
 from safetensors.torch import load
 
-from protocol.files import digest, digest_of_pieces, remove_parts, write_atomically
+from protocol.files import (
+    RESET_FILE,
+    digest,
+    digest_of_pieces,
+    remove_parts,
+    write_atomically,
+)
 from protocol.messages import UNREADABLE, Arrays, with_current_names
 from protocol.packing import packed_pieces
 
 log = logging.getLogger("keel.client")
 Groups = dict[str, Arrays]
 version_name = re.compile(r"round-(\d+)-([0-9a-f]{16})\.(safetensors|damaged)")
-# An operator creates the first file to give up lost state; the second is its old name.
-reset_markers = ("reset-state", "begin-anew")
+reset_markers = (RESET_FILE, "begin-anew")  # the second is its old name
 reset_record = re.compile(r"(?:state-was-reset|begun-anew)-(\d+)")  # the round that followed
 NUM_REPEATED = 2  # intervals that a resume may repeat: the server keeps as many checkpoints
 separator = "/"  # between group and array name; no parameter name has one

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+# An operator creates it to give up lost client state; what a client refuses without it names it.
+RESET_FILE = "reset-state"
+
 
 def digest(content: bytes) -> str:
     """The first 16 hex digits of the content's SHA-256."""

@@ -41,7 +41,8 @@ UNREADABLE = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, 
 PACKED = "keel.safetensors"  # `Array.stype` of what `array_record` makes
 MAX_HEADER_BYTES = 2**22  # names, shapes and offsets of some ten thousand tensors
 MAX_ROSTER_CHARACTERS = 2**20  # of a roster entry as JSON
-MAX_TEXT = 200  # characters of a model's name or a version
+MAX_TEXT = 200  # characters of each of TEXTS
+TEXTS = ("model", "versions", "keel", "device")  # of a roster entry, in one line each
 MAX_COUNTS = 100_000  # entries of a list in a roster entry
 MAX_COUNT = 10**12  # samples of one class
 MAX_METRICS = 256  # of a reply
@@ -130,6 +131,7 @@ class RosterEntry:
     num_partitions: the number of clients of a simulation; 0 for a real site. versions: of flwr and
     torch on the client; keel, protocol: versions of Keel and of the messages there. num_train,
     num_test: of samples, where the counts of each class are withheld (`privacy.metrics`) and [].
+    device: what a real site trains on; "" for a simulated client.
     """
 
     client: str
@@ -144,6 +146,7 @@ class RosterEntry:
     protocol: int = protocol_version
     num_train: int = 0
     num_test: int = 0
+    device: str = ""
 
     @property
     def num_examples(self) -> int:
@@ -492,7 +495,7 @@ def has_type(kind: object, value: object) -> bool:
 
 def roster_entry(sent: dict[str, Any]) -> RosterEntry:
     """The entry in decoded JSON; ValueError naming the client and the field that is wrong."""
-    sent = {"num_train": 0, "num_test": 0} | sent  # saved before version 4
+    sent = {"num_train": 0, "num_test": 0, "device": ""} | sent  # saved before they were added
     client = in_one_line(sent.get("client"), 64) or "?"
     wrong = sorted(map(str, sent.keys() ^ {f.name for f in fields(RosterEntry)}))
     types = get_type_hints(RosterEntry)
@@ -505,12 +508,12 @@ def roster_entry(sent: dict[str, Any]) -> RosterEntry:
             f"unknown or of a wrong type (counts: 0 to {MAX_COUNT:g}): install the same Keel on "
             "client and server"
         )
-    for name in ("model", "versions", "keel"):
+    for name in TEXTS:
         if len(sent[name]) > MAX_TEXT:
             raise ValueError(
                 f"client {client}: {name} has {len(sent[name])} characters, more than {MAX_TEXT}"
             )
-    texts = {name: in_one_line(sent[name]) for name in ("model", "versions", "keel")}
+    texts = {name: in_one_line(sent[name]) for name in TEXTS}
     return RosterEntry(**{**sent, **texts, "client": check_client_name(sent["client"])})
 
 

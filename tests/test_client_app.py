@@ -26,6 +26,7 @@ from client_fixtures import (
 from flwr.app import ConfigRecord, RecordDict
 from PIL import Image
 
+from client_app.machine import machine
 from client_app.methods import method_of
 from client_app.node_config import own_architecture
 from client_app.process_cache import ProcessCache
@@ -119,6 +120,12 @@ def test_a_real_site_says_what_its_own_data_is(tmp_path):
     assert entry.test_label_counts == [2, 2, 1]
     assert entry.image_shape == [1, 40, 40]  # its own: the server refuses what does not fit
     assert entry.num_partitions == 0
+    assert entry.device == machine(torch.device("cpu"))
+
+
+def test_a_simulated_client_names_no_device():
+    node = {"partition-id": 0, "num-partitions": 2}
+    assert read_roster(Client(make_config(), "", node).ask("query")).device == ""
 
 
 def test_a_partition_may_have_a_name():

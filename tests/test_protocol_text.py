@@ -186,6 +186,7 @@ def with_entry(**changes) -> Message:
         ({"client": "../../etc"}, r"client name '../../etc': expected 1 to 64 letters"),
         ({"client": "site\x1b[31m"}, "expected 1 to 64 letters"),
         ({"versions": "x" * 201}, "client site-a: versions has 201 characters, more than 200"),
+        ({"device": "x" * 201}, "client site-a: device has 201 characters, more than 200"),
         ({"model": "x" * 201}, "client site-a: model has 201 characters, more than 200"),
         ({"label_counts": [10**12 + 1, 0]}, "field 'label_counts'"),
         ({"label_counts": [1] * 100_001}, "field 'label_counts'"),

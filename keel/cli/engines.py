@@ -25,7 +25,7 @@ from keel.deployment.superlink import SuperLinkClient, app_directory, run_config
 from keel.runs import FINISHED, SavedRun
 from protocol.config import keel_home
 from protocol.options import OptionValue
-from server_app.history import read_history
+from server_app.history import HISTORY_FILE, HistoryReader
 
 POLL_S = 0.3
 CPU_WORKERS = "KEEL_CPU_WORKERS"  # where set, workers get no GPU that was not asked for
@@ -145,16 +145,15 @@ def removed_unless_failed(folder: Path) -> Iterator[None]:
 
 def follow(directory: Path, last_round: int, terminal: Terminal, flower: "FlowerRun") -> None:
     """Report the rounds that appear in the run directory until the run ends."""
-    has_begun, size, is_over = False, -1, False
+    has_begun, is_over = False, False
+    reader = HistoryReader(directory / HISTORY_FILE)
     while not is_over:
         is_over = not flower.wait(POLL_S)  # read once more after the end
         if not has_begun and (directory / "summary.json").exists() and flower.run_id:
             has_begun = True
             terminal.begin(directory, last_round)
-        history = directory / "history.jsonl"
-        if has_begun and history.exists() and history.stat().st_size != size:
-            size = history.stat().st_size
-            for line in read_history(directory):
+        if has_begun and reader.update():
+            for line in reader.lines:
                 if line["round"] > last_round:
                     last_round = line["round"]
                     terminal.on_round(line)

@@ -133,6 +133,9 @@ def round_line(line: Mapping[str, Any], num_rounds: int, left: str) -> str:
     loss = line["losses"].get("supervised")
     columns.append("[red]loss not finite[/]" if loss is None else f"loss {loss:.4f}")
     columns.append(f"{sum(line['seconds'].values()):5.1f} s")
-    if line["left_out"]:
-        columns.append(f"[yellow]{len(line['left_out'])} left out[/]")
+    num_left_out = line.get(
+        "num_left_out", len(line["left_out"])
+    )  # the first is of a HistoryReader
+    if num_left_out:
+        columns.append(f"[yellow]{num_left_out} left out[/]")
     return "   ".join([*columns, left] if left else columns)

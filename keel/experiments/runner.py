@@ -51,6 +51,7 @@ from keel.experiments.runs import (
 from protocol.config import app_folder
 from protocol.files import digest, write_atomically
 from protocol.options import OptionValue
+from protocol.text import in_one_line
 from server_app.history import HISTORY_FILE, HistoryReader
 
 POLL_S = 0.2
@@ -230,7 +231,7 @@ def failure_of(ended: RunProcess) -> str:
         return f"killed by {signal.Signals(-code).name}{hint}"
     log_text = ended.log_path.read_bytes()[ended.log_start :].decode(errors="replace")
     lines = [line for line in log_text.splitlines() if line.strip()]
-    return lines[-1][-MAX_ERROR:] if lines else "no output"
+    return in_one_line(lines[-1][-MAX_ERROR:], MAX_ERROR) if lines else "no output"
 
 
 def outcome(directory: Path) -> str:
@@ -275,6 +276,7 @@ def run_recipe(
         own: set[str] = set()  # runs that were started here
         resumed: set[str] = set()  # of these, runs that were killed and started once more
         is_waiting = False
+        before: dict[str, int] = {}  # run name to the rounds that earlier calls have run
         total = progress.add_task(f"{recipe.name}, {options.label}", total=None, accuracy="")
         labels = labels_of(cells, options, output)
 
@@ -293,7 +295,8 @@ def run_recipe(
             announce_outdated(needed(), console)
             while True:
                 runs = needed()
-                progress.update(total, total=sum(r.rounds for r in runs if r.name not in skipped))
+                left = [r.rounds - before.get(r.name, 0) for r in runs if r.name not in skipped]
+                progress.update(total, total=sum(left))
                 done = {run.name: run for run in runs if run.is_done()}
                 for name, run in done.items():
                     if name not in seen | own:
@@ -318,7 +321,11 @@ def run_recipe(
                         own.add(run.name)
                         label = escape(labels[run.name])
                         task = progress.add_task(label, total=run.rounds, accuracy="")
-                        running.append(start(run, free.pop(0), gpus, lock, task))
+                        each = start(run, free.pop(0), gpus, lock, task)
+                        running.append(each)
+                        num = each.new_rounds()  # of a resumed run: they took no time now
+                        before.setdefault(run.name, num)
+                        progress.update(task, completed=num)
                 if not running:
                     if all(run.name in failed or run.is_done() for run in waiting):
                         if needed() == runs:

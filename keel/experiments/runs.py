@@ -27,7 +27,10 @@ from server_app.sources import code_version
 
 _OLD_KEYS = {new: old for old, new in RENAMED_KEYS.items()}
 _OLD_VALUES = {(key, new): old for (key, old), new in RENAMED_VALUES.items()}
-IRRELEVANT = {"preset", "output-dir", "data-dir", "resume", "run-name", "last-rounds"}
+IRRELEVANT = {
+    *("preset", "output-dir", "data-dir", "resume", "run-name", "last-rounds"),
+    *("tracker", "tracker-clients"),
+}
 RELEVANT_TO_SECONDS = {"device", "cache-mb"}  # and `threads`, on which the bits depend too
 DIVERGED, FAILED = "diverged", "failed"
 DIVERGENCE = ("not finite", "bound on values")  # in the status of a run that ended so

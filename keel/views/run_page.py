@@ -17,6 +17,7 @@ from keel.views.store import (
     tail,
     text_of,
 )
+from protocol.files import RESET_FILE
 from server_app.history import CURVES, PER_CLIENT, HistoryReader, Line, duration
 
 MAX_ROUNDS = 40  # columns of the clients' heat map: each costs the reading of a whole line
@@ -352,7 +353,7 @@ def site_rows(
                 "model": text_of(row.get("model"), 60),
                 "device": text_of(row.get("device") or "not reported", 80),
                 "samples": f"{sum_of(row.get('label_counts')) or sum_of([row.get('num_train')]):,}",
-                "pending reset": "yes" if "reset-state" in why and not has_recovered else "no",
+                "pending reset": "yes" if RESET_FILE in why and not has_recovered else "no",
                 "last trouble": f"round {number_}: {why}" if why else "",
             }
         )

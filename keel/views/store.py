@@ -25,7 +25,10 @@ FILES = (CONFIG_FILE, SUMMARY_FILE, HISTORY_FILE, ROSTER_FILE, LOG_FILE, AUDIT_F
 MAX_BYTES = {CONFIG_FILE: 1 << 20, SUMMARY_FILE: 4 << 20, ROSTER_FILE: 128 << 20}
 MAX_READERS = 128  # histories held at a time
 PATTERNS = ("*", "runs/*/*", "*/runs/*/*")  # runs; an experiments folder; several of those
-NOT_A_SETTING = {"seed", "output-dir", "run-name", "data-dir", "resume", "tracker"}
+NOT_A_SETTING = {
+    *("seed", "output-dir", "run-name", "data-dir", "resume"),
+    *("tracker", "tracker-clients", "tensorboard"),
+}
 ANYTHING = (*DAMAGE, RecursionError)  # raised by the content of a file
 
 

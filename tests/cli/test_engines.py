@@ -1,6 +1,7 @@
 """What the engines are made of: the app, flwr's words, and the processes that are ours."""
 
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -8,16 +9,21 @@ import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.config import parse_config_args
 
-from keel.cli.engines import FlowerRun, Job, is_from_keel
+from keel.cli.engines import FlowerRun, Job, follow, is_from_keel
+from keel.cli.progress import round_line
 from keel.deployment import superlink
 from keel.deployment.simulation import MARK, end_processes, locked, marked_processes
 from keel.deployment.superlink import SuperLinkClient, app_directory, app_packages
 from keel.runs import is_locked, lock_holder
+from server_app import history
+from tests.tools.run_directories import line_of, make_run
 
 root = Path(__file__).parent.parent.parent
 
@@ -107,3 +113,31 @@ def test_the_lock_names_the_process_that_can_stop_the_run(tmp_path):
         assert is_locked(path)
         assert lock_holder(path) == os.getpid()
     assert not is_locked(path)
+
+
+def test_following_a_run_reads_each_line_once_and_reports_the_rounds_after_the_last(
+    tmp_path, monkeypatch
+):
+    """Three looks at a history that grows; the last round of an attempt before is known."""
+    run = make_run(tmp_path / "run", {"method": "fedavg"}, 5, num_written=0)
+    lines = [json.dumps(line_of(n, Random(n), clients=["a", "b"])) + "\n" for n in range(1, 6)]
+    lines[4] = json.dumps(json.loads(lines[4]) | {"left_out": {"a": "late", "b": "late"}}) + "\n"
+    reported, parsed, looks = [], [], iter([lines[:2], lines[2:3], lines[3:]])
+    terminal = SimpleNamespace(
+        begin=lambda directory, last_round: None,
+        on_round=lambda line: reported.append((line["round"], round_line(line, 5, ""))),
+        on_run_end=lambda summary: None,
+    )
+
+    def wait(seconds):
+        new = next(looks)
+        with (run / "history.jsonl").open("a") as file:
+            file.writelines(new)
+        return new[-1] is not lines[-1]
+
+    condensed = history.condensed
+    monkeypatch.setattr(history, "condensed", lambda text: parsed.append(text) or condensed(text))
+    follow(run, 1, terminal, SimpleNamespace(wait=wait, run_id="1"))
+    assert [number for number, _ in reported] == [2, 3, 4, 5]
+    assert "2 left out" in reported[-1][1]
+    assert parsed == [line.encode() for line in lines]

@@ -83,6 +83,7 @@ def test_keys_that_change_no_result_are_no_part_of_the_name():
     flat = default_config() | {"method": "fedprox"}
     same = flat | {"output-dir": "/x", "device": "cuda", "moon.mu": 3.0, "run-name": "a"}
     assert identity(flat) == identity(same)
+    assert identity(flat) == identity(flat | {"tracker": "mlflow", "tracker-clients": True})
     for key, value in (("fedprox.mu", 3.0), ("privacy.epsilon", 1.0), ("seed", 3)):
         assert identity(flat) != identity(flat | {key: value})
 
