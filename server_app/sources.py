@@ -23,7 +23,13 @@ def sources_digest() -> str:
     return found.hexdigest()[:16]
 
 
+@lru_cache(maxsize=1)
+def torch_version() -> str:
+    """The installed torch's: looked up once, as a report asks for it thousands of times."""
+    return version("torch")
+
+
 def code_version(sources: str = "", torch: str = "") -> str:
     """One line naming sources and torch, by default the installed ones; without torch's build."""
-    torch = (torch or version("torch")).partition("+")[0]
+    torch = (torch or torch_version()).partition("+")[0]
     return f"sources {sources or sources_digest()}, torch {torch}"

@@ -7,21 +7,20 @@ and per round the accuracies and times.
 import json
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keel.experiments.measure import History
+from keel.experiments.measure import CLOCKS
 from keel.experiments.plan import load_job, runs_needed
-from keel.experiments.runs import history_in, manifest_in, name_of, read_json
+from keel.experiments.runs import manifest_in, name_of, read_json
 from protocol.config import resolve_config
 from protocol.files import write_atomically
-from server_app.history import CURVES
+from server_app.history import CURVES, Line, read_history
 
 PRIVATE = ("output-dir", "data-dir", "resume", "run-name")
 MANIFEST = ("code", "keel", "machines", "simulated", "versions")
-CLOCKS = ("client_seconds", "client_cpu_seconds")
 MAX_STATUS = 200  # characters
 
 
@@ -62,10 +61,13 @@ def copies(directory: Path) -> Iterator[tuple[str, str]]:
     yield "summary.json", json.dumps({"status": str(summary["status"])[:MAX_STATUS]})
     manifest = manifest_in(directory)
     yield "manifest.json", json.dumps({key: manifest[key] for key in MANIFEST if key in manifest})
-    yield "history.jsonl", "".join(json.dumps(line) + "\n" for line in lines(history_in(directory)))
+    yield (
+        "history.jsonl",
+        "".join(json.dumps(line) + "\n" for line in lines(read_history(directory))),
+    )
 
 
-def lines(history: History) -> Iterator[dict[str, Any]]:
+def lines(history: Sequence[Line]) -> Iterator[dict[str, Any]]:
     """The accuracies and times of each round, rounded; nothing of single clients."""
     for line in history:
         small: dict[str, Any] = {"round": line["round"], "losses": {}, "left_out": {}}

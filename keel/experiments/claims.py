@@ -36,6 +36,7 @@ class JudgedClaim:
     seeds: pairs of runs that were judged, failed ones included. share: the local steps of the runs
     over those from which the paper makes the claim. deviations: keys that differ from
     the paper's. decide: what would decide an open claim; empty for a decided one.
+    runs: equal for claims that read the same numbers of the same runs, each at its round `read_at`.
     """
 
     paper: str
@@ -52,6 +53,8 @@ class JudgedClaim:
     deviations: Sequence[str]
     decide: str
     is_headline: bool
+    runs: tuple[str, ...] = ()
+    read_at: int = 0
 
 
 def judge_claims(recipe: Recipe, results: Results, options: Options) -> list[JudgedClaim]:
@@ -81,13 +84,16 @@ def _judged(
     differences: list[float] = []
     leads: list[float] = []
     deviations: dict[str, None] = {}
-    share = 0.0
+    share, read_at = 0.0, 0
+    identity: tuple[str, ...] = (recipe.name, claim.text)
     if len(sides) == 2:
         differences, leads, detail = compared(claim, *sides)
         runs = [run_of(s.cell, s.candidate or {}, 0, options, Path()) for s in sides]
         both = list(zip(sides, runs, strict=True))
         deviations = dict.fromkeys(d for side, run in both for d in deviations_of(side, run))
         share = min(share_of_steps(claim, side, run) for side, run in both)
+        read_at = max(last_round_read(side.cell, run) for side, run in both)
+        identity = tuple(f"{run.name} {s.cell.of} {s.cell.take}" for s, run in both)
     interval = interval_of(differences)
     if detail != "not run":
         machines = sorted({name for side in sides for name in side.machines})
@@ -114,6 +120,8 @@ def _judged(
         deviations=list(deviations),
         decide="" if verdict in VERDICTS[:2] else what_decides(differences, paper_effect, share),
         is_headline=claim.is_headline,
+        runs=identity,
+        read_at=read_at,
     )
 
 
@@ -240,8 +248,29 @@ def what_decides(differences: Sequence[float], paper_effect: float | None, share
     return f"{seeds} seeds" if seeds else f"more than {MAX_SEEDS} seeds"
 
 
+def counted(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
+    """Each claim, and of those that differ only in the round at which they read the same runs, the
+    last: they are one claim."""
+    last = {claim.runs: claim for claim in sorted(claims, key=lambda claim: claim.read_at)}
+    return [claim for claim in claims if last[claim.runs] is claim]
+
+
 def tally(claims: Sequence[JudgedClaim]) -> str:
     """How many claims have which verdict, and how often chance alone decides one."""
-    counts = Counter(claim.verdict for claim in claims)
+    once = counted(claims)
+    counts = Counter(claim.verdict for claim in once)
     found = ", ".join(f"{counts[word]} {word}" for word in VERDICTS if counts[word])
+    again = len(claims) - len(once)
+    if again:
+        found += f"; {again} at an earlier round of the same runs not counted"
     return f"{found}; where there is no difference, chance decides one judged claim in 20"
+
+
+def shown_effect(claim: JudgedClaim) -> str:
+    """`+1.92 [+0.50, +3.34]`: the mean difference and its 95 % interval; a dash without one."""
+    if claim.effect is None:
+        return "–"
+    interval = claim.interval
+    return f"{claim.effect:+.2f}" + (
+        f" [{interval[0]:+.2f}, {interval[1]:+.2f}]" if interval else ""
+    )

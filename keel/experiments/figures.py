@@ -1,27 +1,23 @@
 """The figures of a report: accuracy curves, measures of representations, label distributions."""
 
-import io
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from client_app.setup import client_indices, open_source
 from data.plots import plot_label_distribution
-from keel.experiments.measure import moving_average, points_of
-from keel.experiments.plan import Result
+from keel.experiments.measure import moving_average
+from keel.experiments.plan import Result, last_round_read
 from keel.experiments.recipe import Cell, Recipe
+from keel.experiments.recipe_file import Entry
 from keel.experiments.runs import Options, Run, history_in, run_of
+from keel.views.charts import Curve, Figure, curves
 from protocol.config import resolve_config
-from protocol.files import write_atomically
-from server_app.diagnostics.plots import plot_panels
 
+MAX_POINTS = 240  # of a curve: a report may have hundreds
+Results = Mapping[tuple[str, str], Result]
 Finished = tuple[Run, Path]  # with the run directory that counts
 
 
@@ -33,42 +29,90 @@ class Picture:
     path: Path
 
 
-def run_pictures(
-    recipe: Recipe, results: Mapping[tuple[str, str], Result], output: Path, stem: str
-) -> Iterator[Picture]:
-    """For each column: the curves of its rows, one split, and the diagnostics of its runs.
+@dataclass(frozen=True)
+class Chart:
+    """A Plotly figure of the report."""
 
-    Files are written to `figures/` of the output folder; their names begin with `stem`.
+    title: str
+    figure: Figure
+
+
+def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
+    """For each column: the curves of its rows, and measures of representations of its runs.
+
+    Columns that differ only in how they read the same runs share their charts.
     """
-    figures = output / "figures"
-    drawn: set[tuple[str, ...]] = set()
-    for number, column in enumerate(recipe.columns):
-        cells = [cell for cell in recipe.cells if cell.column.name == column.name]
-        finished = {c.row.name: results[c.row.name, column.name].finished for c in cells}
-        cells = [cell for cell in cells if finished[cell.row.name]]
-        names = tuple(run.name for runs in finished.values() for run, _ in runs)
-        if not names or names in drawn:  # columns may differ only in how they read the same runs
-            continue
-        drawn.add(names)
-        curves = {cell.row.name: curve_of(cell, finished[cell.row.name]) for cell in cells}
-        path = figures / f"{stem}-{number}.svg"
-        plot_curves(curves, column.name, path)
-        decays = {f", moving average {c.take.number:g}" for c in cells if c.take.how == "ema"}
-        yield Picture(f"{column.name}: accuracy over rounds{''.join(sorted(decays))}", path)
-        path = figures / f"{stem}-{number}-measures.png"
-        if plot_measures(finished, column.name, path):
-            what = "mean over clients (lines) and global model (dashes)"
-            yield Picture(f"{column.name}: {what}", path)
-        for i, cell in enumerate(cells):
-            run, directory = finished[cell.row.name][0]
-            found = sorted(directory.glob("diagnostics/*.png"))
-            if i == 0:
-                found = [*directory.glob("labels.png"), *found]  # rows share their split
-            for path in found:
-                copy = figures / f"{stem}-{run.name}-{path.name}"
-                copy.write_bytes(path.read_bytes())
-                what = "samples of each class by client" if path.stem == "labels" else path.stem
-                yield Picture(f"{cell.row.name}, {column.name}: {what}", copy)
+    for columns in columns_by_runs(recipe, results):
+        found = [
+            results[c.row.name, c.column.name]
+            for c in recipe.cells
+            if c.column.name == columns[0].name
+        ]
+        finished = {result.cell.row.name: result.finished for result in found if result.finished}
+        parts = [set(column.parts) for column in columns]
+        title = ", ".join(p for p in columns[0].parts if all(p in other for other in parts))
+        decays = {c.take.number for c in (r.cell for r in found) if c.take.how == "ema"}
+        average = "".join(f", moving average {decay:g}" for decay in sorted(decays))
+        lines = [
+            report_curve(result, [results.get((result.cell.row.name, c.name)) for c in columns])
+            for result in found
+            if result.finished
+        ]
+        figure = curves(lines, "round", "accuracy (%)", max_points=MAX_POINTS)
+        yield Chart(f"{title}: accuracy over rounds{average}", figure)
+        for measure, figure in measure_figures(finished):
+            yield Chart(f"{title}: {measure}, mean over clients and of the global model", figure)
+
+
+def columns_by_runs(recipe: Recipe, results: Results) -> list[list[Entry]]:
+    """The columns that have finished runs, those of the same runs together."""
+    groups: dict[tuple[str, ...], list[Entry]] = {}
+    for column in recipe.columns:
+        found = [r for (_, name), r in results.items() if name == column.name]
+        names = tuple(run.name for result in found for run, _ in result.finished)
+        if names:
+            groups.setdefault(names, []).append(column)
+    return list(groups.values())
+
+
+def report_curve(result: Result, same_runs: Sequence[Result | None]) -> Curve:
+    """A row's mean over seeds with ± one deviation, and the paper's numbers at their rounds."""
+    points = curve_of(result.cell, result.finished)
+    num = len(result.finished)
+    papers = dict.fromkeys(
+        (last_round_read(r.cell, r.finished[0][0]), r.cell.paper)
+        for r in same_runs
+        if r and r.finished and r.cell.of == result.cell.of and not r.cell.take.is_time
+    )
+    return Curve(
+        result.cell.row.name,
+        [n for n, _, _ in points],
+        [mean for _, mean, _ in points],
+        [deviation for _, _, deviation in points] if num > 1 else None,
+        [f"± {deviation:.2f} ({num} seeds)" for _, _, deviation in points] if num > 1 else None,
+        [(at, paper) for at, paper in papers if paper is not None],
+    )
+
+
+def run_pictures(recipe: Recipe, results: Results, output: Path, stem: str) -> Iterator[Picture]:
+    """The split of each column, and the pictures of its runs' diagnostics.
+
+    Files are copied to `figures/` of the output folder; their names begin with `stem`.
+    """
+    for columns in columns_by_runs(recipe, results):
+        is_first = True
+        for cell in (c for c in recipe.cells if c.column.name == columns[0].name):
+            for run, directory in results[cell.row.name, cell.column.name].finished[:1]:
+                found = sorted(directory.glob("diagnostics/*.png"))
+                if is_first:
+                    found = [*directory.glob("labels.png"), *found]  # rows share their split
+                is_first = False
+                for path in found:
+                    copy = output / "figures" / f"{stem}-{run.name}-{path.name}"
+                    copy.write_bytes(path.read_bytes())
+                    is_split = path.stem == "labels"
+                    what = "samples of each class by client" if is_split else path.stem
+                    yield Picture(f"{cell.row.name}, {cell.column.name}: {what}", copy)
 
 
 def curve_of(cell: Cell, runs: Sequence[Finished]) -> list[tuple[int, float, float]]:
@@ -78,7 +122,7 @@ def curve_of(cell: Cell, runs: Sequence[Finished]) -> list[tuple[int, float, flo
     """
     found = []
     for run, directory in runs:
-        points = points_of(history_in(directory), cell.of)
+        points = history_in(directory).points(cell.of)
         if cell.take.how == "ema":
             shrink = run.rounds / run.paper_rounds
             found.append(dict(moving_average(points, cell.take.number, shrink)))
@@ -92,59 +136,34 @@ def curve_of(cell: Cell, runs: Sequence[Finished]) -> list[tuple[int, float, flo
     return curve
 
 
-def plot_curves(
-    curves: Mapping[str, Sequence[tuple[int, float, float]]], title: str, path: Path
-) -> None:
-    """One line a row, with a band of one standard deviation over seeds."""
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, curve in curves.items():
-        if not curve:
-            continue
-        rounds, means, deviations = (np.array(part) for part in zip(*curve, strict=True))
-        (line,) = axes.plot(rounds, means, label=name, marker="o" if len(rounds) < 25 else "", ms=3)
-        axes.fill_between(
-            rounds, means - deviations, means + deviations, color=line.get_color(), alpha=0.15
-        )
-    axes.set(xlabel="round", ylabel="accuracy (%)", title=title)
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend(frameon=False, fontsize="small")
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    write_atomically(path, buffer.getvalue())
-
-
-def plot_measures(runs: Mapping[str, Sequence[Finished]], title: str, path: Path) -> bool:
-    """One panel a measure of representations, one line a row; False if nothing was measured."""
-    measured: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    for name, each in runs.items():
-        lines = [line for _, directory in each for line in history_in(directory)]
-        measured[name] = [(x["round"], x["diagnostics"]) for x in lines if "diagnostics" in x]
-
-    def draw(axes: Axes, measure: str) -> None:
-        for i, (name, points) in enumerate(measured.items()):
-            for kind, style in (("mean", "-"), ("global", "--")):
+def measure_figures(runs: Mapping[str, Sequence[Finished]]) -> Iterator[tuple[str, Figure]]:
+    """(measure, chart) of each measure of representations that was taken."""
+    measured = {
+        name: [each for _, directory in found for each in history_in(directory).diagnostics]
+        for name, found in runs.items()
+    }
+    everything = [numbers for points in measured.values() for _, numbers in points]
+    for measure in dict.fromkeys(name for numbers in everything for name in numbers):
+        lines = []
+        for name, points in measured.items():
+            for kind, whose in (("mean", ""), ("global", ", global model")):
                 by_round: dict[int, list[float]] = {}
                 for number, numbers in points:
                     value = numbers.get(measure, {}).get(kind)
                     if value is not None:
                         by_round.setdefault(number, []).append(value)
-                rounds = sorted(by_round)
-                means = [statistics.fmean(by_round[number]) for number in rounds]
-                label = name if kind == "mean" else f"_{name}"  # not in the legend
-                axes.plot(rounds, means, style, color=f"C{i}", marker="o", ms=3, label=label)
-        axes.set_xlabel("round")
-
-    path.unlink(missing_ok=True)
-    everything = [numbers for points in measured.values() for _, numbers in points]
-    plot_panels(everything, draw, title, path)
-    return path.exists()
+                means = [statistics.fmean(by_round[number]) for number in sorted(by_round)]
+                lines.append(Curve(f"{name}{whose}", sorted(by_round), means))
+        yield measure, curves(lines, "round", measure, max_points=MAX_POINTS)
 
 
 def label_pictures(recipe: Recipe, options: Options, output: Path, stem: str) -> Iterator[Picture]:
     """The label distribution over clients of each cell, from the split; nothing is trained."""
+    from client_app.setup import (
+        client_indices,
+        open_source,
+    )  # torch takes as much memory as all else
+
     for number, cell in enumerate(recipe.cells):
         run = run_of(cell, {}, options.seeds[0], options, output)
         config = resolve_config(run.keys)

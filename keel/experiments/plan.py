@@ -208,13 +208,14 @@ def results_of(recipe: Recipe, options: Options, output: Path) -> dict[tuple[str
 
 
 def narrowed(recipe: Recipe, names: Sequence[Sequence[str]]) -> Recipe:
-    """The recipe with only the rows and columns of these cells, given as (row, column)."""
+    """The recipe with only these cells, given as (row, column), and their rows and columns."""
     rows, columns = ({pair[axis] for pair in names} for axis in (0, 1))
+    cells = {(row, column) for row, column in names}
     return replace(
         recipe,
         rows=[row for row in recipe.rows if row.name in rows],
         columns=[column for column in recipe.columns if column.name in columns],
-        cells=[c for c in recipe.cells if c.row.name in rows and c.column.name in columns],
+        cells=[c for c in recipe.cells if (c.row.name, c.column.name) in cells],
     )
 
 

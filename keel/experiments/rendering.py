@@ -1,35 +1,65 @@
-"""The report: report.html, one file that opens offline, and the same content as report.md."""
+"""The report: report.html, one file that opens offline, and its tables as report.md.
+
+Every table is written to `tables/` as well, as CSV, JSON and LaTeX.
+"""
 
 import base64
+import csv
+import io
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 
 import jinja2
+from markupsafe import Markup
 
-from keel.experiments.claims import JudgedClaim, failed_share, judge_claims, tally
-from keel.experiments.figures import Picture, label_pictures, run_pictures
+from keel.experiments.claims import (
+    JudgedClaim,
+    counted,
+    failed_share,
+    judge_claims,
+    shown_effect,
+    sides_of,
+    tally,
+)
+from keel.experiments.figures import Chart, Picture, label_pictures, run_charts, run_pictures
 from keel.experiments.plan import Result, load_job, results_of
 from keel.experiments.recipe import Cell, Recipe
-from keel.experiments.runs import Options, machines_of, wall_seconds
+from keel.experiments.runs import Options
+from keel.experiments.settings import (
+    Setting,
+    code_sentences,
+    machine_sentences,
+    package_sentences,
+    settings_of,
+)
+from keel.views.charts import static_file
+from keel.views.exports import Groups, harmless, latex, latex_table
+from protocol.config import keel_version
 from protocol.files import write_atomically
-from server_app.history import duration
 
 TEMPLATES = Path(__file__).parent / "templates"
+FORMATS = {"csv": "text/csv", "json": "application/json", "tex": "text/plain"}
 
 
 @dataclass(frozen=True)
 class Section:
-    """One recipe at one scale."""
+    """One recipe at one scale. stem: the name of its files."""
 
     recipe: Recipe
     options: Options
     label: str
     results: Mapping[tuple[str, str], Result]
     claims: Sequence[JudgedClaim]
-    pictures: Sequence[Picture]
+    settings: Sequence[Setting] = ()
+    charts: Sequence[Chart] = ()
+    pictures: Sequence[Picture] = ()
+    stem: str = ""
 
     @property
     def title(self) -> str:
@@ -38,31 +68,80 @@ class Section:
         return ": ".join(filter(None, [f"{recipe.paper} {recipe.item}".strip(), recipe.title]))
 
     @property
+    def paper(self) -> str:
+        """The paper; own sweeps by their title."""
+        return self.recipe.paper or self.recipe.title
+
+    @property
+    def deviation(self) -> str:
+        """Whether the setting is the paper's; empty for a sweep that is of no paper."""
+        if not self.recipe.paper:
+            return ""
+        other = [f"{s.name} {s.ours} (paper: {s.paper})" for s in self.settings if s.paper]
+        if other:
+            return f"Not the paper's setting: {'; '.join(other)}."
+        return "The paper's setting, as far as the paper states it."
+
+    @property
     def is_scaled(self) -> bool:
         """The setting differs from the paper's."""
-        return self.options.scale != "paper" or bool(self.options.changes)
+        return any(setting.paper for setting in self.settings)
 
     @property
-    def summary(self) -> str:
-        """What the numbers are, and where they were computed."""
+    def reading(self) -> str:
+        """How the numbers are read from the runs, and over which seeds."""
         takes = sorted({(c.take.how, c.take.number, c.of) for c in self.recipe.cells})
         read = "; ".join(f"{how}{f' {n:g}' if n else ''} of {of}" for how, n, of in takes)
-        warning = "Scaled down: not the paper's setting. " if self.is_scaled else ""
-        about = f"{warning}{self.label}; seeds {list(self.options.seeds)}; {read}."
-        results = list(self.results.values())
-        return " ".join([about, *code_sentences(results), *machine_sentences(results)])
+        return f"{self.label}; seeds {', '.join(map(str, self.options.seeds))}; {read}."
 
     @property
+    def origin(self) -> list[str]:
+        """Code, packages, machines and wall time."""
+        found = list(self.results.values())
+        sentences = (code_sentences(found), package_sentences(found), machine_sentences(found))
+        return [sentence for each in sentences for sentence in each]
+
+    @property
+    def headlines(self) -> list[JudgedClaim]:
+        """The headline claims that were asked for."""
+        return [claim for claim in self.claims if claim.is_headline]
+
+    @cached_property
+    def counted(self) -> list[JudgedClaim]:
+        """The claims that count."""
+        return counted(self.claims)
+
+    @cached_property
     def has_paper_numbers(self) -> bool:
         """Whether the paper states any number of the table; an own sweep has none."""
         return any(result.cell.paper is not None for result in self.results.values())
 
+    @property
+    def header(self) -> list[Groups]:
+        """The rows of column headings above the last: (name, number of columns)."""
+        parts = [column.parts for column in self.recipe.columns]
+        rows = []
+        for depth in range(1, len(parts[0])):
+            same = groupby(parts, key=lambda part, depth=depth: part[:depth])  # type: ignore[misc]
+            rows.append([(names[-1], len(list(group))) for names, group in same])
+        return rows
+
+    @cached_property
+    def _means(self) -> dict[str, list[float]]:
+        """The different means of each column, best first."""
+        found: dict[str, set[float]] = {}
+        times = set()
+        for result in self.results.values():
+            name = result.cell.column.name
+            if result.cell.take.is_time:
+                times.add(name)
+            if result.mean is not None:
+                found.setdefault(name, set()).add(result.mean)
+        return {name: sorted(each, reverse=name not in times) for name, each in found.items()}
+
     def rank(self, result: Result) -> str:
         """`best` or `second` of its column, by the mean; "" for others, and for one row alone."""
-        column = [r for (_, name), r in self.results.items() if name == result.cell.column.name]
-        means = sorted({r.mean for r in column if r.mean is not None}, reverse=True)
-        if result.cell.take.is_time:
-            means.reverse()
+        means = self._means.get(result.cell.column.name, [])
         if result.mean is None or len(means) < 2:
             return ""
         return {0: "best", 1: "second"}.get(means.index(result.mean), "")
@@ -72,17 +151,31 @@ class Section:
         """The verdicts, counted."""
         return tally(self.claims)
 
+    @cached_property
+    def exports(self) -> dict[str, str]:
+        """The table in each of FORMATS."""
+        return {"csv": as_csv(self), "json": as_json(self), "tex": as_latex(self)}
+
 
 def write_report(output: Path) -> list[Path]:
     """Write both reports on everything run into this output folder; returns their paths."""
     jobs = sorted((output / "jobs").glob("*.json"))
     if not jobs:
         raise ValueError(f"--output {output}: nothing was run there yet")
-    (output / "figures").mkdir(exist_ok=True)
+    for folder in ("figures", "tables"):
+        (output / folder).mkdir(exist_ok=True)
     environment = template_environment()
+    sections = [section_of(path, output) for path in jobs]
+    papers: dict[str, list[Section]] = {}
+    for section in sections:
+        papers.setdefault(section.paper, []).append(section)
+        for kind, text in section.exports.items() if section.results else ():
+            write_atomically(output / "tables" / f"{section.stem}.{kind}", text.encode())
     content = {
-        "sections": [section_of(path, output) for path in jobs],
+        "sections": sections,
+        "papers": papers,
         "date": time.strftime("%Y-%m-%d %H:%M"),
+        "keel_version": keel_version(),
         "output": output,
     }
     paths = [output / "report.html", output / "report.md"]
@@ -102,27 +195,36 @@ def template_environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"number": shown, "ours": ours, "data_uri": data_uri}
+    environment.filters |= {
+        **{"number": shown, "ours": ours, "missing": missing, "effect": shown_effect},
+        **{"data_uri": data_uri, "text_uri": text_uri},
+    }
+    environment.globals["static"] = lambda name: Markup(static_file(name).read_text())
     return environment
 
 
 def section_of(job: Path, output: Path) -> Section:
     """A job (written by `runner.save_job`) with what its runs have left."""
     recipe, options = load_job(job)
+    results: dict[tuple[str, str], Result] = {}
+    charts: list[Chart] = []
     if recipe.shows == "labels":
-        results = {}
         pictures = label_pictures(recipe, options, output, job.stem)
     else:
         results = results_of(recipe, options, output)
+        charts = list(run_charts(recipe, results))
         pictures = run_pictures(recipe, results, output, job.stem)
-    label = label_of(recipe, options)
+    asked = [c for c in recipe.claims if all(side in results for side in sides_of(c, recipe))]
     return Section(
         recipe,
         options,
-        label,
+        label_of(recipe, options),
         results,
-        claims=judge_claims(recipe, results, options),
-        pictures=[replace(each, title=f"{each.title}, {label}") for each in pictures],
+        claims=judge_claims(replace(recipe, claims=asked), results, options),
+        settings=settings_of(recipe, results, options),
+        charts=charts,
+        pictures=list(pictures),
+        stem=job.stem,
     )
 
 
@@ -141,26 +243,7 @@ def label_of(recipe: Recipe, options: Options) -> str:
     return ", ".join(filter(None, [options.label, grid]))
 
 
-def code_sentences(results: Sequence[Result]) -> Iterator[str]:
-    """Which code the runs are of; several versions are never compared."""
-    found = sorted({code for result in results for code in result.code})
-    if len(found) > 1:
-        yield f"Runs of different code, never averaged or judged together: {'; '.join(found)}."
-    elif found:
-        yield f"Code: {found[0]}."
-
-
-def machine_sentences(results: Sequence[Result]) -> Iterator[str]:
-    """How many runs each machine did, and how long they took."""
-    seconds: dict[str, list[float]] = {}
-    for directory in {path for result in results for _, path in result.finished}:
-        name = ", then ".join(machines_of(directory))
-        seconds.setdefault(name, []).append(wall_seconds(directory))
-    for name, each in sorted(seconds.items()):
-        times = f"{duration(sum(each))} of rounds, the longest {duration(max(each))}"
-        yield f"{len(each)} runs on {name}: {times}."
-    if len({name for r in results if r.cell.take.is_time for name in r.machines}) > 1:
-        yield "The seconds are from different machines and cannot be compared."
+# --- cells --------------------------------------------------------------------------------------
 
 
 def shown(value: float | None, sign: str = "") -> str:
@@ -170,31 +253,107 @@ def shown(value: float | None, sign: str = "") -> str:
 
 def ours(result: Result) -> str:
     """Mean, standard deviation over seeds, the tuned value, and what is missing."""
-    number = "–"
+    number = shown(result.mean)
     if result.mean is not None:
-        spread = "" if result.deviation is None else f" ± {result.deviation:.2f}"
-        tuned = ", ".join(str(value) for value in (result.candidate or {}).values())
-        number = f"{result.mean:.2f}{spread}" + (f" ({tuned})" if tuned else "")
-    elif len(result.code) > 1:
-        number = "runs of different code"
-    elif result.by_seed:
-        number = "not reached"
-    missing = []
+        number += "" if result.deviation is None else f" ± {result.deviation:.2f}"
+        number += f" ({tuned_value(result)})" if result.candidate else ""
+    return "; ".join([number, *missing(result)])
+
+
+def tuned_value(result: Result) -> str:
+    """The chosen values of what was tuned."""
+    return ", ".join(str(value) for value in (result.candidate or {}).values())
+
+
+def missing(result: Result) -> Iterator[str]:
+    """What a number lacks: why there is none, failed runs, seeds and values to come."""
+    if result.mean is None and len(result.code) > 1:
+        yield "runs of different code"
+    elif result.mean is None and result.by_seed:
+        yield "not reached"
     ended = len(result.by_seed) + len(result.failures)
     if result.failures:
-        missing.append(failed_share(Counter(result.failures.values()), ended))
+        yield failed_share(Counter(result.failures.values()), ended)
     if 0 < len(result.reached) < len(result.by_seed):
-        missing.append(f"reached by {len(result.reached)} of {len(result.by_seed)} seeds")
+        yield f"reached by {len(result.reached)} of {len(result.by_seed)} seeds"
     if 0 < ended < result.num_seeds:
-        missing.append(f"{ended} of {result.num_seeds} seeds")
+        yield f"{ended} of {result.num_seeds} seeds"
     if 0 < result.num_tried < result.num_candidates:
-        missing.append(f"{result.num_tried} of {result.num_candidates} values tried")
+        yield f"{result.num_tried} of {result.num_candidates} values tried"
     if result.outdated:
-        missing.append(f"a run does not count: {result.outdated}")
-    return "; ".join([number, *missing])
+        yield f"a run does not count: {result.outdated}"
+
+
+# --- exports ------------------------------------------------------------------------------------
+
+
+def records(section: Section) -> Iterator[dict[str, object]]:
+    """A flat record for each cell of the table."""
+    for (row, column), result in section.results.items():
+        failures = Counter(result.failures.values())
+        yield {
+            **{"row": row, "column": column, "paper": result.cell.paper, "mean": result.mean},
+            **{"sd": result.deviation, "difference": result.difference},
+            **{"seeds": len(result.by_seed), "diverged": failures["diverged"]},
+            **{"failed": failures["failed"], "tuned": tuned_value(result)},
+            "remark": "; ".join(missing(result)),
+        }
+
+
+def as_csv(section: Section) -> str:
+    """A line for each cell."""
+    out, found = io.StringIO(), list(records(section))
+    writer = csv.writer(out)
+    writer.writerow(found[0] if found else ())
+    for record in found:
+        writer.writerow(["" if v is None else harmless(str(v)) for v in record.values()])
+    return out.getvalue()
+
+
+def as_json(section: Section) -> str:
+    """The cells, the settings and the claims."""
+    content = {
+        **{"title": section.title, "setting": section.label, "origin": section.origin},
+        "settings": [asdict(setting) for setting in section.settings],
+        "cells": list(records(section)),
+        "claims": [
+            {"claim": c.text, "verdict": c.verdict, "effect": c.effect, "interval": c.interval}
+            | {"paper": c.paper_effect, "seeds": c.seeds, "detail": c.detail}
+            for c in section.claims
+        ],
+    }
+    return json.dumps(content, indent=1)
+
+
+def as_latex(section: Section) -> str:
+    """A booktabs table: ours ± sd, best bold, second underlined, the paper's in brackets."""
+    styles = {"best": r"\textbf{%s}", "second": r"\underline{%s}", "": "%s"}
+    rows = []
+    for row in section.recipe.rows:
+        cells = [latex(row.name)]
+        for column in section.recipe.columns:
+            result = section.results.get((row.name, column.name))
+            text = "--"
+            if result and result.mean is not None:
+                text = styles[section.rank(result)] % f"{result.mean:.2f}"
+                if result.deviation is not None:
+                    text += f" {{\\scriptsize $\\pm$ {result.deviation:.2f}}}"
+            if result and result.cell.paper is not None:
+                text += f" ({result.cell.paper:.2f})"
+            cells.append(text)
+        rows.append(cells)
+    about = " ".join(f"{section.title}. {section.deviation} {section.reading}".split())
+    names = [column.parts[-1] for column in section.recipe.columns]
+    table = latex_table(["", *names], rows, section.header)
+    note = " In brackets: the paper's number." if section.has_paper_numbers else ""
+    return f"% {about}{note}\n{table}"
 
 
 def data_uri(path: Path) -> str:
-    """The image as a data URI."""
-    kind = "svg+xml" if path.suffix == ".svg" else "png"
-    return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    """The PNG as a data URI."""
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def text_uri(text: str, kind: str) -> str:
+    """The text as a data URI of one of FORMATS."""
+    return f"data:{FORMATS[kind]};base64,{base64.b64encode(text.encode()).decode()}"

@@ -34,7 +34,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from keel.experiments.measure import points_of
 from keel.experiments.plan import candidates_of, narrowed, runs_needed
 from keel.experiments.preflight import check_recipe, refuse_overriding
 from keel.experiments.recipe import Cell, Recipe, parse_recipe
@@ -238,7 +237,7 @@ def outcome(directory: Path) -> str:
     """The last accuracy and the duration of a finished run."""
     duration = f"{wall_seconds(directory):.0f} s"
     for curve in map(".".join, HEADLINE_CURVES):
-        if points := points_of(history_in(directory), curve):
+        if points := history_in(directory).points(curve):
             return f"{100 * points[-1][1]:.2f} % ({curve}), {duration}"
     return duration
 

@@ -15,7 +15,7 @@ from keel.experiments.scale import SCALES, Keys, scaled
 from protocol.catalogue import method_spec
 from protocol.config import RENAMED_KEYS, RENAMED_VALUES, RunConfig, default_config, resolve_config
 from protocol.options import OptionValue
-from server_app.history import read_history
+from server_app.history import HISTORY_FILE, HistoryReader
 from server_app.sources import code_version
 
 # --- identity ---------------------------------------------------------------------------------
@@ -273,13 +273,17 @@ def code_of(directory: Path) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def history_in(directory: Path) -> History:
-    """The history of a finished run."""
-    return read_history(directory)
+    """The history of a finished run. ValueError naming the file if a line is damaged."""
+    reader = HistoryReader(directory / HISTORY_FILE)
+    reader.update()
+    if reader.faults:
+        raise ValueError(f"{directory}: {reader.faults[0]}")
+    return History(reader.lines)
 
 
 def wall_seconds(directory: Path) -> float:
     """Duration of all rounds of a finished run."""
-    return sum(sum(line["seconds"].values()) for line in history_in(directory))
+    return sum(history_in(directory).wall_s)
 
 
 def machines_of(directory: Path) -> list[str]:

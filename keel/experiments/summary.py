@@ -14,8 +14,9 @@ from keel.experiments.claims import NOT_TESTED, JudgedClaim, Results, judge_clai
 from keel.experiments.figures import curve_of
 from keel.experiments.plan import load_job, narrowed, results_of
 from keel.experiments.recipe import Claim, Recipe, load_recipe, shipped_recipes
-from keel.experiments.rendering import code_sentences, machine_sentences, template_environment
+from keel.experiments.rendering import template_environment
 from keel.experiments.runs import Options, history_in
+from keel.experiments.settings import code_sentences, machine_sentences
 from protocol.files import write_atomically
 
 BEGIN = "<!-- made by `keel experiments summary`; a test compares it -->"
@@ -59,7 +60,7 @@ class Evidence:
         results = list(self.results.values())
         directories = {path for result in results for _, path in result.finished}
         cores = sum(
-            line.get("client_cpu_seconds", 0.0) for path in directories for line in history_in(path)
+            sum(history_in(path).clocks.get("client_cpu_seconds", ())) for path in directories
         )
         words = [*code_sentences(results), *machine_sentences(results)]
         return " ".join([*words, f"Processor time of the clients: {cores / 3600:.1f} core hours."])
@@ -162,16 +163,6 @@ def svg_of(curves: Mapping[str, tuple[Curve, float | None]], title: str) -> str:
     return "\n".join(parts)
 
 
-def shown_effect(claim: JudgedClaim) -> str:
-    """`+1.92 [+0.50, +3.34]`: the mean difference and its 95 % interval; a dash without one."""
-    if claim.effect is None:
-        return "–"
-    interval = claim.interval
-    return f"{claim.effect:+.2f}" + (
-        f" [{interval[0]:+.2f}, {interval[1]:+.2f}]" if interval else ""
-    )
-
-
 def write_summary(archive: Path, page: Path, readme: Path) -> list[Path]:
     """Write the page with its curves and the README's table; returns the paths.
 
@@ -184,7 +175,6 @@ def write_summary(archive: Path, page: Path, readme: Path) -> list[Path]:
         raise ValueError(f"{readme}: expected the lines {BEGIN} and {END}")
     pictures: dict[str, str] = {}
     environment = template_environment()
-    environment.filters["effect"] = shown_effect
     with unpacked(archive) as output:
         evidence = evidence_in(output)
         found = list(headlines(evidence, pictures))

@@ -19,7 +19,8 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7
 MARKERS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "triangle-down")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 MAX_POINTS = 600  # of a curve
-MAX_MARKED = 40  # points with a marker each
+MAX_MARKED = 20  # of a curve's points have a marker
+MAX_LONG_REFERENCES = 4  # of a chart: more are drawn near their round only
 BAND_ALPHA = "26"  # hex
 SCALE = "Cividis"  # perceptually uniform, the same for the colour-blind
 
@@ -28,7 +29,7 @@ SCALE = "Cividis"  # perceptually uniform, the same for the colour-blind
 class Curve:
     """A named line. spread: half the height of the band around it; note: of each point, on hover.
 
-    is_reference: a horizontal line such as a paper's value, drawn thin and without a colour.
+    references: (x, value) of a paper, drawn as dotted lines up to x.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Curve:
     y: Sequence[float]
     spread: Sequence[float] | None = None
     note: Sequence[str] | None = None
-    is_reference: bool = False
+    references: Sequence[tuple[float, float]] = ()
 
 
 def static_file(name: str) -> Path:
@@ -78,23 +79,17 @@ def layout(x: str, y: str, **more: Any) -> dict[str, Any]:
 
 
 def curves(
-    found: Iterable[Curve], x: str, y: str, log_x: bool = False, log_y: bool = False
-) -> Figure:
+    found: Iterable[Curve], x: str, y: str, log_x: bool = False, log_y: bool = False,
+    max_points: int = MAX_POINTS,
+) -> Figure:  # fmt: skip
     """Lines with bands, each with its colour, marker and dash; the y-range fits the data."""
     data: list[dict[str, Any]] = []
-    number = 0
-    for curve in found:
-        if not len(curve.x):
-            continue
+    shown = [curve for curve in found if len(curve.x)]
+    are_few = sum(len(curve.references) for curve in shown) <= MAX_LONG_REFERENCES
+    for number, curve in enumerate(shown):
         name = text_of(curve.name, 120)
-        kept = kept_points(curve.y)
+        kept = kept_points(curve.y, max_points)
         xs, ys = ([rounded(part[i]) for i in kept] for part in (curve.x, curve.y))
-        if curve.is_reference:
-            line = {"color": "#7F7F7F", "width": 1.5, "dash": "dot"}
-            data.append(
-                {"type": "scatter", "mode": "lines", "name": name, "x": xs, "y": ys, "line": line}
-            )
-            continue
         colour, dash = PALETTE[number % len(PALETTE)], DASHES[number // len(PALETTE) % len(DASHES)]
         group = f"curve {number}"
         if curve.spread and any(curve.spread):
@@ -106,19 +101,28 @@ def curves(
                 **{"fill": "toself", "fillcolor": colour + BAND_ALPHA, "line": {"width": 0}},
             }
             data.append(band | {"hoverinfo": "skip", "showlegend": False, "legendgroup": group})
-        is_marked = len(xs) <= MAX_MARKED
+        for end, value in curve.references:
+            start = xs[0] if are_few else max(xs[0], end - (xs[-1] - xs[0]) / 8)
+            data.append(
+                {
+                    **{"type": "scatter", "mode": "lines", "x": [rounded(start), rounded(end)]},
+                    **{"y": [rounded(value)] * 2, "line": {"color": colour, "dash": "dot"}},
+                    **{"hoverinfo": "skip", "showlegend": False, "legendgroup": group},
+                }
+            )
+        symbol = MARKERS[number % len(MARKERS)]
+        marker = {"symbol": symbol, "size": 6, "color": colour, "maxdisplayed": MAX_MARKED}
         trace: dict[str, Any] = {
-            **{"type": "scatter", "mode": "lines+markers" if is_marked else "lines"},
+            **{"type": "scatter", "mode": "lines+markers"},
             **{"name": name, "x": xs, "y": ys, "legendgroup": group},
             "line": {"color": colour, "dash": dash, "width": 2},
-            "marker": {"symbol": MARKERS[number % len(MARKERS)], "size": 6, "color": colour},
+            "marker": marker,
             "hovertemplate": "%{y:.4~g}%{customdata}",
             "customdata": [""] * len(xs),
         }
         if curve.note:
             trace["customdata"] = [f" {curve.note[i]}" for i in kept]
         data.append(trace)
-        number += 1
     xaxis: dict[str, Any] = {"type": "log"} if log_x else {}
     if x == "round":
         xaxis |= {} if log_x else {"tickformat": "d", "rangemode": "normal"}

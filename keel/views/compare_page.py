@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.views.charts import Curve, Figure, curves, smoothed
+from keel.views.exports import harmless, latex, latex_table
 from keel.views.run_page import points_of, seconds_of
 from keel.views.store import NOT_A_SETTING, Entry, number, text_of
 from server_app.history import CURVES, HistoryReader, Line
@@ -171,6 +172,11 @@ def result_rows(groups: Sequence[Group], view: View) -> list[list[str]]:
     return rows
 
 
+def as_latex(groups: Sequence[Group], view: View) -> str:
+    """The table of results."""
+    return latex_table(HEADER, [[latex(cell) for cell in row] for row in result_rows(groups, view)])
+
+
 def best_of(view: View) -> Any:
     """The lowest loss or the highest accuracy."""
     return min if view.curve.startswith("loss.") else max
@@ -202,39 +208,6 @@ def as_csv(groups: Sequence[Group], view: View) -> str:
                 about = [harmless(group.label), harmless(entry.name), harmless(seed)]
                 writer.writerow([*about, r, f"{sent[r]:.6g}", f"{spent[r]:.6g}", f"{value:.6g}"])
     return out.getvalue()
-
-
-def harmless(cell: str) -> str:
-    """Text that a spreadsheet does not take for a formula."""
-    is_number = cell.removeprefix("-").replace(".", "", 1).isdigit()
-    return f"'{cell}" if cell[:1] in tuple("=+-@\t") and not is_number else cell
-
-
-LATEX = {
-    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
-    **{c: f"\\{c}" for c in "&%$#_{}"},
-    **{"±": r"$\pm$", "–": "--", "‹": r"$<$", "›": r"$>$"},
-}
-
-
-def latex(text: str) -> str:
-    """Text as LaTeX shows it."""
-    return "".join(LATEX.get(c, c) for c in text)
-
-
-def latex_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A booktabs table: the first column left, the others right."""
-    lines = [
-        "% \\usepackage{booktabs}",
-        f"\\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
-        "\\toprule",
-        *[" & ".join(map(latex, row)) + r" \\" for row in [header]],
-        "\\midrule",
-        *[" & ".join(map(latex, row)) + r" \\" for row in rows],
-        "\\bottomrule",
-        "\\end{tabular}",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def view_of(query: Mapping[str, str]) -> View:

@@ -33,7 +33,7 @@ from keel.views.store import Entry, Store, number, text_of
 from protocol.config import keel_version
 
 LOCAL_HOSTS = {"127.0.0.1", "localhost", "::1"}
-STATIC = ("page.css", "page.js", "charts.js", "plotly.js")
+STATIC = ("page.css", "page.js", "tables.js", "charts.js", "plotly.js")
 POLL_NODES_S = 15.0
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
@@ -329,10 +329,8 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
     def compare_tex(request: Request, ids: list[str] = Ids) -> Response:
         with store.lock:
             view = view_of(request.query_params)
-            rows = compare_page.result_rows(compared(ids, view)[1], view)
-        return download(
-            compare_page.latex_table(compare_page.HEADER, rows), "compare.tex", "text/plain"
-        )
+            text = compare_page.as_latex(compared(ids, view)[1], view)
+        return download(text, "compare.tex", "text/plain")
 
     # --- deployment ---------------------------------------------------------------------------
 

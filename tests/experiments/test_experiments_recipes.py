@@ -17,7 +17,7 @@ import pytest
 from data.partitions import partition_indices, stratified_share
 from keel.experiments import preflight
 from keel.experiments.claims import JudgedClaim, judge_claims, what_decides
-from keel.experiments.measure import measure, parse_take
+from keel.experiments.measure import History, measure, parse_take
 from keel.experiments.plan import Result, last_round_read, seeds_for, selected
 from keel.experiments.preflight import check_reading, check_recipe, refuse_overriding
 from keel.experiments.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
@@ -790,7 +790,7 @@ history = [
     ],
 )
 def test_measures_of_a_history(take, at, shrink, expected):
-    found = measure(history, "global.accuracy", parse_take(take), at, shrink)
+    found = measure(History(history), "global.accuracy", parse_take(take), at, shrink)
     assert found == (expected if expected is None else pytest.approx(expected))
 
 
@@ -801,6 +801,8 @@ def test_a_moving_average_is_the_same_of_a_scaled_run_and_of_rarer_evaluations()
         evaluated = range(every, rounds + 1, every)
         curve = [{"round": r, "global": {"accuracy": r / rounds}} for r in evaluated]
         shrink = rounds / 1000
-        found.append(measure(curve, "global.accuracy", parse_take("ema 0.9"), rounds, shrink))
+        found.append(
+            measure(History(curve), "global.accuracy", parse_take("ema 0.9"), rounds, shrink)
+        )
     assert found[0] == pytest.approx(99.1)
     assert found[1:] == pytest.approx([100] * 3, abs=0.6)

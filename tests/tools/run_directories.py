@@ -2,6 +2,7 @@
 
 python -m tests.tools.run_directories many DIRECTORY --runs 1000 --rounds 100
 python -m tests.tools.run_directories large DIRECTORY --clients 10000 --rounds 1000
+python -m tests.tools.run_directories table DIRECTORY --recipe fedrcl-table-1
 """
 
 import argparse
@@ -12,16 +13,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol.config import default_config
+from keel.experiments.plan import candidates_of, runs_needed, selected
+from keel.experiments.recipe import load_recipe
+from keel.experiments.runner import save_job
+from keel.experiments.runs import Options, run_of
+from protocol.config import default_config, resolve_config
+from server_app.sources import code_version
 
 METHODS = ("fedavg", "fedprox", "moon", "fedintr", "fedcka")
 
 
 def line_of(
-    number: int, rng: random.Random, level: float = 0.8, clients: Sequence[str] = ()
+    number: int,
+    rng: random.Random,
+    level: float = 0.8,
+    clients: Sequence[str] = (),
+    period: float = 20.0,
 ) -> dict[str, Any]:
     """A plausible line of history.jsonl; with clients, one that evaluates all of them."""
-    accuracy = level * (1 - math.exp(-number / 20)) + rng.gauss(0, 0.005)
+    accuracy = level * (1 - math.exp(-number / period)) + rng.gauss(0, 0.005)
     line: dict[str, Any] = {
         "round": number,
         "participants": list(clients[:: max(1, len(clients) // 1000)]) or ["client-0000"],
@@ -54,20 +64,29 @@ def make_run(
     clients: Sequence[str] = (),
     status: str = "finished",
     num_written: int | None = None,
+    level: float | None = None,
+    period: float = 20.0,
+    curve: str = "global.accuracy",
 ) -> Path:
     """Write a run directory of `num_written` (default: all) of its rounds."""
     directory.mkdir(parents=True)
-    config = default_config() | dict(overrides) | {"num-rounds": num_rounds}
+    config = {**default_config(), **resolve_config(overrides).flat, "num-rounds": num_rounds}
     (directory / "config.json").write_text(
         json.dumps({"config": config, "overrides": dict(overrides)}, indent=2)
     )
-    rng = random.Random(str(directory.name))
-    level = 0.7 + 0.05 * (METHODS.index(config["method"]) if config["method"] in METHODS else 0)
+    rng = random.Random(f"{directory.name} {config['method']} {config['seed']}")
+    if level is None:
+        known = config["method"] in METHODS
+        level = 0.7 + 0.05 * (METHODS.index(config["method"]) if known else 0)
     count = num_rounds if num_written is None else num_written
     last: dict[str, Any] = {}
     with (directory / "history.jsonl").open("w") as file:
         for number in range(1, count + 1):
-            last = line_of(number, rng, level, clients)
+            last = line_of(number, rng, level, clients, period)
+            key, _, name = curve.partition(".")
+            accuracy = last["global"]["accuracy"]
+            if key != "global":
+                last[key] = {name: accuracy, "worst_decile": accuracy - 0.1}
             file.write(json.dumps(last) + "\n")
     accuracy = last["global"]["accuracy"] if last else None
     summary = {
@@ -107,17 +126,59 @@ def make_large(base: Path, num_clients: int, num_rounds: int) -> Path:
     return make_run(base / f"large-{num_clients}-{num_rounds}", overrides, num_rounds, clients)
 
 
+def make_table(
+    output: Path,
+    name: str,
+    only: Sequence[str] = (),
+    scale: str = "paper",
+    changes: Mapping[str, Any] | None = None,
+    seeds: int = 0,
+    diverging: Sequence[str] = (),
+) -> Path:
+    """An output folder with all runs of a recipe; their curves end near the paper's numbers.
+
+    diverging: rows whose last seed ends so.
+    """
+    recipe = load_recipe(name)
+    cells = selected(recipe, only)
+    numbers = list(range(seeds)) or recipe.seeds
+    options = Options(scale, dict(changes or {}), numbers, full_grid=False)
+    output.mkdir(parents=True, exist_ok=True)
+    save_job(recipe, options, output, cells)
+    labels = {}
+    for cell in cells:
+        for seed in numbers:
+            for candidate in candidates_of(cell, options):
+                labels[run_of(cell, candidate, seed, options, output).name] = cell
+    here = {"code": [code_version()], "machines": ["cpu: made up"], "simulated": True}
+    packages = {"torch": "2.11.0", "flwr": "1.39.0", "python": "3.12", "cpu": "AVX2", "gpu": "none"}
+    here |= {"keel": ["0.2.0"], "versions": packages}
+    for run in runs_needed(recipe, cells, options, output, ()):
+        cell, seed = labels[run.name], int(run.keys["seed"])
+        has_diverged = cell.row.name in diverging and seed == numbers[-1]
+        status = "failed: an update is not finite" if has_diverged else "finished"
+        level = (cell.paper or 60.0) / 100 / (1 - math.exp(-4))
+        directory = run.folder / "20260101-000000"
+        shape = {"level": level, "period": run.rounds / 4, "curve": cell.of}
+        make_run(directory, run.keys, run.rounds, status=status, **shape)
+        (directory / "manifest.json").write_text(json.dumps(here))
+    return output
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("many", "large"))
+    parser.add_argument("what", choices=("many", "large", "table"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--clients", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--recipe", default="fedrcl-table-1")
     given = parser.parse_args()
     if given.what == "many":
         make_many(given.directory, given.runs, given.rounds)
+    elif given.what == "table":
+        make_table(given.directory, given.recipe)
     else:
         make_large(given.directory, given.clients, given.rounds)
 

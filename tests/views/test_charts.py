@@ -22,12 +22,28 @@ def test_every_figure_is_one_that_plotly_accepts():
     graph_objects = pytest.importorskip("plotly.graph_objects")
     for figure in (
         curves([Curve("a", [1, 2], [3.0, 4.0], [0.1, 0.2], ["x", "y"])], "round", "y", True, True),
-        curves([Curve("paper", [1, 2], [3.0, 3.0], is_reference=True)], "MB", "y"),
+        curves([Curve("a", [1, 2], [3.0, 3.0], references=[(2, 5.0)])], "MB", "y"),
         stacked([1, 2], {"a": [1, 0], "b": [0, 0]}, "round", "MB"),
         heat_map([[1.0, None]], [1, 2], ["c"], "round", "client", "%"),
         histogram([1.0, 1.0, 2.0], "x", "n"),
     ):
         graph_objects.Figure(figure).to_json()  # ValueError for what Plotly does not know
+
+
+def test_a_papers_value_is_a_dotted_line_of_the_curves_colour_up_to_its_round():
+    both = [Curve(name, [0, 40, 80], [1.0, 2.0, 3.0], references=[(80, 9.5)]) for name in "ab"]
+    first, line = curves(both[:1], "round", "y")["data"][::-1]
+    assert (line["x"], line["y"], line["line"]["dash"]) == ([0.0, 80.0], [9.5, 9.5], "dot")
+    assert line["line"]["color"] == first["line"]["color"]
+    assert line["legendgroup"] == first["legendgroup"]
+    several = [Curve(name, [0, 40, 80], [1.0, 2.0, 3.0], references=[(80, 9)]) for name in "abcde"]
+    assert curves(several, "round", "y")["data"][0]["x"] == [70.0, 80.0]  # or they cover the chart
+
+
+def test_curves_differ_in_colour_or_dash_and_in_symbol():
+    data = curves([Curve(str(i), [1, 2], [1.0, 2.0]) for i in range(11)], "round", "y")["data"]
+    assert len({(t["line"]["color"], t["line"]["dash"]) for t in data}) == 11
+    assert len({(t["line"]["color"], t["marker"]["symbol"]) for t in data}) == 11
 
 
 def test_a_long_curve_keeps_its_ends_and_its_extremes():

@@ -13,12 +13,11 @@ from keel.views.compare_page import (
     config_table,
     curve_of,
     grouped,
-    harmless,
-    latex,
     result_rows,
     view_of,
     x_of,
 )
+from keel.views.exports import harmless, latex
 from keel.views.store import Store
 from tests.tools.run_directories import make_run
 

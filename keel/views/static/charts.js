@@ -40,5 +40,11 @@ function redrawAll() {
   }
 }
 
+function scheme(name) {  // paper is white
+  document.documentElement.className = name;
+  redrawAll();
+}
+
 dark.addEventListener("change", redrawAll);
-addEventListener("beforeprint", redrawAll);
+addEventListener("beforeprint", () => scheme("light"));
+addEventListener("afterprint", () => scheme(""));

@@ -1,0 +1,123 @@
+"""What a table was made with: the settings of its runs beside the paper's, code and machines."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.experiments.plan import Result
+from keel.experiments.recipe import Recipe
+from keel.experiments.runs import (
+    Options,
+    identity,
+    machines_of,
+    manifest_in,
+    run_of,
+    wall_seconds,
+)
+from keel.views.store import Entry
+from protocol.config import RENAMED_KEYS, resolve_config
+from server_app.history import duration
+
+# always shown; further keys where they differ from the paper's
+SHOWN = (
+    *("num-rounds", "num-clients", "fraction-train", "local-epochs", "batch-size", "lr"),
+    *("lr-decay", "momentum", "weight-decay", "model"),
+)
+WHERE = {"source", "partition", "alpha", "classes-per-client", "shards-per-client"}
+SAME_TABLE = {"seed", "evaluate-every", "diagnostics-every"}  # change no number that is read
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key with the values that the runs of a table have. paper: its values, where they differ."""
+
+    name: str
+    ours: str
+    paper: str = ""
+
+
+def settings_of(
+    recipe: Recipe, results: Mapping[tuple[str, str], Result], options: Options
+) -> list[Setting]:
+    """Data, split and the keys SHOWN, and every other key whose value is not the paper's."""
+    pairs: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+    differing: dict[str, None] = {}
+    for cell in recipe.cells:
+        result = results.get((cell.row.name, cell.column.name))
+        chosen = (result and result.candidate) or cell.paper_candidate or cell.candidates[0]
+        run = run_of(cell, chosen, options.seeds[0], options, Path())
+        if run.name in pairs:
+            continue
+        paper = resolve_config({**cell.keys, **chosen})
+        pairs[run.name] = resolve_config(run.keys).flat, paper.flat
+        theirs = identity(paper.flat, cell.is_timed)
+        for key in sorted(run.identity.keys() - SAME_TABLE):
+            if run.identity[key] != theirs.get(key):
+                differing[RENAMED_KEYS.get(key, key)] = None
+    flats = list(pairs.values())
+    found = []
+    for name, value in (("data", source_of), ("split", split_of)):
+        found.append(setting(name, [(value(ours), value(paper)) for ours, paper in flats]))
+    for key in dict.fromkeys([*SHOWN, *(key for key in differing if key not in WHERE)]):
+        found.append(setting(key, [(ours.get(key), paper.get(key)) for ours, paper in flats]))
+    return found
+
+
+def source_of(flat: Mapping[str, Any]) -> str:
+    """The data source, without folders."""
+    return Entry("", "", Path(), config=flat).source
+
+
+def split_of(flat: Mapping[str, Any]) -> str:
+    """The partition with its parameter."""
+    return Entry("", "", Path(), config=flat).split
+
+
+def setting(name: str, pairs: Sequence[tuple[Any, Any]]) -> Setting:
+    """One line: each value once, and the paper's if a run has another."""
+    ours, paper = (", ".join(dict.fromkeys(str(pair[i]) for pair in pairs)) for i in (0, 1))
+    is_same = all(a == b for a, b in pairs)
+    return Setting(name, ours, "" if is_same else paper)
+
+
+def finished_in(results: Iterable[Result]) -> list[Path]:
+    """The run directories behind the numbers, each once."""
+    return sorted({path for result in results for _, path in result.finished})
+
+
+def code_sentences(results: Sequence[Result]) -> Iterator[str]:
+    """Which code the runs are of; several versions are never compared."""
+    found = sorted({code for result in results for code in result.code})
+    if len(found) > 1:
+        yield f"Runs of different code, never averaged or judged together: {'; '.join(found)}."
+    elif found:
+        yield f"Code: {found[0]}."
+
+
+def package_sentences(results: Sequence[Result]) -> Iterator[str]:
+    """The versions of Keel and of packages that the runs recorded."""
+    found: dict[str, dict[str, None]] = {}
+    for directory in finished_in(results):
+        manifest = manifest_in(directory)
+        for version in manifest.get("keel", ()):
+            found.setdefault("keel", {})[str(version)] = None
+        for name, version in manifest.get("versions", {}).items():
+            if name not in ("sources", "gpu", "cpu"):
+                found.setdefault(name, {})[str(version)] = None
+    if found:
+        each = (f"{name} {' and '.join(versions)}" for name, versions in found.items())
+        yield f"Packages: {', '.join(each)}."
+
+
+def machine_sentences(results: Sequence[Result]) -> Iterator[str]:
+    """How many runs each machine did, and how long they took."""
+    seconds: dict[str, list[float]] = {}
+    for directory in finished_in(results):
+        name = ", then ".join(machines_of(directory))
+        seconds.setdefault(name, []).append(wall_seconds(directory))
+    for name, each in sorted(seconds.items()):
+        times = f"{duration(sum(each))} of rounds, the longest {duration(max(each))}"
+        yield f"{len(each)} runs on {name}: {times}."
+    if len({name for r in results if r.cell.take.is_time for name in r.machines}) > 1:
+        yield "The seconds are from different machines and cannot be compared."

@@ -1,0 +1,43 @@
+"""Tables for spreadsheets and papers: text that is safe in a CSV file, and LaTeX with booktabs."""
+
+from collections.abc import Iterable, Sequence
+
+LATEX = {
+    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
+    **{c: f"\\{c}" for c in "&%$#_{}"},
+    **{"±": r"$\pm$", "–": "--", "‹": r"$<$", "›": r"$>$"},
+}
+Groups = Sequence[tuple[str, int]]  # name and number of columns
+
+
+def harmless(cell: str) -> str:
+    """Text that a spreadsheet does not take for a formula."""
+    is_number = cell.removeprefix("-").replace(".", "", 1).isdigit()
+    return f"'{cell}" if cell[:1] in tuple("=+-@\t") and not is_number else cell
+
+
+def latex(text: str) -> str:
+    """Text as LaTeX shows it."""
+    return "".join(LATEX.get(c, c) for c in text)
+
+
+def latex_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], groups: Sequence[Groups] = ()
+) -> str:
+    """A booktabs table: the first column left, the others right. `rows` is LaTeX already.
+
+    groups: rows of headings above `header`, for the columns after the first.
+    """
+    lines = ["% \\usepackage{booktabs}", f"\\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}"]
+    lines.append("\\toprule")
+    for names in groups:
+        spans = [f"\\multicolumn{{{n}}}{{c}}{{{latex(name)}}}" for name, n in names]
+        lines.append(" & ".join(["", *spans]) + r" \\")
+        start, rules = 2, []
+        for _, n in names:
+            rules.append(f"\\cmidrule(lr){{{start}-{start + n - 1}}}")
+            start += n
+        lines.append("".join(rules))
+    lines += [" & ".join(map(latex, header)) + r" \\", "\\midrule"]
+    lines += [" & ".join(row) + r" \\" for row in rows]
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"

@@ -1,0 +1,16 @@
+// The report: tables that sort, and charts that are drawn when they come into view or are printed.
+"use strict";
+
+for (const table of document.querySelectorAll("table.sortable")) makeSortable(table);
+
+function drawFigure(element) {
+  if (element.figure) return;
+  draw(element, JSON.parse(document.getElementById(element.dataset.figure).textContent));
+}
+
+const charts = [...document.querySelectorAll("[data-figure]")];
+const coming = new IntersectionObserver(entries => {
+  for (const entry of entries.filter(each => each.isIntersecting)) drawFigure(entry.target);
+}, {rootMargin: "600px"});
+for (const chart of charts) coming.observe(chart);
+addEventListener("beforeprint", () => charts.forEach(drawFigure));
