@@ -495,7 +495,8 @@ def has_type(kind: object, value: object) -> bool:
 
 def roster_entry(sent: dict[str, Any]) -> RosterEntry:
     """The entry in decoded JSON; ValueError naming the client and the field that is wrong."""
-    sent = {"num_train": 0, "num_test": 0, "device": ""} | sent  # saved before they were added
+    before: dict[str, Any] = {"num_train": 0, "num_test": 0, "device": ""}
+    sent = before | sent  # saved before they were added
     client = in_one_line(sent.get("client"), 64) or "?"
     wrong = sorted(map(str, sent.keys() ^ {f.name for f in fields(RosterEntry)}))
     types = get_type_hints(RosterEntry)

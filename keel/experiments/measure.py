@@ -61,7 +61,9 @@ class History:
         self.rounds, self.wall_s = array("l"), array("d")
         self.clocks = {name: array("d") for name in CLOCKS}
         self.diagnostics: list[tuple[int, Mapping[str, Any]]] = []
-        self._points = {curve: (array("l"), array("d")) for curve in CURVES}
+        self._points: dict[str, tuple[array[int], array[float]]] = {
+            curve: (array("l"), array("d")) for curve in CURVES
+        }
         for line in lines:
             number = line["round"]
             self.rounds.append(number)

@@ -120,7 +120,7 @@ class Section:
     def header(self) -> list[Groups]:
         """The rows of column headings above the last: (name, number of columns)."""
         parts = [column.parts for column in self.recipe.columns]
-        rows = []
+        rows: list[Groups] = []
         for depth in range(1, len(parts[0])):
             same = groupby(parts, key=lambda part, depth=depth: part[:depth])  # type: ignore[misc]
             rows.append([(names[-1], len(list(group))) for names, group in same])
@@ -196,7 +196,13 @@ def template_environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     environment.filters |= {
-        **{"number": shown, "ours": ours, "missing": missing, "effect": shown_effect},
+        **{
+            "number": shown,
+            "ours": ours,
+            "absence": absence,
+            "missing": missing,
+            "effect": shown_effect,
+        },
         **{"data_uri": data_uri, "text_uri": text_uri},
     }
     environment.globals["static"] = lambda name: Markup(static_file(name).read_text())
@@ -253,8 +259,9 @@ def shown(value: float | None, sign: str = "") -> str:
 
 def ours(result: Result) -> str:
     """Mean, standard deviation over seeds, the tuned value, and what is missing."""
-    number = shown(result.mean)
+    number = absence(result)
     if result.mean is not None:
+        number = shown(result.mean)
         number += "" if result.deviation is None else f" ± {result.deviation:.2f}"
         number += f" ({tuned_value(result)})" if result.candidate else ""
     return "; ".join([number, *missing(result)])
@@ -265,12 +272,15 @@ def tuned_value(result: Result) -> str:
     return ", ".join(str(value) for value in (result.candidate or {}).values())
 
 
+def absence(result: Result) -> str:
+    """What is shown where there is no mean."""
+    if len(result.code) > 1:
+        return "runs of different code"
+    return "not reached" if result.by_seed else "–"
+
+
 def missing(result: Result) -> Iterator[str]:
-    """What a number lacks: why there is none, failed runs, seeds and values to come."""
-    if result.mean is None and len(result.code) > 1:
-        yield "runs of different code"
-    elif result.mean is None and result.by_seed:
-        yield "not reached"
+    """What a number lacks: failed runs, seeds and values to come."""
     ended = len(result.by_seed) + len(result.failures)
     if result.failures:
         yield failed_share(Counter(result.failures.values()), ended)
@@ -296,7 +306,7 @@ def records(section: Section) -> Iterator[dict[str, object]]:
             **{"sd": result.deviation, "difference": result.difference},
             **{"seeds": len(result.by_seed), "diverged": failures["diverged"]},
             **{"failed": failures["failed"], "tuned": tuned_value(result)},
-            "remark": "; ".join(missing(result)),
+            "remark": "; ".join([absence(result)] * (result.mean is None) + [*missing(result)]),
         }
 
 
@@ -333,7 +343,7 @@ def as_latex(section: Section) -> str:
         cells = [latex(row.name)]
         for column in section.recipe.columns:
             result = section.results.get((row.name, column.name))
-            text = "--"
+            text = latex(absence(result)) if result else ""
             if result and result.mean is not None:
                 text = styles[section.rank(result)] % f"{result.mean:.2f}"
                 if result.deviation is not None:

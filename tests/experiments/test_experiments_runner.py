@@ -12,14 +12,13 @@ from typing import Any
 import click
 import pytest
 import typer
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from keel.cli import experiments as command_line
-from keel.experiments import figures, runner
+from keel.experiments import runner
 from keel.experiments.claims import JudgedClaim, judge_claims, tally
-from keel.experiments.figures import curve_of
-from keel.experiments.plan import Result, best_candidate, runs_needed, selected
+from keel.experiments.figures import curve_of, run_charts
+from keel.experiments.plan import Result, best_candidate, results_of, runs_needed, selected
 from keel.experiments.recipe import Claim, Recipe, load_recipe, parse_recipe
 from keel.experiments.rendering import write_report
 from keel.experiments.runs import Options, Run, code_of, run_of
@@ -28,12 +27,6 @@ from server_app.sources import code_version
 
 root = Path(__file__).parent.parent.parent
 sweep = root / "docs" / "sweep.yaml"
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports without drawn curves: Matplotlib takes most of a report's time."""
-    monkeypatch.setattr(figures, "plot_curves", lambda curves, title, path: path.touch())
 
 
 def main(*arguments: str) -> int:
@@ -470,8 +463,15 @@ def test_a_claim_is_judged_over_paired_seeds(left, right, above, word, detail):
 def test_verdicts_are_counted():
     words = ("not tested", "reproduced", "inconclusive", "reproduced")
     empty = dict.fromkeys((field.name for field in fields(JudgedClaim)), None)
-    claims = [JudgedClaim(**{**empty, "verdict": word}) for word in words]
+    claims = [
+        JudgedClaim(**{**empty, "verdict": word, "runs": (str(i),), "read_at": 1000})
+        for i, word in enumerate(words)
+    ]
     assert tally(claims).startswith("2 reproduced, 1 inconclusive, 1 not tested; ")
+    earlier = replace(claims[1], verdict="not reproduced", read_at=500)  # of the same runs
+    assert tally([earlier, *claims]).startswith(
+        "2 reproduced, 1 inconclusive, 1 not tested; 1 at an earlier round of the same runs"
+    )
 
 
 times = """\
@@ -588,7 +588,7 @@ def test_a_curve_is_the_moving_average_where_its_number_is(tmp_path):
     assert curves == {"FedAvg": [(1, 20, 0), (2, 40, 0)], "FedProx": [(1, 20, 0), (2, 60, 0)]}
 
 
-def test_measures_of_features_are_compared_over_rows_on_one_axis(tmp_path, monkeypatch):
+def test_measures_of_features_are_compared_over_rows_on_one_axis(tmp_path):
     recipe, how = parse_recipe(two_rows, Path("t.yaml")), options(seeds=[0, 1])
     (tmp_path / "jobs").mkdir()
     runner.save_job(recipe, how, tmp_path)
@@ -598,19 +598,11 @@ def test_measures_of_features_are_compared_over_rows_on_one_axis(tmp_path, monke
             measured = {"vci": {"mean": i + seed, "global": None, "clients": {}}}
             line = json.loads(path.read_text()) | {"diagnostics": measured}
             path.write_text(json.dumps(line) + "\n")
-    drawn = []
-
-    def panels(everything, draw, title, path):
-        axes = Figure().subplots()
-        draw(axes, "vci")
-        drawn.extend((line.get_label(), line.get_xydata().tolist()) for line in axes.lines)
-        path.touch()
-
-    monkeypatch.setattr(figures, "plot_panels", panels)
-    text = write_report(tmp_path)[1].read_text()
-    shown = [(label, points) for label, points in drawn if points]
-    assert shown == [("FedAvg", [[2, 0.5]]), ("FedProx", [[2, 1.5]])]  # the mean over seeds
-    assert "result: mean over clients (lines) and global model (dashes), scale paper](" in text
+    *_, chart = run_charts(recipe, results_of(recipe, how, tmp_path))
+    shown = [(trace["name"], trace["x"], trace["y"]) for trace in chart.figure["data"]]
+    assert shown == [("FedAvg", [2], [0.5]), ("FedProx", [2], [1.5])]  # the mean over seeds
+    assert chart.title == "result: vci, mean over clients and of the global model"
+    assert chart.title in write_report(tmp_path)[0].read_text()
 
 
 def test_a_report_says_which_of_the_tuned_values_were_tried(tmp_path):
@@ -619,7 +611,7 @@ def test_a_report_says_which_of_the_tuned_values_were_tried(tmp_path):
         output.mkdir()
         how = options(full_grid=False)
         runner.save_job(parse_recipe(text, Path("t.yaml")), how, output)
-        assert f"\nscale paper{grid}; seeds [0]; " in write_report(output)[1].read_text()
+        assert f"\nscale paper{grid}; seeds 0; " in write_report(output)[1].read_text()
 
 
 def test_text_of_a_recipe_is_escaped_and_its_notes_are_below_the_table(tmp_path):
@@ -631,10 +623,10 @@ def test_text_of_a_recipe_is_escaped_and_its_notes_are_below_the_table(tmp_path)
     page, markdown = (path.read_text() for path in write_report(tmp_path))
     assert "<h2>a &lt; b</h2>" in page
     assert "&lt;b&gt;A &amp; B&lt;/b&gt;" in page
-    assert "<b>" not in page
-    assert page.count("<script>") == 1  # the report's own
+    assert "<b>A" not in page
+    assert "<script>alert" not in page
     note = "<li>&lt;script&gt;alert(1)&lt;/script&gt;</li>"
-    assert page.index("not tested") < page.index('<table class="sortable">') < page.index(note)
+    assert page.index("not tested") < page.index('<table class="sortable') < page.index(note)
     assert "\n- <script>alert(1)</script>\n- second\n\n| claim |" in markdown
 
 

@@ -70,7 +70,7 @@ def make_run(
 ) -> Path:
     """Write a run directory of `num_written` (default: all) of its rounds."""
     directory.mkdir(parents=True)
-    config = {**default_config(), **resolve_config(overrides).flat, "num-rounds": num_rounds}
+    config = {**default_config(), **overrides, "num-rounds": num_rounds}
     (directory / "config.json").write_text(
         json.dumps({"config": config, "overrides": dict(overrides)}, indent=2)
     )
@@ -160,7 +160,7 @@ def make_table(
         level = (cell.paper or 60.0) / 100 / (1 - math.exp(-4))
         directory = run.folder / "20260101-000000"
         shape = {"level": level, "period": run.rounds / 4, "curve": cell.of}
-        make_run(directory, run.keys, run.rounds, status=status, **shape)
+        make_run(directory, resolve_config(run.keys).flat, run.rounds, status=status, **shape)
         (directory / "manifest.json").write_text(json.dumps(here))
     return output
 
