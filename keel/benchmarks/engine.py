@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -311,6 +312,46 @@ def untrained(options: BenchOptions) -> Iterator[Row]:
             "written_each_round": costs[0],
             "snapshot_every_1000": costs[1],
         }
+
+
+def own_mb() -> float:
+    """This process's anonymous memory, in MB."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in status if "RssAnon" in line) / 1024
+
+
+def memory(options: BenchOptions) -> Iterator[Row]:
+    """Peak memory of inline rounds in which ResNet-50s are sent, none trained, over one round's."""
+    num_clients = 3 if options.is_quick else 20
+    keys: Keys = {
+        "source": random_source(options.home, 20 * num_clients),
+        "partition": "iid",
+        "model": "resnet20" if options.is_quick else "resnet50",
+        "local-epochs": 0,
+        "num-rounds": 3,
+        "evaluate-every": 1000,
+        "device": "cpu",
+    }
+    seen, is_over = [own_mb()], threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.02):
+            seen.append(own_mb())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder:
+            path = run_inline({**keys, "output-dir": folder}, num_clients)
+            update_mb = read_history(path)[0]["bytes_up"] / 2**20
+    finally:
+        is_over.set()
+        watcher.join()
+    yield {
+        "what": f"{num_clients} {keys['model']} clients: peak MB / MB of a round's updates",
+        "ratio": round(max(seen) / update_mb, 2),
+        "peak_and_updates_mb": [round(max(seen)), round(update_mb)],
+    }
 
 
 def splits(options: BenchOptions) -> Iterator[Row]:

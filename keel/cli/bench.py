@@ -17,6 +17,7 @@ PARTS = {
     "engine": ("engine", "against_bare"),
     "scale": ("engine", "scale"),
     "untrained": ("engine", "untrained"),
+    "memory": ("engine", "memory"),
     "splits": ("engine", "splits"),
     "resnet50": ("steps", "resnet50_overheads"),
     "operators": ("operators", "operators"),
@@ -53,7 +54,8 @@ def bench(
     """Measure speed on this machine, as ratios within one run.
 
     steps: local training by method. engine: whole rounds against bare loops. scale: up to 100,000
-    clients. untrained: rounds without training. splits: partitions. resnet50: steps of a large
+    clients. untrained: rounds without training. memory: of large
+    models. splits: partitions. resnet50: steps of a large
     model (12 minutes). operators: where a method spends its time. deployment: cost of a deployed
     round. gpu: on a GPU; it starts no measurement after 8 minutes: repeat the command to continue
     with the rest.

@@ -21,7 +21,7 @@ def bench(tmp_path, *words):
 
 
 def test_every_part_is_tested():
-    assert set(PARTS) == {"splits", "steps", "resnet50", "operators", "untrained", *LONG}
+    assert set(PARTS) == {"splits", "steps", "resnet50", "operators", "untrained", "memory", *LONG}
 
 
 def test_lines_counts_what_git_tracks(capsys):

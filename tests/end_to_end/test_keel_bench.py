@@ -25,6 +25,11 @@ def test_rounds_without_training(tmp_path):
     assert all(row["snapshot_every_1000"] > 0 for row in rows)
 
 
+def test_memory(tmp_path):
+    [row] = bench(tmp_path, "memory")
+    assert row["ratio"] > 1  # an update takes less than the process
+
+
 @pytest.mark.parametrize("part", ["steps", "resnet50", "operators"])
 def test_local_training(part, tmp_path):
     rows = bench(tmp_path, part)
