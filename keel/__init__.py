@@ -18,3 +18,8 @@ def __getattr__(name: str) -> Any:
     import keel.api
 
     return getattr(keel.api, name)
+
+
+def __dir__() -> list[str]:
+    """The public names, also before the API is imported."""
+    return sorted(__all__)

@@ -433,13 +433,18 @@ def presets() -> dict[str, FlatConfig]:
 max_shown = 60  # names in a line
 
 
-def refuse_unknown(what: str, name: str, allowed: list[str]) -> None:
-    """ValueError with the nearest names if `name` is not allowed; `what` is the key holding it."""
+def refuse_unknown(what: str, name: str, allowed: list[str], method: str = "") -> None:
+    """ValueError with the nearest name if `name` is not allowed; `what` is the key holding it.
+
+    An option of `method` comes first, and of a known table only its own options are near.
+    """
     if name in allowed:
         return
-    near = difflib.get_close_matches(name, allowed, n=1)
-    hint = f"; did you mean {near[0]}?" if near else "."
     table = [key for key in allowed if key.startswith(name.partition(".")[0] + ".")]
+    near = difflib.get_close_matches(name, table or allowed, n=1)
+    if f"{method}.{name}" in allowed:
+        near = [f"{method}.{name}"]
+    hint = f"; did you mean {near[0]}?" if near else "."
     shown = table if len(allowed) > max_shown and table else allowed
     if len(shown) > max_shown:
         more = "" if near else " `keel keys` lists all."

@@ -22,13 +22,14 @@ def check_config(config: RunConfig) -> None:
 def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> list[str]:
     """A line for each key that was set but has no effect, and for models never evaluated."""
     rounds, method = config.rounds, method_of(config)
-    tables = {*method_names(), *SERVER_OPTIMIZERS} - {rounds.method, rounds.server_optimizer}
-    lines = [
-        f"{key} has no effect: method is {rounds.method}, server-optimizer is "
-        f"{rounds.server_optimizer}"
-        for key in sorted(overrides)
-        if key.partition(".")[0] in tables and "." in key
-    ]
+    in_use = {"method": rounds.method, "server-optimizer": rounds.server_optimizer}
+    tables = dict.fromkeys(SERVER_OPTIMIZERS, "server-optimizer")
+    tables |= dict.fromkeys(method_names(), "method")
+    lines = []
+    for key in sorted(overrides):
+        table, dot, _ = key.partition(".")
+        if dot and table in tables and table not in in_use.values():
+            lines.append(f"{key} has no effect: {tables[table]} is {in_use[tables[table]]}")
     on_clients = evaluates_clients(config, method) != "none"
     if config.privacy.withholds_metrics:
         what = "no losses and no accuracies of clients"

@@ -270,7 +270,7 @@ def named_directory(config: RunConfig) -> Path | None:
     if path.exists():
         raise ValueError(
             f"run-name = {name!r}: {path} exists: choose another name, or continue that run with "
-            f"resume={str(path)!r}"
+            f"`keel resume {name}`"
         )
     return path
 

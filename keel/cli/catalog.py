@@ -201,8 +201,9 @@ def models(
 ) -> None:
     """List the models with their speed on this machine, or show one with its layers."""
     if name is None:
-        rows = [model_row(each, measure) for each in model_names()]
-        show(rows, as_json, "Models", f"{measured_how} ({rows[0]['device']}).", hidden=("device",))
+        rows = [model_row(each, measure, needed=measure) for each in model_names()]
+        caption = f"{measured_how}; {not_measured}, `keel models NAME` one."
+        show(rows, as_json, "Models", caption, hidden=("device",))
         return
     refuse_unknown("model", name, list(model_names()))
     show_one(model_row(name, measure), {"layers": layer_rows(name)}, as_json)
@@ -216,21 +217,32 @@ def models(
 measured_how = (
     "ms per image of a forward pass and of an SGD step with batch size 64, on this machine"
 )
+not_measured = "–: not measured yet; --measure measures all"
 
 
-def model_row(name: str, again: bool = False) -> Row:
-    """Norms, input, parameters and speed of a model."""
-    spec, speed = model_spec(name), model_speed(name, again)
+def model_row(name: str, again: bool = False, needed: bool = True) -> Row:
+    """Norms, input, parameters and speed of a model; measured if `needed`, else if known."""
+    spec, speed = model_spec(name), model_speed(name, again) if needed else known_speed(name)
     size = spec.input.image_size
     return {
         "name": name,
         "norms": ", ".join(spec.norms) or "none",
         "input": f"{spec.input.channels} x {size} x {size}" if size else "as the data",
-        "parameters": speed["parameters"],
-        "forward ms": speed["forward_ms"],
-        "step ms": speed["step_ms"],
-        "device": speed["device"],
+        "parameters": sum(row["parameters"] for row in all_layers()[name]),
+        "forward ms": speed and speed["forward_ms"],
+        "step ms": speed and speed["step_ms"],
+        "device": speed and speed["device"],
     }
+
+
+def speed_key() -> list[str]:
+    """What a measured speed depends on."""
+    return [platform.node(), version("torch"), digest_of("models/*.py")]
+
+
+def known_speed(name: str) -> Row | None:
+    """The model's speed if it was measured before."""
+    return cached(f"speed-{name}", speed_key(), lambda: None)
 
 
 def model_speed(name: str, again: bool = False) -> Row:
@@ -242,17 +254,13 @@ def model_speed(name: str, again: bool = False) -> Row:
         Console(stderr=True).print(f"measuring {name} ...", style="dim")
         return measure(name)
 
-    key = [platform.node(), version("torch"), digest_of("models/*.py")]
-    speed: Row = cached(f"speed-{name}", key, compute, again)
+    speed: Row = cached(f"speed-{name}", speed_key(), compute, again)
     return speed
 
 
 def layer_rows(name: str) -> list[Row]:
     """One row per stage, with the models whose representation has the same width there."""
-    key = [version("torch"), digest_of("models/*.py"), model_names()]
-    layers: dict[str, list[Row]] = cached(
-        "layers", key, lambda: {each: layers_of(each) for each in model_names()}
-    )
+    layers = all_layers()
     widths = {
         other: {(row["layer"], row["width"]) for row in rows if row["width"]}
         for other, rows in layers.items()
@@ -262,6 +270,15 @@ def layer_rows(name: str) -> list[Row]:
         row | {"fits": [other for other in widths if (row["layer"], row["width"]) in widths[other]]}
         for row in layers[name]
     ]
+
+
+def all_layers() -> dict[str, list[Row]]:
+    """The rows of `layers_of` of every model, from the cache."""
+    key = [version("torch"), digest_of("models/*.py"), model_names()]
+    found: dict[str, list[Row]] = cached(
+        "layers", key, lambda: {each: layers_of(each) for each in model_names()}
+    )
+    return found
 
 
 def layers_of(name: str) -> list[Row]:
@@ -363,8 +380,9 @@ def presets(
 ) -> None:
     """List the papers' settings with their expected time here, or show one with its keys."""
     if name is None:
-        rows = [preset_row(each, measure) for each in known_presets()]
-        show(rows, as_json, "Presets", estimated_how, hidden=("expected seconds",))
+        rows = [preset_row(each, measure, needed=measure) for each in known_presets()]
+        caption = f"{estimated_how} {not_measured}, `keel presets NAME` one."
+        show(rows, as_json, "Presets", caption, hidden=("expected seconds",))
         return
     refuse_unknown("preset", name, list(known_presets()))
     keys: list[Row] = [{"key": k, "value": v} for k, v in known_presets()[name].items()]
@@ -380,10 +398,11 @@ estimated_how = (
 )
 
 
-def preset_row(name: str, again: bool = False) -> Row:
-    """Method, data, model, clients, rounds and expected time of a preset."""
+def preset_row(name: str, again: bool = False, needed: bool = True) -> Row:
+    """Method, data, model, clients, rounds and expected time; measured if `needed`."""
     config = resolve_config({"preset": name})
-    seconds = expected_seconds(name, again)
+    is_known = needed or known_speed(config.model.model) is not None
+    seconds = expected_seconds(name, again) if is_known else None
     return {
         "name": name,
         "method": config.rounds.method,
@@ -391,8 +410,8 @@ def preset_row(name: str, again: bool = False) -> Row:
         "model": config.model.model,
         "clients": config.rounds.num_clients,
         "rounds": config.rounds.num_rounds,
-        "expected time": duration(seconds),
-        "expected seconds": round(seconds),
+        "expected time": None if seconds is None else duration(seconds),
+        "expected seconds": None if seconds is None else round(seconds),
     }
 
 
@@ -522,7 +541,10 @@ def digest_of(*patterns: str) -> str:
 
 
 def cached(name: str, key: Any, compute: Any, again: bool = False) -> Any:
-    """The stored result of `compute` for this key; calls it if there is none, or with `again`."""
+    """The stored result of `compute` for this key; calls it if there is none, or with `again`.
+
+    None is not stored.
+    """
     path = keel_home() / "cache" / f"{name}.json"
     key = json.loads(json.dumps(key))
     if not again:
@@ -531,6 +553,8 @@ def cached(name: str, key: Any, compute: Any, again: bool = False) -> Any:
             if stored["key"] == key:
                 return stored["value"]
     value = compute()
+    if value is None:
+        return None
     with suppress(OSError):  # a home that is not writable
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps({"key": key, "value": value}).encode())

@@ -44,11 +44,14 @@ def demo() -> int:
     compare([str(run.directory) for run in runs], plot=keel_home() / "demo.png")
     print()
     print(verdict(runs))
+    setting = " ".join(f"{key}={value}" for key, value in SETTING.items())
+    setting += f" fedintr.projection-width=32 --clients {CLIENTS}"
     print(
         "\nNext:\n"
-        "  keel run method=fedintr seed=1      another seed; other keys at their defaults\n"
-        "  keel methods                        all methods\n"
-        "  keel list                           these runs and all others"
+        f"  keel run method=fedintr seed=1 {setting}\n"
+        "                   FedIntR on the same data and model with another seed\n"
+        "  keel methods     all methods\n"
+        "  keel list        these runs and all others"
     )
     return 0
 
@@ -58,6 +61,6 @@ def verdict(runs: list[SavedRun]) -> str:
     final = [f"{run.config['method']} {100 * (run.accuracy or 0.0):.1f} %" for run in runs]
     return (
         f"After the last round: {', '.join(final)}. "
-        "This is one seed; other seeds change the order.\n"
+        "This is one seed; other seeds can change the order.\n"
         "Comparisons over several seeds, with the papers' data and models: keel experiments list"
     )

@@ -30,13 +30,14 @@ def parse_overrides(assignments: Sequence[str]) -> dict[str, OptionValue]:
     defaults = default_config()
     overrides: dict[str, OptionValue] = {}
     mistakes = []
+    method = next((a.partition("=")[2] for a in assignments if a.startswith("method=")), "")
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         key = key.strip()
         try:
             if not equals:
                 raise ValueError(f"{assignment!r}: expected KEY=VALUE, such as method=fedintr")
-            refuse_unknown("config key", key, [*defaults, *RENAMED_KEYS])
+            refuse_unknown("config key", key, [*defaults, *RENAMED_KEYS], method)
             if key in overrides:
                 raise ValueError(f"{key} is set twice")
             default = defaults.get(RENAMED_KEYS.get(key, key), "")

@@ -25,6 +25,7 @@ def speed(monkeypatch):
     """Made-up speeds: 1 ms an image forward, 3 ms a training step, on one core."""
     measured = {"parameters": 5, "forward_ms": 1.0, "step_ms": 3.0, "device": "cpu, 1 thread"}
     monkeypatch.setattr(catalog, "model_speed", lambda name, again=False: measured)
+    monkeypatch.setattr(catalog, "known_speed", lambda name: measured)
     monkeypatch.setattr(catalog.os, "cpu_count", lambda: 1)
 
 
@@ -140,6 +141,17 @@ def test_measuring_a_model_counts_and_times_it(monkeypatch):
     model = build("cnn-fedreco", "cpu")
     assert measured["parameters"] == sum(p.numel() for p in model.parameters())
     assert 0 < measured["forward_ms"] < measured["step_ms"]
+
+
+def test_lists_do_not_wait_for_measurements(monkeypatch, capsys):
+    monkeypatch.setattr(catalog, "known_speed", lambda name: None)
+    monkeypatch.setattr(catalog, "model_speed", lambda *_: pytest.fail("measured"))
+    rows = as_json(capsys, "models")
+    assert {row["step ms"] for row in rows} == {None}
+    assert all(row["parameters"] > 0 for row in rows)
+    assert {row["expected time"] for row in as_json(capsys, "presets")} == {None}
+    assert main(["presets"]) == 0
+    assert "--measure" in capsys.readouterr().out
 
 
 def test_a_measurement_is_reused_until_its_key_changes(tmp_path, monkeypatch):

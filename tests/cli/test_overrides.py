@@ -1,5 +1,7 @@
 """Words of the command line become typed overrides; mistakes are named all at once."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,3 +85,16 @@ def test_a_mistake_that_others_are_judged_by_is_named_alone():
 def test_the_same_key_twice_is_a_mistake():
     with pytest.raises(ValueError, match="alpha is set twice"):
         parse_overrides(["alpha=1", "alpha=2"])
+
+
+@pytest.mark.parametrize(
+    ("assignments", "hint"),
+    [
+        (["method=fedcka", "mu=5"], "config key = 'mu' is unknown; did you mean fedcka.mu?"),
+        (["method=fedcka", "fedcka.tau=1"], "'fedcka.tau' is unknown"),
+    ],
+)
+def test_a_hint_never_names_the_option_of_another_method(assignments, hint):
+    with pytest.raises(ValueError, match=re.escape(hint)) as error:
+        parse_overrides(assignments)
+    assert "fedlc" not in str(error.value)

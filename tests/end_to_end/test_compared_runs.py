@@ -421,7 +421,7 @@ def test_options_that_make_no_sense_are_one_line_before_anything_is_trained(give
     ("given", "said"),
     [
         ({"method": "fedmlb", "fedlc.tau": 3.0}, ["fedlc.tau has no effect: method"]),
-        ({"fedavgm.beta": 0.9}, ["fedavgm.beta has no effect: method is fedavg"]),
+        ({"fedavgm.beta": 0.9}, ["fedavgm.beta has no effect: server-optimizer is fedavg"]),
         ({"server-optimizer": "fedavgm", "fedavgm.beta": 0.9, "lr": 0.1}, []),
         ({"method": "ditto", "evaluate-clients": "none"}, ["personal models are never evaluated"]),
         ({"evaluate-global": False}, ["nothing is evaluated"]),
