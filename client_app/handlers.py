@@ -21,12 +21,11 @@ from client_app.machine import machine, report_of
 from client_app.method import Method, Update
 from client_app.methods import method_of
 from client_app.node_config import client_name, own_architecture, own_splits, state_folder
-from client_app.objective import LocalObjective
 from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
 from client_app.setup import device_for, representation_width
 from client_app.site_privacy import PrivacyRefused, charge_release, check_limits
-from client_app.stacked import train_stacked
+from client_app.stacked import clients_that_fit, train_stacked
 from client_app.worker_client import client_failed, run_and_round
 from protocol.config import config_from_json
 from protocol.files import private_files
@@ -86,7 +85,13 @@ def answer_as(message: Message, context: Context) -> RecordDict | Error:
 def error_reply(error: Exception, message: Message, context: Context) -> Error:
     """What the server is told of an error; the log has it too."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    is_mistake = isinstance(error, ValueError | OSError)  # or a full disk: no traceback
+    if isinstance(error, torch.OutOfMemoryError):
+        sentence, *_ = reason.partition(". ")
+        reason = (
+            f"{sentence}: lower batch-size, cache-mb or clients-per-step, or set precision=bf16"
+        )
+    # or a full disk: no traceback
+    is_mistake = isinstance(error, ValueError | OSError | torch.OutOfMemoryError)
     try:
         client = client_name(context.node_config)
     except ValueError:
@@ -102,12 +107,46 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
 
 def clients_per_step(message: Message) -> int:
     """How many clients may train together on messages like this one."""
-    if message.metadata.message_type != MessageType.TRAIN:
+    is_played = "played" in message.content.config_records  # by logical clients, one by one
+    if message.metadata.message_type != MessageType.TRAIN or is_played:
         return 1
     record = message.content.config_records.get("round")
     if not record or "config" not in record:  # each client refuses it by itself
         return 1
-    return config_from_json(str(record["config"])).train.clients_per_step
+    config = config_from_json(str(record["config"]))
+    if num := config.train.clients_per_step:
+        return num
+    device = device_for(config.train.device)
+    if device.type == "cpu":
+        return 1
+    data = read_request(message, TrainRequest).data
+    model = process_cache.network(config, data, config.model.model, "local", device)
+    if not process_cache.max_stacked:
+        num = clients_that_fit(method_of(config), config, model, data, device)
+        log.info("clients-per-step = 0: %d clients at most train together on %s", num, device)
+        process_cache.max_stacked = num
+    return process_cache.max_stacked
+
+
+def train_together(method: Method, ctxs: Sequence[RoundContext]) -> list[Update]:
+    """The clients' updates; fewer train at a time, from now on, where they do not fit in memory."""
+    while True:
+        num = min(len(ctxs), process_cache.max_stacked or len(ctxs))
+        try:
+            updates: list[Update] = []
+            for group in (ctxs[n : n + num] for n in range(0, len(ctxs), num)):
+                is_one = len(group) == 1
+                updates += [method.train(group[0])] if is_one else train_stacked(method, group)
+            return updates
+        except torch.OutOfMemoryError:
+            if num == 1:
+                raise
+        process_cache.max_stacked = num // 2  # here the memory of the attempt is free again
+        log.warning(
+            "clients-per-step: %d clients do not fit into the memory of %s: %d at a time train "
+            "together for the rest of the run",
+            *(num, ctxs[0].device, process_cache.max_stacked),
+        )
 
 
 @private_files()
@@ -129,9 +168,8 @@ def answer_together(
     updates: list[Update] = []
     try:
         if begun:
-            objective = next(iter(begun.values())).method
-            assert isinstance(objective, LocalObjective)  # `check_stackable`, before round 1
-            updates = train_stacked(objective, [training.ctx for training in begun.values()])
+            method = next(iter(begun.values())).method
+            updates = train_together(method, [training.ctx for training in begun.values()])
     except Exception as error:
         replies |= {n: error_reply(error, *pairs[n]) for n in begun}
     for (n, training), update in zip(begun.items(), updates, strict=False):

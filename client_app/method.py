@@ -1,17 +1,19 @@
 """The client half of a method: a local objective, or a local procedure of its own.
 
 A *local objective* (client_app/objective.py) is a loss on one batch, which the one local trainer
-minimises. A *local procedure* overrides `Method.train` where the algorithm is not one loss on one
-model. Both are frozen dataclasses whose fields are the method's options (`protocol.options`).
+minimises. A *local procedure* overrides `Method.phases` where the algorithm is not one loss on one
+model: it trains parts of the model in turn. Both are frozen dataclasses whose fields are the
+method's options (`protocol.options`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import nn
 
 from client_app.round import RoundContext
+from client_app.trainer import Descent, Phase, train_phase
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays
@@ -40,6 +42,21 @@ class Update:
     terms: dict[str, float]
     extra: Arrays = field(default_factory=dict)
     state: dict[str, Arrays] = field(default_factory=dict)
+
+
+# Local training: yields its phases, is sent what came of each, and returns the update.
+Phases = Generator[Phase, Descent, Update]
+
+
+def train_alone(ctx: RoundContext, phases: Phases) -> Update:
+    """The update of one client's phases, one after the other."""
+    try:
+        phase = next(phases)
+        while True:
+            phase = phases.send(train_phase(ctx, phase))
+    except StopIteration as end:
+        update: Update = end.value
+        return update
 
 
 @dataclass(frozen=True)
@@ -119,12 +136,22 @@ class Method:
     def check_model(self, model: StagedModel) -> None:
         """ValueError, one line, if this method cannot train this network."""
 
-    def train(self, ctx: RoundContext) -> Update:
-        """Train for one round, from what was received and the client state in `ctx`."""
+    def phases(self, ctx: RoundContext) -> Phases:
+        """Local training of one round, from what was received and the client state in `ctx`.
+
+        `ctx.model` is this client's own: between two phases it has the weights that the first left.
+        """
         raise NotImplementedError(
-            f"{type(self).__name__} overrides nothing: override `train`, or derive from "
+            f"{type(self).__name__} overrides nothing: override `phases`, or derive from "
             "LocalObjective and override `supervised` or `penalty`"
         )
+
+    def train(self, ctx: RoundContext) -> Update:
+        """The update of `phases`.
+
+        A method that overrides this instead trains one client at a time (`clients-per-step`).
+        """
+        return train_alone(ctx, self.phases(ctx))
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> nn.Module | None:
         """The model that this client would use on its own data, or None: the global model."""

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from client_app.feature_cache import FrozenFeatureCache
-from client_app.method import Method, Update
+from client_app.method import Method, Phases, Update, train_alone
 from client_app.precision import forward_in, losses_in_float32
 from client_app.round import RoundContext
 from client_app.samples import Step
 from client_app.server_optimizer_terms import server_optimizer_terms
-from client_app.trainer import Duration, copy_of, descend
+from client_app.trainer import Duration, Phase, copy_of
 from models import StagedModel
 from protocol.messages import Arrays
 
@@ -91,16 +91,12 @@ class LocalObjective(Method):
         """ValueError if the network lacks a layer that is compared."""
         self.layers(model)
 
-    def train(self, ctx: RoundContext) -> Update:
+    def phases(self, ctx: RoundContext) -> Phases:
         """Local training as in FedAvg, on this objective, then `finish`."""
-        return self.finish(train_on_objective(self, ctx), ctx)
+        return self.finish((yield from objective_phases(self, ctx)), ctx)
 
     def finish(self, update: Update, ctx: RoundContext) -> Update:
-        """Postprocess the update after local training; `ctx.model` is the trained model.
-
-        Unlike an override of `train`, it lets the clients of a worker train together
-        (`clients-per-step`).
-        """
+        """Postprocess the update after local training; `ctx.model` is the trained model."""
         return update
 
 
@@ -145,6 +141,10 @@ def representations(
     return compute
 
 
+# x, y, the representations in the frozen models, and what `begin_round` returned
+LossInputs = tuple[Tensor, Tensor, dict[str, list[Tensor]], Any]
+
+
 @dataclass(frozen=True)
 class Constants:
     """What the loss of one client in one round reads beside its model and batch.
@@ -158,9 +158,10 @@ class Constants:
     frozen: dict[str, FrozenFeatureCache]
     global_model: StagedModel | None
 
-    def reps(self, step: Step) -> dict[str, list[Tensor]]:
-        """The representations of a batch in the frozen models."""
-        return {slot: cache.of(step) for slot, cache in self.frozen.items()}
+    def inputs(self, step: Step) -> LossInputs:
+        """What `loss_terms` reads of a step, and of this client."""
+        reps = {slot: cache.of(step) for slot, cache in self.frozen.items()}
+        return step.x, step.y, reps, self.prepared
 
 
 def constants_of(objective: LocalObjective, ctx: RoundContext) -> Constants:
@@ -186,15 +187,14 @@ def loss_terms(
     objective: LocalObjective,
     constants: Constants,
     model: StagedModel,
-    x: Tensor,
-    y: Tensor,
-    reps: dict[str, list[Tensor]],
+    inputs: LossInputs,
 ) -> dict[str, Tensor]:
     """The loss terms of a batch: `supervised`, `penalty` if there is one, the server optimizer's.
 
-    reps: as `Constants.reps` returns them for this batch.
+    inputs: as `Constants.inputs` returns them for this batch.
     """
     ctx, has_penalty = constants.ctx, constants.has_penalty
+    x, y, reps, prepared = inputs
     logits, outputs = model.run(x, objective.layers(model) if has_penalty else [])
     assert logits is not None
     with losses_in_float32(ctx.precision, ctx.device):
@@ -207,7 +207,7 @@ def loss_terms(
             reps_global=reps.get("global", []),
             reps_previous=reps.get("previous", []),
             global_model=constants.global_model,
-            prepared=constants.prepared,
+            prepared=prepared,
         )
         terms = {"supervised": objective.supervised(batch)}
         penalty = objective.penalty(batch) if has_penalty else None
@@ -223,26 +223,37 @@ def objective_terms(
     constants = constants_of(objective, ctx)
 
     def terms_of(step: Step) -> dict[str, Tensor]:
-        return loss_terms(objective, constants, model, step.x, step.y, constants.reps(step))
+        return loss_terms(objective, constants, model, constants.inputs(step))
 
     return terms_of
 
 
-def train_on_objective(objective: LocalObjective, ctx: RoundContext) -> Update:
-    """Local training: `local-epochs` of SGD from the received model on supervised + penalty.
+def objective_phase(objective: LocalObjective, ctx: RoundContext) -> Phase:
+    """`local-epochs` of SGD on supervised + penalty, from the weights that `ctx.model` has."""
+    train, model = ctx.config.train, ctx.model.train().requires_grad_(True)
+    constants = constants_of(objective, ctx)
+    return Phase(
+        parameters=list(model.parameters()),
+        inputs=constants.inputs,
+        terms=lambda inputs: loss_terms(objective, constants, model, inputs),
+        lr=train.lr,
+        duration=Duration(train.local_epochs, "epochs"),
+        kind=constants.has_penalty,
+    )
+
+
+def objective_phases(objective: LocalObjective, ctx: RoundContext) -> Phases:
+    """`objective_phase` from the received model.
 
     The client state is the trained local model where the objective `uses_previous`.
     """
-    train, model = ctx.config.train, ctx.model
-    model.load_state_dict(ctx.received)
-    model.train().requires_grad_(True)
-    descent = descend(
-        ctx,
-        list(model.parameters()),
-        objective_terms(objective, ctx, model),
-        lr=train.lr,
-        duration=Duration(train.local_epochs, "epochs"),
-    )
-    arrays = copy_of(model)
+    ctx.model.load_state_dict(ctx.received)
+    descent = yield objective_phase(objective, ctx)
+    arrays = copy_of(ctx.model)
     state = {"previous": arrays} if objective.uses_previous else {}
     return Update(arrays, descent.num_steps, descent.terms, state=state)
+
+
+def train_on_objective(objective: LocalObjective, ctx: RoundContext) -> Update:
+    """The update of `objective_phases`."""
+    return train_alone(ctx, objective_phases(objective, ctx))

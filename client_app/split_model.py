@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from client_app.feature_cache import FrozenFeatureCache
 from client_app.round import RoundContext
 from client_app.samples import Step
-from client_app.trainer import Descent, Duration, descend
+from client_app.trainer import Duration, Phase
 from models import StagedModel
 from protocol.messages import Arrays
 
@@ -33,22 +33,22 @@ def with_own_head(ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel
     return ctx.model
 
 
-def train_part(
+def part_phase(
     ctx: RoundContext,
-    model: StagedModel,
     part: str,
     epochs: int,
     lr: float,
     stream: str,
     momentum: float | None = None,
     decays: bool = True,
-) -> Descent:
-    """Epochs of cross entropy on one part of the model: head, extractor or full.
+) -> Phase:
+    """Epochs of cross entropy on one part of `ctx.model`: head, extractor or full.
 
     The rest is frozen; a frozen extractor is in eval mode, so that BatchNorm's statistics do not
     change either. momentum: the run's if None; otherwise there is no weight decay, as in FedBABU's
     fine-tuning. decays: whether lr decays like the run's.
     """
+    model = ctx.model
     trained: nn.Module = {"head": model.classifier, "extractor": model.stages, "full": model}[part]
     model.eval().requires_grad_(False)
     trained.train().requires_grad_(True)
@@ -59,18 +59,18 @@ def train_part(
         is_read_again=duration.reads_again(ctx),
     )
 
-    def terms(step: Step) -> dict[str, Tensor]:
-        if part == "head":
-            (h,) = features.of(step)
-            logits = model.resume(h, after="features")
-        else:
-            logits = model(step.x)
-        return {"supervised": F.cross_entropy(logits, step.y)}
+    def inputs(step: Step) -> tuple[Tensor, Tensor]:
+        return features.of(step)[0] if part == "head" else step.x, step.y
 
-    return descend(
-        ctx,
-        list(trained.parameters()),
-        terms,
+    def terms(given: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        x_or_h, y = given
+        logits = model.resume(x_or_h, after="features") if part == "head" else model(x_or_h)
+        return {"supervised": F.cross_entropy(logits, y)}
+
+    return Phase(
+        parameters=list(trained.parameters()),
+        inputs=inputs,
+        terms=terms,
         lr=lr,
         duration=duration,
         stream=stream,

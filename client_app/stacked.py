@@ -1,18 +1,22 @@
 """Clients of one process that train as one batched model (`clients-per-step`).
 
-The clients' weights are stacked, [k, ...], and the loss of one client is mapped over them by
-`torch.func.vmap`. Clients do not wait for each other: a step takes those whose next batch has the
-same size and learning rate, the most there are. So no batch is padded, and a loss that compares the
-samples of a batch sees that batch alone.
+Each client's `Method.phases` runs on a model of its own up to its next phase. Then the clients'
+weights are stacked, [k, ...], and the phase's loss terms of one client are mapped over them by
+`torch.func.vmap`. Clients do not wait for each other within a phase: a step takes those whose next
+batch has the same size and learning rate, the most there are. So no batch is padded, and a loss
+that compares the samples of a batch sees that batch alone.
 
 The result is that of training one client after the other, up to rounding.
 """
 
 import functools
+import inspect
+import logging
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -20,24 +24,24 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from client_app.method import Method, Update
-from client_app.objective import Constants, LocalObjective, constants_of, loss_terms
+from client_app.method import Method, Phases, Update
 from client_app.precision import forward_in, products
 from client_app.round import Networks, RoundContext
-from client_app.samples import Step
-from client_app.sgd import SGD
+from client_app.trainer import Descent, Phase, add_to_gradients
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, DatasetSpec
 
-Key = tuple[int, float, bool]  # batch size, learning rate, whether there is a penalty
+log = logging.getLogger("keel.client")
+Key = tuple[int, float, Hashable]  # batch size, learning rate, kind of phase
+Made = tuple[set[str], Any]  # names of the loss terms of a step, and what is observed, [g, ...]
 
 
 def obstacle(method: Method, config: RunConfig, model: nn.Module) -> str:
     """Why the clients of this run cannot train together; "" if they can."""
     name = config.rounds.method
-    if not isinstance(method, LocalObjective) or type(method).train is not LocalObjective.train:
-        return f"method = {name!r} trains by a procedure of its own, one client at a time"
+    if type(method).train is not Method.train:
+        return f"method = {name!r} overrides `train`, for one client at a time, and not `phases`"
     if config.client_models:
         return f"client-models = {config.model.client_models!r}: the clients' networks differ"
     if config.train.compile:
@@ -49,10 +53,9 @@ def obstacle(method: Method, config: RunConfig, model: nn.Module) -> str:
 
 def check_stackable(method: Method, config: RunConfig, model: nn.Module) -> None:
     """ValueError, one line, if `clients-per-step` is above 1 and the clients cannot be stacked."""
-    if config.train.clients_per_step > 1 and (reason := obstacle(method, config, model)):
-        raise ValueError(
-            f"clients-per-step = {config.train.clients_per_step}: {reason}; set it to 1"
-        )
+    num = config.train.clients_per_step
+    if num > 1 and (reason := obstacle(method, config, model)):
+        raise ValueError(f"clients-per-step = {num}: {reason}; set it to 1")
 
 
 @dataclass(frozen=True)
@@ -99,39 +102,114 @@ class Swapped(nn.Module):
         return function()
 
 
-class SharedContext:
-    """What a loss may read of the round while several clients train: what they have in common."""
+@dataclass
+class LossGuard:
+    """Whether the loss of several clients runs."""
 
-    shared = ("config", "data", "round", "device", "received", "extra", "model", "precision")
+    is_up: bool = False
 
-    def __init__(self, ctx: RoundContext) -> None:
-        self._ctx = ctx
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Up within this context."""
+        self.is_up = True
+        try:
+            yield
+        finally:
+            self.is_up = False
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in self.shared:
+
+@dataclass(frozen=True)
+class StackedContext(RoundContext):
+    """One of several clients' rounds: a loss may read what they have in common."""
+
+    guard: LossGuard = field(default_factory=LossGuard, repr=False)
+    shared: tuple[str, ...] = ()
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        guard = own.get("guard")  # none before it is set
+        if guard and guard.is_up and not name.startswith("_") and name not in own["shared"]:
             raise ValueError(
                 f"clients-per-step: the loss reads ctx.{name}, which may differ between clients: "
-                "return it from begin_round and read batch.prepared, or set clients-per-step to 1"
+                "return it from begin_round and read batch.prepared, or return it from a phase's "
+                "inputs; or set clients-per-step to 1"
             )
-        return getattr(self._ctx, name)
+        return object.__getattribute__(self, name)
+
+
+def contexts_of(ctxs: Sequence[RoundContext]) -> list[StackedContext]:
+    """The rounds, each with networks of its own. ValueError if they began with different arrays."""
+    first, guard = ctxs[0], LossGuard()
+    shared = ["config", "data", "round", "device", "received", "model", "precision"]
+    for ctx in ctxs[1:]:
+        if not same_values(first.received, ctx.received):
+            raise ValueError(
+                f"clients-per-step: {first.client} and {ctx.client} received different arrays, "
+                "so they cannot train together; set it to 1"
+            )
+    if all(same_values(first.extra, ctx.extra) for ctx in ctxs[1:]):
+        shared.append("extra")
+    made = []
+    for n, ctx in enumerate(ctxs):
+        networks = OwnSlots(ctx.networks, n)
+        model = networks.network(ctx.config, ctx.data, ctx.model.name, "local", ctx.device)
+        given = {f.name: getattr(ctx, f.name) for f in fields(RoundContext)}
+        given |= {"networks": networks, "model": model}
+        made.append(StackedContext(**given, guard=guard, shared=tuple(shared)))
+    return made
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two nests of tensors and plain values are equal."""
+    (leaves, structure), (others, other_structure) = map(pytree.tree_flatten, (one, other))
+    return structure == other_structure and all(map(same_value, leaves, others))
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two tensors or plain values are equal."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def check_captured(phases: Sequence[Phase]) -> None:
+    """ValueError if loss terms of one kind hold on to values that differ between clients."""
+    plain = (Tensor, bool, int, float, str, type(None), list, tuple, dict)
+    first: dict[Hashable, Mapping[str, Any]] = {}  # what the first client's terms read, by kind
+    for phase in phases:
+        if not inspect.isroutine(phase.terms):  # a partial or another object that can be called
+            continue
+        held = inspect.getclosurevars(phase.terms).nonlocals
+        for name, value in first.setdefault(phase.kind, held).items():
+            if isinstance(value, plain) and not same_values(value, held[name]):
+                raise ValueError(
+                    f"clients-per-step: {phase.terms.__qualname__} reads {name!r}, which differs "
+                    "between clients: return it from the phase's inputs, or set clients-per-step "
+                    "to 1"
+                )
 
 
 class Stack:
-    """The weights, momenta and buffers of k clients, [k, ...] each, by the model's names."""
+    """The weights, momenta and buffers of k clients in one phase, [k, ...] each, by name."""
 
-    def __init__(self, ctxs: Sequence[RoundContext]) -> None:
-        self.model, self.device, train = ctxs[0].model, ctxs[0].device, ctxs[0].config.train
-        self.model.load_state_dict(ctxs[0].received)
-        self.model.train().requires_grad_(True)
-        self.names = [name for name, _ in self.model.named_parameters()]
-        self.arrays = {
-            name: torch.stack([array.detach()] * len(ctxs))
-            for name, array in self.model.state_dict().items()
+    def __init__(self, ctxs: Sequence[RoundContext], phases: Sequence[Phase]) -> None:
+        self.models, self.train = [ctx.model for ctx in ctxs], ctxs[0].config.train
+        trained = [names_of(*pair) for pair in zip(self.models, phases, strict=True)]
+        alike = {
+            (tuple(n), p.momentum, p.weight_decay) for n, p in zip(trained, phases, strict=True)
         }
-        self.momentum, self.weight_decay = train.momentum, train.weight_decay
+        if len(alike) > 1:
+            raise ValueError(
+                "clients-per-step: the clients train different parameters, or with another "
+                "momentum or weight decay; set it to 1"
+            )
+        check_captured(phases)
+        self.phases, self.names = phases, trained[0]
+        states = [model.state_dict() for model in self.models]
+        self.arrays = {name: torch.stack([s[name] for s in states]) for name in states[0]}
         self.velocities = {n: torch.zeros_like(self.arrays[n]) for n in self.names}
-        self.clip_norm = train.clip_norm
-        self.swapped = Swapped(self.model)
+        self.gradient_offsets = stacked([list(p.gradient_offsets) for p in phases])
+        self.step_offsets = stacked([list(p.step_offsets) for p in phases])
         self.sums: dict[str, Tensor] = {}  # of each loss term over samples, [k]
 
     def rows(self, places: list[int]) -> slice | Tensor:
@@ -139,87 +217,81 @@ class Stack:
         first, last = places[0], places[-1]
         if last - first + 1 == len(places):
             return slice(first, last + 1)
-        return torch.tensor(places).to(self.device, non_blocking=True)
+        device = next(iter(self.arrays.values())).device
+        return torch.tensor(places).to(device, non_blocking=True)
 
-    def step(
-        self,
-        places: list[int],
-        rate: float,
-        terms_of: Callable[[Any], dict[str, Tensor]],
-        inputs: Any,
-        batch_size: int,
-    ) -> set[str]:
-        """One SGD step of these clients; the names of their loss terms.
-
-        terms_of: the loss terms of one client; inputs: its argument, each tensor [g, ...].
-        """
+    def step(self, places: list[int], rate: float, inputs: Sequence[Any], batch_size: int) -> Made:
+        """One SGD step of these clients; inputs: each one's, of a batch of this size."""
         rows = self.rows(places)
         own = {name: array[rows] for name, array in self.arrays.items()}
         velocities = {name: self.velocities[name][rows] for name in self.names}
         weights = {name: own[name].detach().requires_grad_() for name in self.names}
+        trained = list(weights.values())
+        tensors, rebuilt = batched(inputs)
+        phase, swapped = self.phases[places[0]], Swapped(self.models[places[0]])
 
-        def one(arrays: Arrays, given: Any) -> dict[str, Tensor]:
+        def one(arrays: Arrays, tensors: list[Tensor]) -> Any:
             named = {f"model.{name}": array for name, array in arrays.items()}
-            terms: dict[str, Tensor] = functional_call(
-                self.swapped, named, (lambda: terms_of(given),)
-            )
-            return terms
+            function = functools.partial(phase.terms, rebuilt(tensors))
+            return functional_call(swapped, named, (function,))
 
-        terms = torch.func.vmap(one)(own | weights, inputs)  # [g] each
-        functools.reduce(operator.add, terms.values()).sum().backward()  # type: ignore[no-untyped-call]
-        if self.clip_norm:
-            clip_each(list(weights.values()), self.clip_norm)
-        optimizer = SGD(list(weights.values()), self.momentum, self.weight_decay)
-        if self.momentum:
+        made = torch.func.vmap(one)(own | weights, tensors)
+        terms, observed = made if phase.observe else (made, None)  # [g, ...] each
+        functools.reduce(operator.add, terms.values()).sum().backward()
+        add_to_gradients(trained, [offset[rows] for offset in self.gradient_offsets])
+        if self.train.clip_norm:
+            clip_each(trained, self.train.clip_norm)
+        optimizer = phase.optimizer(trained, self.train)
+        if optimizer.momentum:
             optimizer.velocities = list(velocities.values())
         optimizer.step(rate)
+        if self.step_offsets:
+            with torch.no_grad():
+                torch._foreach_add_(trained, [o[rows] for o in self.step_offsets], alpha=rate)
         if isinstance(rows, Tensor):
-            for stacked, changed in ((self.arrays, own | weights), (self.velocities, velocities)):
+            for stack, changed in ((self.arrays, own | weights), (self.velocities, velocities)):
                 for name, values in changed.items():
-                    stacked[name].index_copy_(0, rows, values.detach())
+                    stack[name].index_copy_(0, rows, values.detach())
         for name, value in terms.items():
-            total = self.sums.setdefault(name, value.new_zeros(len(self.arrays[self.names[0]])))
+            total = self.sums.setdefault(name, value.new_zeros(len(self.models)))
             total[rows] += value.detach() * batch_size
-        return set(terms)
+        return set(terms), observed
 
-    def arrays_of(self, place: int) -> Arrays:
-        """Copies of the weights and buffers of one client."""
-        return {name: array[place].clone() for name, array in self.arrays.items()}
+    def write_back(self) -> None:
+        """Give each model the weights and buffers of its client."""
+        for n, model in enumerate(self.models):
+            model.load_state_dict({name: array[n] for name, array in self.arrays.items()})
 
 
-def batched(
-    objective: LocalObjective, constants: Sequence[Constants], steps: Sequence[Step]
-) -> tuple[Any, Callable[[Any], dict[str, Tensor]]]:
-    """The inputs of one step of these clients, each tensor [g, ...], and the loss terms of one."""
-    leaves, structures = zip(
-        *(pytree.tree_flatten(each.prepared) for each in constants), strict=True
-    )
-    tensors: list[Tensor] = []
+def names_of(model: nn.Module, phase: Phase) -> list[str]:
+    """The names of the phase's parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(parameter)] for parameter in phase.parameters]
+
+
+def stacked(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The first tensors of all lists as one, [k, ...], then the second, ..."""
+    return [torch.stack(tensors) for tensors in zip(*lists, strict=True)]
+
+
+def batched(inputs: Sequence[Any]) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
+    """The tensors in the clients' inputs, [g, ...] each; and how one client's become its inputs."""
+    leaves, structures = zip(*map(pytree.tree_flatten, inputs), strict=True)
+    places = [n for n, leaf in enumerate(leaves[0]) if isinstance(leaf, Tensor)]
     for values in zip(*leaves, strict=True):
-        if isinstance(values[0], Tensor):
-            tensors.append(torch.stack(values))
-        elif any(value != values[0] for value in values):
+        if not isinstance(values[0], Tensor) and any(value != values[0] for value in values):
             raise ValueError(
-                "clients-per-step: begin_round returns values that differ between clients and are "
-                "no tensors: return tensors, or set clients-per-step to 1"
+                "clients-per-step: begin_round, or a phase's inputs, returns values that differ "
+                "between clients and are no tensors: return tensors, or set clients-per-step to 1"
             )
-    reps = [each.reps(step) for each, step in zip(constants, steps, strict=True)]
-    stacked_reps = {
-        slot: [torch.stack(z) for z in zip(*(each[slot] for each in reps), strict=True)]
-        for slot in reps[0]
-    }
-    x, y = torch.stack([step.x for step in steps]), torch.stack([step.y for step in steps])
-    shared: Any = SharedContext(constants[0].ctx)
 
-    def terms_of(given: Any) -> dict[str, Tensor]:
-        x, y, reps, own = given
-        rest = iter(own)
-        values = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves[0]]
-        prepared = pytree.tree_unflatten(values, structures[0])
-        each = replace(constants[0], ctx=shared, prepared=prepared)
-        return loss_terms(objective, each, shared.model, x, y, reps)
+    def rebuilt(tensors: list[Tensor]) -> Any:
+        values = list(leaves[0])
+        for place, tensor in zip(places, tensors, strict=True):
+            values[place] = tensor
+        return pytree.tree_unflatten(values, structures[0])
 
-    return (x, y, stacked_reps, tensors), terms_of
+    return stacked([[each[n] for n in places] for each in leaves]), rebuilt
 
 
 @torch.no_grad()
@@ -234,56 +306,102 @@ def clip_each(weights: Sequence[Tensor], max_norm: float) -> None:
         gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))
 
 
-def check_alike(ctxs: Sequence[RoundContext]) -> None:
-    """ValueError unless all clients received the same arrays, from which they start."""
-    first = ctxs[0]
-    for ctx in ctxs[1:]:
-        for mine, others in ((first.received, ctx.received), (first.extra, ctx.extra)):
-            is_alike = mine.keys() == others.keys()
-            if not is_alike or any(not torch.equal(a, others[n]) for n, a in mine.items()):
-                raise ValueError(
-                    f"clients-per-step: {first.client} and {ctx.client} received different arrays, "
-                    "so they cannot train together; set it to 1"
-                )
-
-
-def train_stacked(objective: LocalObjective, ctxs: Sequence[RoundContext]) -> list[Update]:
-    """`objective.train` of each of these clients, which share a process, a model and a round."""
-    check_alike(ctxs)
-    train, precision, device = ctxs[0].config.train, ctxs[0].precision, ctxs[0].device
-    constants = [
-        constants_of(objective, replace(ctx, networks=OwnSlots(ctx.networks, n)))
-        for n, ctx in enumerate(ctxs)
+def train_phases(ctxs: Sequence[StackedContext], phases: Sequence[Phase]) -> list[Descent]:
+    """`train_phase` of each of these clients."""
+    precision, device, guard = ctxs[0].precision, ctxs[0].device, ctxs[0].guard
+    plans = [
+        ctx.plan(phase.stream, phase.duration.count, phase.duration.unit)
+        for ctx, phase in zip(ctxs, phases, strict=True)
     ]
-    plans = [ctx.plan("batches", train.local_epochs, "epochs") for ctx in ctxs]
-    stack = Stack(ctxs)
+    rates = [phase.rates(c, plan) for c, phase, plan in zip(ctxs, phases, plans, strict=True)]
+    stack = Stack(ctxs, phases)
     taken, names = [0] * len(ctxs), [set[str]() for _ in ctxs]
 
     def key_of(n: int) -> Key:
-        epoch = plans[n].epochs[taken[n]]
-        rate = train.lr * ctxs[n].lr_factor * train.lr_decay_epoch**epoch
-        return len(plans[n].index[taken[n]]), rate, constants[n].has_penalty
+        return len(plans[n].index[taken[n]]), rates[n][taken[n]], phases[n].kind
 
     with products(precision):
-        while waiting := [n for n, plan in enumerate(plans) if taken[n] < len(plan.epochs)]:
+        while waiting := [n for n in range(len(ctxs)) if taken[n] < len(rates[n])]:
             groups: dict[Key, list[int]] = defaultdict(list)
             for n in waiting:
                 groups[key_of(n)].append(n)
             (size, rate, _), places = max(groups.items(), key=lambda item: len(item[1]))
             steps = [ctxs[n].train_samples.step(plans[n], taken[n]) for n in places]
-            inputs, terms_of = batched(objective, [constants[n] for n in places], steps)
             with forward_in(precision, device):
-                made = stack.step(places, rate, terms_of, inputs, size)
-            for n in places:
+                inputs = [phases[n].inputs(s) for n, s in zip(places, steps, strict=True)]
+                with guard.raised():
+                    made, observed = stack.step(places, rate, inputs, size)
+            for row, (n, step) in enumerate(zip(places, steps, strict=True)):
                 taken[n] += 1
                 names[n] |= made
-    totals = dict(zip(stack.sums, torch.stack(list(stack.sums.values())).tolist(), strict=True))
-    updates = []
-    for n, ctx in enumerate(ctxs):
-        arrays = stack.arrays_of(n)
-        ctx.model.load_state_dict(arrays)
-        num = max(1, train.local_epochs * len(ctx.train_samples))
-        terms = {name: total[n] / num for name, total in totals.items() if name in names[n]}
-        state = {"previous": arrays} if objective.uses_previous else {}
-        updates.append(objective.finish(Update(arrays, taken[n], terms, state=state), ctx))
-    return updates
+                if observe := phases[n].observe:
+                    observe(step, pytree.tree_map(operator.itemgetter(row), observed))
+    stack.write_back()
+    sums = list(stack.sums.values())
+    totals = dict(zip(stack.sums, torch.stack(sums).tolist() if sums else [], strict=True))
+    return [
+        Descent(
+            {
+                name: total[n] / sum(map(len, plan.index))
+                for name, total in totals.items()
+                if name in names[n]
+            },
+            taken[n],
+            functools.reduce(operator.add, rates[n], 0.0),
+        )
+        for n, plan in enumerate(plans)
+    ]
+
+
+def clients_that_fit(
+    method: Method, config: RunConfig, model: StagedModel, data: DatasetSpec, device: torch.device
+) -> int:
+    """How many clients train together with `clients-per-step = 0`, at least 1.
+
+    As many as half of the GPU's free memory holds, by the weights, one batch and `cache-mb`; 1 on a
+    CPU, where stacking does not pay (docs/results/gpu.md), and where clients cannot be stacked.
+    """
+    if device.type != "cuda" or obstacle(method, config, model):
+        return 1
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = int(torch.cuda.mem_get_info(device)[0]) + unused
+    return max(1, int(free // 2 // bytes_of_training(config, model, data, device)))
+
+
+def bytes_of_training(
+    config: RunConfig, model: StagedModel, data: DatasetSpec, device: torch.device
+) -> int:
+    """Memory that one of several clients takes: weights, one batch, cached representations."""
+    saved: int = 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal saved
+        saved += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        model.eval()(torch.zeros(config.train.batch_size, *data.image_shape, device=device))
+    weights = sum(int(array.nbytes) for array in model.state_dict().values())
+    # weights: local, previous, stacked, gradients, momenta, reply; a batch: saved and gradients
+    return 6 * weights + 2 * saved + config.train.cache_mb * 2**20
+
+
+def train_stacked(method: Method, ctxs: Sequence[RoundContext]) -> list[Update]:
+    """`method.train` of each of these clients, which share a process, a network and a round."""
+    own = contexts_of(ctxs)
+    trainings: list[Phases] = [method.phases(ctx) for ctx in own]
+    updates: dict[int, Update] = {}
+    descents: Mapping[int, Descent] = {}
+    while len(updates) < len(ctxs):
+        phases: dict[int, Phase] = {}
+        for n, training in enumerate(trainings):
+            if n in updates:
+                continue
+            try:
+                phases[n] = training.send(descents[n]) if n in descents else next(training)
+            except StopIteration as end:
+                updates[n] = end.value
+        if phases:
+            made = train_phases([own[n] for n in phases], list(phases.values()))
+            descents = dict(zip(phases, made, strict=True))
+    return [updates[n] for n in range(len(ctxs))]

@@ -2,16 +2,18 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from client_app.precision import forward_in, products
 from client_app.round import RoundContext
-from client_app.samples import Step, batch_size_for
+from client_app.samples import BatchPlan, Step, batch_size_for
 from client_app.sgd import SGD
+from protocol.config import TrainConfig
 from protocol.messages import Arrays
 
 
@@ -58,11 +60,100 @@ class Duration:
 
 @dataclass(frozen=True)
 class Descent:
-    """The result of `descend`: mean of each loss term, steps taken, sum of their learning rates."""
+    """The result of a phase: mean of each loss term, steps taken, sum of their learning rates."""
 
     terms: dict[str, float]
     num_steps: int
     total_lr: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """SGD on some parameters of `ctx.model` that minimises the sum of some loss terms.
+
+    parameters: those trained; the caller sets modes (`train`, `requires_grad_`).
+    inputs: what the loss reads of a step: tensors, in nested tuples, lists and dicts.
+    terms: the loss terms of these inputs, scalars by name. Where clients train together
+    (`clients-per-step`) it is called for all of them at once: what differs between clients, in its
+    value, must come through `inputs`, which in turn must not read what the phase trains. Neither
+    may draw from torch's default generator, but dropout may.
+    observe: if given, `terms` returns the terms and tensors without gradient, for which it is
+    called after each step.
+    lr: before the run's decays; constant, as a method's own learning rate, if `decays` is False.
+    stream: names the random stream of batch order, augmentation and dropout.
+    momentum, weight_decay: the run's if None.
+    gradient_offsets: one per parameter, added to its gradient before gradients are clipped.
+    step_offsets: one per parameter, added to it times the learning rate after each step.
+    kind: clients whose phases differ in it have different terms and are not stacked in one step.
+    """
+
+    parameters: Sequence[Tensor]
+    inputs: Callable[[Step], Any]
+    terms: Callable[[Any], Any]
+    lr: float
+    duration: Duration
+    observe: Callable[[Step, Any], None] | None = None
+    stream: str = "batches"
+    momentum: float | None = None
+    weight_decay: float | None = None
+    decays: bool = True
+    gradient_offsets: Sequence[Tensor] = ()
+    step_offsets: Sequence[Tensor] = ()
+    kind: Hashable = None
+
+    def optimizer(self, parameters: Sequence[Tensor], train: TrainConfig) -> SGD:
+        """SGD on these tensors, with this phase's momentum and weight decay or the run's."""
+        return SGD(
+            parameters,
+            momentum=train.momentum if self.momentum is None else self.momentum,
+            weight_decay=train.weight_decay if self.weight_decay is None else self.weight_decay,
+        )
+
+    def rates(self, ctx: RoundContext, plan: BatchPlan) -> list[float]:
+        """The learning rate of each step."""
+        if not self.decays:
+            return [self.lr] * len(plan.epochs)
+        decay = ctx.config.train.lr_decay_epoch
+        return [self.lr * ctx.lr_factor * decay**epoch for epoch in plan.epochs]
+
+
+def train_phase(ctx: RoundContext, phase: Phase) -> Descent:
+    """One phase of one client; the one loop of all local training."""
+    train = ctx.config.train
+    optimizer = phase.optimizer(phase.parameters, train)
+    plan = ctx.plan(phase.stream, phase.duration.count, phase.duration.unit)
+    rates = phase.rates(ctx, plan)
+    sums = MeanTerms({})
+    cuda = [ctx.device] if ctx.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), products(ctx.precision):
+        seed_default(ctx.seed("dropout", phase.stream), ctx.device)
+        for number, rate in enumerate(rates):  # nothing here waits for the device
+            step = ctx.train_samples.step(plan, number)
+            with forward_in(ctx.precision, ctx.device):
+                made = phase.terms(phase.inputs(step))
+            terms, observed = made if phase.observe else (made, None)
+            optimizer.zero_grad()
+            functools.reduce(operator.add, terms.values()).backward()
+            add_to_gradients(phase.parameters, phase.gradient_offsets)
+            if train.clip_norm:
+                torch.nn.utils.clip_grad_norm_(phase.parameters, train.clip_norm)
+            optimizer.step(rate)
+            if phase.step_offsets:
+                with torch.no_grad():
+                    torch._foreach_add_(
+                        list(phase.parameters), list(phase.step_offsets), alpha=rate
+                    )
+            if phase.observe:
+                phase.observe(step, observed)
+            sums.add(terms, len(step.y))
+    return Descent(sums.read(), len(rates), functools.reduce(operator.add, rates, 0.0))
+
+
+def add_to_gradients(parameters: Sequence[Tensor], offsets: Sequence[Tensor]) -> None:
+    """Add each offset to its parameter's gradient, where there is one."""
+    pairs = [(p.grad, o) for p, o in zip(parameters, offsets, strict=False) if p.grad is not None]
+    if pairs:
+        torch._foreach_add_([g for g, _ in pairs], [o for _, o in pairs])
 
 
 def descend(
@@ -72,50 +163,18 @@ def descend(
     *,
     lr: float,
     duration: Duration,
-    stream: str = "batches",
-    momentum: float | None = None,
-    weight_decay: float | None = None,
-    decays: bool = True,
-    after_backward: Callable[[], None] | None = None,
-    after_step: Callable[[float], None] | None = None,
+    **options: Any,
 ) -> Descent:
-    """SGD on `parameters` to minimise the sum of the terms; the one loop of all local training.
-
-    terms_of: the loss terms of one batch, scalars by name. lr: before the run's decays; constant,
-    as a method's own learning rate, if `decays` is False. momentum, weight_decay: the run's if
-    None. stream: names the random stream of batch order, augmentation and dropout. after_backward
-    may change the gradients (before they are clipped), after_step (called with the learning rate)
-    the parameters. The caller sets modes (`train`, `requires_grad_`).
-    """
-    train = ctx.config.train
-    optimizer = SGD(
-        parameters,
-        momentum=train.momentum if momentum is None else momentum,
-        weight_decay=train.weight_decay if weight_decay is None else weight_decay,
+    """`train_phase` of a loss that reads the step itself; options: the other fields of `Phase`."""
+    phase = Phase(
+        parameters=parameters,
+        inputs=lambda step: step,
+        terms=terms_of,
+        lr=lr,
+        duration=duration,
+        **options,
     )
-    plan = ctx.plan(stream, duration.count, duration.unit)
-    rates = [
-        lr * ctx.lr_factor * train.lr_decay_epoch**epoch if decays else lr for epoch in plan.epochs
-    ]
-    sums = MeanTerms({})
-    cuda = [ctx.device] if ctx.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda), products(ctx.precision):
-        seed_default(ctx.seed("dropout", stream), ctx.device)
-        for number, rate in enumerate(rates):  # nothing here waits for the device
-            step = ctx.train_samples.step(plan, number)
-            with forward_in(ctx.precision, ctx.device):
-                terms = terms_of(step)
-            optimizer.zero_grad()
-            functools.reduce(operator.add, terms.values()).backward()  # type: ignore[no-untyped-call]
-            if after_backward:
-                after_backward()
-            if train.clip_norm:
-                torch.nn.utils.clip_grad_norm_(parameters, train.clip_norm)
-            optimizer.step(rate)
-            if after_step:
-                after_step(rate)
-            sums.add(terms, len(step.y))
-    return Descent(sums.read(), len(rates), functools.reduce(operator.add, rates, 0.0))
+    return train_phase(ctx, phase)
 
 
 def seed_default(seed: int, device: torch.device) -> None:

@@ -4,9 +4,9 @@
 
 Answers the messages that ClientApp processes send (`worker_client.py`), one at a time, in order of
 arrival. The socket appears once the worker is ready, and only this user can open it. One worker may
-serve several clients of a machine. If a message takes longer than the server waits for it, the
-worker ends with a traceback; whoever started it restarts it (a container's restart policy, a
-service manager).
+serve several clients of a machine; `--gpu-share` caps the GPU memory that it takes for any of them.
+If a message takes longer than the server waits for it, the worker ends with a traceback; whoever
+started it restarts it (a container's restart policy, a service manager).
 
 Every connection has a thread of its own, which receives, checks and decodes its request and sends
 the reply, each within `io_limit_s` in all: a slow or malformed peer neither blocks nor ends the
@@ -249,6 +249,23 @@ def warm_device() -> str:
     return str(device)
 
 
+def cap_gpu_memory(share: float) -> str:
+    """Cap what this process takes of each GPU's memory; returns words for the log.
+
+    Messages are answered one at a time, so it is also what each of this worker's clients may take.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"--gpu-share = {share}: expected a number in (0, 1], the share of each GPU's memory "
+            "that this worker may take; 1 takes all of it"
+        )
+    if share == 1:
+        return ""
+    for gpu in range(torch.cuda.device_count()):
+        torch.cuda.set_per_process_memory_fraction(share, gpu)
+    return f", at most {share:.0%} of a GPU's memory"
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m client_app.worker_server", description=__doc__)
@@ -258,6 +275,12 @@ def main() -> int:
         type=float,
         default=float(os.environ.get("KEEL_KEEP_DAYS") or 0),
         help="delete state so much older than the newest run's; 0: never; or $KEEL_KEEP_DAYS",
+    )
+    parser.add_argument(
+        "--gpu-share",
+        type=float,
+        default=os.environ.get("KEEL_GPU_SHARE") or "1",
+        help="of each GPU's memory that a client may take, in (0, 1]; or $KEEL_GPU_SHARE",
     )
     arguments = parser.parse_args()
     os.umask(0o077)
@@ -269,14 +292,15 @@ def main() -> int:
     os.environ[worker_variable] = str(arguments.socket)  # state goes to $KEEL_HOME
     try:
         remove_parts(clients_folder())
+        memory = cap_gpu_memory(arguments.gpu_share)
         device = warm_device()
         process = WorkerProcess(arguments.socket)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     log.info(
-        "ready at %s, process id %d, code %s, device %s",
-        *(arguments.socket, os.getpid(), process.code, device),
+        "ready at %s, process id %d, code %s, device %s%s",
+        *(arguments.socket, os.getpid(), process.code, device, memory),
     )
     old_state = OldState(clients_folder(), arguments.keep_days)
     threading.Thread(target=old_state.watch, daemon=True).start()

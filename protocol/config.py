@@ -183,8 +183,9 @@ class TrainConfig:
     )
     compile: bool = option(true_or_false(), "torch.compile the networks; pays off in long GPU runs")
     clients_per_step: int = option(
-        at_least(1),
-        "clients that one process trains together, as one batched model; for the inline engine",
+        at_least(0),
+        "clients that the inline engine trains together, as one batched model; 0: as many as half "
+        "of a GPU's free memory holds, one on a CPU or where they cannot be stacked",
     )
     frozen_statistics: str = option(
         one_of("running", "batch"),

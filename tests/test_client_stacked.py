@@ -15,23 +15,29 @@ from client_fixtures import (
 from safetensors.torch import load_file
 
 import client_app.process_cache
+import client_app.stacked
 from client_app import handlers
+from client_app.method import Method, Update
 from client_app.methods import METHODS, method_of
-from client_app.objective import LocalObjective
+from client_app.methods.fedrep import FedRep
 from client_app.process_cache import ProcessCache
 from client_app.samples import Pixels
 from client_app.setup import build_network
-from client_app.stacked import Stack, check_stackable, train_stacked
+from client_app.split_model import head_of, with_own_head
+from client_app.stacked import (
+    Stack,
+    bytes_of_training,
+    check_stackable,
+    clients_that_fit,
+    train_stacked,
+)
+from client_app.trainer import Duration, Phase, copy_of
 from keel.experiments.runs import identity
 from keel.method_checks import Subject
 from server_app.history import read_history
 from server_app.inline import InlineGrid, run_inline
 
-STACKABLE = [
-    name
-    for name, cls in METHODS.items()
-    if issubclass(cls, LocalObjective) and cls.train is LocalObjective.train
-]
+STACKABLE = [name for name, cls in METHODS.items() if cls.train is Method.train]
 SIZES = (19, 30, 11, 16)  # batches of 8: 3 + 4 + 2 + 2 an epoch, the last ones of 3, 6, 3 and 8
 
 
@@ -65,19 +71,40 @@ def rounds_of(subject, config, cache):
             ctx.train_samples.pixels,
             ctx.device,
         )
-        state = {}
-        if place and method_of(config).is_stateful:
-            state = {"previous": double(initial_of(config, ctx, seed=10 + place))}
+        state = state_of(subject, config, place) if place else {}
         model = cache.network(config, ctx.data, ctx.model.name, "local", ctx.device)
         named = {f.name: begun[f.name] for f in dataclasses.fields(ctx) if f.name != "caches"}
         named |= {"model": model, "train_samples": samples, "state": state}
-        named |= {"received": double(ctx.received), "extra": double(ctx.extra)}
+        extra = double(ctx.extra) | extra_of(config.rounds.method, model, place)
+        named |= {"received": double(ctx.received), "extra": extra, "last_accepted_round": 1}
         made.append(type(ctx)(**named))
     return made
 
 
-def initial_of(config, ctx, seed):
-    return build_network(config, ctx.data.image_shape, ctx.data.num_classes, seed=seed).state_dict()
+def state_of(subject, config, place):
+    """What the first round leaves, other floats for every client."""
+    groups = method_of(config).train(subject.round(config, 1, {})).state
+    generator = torch.Generator().manual_seed(place)
+    return {
+        group: {
+            n: a + 0.05 * torch.randn(a.shape, generator=generator) if a.is_floating_point() else a
+            for n, a in arrays.items()
+        }
+        for group, arrays in groups.items()
+    }
+
+
+def extra_of(method, model, place):
+    """FedPAC's prototypes, which are known of some classes, and the head mixed for this client."""
+    if method != "fedpac":
+        return {}
+    known = torch.arange(model.num_classes) % 2
+    prototypes = torch.linspace(-1, 1, model.num_classes * model.feature_width)
+    heads = {f"head.{n}": a + 0.1 * place for n, a in head_of(model).items()}
+    return heads | {
+        "prototypes": prototypes.view(model.num_classes, -1),
+        "is-known": known.to(prototypes),
+    }
 
 
 def both_ways(subject, **keys):
@@ -136,6 +163,12 @@ def test_together_is_alone_whatever_the_run(method, keys, in_float64, tmp_path):
         {"method": "feddecorr", "feddecorr.form": "paper"},
         {"method": "fedprox", "fedprox.mu": 1.0},
         {"method": "fedprox", "fedprox.mu": 1.0, "fedprox.squared": False},
+        {"method": "scaffold", "scaffold.momentum-form": "niid-bench"},
+        {"method": "fedreco", "fedreco.k-u": "5 steps", "fedreco.k-v": "2 epochs"},
+        {"method": "fedrep", "fedrep.head-epochs": 2, "clip_norm": 0.5},
+        {"method": "fedbabu", "fedbabu.fedper-like": True, "fedbabu.part": "head"},
+        {"method": "fedcr", "fedcr.reverse": True, "fedcr.samples": 3},
+        {"method": "fedpac", "model": "resnet20", "norm": "batch"},
     ],
     ids=lambda keys: "-".join(str(value) for value in keys.values()),
 )
@@ -160,8 +193,6 @@ def test_clients_without_a_common_batch_size_are_trained_too(in_float64, tmp_pat
 
 
 OBSTACLES = {
-    "scaffold": ({"method": "scaffold"}, "method = 'scaffold' trains by a procedure of its own"),
-    "fedreco": ({"method": "fedreco"}, "method = 'fedreco' trains by a procedure of its own"),
     "networks": (
         {"client_models": "resnet20,vgg9"},
         "client-models = 'resnet20,vgg9': the clients",
@@ -182,6 +213,49 @@ def test_what_cannot_be_stacked_is_refused_in_one_line(keys, expected):
         check_stackable(method_of(config), config, torch.nn.Linear(1, 1))
     assert "\n" not in str(raised.value)
     assert "set it to 1" in str(raised.value)
+
+
+def test_a_method_that_overrides_train_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(METHODS["fedavg"], "train", lambda self, ctx: None)
+    config = make_config(clients_per_step=4)
+    with pytest.raises(ValueError, match="method = 'fedavg' overrides `train`, for one client"):
+        check_stackable(method_of(config), config, torch.nn.Linear(1, 1))
+
+
+class Reads(FedRep):
+    """FedRep, whose loss reads a value of this client that is not among its inputs."""
+
+    value = staticmethod(lambda ctx: torch.tensor(float(len(ctx.train_samples))))
+
+    def phases(self, ctx):
+        model, value = with_own_head(ctx, ctx.state), self.value(ctx)
+        model.train().requires_grad_(True)
+        descent = yield Phase(
+            parameters=list(model.parameters()),
+            inputs=lambda step: step.x,
+            terms=lambda x: {"supervised": (value * model(x)).square().mean()},
+            lr=0.1,
+            duration=Duration(1, "epochs"),
+        )
+        return Update(copy_of(model), descent.num_steps, descent.terms)
+
+
+def reading(value):
+    return type("Reads", (Reads,), {"value": staticmethod(value)})(1, 1, 0)
+
+
+def test_a_loss_that_captures_what_differs_between_clients_is_refused(tmp_path):
+    """Else all clients would train on the value of one of them."""
+    subject = Subject("fedrep", tmp_path)
+    config = subject.config(local_epochs=1)
+    for value in (reading(lambda ctx: ctx.label_counts), Reads(1, 1, 0)):
+        with pytest.raises(ValueError, match=r"phases.* reads 'value', which differs between") as e:
+            train_stacked(value, rounds_of(subject, config, ProcessCache()))
+        assert "\n" not in str(e.value)
+    same = reading(lambda ctx: torch.tensor(2.0))
+    alone = [same.train(ctx) for ctx in rounds_of(subject, config, ProcessCache())]
+    together = train_stacked(same, rounds_of(subject, config, ProcessCache()))
+    assert_same_updates(alone, together, rtol=1e-4)
 
 
 def test_dropout_is_refused_and_one_client_a_step_never(monkeypatch):
@@ -273,12 +347,81 @@ def test_a_training_that_fails_is_an_error_of_each_of_its_clients(tmp_path, monk
         run_of(tmp_path, 5, method="fedavg")
 
 
-@pytest.mark.parametrize(("num", "method"), [(2, "fedreco"), (5, "ditto")])
-def test_a_run_that_cannot_be_stacked_ends_before_round_1(num, method, tmp_path):
-    with pytest.raises(
-        ValueError, match=f"clients-per-step = {num}: method = '{method}' trains by"
-    ):
-        run_of(tmp_path, num, method=method)
+def test_a_run_that_cannot_be_stacked_ends_before_round_1(tmp_path):
+    keys = {"method": "fedreco", "client-models": "cnn-fedreco,cnn-fedreco"}
+    with pytest.raises(ValueError, match=r"clients-per-step = 2: client-models = .* differ"):
+        run_of(tmp_path, 2, **keys)
+    run_of(tmp_path, 0, **keys)  # automatic: one client at a time
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+class FullMemory:
+    """`train_stacked` on a device whose memory holds `most` clients."""
+
+    def __init__(self, most):
+        self.most, self.tried = most, []
+
+    def __call__(self, method, ctxs):
+        self.tried.append(len(ctxs))
+        if len(ctxs) > self.most:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"
+            )
+        return train_stacked(method, ctxs)
+
+
+@pytest.mark.parametrize(("most", "tried"), [(2, [5, 2, 2, 2, 2]), (1, [5, 2])])
+def test_clients_that_do_not_fit_in_memory_train_fewer_at_a_time(
+    most, tried, tmp_path, monkeypatch, caplog
+):
+    full = FullMemory(most)
+    monkeypatch.setattr(handlers, "train_stacked", full)
+    keys = {"method": "fedavg", "evaluate-clients": "none", "run-name": "full"}
+    together = run_of(tmp_path, 5, **keys)
+    assert full.tried == tried  # 5 clients in 2 rounds: 2 + 2 + 1, the last of which trains alone
+    lines = [r.getMessage() for r in caplog.records if "do not fit" in r.getMessage()]
+    assert len(lines) == tried.index(2) + (most == 1)  # once, and not again in round 2
+    assert "5 clients do not fit into the memory of cpu: 2 at a time train together" in lines[0]
+    alone = run_of(tmp_path, 1, **keys)
+    one, other = (load_file(run / "model.safetensors") for run in (alone, together))
+    assert_close(other, one, rtol=0, atol=1e-5)
+
+
+def test_one_client_that_does_not_fit_is_an_error_of_one_line(tmp_path, monkeypatch):
+    def fails(self, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr(METHODS["fedavg"], "supervised", fails)
+    with pytest.raises(RuntimeError, match="CUDA out of memory: lower batch-size, cache-mb") as e:
+        run_of(tmp_path, 2, method="fedavg")
+    assert "\n" not in str(e.value)
+
+
+def test_as_many_clients_as_half_of_the_free_memory_holds(tmp_path, monkeypatch):
+    subject = Subject("fedavg", tmp_path)
+    config = subject.config(batch_size=8, cache_mb=3)
+    ctx, method = subject.round(config, 1, {}), method_of(config)
+    model, data, cuda = ctx.model, ctx.data, torch.device("cuda")
+    one = bytes_of_training(config, model, data, ctx.device)
+    weights = sum(array.nbytes for array in model.state_dict().values())
+    batch = 8 * 4 * int(torch.tensor(data.image_shape).prod())
+    assert one > 6 * weights + 2 * batch + 3 * 2**20
+    larger = subject.config(batch_size=16, cache_mb=5)
+    assert bytes_of_training(larger, model, data, ctx.device) > one + 2 * 2**20 + 2 * batch
+    monkeypatch.setattr(client_app.stacked, "bytes_of_training", lambda *a: one)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: one)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+
+    def fitting(free, config=config, device=cuda):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+        return clients_that_fit(method, config, model, data, device)
+
+    assert [fitting(n * one) for n in (0, 3, 19, 20)] == [1, 2, 10, 10]
+    assert fitting(20 * one, device=torch.device("cpu")) == 1
+    compiled = dataclasses.replace(config, train=dataclasses.replace(config.train, compile=True))
+    assert fitting(20 * one, compiled) == 1  # cannot be stacked
 
 
 def test_other_engines_refuse_stacked_clients(tmp_path, monkeypatch):

@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.drift import drift_from
-from client_app.method import Update
-from client_app.objective import LocalObjective, train_on_objective
+from client_app.method import Phases
+from client_app.objective import LocalObjective, objective_phases
 from client_app.round import RoundContext
-from client_app.samples import Step
-from client_app.trainer import Duration, copy_of, descend
+from client_app.trainer import Duration, Phase, copy_of
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, option
@@ -56,22 +55,27 @@ class Ditto(LocalObjective):
         ctx.model.load_state_dict(state.get("personal") or ctx.initial_weights())
         return ctx.model
 
-    def train(self, ctx: RoundContext) -> Update:
+    def phases(self, ctx: RoundContext) -> Phases:
         """The global pass, then the personal one."""
-        update = train_on_objective(self, ctx)
+        update = yield from objective_phases(self, ctx)
         model = self.personal_model(ctx, ctx.state).train().requires_grad_(True)
 
-        def terms(step: Step) -> dict[str, Tensor]:
+        def terms(given: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+            x, y = given
             distance = drift_from(model, ctx.received)
             return {
-                "supervised": F.cross_entropy(model(step.x), step.y),
+                "supervised": F.cross_entropy(model(x), y),
                 "penalty": self.lambda_ / 2 * distance,  # gradient lambda (v - w)
             }
 
-        duration = Duration(self.personal_epochs, "epochs")
-        parameters = list(model.parameters())
-        lr = ctx.config.train.lr
-        personal = descend(ctx, parameters, terms, lr=lr, duration=duration, stream="personal")
+        personal = yield Phase(
+            parameters=list(model.parameters()),
+            inputs=lambda step: (step.x, step.y),
+            terms=terms,
+            lr=ctx.config.train.lr,
+            duration=Duration(self.personal_epochs, "epochs"),
+            stream="personal",
+        )
         all_terms = update.terms | {f"personal.{name}": v for name, v in personal.terms.items()}
         num_steps = update.num_steps + personal.num_steps
         state = {"personal": copy_of(model)}

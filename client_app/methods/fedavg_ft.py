@@ -14,7 +14,8 @@ from client_app.method import Update
 from client_app.methods.fedavg import private_update
 from client_app.objective import LocalObjective
 from client_app.round import RoundContext
-from client_app.split_model import train_part
+from client_app.split_model import part_phase
+from client_app.trainer import train_phase
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, one_of, option
@@ -44,5 +45,6 @@ class FedAvgFT(LocalObjective):
         ctx.model.load_state_dict(ctx.received)
         lr = self.lr or ctx.config.train.lr
         decays = not self.lr
-        train_part(ctx, ctx.model, self.part, self.epochs, lr, "fine-tuning", decays=decays)
+        phase = part_phase(ctx, self.part, self.epochs, lr, "fine-tuning", decays=decays)
+        train_phase(ctx, phase)
         return ctx.model

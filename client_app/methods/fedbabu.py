@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from client_app.method import Method, Update
+from client_app.method import Method, Phases, Update
 from client_app.round import RoundContext
-from client_app.split_model import extractor_of, head_of, train_part, with_own_head
+from client_app.split_model import extractor_of, head_of, part_phase, with_own_head
+from client_app.trainer import train_phase
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import (
@@ -55,13 +56,14 @@ class FedBABU(Method):
         """The received extractor and its head, tuned on this client's training samples."""
         model = with_own_head(ctx, state)
         part, epochs, lr = self.part, self.epochs, self.lr
-        train_part(ctx, model, part, epochs, lr, "fine-tuning", momentum=0.9, decays=False)
+        phase = part_phase(ctx, part, epochs, lr, "fine-tuning", momentum=0.9, decays=False)
+        train_phase(ctx, phase)
         return model
 
-    def train(self, ctx: RoundContext) -> Update:
+    def phases(self, ctx: RoundContext) -> Phases:
         """The extractor alone, or with a private head."""
         model, train = with_own_head(ctx, ctx.state), ctx.config.train
         part = "full" if self.fedper_like else "extractor"
-        descent = train_part(ctx, model, part, train.local_epochs, train.lr, stream="batches")
+        descent = yield part_phase(ctx, part, train.local_epochs, train.lr, stream="batches")
         state = {"head": head_of(model)} if self.fedper_like else {}
         return Update(extractor_of(model), descent.num_steps, descent.terms, state=state)

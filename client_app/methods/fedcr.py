@@ -16,7 +16,7 @@ evaluates each client's model after local training, before aggregation. Here, as
 methods that share an extractor, the personal model uses the newest global extractor.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from client_app.feature_cache import FrozenFeatureCache
-from client_app.method import Method, ModelParts, Update
+from client_app.method import Method, ModelParts, Phases, Update
 from client_app.round import RoundContext
-from client_app.samples import Step, batch_size_for
+from client_app.samples import Step
 from client_app.split_model import extractor_of, head_of, with_own_head
-from client_app.trainer import Duration, descend
+from client_app.trainer import Duration, Phase, descend
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, between, option, true_or_false
@@ -39,7 +39,8 @@ smallest = 1e-8  # standard deviations shrink like 1 / sqrt(samples): keep their
 
 def gaussian(raw: Tensor) -> tuple[Tensor, Tensor]:
     """(mu, s) [B, dz] of the last layer's outputs raw [B, 2 dz]."""
-    mu, scale = raw.float().chunk(2, dim=1)
+    raw = raw.float() if raw.dtype is torch.bfloat16 else raw
+    mu, scale = raw.chunk(2, dim=1)
     return mu, F.softplus(scale).clamp_min(smallest)
 
 
@@ -50,13 +51,13 @@ def divergence(mu_1: Tensor, s_1: Tensor, mu_2: Tensor, s_2: Tensor) -> Tensor:
     return kl.sum(1)
 
 
-def sampled_cross_entropy(
-    head: nn.Module, mu: Tensor, s: Tensor, y: Tensor, num_samples: int
-) -> Tensor:
-    """Mean over the batch and `num_samples` draws of z of CE(head(z), y), a scalar."""
-    eps = torch.randn(num_samples, *mu.shape, device=mu.device)
+def sampled_cross_entropy(head: nn.Module, mu: Tensor, s: Tensor, y: Tensor, eps: Tensor) -> Tensor:
+    """Mean over the batch and the draws z = mu + s eps of CE(head(z), y), a scalar.
+
+    mu and s [B, dz], y [B], eps [draws, B, dz] from N(0, 1).
+    """
     logits = head((mu + s * eps).flatten(0, 1))
-    return F.cross_entropy(logits, y.repeat(num_samples))
+    return F.cross_entropy(logits, y.repeat(len(eps)))
 
 
 class Product:
@@ -168,6 +169,7 @@ class FedCR(Method):
         last_stage = model.stage_names[-1]
         model.eval().requires_grad_(False)
         head = model.classifier.train().requires_grad_(True)
+        draw = self.draws(ctx, "fine-tuning")
         posteriors = FrozenFeatureCache(
             ctx,
             lambda x: model.run(x, [last_stage], to_logits=False)[1],
@@ -176,41 +178,52 @@ class FedCR(Method):
 
         def terms(step: Step) -> dict[str, Tensor]:
             mu, s = gaussian(*posteriors.of(step))
-            return {"supervised": sampled_cross_entropy(head, mu, s, step.y, self.samples)}
+            return {"supervised": sampled_cross_entropy(head, mu, s, step.y, draw(step))}
 
         lr = ctx.config.train.lr
         descend(ctx, list(head.parameters()), terms, lr=lr, duration=duration, stream="fine-tuning")
 
-    def train(self, ctx: RoundContext) -> Update:
+    def draws(self, ctx: RoundContext, stream: str) -> Callable[[Step], Tensor]:
+        """The function from a step to its eps [draws, B, dz], of this client's random stream."""
+        generator = torch.Generator(ctx.device).manual_seed(ctx.seed("dropout", stream))
+        width = ctx.model.feature_width
+        return lambda step: torch.randn(
+            *(self.samples, len(step.y), width), generator=generator, device=ctx.device
+        )
+
+    def phases(self, ctx: RoundContext) -> Phases:
         """Extractor and head together; class products are collected in the last epoch."""
         train = ctx.config.train
         model = with_own_head(ctx, ctx.state).train().requires_grad_(True)
         m, deviation = ctx.extra["M"], ctx.extra["S"].clamp_min(smallest)  # [C, dz]
         product = Product(model.num_classes, model.feature_width, ctx.device)
         last_stage = model.stage_names[-1]
-        steps_per_epoch = -(
-            -len(ctx.train_samples) // batch_size_for(len(ctx.train_samples), train)
-        )
-        steps_before = (train.local_epochs - 1) * steps_per_epoch
-        taken = 0
+        draw = self.draws(ctx, "batches")
 
-        def terms(step: Step) -> dict[str, Tensor]:
-            nonlocal taken
-            _, (raw,) = model.run(step.x, [last_stage], to_logits=False)
+        def terms(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Arrays, tuple[Tensor, Tensor]]:
+            x, y, eps = inputs
+            _, (raw,) = model.run(x, [last_stage], to_logits=False)
             mu, s = gaussian(raw)
-            if taken >= steps_before:
-                product.add(mu, s, step.y)
-            taken += 1
-            m_y, s_y = m[step.y], deviation[step.y]
+            m_y, s_y = m[y], deviation[y]
             kl = divergence(mu, s, m_y, s_y) if self.reverse else divergence(m_y, s_y, mu, s)
-            return {
-                "supervised": sampled_cross_entropy(model.classifier, mu, s, step.y, self.samples),
+            losses = {
+                "supervised": sampled_cross_entropy(model.classifier, mu, s, y, eps),
                 "penalty": self.beta * kl.mean(),
             }
+            return losses, (mu.detach(), s.detach())
 
-        parameters = list(model.parameters())
-        duration = Duration(train.local_epochs, "epochs")
-        descent = descend(ctx, parameters, terms, lr=train.lr, duration=duration)
+        def observe(step: Step, posterior: tuple[Tensor, Tensor]) -> None:
+            if step.epoch == train.local_epochs - 1:
+                product.add(*posterior, step.y)
+
+        descent = yield Phase(
+            parameters=list(model.parameters()),
+            inputs=lambda step: (step.x, step.y, draw(step)),
+            terms=terms,
+            observe=observe,
+            lr=train.lr,
+            duration=Duration(train.local_epochs, "epochs"),
+        )
         return Update(
             extractor_of(model),
             descent.num_steps,

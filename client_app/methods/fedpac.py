@@ -22,12 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from client_app.method import Method, Update
+from client_app.method import Method, Phases, Update
 from client_app.prototypes import class_means, class_sums
 from client_app.round import RoundContext
-from client_app.samples import Step
-from client_app.split_model import extractor_of, head_of, train_part
-from client_app.trainer import Duration, descend
+from client_app.split_model import extractor_of, head_of, part_phase
+from client_app.trainer import Duration, Phase
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, more_than, option
@@ -88,31 +87,36 @@ class FedPAC(Method):
         ctx.model.load_state_dict(ctx.initial_weights() | ctx.received | head | mixed)
         return ctx.model
 
-    def train(self, ctx: RoundContext) -> Update:
+    def phases(self, ctx: RoundContext) -> Phases:
         """Statistics, head, extractor, class means."""
         model, train = self.personal_model(ctx, ctx.state), ctx.config.train
         sums, counts = class_sums(model, ctx.train_samples)
         own_means = class_means(sums, counts)
         h, v = head_statistics(own_means, counts, mean_square_features(model, ctx))
-        t = None
+        t = []
         if "prototypes" in ctx.extra:
-            t = targets(ctx.extra["prototypes"], ctx.extra["is-known"], own_means)
+            t = [targets(ctx.extra["prototypes"], ctx.extra["is-known"], own_means)]
 
-        head = train_part(ctx, model, "head", 1, self.head_lr, stream="head", decays=False)
+        head = yield part_phase(ctx, "head", 1, self.head_lr, stream="head", decays=False)
         model.eval().requires_grad_(False)
         model.stages.train().requires_grad_(True)
 
-        def terms(step: Step) -> dict[str, Tensor]:
-            logits, (features,) = model.run(step.x, ["features"])
+        def terms(inputs: tuple[Tensor, Tensor, list[Tensor]]) -> dict[str, Tensor]:
+            x, y, t_y = inputs
+            logits, (features,) = model.run(x, ["features"])
             assert logits is not None
-            losses = {"supervised": F.cross_entropy(logits, step.y)}
-            if t is not None:
-                losses["penalty"] = self.lambda_ * F.mse_loss(features, t[step.y])
+            losses = {"supervised": F.cross_entropy(logits, y)}
+            if t_y:
+                losses["penalty"] = self.lambda_ * F.mse_loss(features, t_y[0])
             return losses
 
-        duration = Duration(self.extractor_epochs, "epochs")
-        parameters = list(model.stages.parameters())
-        extractor = descend(ctx, parameters, terms, lr=train.lr, duration=duration)
+        extractor = yield Phase(
+            parameters=list(model.stages.parameters()),
+            inputs=lambda step: (step.x, step.y, [t_k[step.y] for t_k in t]),
+            terms=terms,
+            lr=train.lr,
+            duration=Duration(self.extractor_epochs, "epochs"),
+        )
         trained_sums, _ = class_sums(model, ctx.train_samples)
         own_head = head_of(model)
         extra = {f"head.{name}": array for name, array in own_head.items()}

@@ -26,11 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from client_app.feature_cache import FrozenFeatureCache
-from client_app.method import Method, Update
+from client_app.method import Method, Phases, Update
 from client_app.privacy import privatise
 from client_app.round import RoundContext
-from client_app.samples import Step
-from client_app.trainer import Duration, copy_of, descend
+from client_app.trainer import Duration, Phase, copy_of
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import any_text, at_least, duration, option, parse_duration
@@ -69,7 +68,7 @@ class Extractor(nn.Module):
         for stage in self.stages.values():
             x = stage(x)
         out: Tensor = self.to_features(x)
-        return out.float()  # bfloat16 under `precision = "bf16"`
+        return out.float() if out.dtype is torch.bfloat16 else out  # in `precision = "bf16"`
 
     def representation(self, x: Tensor) -> list[Tensor]:
         """The representation of x as a list, for `FrozenFeatureCache`."""
@@ -127,7 +126,7 @@ class FedReCo(Method):
         """(u_i, v_i)."""
         return self.own_model(ctx, state)
 
-    def train(self, ctx: RoundContext) -> Update:
+    def phases(self, ctx: RoundContext) -> Phases:
         """Algorithm 1, lines 6 to 18."""
         model = self.own_model(ctx, ctx.state).train().requires_grad_(True)
         split = self.split_stage(model)
@@ -142,24 +141,38 @@ class FedReCo(Method):
             for u, k in ((u_i, k_v), (u_0, k_u))
         )
 
-        def head_terms(step: Step) -> dict[str, Tensor]:  # f_i in v_i, eq. (6)
-            (h,) = h_of_u_i.of(step)
-            return {"supervised": F.cross_entropy(model.predict(h, split), step.y)}
+        def head_terms(inputs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:  # f_i in v_i, eq. (6)
+            h, y = inputs
+            return {"supervised": F.cross_entropy(model.predict(h, split), y)}
 
-        def extractor_terms(step: Step) -> dict[str, Tensor]:  # f_i + lambda/2 H_i in u_i, eq. (7)
-            h, (h_0,) = u_i(step.x), h_of_u_0.of(step)
-            f_i = F.cross_entropy(model.predict(h, split), step.y)
+        def extractor_terms(  # f_i + lambda/2 H_i in u_i, eq. (7)
+            inputs: tuple[Tensor, Tensor, Tensor],
+        ) -> dict[str, Tensor]:
+            x, y, h_0 = inputs
+            h = u_i(x)
             return {
-                "supervised": f_i,
+                "supervised": F.cross_entropy(model.predict(h, split), y),
                 "penalty": self.lambda_ / 2 * representation_distance(h, h_0),
             }
 
         u_i.eval()
-        head = descend(ctx, v, head_terms, lr=self.eta_v, duration=k_v, stream="head")
+        head = yield Phase(
+            parameters=v,
+            inputs=lambda step: (*h_of_u_i.of(step), step.y),
+            terms=head_terms,
+            lr=self.eta_v,
+            duration=k_v,
+            stream="head",
+        )
         model.eval()  # v_i is fixed, its norm statistics included
         u_i.train()
-        extractor = descend(
-            ctx, u, extractor_terms, lr=self.eta_u, duration=k_u, stream="extractor"
+        extractor = yield Phase(
+            parameters=u,
+            inputs=lambda step: (step.x, step.y, *h_of_u_0.of(step)),
+            terms=extractor_terms,
+            lr=self.eta_u,
+            duration=k_u,
+            stream="extractor",
         )
 
         step = next(ctx.steps("release", 1, "steps"))

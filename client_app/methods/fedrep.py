@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from client_app.method import Method, Update
+from client_app.method import Method, Phases, Update
 from client_app.round import RoundContext
-from client_app.split_model import extractor_of, head_of, train_part, with_own_head
+from client_app.split_model import extractor_of, head_of, part_phase, with_own_head
+from client_app.trainer import train_phase
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, option
@@ -54,14 +55,14 @@ class FedRep(Method):
         model = with_own_head(ctx, state)
         if ctx.round == ctx.config.rounds.num_rounds and self.final_head_epochs:
             lr = ctx.config.train.lr
-            train_part(ctx, model, "head", self.final_head_epochs, lr, "fine-tuning")
+            train_phase(ctx, part_phase(ctx, "head", self.final_head_epochs, lr, "fine-tuning"))
         return model
 
-    def train(self, ctx: RoundContext) -> Update:
+    def phases(self, ctx: RoundContext) -> Phases:
         """Head, then extractor, each with an optimizer of its own."""
         model, lr = with_own_head(ctx, ctx.state), ctx.config.train.lr
-        head = train_part(ctx, model, "head", self.head_epochs, lr, stream="head")
-        extractor = train_part(ctx, model, "extractor", self.extractor_epochs, lr, stream="batches")
+        head = yield part_phase(ctx, "head", self.head_epochs, lr, stream="head")
+        extractor = yield part_phase(ctx, "extractor", self.extractor_epochs, lr, stream="batches")
         num_steps = head.num_steps + extractor.num_steps
         state = {"head": head_of(model)}
         return Update(extractor_of(model), num_steps, extractor.terms, state=state)

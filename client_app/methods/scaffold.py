@@ -30,11 +30,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from client_app.method import Update
-from client_app.objective import LocalObjective, objective_terms
+from client_app.method import Phases, Update
+from client_app.objective import LocalObjective, objective_phase
 from client_app.round import RoundContext
 from client_app.samples import batch_size_for
-from client_app.trainer import Duration, copy_of, descend
+from client_app.trainer import copy_of
 from protocol.config import RunConfig
 from protocol.messages import Arrays
 from protocol.options import more_than, one_of, option
@@ -113,11 +113,10 @@ class Scaffold(LocalObjective):
             "or collapse; batches-per-epoch gives all clients the same number of steps"
         )
 
-    def train(self, ctx: RoundContext) -> Update:
+    def phases(self, ctx: RoundContext) -> Phases:
         """Algorithm 1, lines 7 to 14."""
         train, model = ctx.config.train, ctx.model
         model.load_state_dict(ctx.received)
-        model.train().requires_grad_(True)
         parameters = dict(model.named_parameters())
         c = {name: ctx.extra[f"c.{name}"] for name in parameters}
         accepted = accepted_control_variate(ctx)
@@ -125,27 +124,12 @@ class Scaffold(LocalObjective):
             n: accepted[n].to(ctx.device) if accepted else torch.zeros_like(p)
             for n, p in parameters.items()
         }
-        corrections = [c[name] - c_i[name] for name in parameters]
-
-        def correct_gradients() -> None:  # line 10: g - c_i + c
-            pairs = zip(parameters.values(), corrections, strict=True)
-            moved = [(p.grad, correction) for p, correction in pairs if p.grad is not None]
-            torch._foreach_add_([g for g, _ in moved], [correction for _, correction in moved])
-
-        @torch.no_grad()
-        def correct_parameters(rate: float) -> None:
-            torch._foreach_sub_(list(parameters.values()), corrections, alpha=rate)
-
         corrected = self.momentum_form == "corrected"
-        descent = descend(
-            ctx,
-            list(parameters.values()),
-            objective_terms(self, ctx, model),
-            lr=train.lr,
-            duration=Duration(train.local_epochs, "epochs"),
-            after_backward=correct_gradients if corrected else None,
-            after_step=None if corrected else correct_parameters,
-        )
+        phase = objective_phase(self, ctx)
+        if corrected:  # line 10: g - c_i + c
+            descent = yield replace(phase, gradient_offsets=[c[n] - c_i[n] for n in parameters])
+        else:
+            descent = yield replace(phase, step_offsets=[c_i[n] - c[n] for n in parameters])
         arrays = copy_of(model)
         steps = float(descent.num_steps)
         if corrected:

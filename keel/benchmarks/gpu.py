@@ -17,7 +17,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from client_app.methods import method_of
-from client_app.objective import LocalObjective
 from client_app.precision import products
 from client_app.process_cache import ProcessCache
 from client_app.stacked import train_stacked
@@ -107,7 +106,6 @@ def clients_together(keys: Keys, num_clients: int, is_stacked: bool) -> Run:
     """Local training of this many clients, one after the other or stacked."""
     config, cache = resolve_config({"partition": "iid", **keys}), ProcessCache()
     method = method_of(config)
-    assert isinstance(method, LocalObjective)
     ctxs = [round_of(config, cache, n, num_clients) for n in range(num_clients)]
     if is_stacked:
         return lambda: train_stacked(method, ctxs)
@@ -131,6 +129,7 @@ def busy_share(run: Run, device: str) -> float:
 
 STACKED = (  # network, method, batch size, clients
     ("cnn-fedreco", "fedavg", 10, 10),
+    ("cnn-fedreco", "fedreco", 10, 50),
     ("cnn-fedintr", "fedavg", 64, 10),
     ("cnn-fedintr", "fedintr", 64, 10),
     ("cnn-fedcka", "fedcka", 64, 10),

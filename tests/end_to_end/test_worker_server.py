@@ -10,12 +10,14 @@ import threading
 import time
 
 import pytest
+import torch
 from flwr.app import Context, Message, MessageType, RecordDict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import client_app.handlers
 import client_app.worker_server
-from client_app.worker_server import WorkerProcess
+from client_app.worker_server import WorkerProcess, cap_gpu_memory
 from client_app.worker_socket import (
     connected,
     exchange,
@@ -120,6 +122,46 @@ def test_an_exception_of_the_handlers_is_an_error_of_one_line(worker, monkeypatc
     frames = [header(worker), MESSAGE, CONTEXT]
     [reply] = exchange(worker.path, frames, time.monotonic() + 5)
     assert json.loads(reply)["error"]["reason"] == "KeyError: 'a\\nb'"
+
+
+def test_a_client_out_of_gpu_memory_is_an_error_of_one_line_and_the_worker_goes_on(
+    worker, monkeypatch
+):
+    """Unlike a CUDA error, after which nothing runs on the GPU in this process."""
+
+    def fail(message, context):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client_app.worker_server, "answer", client_app.handlers.answer)
+        patch.setitem(client_app.handlers.handlers, MessageType.QUERY, fail)
+        frames = [header(worker), MESSAGE, CONTEXT]
+        [reply] = exchange(worker.path, frames, time.monotonic() + 5)
+    reason = json.loads(reply)["error"]["reason"]
+    assert "CUDA out of memory: lower batch-size, cache-mb or clients-per-step" in reason
+    assert "\n" not in reason
+    assert not worker.is_broken
+    assert_serves(worker)
+
+
+def test_the_gpu_memory_of_a_worker_is_capped_and_the_cap_logged(monkeypatch):
+    capped = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda share, gpu: capped.append((gpu, share)),
+    )
+    assert cap_gpu_memory(0.25) == ", at most 25% of a GPU's memory"
+    assert capped == [(0, 0.25), (1, 0.25)]
+    assert cap_gpu_memory(1.0) == ""
+    assert len(capped) == 2
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])
+def test_a_share_of_a_gpu_that_is_none_is_refused(share):
+    with pytest.raises(ValueError, match=r"--gpu-share = .*: expected a number in \(0, 1\]"):
+        cap_gpu_memory(share)
 
 
 def test_slow_peers_block_nobody_and_have_a_deadline_in_all(worker):

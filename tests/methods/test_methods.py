@@ -160,7 +160,7 @@ def test_a_method_that_overrides_nothing_says_what_to_override():
     class Empty(Method):
         """Nothing."""
 
-    with pytest.raises(NotImplementedError, match=r"Empty overrides nothing: override `train`"):
+    with pytest.raises(NotImplementedError, match=r"Empty overrides nothing: override `phases`"):
         Empty().train(None)
 
 
