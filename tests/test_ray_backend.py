@@ -74,6 +74,28 @@ def test_a_process_of_a_simulation_has_the_backend_and_no_other_imports_ray():
         assert done.stdout.strip() == expected
 
 
+def test_the_serverapp_waits_for_a_backend_that_is_not_there_yet():
+    """Its thread starts before the ClientApp is loaded; a preflight that is skipped checks nothing.
+
+    One that cannot be put in place is an error there too.
+    """
+    script = (
+        f"import sys, {vce_api_name}; "
+        "from flwr.superlink.grid.inmemory_grid import InMemoryGrid; "
+        "from protocol.flower_compat.simulation import has_own_backend, is_replaced, started; "
+        "print(has_own_backend(object.__new__(InMemoryGrid)), is_replaced()); "
+        f"sys.modules['{vce_api_name}'].ThreadPoolExecutor = None\n"
+        "try:\n    import client_app.app\n"
+        "except SystemExit:\n    print(started.ask.exception(0))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True
+    )
+    first, second = done.stdout.splitlines()
+    assert first == "True False"
+    assert "not as in Flower 1.39" in second
+
+
 def test_flowers_actor_runs_any_app_that_it_is_given():
     cid, reply, _ = VirtualClientEngineActor().run(
         lambda: lambda message, context: f"reply to {message}", "m", "7", "context"

@@ -59,8 +59,11 @@ def is_replaced() -> bool:
 
 
 def has_own_backend(grid: Any) -> bool:
-    """Whether the grid's nodes are played by the workers of our backend."""
-    return type(grid).__name__ == "InMemoryGrid" and is_replaced()
+    """Whether the grid's nodes are, or will be, played by the workers of our backend.
+
+    The ServerApp may ask before the process has loaded the ClientApp, which replaces the backend.
+    """
+    return type(grid).__name__ == "InMemoryGrid" and vce_api_name in sys.modules
 
 
 def is_cluster() -> bool:
