@@ -242,7 +242,8 @@ def speed_key() -> list[str]:
 
 def known_speed(name: str) -> Row | None:
     """The model's speed if it was measured before."""
-    return cached(f"speed-{name}", speed_key(), lambda: None)
+    speed: Row | None = cached(f"speed-{name}", speed_key(), lambda: None)
+    return speed
 
 
 def model_speed(name: str, again: bool = False) -> Row:
