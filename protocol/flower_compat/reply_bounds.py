@@ -130,9 +130,11 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
             self._cleanup_push_session(session_id, cleanup_messages=True)
             return False
         asked, root = str(about[0]), str(about[1])
+        is_here = self.is_whole(object_id, with_children=False)  # sent again: its answer was lost
         bound = self.bound_of(asked)
         if bound is not None:
-            size, limit = self.stored_bytes(root) + len(object_content), f"{bound} bytes"
+            size, limit = self.stored_bytes(root), f"{bound} bytes"
+            size += 0 if is_here else len(object_content)
             if len(object_content) > MAX_OBJECT_BYTES:
                 size, limit = bound + 1, f"{MAX_OBJECT_BYTES} bytes in one object"
             if size > bound:
@@ -140,8 +142,11 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
                 self.refuse(asked, f"{TOO_LARGE} {limit}")
                 return False
         stored = super().store_object(run_id, session_id, object_id, object_content)
-        is_valid = get_object_id(object_content) == object_id
-        if not stored and is_valid and self.is_pending(session_id, object_id):
+        if stored or get_object_id(object_content) != object_id:
+            return stored
+        if is_here:
+            return True
+        if self.is_pending(session_id, object_id):
             why = "database or disk is full"  # nothing else keeps a valid object out
             raise FlowerError(CANNOT_WRITE, f"object {object_id}: {why}", why)
         return stored
@@ -199,9 +204,9 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
             size = func.coalesce(func.sum(func.length(StoredObject.content)), 0)
             return int(session.scalar(select(size).where(is_its)) or 0)
 
-    def is_whole(self, root: str) -> bool:
-        """Whether an object and everything in it have arrived."""
-        objects = self.objects_of(root)
+    def is_whole(self, root: str, with_children: bool = True) -> bool:
+        """Whether an object has arrived, and everything in it."""
+        objects = self.objects_of(root) if with_children else {root}
         is_here = StoredObject.object_id.in_(objects) & (StoredObject.is_available == 1)
         with self.session() as session:
             count = select(func.count()).select_from(StoredObject).where(is_here)

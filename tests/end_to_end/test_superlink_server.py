@@ -30,6 +30,7 @@ from flwr.supercore.error import FlowerError
 from flwr.supercore.error.catalog import API_ERROR_MAP
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.object_store import ObjectStoreFactory, object_store_factory
+from flwr.supercore.state.schema.corestate_models import ObjectPushSessionRoot
 from flwr.supercore.state.schema.objectstore_models import StoredObject
 from flwr.superlink.federation import NoOpFederationManager
 from grpc import StatusCode
@@ -471,3 +472,28 @@ def test_with_a_full_disk_the_superlink_is_unavailable_says_why_and_loses_no_rep
     limit["pages"] = 2**30
     _, answers = pushed(link, asked, arrays, 2**22)
     assert all(answers)
+
+
+def test_an_object_that_is_sent_again_is_not_counted_twice(link):
+    asked = bounded(link, "one", 2**20)
+    reply, answers = pushed(link, asked, random_arrays(3, 2**18), 2**20, but=1)
+    assert all(answers)
+    name, item = max(get_all_nested_objects(reply).items(), key=lambda pair: len(pair[1].deflate()))
+    with link.store.session() as session:
+        number = session.scalar(
+            select(ObjectPushSessionRoot.session_id).where(
+                ObjectPushSessionRoot.root_object_id == reply.metadata.message_id
+            )
+        )
+    for _ in range(2):
+        assert link.state.store_object(link.run, number, name, item.deflate())
+    assert link.state.num_message_res() == 1
+
+
+def test_an_object_that_is_sent_again_as_its_answer_was_lost_counts_as_stored(link):
+    asked = bounded(link, "one", 2**20)
+    reply, answers = pushed(link, asked, random_arrays(2, 2**12), 2**20)
+    assert all(answers)
+    for name, item in get_all_nested_objects(reply).items():  # the session has ended meanwhile
+        assert link.state.store_object(link.run, "a session that ended", name, item.deflate())
+    assert link.pull(asked) == [(*ids(reply), 0)]
