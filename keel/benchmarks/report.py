@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from keel.tables import markdown
+from protocol.files import write_atomically
 
 Row = dict[str, object]
 
@@ -46,13 +47,19 @@ def machine() -> Row:
     }
 
 
-def earlier_rows(out: Path) -> list[Row]:
-    """The rows of <out>.json if it was measured on this GPU with this torch; else []."""
+def settings(options: BenchOptions) -> Row:
+    """The options that change what is measured under the same name."""
+    return {"device": options.device, "quick": options.is_quick, "cifar10": options.cifar10}
+
+
+def earlier_rows(out: Path, options: BenchOptions) -> list[Row]:
+    """The rows of <out>.json if measured so, on this GPU with this torch; else []."""
     path, about = out.with_suffix(".json"), machine()
     if not path.is_file():
         return []
     found = json.loads(path.read_text())
-    if any(found["machine"].get(key) != about[key] for key in ("gpu", "torch", "processor")):
+    is_other = any(found["machine"].get(key) != about[key] for key in ("gpu", "torch", "processor"))
+    if is_other or found.get("settings") != settings(options):
         return []
     rows: list[Row] = found["rows"]
     return rows
@@ -65,8 +72,9 @@ def table(rows: list[Row]) -> str:
     return markdown([c.replace("_", " ") for c in columns], cells)
 
 
-def write(rows: list[Row], out: Path) -> None:
+def write(rows: list[Row], out: Path, options: BenchOptions) -> None:
     """Write <out>.json and <out>.md."""
     about = machine()
-    out.with_suffix(".json").write_text(json.dumps({"machine": about, "rows": rows}, indent=2))
-    out.with_suffix(".md").write_text(f"{table(rows)}\n\n{about}\n")
+    content = {"machine": about, "settings": settings(options), "rows": rows}
+    write_atomically(out.with_suffix(".json"), json.dumps(content, indent=2).encode())
+    write_atomically(out.with_suffix(".md"), f"{table(rows)}\n\n{about}\n".encode())

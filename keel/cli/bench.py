@@ -2,6 +2,7 @@
 
 import subprocess
 from collections import Counter
+from dataclasses import replace
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
@@ -67,18 +68,18 @@ def bench(
 
     chosen = [str(part) for part in parts or []] + ["gpu"] * gpu
     to = out or Path("-".join(["bench", *chosen]))
-    rows: list[Row] = earlier_rows(to) if set(chosen) == {"gpu"} else []
-    done = frozenset(str(row["what"]) for row in rows)
     options = BenchOptions(
-        keel_home(), quick, repetitions, rounds, device, str(cifar10 or ""), method, done
+        keel_home(), quick, repetitions, rounds, device, str(cifar10 or ""), method
     )
+    rows: list[Row] = earlier_rows(to, options) if set(chosen) == {"gpu"} else []
+    options = replace(options, done=frozenset(str(row["what"]) for row in rows))
     options.home.mkdir(parents=True, exist_ok=True)
     for part in chosen or DEFAULT_PARTS:
         module, function = PARTS[part]
         for row in getattr(import_module(f"keel.benchmarks.{module}"), function)(options):
             print(row, flush=True)
             rows.append(row)
-            write(rows, to)  # so that an interrupted benchmark keeps what it has measured
+            write(rows, to, options)  # so that an interrupted benchmark keeps what it has measured
     print(table(rows))
 
 

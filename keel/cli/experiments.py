@@ -71,6 +71,13 @@ def run_command(
     workers: Annotated[
         int, typer.Option(min=0, help="Concurrent runs. 0: one per GPU, or one per core.")
     ] = 0,
+    pack: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            help="Then archive what has ended into this directory, one small zip per table.",
+        ),
+    ] = None,
     output: Output = None,
 ) -> None:
     """Run a recipe: a name from `keel experiments list`, or a YAML file.
@@ -101,6 +108,7 @@ def run_command(
         failed = run_recipe(loaded, cells, options, folder, workers, console)
     except KeyboardInterrupt:
         console.print("interrupted; repeat the command to resume from the last finished rounds")
+        archive_into(pack, folder)
         raise typer.Exit(130) from None
     if failed:
         console.print(
@@ -109,6 +117,7 @@ def run_command(
     if loaded.shows == "labels":
         console.print("nothing to train: the report plots the splits")
     console.print(f"results: {folder}; keel experiments report --output {folder}")
+    archive_into(pack, folder)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -131,9 +140,14 @@ def archive_command(
     output: Output = None,
 ) -> None:
     """Archive the configs and histories of finished runs, in one small zip per table."""
+    archive_into(folder, output_folder(output))
+
+
+def archive_into(folder: Path | None, output: Path) -> None:
+    """Archive the finished runs of an output directory into `folder`; nothing for None."""
     from keel.experiments.archive import pack
 
-    for path in pack(output_folder(output), folder):
+    for path in pack(output, folder) if folder else []:
         print(path)
 
 

@@ -63,6 +63,21 @@ def test_the_gpu_part_stops_in_time_and_goes_on_where_it_was(tmp_path, monkeypat
     assert measured == list("abcdeabc")
 
 
+@pytest.mark.parametrize("other", [["--quick"], ["--device", "cuda"], ["--cifar10", "/other"]])
+def test_rows_of_other_sizes_or_of_another_device_are_measured_again(other, tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        gpu, "measurements", lambda options: [("a", lambda: {"n": measured.append("a")})]
+    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    words = ["bench", "--gpu", "--out", str(tmp_path / "bench")]
+    for arguments, count in ((["--device", "cpu"], 1), (["--device", "cpu", *other], 2)):
+        assert main([*words, *arguments]) == 0
+        assert main([*words, *arguments]) == 0  # continues with nothing
+        assert len(measured) == count
+
+
 def test_an_interrupted_gpu_part_keeps_what_it_measured(tmp_path, monkeypatch):
     def fails():
         raise ValueError("out of memory")

@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import zipfile
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,42 @@ def test_bad_words_are_refused_in_one_line(arguments, message, tmp_path, capsys)
     assert main("run", str(sweep), "--output", str(tmp_path), *arguments) == 2
     error = capsys.readouterr().err
     assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("ending", ["finished", "failed", "interrupted"])
+def test_pack_leaves_one_small_file_with_the_runs_that_have_ended(
+    ending, tmp_path, monkeypatch, capsys
+):
+    path, output, folder = tmp_path / "t.yaml", tmp_path / "output", tmp_path / "packed"
+    path.write_text(tuned)
+
+    def run_recipe(recipe, cells, how, output, workers, console):
+        runner.save_job(recipe, how, output, cells)
+        fake_runs(recipe, output, how, {0.1: 0.3, 1.0: 0.5})
+        if ending == "interrupted":
+            raise KeyboardInterrupt
+        return {"a run": "no disk"} if ending == "failed" else {}
+
+    monkeypatch.setattr(runner, "run_recipe", run_recipe)
+    (output / "jobs").mkdir(parents=True)
+    words = ["run", str(path), "--seeds", "1", "--grid", "full", "--output", str(output)]
+    code = {"finished": 0, "failed": 1, "interrupted": 130}[ending]
+    assert main(*words, "--pack", str(folder)) == code
+    [packed] = folder.iterdir()
+    assert str(packed) in capsys.readouterr().out
+    assert packed.stat().st_size < 20_000
+    names = zipfile.ZipFile(packed).namelist()
+    for name in ("config.json", "manifest.json", "summary.json", "history.jsonl"):
+        assert sum(each.endswith(f"/{name}") for each in names) == 2
+
+
+def test_a_file_to_pack_into_is_refused_before_training(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main("run", str(sweep), "--output", str(tmp_path), "--pack", str(tmp_path / "file")) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'file'}' is a file" in error
     assert error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
