@@ -7,7 +7,6 @@ import json
 import logging
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,12 +88,12 @@ KINDS = {
 class FaultyGrid(InlineGrid):
     """An inline grid in which one client's replies to `rounds` are spoilt in one way."""
 
-    def __init__(self, kind: str, rounds: Iterable[int], late_s: float = 1.0) -> None:
+    def __init__(self, kind: str, rounds: Iterable[int]) -> None:
         super().__init__(client_app.app.app, simulated_nodes(4))
-        self.kind, self.rounds, self.late_s = kind, set(rounds), late_s
+        self.kind, self.rounds = kind, set(rounds)
         self.before: Message | None = None  # its last good reply
-        self.pushed_at = 0.0
-        self.withheld: dict[str, tuple[Message, float]] = {}
+        self.round = 0  # of the newest message
+        self.withheld: dict[str, tuple[Message, int]] = {}  # reply, and the round that it is of
 
     def answer(self, message: Message) -> Message:
         """What comes back: spoilt, if it is the turn of that."""
@@ -118,14 +117,16 @@ class FaultyGrid(InlineGrid):
         return Message(reply_content(bad), reply_to=message)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """As ever; a late reply is there `late_s` later."""
-        self.pushed_at = time.monotonic()
+        """As ever; a late reply is there once a later round has begun."""
+        messages = list(messages)
+        rounds = [message.content.config_records.get("round") or {} for message in messages]
+        self.round = max([self.round, *(int(r.get("round", 0)) for r in rounds)])
         return super().push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """The replies that are there."""
         asked = set(message_ids)
-        there = [i for i in asked & self.withheld.keys() if self.withheld[i][1] < time.monotonic()]
+        there = [i for i in asked & self.withheld.keys() if self.withheld[i][1] < self.round]
         replies = [self.withheld.pop(i)[0] for i in there]
         for message_id in [i for i in self.waiting if i in asked]:
             [message] = [self.waiting[message_id]]
@@ -133,7 +134,7 @@ class FaultyGrid(InlineGrid):
             rounds = message.content.config_records["round"]
             is_bad = message.metadata.dst_node_id == BAD_NODE and rounds.get("round") in self.rounds
             if self.kind == "late" and is_bad:
-                self.withheld[message_id] = (reply, self.pushed_at + self.late_s)
+                self.withheld[message_id] = (reply, self.round)
             else:
                 replies.append(reply)
         return replies
