@@ -1,6 +1,6 @@
 """A SuperNode that sends a reply of its own to each train message; takes Keel's options.
 
-    KEEL_HOSTILE=MIB,MIB,...:OBJECT_MIB python tests/hostile_supernode.py ...
+    HOSTILE_SUPERNODE=MIB,MIB,...:OBJECT_MIB python tests/hostile_supernode.py ...
 
 The first reply has the first number of MiB, and so on, in arrays of OBJECT_MIB MiB each. They are
 sent by 8 threads, which go on after refusals.
@@ -19,7 +19,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 
 from protocol.flower_compat import assign_message_id, supernode
 
-sizes, object_mib = os.environ["KEEL_HOSTILE"].split(":")
+sizes, object_mib = os.environ["HOSTILE_SUPERNODE"].split(":")
 sizes_mib, object_mib = list(map(int, sizes.split(","))), int(object_mib)
 honest = client_loop._push_messages
 

@@ -27,7 +27,7 @@ class HostileLoopback(Loopback):
             command = [sys.executable, str(script), *command[3:]]
             size = HOSTILE[owner].partition(":")[2]
             env = env | {
-                "KEEL_HOSTILE": HOSTILE[owner],
+                "HOSTILE_SUPERNODE": HOSTILE[owner],
                 "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE": str(int(size) * MIB),
             }
         super().start(name, owner, command, env)
