@@ -62,8 +62,8 @@ def part_phase(
     def inputs(step: Step) -> tuple[Tensor, Tensor]:
         return features.of(step)[0] if part == "head" else step.x, step.y
 
-    def terms(given: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        x_or_h, y = given
+    def terms(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        x_or_h, y = batch
         logits = model.resume(x_or_h, after="features") if part == "head" else model(x_or_h)
         return {"supervised": F.cross_entropy(logits, y)}
 

@@ -153,9 +153,9 @@ def contexts_of(ctxs: Sequence[RoundContext]) -> list[StackedContext]:
     for n, ctx in enumerate(ctxs):
         networks = OwnSlots(ctx.networks, n)
         model = networks.network(ctx.config, ctx.data, ctx.model.name, "local", ctx.device)
-        given = {f.name: getattr(ctx, f.name) for f in fields(RoundContext)}
-        given |= {"networks": networks, "model": model}
-        made.append(StackedContext(**given, guard=guard, shared=tuple(shared)))
+        values = {f.name: getattr(ctx, f.name) for f in fields(RoundContext)}
+        values |= {"networks": networks, "model": model}
+        made.append(StackedContext(**values, guard=guard, shared=tuple(shared)))
     return made
 
 

@@ -143,8 +143,8 @@ class Exchange:
                 if code == NODE_UNAVAILABLE:
                     reason = reply.error.reason or "its SuperNode went away"
                     note_gone(source, failure(asked[source], reason, NODE_UNAVAILABLE))
-                elif code in UNDELIVERED and TOO_LARGE in (said := reply.error.reason or ""):
-                    bound = said.partition(TOO_LARGE)[2].strip()
+                elif code in UNDELIVERED and TOO_LARGE in (reason := reply.error.reason or ""):
+                    bound = reason.partition(TOO_LARGE)[2].strip()
                     reason = in_one_line(f"the reply has {TOO_LARGE} {bound}")
                     settle(source, failure(asked[source], reason))
                 elif code in UNDELIVERED and self.pulls:  # another pull may just have taken it

@@ -60,8 +60,8 @@ class Ditto(LocalObjective):
         update = yield from objective_phases(self, ctx)
         model = self.personal_model(ctx, ctx.state).train().requires_grad_(True)
 
-        def terms(given: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-            x, y = given
+        def terms(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+            x, y = batch
             distance = drift_from(model, ctx.received)
             return {
                 "supervised": F.cross_entropy(model(x), y),

@@ -57,8 +57,8 @@ def cluster_nodes(address: str) -> list[Node]:
         raise ValueError(f"--ray {address}: no answer in {LIST_TIMEOUT_S:g} s") from None
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
-        said = lines[-1] if lines else (done.stderr.splitlines() or ["no output"])[-1]
-        raise ValueError(f"--ray {address}: {said}")
+        reason = lines[-1] if lines else (done.stderr.splitlines() or ["no output"])[-1]
+        raise ValueError(f"--ray {address}: {reason}")
     return [Node(**node) for node in json.loads(lines[-1])]
 
 

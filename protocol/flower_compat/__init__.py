@@ -116,8 +116,8 @@ def failure_of(error: Exception) -> str:
     if response is None or response.status_code < 500:
         return ""
     try:
-        said = response.json()
-        texts = [str(said["detail"]), str(said.get("extra", ""))]
+        answer = response.json()
+        texts = [str(answer["detail"]), str(answer.get("extra", ""))]
     except (ValueError, TypeError, KeyError, AttributeError):
         texts = [f"status {response.status_code}"]
     return "the SuperLink has failed: " + ": ".join(filter(None, texts))

@@ -8,7 +8,7 @@ Replaces `RayBackend` (see `simulation_patches`), whose options and start of Ray
   SuperLink was started in; here it is the app's.
 - Flower's workers are on any node; here each has a node, so that the preflight can name it.
 - Flower returns a worker that died to its pool, where it fails every message it gets. Here it is
-  replaced, and its message is played again on another worker.
+  replaced, and its message is sent again to another worker.
 - With `client-resources-num-gpus` unset, Flower's workers either see no GPU or all share the first
   one. Here each has a GPU, if there are any.
 
@@ -66,10 +66,10 @@ def in_one_line(error: BaseException) -> str:
     """An error of Ray's without its traceback: the last line that says something."""
     cause = getattr(error, "cause", None)
     lines = [line.strip() for line in str(cause or error).splitlines() if line.strip()]
-    said = lines[-1] if lines else type(error).__name__
+    reason = lines[-1] if lines else type(error).__name__
     if isinstance(error, RayActorError):
-        said = lines[0] if lines else said
-    return said
+        reason = lines[0] if lines else reason
+    return reason
 
 
 def shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -121,8 +121,8 @@ class ClusterBackend(RayBackend):
     def start_failure(error: Exception) -> str:
         """Why Ray did not start, in one line."""
         address = os.environ.get("RAY_ADDRESS", "")
-        said = " ".join(str(error).split())
-        return f"Ray cluster {address}: {said}" if address else f"Ray did not start: {said}"
+        reason = " ".join(str(error).split())
+        return f"Ray cluster {address}: {reason}" if address else f"Ray did not start: {reason}"
 
     def init_ray(self, backend_config: BackendConfig) -> None:
         """As Flower's; on a cluster with the environment.
@@ -212,13 +212,15 @@ class ClusterBackend(RayBackend):
                 future = worker.actor.run.remote(self.app_fn, message, client, context)
                 _, reply, updated = ray.get(future)
             except LOST as error:
-                said = in_one_line(error)
+                reason = in_one_line(error)
                 num_attempts += self.replace_lost(worker)
                 if num_attempts == MAX_ATTEMPTS:
                     raise RuntimeError(
-                        f"the worker died {MAX_ATTEMPTS} times on this message: {said}"
+                        f"the worker died {MAX_ATTEMPTS} times on this message: {reason}"
                     ) from None
-                log.warning("a worker on %s is lost (%s): played again", worker.address, said)
+                log.warning(
+                    "a worker on %s is lost (%s): its message is sent again", worker.address, reason
+                )
             except BaseException:
                 self.idle.put(worker)
                 raise
