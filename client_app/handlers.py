@@ -26,10 +26,12 @@ from client_app.round import RoundContext
 from client_app.setup import device_for, representation_width
 from client_app.site_privacy import PrivacyRefused, charge_release, check_limits
 from client_app.stacked import clients_that_fit, train_stacked
+from client_app.state import ResetNeeded
 from client_app.worker_client import client_failed, run_and_round
 from protocol.config import config_from_json
 from protocol.files import private_files
 from protocol.messages import (
+    RESET_NEEDED,
     Arrays,
     EvaluateRequest,
     PreflightRequest,
@@ -102,7 +104,7 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
         reason = f"client {client}: {reason}"
     elif not isinstance(error, PrivacyRefused) and withholds_metrics(message):
         reason = "failed; privacy.metrics = 'withheld': the reason is in this client's log"
-    return Error(client_failed, reason)
+    return Error(RESET_NEEDED if isinstance(error, ResetNeeded) else client_failed, reason)
 
 
 def clients_per_step(message: Message) -> int:

@@ -37,6 +37,10 @@ NUM_REPEATED = 2  # intervals that a resume may repeat: the server keeps as many
 separator = "/"  # between group and array name; no parameter name has one
 
 
+class ResetNeeded(ValueError):
+    """A client's state is lost, or ahead of the server: its operator restores or resets it."""
+
+
 class StateMemory:
     """The newest version of each client's state of one run since the last `write`."""
 
@@ -71,9 +75,9 @@ class StateFolder:
         """The newest version of a round < `before_round`; {} if this client has no state yet.
 
         last_accepted_round: the last round in which this client's update was aggregated; 0: none.
-        ValueError if a version is newer by more rounds than a resume repeats: the server has lost
+        ResetNeeded if a version is newer by more rounds than a resume repeats: the server has lost
         its state. A damaged version is renamed to `*.damaged` and the next older one is read, with
-        a warning. ValueError if only damaged versions are left, or none although the client has
+        a warning. ResetNeeded if only damaged versions are left, or none although the client has
         trained: lost state is never replaced silently. A file `reset-state` in the folder allows
         either once; the round that follows renames it, and may be trained again.
         """
@@ -86,7 +90,7 @@ class StateFolder:
                 f"{newest}"
             )
             if not self._is_reset_allowed():
-                raise ValueError(
+                raise ResetNeeded(
                     f"{behind} and keeps it: resume the run from a newer checkpoint, or create the "
                     f"file {self.folder / reset_markers[0]} on this client's machine to set the "
                     "newer state aside and let it return to that round"
@@ -119,12 +123,12 @@ class StateFolder:
         return {}
 
     def _check_reset(self, before_round: int, lost: str) -> None:
-        """ValueError unless the operator has allowed a reset of the lost state."""
+        """ResetNeeded unless the operator has allowed a reset of the lost state."""
         found = [reset_record.fullmatch(p.name) for p in self.folder.glob("*-*")]
         was_reset = before_round <= max((int(m[1]) for m in found if m), default=0)
         if not was_reset and not self._is_reset_allowed():
             self.folder.mkdir(parents=True, exist_ok=True)  # so that its owner may write there
-            raise ValueError(
+            raise ResetNeeded(
                 f"{lost}: restore it from a backup, or create the file "
                 f"{self.folder / reset_markers[0]} on this client's machine to let it start again "
                 "without state"

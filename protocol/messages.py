@@ -47,6 +47,8 @@ MAX_COUNTS = 100_000  # entries of a list in a roster entry
 MAX_COUNT = 10**12  # samples of one class
 MAX_METRICS = 256  # of a reply
 METRIC_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# error code of a client whose state is lost or ahead of the server; Flower's own are below 100
+RESET_NEEDED = 100
 protocol_version = 4  # of the layout of messages; both sides need the same
 
 

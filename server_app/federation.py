@@ -438,6 +438,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
             scored += evaluation.kept
             away = dict.fromkeys(sorted(clients & strategy.away), "not connected")
             line["evaluation_left_out"] = evaluation.left_out | away
+            line["reset_needed"] = sorted({*report.reset_needed, *evaluation.reset_needed})
             line["evaluation_bytes_down"] = evaluation.bytes_down
             line["evaluation_bytes_up"] = evaluation.bytes_up
         line |= client_fields(sorted(scored, key=lambda reply: reply.client))

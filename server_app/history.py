@@ -1,10 +1,11 @@
 """history.jsonl: one line per round. Only this module reads and writes it; needs no torch.
 
 Keys of a line: round, participants (clients whose update was aggregated), left_out (client to
-reason), rejected (number of replies that failed update validation), backed_off (clients that are
-not sampled: away or in backoff), late, losses, seconds, client_seconds, client_cpu_seconds,
-bytes_down, bytes_up; if measured: global, local_global, personal, diagnostics,
-evaluation_left_out, evaluation_bytes_down, evaluation_bytes_up.
+reason), rejected (number of replies that failed update validation), reset_needed (clients whose
+state is lost or ahead of the server), backed_off (clients that are not sampled: away or in
+backoff), late, losses, seconds, client_seconds, client_cpu_seconds, bytes_down, bytes_up; if
+measured: global, local_global, personal, diagnostics, evaluation_left_out, evaluation_bytes_down,
+evaluation_bytes_up.
 """
 
 import errno
@@ -29,6 +30,7 @@ KINDS: dict[str, type] = {
     "left_out": dict,
     "losses": dict,
     "rejected": int,
+    "reset_needed": list,
     "seconds": dict,
     "bytes_down": int,
     "bytes_up": int,
@@ -178,7 +180,7 @@ def condensed(text: bytes) -> Line:
         line = parsed_line(text)
         num = len(line.get("participants", ()))
     line["num_participants"] = num
-    for key in ("left_out", "backed_off", "late", "evaluation_left_out"):
+    for key in ("left_out", "reset_needed", "backed_off", "late", "evaluation_left_out"):
         found = line.get(key) or []
         line[f"num_{key}"] = len(found)
         if len(found) > MAX_NAMED:

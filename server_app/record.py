@@ -32,6 +32,7 @@ def training_fields(
         "participants": [reply.client for reply in report.kept],
         "left_out": report.left_out,
         "rejected": report.rejected,
+        "reset_needed": report.reset_needed,
         "losses": losses,
         "bytes_down": bytes_down,
         "bytes_up": report.bytes_up,

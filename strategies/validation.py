@@ -16,6 +16,7 @@ from flwr.app import Message
 
 from protocol.config import PrivacyConfig, RoundsConfig
 from protocol.messages import (
+    RESET_NEEDED,
     Arrays,
     RosterEntry,
     TrainReply,
@@ -91,11 +92,13 @@ class RoundReport:
 
     kept: accepted, in the order of the clients' names. left_out: client to reason, for errors,
     clients that did not reply, and rejected replies; rejected: the number of the latter.
+    reset_needed: clients whose state is lost, or ahead of the server.
     """
 
     kept: list[TrainReply] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     rejected: int = 0
+    reset_needed: list[str] = field(default_factory=list)
     bytes_up: int = 0
     bytes_down: int = 0
 
@@ -160,6 +163,7 @@ class Validation:
     def __post_init__(self) -> None:
         self.failed: dict[str, str] = {}
         self.rejected: dict[str, str] = {}
+        self.reset_needed: set[str] = set()
         self.num_second, self.bytes_up = 0, 0
 
     def add(self, message: Message) -> str:
@@ -169,6 +173,8 @@ class Validation:
         if message.has_error():
             reason = message.error.reason or f"error {message.error.code}"
             self.failed[client] = in_one_line(reason)
+            if message.error.code == RESET_NEEDED:
+                self.reset_needed.add(client)
             return client
         try:
             self.bytes_up += payload_bytes(message)
@@ -207,6 +213,7 @@ class Validation:
             kept=[accepted[client] for client in sorted(accepted.keys() - rejected.keys())],
             left_out=left_out,
             rejected=self.num_second + len(rejected),
+            reset_needed=sorted(self.reset_needed),
             bytes_up=self.bytes_up,
         )
 

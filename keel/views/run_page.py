@@ -17,7 +17,6 @@ from keel.views.store import (
     tail,
     text_of,
 )
-from protocol.files import RESET_FILE
 from server_app.history import CURVES, PER_CLIENT, HistoryReader, Line, duration
 
 MAX_ROUNDS = 40  # columns of the clients' heat map: each costs the reading of a whole line
@@ -327,6 +326,7 @@ def site_rows(
         return []
     last_round: Counter[str] = Counter()
     trouble_of: dict[str, tuple[int, str]] = {}
+    reset_of: Counter[str] = Counter()  # the last round in which a reset was needed
     for i in range(max(0, len(reader.lines) - RECENT), len(reader.lines)):
         line = reader.full(i)
         for client in line.get("participants") or ():
@@ -334,6 +334,9 @@ def site_rows(
         for key in ("evaluation_left_out", "left_out"):
             for client, why in (line.get(key) or {}).items():
                 trouble_of[client] = (line["round"], text_of(why))
+        for client in line.get("reset_needed") or ():
+            reset_of[str(client)] = line["round"]
+    is_recorded = any("reset_needed" in line for line in reader.lines[-RECENT:])
     away = (reader.lines[-1].get("backed_off") or ()) if reader.lines else ()
     found = []
     for row in rows:
@@ -342,7 +345,7 @@ def site_rows(
         if online is not None:
             connected = online.get(int(number(row.get("node")) or 0), "not registered")
         number_, why = trouble_of.get(client, (0, ""))
-        has_recovered = last_round[client] > number_
+        needs_reset = "yes" if reset_of[client] > last_round[client] else "no"
         found.append(
             {
                 "site": text_of(client, 80),
@@ -353,7 +356,7 @@ def site_rows(
                 "model": text_of(row.get("model"), 60),
                 "device": text_of(row.get("device") or "not reported", 80),
                 "samples": f"{sum_of(row.get('label_counts')) or sum_of([row.get('num_train')]):,}",
-                "pending reset": "yes" if RESET_FILE in why and not has_recovered else "no",
+                "pending reset": needs_reset if is_recorded else "not recorded",
                 "last trouble": f"round {number_}: {why}" if why else "",
             }
         )

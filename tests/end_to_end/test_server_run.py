@@ -424,13 +424,16 @@ def test_a_client_that_lost_what_it_kept_is_named_and_left_out_until_it_may_begi
     resume(folder, num_rounds=3)
     last = history_of(folder)[-1]
     assert "client-0002" not in last["participants"]
+    assert last["reset_needed"] == ["client-0002"]
     assert (
         f"this client trained in round 2, and {lost} holds no state of it"
         in (last["left_out"]["client-0002"])
     )
     (lost / "begin-anew").touch()
     resume(folder, num_rounds=4)
-    assert "client-0002" in history_of(folder)[-1]["participants"]
+    last = history_of(folder)[-1]
+    assert "client-0002" in last["participants"]
+    assert last["reset_needed"] == []
 
 
 class Deployed(InlineGrid):

@@ -154,17 +154,17 @@ def test_axis_smoothing_and_curve_change_the_chart_and_the_address(page):
     page.check("[name=logx]")
     page.locator("[name=smooth]").fill("0.9")
     page.wait_for_function(
-        "document.querySelector('[data-chart=compare]').layout.xaxis.type === 'log'"
+        "() => document.querySelector('[data-chart=compare]').layout.xaxis.type === 'log'"
     )
     page.wait_for_function(
-        f"document.querySelector('[data-chart=compare]').data[0].y[9] !== {before['y'][9]}"
+        f"() => document.querySelector('[data-chart=compare]').data[0].y[9] !== {before['y'][9]}"
     )
     after = traces(page, "compare")[0]
     assert after["x"][:2] == pytest.approx([1.9, 3.8])
     assert "x=bytes" in page.url
     page.select_option("[name=curve]", "loss.contrastive")
     page.wait_for_function(
-        "document.querySelector('[data-chart=compare]').layout.yaxis.title.text === 'loss'"
+        "() => document.querySelector('[data-chart=compare]').layout.yaxis.title.text === 'loss'"
     )
     page.reload()
     page.wait_for_selector("[data-chart=compare] .main-svg")

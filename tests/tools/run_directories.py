@@ -37,6 +37,7 @@ def line_of(
         "participants": list(clients[:: max(1, len(clients) // 1000)]) or ["client-0000"],
         "left_out": {c: "no reply within 60 s" for c in clients[number % 97 :: 1000]},
         "rejected": 0,
+        "reset_needed": [],
         "losses": {"supervised": 2.3 - 1.8 * accuracy, "contrastive": 0.7 - 0.3 * accuracy},
         "bytes_down": 1_000_000,
         "bytes_up": 900_000,

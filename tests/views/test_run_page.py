@@ -86,8 +86,8 @@ def test_sites_show_who_takes_part_who_is_away_and_whose_state_is_lost(tmp_path)
     ]  # fmt: skip
     (run / "roster.json").write_text(json.dumps(sites))
     line = line_of(2, Random(0)) | {
-        **{"participants": ["here"], "backed_off": ["away"]},
-        "left_out": {"lost": "state is lost: restore it, or create reset-state"},
+        **{"participants": ["here"], "backed_off": ["away"], "reset_needed": ["lost"]},
+        "left_out": {"lost": "withheld", "here": "the word reset-state means nothing"},
     }
     with (run / "history.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
@@ -95,8 +95,14 @@ def test_sites_show_who_takes_part_who_is_away_and_whose_state_is_lost(tmp_path)
     rows = {row["site"]: row for row in run_page.site_rows(entry, reader, None)}
     assert (rows["here"]["connected"], rows["here"]["last round"]) == ("yes", "2")
     assert rows["away"]["connected"] == "away or in backoff"
-    assert rows["lost"]["pending reset"] == "yes"
+    assert {site: row["pending reset"] for site, row in rows.items()} == {
+        **{"here": "no", "away": "no", "lost": "yes"}
+    }
     assert rows["here"]["samples"] == "7"
     online = run_page.site_rows(entry, reader, {0: "online", 1: "offline"})
     assert [row["connected"] for row in online] == ["online", "offline", "not registered"]
     assert "away or in backoff" in Pages(tmp_path).get("/deployment").text
+    with (run / "history.jsonl").open("a") as file:
+        file.write(json.dumps(line_of(3, Random(0)) | {"participants": ["lost"]}) + "\n")
+    reader.update()
+    assert {row["pending reset"] for row in run_page.site_rows(entry, reader, None)} == {"no"}
