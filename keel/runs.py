@@ -15,6 +15,7 @@ from typing import Any
 
 from protocol.config import keel_home
 from protocol.files import digest
+from protocol.options import did_you_mean
 from server_app.history import HISTORY_FILE, curve, read_history
 from server_app.summary import HEADLINE, SUMMARY_FILE, read_config_file, read_summary
 
@@ -221,4 +222,5 @@ def find_run(run: str | Path = "") -> SavedRun:
     if matches:
         shown = ", ".join(matches[:5]) + (", ..." if len(matches) > 5 else "")
         raise ValueError(f"{text!r} begins the names of {len(matches)} runs: {shown}")
-    raise ValueError(f"there is no run {text!r} in {base}; `keel list` shows what there is")
+    hint = did_you_mean(text, names) or "; `keel list` shows what there is"
+    raise ValueError(f"there is no run {text!r} in {base}{hint}")

@@ -6,7 +6,6 @@ implemented (`protocol.catalogue`), so that a new method touches nothing here. N
 torch: a mistake is refused in a fraction of a second.
 """
 
-import difflib
 import json
 import logging
 import os
@@ -32,6 +31,7 @@ from protocol.options import (
     any_text,
     at_least,
     between,
+    did_you_mean,
     keys_of,
     matching,
     more_than,
@@ -229,17 +229,26 @@ def is_run_name(name: str) -> bool:
 
 
 TRACKERS = ("tensorboard", "mlflow", "wandb")
+DIAGNOSTICS = (  # server_app.diagnostics.comparison computes them
+    *("cka-global", "cka-clients", "effective-rank", "vci", "within-class-trace"),
+    *("between-class-trace", "deviation-bound", "deviating-share", "drift", "relative-drift"),
+)
+
+
+def names_in(text: str) -> list[str]:
+    """The names in a value such as "drift, vci"."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def is_tracker_list(text: str) -> bool:
     """Whether `text` is a value of `tracker`."""
-    names = [name.strip() for name in text.split(",")]
-    return names == ["none"] or all(name in TRACKERS for name in names)
+    names = names_in(text)
+    return names == ["none"] or (bool(names) and set(names) <= set(TRACKERS))
 
 
 def tracker_names(rounds: "RoundsConfig") -> list[str]:
     """The trackers that are asked for, each once."""
-    names = [name.strip() for name in rounds.tracker.split(",")]
+    names = names_in(rounds.tracker)
     return [n for n in TRACKERS if n in names or (n == "tensorboard" and rounds.tensorboard)]
 
 
@@ -298,7 +307,11 @@ class RoundsConfig:
         at_least(0), "multi-krum: number of updates that are averaged; 0: all but num-malicious"
     )
     tracker: str = option(
-        Constraint(is_tracker_list, "none, or some of tensorboard, mlflow, wandb, with commas"),
+        Constraint(
+            is_tracker_list,
+            "none, or some of tensorboard, mlflow, wandb, with commas",
+            ("none", *TRACKERS),
+        ),
         "where the run's figures are copied: tensorboard (in the run directory), mlflow, wandb; "
         "each needs Keel's extra of that name",
     )
@@ -364,7 +377,7 @@ class RunConfig:
     @property
     def client_models(self) -> list[str]:
         """The networks of `client-models`; [] where all clients train the run's."""
-        return [name.strip() for name in self.model.client_models.split(",") if name.strip()]
+        return names_in(self.model.client_models)
 
     def table(self, name: str, cls: type[T]) -> T:
         """The options dataclass `cls` from the keys `name.*`, of a method or server optimizer."""
@@ -442,13 +455,12 @@ def refuse_unknown(what: str, name: str, allowed: list[str], method: str = "") -
     if name in allowed:
         return
     table = [key for key in allowed if key.startswith(name.partition(".")[0] + ".")]
-    near = difflib.get_close_matches(name, table or allowed, n=1)
-    if f"{method}.{name}" in allowed:
-        near = [f"{method}.{name}"]
-    hint = f"; did you mean {near[0]}?" if near else "."
+    own = f"{method}.{name}"
+    is_own = own in allowed
+    hint = f"; did you mean {own}?" if is_own else did_you_mean(name, table or allowed) or "."
     shown = table if len(allowed) > max_shown and table else allowed
     if len(shown) > max_shown:
-        more = "" if near else " `keel keys` lists all."
+        more = " `keel keys` lists all." if hint == "." else ""
         raise ValueError(f"{what} = {name!r} is unknown{hint}{more}")
     raise ValueError(f"{what} = {name!r} is unknown{hint} Allowed: {', '.join(sorted(shown))}")
 
@@ -527,6 +539,8 @@ def _validate_names(config: RunConfig) -> None:
     refuse_unknown("model", model.model, list(model_names()))
     for name in config.client_models:
         refuse_unknown("client-models", name, list(model_names()))
+    for name in names_in(rounds.diagnostics):
+        refuse_unknown("diagnostics", name, ["all", *DIAGNOSTICS])
     model_spec(model.model).check(model.model, model.norm, model.width)
     parse_source(config.data.source)
 

@@ -10,11 +10,12 @@ Only pyproject.toml states defaults, so a field has none and every key must be p
 """
 
 import dataclasses
+import difflib
 import functools
 import math
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Constraint:
-    """Which values an option accepts. choices: all of them, where they are few."""
+    """Which values an option accepts. choices: their names, where they have any."""
 
     holds: Callable[[Any], bool]
     description: str
@@ -98,6 +99,12 @@ def option(
     return dataclasses.field(metadata=metadata)
 
 
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """`; did you mean NAME?` with the name that is nearest to `name`; "" if none is near."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 class OptionFlag:
     """A capability flag that follows a boolean option; see `when_option`, `unless_option`."""
 
@@ -166,6 +173,7 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
                 f"not {type(value).__name__}"
             )
         if not constraint.holds(value):
-            raise ValueError(f"{key} = {value!r}: expected {constraint.description}")
+            hint = did_you_mean(str(value), constraint.choices)
+            raise ValueError(f"{key} = {value!r}: expected {constraint.description}{hint}")
         parsed[name] = value
     return cls(**parsed)

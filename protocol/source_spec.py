@@ -6,6 +6,8 @@ holds one reader for each name.
 
 from pathlib import Path
 
+from protocol.options import did_you_mean
+
 SOURCE_NAMES = (
     "digits",
     "fashion-mnist",
@@ -27,7 +29,8 @@ def parse_source(spec: str) -> tuple[str, Path | None]:
     kind, colon, location = spec.partition(":")
     name = f"{kind}:PATH" if colon else kind
     if name not in SOURCE_NAMES or (colon and not location):
-        raise ValueError(f"source = {spec!r}: expected one of {', '.join(SOURCE_NAMES)}")
+        names, hint = ", ".join(SOURCE_NAMES), did_you_mean(name, SOURCE_NAMES)
+        raise ValueError(f"source = {spec!r}: expected one of {names}{hint}")
     if not colon:
         return name, None
     path = Path(location).expanduser()

@@ -7,7 +7,6 @@ from protocol.catalogue import method_names
 from protocol.config import RunConfig
 from protocol.options import OptionValue
 from protocol.server_optimizers import SERVER_OPTIMIZERS
-from server_app.diagnostics.comparison import chosen_diagnostics
 from server_app.roster import evaluates_clients
 from server_app.trackers import check_trackers
 
@@ -15,7 +14,6 @@ from server_app.trackers import check_trackers
 def check_config(config: RunConfig) -> None:
     """ValueError, one line, for mistakes that `protocol.config.validate` cannot see."""
     method_of(config)
-    chosen_diagnostics(config.rounds.diagnostics)
     check_trackers(config.rounds)
 
 

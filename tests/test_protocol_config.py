@@ -98,7 +98,7 @@ def test_a_missing_key_is_named(key):
         ("my.share", 0.0, "expected a number in (0, 1]"),
         ("my.share", 1.0001, "expected a number in (0, 1]"),
         ("my.share", float("nan"), "expected a number in (0, 1]"),
-        ("my.kind", "Red", "expected one of red, green"),
+        ("my.kind", "Red", "expected one of red, green; did you mean red?"),
         ("my.lambda", -1e-9, "expected a finite number >= 0"),
     ],
 )

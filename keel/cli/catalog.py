@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from keel.tables import markdown, terminal_console
+from keel.tables import markdown, print_table, terminal_console
 from protocol.catalogue import (
     MethodSpec,
     method_names,
@@ -92,7 +92,7 @@ def methods(
         "traffic": traffic_of_all()[name],
         "extra forwards": spec.extra_forwards,
         "file": f"client_app/methods/{method_stem(name)}.py",
-        "capabilities": capabilities(spec),
+        "capabilities": capabilities(spec) if as_json else in_words(capabilities(spec)),
     }
     show_one(facts, {"options": option_rows(spec.options, f"{name}.")}, as_json)
 
@@ -144,6 +144,28 @@ def capabilities(spec: MethodSpec) -> Row:
 
 
 FLAG_PREFIXES = ("is_", "has_", "sends_", "supports_")
+
+
+def in_words(flags: Row) -> str:
+    """Capability flags in a line: what holds, what the method supports, and what it does not."""
+
+    def named(prefixes: tuple[str, ...], value: bool) -> str:
+        """The flags with one of these prefixes and this value, without `is_` and `supports_`."""
+        names = [name for name, is_on in flags.items() if is_on is value]
+        return ", ".join(
+            re.sub("^(is|supports)_", "", name).replace("_", " ")
+            for name in names
+            if name.startswith(prefixes)
+        )
+
+    parts = {
+        "": named(("is_", "has_", "sends_"), value=True),
+        "supports ": named(("supports_",), value=True),
+        "does not support ": named(("supports_",), value=False),
+        "weighted by ": flags["default_weighting"],
+        "shares ": flags["shared_part"],
+    }
+    return "; ".join(words + found for words, found in parts.items() if found)
 
 
 def option_rows(options: type, prefix: str) -> list[Row]:
@@ -453,7 +475,12 @@ def keys(name: NameArgument = None, as_json: JsonOption = False) -> None:
         if not found:
             refuse_unknown("config key", name, [row["key"] for row in rows])
         rows = found
-    show(rows, as_json, "Config keys", "Set one with `keel run KEY=VALUE`.", hidden=("source",))
+    if as_json or terminal_console().is_terminal:
+        show(rows, as_json, "Config keys", "Set one with `keel run KEY=VALUE`.", hidden=("source",))
+        return
+    for row in rows:  # a line each, to be searched
+        value = json.dumps(row["default"]).strip('"')
+        print(f"{row['key']}={value}  ({row['range']}) {row['description']}")
 
 
 def key_rows() -> list[Row]:
@@ -495,10 +522,9 @@ def show(
         table.add_column(column, justify="right" if is_number else "left", no_wrap=is_short)
     for row in rows:
         table.add_row(*(text_of(row[column]) for column in columns))
-    console = terminal_console()
-    console.print(table)
+    print_table(table)
     if caption:
-        console.print(caption, highlight=False)
+        terminal_console().print(caption, highlight=False)
 
 
 def show_one(facts: Row, tables: Mapping[str, Sequence[Row]], as_json: bool) -> None:

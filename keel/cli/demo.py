@@ -34,10 +34,12 @@ def demo() -> int:
         "with one seed: this shows how Keel works, not which method is better.",
         flush=True,
     )
-    runs = []
+    runs: list[SavedRun] = []
     for method, options in METHODS.items():
         print()
-        run = execute({"method": method, **SETTING, **options}, EngineOptions(clients=CLIENTS))
+        hidden = {"same as", *(("data", "clients", "rounds") if runs else ())}  # the same for both
+        overrides = {"method": method, **SETTING, **options}
+        run = execute(overrides, EngineOptions(clients=CLIENTS), hidden=hidden)
         assert run is not None  # only a deployment has none
         runs.append(run)
     print()

@@ -24,7 +24,8 @@ class Terminal(logging.Handler):
     def __init__(self, num_rounds: int, quiet: bool = False) -> None:
         super().__init__(logging.WARNING)
         self.console = Console(highlight=False, soft_wrap=True, quiet=quiet)
-        self.num_rounds, self.has_sizes = num_rounds, True
+        self.num_rounds = num_rounds
+        self.shown: dict[str, str] = {}  # rows of the plan, by label
         self.directory: Path | None = None
         self.last_round = self.num_done = 0
         self.started = time.monotonic()
@@ -63,7 +64,7 @@ class Terminal(logging.Handler):
 
     def row(self, label: str, text: str) -> None:
         """Print a row of the plan."""
-        self.print(f"[bold]{label:<9}[/]  {escape(text)}")
+        self.print(f"[bold]{label:<10}[/]  {escape(text)}")
 
     def phase(self, text: str) -> None:
         """Name what the bar is waiting for."""
@@ -77,12 +78,13 @@ class Terminal(logging.Handler):
         self.row("directory", str(directory))
 
     def on_run_start(self, info: Any) -> None:
-        """As `RunObserver`: print the sizes if the plan could not, then begin."""
-        if not self.has_sizes:
+        """As `RunObserver`: print the sizes that the plan could not, then begin."""
+        if "test images" not in self.shown.get("data", ""):
             shape = " x ".join(map(str, info.image_shape))
             images = f"{info.num_train:,} training and {info.num_test:,} test images"
-            self.row("data", f"{images}, {shape}, {info.num_classes} classes")
-            self.row("model", f"{info.model}, {info.num_parameters:,} parameters")
+            self.row("images", f"{images}, {shape}, {info.num_classes} classes")
+        if "parameters" not in self.shown.get("model", ""):
+            self.row("parameters", f"{info.num_parameters:,}")
         self.begin(info.directory, info.last_round)
 
     def on_round(self, line: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -177,10 +177,14 @@ def executed(overrides: Mapping[str, OptionValue], options: EngineOptions) -> in
 
 
 def execute(
-    overrides: Mapping[str, OptionValue], options: EngineOptions, quiet: bool = False
+    overrides: Mapping[str, OptionValue],
+    options: EngineOptions,
+    quiet: bool = False,
+    hidden: Container[str] = (),
 ) -> SavedRun | None:
     """Execute a run and show its progress; returns its directory once it has finished.
 
+    hidden: labels of rows of the plan that are not shown.
     None: on a deployment, where the directory is on the server. ValueError, one line, if the run is
     refused, RuntimeError if it failed. KeyboardInterrupt stops it cleanly and is raised again.
     """
@@ -209,9 +213,10 @@ def execute(
         rows = [("resume", name), ("same as", flwr_line(job))]
     else:
         rows = plan_rows(config, job, resumed.rounds if resumed else 0)
-    terminal.has_sizes = "parameters" in dict(rows).get("model", "")
+    terminal.shown = dict(rows)
     for label, text in rows:
-        terminal.row(label, text)
+        if label not in hidden:
+            terminal.row(label, text)
     if options.engine is Engine.flower and not resumed:
         directory = new_directory(config)
         named = {**overrides, "run-name": directory.name}

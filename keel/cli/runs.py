@@ -15,9 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from keel.runs import DAMAGE, RUNNING, SavedRun, all_runs, find_run, is_locked, lock_holder
-from keel.tables import terminal_console
+from keel.tables import print_table
 from protocol.catalogue import method_names
 from protocol.config import keel_home
+from protocol.files import digest
 from protocol.server_optimizers import SERVER_OPTIMIZERS
 from server_app.history import CURVES, curve, duration
 from server_app.summary import summarise
@@ -27,6 +28,7 @@ STOP_TIMEOUT_S = 90.0
 PLACES = {"output-dir", "run-name", "data-dir", "resume"}  # keys that `compare` ignores
 
 RunName = Annotated[str, typer.Argument()]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 # --- status and list -----------------------------------------------------------------------------
@@ -34,12 +36,25 @@ RunName = Annotated[str, typer.Argument()]
 
 def status(
     run: Annotated[str, typer.Argument(show_default=False)] = "",
+    as_json: JsonOption = False,
 ) -> None:
     """Show the state of a run; without RUN, of the most recently changed one.
 
     RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
     """
-    print("\n".join(status_lines(find_run(run))))
+    saved = find_run(run)
+    print(json.dumps(status_row(saved), indent=2) if as_json else "\n".join(status_lines(saved)))
+
+
+def status_row(run: SavedRun) -> dict[str, Any]:
+    """`row_of` the run, with the seconds of its rounds and whom the recent ones left out.
+
+    ValueError, one line, if its files are damaged.
+    """
+    recent = {line["round"]: line["left_out"] for line in run.history[-RECENT_ROUNDS:]}
+    seconds = round(sum(sum(line["seconds"].values()) for line in run.history), 2)
+    damaged = run.damaged_checkpoints()
+    return row_of(run) | {"seconds": seconds, "left_out": recent, "damaged_checkpoints": damaged}
 
 
 def status_lines(run: SavedRun) -> list[str]:
@@ -80,7 +95,7 @@ def status_lines(run: SavedRun) -> list[str]:
 def list_command(
     base: Annotated[Path | None, typer.Argument(metavar="[DIRECTORY]")] = None,
     limit: Annotated[int, typer.Option("--limit", "-n", help="Number of runs shown; 0: all.")] = 30,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """List the runs of a directory, by default $KEEL_HOME/runs, most recently changed first."""
     found = all_runs(base.expanduser() if base else None)
@@ -89,7 +104,6 @@ def list_command(
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    console = terminal_console()
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("run", no_wrap=True)  # so that it can be copied
     for name in ("method", "data"):
@@ -107,7 +121,7 @@ def list_command(
             " ".join(duration(run.age_s).split()[:2]),
         )
     if rows:
-        console.print(table)
+        print_table(table)
     if not found:
         print("no runs yet; `keel run` starts one")
     elif len(shown) < len(found):
@@ -183,7 +197,11 @@ def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...")],
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the table here.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Where the plot goes. Default: $KEEL_HOME/compare.png.")
+        Path | None,
+        typer.Option(
+            *("--output", "-o", "--plot"),
+            help="The plot. Default: a file in $KEEL_HOME/comparisons, named after the runs.",
+        ),
     ] = None,
 ) -> None:
     """Compare runs: accuracy, time, the config keys that differ, and their curves in one plot.
@@ -203,7 +221,7 @@ def compare(
             *(f"{row['seconds_per_round']:.2f}", coloured(row["state"])),
             escape(" ".join(f"{k}={run.config.get(k)}" for k in keys if uses(run, k))),
         )
-    terminal_console().print(table)
+    print_table(table)
     if csv_file:
         with csv_file.expanduser().open("w", newline="") as file:
             writer = csv.DictWriter(file, [*rows[0], *keys])
@@ -211,12 +229,19 @@ def compare(
             for run, row in zip(found, rows, strict=True):
                 writer.writerow(row | {key: run.config.get(key) for key in keys})
         print(f"table: {csv_file}")
-    path = (plot or keel_home() / "compare.png").expanduser()
+    path = (plot or keel_home() / "comparisons" / f"{comparison_name(found)}.png").expanduser()
     from keel.cli.plots import figure_of
 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure_of(found, keys).savefig(path, dpi=150)
     print(f"plot: {path}")
+
+
+def comparison_name(runs: Sequence[SavedRun]) -> str:
+    """The first run's name, how many others there are, and a digest of all their directories."""
+    directories = "\n".join(sorted(str(run.directory) for run in runs))
+    others = f"-and-{len(runs) - 1}" if len(runs) > 1 else ""
+    return f"{runs[0].name}{others}-{digest(directories.encode())[:8]}"
 
 
 def differing_keys(runs: Sequence[SavedRun]) -> list[str]:
@@ -262,7 +287,7 @@ def predict(
     run: RunName,
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...")],
     client: ClientName = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Classify images with the final model of a run: file, class, probability."""
     directory = find_run(run).directory

@@ -20,6 +20,7 @@ from keel.experiments.runs import (
     run_of,
 )
 from keel.experiments.scale import Keys, scaled_round
+from protocol.options import did_you_mean
 
 TUNED_SEEDS = 5  # that judge a tuned side, beside the one that tuned it
 
@@ -236,7 +237,8 @@ def selected(recipe: Recipe, only: Sequence[str]) -> list[Cell]:
     for name in only:
         if not any(name in names for names in axes):
             known = ", ".join(sorted(set().union(*axes[:-2])))
-            raise ValueError(f"--only {name!r}: {recipe.name} has {known}")
+            hint = did_you_mean(name, set().union(*axes))
+            raise ValueError(f"--only {name!r}: {recipe.name} has {known}{hint}")
 
     def is_selected(cell: Cell) -> bool:
         parts = [*cell.row.parts, *cell.column.parts, cell.row.name, cell.column.name]

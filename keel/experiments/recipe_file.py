@@ -3,7 +3,6 @@
 Example: `docs/sweep.yaml`. `keel.experiments.recipe` expands the file into the cells of a table.
 """
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -27,7 +26,7 @@ from protocol.config import (
     refuse_unknown,
     with_current_names,
 )
-from protocol.options import OptionValue
+from protocol.options import OptionValue, did_you_mean
 
 RUNNER_KEYS = {"seed", "resume", "output-dir", "run-name"}
 ENTRY_KEYS = ("of", "take", "at", "tune", "tuned", "paper")
@@ -97,9 +96,8 @@ def old_names(node: Any) -> Iterator[tuple[int, str, str]]:
 def _config_key(key: str) -> str:
     known = default_config()
     if key not in known:
-        near = difflib.get_close_matches(key, [*known, *ENTRY_KEYS], n=1)
-        hint = f"did you mean {near[0]}?" if near else "pyproject.toml lists the keys"
-        raise ValueError(f"config key = {key!r} is unknown; {hint}")
+        hint = did_you_mean(key, [*known, *ENTRY_KEYS]) or "; `keel keys` lists the keys"
+        raise ValueError(f"config key = {key!r} is unknown{hint}")
     if key in RUNNER_KEYS:
         raise ValueError(f"{key} is set by the runner: use seeds and --output")
     return key

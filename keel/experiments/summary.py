@@ -3,6 +3,7 @@
 The claims are the headlines of the shipped recipes; the numbers come from the archive alone.
 """
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from keel.experiments.recipe import Claim, Recipe, load_recipe, shipped_recipes
 from keel.experiments.rendering import template_environment
 from keel.experiments.runs import Options, history_in
 from keel.experiments.settings import code_sentences, machine_sentences
+from protocol.config import resolve_config
 from protocol.files import write_atomically
 
 BEGIN = "<!-- made by `keel experiments summary`; a test compares it -->"
@@ -24,6 +26,14 @@ END = "<!-- end of the results -->"
 PICTURES = "curves"  # folder beside the page
 WIDTH, HEIGHT, MARGIN = 420, 150, 34
 COLOURS = ("#0b6e99", "#c2571a")
+
+DATA_NAMES = {
+    "fashion-mnist": "Fashion-MNIST",
+    "cifar10": "CIFAR-10",
+    "cifar100": "CIFAR-100",
+    "svhn": "SVHN",
+    "tiny-imagenet": "Tiny ImageNet",
+}
 
 Curve = Sequence[tuple[int, float, float]]
 
@@ -70,10 +80,12 @@ class Evidence:
 class Headline:
     """A headline claim with the best evidence there is: None where nothing is archived.
 
-    command: runs its two sides at the paper's setting.
+    text: the claim with the data set that it is about. command: runs its two sides at the paper's
+    setting.
     """
 
     claim: JudgedClaim
+    text: str
     command: str
     evidence: Evidence | None = None
     picture: str = ""
@@ -106,12 +118,25 @@ def headlines(evidence: Sequence[Evidence], pictures: dict[str, str]) -> Iterato
             cells = ";".join(dict.fromkeys(n for side in sides_of(claim, recipe) for n in side))
             command = shlex.join(["keel", "experiments", "run", recipe.name, "--only", cells])
             if not judged:
-                yield Headline(empty, command)
+                yield Headline(empty, in_full(claim, recipe), command)
                 continue
             best, each = max(judged, key=lambda p: (p[0].verdict != NOT_TESTED, p[0].share))
             name = f"{recipe.name}-{number}.svg"
             pictures[name] = drawing(claim, each)
-            yield Headline(best, command, each, f"{PICTURES}/{name}")
+            yield Headline(best, in_full(claim, recipe), command, each, f"{PICTURES}/{name}")
+
+
+def in_full(claim: Claim, recipe: Recipe) -> str:
+    """The claim with its data set: `FedCKA above FedAvg on CIFAR-10, alpha 5`."""
+    sides = sides_of(claim, recipe)
+    cell = recipe.cell(*sides[0])
+    data = DATA_NAMES[resolve_config(cell.keys).data.source]
+    words = ("slower than", "faster than") if cell.take.is_time else ("above", "below")
+    compared = f"{claim.left} {words[not claim.is_above]} {claim.right}"
+    if sides[0][0] == claim.place:
+        return f"{claim.place}: {compared} on {data}"
+    place = re.sub(r"\b(\d+)R\b", r"\1 rounds", claim.place).replace("FMNIST", "Fashion-MNIST")
+    return f"{compared} on {place if data in place else f'{data}, {place}'}"
 
 
 def drawing(claim: Claim, evidence: Evidence) -> str:

@@ -18,7 +18,7 @@ from client_app.setup import pixels_of
 from client_app.similarity import linear_view
 from data.sources import Source
 from models import StagedModel
-from protocol.config import RunConfig, refuse_unknown
+from protocol.config import DIAGNOSTICS, RunConfig, names_in, refuse_unknown
 from protocol.messages import Arrays
 from protocol.seeds import seed_of
 from server_app.diagnostics.measures import (
@@ -42,7 +42,6 @@ FEATURES: dict[str, Callable[[Tensor, Tensor], float | None]] = {  # of features
     "between-class-trace": between_class_trace,
 }
 DEVIATIONS = ("deviation-bound", "deviating-share")  # of features and class probabilities
-DIAGNOSTICS = (*SIMILARITIES, *FEATURES, *DEVIATIONS, "drift", "relative-drift")
 
 NUM_PROBE_SAMPLES = 2000  # VCI needs several times as many as there are features
 NUM_CKA_SAMPLES = 256  # a view takes its square in memory, for each layer and client
@@ -52,7 +51,7 @@ BATCH_SIZE = 500
 
 def chosen_diagnostics(text: str) -> tuple[str, ...]:
     """The names in `diagnostics = "..."`, in the order of DIAGNOSTICS; ValueError if unknown."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = names_in(text)
     for name in names:
         refuse_unknown("diagnostics", name, ["all", *DIAGNOSTICS])
     return tuple(name for name in DIAGNOSTICS if name in names or "all" in names)

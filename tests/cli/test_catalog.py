@@ -95,6 +95,25 @@ def test_every_key_of_the_config_is_listed_by_keys_or_by_its_method(capsys):
     assert listed["momentum"]["range"] == "a number in [0, 1)"
 
 
+def test_the_keys_of_a_pipe_are_one_line_each(capsys):
+    num_keys = len(as_json(capsys, "keys"))
+    assert main(["keys"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == num_keys
+    assert "lr=0.01  (a finite number >= 0) learning rate" in lines
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_the_capabilities_of_a_method_are_one_short_line(capsys):
+    assert main(["methods", "fedreco"]) == 0
+    [line] = [x for x in capsys.readouterr().out.splitlines() if x.startswith("capabilities: ")]
+    assert "stateful, personal" in line
+    assert "; supports mixed architectures" in line
+    assert "; does not support server optimizer" in line
+    assert "=" not in line
+    assert as_json(capsys, "methods", "fedreco")["capabilities"]["is_personal"] is True
+
+
 def test_keys_shows_those_that_begin_alike_and_refuses_others(capsys):
     assert main(["keys", "privacy."]) == 0
     shown = capsys.readouterr().out

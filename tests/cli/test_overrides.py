@@ -1,5 +1,6 @@
 """Words of the command line become typed overrides; mistakes are named all at once."""
 
+import dataclasses
 import re
 
 import pytest
@@ -8,7 +9,11 @@ from hypothesis import strategies as st
 
 from keel.cli.main import main
 from keel.cli.overrides import checked_config, parse_overrides
-from protocol.config import default_config
+from protocol.catalogue import method_names, method_spec, model_names
+from protocol.config import DIAGNOSTICS, PrivacyConfig, default_config, group_types, presets
+from protocol.options import key_of
+from protocol.server_optimizers import SERVER_OPTIMIZERS
+from protocol.source_spec import SOURCE_NAMES
 
 
 def test_values_need_no_quotes_and_take_their_defaults_type():
@@ -51,6 +56,14 @@ MISTAKES = {
     "num-rounds=ten": "num-rounds = 'ten': expected a whole number",
     "num-rounds=1.5": "num-rounds = '1.5': expected a whole number",
     "flip=maybe": "flip = 'maybe': expected true or false",
+    "partition=dirichelt": (
+        "partition = 'dirichelt': expected one of iid, dirichlet, dirichlet-balanced, classes, "
+        "shards; did you mean dirichlet?"
+    ),
+    "source=digit": "source = 'digit': expected one of digits, ",
+    "source=fodler:/x": "source = 'fodler:/x': expected one of ",
+    "tracker=mlfow": "tracker = 'mlfow': expected none, or some of ",
+    "diagnostics=drift,cka-globl": "diagnostics = 'cka-globl' is unknown; did you mean cka-global?",
     'alpha="0.1"': 'alpha = "0.1": expected a number, found a string',
     "fedcka": "'fedcka': expected KEY=VALUE, such as method=fedintr",
 }
@@ -63,6 +76,27 @@ def test_what_the_user_sees_of_a_mistake(word, line, capsys):
     assert said.err.startswith(f"error: {line}")
     assert said.err.count("\n") == 1
     assert said.out == ""
+
+
+def enumerated_options():
+    """(key, a name that it accepts) of every config key that accepts names."""
+    tables = [(cls, "") for cls in group_types] + [(PrivacyConfig, "privacy.")]
+    tables += [(method_spec(name).options, f"{name}.") for name in method_names()]
+    tables += [(options, f"{name}.") for name, options in SERVER_OPTIMIZERS.items()]
+    fields = [(f, prefix) for cls, prefix in tables for f in dataclasses.fields(cls)]
+    found = {p + key_of(f): f.metadata["constraint"].choices for f, p in fields}
+    found |= {"source": SOURCE_NAMES, "method": method_names(), "model": model_names()}
+    found |= {"preset": tuple(presets()), "server-optimizer": tuple(SERVER_OPTIMIZERS)}
+    found |= {"client-models": model_names(), "diagnostics": DIAGNOSTICS}
+    return [(key, max(names, key=len)) for key, names in found.items() if names]
+
+
+@pytest.mark.parametrize(("key", "name"), enumerated_options())
+def test_a_misspelt_name_is_answered_with_the_nearest(key, name):
+    near = name.partition(":")[0]
+    misspelt = name.replace(near, near[:-2] + near[-1])
+    with pytest.raises(ValueError, match=f"^{re.escape(key)} = .*did you mean {near}"):
+        checked_config({key: misspelt})
 
 
 def test_several_mistakes_are_named_at_once(capsys):

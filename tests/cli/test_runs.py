@@ -105,6 +105,17 @@ def test_the_status_names_recent_failures_and_changes_nothing(run, failing, caps
     assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
+def test_the_status_can_be_read_by_a_program(trained, capsys):
+    assert main(["status", str(trained), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    history = history_of(trained)
+    assert (status["state"], status["rounds"], status["num_rounds"]) == ("finished", 2, 2)
+    assert status["accuracy"] == history[-1]["global"]["accuracy"]
+    seconds = sum(sum(line["seconds"].values()) for line in history)
+    assert status["seconds"] == pytest.approx(seconds, abs=0.01)
+    assert status["left_out"] == {"1": {}, "2": {}}
+
+
 def test_without_a_name_the_status_is_of_the_run_that_changed_last(two, capsys):
     later = time.time() + 60
     for name in ("one", "other"):
@@ -275,6 +286,16 @@ def test_compare_is_a_table_with_the_keys_that_differ_and_a_plot(two, tmp_path, 
     assert float(rows[0]["best"]) == max(values)
     with Image.open(plot) as image:
         assert image.width > 500
+
+
+def test_a_comparison_does_not_overwrite_the_plot_of_another(two, home, capsys):
+    plots = []
+    for names in (["one", "other"], ["one"], ["other", "one"], ["one", "other"]):
+        assert main(["compare", *names]) == 0
+        plots.append(capsys.readouterr().out.splitlines()[-1].removeprefix("plot: "))
+    assert plots[0] == plots[3]  # the same comparison, drawn again
+    assert len(set(plots)) == 3
+    assert {str(path) for path in (home / "comparisons").iterdir()} == set(plots)
 
 
 def test_compare_names_an_option_only_of_the_method_that_has_it(two, capsys):

@@ -19,6 +19,8 @@ def test_the_demo_compares_two_runs_and_leaves_a_plot(tmp_path):
     assert process.returncode == 0, printed
     assert "FedAvg, then with FedIntR" in printed
     assert printed.count("round 10/10") == 2
+    assert printed.count("training and 359 test images") == 1
+    assert printed.count("cnn-fedreco, 44,426 parameters") == 1
     assert "This is one seed" in printed
     assert f"plot: {tmp_path}/demo.png" in printed
     assert (tmp_path / "demo.png").stat().st_size > 10_000

@@ -20,10 +20,16 @@ import server_app.inline
 from client_app.methods import method_of
 from client_app.setup import build_network, model_for, open_source
 from models.cnn import _plain_cnn
-from protocol.config import resolve_config
+from protocol.config import DIAGNOSTICS, resolve_config
 from protocol.messages import RosterEntry
 from server_app.checks import check_config
-from server_app.diagnostics.comparison import DIAGNOSTICS, chosen_diagnostics, probe_of
+from server_app.diagnostics.comparison import (
+    DEVIATIONS,
+    FEATURES,
+    SIMILARITIES,
+    chosen_diagnostics,
+    probe_of,
+)
 from server_app.diagnostics.monitor import Monitor
 
 Run = Callable[..., Path]
@@ -255,6 +261,7 @@ def test_names_are_taken_with_blanks_and_in_one_order():
     assert chosen_diagnostics(" vci ,cka-global,") == ("cka-global", "vci")
     assert chosen_diagnostics("drift, all") == DIAGNOSTICS
     assert chosen_diagnostics("") == ()
+    assert set(DIAGNOSTICS) == {*SIMILARITIES, *FEATURES, *DEVIATIONS, "drift", "relative-drift"}
 
 
 def test_real_sites_that_send_no_weights_cannot_be_measured():

@@ -13,7 +13,7 @@ from keel.experiments.archive import pack, unpacked
 from keel.experiments.plan import runs_needed, selected
 from keel.experiments.recipe import load_recipe
 from keel.experiments.runs import Options
-from keel.experiments.summary import BEGIN, END, evidence_in, svg_of, write_summary
+from keel.experiments.summary import BEGIN, END, evidence_in, in_full, svg_of, write_summary
 from protocol.config import resolve_config
 
 root = Path(__file__).parent.parent.parent
@@ -94,13 +94,14 @@ def test_the_page_and_the_table_say_what_an_archive_holds(output):
     page, readme = output / "papers.md", output / "README.md"
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     *_, picture = write_summary(output / "histories", page, readme)
-    row = "| FedCKA above FedAvg in alpha 5 (FedCKA Table 2) | +3.49 | +3.00 [+3.00, +3.00] | 3 "
+    row = "| FedCKA above FedAvg on CIFAR-10, alpha 5 (FedCKA Table 2) | +3.49 | +3.00 [+3.00, +3.00] | 3 "
     assert f"{row}| reproduced |" in page.read_text()
     assert f"{row}| reproduced |" in readme.read_text()
     assert readme.read_text().startswith(f"before\n{BEGIN}\n| claim")
     assert readme.read_text().endswith(f"{END}\nafter\n")
     text = page.read_text()
-    assert "| FedRCL above FedAvg in CIFAR-10, alpha 0.6, 500R (FedRCL Table 1) | +5.07 | –" in text
+    other = "FedRCL above FedAvg on CIFAR-10, alpha 0.6, 500 rounds"
+    assert f"| {other} (FedRCL Table 1) | +5.07 | –" in text
     assert "6 runs on cpu: some: 41 min 0 s of rounds, the longest 6 min 50 s." in text
     assert "Processor time of the clients: 246.0 core hours." in text
     assert f"Code: {OTHER}." in text
@@ -115,6 +116,22 @@ def test_the_page_and_the_table_say_what_an_archive_holds(output):
         path.unlink()
     assert write_summary(output / "histories", page, readme) == [page, readme]
     assert not picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "claim", "text"),
+    [
+        ("fedcka-table-2", "alpha 5 above alpha 0.1 in FedAvg",
+         "FedAvg: alpha 5 above alpha 0.1 on CIFAR-10"),
+        ("fedcka-table-4", "FedCKA below MOON in 50 layers, without cache",
+         "FedCKA faster than MOON on Tiny ImageNet, 50 layers, without cache"),
+        ("fedreco-table-3", "FedReCo (0.2, 0.1) above FedAvg (0.2, 0.1) in FMNIST",
+         "FedReCo (0.2, 0.1) above FedAvg (0.2, 0.1) on Fashion-MNIST"),
+    ],
+)  # fmt: skip
+def test_a_claim_names_its_data_set(recipe, claim, text):
+    loaded = load_recipe(recipe)
+    assert in_full(next(c for c in loaded.claims if c.text == claim), loaded) == text
 
 
 def test_a_readme_without_markers_is_refused(tmp_path):
