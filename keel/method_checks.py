@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import logging
 import os
@@ -21,6 +22,7 @@ from client_app.round import RoundContext
 from client_app.samples import Pixels, Step
 from client_app.setup import dataset_spec_of, model_for, open_source
 from client_app.state import StateFolder
+from keel.cli.new_method import placeholders
 from protocol.config import RunConfig, default_config, resolve_config
 from protocol.messages import Arrays, TrainRequest
 from protocol.options import OptionValue, keys_of, parse_options
@@ -127,6 +129,17 @@ def options_documented(subject: Subject) -> None:
     parse_options(cls, default_config(), prefix=f"{name}.")
     for field in dataclasses.fields(cls):
         require(bool(field.metadata.get("description")), f"{field.name} has no description")
+
+
+def source_is_named(subject: Subject) -> None:
+    """The file's docstring and `paper` hold none of the placeholders of `keel new-method`."""
+    cls = METHODS[subject.name]
+    text = f"{inspect.getdoc(inspect.getmodule(cls))} {cls.paper}"
+    left = [each for each in placeholders() if each in text]
+    require(
+        not left,
+        f"{', '.join(left)} in {inspect.getfile(cls)}: name the source there",
+    )
 
 
 @contextlib.contextmanager
@@ -385,6 +398,7 @@ def flags_are_consistent(subject: Subject) -> None:
 
 CHECKS: dict[str, Callable[[Subject], None]] = {
     "options are documented and have defaults": options_documented,
+    "source is named": source_is_named,
     "gradient is finite and equals finite differences": gradient_is_correct,
     "frozen models get no gradient": frozen_models_get_no_gradient,
     "order of the batch does not matter": batch_order_is_irrelevant,

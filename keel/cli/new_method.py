@@ -20,6 +20,8 @@ SERVER_OPTION = (
     'between(0, 1, open_low=True), "server learning rate", source="eq. (3)")\n'
 )
 
+MAX_PAPER = 60  # characters, so that it fits into a line
+
 TABLE = """
 [tool.flwr.app.config.fed-new]
 mu = 0.1                       # weight of the distance
@@ -34,14 +36,17 @@ def new_method(
     server_half: Annotated[
         bool, typer.Option("--server-half", help="Write the server half in strategies/ too.")
     ] = False,
+    paper: Annotated[
+        str, typer.Option(help="The source, as the table of methods shows it: Acar et al. 2021.")
+    ] = "",
 ) -> None:
     """Write the files of a new method: client half, test, config table.
 
     They are a complete example, the squared distance of the features to the global model's: change
     it into your method. They pass `make check` unchanged; check yours with
-    `keel check-method NAME`.
+    `keel check-method NAME`, which fails until the placeholders for the source are replaced.
     """
-    files = method_files(name, server_half)
+    files = method_files(name, server_half, paper)
     pyproject = app_folder / "pyproject.toml"
     config = with_table(pyproject.read_text(), named(TABLE, name) + SERVER_DEFAULT * server_half)
     for path, text in files.items():
@@ -52,8 +57,11 @@ def new_method(
         print(path.relative_to(app_folder))
 
 
-def method_files(name: str, server_half: bool) -> dict[Path, str]:
-    """Path to content. ValueError if the name is taken or not allowed, or this is no checkout."""
+def method_files(name: str, server_half: bool, paper: str = "") -> dict[Path, str]:
+    """Path to content.
+
+    ValueError if the name is taken, it or the source is not allowed, or this is no checkout.
+    """
     stem = method_stem(name)
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) or keyword.iskeyword(stem):
         raise ValueError(f"{name!r}: expected lower-case letters, digits and hyphens, as fedavg-ft")
@@ -62,7 +70,15 @@ def method_files(name: str, server_half: bool) -> dict[Path, str]:
         raise ValueError(f"{name!r} exists: methods, server optimizers and config keys share names")
     if not (app_folder / "tests").is_dir():
         raise ValueError(f"{app_folder} is not a checkout of Keel: methods are written in one")
+    if len(paper) > MAX_PAPER or not paper.isprintable() or set(paper) & set('"\\<>'):
+        raise ValueError(
+            f"--paper {paper!r}: expected at most {MAX_PAPER} characters, without quotes, such as "
+            "'Acar et al. 2021 (FedDyn)'"
+        )
     client, test = template("client_half"), template("test")
+    if paper:
+        client = client.replace('<authors>, "<title>", <venue>, <arXiv number>', paper)
+        client = client.replace("<authors and year>", paper)
     test = test.replace("ETA", ", eta=1.0" if server_half else "")
     files = {}
     if server_half:
@@ -77,6 +93,11 @@ def method_files(name: str, server_half: bool) -> dict[Path, str]:
     if existing := [path for path in files if path.exists()]:
         raise ValueError(f"{existing[0]} exists and is not overwritten")
     return {path: named(text, name) for path, text in files.items()}
+
+
+def placeholders() -> list[str]:
+    """What stands for the source in a new method."""
+    return re.findall("<[^<>]+>", template("client_half"))
 
 
 def template(name: str) -> str:

@@ -15,6 +15,7 @@ from keel.method_checks import check_method
 
 # The checks that need the class alone: broken methods are put in the place of a sound one.
 OF_THE_CLASS = [
+    "source is named",
     "gradient is finite and equals finite differences",
     "frozen models get no gradient",
     "order of the batch does not matter",
@@ -64,7 +65,13 @@ class WithUndeclaredState(FedProx):
     uses_previous: ClassVar[bool] = True
 
 
+@dataclass(frozen=True)
+class WithPlaceholder(FedProx):
+    paper: ClassVar[str] = "<authors and year>"
+
+
 BROKEN = {
+    WithPlaceholder: ("source is named", "<authors and year> in "),
     WithWrongGradient: ("gradient is finite", "autograd gives"),
     WithGradientIntoReceived: ("frozen models", "detach"),
     WithOrder: ("order of the batch", "permuting"),

@@ -53,6 +53,19 @@ def test_new_methods_pass_their_own_tests_and_the_linter(checkout):
     assert [config[name]["mu"] for name in ("fedpull", "damped-pull")] == [0.1, 0.1]
 
 
+def test_the_source_takes_the_place_of_its_placeholders():
+    [path] = [p for p in new_method.method_files("fedpull", False) if p.parent.name == "methods"
+              and p.parent.parent.name == "client_app"]  # fmt: skip
+    without = new_method.method_files("fedpull", False)[path]
+    assert all(each in without for each in new_method.placeholders())
+    text = new_method.method_files("fedpull", False, "Ada et al. 1843 (FedPull)")[path]
+    assert 'paper: ClassVar[str] = "Ada et al. 1843 (FedPull)"' in text
+    assert "Source: Ada et al. 1843 (FedPull). Equation numbers" in text
+    assert "<" not in text
+    with pytest.raises(ValueError, match=r"--paper .*expected at most 60 characters"):
+        new_method.method_files("fedpull", False, 'say "x"')
+
+
 @pytest.mark.parametrize(
     "name", ["fedprox", "fedavgm", "privacy", "Fed", "fed_pull", "1fed", "class", "fed-", "../x"]
 )

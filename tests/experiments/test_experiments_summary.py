@@ -94,7 +94,8 @@ def test_the_page_and_the_table_say_what_an_archive_holds(output):
     page, readme = output / "papers.md", output / "README.md"
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     *_, picture = write_summary(output / "histories", page, readme)
-    row = "| FedCKA above FedAvg on CIFAR-10, alpha 5 (FedCKA Table 2) | +3.49 | +3.00 [+3.00, +3.00] | 3 "
+    row = "| FedCKA above FedAvg on CIFAR-10, alpha 5 (FedCKA Table 2) "
+    row += "| +3.49 | +3.00 [+3.00, +3.00] | 3 "
     assert f"{row}| reproduced |" in page.read_text()
     assert f"{row}| reproduced |" in readme.read_text()
     assert readme.read_text().startswith(f"before\n{BEGIN}\n| claim")
