@@ -6,6 +6,7 @@ Read for the run's manifest, and on each worker of a simulation before round 1.
 import hashlib
 import os
 import platform
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from protocol.messages import MachineReport, PreflightRequest
 PACKAGES = ("flwr", "torch", "torchvision", "numpy", "scipy", "safetensors")
 
 
+@cache
 def package_versions() -> dict[str, str]:
     """Versions of the packages that the bits of a result depend on."""
     return {name: version(name) for name in PACKAGES}

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from conftest import SMALL
+from run_fixtures import SMALL
 from typer.testing import CliRunner
 
 from keel.cli.doctor import app

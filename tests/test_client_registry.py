@@ -6,9 +6,9 @@ import time
 from dataclasses import replace
 
 import pytest
-from conftest import SMALL
 from flwr.app import ConfigRecord, Error, Message, MessageType
 from flwr.common.constant import ErrorCode
+from run_fixtures import SMALL
 
 import server_app.client_registry
 from client_app.setup import dataset_spec_of, open_source

@@ -3,10 +3,10 @@
 import itertools
 
 import pytest
-from conftest import SMALL
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
+from run_fixtures import SMALL
 
 import client_app.app
 import client_app.handlers

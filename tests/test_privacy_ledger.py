@@ -8,7 +8,7 @@ from client_fixtures import (
     keel_home_of_tests,  # noqa: F401 (used by being here)
     make_config,
 )
-from conftest import without_pictures
+from run_fixtures import without_pictures
 
 from protocol.chained import append_chained, read_chained
 from server_app.inline import run_inline

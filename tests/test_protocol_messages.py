@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 import pytest
 import safetensors.torch
 import torch
-from conftest import FACTS
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from run_fixtures import FACTS
 
 from protocol.config import resolve_config
 from protocol.flower_compat import begin_task, records_from_bytes, records_to_bytes

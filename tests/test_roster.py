@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
-from conftest import SMALL
 from flwr.app import ConfigRecord, RecordDict
+from run_fixtures import SMALL
 
 from client_app.setup import open_source
 from protocol.config import keel_version, resolve_config

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import SMALL
+from run_fixtures import SMALL
 
 from server_app.audit import AuditLog, audit_end, audit_problem
 from server_app.inline import run_inline

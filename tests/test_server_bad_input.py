@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import NUM_CLIENTS, SMALL, final_model, history_of, resume, same_bits
 from PIL import Image
+from run_fixtures import NUM_CLIENTS, SMALL, final_model, history_of, resume, same_bits
 
 import server_app.inline
 from protocol.config import default_config

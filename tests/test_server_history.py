@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import resume
+from run_fixtures import resume
 
 from keel.runs import SavedRun
 from server_app.history import (

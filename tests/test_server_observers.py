@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from conftest import history_of, resume, summary_of
+from run_fixtures import history_of, resume, summary_of
 
 from server_app.inline import run_inline
 from server_app.observers import RunInfo, RunObserver, SummaryTable, print_summary, round_text
@@ -30,7 +30,7 @@ class Recorder:
 @pytest.fixture
 def observed(no_pictures, tmp_path):
     """(run directory, calls) of a run that a Recorder follows."""
-    from conftest import NUM_CLIENTS, SMALL
+    from run_fixtures import NUM_CLIENTS, SMALL
 
     recorder: RunObserver = Recorder()
     keys = SMALL | quick | {"fraction-train": 0.5, "output-dir": str(tmp_path / "runs")}

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import FACTS, SMALL
+from run_fixtures import FACTS, SMALL
 
 from client_app import machine
 from client_app.machine import data_digest, report_of

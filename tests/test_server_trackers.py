@@ -9,7 +9,7 @@ import struct
 import threading
 
 import pytest
-from conftest import history_of, resume
+from run_fixtures import history_of, resume
 
 import server_app.trackers
 from protocol.config import resolve_config, tracker_names

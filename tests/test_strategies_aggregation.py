@@ -5,11 +5,11 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from conftest import random_arrays, same_bits, sent
 from flwr.app import ArrayRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedMedian, FedTrimmedAvg, MultiKrum
 from hypothesis import given
 from hypothesis import strategies as st
+from run_fixtures import random_arrays, same_bits, sent
 
 from protocol.config import resolve_config
 from protocol.messages import TrainReply

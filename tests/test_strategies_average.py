@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import FACTS, answer, random_arrays, same_bits, sent
 from flwr.app import (
     Array,
     ArrayRecord,
@@ -21,6 +20,7 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
+from run_fixtures import FACTS, answer, random_arrays, same_bits, sent
 from safetensors.numpy import save
 from torch import Tensor, nn
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import FACTS, answer, same_bits, sent
+from run_fixtures import FACTS, answer, same_bits, sent
 from torch import Tensor
 
 from models import StagedModel, build_model

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import FACTS, answer, random_arrays, same_bits, sent
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvgM
+from run_fixtures import FACTS, answer, random_arrays, same_bits, sent
 from torch import Tensor, nn
 
 from protocol.config import resolve_config

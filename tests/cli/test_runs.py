@@ -12,8 +12,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import history_of
 from PIL import Image
+from run_fixtures import history_of
 
 import server_app.report
 from client_app.methods import METHODS

@@ -7,8 +7,8 @@ import subprocess
 import time
 
 import pytest
-from conftest import SMALL, final_model, history_of, same_bits, summary_of
 from deployment_fixtures import new_run, state_inline, state_of_clients, wait_for_round
+from run_fixtures import SMALL, final_model, history_of, same_bits, summary_of
 
 from keel.deployment.loopback import partitions, running
 from server_app.inline import run_inline

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster_fixtures import ROOT, two_nodes
-from conftest import SMALL, all_models, history_of, same_bits, summary_of, without_times
+from run_fixtures import SMALL, all_models, history_of, same_bits, summary_of, without_times
 
 from server_app.inline import run_inline
 

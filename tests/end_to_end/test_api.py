@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import history_of
 from matplotlib.figure import Figure
+from run_fixtures import history_of
 
 import keel
 

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from conftest import (
+from run_fixtures import (
     SMALL,
     all_models,
     final_model,

@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 import torch
 from client_fixtures import add_model
-from conftest import NUM_CLIENTS, SMALL, final_model, history_of, resume, same_bits, without_times
 from printed_formulas import cka_as_printed, covariances
+from run_fixtures import (
+    NUM_CLIENTS,
+    SMALL,
+    final_model,
+    history_of,
+    resume,
+    same_bits,
+    without_times,
+)
 from safetensors.torch import load_file
 
 import keel.cli.main

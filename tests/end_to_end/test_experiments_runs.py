@@ -17,7 +17,7 @@ from typing import Any
 import click
 import pytest
 import typer
-from conftest import final_model, history_of, same_bits
+from run_fixtures import final_model, history_of, same_bits
 
 from keel.cli import experiments as command_line
 from keel.experiments import runner

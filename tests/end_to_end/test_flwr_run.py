@@ -15,15 +15,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import (
+from run_fixtures import (
     SMALL,
-    SuperLink,
     all_models,
     final_model,
     history_of,
     same_bits,
     summary_of,
 )
+from superlink_fixtures import SuperLink
 
 from client_app.methods import METHODS
 from protocol.options import OptionValue

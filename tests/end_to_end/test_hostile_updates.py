@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, final_model, history_of, same_bits, summary_of, without_pictures
 from flwr.app import Message, MessageType
 from hypothesis import given
 from hypothesis import strategies as st
+from run_fixtures import SMALL, final_model, history_of, same_bits, summary_of, without_pictures
 
 import client_app.app
 from data.sources import load_source

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from conftest import all_models, history_of, same_bits, summary_of, without_times
+from run_fixtures import all_models, history_of, same_bits, summary_of, without_times
 
 from keel.cli.main import main
 from keel.runs import SavedRun

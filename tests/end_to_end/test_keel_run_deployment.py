@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL
+from run_fixtures import SMALL
 
 from keel.cli.main import main
 from keel.deployment.loopback import partitions, running

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, all_models, history_of, same_bits, summary_of, without_times
+from run_fixtures import SMALL, all_models, history_of, same_bits, summary_of, without_times
 
 from keel.deployment.simulation import MARK
 from keel.runs import SavedRun

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import NUM_CLIENTS, SMALL, all_models, history_of, same_bits, without_times
+from run_fixtures import NUM_CLIENTS, SMALL, all_models, history_of, same_bits, without_times
 
 import strategies.average
 from server_app.inline import InlineGrid, run_inline

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import final_model, history_of, same_bits, summary_of
 from deployment_fixtures import (
     LOOPBACK_CLIENTS,
     LOOPBACK_KEYS,
@@ -18,6 +17,7 @@ from deployment_fixtures import (
     state_of_clients,
     wait_for_round,
 )
+from run_fixtures import final_model, history_of, same_bits, summary_of
 from tools.processes import descendants
 
 from keel.deployment.checks_host import check_key, check_port, check_registered

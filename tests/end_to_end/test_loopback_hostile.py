@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, history_of
 from deployment_fixtures import new_run, wait_for_round
+from run_fixtures import SMALL, history_of
 
 from keel.deployment.loopback import Loopback, partitions, running
 

@@ -1,7 +1,7 @@
 """Robust means in whole runs with a client that lies."""
 
 import pytest
-from conftest import final_model, history_of, same_bits, summary_of
+from run_fixtures import final_model, history_of, same_bits, summary_of
 
 from client_app.methods import METHODS
 

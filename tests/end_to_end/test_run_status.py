@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, history_of, resume, summary_of
+from run_fixtures import SMALL, history_of, resume, summary_of
 
 import server_app.trackers
 from client_app.methods import METHODS

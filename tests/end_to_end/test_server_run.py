@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
+from flwr.app import Message, MessageType
+from run_fixtures import (
     NUM_CLIENTS,
     SMALL,
     all_models,
@@ -29,7 +30,6 @@ from conftest import (
     summary_of,
     without_times,
 )
-from flwr.app import Message, MessageType
 
 import protocol.files
 import server_app.client_registry

@@ -5,8 +5,8 @@ import math
 
 import pytest
 from bad_updates import BAD_CLIENT, BAD_NODE, KINDS, FaultyGrid, run_with
-from conftest import SMALL, final_model, history_of, same_bits, summary_of, without_pictures
 from flwr.app import Message, MessageType
+from run_fixtures import SMALL, final_model, history_of, same_bits, summary_of, without_pictures
 
 from protocol.messages import TrainReply, read_reply, reply_content
 from server_app.federation import run_federation

@@ -1,0 +1,116 @@
+"""Small runs on digits, what they leave, and messages made by hand."""
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Message
+from safetensors.torch import load_file
+from torch import Tensor
+
+import server_app.report
+from protocol.messages import DatasetSpec, TrainReply, reply_content
+from protocol.options import OptionValue
+from server_app.inline import run_inline
+from server_app.run_directory import read_arrays
+
+Overrides = Mapping[str, OptionValue]
+
+# Four clients share the 1,438 training digits; one round takes about a tenth of a second.
+SMALL: dict[str, OptionValue] = {
+    "source": "digits",
+    "model": "cnn-fedreco",
+    "alpha": 5.0,
+    "batch-size": 64,
+    "lr": 0.05,
+    "num-rounds": 2,
+}
+NUM_CLIENTS = 4
+FACTS = DatasetSpec(
+    (1, 32, 32), tuple("0123456789"), (0.5,), (0.25,)
+)  # where only a record is needed
+
+
+@contextmanager
+def without_pictures() -> Iterator[None]:
+    """Runs on the inline engine draw nothing: their pictures take as long as they do."""
+    with pytest.MonkeyPatch.context() as patch:
+        for picture in ("plot_accuracy", "plot_label_distribution"):
+            patch.setattr(server_app.report, picture, lambda *what: None)
+        yield
+
+
+def resume(folder: Path, num_clients: int = NUM_CLIENTS, **given: OptionValue) -> Path:
+    """Go on with the run in `folder`; underscores in the keys given stand for hyphens."""
+    keys = {name.replace("_", "-"): value for name, value in given.items()}
+    return run_inline({"resume": str(folder)} | keys, num_clients)
+
+
+def history_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of history.jsonl."""
+    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+
+
+def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The history less what differs between two runs of the same: how long it took, and the bytes
+    sent, as a message holds the folder's name."""
+    timed = ("seconds", "client_seconds", "client_cpu_seconds")
+    differing = (*timed, "bytes_down", "evaluation_bytes_down")
+    return [{k: v for k, v in line.items() if k not in differing} for line in history]
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """summary.json."""
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def final_model(folder: Path) -> dict[str, Tensor]:
+    """The arrays of model.safetensors."""
+    return read_arrays(folder / "model.safetensors")[0]
+
+
+def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Equal names, dtypes, shapes and bytes; a NaN equals itself, -0.0 is not 0.0."""
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype
+        and a[name].shape == b[name].shape
+        and a[name].numpy().tobytes() == b[name].numpy().tobytes()
+        for name in a
+    )
+
+
+def all_models(folder: Path) -> dict[str, Tensor]:
+    """The final model and what every client keeps for the next round, by file and array name."""
+    found = {f"model/{name}": array for name, array in final_model(folder).items()}
+    for client in sorted((folder / "clients").glob("*")):
+        newest = max(client.glob("round-*.safetensors"))
+        kept = load_file(newest)
+        found |= {f"{client.name}/{newest.name[:11]}/{k}": v for k, v in kept.items()}
+    return found
+
+
+def sent(messages: list[Message]) -> list[Message]:
+    """The messages as a grid has sent them: with ids, so that they can be answered."""
+    for message in messages:
+        message.metadata.__dict__["_message_id"] = secrets.token_hex(8)
+    return messages
+
+
+def answer(message: Message, reply: TrainReply) -> Message:
+    """The message that carries this reply to `message`."""
+    return Message(reply_content(reply), reply_to=message)
+
+
+def random_arrays(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    """Float64 arrays of mixed signs and magnitudes."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) * (1 + seed % 3)
+        for name, shape in shapes.items()
+    }
