@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from client_fixtures import (
     make_config,
     small_source,
 )
+from run_fixtures import without_pictures
 from safetensors.torch import load_file
 
 import client_app.process_cache
@@ -61,29 +63,35 @@ def double(arrays):
 
 def rounds_of(subject, config, cache):
     """Round 2 of four clients of different sizes; the first has never taken part."""
-    made = []
+    ctx, left, made = *begun(subject, config), []
     for place, num in enumerate(SIZES):
-        ctx = subject.round(config, 2, {}, num_clients=1)
-        begun = dict(vars(ctx)) | {"networks": cache, "client": f"client-{place:04}"}
+        keys = dict(vars(ctx)) | {"networks": cache, "client": f"client-{place:04}"}
         samples = client_app.samples.Samples(
             ctx.train_samples.images[:num].numpy(),
             ctx.train_samples.labels[place : place + num].numpy(),
             ctx.train_samples.pixels,
             ctx.device,
         )
-        state = state_of(subject, config, place) if place else {}
         model = cache.network(config, ctx.data, ctx.model.name, "local", ctx.device)
-        named = {f.name: begun[f.name] for f in dataclasses.fields(ctx) if f.name != "caches"}
-        named |= {"model": model, "train_samples": samples, "state": state}
-        extra = double(ctx.extra) | extra_of(config.rounds.method, model, place)
-        named |= {"received": double(ctx.received), "extra": extra, "last_accepted_round": 1}
+        named = {f.name: keys[f.name] for f in dataclasses.fields(ctx) if f.name != "caches"}
+        named |= {"model": model, "train_samples": samples}
+        named |= {"state": changed(left, place) if place else {}, "last_accepted_round": 1}
+        named["received"] = {n: a.clone() for n, a in double(ctx.received).items()}
+        named["extra"] = double(ctx.extra) | extra_of(config.rounds.method, model, place)
         made.append(type(ctx)(**named))
     return made
 
 
-def state_of(subject, config, place):
-    """What the first round leaves, other floats for every client."""
-    groups = method_of(config).train(subject.round(config, 1, {})).state
+@cache
+def begun(subject, config):
+    """Round 2 of one client, and what the method's first round leaves: for all clients and both
+    ways."""
+    left = method_of(config).train(subject.round(config, 1, {})).state
+    return subject.round(config, 2, {}, num_clients=1), left
+
+
+def changed(groups, place):
+    """Other floats for every client."""
     generator = torch.Generator().manual_seed(place)
     return {
         group: {
@@ -108,8 +116,11 @@ def extra_of(method, model, place):
 
 
 def both_ways(subject, **keys):
-    """Updates of the four clients: one after the other, and together."""
-    config = subject.config(**{"local_epochs": 2, "momentum": 0.9, "weight_decay": 1e-3} | keys)
+    """Updates of the four clients: one after the other, and together.
+
+    One epoch each; that the next one goes on is shown with MOON, whatever the run.
+    """
+    config = subject.config(**{"local_epochs": 1, "momentum": 0.9, "weight_decay": 1e-3} | keys)
     method = method_of(config)
     alone = [method.train(ctx) for ctx in rounds_of(subject, config, ProcessCache())]
     return alone, train_stacked(method, rounds_of(subject, config, ProcessCache()))
@@ -149,6 +160,7 @@ def test_clients_trained_together_are_those_trained_alone(method, in_float64, tm
 )
 @pytest.mark.parametrize("method", ["moon"])
 def test_together_is_alone_whatever_the_run(method, keys, in_float64, tmp_path):
+    keys = {"local_epochs": 2} | keys
     assert_same_updates(*both_ways(Subject(method, tmp_path), **keys))
 
 
@@ -168,7 +180,7 @@ def test_together_is_alone_whatever_the_run(method, keys, in_float64, tmp_path):
         {"method": "fedrep", "fedrep.head-epochs": 2, "clip_norm": 0.5},
         {"method": "fedbabu", "fedbabu.fedper-like": True, "fedbabu.part": "head"},
         {"method": "fedcr", "fedcr.reverse": True, "fedcr.samples": 3},
-        {"method": "fedpac", "model": "resnet20", "norm": "batch"},
+        {"method": "fedpac", "model": "resnet20", "width": 4, "norm": "batch"},
     ],
     ids=lambda keys: "-".join(str(value) for value in keys.values()),
 )
@@ -186,7 +198,7 @@ def test_clients_without_a_common_batch_size_are_trained_too(in_float64, tmp_pat
         return step(self, places, *arguments)
 
     monkeypatch.setattr(Stack, "step", recorded)
-    assert_same_updates(*both_ways(Subject("moon", tmp_path)))
+    assert_same_updates(*both_ways(Subject("moon", tmp_path), local_epochs=2))
     assert [1, 3] in groups  # 8 samples each, while client 2 has 3
     assert sum(map(len, groups)) == 2 * (3 + 4 + 2 + 2)
     assert len(groups) < 2 * (3 + 4 + 2 + 2)
@@ -302,7 +314,8 @@ def run_of(folder, num_clients_per_step, **keys):
         "output-dir": str(folder / str(num_clients_per_step)), "local-test-fraction": 0.2,
         "evaluate-clients": "all", "clients-per-step": num_clients_per_step, "device": "cpu",
     }  # fmt: skip
-    return run_inline(given | keys, 5)
+    with without_pictures():
+        return run_inline(given | keys, 5)
 
 
 @pytest.mark.end_to_end
@@ -357,6 +370,9 @@ def test_a_run_that_cannot_be_stacked_ends_before_round_1(tmp_path):
 # --- memory -------------------------------------------------------------------------------------
 
 
+FEDAVG = {"method": "fedavg", "evaluate-clients": "none", "run-name": "full"}
+
+
 class FullMemory:
     """`train_stacked` on a device whose memory holds `most` clients."""
 
@@ -372,20 +388,23 @@ class FullMemory:
         return train_stacked(method, ctxs)
 
 
+@pytest.fixture(scope="module")
+def trained_alone(tmp_path_factory):
+    return run_of(tmp_path_factory.mktemp("alone"), 1, **FEDAVG)
+
+
 @pytest.mark.parametrize(("most", "tried"), [(2, [5, 2, 2, 2, 2]), (1, [5, 2])])
 def test_clients_that_do_not_fit_in_memory_train_fewer_at_a_time(
-    most, tried, tmp_path, monkeypatch, caplog
+    most, tried, trained_alone, tmp_path, monkeypatch, caplog
 ):
     full = FullMemory(most)
     monkeypatch.setattr(handlers, "train_stacked", full)
-    keys = {"method": "fedavg", "evaluate-clients": "none", "run-name": "full"}
-    together = run_of(tmp_path, 5, **keys)
+    together = run_of(tmp_path, 5, **FEDAVG)
     assert full.tried == tried  # 5 clients in 2 rounds: 2 + 2 + 1, the last of which trains alone
     lines = [r.getMessage() for r in caplog.records if "do not fit" in r.getMessage()]
     assert len(lines) == tried.index(2) + (most == 1)  # once, and not again in round 2
     assert "5 clients do not fit into the memory of cpu: 2 at a time train together" in lines[0]
-    alone = run_of(tmp_path, 1, **keys)
-    one, other = (load_file(run / "model.safetensors") for run in (alone, together))
+    one, other = (load_file(run / "model.safetensors") for run in (trained_alone, together))
     assert_close(other, one, rtol=0, atol=1e-5)
 
 
