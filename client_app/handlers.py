@@ -41,13 +41,13 @@ from protocol.messages import (
     TrainReply,
     TrainRequest,
     all_finite,
-    contents_to_play,
+    contents_to_simulate,
     last_accepted_round_of,
     machine_content,
-    played_reply,
     read_request,
     reply_content,
     roster_content,
+    simulated_reply,
     tensors,
 )
 
@@ -61,10 +61,10 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
 
     A message for many logical clients is answered for one after the other.
     """
-    if "played" not in message.content.config_records:
+    if "simulated" not in message.content.config_records:
         return answer_as(message, context)
     replies = []
-    for client, num_clients, content in contents_to_play(message.content):
+    for client, num_clients, content in contents_to_simulate(message.content):
         own = copy.copy(message)
         own.content = content
         node_config: dict[str, bool | float | int | str] = {
@@ -73,7 +73,7 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
         }
         node = Context(context.run_id, context.node_id, node_config, RecordDict(), {})
         replies.append(answer_as(own, node))
-    return played_reply(replies)
+    return simulated_reply(replies)
 
 
 def answer_as(message: Message, context: Context) -> RecordDict | Error:
@@ -109,8 +109,8 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
 
 def clients_per_step(message: Message) -> int:
     """How many clients may train together on messages like this one."""
-    is_played = "played" in message.content.config_records  # by logical clients, one by one
-    if message.metadata.message_type != MessageType.TRAIN or is_played:
+    is_simulated = "simulated" in message.content.config_records  # by logical clients, one by one
+    if message.metadata.message_type != MessageType.TRAIN or is_simulated:
         return 1
     record = message.content.config_records.get("round")
     if not record or "config" not in record:  # each client refuses it by itself

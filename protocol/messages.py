@@ -3,7 +3,7 @@
 server -> client   query     round: `RosterRequest`
                    train     round: `TrainRequest`; client: counted-round; arrays; extra
                    evaluate  round: `EvaluateRequest`; client: counted-round; arrays; extra
-                   of many logical clients: played: clients, num-clients, counted-rounds; round,
+                   of many logical clients: simulated: clients, num-clients, counted-rounds; round,
                              arrays and extra of all; own-K: what only the K-th is sent
 client -> server   query     roster: `RosterEntry`
                    train     reply: client, round; arrays; extra; metrics
@@ -292,7 +292,7 @@ def tensors(record: ArrayRecord | None) -> Arrays:
     return found
 
 
-def played_content(
+def simulated_content(
     contents: Sequence[RecordDict], clients: Sequence[int], num_clients: int
 ) -> RecordDict:
     """One message's content from those of several simulated clients, given by number.
@@ -301,14 +301,14 @@ def played_content(
     """
     first = contents[0]
     accepted = [int(c.config_records["client"]["counted-round"]) for c in contents]  # type: ignore[arg-type]
-    played: dict[str, Any] = {
+    simulated: dict[str, Any] = {
         "clients": list(clients),
         "num-clients": num_clients,
         "counted-rounds": accepted,
     }
     shared = ArrayRecord()
     whole: dict[str, Any] = {
-        "played": ConfigRecord(played),
+        "simulated": ConfigRecord(simulated),
         "round": first.config_records["round"],
         "arrays": first.array_records["arrays"],
         "extra": shared,
@@ -324,14 +324,14 @@ def played_content(
     return RecordDict(whole)
 
 
-def contents_to_play(whole: RecordDict) -> list[tuple[int, int, RecordDict]]:
-    """(client's number, number of clients, content of its message) of what `played_content` made.
+def contents_to_simulate(whole: RecordDict) -> list[tuple[int, int, RecordDict]]:
+    """(client's number, number of clients, content of its message) from `simulated_content`.
 
     What they have in common is decoded once.
     """
-    played: dict[str, Any] = dict(whole.config_records["played"])
-    num_clients = int(played["num-clients"])
-    clients, accepted = played["clients"], played["counted-rounds"]
+    simulated: dict[str, Any] = dict(whole.config_records["simulated"])
+    num_clients = int(simulated["num-clients"])
+    clients, accepted = simulated["clients"], simulated["counted-rounds"]
     arrays = array_record(tensors(whole.array_records["arrays"]))
     extra = array_record(tensors(whole.array_records["extra"]))
     contents = []
@@ -342,7 +342,7 @@ def contents_to_play(whole: RecordDict) -> list[tuple[int, int, RecordDict]]:
     return contents
 
 
-def played_reply(replies: Sequence[RecordDict | Error]) -> RecordDict:
+def simulated_reply(replies: Sequence[RecordDict | Error]) -> RecordDict:
     """One reply's content from those of several clients."""
     whole = RecordDict()
     for k, reply in enumerate(replies):
@@ -354,8 +354,8 @@ def played_reply(replies: Sequence[RecordDict | Error]) -> RecordDict:
     return whole
 
 
-def played_replies(whole: RecordDict, num_clients: int) -> list[RecordDict | Error]:
-    """What `played_reply` was made of."""
+def simulated_replies(whole: RecordDict, num_clients: int) -> list[RecordDict | Error]:
+    """What `simulated_reply` was made of."""
     replies: list[RecordDict | Error] = []
     for k in range(num_clients):
         error = whole.config_records.get(f"error-{k}")

@@ -313,6 +313,7 @@ def run_rounds(
         run.scores = scores_in(history)
     reporter = Reporter(config, info_of(run, history), observers, lambda: privacy_spent(run))
     at_exit(reporter.interrupted)
+    run.exchange.progress = reporter.replied
     arrays = array_record(run.start.arrays)
     status = "stopped"
     try:
@@ -412,30 +413,30 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     for client in cohort:  # its model has changed
         run.scores.pop(client, None)
     started = time.perf_counter()
-    weights = strategy.counts(report.kept)
+    weights = strategy.counts(report.accepted)
     line = training_fields(server_round, report, bytes_down, weights)
     line["backed_off"] = backed_off
     if run.monitor and is_measured:
         line["diagnostics"] = run.monitor.measure(
-            server_round, tensors(arrays), report.kept, run.directory.path
+            server_round, tensors(arrays), report.accepted, run.directory.path
         )
         seconds["diagnostics"] = time.perf_counter() - started
         started = time.perf_counter()
     if is_evaluated and rounds.evaluate_global and run.method.has_global_model:
         line["global"] = score_fields(global_score(run, following))
     if on_clients != "none":
-        scored: list[TrainReply] = list(report.kept) if on_train else []
-        clients: Set[str] = {reply.client for reply in report.kept}
+        scored: list[TrainReply] = list(report.accepted) if on_train else []
+        clients: Set[str] = {reply.client for reply in report.accepted}
         if on_clients == "all":
             clients = strategy.clients
         scored += [reply for name, reply in run.scores.items() if name in clients]
         clients = clients - {reply.client for reply in scored}
         nodes = strategy.nodes_of(sorted(clients - strategy.away))
         if is_in_process_grid(run.grid) and on_train:
-            run.scores |= {reply.client: scores_alone(reply) for reply in report.kept}
+            run.scores |= {reply.client: scores_alone(reply) for reply in report.accepted}
         if nodes:
             evaluation = evaluate_on_clients(run, server_round, following, nodes)
-            scored += evaluation.kept
+            scored += evaluation.accepted
             away = dict.fromkeys(sorted(clients & strategy.away), "not connected")
             line["evaluation_left_out"] = evaluation.left_out | away
             line["reset_needed"] = sorted({*report.reset_needed, *evaluation.reset_needed})

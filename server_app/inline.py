@@ -36,7 +36,7 @@ class InlineGrid(Grid):
     is_in_process: ClassVar[bool] = True
     stacks_clients: ClassVar[bool] = True
     has_own_clients: ClassVar[bool] = True
-    plays_logical_clients = False  # each node is one client, unless `run_inline` changes this
+    simulates_clients = False  # each node is one client, unless `run_inline` changes this
 
     def __init__(self, app: ClientApp, node_configs: Sequence[NodeConfig]) -> None:
         self.app = app
@@ -137,7 +137,7 @@ def run_inline(
         if "resume" not in overrides:
             overrides["num-clients"] = num_clients
     grid = InlineGrid(client_app.app.app, nodes or list(node_configs or []))
-    grid.plays_logical_clients = is_logical
+    grid.simulates_clients = is_logical
     return run_federation(grid, overrides, observers=observers).path
 
 

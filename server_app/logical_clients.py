@@ -15,7 +15,7 @@ from flwr.app import Error, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from protocol.flower_compat import assign_message_id, has_own_clients, is_in_process_grid
-from protocol.messages import played_content, played_replies
+from protocol.messages import simulated_content, simulated_replies
 from strategies.sampling import FIRST_NODE
 
 TAIL_SHARE = 8  # the last 1 / 8 of the clients are sent in messages of their own
@@ -49,7 +49,7 @@ def place(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[lis
 
 
 class LogicalGrid(Grid):
-    """A grid of `num_clients` nodes, played by the nodes of another grid.
+    """A grid of `num_clients` nodes, simulated by the nodes of another grid.
 
     expected_time: of a node's client, in any unit; set once the roster is known. How many seconds a
     unit takes each worker is measured. clients_per_message: at most; where it is reached, messages
@@ -101,7 +101,7 @@ class LogicalGrid(Grid):
             part = [requests[i] for i in share]
             first = part[0].metadata
             clients = [m.metadata.dst_node_id - FIRST_NODE for m in part]
-            content = played_content([m.content for m in part], clients, self.num_clients)
+            content = simulated_content([m.content for m in part], clients, self.num_clients)
             wholes.append(
                 Message(content, dst_node_id=worker, message_type=first.message_type, ttl=first.ttl)
             )
@@ -145,7 +145,7 @@ class LogicalGrid(Grid):
                 whole.error if whole.has_error() else Error(0, "")
             ] * len(messages)
             if not whole.has_error():
-                contents = played_replies(whole.content, len(messages))
+                contents = simulated_replies(whole.content, len(messages))
                 self.learn(whole.metadata.src_node_id, messages, contents)
             for message, content in zip(messages, contents, strict=True):
                 message_id = message.metadata.message_id
@@ -178,7 +178,7 @@ class LogicalGrid(Grid):
 
 def with_logical_clients(grid: Grid, num_clients: int) -> Grid:
     """The grid; a `LogicalGrid` over a simulation with fewer nodes than the run has clients."""
-    can_play = is_in_process_grid(grid) and getattr(grid, "plays_logical_clients", True)
-    if not can_play or isinstance(grid, LogicalGrid):
+    can_simulate = is_in_process_grid(grid) and getattr(grid, "simulates_clients", True)
+    if not can_simulate or isinstance(grid, LogicalGrid):
         return grid
     return LogicalGrid(grid, num_clients) if len(list(grid.get_node_ids())) < num_clients else grid

@@ -17,27 +17,29 @@ def training_fields(
 
     weights: of the accepted replies' losses; their numbers of examples, capped as in the average.
     """
-    names = sorted({n for r in report.kept for n in r.metrics if n.startswith("loss.")})
+    names = sorted({n for r in report.accepted for n in r.metrics if n.startswith("loss.")})
     losses = {}
     for name in names:
         pairs = [
             (reply.metrics[name], weight)
-            for reply, weight in zip(report.kept, weights, strict=True)
+            for reply, weight in zip(report.accepted, weights, strict=True)
             if name in reply.metrics
         ]
         values, counts = zip(*pairs, strict=True)
         losses[name.removeprefix("loss.")] = float(np.average(values, weights=counts))
     return {
         "round": server_round,
-        "participants": [reply.client for reply in report.kept],
+        "participants": [reply.client for reply in report.accepted],
         "left_out": report.left_out,
         "rejected": report.rejected,
         "reset_needed": report.reset_needed,
         "losses": losses,
         "bytes_down": bytes_down,
         "bytes_up": report.bytes_up,
-        "client_seconds": round(sum(r.metrics.get("seconds", 0.0) for r in report.kept), 4),
-        "client_cpu_seconds": round(sum(r.metrics.get("cpu-seconds", 0.0) for r in report.kept), 4),
+        "client_seconds": round(sum(r.metrics.get("seconds", 0.0) for r in report.accepted), 4),
+        "client_cpu_seconds": round(
+            sum(r.metrics.get("cpu-seconds", 0.0) for r in report.accepted), 4
+        ),
     }
 
 

@@ -344,7 +344,7 @@ class Average(Strategy):
         return sum(array.numel() * array.element_size() for array in arrays)
 
     def clients_per_message(self) -> int:
-        """How many clients one simulation worker plays for one message, in this round."""
+        """How many clients one simulation worker simulates for one message, in this round."""
         if not self.streamed_weights():
             return len(self.addressed)
         return max(1, MESSAGE_BYTES // self.update_bytes())
@@ -381,7 +381,7 @@ class Average(Strategy):
             self.accept(server_round, message)
         self.report = self.validation.report() if self.validation else RoundReport()
         self.validation = None
-        accepted = self.report.kept
+        accepted = self.report.accepted
         failed = self.addressed & self.report.left_out.keys()
         for client in self.backoff.note(server_round, {r.client for r in accepted}, failed):
             log.warning(
@@ -407,7 +407,7 @@ class Average(Strategy):
         for message in replies:
             validation.add(message)
         self.report = validation.report()
-        return mean_metrics(self.report.kept) if self.report.kept else None
+        return mean_metrics(self.report.accepted) if self.report.accepted else None
 
     def _validation(self, server_round: int, arrays: Arrays, extra: Arrays) -> Validation:
         entries = [self.roster[node] for node in self.nodes_of(self.addressed)]

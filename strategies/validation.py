@@ -90,12 +90,12 @@ class NormReference:
 class RoundReport:
     """The replies to one round's messages, sorted into accepted ones and others.
 
-    kept: accepted, in the order of the clients' names. left_out: client to reason, for errors,
+    accepted: replies, in the order of the clients' names. left_out: client to reason, for errors,
     clients that did not reply, and rejected replies; rejected: the number of the latter.
     reset_needed: clients whose state is lost, or ahead of the server.
     """
 
-    kept: list[TrainReply] = field(default_factory=list)
+    accepted: list[TrainReply] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     rejected: int = 0
     reset_needed: list[str] = field(default_factory=list)
@@ -210,7 +210,7 @@ class Validation:
         for client, reason in left_out.items():
             log.warning("round %d: left out client %s: %s", self.expected.round, client, reason)
         return RoundReport(
-            kept=[accepted[client] for client in sorted(accepted.keys() - rejected.keys())],
+            accepted=[accepted[client] for client in sorted(accepted.keys() - rejected.keys())],
             left_out=left_out,
             rejected=self.num_second + len(rejected),
             reset_needed=sorted(self.reset_needed),

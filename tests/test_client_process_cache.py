@@ -34,7 +34,7 @@ def test_another_run_has_other_samples():
     assert make_round(config, cache=cache).train_samples is not first  # it was let go
 
 
-def test_the_clients_played_last_are_kept_within_the_limit(monkeypatch):
+def test_the_clients_used_last_are_kept_within_the_limit(monkeypatch):
     size = 12 * 28 * 28  # 60 samples over 5 clients
     monkeypatch.setattr(client_app.process_cache, "samples_cache_bytes", 2 * size)
     config, cache = make_config(), ProcessCache()
@@ -44,11 +44,11 @@ def test_the_clients_played_last_are_kept_within_the_limit(monkeypatch):
 
     kept = {p: samples_of(p) for p in (0, 1)}
     assert samples_of(0) is kept[0]
-    samples_of(2)  # in place of 1, which was played least lately
+    samples_of(2)  # in place of 1, which was used least recently
     assert samples_of(0) is kept[0]
     assert samples_of(1) is not kept[1]
     monkeypatch.setattr(client_app.process_cache, "samples_cache_bytes", 0)
-    assert len(samples_of(3)) == 12  # the one that is played now always is
+    assert len(samples_of(3)) == 12  # the one in use always is
 
 
 def test_labels_can_be_had_without_images():

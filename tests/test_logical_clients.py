@@ -1,4 +1,4 @@
-"""Logical clients: everybody is played once, by placement near the optimum, with its own reply."""
+"""Logical clients: each is simulated once, by placement near the optimum, with its own reply."""
 
 import itertools
 
@@ -59,20 +59,20 @@ class Nodes(InlineGrid):
     """Records what is asked, and answers with each client's number, or fails."""
 
     fails = False
-    plays_logical_clients = True
+    simulates_clients = True
 
     def __init__(self, num):
         super().__init__(client_app.app.app, simulated_nodes(num))
         self.asked = []
 
     def answer(self, message):
-        played = message.content.config_records["played"]
-        self.asked.append((message.metadata.dst_node_id, list(played["clients"])))
+        simulated = message.content.config_records["simulated"]
+        self.asked.append((message.metadata.dst_node_id, list(simulated["clients"])))
         if self.fails:
             return Message(Error(9, "the worker died"), reply_to=message)
         content = RecordDict()
         for k, (client, last) in enumerate(
-            zip(played["clients"], played["counted-rounds"], strict=True)
+            zip(simulated["clients"], simulated["counted-rounds"], strict=True)
         ):
             if client == 3:
                 content[f"error-{k}"] = ConfigRecord({"code": 1, "reason": "no data"})
@@ -126,11 +126,11 @@ def test_small_messages_are_sent_in_the_order_of_the_clients(nodes, num_workers,
     ids, replies = asked(grid, sorted(nodes)), []
     while new := list(grid.pull_messages(ids)):
         replies += new
-    played = [clients for _, clients in below.asked]
+    simulated = [clients for _, clients in below.asked]
     if size < len(nodes):
-        assert [len(clients) for clients in played[:-1]] == [size] * (len(played) - 1)
-        assert list(itertools.chain(*played)) == sorted(node - 2 for node in nodes)
-        assert len({worker for worker, _ in below.asked}) == min(num_workers, len(played))
+        assert [len(clients) for clients in simulated[:-1]] == [size] * (len(simulated) - 1)
+        assert list(itertools.chain(*simulated)) == sorted(node - 2 for node in nodes)
+        assert len({worker for worker, _ in below.asked}) == min(num_workers, len(simulated))
     assert sorted(reply.metadata.src_node_id for reply in replies) == sorted(nodes)
 
 
@@ -157,9 +157,9 @@ def test_a_slow_worker_is_measured_and_gets_less(monkeypatch):
 
     def timed(message):
         content = answer(message).content
-        played = message.content.config_records["played"]
+        simulated = message.content.config_records["simulated"]
         factor = 3.0 if message.metadata.dst_node_id == min(grid.workers) else 1.0
-        for k, client in enumerate(played["clients"]):
+        for k, client in enumerate(simulated["clients"]):
             seconds = 0.1 * factor * grid.expected_time(client + 2)
             content[f"metrics-{k}"] = MetricRecord({"seconds": seconds})
         return Message(content, reply_to=message)

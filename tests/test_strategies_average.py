@@ -514,7 +514,7 @@ def test_a_bad_reply_is_left_out_and_named_and_the_others_are_averaged(kind, cap
     good = [r for _, r in all_answers(average_of(), current) if r.client != "client-2"]
     expected = weighted_mean(good, [r.metrics["num-examples"] for r in good])
     assert same_bits(tensors(following), expected)
-    assert [r.client for r in strategy.report.kept] == [r.client for r in good]
+    assert [r.client for r in strategy.report.accepted] == [r.client for r in good]
     assert list(strategy.report.left_out) == ["client-2"]
     assert words in strategy.report.left_out["client-2"]
     [line] = caplog.messages
@@ -538,7 +538,7 @@ def test_updates_summed_as_they_come_leave_out_a_bad_one(monkeypatch, kind):
         strategy.accept(1, message)
     assert not any(reply.arrays for reply in strategy.validation.accepted.values())
     following, _ = strategy.aggregate_train(1, [])
-    assert [r.client for r in strategy.report.kept] == [r.client for r in good]
+    assert [r.client for r in strategy.report.accepted] == [r.client for r in good]
     for name, array in tensors(following).items():
         torch.testing.assert_close(array, expected[name])
 
@@ -577,7 +577,7 @@ def test_a_reply_counts_for_the_node_that_sent_it_whatever_name_it_gives():
     answers = all_answers(strategy, network().state_dict())
     as_another = [answer(m, replace(r, client="client-0")) for m, r in answers]
     strategy.aggregate_train(1, as_another)
-    assert [r.client for r in strategy.report.kept] == [f"client-{i}" for i in range(5)]
+    assert [r.client for r in strategy.report.accepted] == [f"client-{i}" for i in range(5)]
 
 
 def test_too_few_good_replies_end_the_round_with_one_line_that_names_them_all():

@@ -59,7 +59,7 @@ def is_replaced() -> bool:
 
 
 def has_own_backend(grid: Any) -> bool:
-    """Whether the grid's nodes are, or will be, played by the workers of our backend.
+    """Whether the grid's nodes are, or will be, simulated by the workers of our backend.
 
     The ServerApp may ask before the process has loaded the ClientApp, which replaces the backend.
     """

@@ -72,8 +72,8 @@ def test_nothing_is_asked_of_clients_that_are_not_sampled(run, tmp_path, monkeyp
     asked, answer = [], InlineGrid.answer
 
     def recorded(grid, message):
-        played = message.content.config_records["played"]
-        asked.append((message.metadata.message_type, len(played["clients"])))
+        simulated = message.content.config_records["simulated"]
+        asked.append((message.metadata.message_type, len(simulated["clients"])))
         return answer(grid, message)
 
     monkeypatch.setattr(InlineGrid, "answer", recorded)

@@ -193,14 +193,14 @@ def is_accepted(content: RecordDict) -> bool:
     report = validate_replies([reply], {1: ENTRY}, expected, config, PlainHalf(), NormReference())
     for reason in report.left_out.values():
         check_line(reason)
-    for kept in report.kept:
-        arrays = kept.arrays | kept.extra
+    for reply in report.accepted:
+        arrays = reply.arrays | reply.extra
         shapes = {name: (a.shape, a.dtype) for name, a in arrays.items()}
         wanted = {n: (a.shape, a.dtype) for n, a in (ARRAYS | {"x": torch.ones(2)}).items()}
         largest = max(float(a.abs().max()) for a in arrays.values() if a.is_floating_point())
-        if shapes != wanted or not largest <= 1e4 or kept.metrics["num-examples"] != 7:
-            raise Crash(f"accepted: {kept}")
-    return bool(report.kept)
+        if shapes != wanted or not largest <= 1e4 or reply.metrics["num-examples"] != 7:
+            raise Crash(f"accepted: {reply}")
+    return bool(report.accepted)
 
 
 def reply_envelope(content: bytes) -> bool:
