@@ -215,6 +215,8 @@ def find_run(run: str | Path = "") -> SavedRun:
             return SavedRun(candidate.absolute())
     if path.is_dir():
         raise ValueError(f"{path} has no {CONFIG_FILE}: not a run directory")
+    if len(path.parts) > 1:
+        raise ValueError(f"{path} does not exist")
     names = sorted(found.parent.name for found in base.glob(f"*/{CONFIG_FILE}"))
     matches = [name for name in names if name.startswith(text)]
     if len(matches) == 1:

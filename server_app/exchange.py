@@ -54,13 +54,15 @@ class Exchange:
 
     name: the client behind a node, for the log. returned: finds the nodes of clients that are
     connected again; None: a node that is gone stays away (simulation). silent_s: how long the
-    SuperLink has answered nothing, or this process was stopped.
+    SuperLink has answered nothing, or this process was stopped. progress: told what is asked, how
+    many clients have answered, and how many were asked.
     """
 
     grid: Grid
     name: Callable[[int], str] = "on node {}".format
     returned: Returned | None = None
     silent_s: Callable[[], float] = lambda: 0.0
+    progress: Callable[[str, int, int], None] = lambda what, num_replies, num_asked: None
     late: dict[str, tuple[str, int]] = field(default_factory=dict)  # id: description, asks since
     arrived_late: list[str] = field(default_factory=list)  # descriptions, see `take_late`
 
@@ -113,6 +115,7 @@ class Exchange:
             replies[node] = reply if on_reply is None else None
             if on_reply:
                 on_reply(reply)
+            self.progress(what, len(replies), len(asked))
 
         def note_gone(node: int, error: Message) -> None:
             if self.returned is None:
@@ -121,6 +124,7 @@ class Exchange:
             away.setdefault(node, (time.monotonic() + RETURN_TIMEOUT_S, error))
             log.warning("%s: client %s is not connected", what, self.name(node))
 
+        self.progress(what, 0, len(asked))
         for message in self.push(list(asked.values()), waiting):
             node = message.metadata.dst_node_id
             note_gone(node, failure(message, "its SuperNode is not connected"))

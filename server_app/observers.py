@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +17,7 @@ from rich.table import Table
 from server_app.history import CURVES, Line, duration
 
 log = logging.getLogger("keel.server")
+NOTE_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,19 @@ class RunObserver(Protocol):
         """The run ended, for whatever reason; `summary` is the content of summary.json."""
 
 
+@runtime_checkable
+class ReplyObserver(Protocol):
+    """An observer that also follows the replies within a round."""
+
+    def on_replies(self, what: str, num_replies: int, num_asked: int) -> None:
+        """This many of the clients asked have answered; `what`: "round 3", or its evaluation."""
+
+
 class RoundLog:
-    """Logs one plain line per round: accuracy, loss, seconds and the time left."""
+    """Logs one plain line per round: accuracy, loss, seconds and the time left.
+
+    In a long round also a line every `NOTE_EVERY_S` on the clients that have answered.
+    """
 
     def on_run_start(self, info: RunInfo) -> None:
         """Log what will run."""
@@ -98,6 +110,15 @@ class RoundLog:
         """Log the round."""
         self.num_done += 1
         log.info("%s", round_text(line, self.info, self.seconds_left(line["round"])))
+
+    def on_replies(self, what: str, num_replies: int, num_asked: int) -> None:
+        """Log how many clients have answered, if that was not logged for a while."""
+        now = time.monotonic()
+        if num_replies == 0:
+            self.noted_at = now
+        elif num_replies < num_asked and now - self.noted_at >= NOTE_EVERY_S:
+            self.noted_at = now
+            log.info("%s: %d of %d clients have answered", what, num_replies, num_asked)
 
     def seconds_left(self, server_round: int) -> float:
         """The expected time until the end, by the mean of the rounds so far."""

@@ -11,7 +11,7 @@ from data.sources import Source
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry
 from server_app.history import CURVES, Line, curve, without_clients
-from server_app.observers import RoundLog, RunInfo, RunObserver
+from server_app.observers import ReplyObserver, RoundLog, RunInfo, RunObserver
 from server_app.plots import accuracy_figure, save_png
 from server_app.summary import iso_time, read_summary, summarise, write_summary
 from server_app.trackers import trackers_of
@@ -75,6 +75,12 @@ class Reporter:
         if not self.is_finished:
             self.write("stopped")
             log.info("stopped after round %d", len(self.history))
+
+    def replied(self, what: str, num_replies: int, num_asked: int) -> None:
+        """Tell the observers that follow replies; see `ReplyObserver`."""
+        for observer in self.observers:
+            if isinstance(observer, ReplyObserver):
+                observer.on_replies(what, num_replies, num_asked)
 
     def round_done(self, line: Line) -> None:
         """Note that a round is done and on disk."""

@@ -6,7 +6,14 @@ import pytest
 from run_fixtures import history_of, resume, summary_of
 
 from server_app.inline import run_inline
-from server_app.observers import RunInfo, RunObserver, SummaryTable, print_summary, round_text
+from server_app.observers import (
+    RoundLog,
+    RunInfo,
+    RunObserver,
+    SummaryTable,
+    print_summary,
+    round_text,
+)
 
 quick = {"local-epochs": 0, "num-rounds": 2}
 
@@ -25,6 +32,17 @@ class Recorder:
 
     def on_run_end(self, summary):
         self.calls.append(("end", summary))
+
+
+class ReplyRecorder(Recorder):
+    """Notes the replies too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replies: list[tuple[str, int, int]] = []
+
+    def on_replies(self, what, num_replies, num_asked):
+        self.replies.append((what, num_replies, num_asked))
 
 
 @pytest.fixture
@@ -50,6 +68,33 @@ def test_an_observer_is_told_what_will_run_then_every_round_then_the_summary(obs
     assert (info.directory, info.history, info.last_round) == (directory, (), 0)
     assert [line for name, line in calls if name == "round"] == history_of(directory)
     assert calls[-1][1] == summary_of(directory)
+
+
+def test_an_observer_may_follow_the_replies_within_a_round(no_pictures, tmp_path):
+    keys = quick | {"source": "digits", "model": "cnn-fedreco", "output-dir": str(tmp_path)}
+    recorder = ReplyRecorder()
+    run_inline(
+        keys | {"num-rounds": 1, "evaluate-clients": "all", "local-test-fraction": 0.2},
+        3,
+        observers=[recorder],
+    )
+    assert recorder.replies == [
+        *(("round 1", number, 3) for number in range(4)),
+        *(("the evaluation of round 1", number, 3) for number in range(4)),
+    ]
+
+
+def test_a_long_round_is_logged_every_ten_seconds(monkeypatch, caplog):
+    times = iter([0.0, 4.0, 11.0, 12.0, 30.0, 31.0])
+    monkeypatch.setattr("server_app.observers.time.monotonic", lambda: next(times))
+    log = RoundLog()
+    with caplog.at_level(logging.INFO, logger="keel.server"):
+        for number in range(6):
+            log.on_replies("round 3", number, 5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "round 3: 2 of 5 clients have answered",
+        "round 3: 4 of 5 clients have answered",
+    ]
 
 
 def test_after_a_resume_an_observer_knows_the_rounds_before(observed):

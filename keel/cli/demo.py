@@ -1,5 +1,6 @@
 """`keel demo`: FedAvg and FedIntR on scikit-learn's digits, in one table and one plot."""
 
+from keel.cli.interrupts import interruptible
 from keel.cli.run import EngineOptions, execute
 from keel.cli.runs import compare
 from keel.runs import SavedRun
@@ -39,7 +40,8 @@ def demo() -> int:
         print()
         hidden = {"same as", *(("data", "clients", "rounds") if runs else ())}  # the same for both
         overrides = {"method": method, **SETTING, **options}
-        run = execute(overrides, EngineOptions(clients=CLIENTS), hidden=hidden)
+        with interruptible():
+            run = execute(overrides, EngineOptions(clients=CLIENTS), hidden=hidden)
         assert run is not None  # only a deployment has none
         runs.append(run)
     print()

@@ -31,6 +31,7 @@ POLL_S = 0.3
 CPU_WORKERS = "KEEL_CPU_WORKERS"  # where set, workers get no GPU that was not asked for
 STOP_TIMEOUT_S = 60.0  # for a run to write its summary after `flwr stop`
 STARTED = re.compile(r"started run (\d+)")
+REPLIES = re.compile(r"\d\d:\d\d:\d\d (.+): (\d+) of (\d+) clients have answered")
 DIRECTORY = re.compile(r"\d\d:\d\d:\d\d run directory (.+)")
 
 
@@ -145,13 +146,16 @@ def removed_unless_failed(folder: Path) -> Iterator[None]:
 
 def follow(directory: Path, last_round: int, terminal: Terminal, flower: "FlowerRun") -> None:
     """Report the rounds that appear in the run directory until the run ends."""
-    has_begun, is_over = False, False
+    has_begun, is_over, replies = False, False, flower.replies
     reader = HistoryReader(directory / HISTORY_FILE)
     while not is_over:
         is_over = not flower.wait(POLL_S)  # read once more after the end
         if not has_begun and (directory / "summary.json").exists() and flower.run_id:
             has_begun = True
             terminal.begin(directory, last_round)
+        if has_begun and flower.replies != replies:
+            replies = flower.replies
+            terminal.on_replies(*replies)
         if has_begun and reader.update():
             for line in reader.lines:
                 if line["round"] > last_round:
@@ -177,7 +181,9 @@ def run_on_deployment(job: Job, terminal: Terminal) -> None:
             for line in flower.lines():
                 if found := DIRECTORY.match(line):
                     terminal.resume_command = resume_command(found[1], job)
-                if is_from_keel(line):
+                if REPLIES.match(line):
+                    terminal.on_replies(*flower.replies)
+                elif is_from_keel(line):
                     terminal.console.print(line, markup=False)
         except BaseException:
             terminal.phase("stopping")
@@ -212,6 +218,7 @@ class FlowerRun:
         self.client, self.app, self.log_path = client, app, log_path
         self.process: subprocess.Popen[str] | None = None
         self.run_id = ""
+        self.replies = ("", 0, 0)  # as logged last: what was asked, replies, clients asked
         self.ended = threading.Event()
         self.printed: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: the end
 
@@ -231,13 +238,15 @@ class FlowerRun:
         threading.Thread(target=self.read, args=[self.process.stdout], daemon=True).start()
 
     def read(self, output: TextIO) -> None:
-        """Copy what flwr prints to the log; learn the run's id from it."""
+        """Copy what flwr prints to the log; learn the run's id and its progress from it."""
         with self.log_path.open("w") as log:
             for line in output:
                 log.write(line)
                 log.flush()
                 if not self.run_id and (found := STARTED.search(line)):
                     self.run_id = found[1]
+                if found := REPLIES.match(line):
+                    self.replies = (found[1], int(found[2]), int(found[3]))
                 self.printed.put(line.rstrip())
         self.printed.put(None)
         self.ended.set()

@@ -4,6 +4,7 @@ To add one: a line in COMMANDS. The module offers a Typer `app` (with one comman
 that name), or a function named after the command, hyphens as underscores.
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -59,6 +60,8 @@ def load(name: str) -> click.Command:
     command: click.Command = typer.main.get_command(app)
     if isinstance(command, click.Group) and name in command.commands:
         command = command.commands[name]
+    if isinstance(command, TyperGroup):
+        command.suggest_commands = False  # Click suggests them already
     return command
 
 
@@ -107,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = command.main(args=arguments, prog_name="keel", standalone_mode=False)
     except click.ClickException as error:
-        print(f"error: {one_line(error.format_message())}", file=sys.stderr)
+        print(f"error: {one_line(error.format_message() + hint_for(error))}", file=sys.stderr)
         return error.exit_code
     except click.Abort:
         return 130
@@ -118,6 +121,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {one_line(described(error))}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
     return code if isinstance(code, int) else 0
+
+
+def hint_for(error: click.ClickException) -> str:
+    """What the user may have meant: a config key in place of an option, or the nearest choice."""
+    if isinstance(error, click.NoSuchOption):
+        from protocol.config import default_config
+
+        key = error.option_name.lstrip("-")
+        return f" Config keys have no dashes: {key}=VALUE." if key in default_config() else ""
+    found = re.fullmatch(r"'(.*)' is not one of (.*)\.", error.message)
+    if not found:
+        return ""
+    from protocol.options import did_you_mean
+
+    near = did_you_mean(found[1], re.findall("'(.*?)'", found[2])).removeprefix("; did")
+    return f" Did{near}" if near else ""
 
 
 def described(error: Exception) -> str:

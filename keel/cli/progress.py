@@ -1,6 +1,7 @@
 """Progress of a run in a terminal: the plan, a line per round, the time left, the results.
 
-A terminal also shows a bar with the time left below the lines; other outputs get lines only.
+A terminal also shows a bar below the lines: how many clients have answered, and the time left.
+Other outputs get lines only.
 """
 
 import logging
@@ -33,7 +34,7 @@ class Terminal(logging.Handler):
         self.resume_command = ""  # only for a run on a deployment
         self.bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[left]}"),
@@ -87,14 +88,19 @@ class Terminal(logging.Handler):
             self.row("parameters", f"{info.num_parameters:,}")
         self.begin(info.directory, info.last_round)
 
+    def on_replies(self, what: str, num_replies: int, num_asked: int) -> None:
+        """As `ReplyObserver`: show how many clients have answered."""
+        self.phase(f"{what.removeprefix('the ')}: {num_replies} of {num_asked} clients")
+
     def on_round(self, line: Mapping[str, Any]) -> None:
         """As `RunObserver`: a line, and the time left, from the mean of the rounds so far."""
         self.last_round, self.num_done = line["round"], self.num_done + 1
         elapsed_s = time.monotonic() - self.started
         left = duration(elapsed_s / self.num_done * (self.num_rounds - self.last_round)) + " left"
         is_last = self.last_round >= self.num_rounds
-        self.bar.update(self.task, completed=self.last_round, left="" if is_last else left)
-        self.print(round_line(line, self.num_rounds, "" if is_last else left))
+        shown = "" if is_last else left
+        self.bar.update(self.task, description="training", completed=self.last_round, left=shown)
+        self.print(round_line(line, self.num_rounds, shown))
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
         """As `RunObserver`: store the summary for `finished`."""

@@ -1,7 +1,5 @@
 """`keel run` and `keel resume`: validate, show what will run, execute it on an engine."""
 
-import signal
-import sys
 import time
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
@@ -11,13 +9,13 @@ from typing import Annotated
 
 import typer
 
+from keel.cli.interrupts import INTERRUPTED_CODE, interruptible
 from keel.cli.overrides import checked_config, parse_overrides
 from keel.runs import FINISHED, SavedRun, find_run, runs_directory
 from protocol.config import RunConfig
 from protocol.options import OptionValue
 
 DEFAULT_CLIENTS = 10
-INTERRUPTED_CODE = 130
 
 
 class Engine(StrEnum):
@@ -161,18 +159,18 @@ def resume(
 
 def executed(overrides: Mapping[str, OptionValue], options: EngineOptions) -> int:
     """Execute a run for the command line; returns the exit code."""
-    handlers = {
-        signal.SIGINT: signal.default_int_handler,  # also where a shell had it ignored
-        signal.SIGTERM: lambda *_: sys.exit(128 + signal.SIGTERM),
-    }
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+
+    def end_simulation() -> None:
+        if options.engine is Engine.flower:
+            from keel.deployment.simulation import kill_own_processes
+
+            kill_own_processes()
+
     try:
-        execute(overrides, options)
+        with interruptible(end_simulation):
+            execute(overrides, options)
     except KeyboardInterrupt:
         return INTERRUPTED_CODE
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return 0
 
 

@@ -14,7 +14,16 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from keel.runs import DAMAGE, RUNNING, SavedRun, all_runs, find_run, is_locked, lock_holder
+from keel.runs import (
+    DAMAGE,
+    RUNNING,
+    SavedRun,
+    all_runs,
+    find_run,
+    is_locked,
+    lock_holder,
+    runs_directory,
+)
 from keel.tables import print_table
 from protocol.catalogue import method_names
 from protocol.config import keel_home
@@ -98,7 +107,10 @@ def list_command(
     as_json: JsonOption = False,
 ) -> None:
     """List the runs of a directory, by default $KEEL_HOME/runs, most recently changed first."""
-    found = all_runs(base.expanduser() if base else None)
+    base = (base or runs_directory()).expanduser()
+    if not base.is_dir() and base != runs_directory():
+        raise ValueError(f"{base} is not a directory")
+    found = all_runs(base)
     shown = found[:limit] if limit else found
     rows = [row_of(run) for run in shown]
     if as_json:
@@ -123,7 +135,7 @@ def list_command(
     if rows:
         print_table(table)
     if not found:
-        print("no runs yet; `keel run` starts one")
+        print(f"no runs in {base} yet; `keel run` starts one")
     elif len(shown) < len(found):
         print(f"{len(found) - len(shown)} older runs: keel list --limit 0")
 

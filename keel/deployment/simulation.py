@@ -33,7 +33,8 @@ def simulation_superlink(
     client = SuperLinkClient(folder, f"127.0.0.1:{http}")
     mark = f"{os.getpid()}-{time.time_ns()}"
     sockets = tempfile.mkdtemp(prefix="keel-ray-")  # short: it holds the paths of sockets
-    client.environment |= {MARK: mark} | dict(variables or {})
+    # Ray's agents set their titles, which would overwrite the environment that /proc shows
+    client.environment |= {MARK: mark, "SPT_NOENV": "1"} | dict(variables or {})
     if "RAY_ADDRESS" not in client.environment:  # a cluster has directories of its own
         client.environment.setdefault("RAY_TMPDIR", sockets)
     log_path = folder / "superlink.log"
@@ -85,12 +86,20 @@ def end_processes(superlink: subprocess.Popen[bytes], mark: str) -> None:
             time.sleep(0.1)
 
 
+def kill_own_processes() -> None:
+    """Kill every process that came of a SuperLink of this process, at once."""
+    for pid in marked_processes(f"{os.getpid()}-"):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def marked_processes(mark: str) -> list[int]:
-    """Ids of the living processes with our mark in their environment."""
+    """Ids of the living processes whose mark, in their environment, begins with `mark`."""
     entry, found = f"{MARK}={mark}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or belongs to another user
-            is_ours = entry in (folder / "environ").read_bytes().split(b"\0")
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            is_ours = any(variable.startswith(entry) for variable in variables)
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             if is_ours and state not in "ZX":
                 found.append(int(folder.name))

@@ -150,7 +150,8 @@ def load_recipe(name: str) -> Recipe:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"recipe = {name!r}: {path} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"recipe {path}: {reason}") from error
     return parse_recipe(text, path, log.warning)
 
 

@@ -84,6 +84,18 @@ def test_lines_of_keel_are_told_from_flowers():
     assert not is_from_keel("INFO :      Starting Flower ServerApp")
 
 
+def test_the_replies_of_a_round_are_read_from_flwrs_output(tmp_path):
+    flower = FlowerRun(SuperLinkClient(tmp_path, "localhost:1"), root, tmp_path / "log")
+    flower.read(
+        io.StringIO(
+            "Successfully started run 12\n"
+            "12:00:01 round 2: 3 of 10 clients have answered\n"
+            "12:00:02 round 2/5: accuracy 10.00 %\n"
+        )
+    )
+    assert (flower.run_id, flower.replies) == ("12", ("round 2", 3, 10))
+
+
 def test_only_marked_processes_are_ended():
     mark = f"test-{os.getpid()}"
     sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
@@ -137,7 +149,8 @@ def test_following_a_run_reads_each_line_once_and_reports_the_rounds_after_the_l
 
     condensed = history.condensed
     monkeypatch.setattr(history, "condensed", lambda text: parsed.append(text) or condensed(text))
-    follow(run, 1, terminal, SimpleNamespace(wait=wait, run_id="1"))
+    flower = SimpleNamespace(wait=wait, run_id="1", replies=("", 0, 0))
+    follow(run, 1, terminal, flower)
     assert [number for number, _ in reported] == [2, 3, 4, 5]
     assert "2 left out" in reported[-1][1]
     assert parsed == [line.encode() for line in lines]

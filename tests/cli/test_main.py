@@ -94,6 +94,12 @@ def test_exit_codes(monkeypatch, capsys, error, code):
 def test_mistyped_commands_and_options_are_one_line(capsys):
     assert main(["doktor"]) == 2
     assert capsys.readouterr().err == "error: No such command 'doktor'. Did you mean 'doctor'?\n"
+    assert main(["deploy", "lopback"]) == 2
+    assert capsys.readouterr().err.endswith("'lopback'. Did you mean 'loopback'?\n")
+    assert main(["run", "--engine", "flowr"]) == 2
+    assert capsys.readouterr().err.endswith("'deployment'. Did you mean flower?\n")
+    assert main(["run", "--method", "fedavg"]) == 2
+    assert "Config keys have no dashes: method=VALUE." in capsys.readouterr().err
     assert main(["run", "--client", "3"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "--clients" in line

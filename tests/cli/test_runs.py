@@ -180,7 +180,11 @@ def test_a_home_without_runs_is_one_line(home, capsys):
         f"error: there is no run in {home / 'runs'} yet; `keel run` starts one\n"
     )
     assert main(["list"]) == 0
-    assert "no runs yet" in capsys.readouterr().out
+    assert f"no runs in {home / 'runs'} yet" in capsys.readouterr().out
+    assert main(["list", "/nowhere"]) == 2
+    assert capsys.readouterr().err == "error: /nowhere is not a directory\n"
+    assert main(["status", "/no/where"]) == 2
+    assert capsys.readouterr().err == "error: /no/where does not exist\n"
 
 
 # --- list ----------------------------------------------------------------------------------------

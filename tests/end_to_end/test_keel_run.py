@@ -10,6 +10,7 @@ import time
 import pytest
 from run_fixtures import all_models, history_of, same_bits, summary_of, without_times
 
+from keel.cli.interrupts import ENDED, STOPPING
 from keel.cli.main import main
 from keel.runs import SavedRun
 from server_app.inline import InlineGrid
@@ -80,8 +81,34 @@ def test_ctrl_c_stops_the_run_cleanly(home, stopped_by):
     assert process.returncode == 130
     assert summary_of(directory)["status"] == "stopped"
     assert SavedRun(directory).state == "stopped"
+    assert out.count(STOPPING) == 1
     assert f"keel resume {directory.name}" in out
     assert err == ""
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(home, capsys):
+    command = [sys.executable, "-m", "keel", "run", *SMALL[:-1], "num-rounds=100000"]
+    process = subprocess.Popen(
+        [*command, "--clients", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line.startswith("round      2/"):
+                process.send_signal(signal.SIGINT)
+            if line.startswith(STOPPING):  # it now writes the model, the summary and the plots
+                process.send_signal(signal.SIGINT)
+                break
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait(timeout=60)
+    assert (process.returncode, out, err) == (130, f"{ENDED}\n", "")
+    directory = only_run(home)
+    done = SavedRun(directory).rounds
+    assert done >= 2
+    assert main(["resume", directory.name, f"num-rounds={done + 1}"]) == 0
+    assert SavedRun(directory).rounds == done + 1
 
 
 def test_a_resumed_run_equals_one_that_was_not_interrupted(home, capsys, monkeypatch):

@@ -1,0 +1,48 @@
+"""Ctrl-C: the first stops a run cleanly, the second ends the process at once."""
+
+import atexit
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+INTERRUPTED_CODE = 130
+STOPPING = "stopping after the last finished round; Ctrl-C again ends at once"
+ENDED = "ended; `keel resume` continues from the last checkpoint"
+CLEAR = "\r\x1b[2K\x1b[?25h"  # the line of a progress bar, which hides the cursor
+
+
+@contextmanager
+def interruptible(at_once: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Within: SIGINT raises KeyboardInterrupt, a second one ends the process with code 130.
+
+    SIGTERM raises SystemExit, once: who sends it may repeat it. at_once: called before the process
+    ends at once, to end others.
+    """
+    presses = itertools.count(1)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if next(presses) == 1:
+            with suppress(RuntimeError):  # it came while a line was printed
+                print(STOPPING, flush=True)
+            raise KeyboardInterrupt
+        at_once()
+        os.write(1, f"{CLEAR if os.isatty(1) else ''}{ENDED}\n".encode())
+        os._exit(INTERRUPTED_CODE)
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        if next(presses) == 1:
+            sys.exit(128 + number)
+
+    # SIGINT also where a shell had it ignored
+    handlers = {signal.SIGINT: interrupt, signal.SIGTERM: terminate}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # no traceback of a late one
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
