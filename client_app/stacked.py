@@ -1,12 +1,12 @@
 """Clients of one process that train as one batched model (`clients-per-step`).
 
-Each client's `Method.phases` runs on a model of its own up to its next phase. Then the clients'
-weights are stacked, [k, ...], and the phase's loss terms of one client are mapped over them by
-`torch.func.vmap`. Clients do not wait for each other within a phase: a step takes those whose next
-batch has the same size and learning rate, the most there are. So no batch is padded, and a loss
-that compares the samples of a batch sees that batch alone.
+Each client's `Method.phases` runs on a model of its own up to its next phase. Then the weights of
+the k clients are stacked, [k, ...], and `torch.func.vmap` maps one client's loss terms over them.
+Clients do not wait for each other within a phase: a step trains the largest group, of g clients,
+whose next batches have the same size and learning rate. So no batch is padded, and a loss that
+compares the samples of a batch sees that batch alone.
 
-The result is that of training one client after the other, up to rounding.
+The result equals that of training one client after the other, up to rounding.
 """
 
 import functools
@@ -34,7 +34,7 @@ from protocol.messages import Arrays, DatasetSpec
 
 log = logging.getLogger("keel.client")
 Key = tuple[int, float, Hashable]  # batch size, learning rate, kind of phase
-Made = tuple[set[str], Any]  # names of the loss terms of a step, and what is observed, [g, ...]
+StepResult = tuple[set[str], Any]  # of g clients: names of the loss terms; observed, [g, ...]
 
 
 def obstacle(method: Method, config: RunConfig, model: nn.Module) -> str:
@@ -60,7 +60,10 @@ def check_stackable(method: Method, config: RunConfig, model: nn.Module) -> None
 
 @dataclass(frozen=True)
 class OwnSlots:
-    """The process's networks, with slots of this client's own where its weights are its own."""
+    """The process's networks, but for those that differ between clients: this client has its own.
+
+    place: the client's index in the stack.
+    """
 
     networks: Networks
     place: int
@@ -104,7 +107,7 @@ class Swapped(nn.Module):
 
 @dataclass
 class LossGuard:
-    """Whether the loss of several clients runs."""
+    """Up while the loss of several clients is computed; see `StackedContext`."""
 
     is_up: bool = False
 
@@ -120,7 +123,11 @@ class LossGuard:
 
 @dataclass(frozen=True)
 class StackedContext(RoundContext):
-    """One of several clients' rounds: a loss may read what they have in common."""
+    """The round of one client of a stack.
+
+    While the loss is computed (`guard`), it may read only the attributes in `shared`, which are the
+    same for all clients: it is traced once for all of them. ValueError for any other.
+    """
 
     guard: LossGuard = field(default_factory=LossGuard, repr=False)
     shared: tuple[str, ...] = ()
@@ -138,7 +145,7 @@ class StackedContext(RoundContext):
 
 
 def contexts_of(ctxs: Sequence[RoundContext]) -> list[StackedContext]:
-    """The rounds, each with networks of its own. ValueError if they began with different arrays."""
+    """The rounds, each with networks of its own. ValueError if they received different arrays."""
     first, guard = ctxs[0], LossGuard()
     shared = ["config", "data", "round", "device", "received", "model", "precision"]
     for ctx in ctxs[1:]:
@@ -173,7 +180,7 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def check_captured(phases: Sequence[Phase]) -> None:
-    """ValueError if loss terms of one kind hold on to values that differ between clients."""
+    """ValueError if the closures of loss terms of one kind hold values that differ by client."""
     plain = (Tensor, bool, int, float, str, type(None), list, tuple, dict)
     first: dict[Hashable, Mapping[str, Any]] = {}  # what the first client's terms read, by kind
     for phase in phases:
@@ -190,7 +197,7 @@ def check_captured(phases: Sequence[Phase]) -> None:
 
 
 class Stack:
-    """The weights, momenta and buffers of k clients in one phase, [k, ...] each, by name."""
+    """The weights, momenta and buffers of k clients in one phase, by name, [k, ...] each."""
 
     def __init__(self, ctxs: Sequence[RoundContext], phases: Sequence[Phase]) -> None:
         self.models, self.train = [ctx.model for ctx in ctxs], ctxs[0].config.train
@@ -213,15 +220,17 @@ class Stack:
         self.sums: dict[str, Tensor] = {}  # of each loss term over samples, [k]
 
     def rows(self, places: list[int]) -> slice | Tensor:
-        """The clients at these places, ascending; a slice, whose rows are views, if it can be."""
+        """The index of clients at these ascending places: a slice, which gives views, if it can."""
         first, last = places[0], places[-1]
         if last - first + 1 == len(places):
             return slice(first, last + 1)
         device = next(iter(self.arrays.values())).device
         return torch.tensor(places).to(device, non_blocking=True)
 
-    def step(self, places: list[int], rate: float, inputs: Sequence[Any], batch_size: int) -> Made:
-        """One SGD step of these clients; inputs: each one's, of a batch of this size."""
+    def step(
+        self, places: list[int], rate: float, inputs: Sequence[Any], batch_size: int
+    ) -> StepResult:
+        """One SGD step of the clients at these places; inputs: one batch of this size for each."""
         rows = self.rows(places)
         own = {name: array[rows] for name, array in self.arrays.items()}
         velocities = {name: self.velocities[name][rows] for name in self.names}
@@ -264,18 +273,22 @@ class Stack:
 
 
 def names_of(model: nn.Module, phase: Phase) -> list[str]:
-    """The names of the phase's parameters."""
+    """The names of the parameters that the phase trains, in its order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for parameter in phase.parameters]
 
 
 def stacked(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The first tensors of all lists as one, [k, ...], then the second, ..."""
+    """The first tensors of all k lists stacked, [k, ...], then the second ones, and so on."""
     return [torch.stack(tensors) for tensors in zip(*lists, strict=True)]
 
 
 def batched(inputs: Sequence[Any]) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
-    """The tensors in the clients' inputs, [g, ...] each; and how one client's become its inputs."""
+    """The tensors in the inputs of g clients, [g, ...] each, and a function that reverses it.
+
+    The function makes one client's inputs from its tensors. ValueError if anything but tensors
+    differs between the clients.
+    """
     leaves, structures = zip(*map(pytree.tree_flatten, inputs), strict=True)
     places = [n for n, leaf in enumerate(leaves[0]) if isinstance(leaf, Tensor)]
     for values in zip(*leaves, strict=True):
@@ -296,7 +309,7 @@ def batched(inputs: Sequence[Any]) -> tuple[list[Tensor], Callable[[list[Tensor]
 
 @torch.no_grad()
 def clip_each(weights: Sequence[Tensor], max_norm: float) -> None:
-    """Scale each client's gradient, [k, ...] over all weights, to a norm of at most `max_norm`."""
+    """Scale each client's gradient, over all weights [k, ...], to a norm of at most `max_norm`."""
     gradients = [w.grad for w in weights if w.grad is not None]
     if not gradients:
         return

@@ -44,17 +44,17 @@ MAX_PULLS, SLOW_PULL_S = 4, 5.0  # at once; after so long, another is started be
 TICK_S = 1.0
 SILENCE_S = 5.0  # a SuperLink that answers nothing for longer is away
 
-# node: the node that its client, which went away, is connected as now
+# of these nodes, those whose client is connected again, with its node now
 Returned = Callable[[list[int]], Mapping[int, int]]
 
 
 @dataclass
 class Exchange:
-    """Asks the nodes of one grid, one round after the other.
+    """Sends messages to the nodes of one grid and collects their replies, round after round.
 
-    name: the client behind a node, for the log. returned: finds the nodes of clients that are
-    connected again; None: a node that is gone stays away (simulation). silent_s: how long the
-    SuperLink has answered nothing, or this process was stopped. progress: told what is asked, how
+    name: the client behind a node, for the log. returned: finds clients that are connected again;
+    None: a node that is gone stays away (simulation). silent_s: how long the SuperLink has answered
+    nothing, or this process was stopped. progress: told what is asked, how
     many clients have answered, and how many were asked.
     """
 
@@ -88,14 +88,16 @@ class Exchange:
 
         Each reply's source is the current node of its client, whoever replied in its place. A
         message to a node that goes away is sent again if its client returns within 30 seconds, or
-        later while others are still awaited; one whose reply was lost is sent again, twice at most.
-        Time in which the SuperLink answers nothing, or this process is stopped, does not count, nor
-        does that in which clients train in this process.
+        later while others are still awaited; one whose reply was lost is sent again, at most twice.
+        The deadline moves by the time in which the SuperLink answers nothing, this process is
+        stopped, or clients train in this process.
+
         what: description for the log. key: the config key that `timeout_s` comes from.
-        max_bytes: of a reply; a larger one is refused while it arrives, as is a late one larger
-        than any that was asked for.
-        before_resend: called with the node of each message that is about to be sent again.
-        on_reply: takes each reply once it has come; none is returned then, or held.
+        max_bytes: of a reply; a larger one is refused while it arrives, as is a late one above the
+        largest bound so far. before_resend: called with the node of a message before it is sent
+        again. on_reply: takes each reply as it arrives; then none is held, and none returned.
+
+        Raises the error of a SuperLink that is gone for good.
         """
         deadline = time.monotonic() + timeout_s
         self.max_bytes = max(self.max_bytes, max_bytes)
@@ -124,6 +126,15 @@ class Exchange:
             away.setdefault(node, (time.monotonic() + RETURN_TIMEOUT_S, error))
             log.warning("%s: client %s is not connected", what, self.name(node))
 
+        def sent_again(node: int, to: int) -> bool:
+            before_resend(node)
+            sent: dict[str, int] = {}
+            if self.push([copy_for(asked[node], to, deadline - time.monotonic())], sent):
+                return False
+            node_now[node] = to
+            waiting.update(dict.fromkeys(sent, node))
+            return True
+
         self.progress(what, 0, len(asked))
         for message in self.push(list(asked.values()), waiting):
             node = message.metadata.dst_node_id
@@ -134,7 +145,7 @@ class Exchange:
             arrived = self.pull(list(waiting), deadline - now)
             has_arrived = bool(arrived)
             while arrived:
-                reply = arrived.pop(0)
+                reply = arrived.pop(0)  # and so freed once it is settled
                 message_id = reply.metadata.reply_to_message_id
                 source = waiting.pop(message_id, None)
                 if source is None:
@@ -162,17 +173,17 @@ class Exchange:
                     resends[source] += 1
                     name = self.name(source)
                     log.warning("%s: client %s's reply was lost: asked again", what, name)
-                    before_resend(source)
-                    again = copy_for(asked[source], node_now[source], left_s)
-                    sent: dict[str, int] = {}
-                    if self.push([again], sent):
+                    if not sent_again(source, node_now[source]):
                         note_gone(source, failure(asked[source], "its SuperNode is not connected"))
-                    waiting.update(dict.fromkeys(sent, source))
                 else:
                     settle(source, reply)
-            if away and time.monotonic() - looked_at >= LOOK_EVERY_S:
+            if self.returned and away and time.monotonic() - looked_at >= LOOK_EVERY_S:
                 looked_at = time.monotonic()
-                node_now |= self.send_again(asked, away, waiting, deadline, what, before_resend)
+                for node, new in self.returned(list(away)).items():
+                    if sent_again(node, new):
+                        name = self.name(node)
+                        log.info("%s: client %s is connected again and asked again", what, name)
+                        del away[node]
             for node, (until, error) in list(away.items()):
                 if time.monotonic() > until and not waiting:
                     settle(node, error)
@@ -244,31 +255,8 @@ class Exchange:
         waiting.update({m.metadata.message_id: m.metadata.dst_node_id for m in sent})
         return [m for m in messages if m.metadata.message_id not in sent_ids]
 
-    def send_again(
-        self,
-        asked: Mapping[int, Message],
-        away: dict[int, tuple[float, Message]],
-        waiting: dict[str, int],
-        deadline: float,
-        what: str,
-        before_resend: Callable[[int], None],
-    ) -> dict[int, int]:
-        """Send to clients that are connected again; the current node of each."""
-        assert self.returned is not None
-        back: dict[int, int] = {}
-        for node, new in self.returned(list(away)).items():
-            before_resend(node)
-            again = copy_for(asked[node], new, deadline - time.monotonic())
-            sent: dict[str, int] = {}
-            if not self.push([again], sent):
-                log.info("%s: client %s is connected again and asked again", what, self.name(node))
-                waiting.update(dict.fromkeys(sent, node))
-                del away[node]
-                back[node] = new
-        return back
-
     def drain(self) -> None:
-        """Discard replies that came after their deadline, and log whose they were."""
+        """Discard the replies that came after their deadline, and log whose they are."""
         self.late = {i: (text, n + 1) for i, (text, n) in self.late.items() if n < MAX_LATE_ASKS}
         for reply in self.pull(list(self.late), MAX_POLL_S):
             self.note_late(reply)

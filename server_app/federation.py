@@ -64,7 +64,7 @@ from server_app.preflight import checked_workers, worker_warnings
 from server_app.record import client_fields, score_fields, training_fields
 from server_app.report import Reporter, plot_split
 from server_app.roster import (
-    evaluates_clients,
+    evaluated_clients,
     partition_sizes,
     read_saved_roster,
     roster_warnings,
@@ -125,7 +125,7 @@ class Run:
     start: Checkpoint
     monitor: Monitor | None
     memory: StateMemory
-    # of the personal models of clients that have not trained since
+    # the newest score of each client's own model, which holds until it trains again
     scores: dict[str, TrainReply] = field(default_factory=dict)
 
     @property
@@ -346,14 +346,14 @@ def run_rounds(
 
 
 def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRecord, Line]:
-    """Train, aggregate, evaluate, record; returns the next global arrays and the history's line."""
+    """Train, aggregate, evaluate, record; the next global arrays and the round's history line."""
     config, strategy = run.config, run.strategy
     rounds = config.rounds
     is_last = server_round == rounds.num_rounds
     is_evaluated = is_last or server_round % rounds.evaluate_every == 0
-    on_clients = evaluates_clients(config, run.method) if is_evaluated else "none"
-    # a personal model does not change between training and evaluation: one message does for both
-    on_train = on_clients != "none" and run.has_own_models
+    evaluated = evaluated_clients(config, run.method) if is_evaluated else "none"
+    # a client's own model does not change between training and evaluation: one message does both
+    scores_in_replies = evaluated != "none" and run.has_own_models
     seconds: dict[str, float] = {}
 
     started = time.perf_counter()
@@ -366,7 +366,9 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     run_dir = name_for_clients(run)
     is_measured = run.monitor is not None and run.monitor.is_due(server_round)
     strategy.keeps_updates = is_measured
-    request = TrainRequest(config, run.data, server_round, checkpoint_round, on_train, run_dir)
+    request = TrainRequest(
+        config, run.data, server_round, checkpoint_round, scores_in_replies, run_dir
+    )
     messages = list(
         strategy.configure_train(server_round, arrays, request_record(request), run.grid)
     )
@@ -424,15 +426,15 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         started = time.perf_counter()
     if is_evaluated and rounds.evaluate_global and run.method.has_global_model:
         line["global"] = score_fields(global_score(run, following))
-    if on_clients != "none":
-        scored: list[TrainReply] = list(report.accepted) if on_train else []
+    if evaluated != "none":
+        scored: list[TrainReply] = list(report.accepted) if scores_in_replies else []
         clients: Set[str] = {reply.client for reply in report.accepted}
-        if on_clients == "all":
+        if evaluated == "all":
             clients = strategy.clients
         scored += [reply for name, reply in run.scores.items() if name in clients]
         clients = clients - {reply.client for reply in scored}
         nodes = strategy.nodes_of(sorted(clients - strategy.away))
-        if is_in_process_grid(run.grid) and on_train:
+        if is_in_process_grid(run.grid) and scores_in_replies:
             run.scores |= {reply.client: scores_alone(reply) for reply in report.accepted}
         if nodes:
             evaluation = evaluate_on_clients(run, server_round, following, nodes)
@@ -564,7 +566,7 @@ def model_metadata(run: Run) -> dict[str, str]:
 
 
 def privacy_spent(run: Run) -> dict[str, Any] | None:
-    """What the client asked most often has released, and what the guarantee covers."""
+    """The privacy statement for the client with the most releases; None without privacy."""
     privacy = run.config.privacy
     if not privacy.epsilon:
         return None

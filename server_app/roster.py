@@ -106,7 +106,7 @@ def shortened(names: Sequence[str], max_names: int = 5) -> str:
     return ", ".join(names[:max_names]) + more
 
 
-def evaluates_clients(config: RunConfig, method: Method) -> str:
+def evaluated_clients(config: RunConfig, method: Method) -> str:
     """Whose local test parts are evaluated on: none, cohort or all."""
     choice = config.rounds.evaluate_clients
     if config.privacy.withholds_metrics:
@@ -195,7 +195,7 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
                 f"no client has samples of class {totals.index(0)}: it cannot be learnt"
             )
     method.check_roster(known_label_counts(entries))
-    if evaluates_clients(config, method) != "none":
+    if evaluated_clients(config, method) != "none":
         for entry in entries:
             if not entry.num_test_examples:
                 raise ValueError(

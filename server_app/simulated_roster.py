@@ -26,7 +26,7 @@ from data.sources import Source
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry
 from server_app.logical_clients import LogicalGrid
-from server_app.roster import MAX_LISTED, evaluates_clients
+from server_app.roster import MAX_LISTED, evaluated_clients
 from strategies.sampling import FIRST_NODE, ClientNames, name_of
 
 CACHED_ENTRIES = 4096
@@ -191,7 +191,7 @@ def simulated_roster(config: RunConfig, source: Source, grid: LogicalGrid) -> Si
     """The checked roster of a grid's logical clients; sets the grid's expected times."""
     roster = SimulatedRoster(config, source, grid.num_clients)
     method = method_of(config)
-    check_simulated_roster(roster, evaluates_clients(config, method) != "none")
+    check_simulated_roster(roster, evaluated_clients(config, method) != "none")
     if type(method).check_roster is not Method.check_roster:
         method.check_roster(KnownLabelCounts(roster))
     num_samples = roster.sizes[:, 0]

@@ -23,14 +23,14 @@ log = logging.getLogger("keel.server")
 
 
 class RunningMean:
-    """sum_i p_i w_i with p_i = weights_i / sum of weights, of arrays that come in any order.
+    """The weighted mean sum_i p_i w_i, p_i = weights_i / sum(weights), of arrays added one by one.
 
-    They are added in the order of `weights`, whatever the order in which they come, so that the
-    bits do not depend on it; those ahead of their turn wait. Floating arrays are summed in their
-    own precision; integers (counters) in double precision, and rounded.
+    The sum is taken in the order of `weights`, so that its bits do not depend on the order in which
+    the arrays arrive; those that are ahead of their turn wait. Floating arrays are summed in their
+    own precision; integers (counters) in double precision, then rounded.
 
-    weights: of everybody asked. Where somebody's arrays do not come, the sum is scaled by the
-    total of all weights over that of those that came.
+    weights: by client, of all that were asked. If some send no arrays, the sum is scaled by the
+    total weight over the weight of those that did.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -43,7 +43,7 @@ class RunningMean:
         self.turn = next(self.turns, None)
 
     def add(self, client: str, arrays: Arrays | None) -> None:
-        """This client's arrays, or None if there will be none. They are not modified."""
+        """Add a client's arrays, which are not modified; None: it sends none."""
         self.waiting[client] = arrays
         while self.turn is not None and self.turn in self.waiting:
             due = self.waiting.pop(self.turn)
@@ -66,7 +66,7 @@ class RunningMean:
         self.added.append(weight)
 
     def mean(self) -> Arrays:
-        """The mean of what has come. Call it once."""
+        """The mean of the arrays added; clients not heard of count as None. Call it once."""
         while self.turn is not None:
             self.add(self.turn, self.waiting.get(self.turn))
         total_added = sum(self.added)
@@ -80,7 +80,7 @@ class RunningMean:
 
 
 def weighted_mean(replies: Sequence[TrainReply], weights: Sequence[float]) -> Arrays:
-    """`RunningMean` of these replies, added in their order."""
+    """The weighted mean of the replies' arrays, summed in their order."""
     running = RunningMean({str(i): weight for i, weight in enumerate(weights)})
     for i, reply in enumerate(replies):
         running.add(str(i), reply.arrays)
@@ -88,9 +88,10 @@ def weighted_mean(replies: Sequence[TrainReply], weights: Sequence[float]) -> Ar
 
 
 def capped_counts(counts: Sequence[float], is_checked: Sequence[bool], share: float) -> list[float]:
-    """The counts; those that are not checked are cut to one value, so that none is above `share`.
+    """The counts, with unchecked ones capped so that none is more than `share` of their sum.
 
-    1 / len(counts) is always allowed. Where all keep to their share, the counts as they are.
+    All capped counts are equal. A share of 1 / len(counts) is always allowed. If no unchecked count
+    exceeds its share, the counts are returned unchanged.
     """
     share = max(share, 1 / len(counts))
     descending = sorted(
@@ -127,7 +128,7 @@ def aggregate(
 
 
 def mean_metrics(replies: Sequence[TrainReply]) -> MetricRecord:
-    """Each metric's mean over the clients that sent it, weighted by their number of examples."""
+    """Each metric's mean over the clients that sent it, weighted by number of examples."""
     names = sorted({name for reply in replies for name in reply.metrics})
     means: dict[str, float] = {}
     for name in names:
@@ -169,9 +170,9 @@ def coordinate_wise(replies: Sequence[TrainReply], rounds: RoundsConfig) -> Arra
 
 
 def krum_selection(updates: Sequence[Arrays], rounds: RoundsConfig) -> list[int]:
-    """Which of the updates Krum (one) or Multi-Krum (`num-selected`) takes, in ascending order.
+    """Indices of the updates that Krum (one) or Multi-Krum (`num-selected`) selects, ascending.
 
-    num-selected = 0: all but the `num-malicious`.
+    num-selected = 0: all but `num-malicious`.
     """
     # double precision, because distances come from differences of squares
     contents = [

@@ -11,7 +11,7 @@ from keel.experiments.runs import Options, Run, run_of
 from protocol.config import RunConfig, resolve_config
 from protocol.options import OptionValue
 from server_app.checks import check_config
-from server_app.roster import evaluates_clients
+from server_app.roster import evaluated_clients
 
 
 def check_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options, output: Path) -> None:
@@ -88,7 +88,7 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
             f"evaluate-every = {every} skips"
         )
     method = method_of(config)
-    evaluates = evaluates_clients(config, method) != "none"
+    evaluates = evaluated_clients(config, method) != "none"
     has_curve = {
         "global.accuracy": method.has_global_model and config.rounds.evaluate_global,
         "local_global.mean": method.has_global_model and evaluates,
