@@ -325,7 +325,7 @@ class RoundsConfig:
     )
     keep_state: bool = option(
         true_or_false(),
-        "keep the checkpoints and client state of a finished run, which can then be continued; "
+        "keep the checkpoints and client state of a finished run, to continue it with more rounds; "
         "false: only what its personal models consist of",
     )
     tracker_clients: bool = option(true_or_false(), "trackers get each client's accuracies too")

@@ -32,7 +32,7 @@ from protocol.messages import UNREADABLE, Arrays, with_current_names
 from protocol.options import OptionValue
 from protocol.packing import Pieces, packed_pieces
 from server_app.history import whole_lines
-from server_app.summary import read_config_file
+from server_app.summary import check_has_state, read_config_file
 
 log = logging.getLogger("keel.server")
 NUM_CHECKPOINTS = 2
@@ -221,8 +221,8 @@ class RunDirectory:
                 with suppress(SafetensorError):  # damaged before it was written
                     return read_checkpoint(path, expected, model)
             self.skipped.append(path)
-        found_text = f"{len(paths)} are damaged" if paths else "there is none; a finished run with "
-        found_text += "" if paths else "keep-state = false has none"
+        check_has_state(self.path)
+        found_text = f"{len(paths)} are damaged" if paths else "there is none"
         raise ValueError(
             f"resume = {str(self.path)!r}: no intact checkpoint ({found_text}): restore "
             f"{self.path / 'checkpoints'} from a backup, or start a new run"

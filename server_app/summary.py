@@ -155,6 +155,16 @@ def read_summary(directory: Path) -> dict[str, Any]:
     return summary | {"directory": str(directory)}
 
 
+def check_has_state(directory: Path) -> None:
+    """ValueError if the run has finished and has no checkpoints, as with keep-state = false."""
+    has_checkpoints = any((directory / "checkpoints").glob("round-*"))
+    if not has_checkpoints and read_summary(directory)["status"] == "finished":
+        raise ValueError(
+            f"{directory}: it finished with keep-state = false, which removes its checkpoints: "
+            "start a new run with more rounds, and with keep-state = true if it is to be continued"
+        )
+
+
 def num_listed(rows: Any) -> int:
     """The number of clients in a roster.json."""
     return int(rows["simulated"]) if isinstance(rows, dict) else len(rows)

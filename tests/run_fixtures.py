@@ -29,6 +29,7 @@ SMALL: dict[str, OptionValue] = {
     "batch-size": 64,
     "lr": 0.05,
     "num-rounds": 2,
+    "keep-state": True,  # for tests that continue finished runs
 }
 NUM_CLIENTS = 4
 FACTS = DatasetSpec(

@@ -14,6 +14,7 @@ from keel.cli.overrides import checked_config, parse_overrides
 from keel.runs import FINISHED, SavedRun, find_run, runs_directory
 from protocol.config import RunConfig
 from protocol.options import OptionValue
+from server_app.summary import check_has_state
 
 DEFAULT_CLIENTS = 10
 
@@ -149,6 +150,8 @@ def resume(
     if saved.is_running:
         raise ValueError(f"{saved.name} is running: `keel status {saved.name}` shows it")
     expected = int(overrides.get("num-rounds", saved.config["num-rounds"]))
+    if saved.state == FINISHED:
+        check_has_state(saved.directory)
     if saved.rounds >= expected and saved.state == FINISHED:
         raise ValueError(
             f"{saved.name} has finished its {saved.rounds} rounds: set more, such as "

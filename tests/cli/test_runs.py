@@ -32,6 +32,7 @@ def trained(tmp_path_factory):
     from server_app.inline import run_inline
 
     keys = {"source": "digits", "model": "cnn-fedreco", "num-rounds": 2, "batch-size": 64}
+    keys |= {"keep-state": True}
     return run_inline(keys | {"output-dir": str(tmp_path_factory.mktemp("trained"))}, 3)
 
 

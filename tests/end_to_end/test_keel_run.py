@@ -136,7 +136,10 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(home, capsys, monkeyp
 
 
 def test_a_finished_run_is_resumed_for_more_rounds_only(home, capsys):
-    assert main(["run", "run-name=a", *SMALL, "--clients", "2"]) == 0
+    assert main(["run", "run-name=b", *SMALL, "--clients", "2"]) == 0
+    assert main(["resume", "b", "num-rounds=4"]) == 2
+    assert "finished with keep-state = false, which removes" in capsys.readouterr().err
+    assert main(["run", "run-name=a", *SMALL, "keep-state=true", "--clients", "2"]) == 0
     assert main(["resume", "a"]) == 2
     assert "a has finished its 3 rounds: set more, such as num-rounds=6" in capsys.readouterr().err
     assert main(["resume", "a", "num-rounds=4"]) == 0
@@ -144,7 +147,7 @@ def test_a_finished_run_is_resumed_for_more_rounds_only(home, capsys):
 
 
 def test_resume_prints_which_checkpoint_it_skipped(home, capsys):
-    assert main(["run", "method=fedavg", *SMALL, "local-epochs=0", "--clients", "2"]) == 0
+    assert main(["run", "method=fedavg", *SMALL, "local-epochs=0", "keep-state=true", "--clients", "2"]) == 0
     directory = only_run(home)
     newest = max((directory / "checkpoints").iterdir())
     newest.write_bytes(newest.read_bytes()[:-10])

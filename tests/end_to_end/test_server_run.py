@@ -42,7 +42,7 @@ from client_app.setup import model_for, open_source, pixels_of
 from client_app.state import StateFolder
 from keel.cli.runs import status_lines
 from keel.runs import find_run
-from protocol.config import resolve_config
+from protocol.config import default_config, resolve_config
 from protocol.seeds import seed_of
 from server_app.federation import DivergedError
 from server_app.inline import InlineGrid, run_inline
@@ -402,7 +402,8 @@ def test_between_snapshots_nothing_of_a_client_is_written(run, crash, tmp_path):
 @pytest.mark.parametrize("method", ["moon", "fedpac"])
 def test_a_finished_run_gives_up_its_state_but_not_its_models(run, method):
     kept = run({"method": method, "local-test-fraction": 0.2})
-    removed = run({"method": method, "local-test-fraction": 0.2, "keep-state": False})
+    default = default_config()["keep-state"]
+    removed = run({"method": method, "local-test-fraction": 0.2, "keep-state": default})
     assert same_bits(final_model(kept), final_model(removed))
     personal = method == "fedpac"
     assert (removed / "checkpoints").exists() == (removed / "clients").exists() == personal
@@ -413,7 +414,8 @@ def test_a_finished_run_gives_up_its_state_but_not_its_models(run, method):
             one, two = (load_model(f, name).network.state_dict() for f in (kept, removed))
             assert same_bits(one, two)
     else:
-        with pytest.raises(ValueError, match="no intact checkpoint"):
+        rule = "it finished with keep-state = false, which removes its checkpoints: start a new run"
+        with pytest.raises(ValueError, match=rule):
             resume(removed, num_rounds=3)
 
 
