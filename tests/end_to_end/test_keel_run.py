@@ -147,7 +147,8 @@ def test_a_finished_run_is_resumed_for_more_rounds_only(home, capsys):
 
 
 def test_resume_prints_which_checkpoint_it_skipped(home, capsys):
-    assert main(["run", "method=fedavg", *SMALL, "local-epochs=0", "keep-state=true", "--clients", "2"]) == 0
+    untrained = [*SMALL, "local-epochs=0", "keep-state=true"]
+    assert main(["run", "method=fedavg", *untrained, "--clients", "2"]) == 0
     directory = only_run(home)
     newest = max((directory / "checkpoints").iterdir())
     newest.write_bytes(newest.read_bytes()[:-10])
