@@ -36,6 +36,7 @@ BASE = {
     "fedcr.samples": 4,
     "fedavg-ft.epochs": 2,
     "fedbabu.epochs": 1,
+    "keep-state": True,
 }
 CLIENTS = [f"client-{n:04d}" for n in range(3)]
 
