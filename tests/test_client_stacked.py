@@ -313,6 +313,7 @@ def run_of(folder, num_clients_per_step, **keys):
         "min-samples": 5, "num-rounds": 2, "local-epochs": 2, "batch-size": 8, "method": "moon",
         "output-dir": str(folder / str(num_clients_per_step)), "local-test-fraction": 0.2,
         "evaluate-clients": "all", "clients-per-step": num_clients_per_step, "device": "cpu",
+        "keep-state": True,
     }  # fmt: skip
     with without_pictures():
         return run_inline(given | keys, 5)
