@@ -8,9 +8,13 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from protocol.text import in_one_line
+
 # Up to these sizes, cells show their count and classes their name.
 MAX_NUMBERED_CLIENTS = 20
 MAX_NAMED_CLASSES = 40
+MAX_COLUMNS = 500  # with more clients, several share one
+MAX_NAME = 24  # characters of a class name
 
 
 def plot_label_distribution(
@@ -18,7 +22,8 @@ def plot_label_distribution(
 ) -> None:
     """Write a heat map to `path` (PNG): a column per client, a row per class, darker is more.
 
-    Below it, the total of each client.
+    Below it, the total of each client. More than MAX_COLUMNS clients are put in the order of their
+    most frequent class, and neighbours share a column, which shows their mean.
     label_counts[i][k]: client i's samples of class k. As in Fig. 3 of the FedIntR paper.
     """
     counts = np.asarray(label_counts)  # [N, K]
@@ -28,6 +33,15 @@ def plot_label_distribution(
             f"number for each of the {len(class_names)} classes"
         )
     num_clients, num_classes = counts.shape
+    edges, what = np.arange(num_clients + 1), "client"
+    if num_clients > MAX_COLUMNS:
+        order = np.lexsort((counts.sum(axis=1), counts.argmax(axis=1)))
+        edges = np.linspace(0, num_clients, MAX_COLUMNS + 1).astype(int)
+        counts = np.add.reduceat(counts[order], edges[:-1]) / np.diff(edges)[:, None]
+        what = (
+            f"{num_clients:,} clients in the order of their most frequent class; "
+            f"a column is the mean of {num_clients / MAX_COLUMNS:.3g}"
+        )
     figure = Figure(
         figsize=(min(3 + 0.5 * num_clients, 12), min(3 + 0.32 * num_classes, 11)),
         layout="constrained",
@@ -44,13 +58,14 @@ def plot_label_distribution(
         norm=shade,
         aspect="auto",
         interpolation="nearest",
-        interpolation_stage="data",  # resampling colours took 80 MB for 2,000 clients
+        extent=(-0.5, num_clients - 0.5, num_classes - 0.5, -0.5),
     )
-    below.stairs(counts.sum(axis=1), np.arange(num_clients + 1) - 0.5, fill=True)
-    below.set(xlabel="client", ylabel="samples", ylim=(0, None))
+    below.stairs(counts.sum(axis=1), edges - 0.5, fill=True)
+    below.set(xlabel=what, ylabel="samples", ylim=(0, None))
     axes.set_ylabel("class")
     if num_classes <= MAX_NAMED_CLASSES:
-        axes.set_yticks(range(num_classes), class_names)
+        names = [in_one_line(name, MAX_NAME) for name in class_names]
+        axes.set_yticks(range(num_classes), names, parse_math=False)  # "$" is a character
     else:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     if num_clients <= MAX_NUMBERED_CLIENTS:

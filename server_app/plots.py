@@ -31,8 +31,9 @@ def accuracy_figure(curves: Curves, title: str = "", losses: Curves = ()) -> Fig
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if axes.lines:
-            axes.legend(frameon=False)
-    panels[0].set(title=title)
+            for text in axes.legend(frameon=False).get_texts():
+                text.set_parse_math(False)  # "$" is a character
+    panels[0].set_title(title, parse_math=False)
     panels[-1].set(xlabel="round")
     return figure
 

@@ -1,6 +1,6 @@
 """The picture of a run's accuracies and losses."""
 
-from server_app.plots import accuracy_figure
+from server_app.plots import accuracy_figure, save_png
 
 
 def test_losses_have_a_panel_of_their_own_under_the_accuracies():
@@ -16,3 +16,9 @@ def test_losses_have_a_panel_of_their_own_under_the_accuracies():
 def test_without_losses_there_is_one_panel():
     figure = accuracy_figure([("a", [(1, 0.5)])], losses=[("supervised", [])])
     assert [axes.get_xlabel() for axes in figure.axes] == ["round"]
+
+
+def test_a_dollar_in_a_name_is_a_character(tmp_path):
+    hostile = r"$\frac{a$"
+    save_png(accuracy_figure([(hostile, [(1, 0.5)])], hostile), tmp_path / "a.png")
+    assert (tmp_path / "a.png").exists()

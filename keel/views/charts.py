@@ -138,7 +138,7 @@ def curves(
 
 
 def stacked(
-    x: Sequence[float], parts: dict[str, Sequence[float]], x_title: str, y_title: str
+    x: Sequence[float | str], parts: dict[str, Sequence[float]], x_title: str, y_title: str
 ) -> Figure:
     """Bars over x, one colour for each part; parts that are 0 throughout are left out."""
     found = {name: values for name, values in parts.items() if any(values)}

@@ -23,7 +23,7 @@ MAX_ROUNDS = 40  # columns of the clients' heat map: each costs the reading of a
 MAX_CLIENTS = 40  # its rows: the worst
 MAX_EVENTS = 200  # rows of the table of clients left out
 RECENT = 50  # rounds whose mean gives the time left
-MAX_SPLIT = 500  # columns of the label distribution: beyond, neighbours are added up
+MAX_SPLIT = 500  # columns of the label distribution: with more clients, several share one
 WHOSE = {"local_global": "global model", "personal": "personal models"}
 
 
@@ -220,7 +220,11 @@ def percent(value: float | None) -> float | None:
 
 
 def label_chart(entry: Entry) -> dict[str, Figure]:
-    """Samples of each class by client, from the roster; {} where label counts are withheld."""
+    """Samples of each class by client, from the roster; {} where label counts are withheld.
+
+    As `data.plots.plot_label_distribution`: columns that several clients share show their mean, and
+    clients are in the order of their most frequent class then.
+    """
     roster = read_json(entry.directory / ROSTER_FILE, MAX_BYTES[ROSTER_FILE])
     rows = []
     for row in roster if isinstance(roster, list) else ():
@@ -229,18 +233,21 @@ def label_chart(entry: Entry) -> dict[str, Figure]:
             rows.append((text_of(row.get("client"), 40), [number(c) or 0.0 for c in counts]))
     if not rows or len({len(counts) for _, counts in rows}) != 1:
         return {}
-    rows.sort()
     size = -(-len(rows) // MAX_SPLIT)
+    rows.sort(key=None if size == 1 else lambda row: (row[1].index(max(row[1])), sum(row[1])))
     groups = [rows[i : i + size] for i in range(0, len(rows), size)]
-    names = [g[0][0] if size == 1 else f"{g[0][0]} to {g[-1][0]}" for g in groups]
-    sums = [[sum(values) for values in zip(*(c for _, c in g), strict=True)] for g in groups]
-    classes = [str(k) for k in range(len(sums[0]))]
-    columns = list(zip(*sums, strict=True))
-    what = "client" if size == 1 else f"{size} clients a column"
+    names = [g[0][0] if size == 1 else str(size * i) for i, g in enumerate(groups)]
+    means = [
+        [sum(values) / len(g) for values in zip(*(c for _, c in g), strict=True)] for g in groups
+    ]
+    classes = [str(k) for k in range(len(means[0]))]
+    columns = list(zip(*means, strict=True))
+    what = "client"
+    if size > 1:
+        what = f"clients in the order of their most frequent class, mean of {size}"
     figure = heat_map(columns, names, classes, what, "class", "samples")
     figure["layout"]["xaxis"] |= {"type": "category", "nticks": 12}
-    totals = stacked(range(len(sums)), {"samples": [sum(c) for c in sums]}, what, "samples")
-    totals["data"][0]["x"] = names[:: max(1, len(names) // max(1, len(totals["data"][0]["y"])))]
+    totals = stacked(names, {"samples": [sum(c) for c in means]}, what, "samples")
     totals["layout"]["xaxis"] |= {"type": "category", "nticks": 12}
     totals["layout"]["hovermode"] = "closest"
     return {"labels": figure, "totals": totals}
