@@ -90,9 +90,19 @@ class Section:
     @property
     def reading(self) -> str:
         """How the numbers are read from the runs, and over which seeds."""
+        if self.recipe.shows == "labels":
+            return f"{self.label}; the split of seed {self.options.seeds[0]}."
         takes = sorted({(c.take.how, c.take.number, c.of) for c in self.recipe.cells})
         read = "; ".join(f"{how}{f' {n:g}' if n else ''} of {of}" for how, n, of in takes)
         return f"{self.label}; seeds {', '.join(map(str, self.options.seeds))}; {read}."
+
+    @property
+    def scale(self) -> str:
+        """The scale, which a sweep of no paper has none of, and how many keys were changed."""
+        changed, scale = len(self.options.changes), self.options.scale
+        words = [f"scale {scale}"] if self.recipe.paper or scale != "paper" else []
+        words += [f"{changed} key{'s' * (changed > 1)} changed"] if changed else []
+        return ", ".join(words)
 
     @property
     def origin(self) -> list[str]:
@@ -235,7 +245,10 @@ def section_of(job: Path, output: Path) -> Section:
 
 
 def label_of(recipe: Recipe, options: Options) -> str:
-    """Scale, changed keys, and which of the values under `tune` were tried."""
+    """Scale, changed keys, and which of the values under `tune` were tried.
+
+    "As in the recipe" where that is a sweep of no paper and nothing is changed.
+    """
 
     def only_papers_best(cell: Cell) -> bool:
         return bool(cell.paper_candidate) and not options.full_grid
@@ -246,7 +259,10 @@ def label_of(recipe: Recipe, options: Options) -> str:
         grid = "the paper's best of the tuned values"
         if not all(map(only_papers_best, tuned)):
             grid += ", all values where it names none"
-    return ", ".join(filter(None, [options.label, grid]))
+    label = options.label
+    if not recipe.paper and options.scale == "paper":
+        label = label.removeprefix("scale paper").removeprefix(", ") or "as in the recipe"
+    return ", ".join(filter(None, [label, grid]))
 
 
 # --- cells --------------------------------------------------------------------------------------

@@ -133,7 +133,9 @@ def curves(
             xaxis["dtick"] = 1
     return {
         "data": data,
-        "layout": layout(x, y, xaxis=xaxis, yaxis={"type": "log"} if log_y else {}),
+        "layout": layout(
+            x, y, xaxis=xaxis, yaxis={"type": "log"} if log_y else {}, showlegend=True
+        ),  # a curve alone has a name too
     }
 
 

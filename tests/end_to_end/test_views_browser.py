@@ -1,11 +1,7 @@
-"""The pages of `keel ui` in Chromium, over HTTP, as a person uses them.
-
-Needs Chromium (Debian's package, or $CHROMIUM) and the extra `browser`; else these tests skip.
-"""
+"""The pages of `keel ui` in Chromium, over HTTP, as a person uses them."""
 
 import csv
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,16 +11,19 @@ from random import Random
 from typing import Any
 
 import pytest
+from browser_fixtures import (
+    SIZES,
+    browser,  # noqa: F401 (used by being here)
+    faults_of,
+    in_chromium,
+    scrolls_sideways,
+    serious_findings,
+)
 
 from keel.views.charts import static_file
 from tests.tools.run_directories import line_of, make_run
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
-]
+pytestmark = in_chromium
 NUM_LATER = 3  # rounds that the live run writes while it is watched
 
 
@@ -54,28 +53,13 @@ def address(base: Path) -> Iterator[str]:
             server.terminate()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Chromium."""
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
 @pytest.fixture
-def page(browser: Any, address: str) -> Iterator[Any]:
+def page(browser: Any, address: str) -> Iterator[Any]:  # noqa: F811
     """The table of runs; errors in the console and foreign requests fail the test."""
     context = browser.new_context(viewport={"width": 1366, "height": 900}, accept_downloads=True)
     page = context.new_page()
-    faults: list[str] = []
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda m: faults.append(m.text) if m.type == "error" else None)
     host = address.split("/?")[0]
-    page.on(
-        "request",
-        lambda r: None if r.url.startswith((host, "data:", "blob:")) else faults.append(r.url),
-    )
+    faults = faults_of(page, (host, "data:", "blob:"))
     page.goto(address)
     page.base = host
     yield page
@@ -218,11 +202,10 @@ def test_a_new_run_appears_in_the_table_and_a_selection_stays(page, base):
     shutil.rmtree(base / "moon-9")
 
 
-@pytest.mark.parametrize("width", [1366, 390])
+@pytest.mark.parametrize("width", SIZES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_page_has_a_serious_finding_of_axe_or_scrolls_sideways(page, width, scheme):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    page.set_viewport_size({"width": width, "height": 900})
+    page.set_viewport_size({"width": width, "height": SIZES[width]})
     page.emulate_media(color_scheme=scheme)
     runs = [box.get_attribute("value") for box in page.locator("tbody input").all()]
     compared = "&".join(f"run={run}" for run in runs)
@@ -230,14 +213,8 @@ def test_no_page_has_a_serious_finding_of_axe_or_scrolls_sideways(page, width, s
         page.goto(page.base + path)
         if page.locator(".chart").count():
             page.wait_for_selector(".main-svg")
-        found = axe.Axe().run(page).response["violations"]
-        serious = [
-            (v["id"], v["nodes"][0]["html"][:200])
-            for v in found
-            if v["impact"] in ("serious", "critical")
-        ]
-        assert serious == [], path
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
+        assert serious_findings(page) == [], path
+        assert not scrolls_sideways(page), path
 
 
 def test_plotlys_script_is_the_installed_one(page):

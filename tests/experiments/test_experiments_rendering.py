@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from keel.experiments.measure import History
-from keel.experiments.rendering import Section, write_report
+from keel.experiments.recipe import load_recipe
+from keel.experiments.rendering import Section, label_of, write_report
+from keel.experiments.runs import Options
 from keel.views.charts import static_file
 from tests.tools.run_directories import line_of, make_table
 
@@ -88,7 +90,7 @@ def test_headline_claims_come_first_by_paper_with_effect_interval_seeds_and_scal
     (row,) = [row for row in rows if "FedRCL above FedAvg in CIFAR-10, alpha 0.6, 500R" in row]
     assert re.search(r"[+]\d+[.]\d\d \[[+-]\d+[.]\d\d, [+-]\d+[.]\d\d\]", row)
     assert "|+5.07|" in row
-    assert re.search(r"\|3\|.*Table 1, paper", row)
+    assert re.search(r"\|3\|.*Table 1, scale paper", row)
     assert first.index("<h2>FedRCL") < first.index("FedRCL above FedAvg")
     assert "alpha 0.1, 500R" not in page  # a claim that was not asked for
 
@@ -139,8 +141,20 @@ def test_settings_say_what_the_scale_made_of_the_papers(report):
 def test_a_sweep_of_ones_own_says_nothing_of_a_paper(report):
     section = html.unescape(section_in(report, "sweep"))
     assert "paper's" not in section
+    assert "scale paper" not in section
+    assert "as in the recipe; seeds 0, 1" in section
     assert 'class="paper"' not in section
     assert "difference</label>" not in section
+
+
+def test_a_claim_names_its_scale_and_how_many_keys_were_changed():
+    options = Options("hour", {"lr": 0.1, "num-rounds": 3}, [0], False)
+    paper, own = load_recipe("fedrcl-table-1"), load_recipe(str(ROOT / "docs" / "sweep.yaml"))
+    assert Section(paper, options, "", {}, []).scale == "scale hour, 2 keys changed"
+    options = Options("paper", {"lr": 0.1}, [0], False)
+    assert Section(own, options, "", {}, []).scale == "1 key changed"
+    assert label_of(own, options) == "lr=0.1"
+    assert label_of(paper, options).startswith("scale paper, lr=0.1")
 
 
 def test_curves_of_two_columns_of_the_same_runs_are_one_chart_with_the_papers_numbers(report):

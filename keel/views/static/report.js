@@ -13,4 +13,11 @@ const coming = new IntersectionObserver(entries => {
   for (const entry of entries.filter(each => each.isIntersecting)) drawFigure(entry.target);
 }, {rootMargin: "600px"});
 for (const chart of charts) coming.observe(chart);
-addEventListener("beforeprint", () => charts.forEach(drawFigure));
+
+const PAGE_WIDTH = 1030;  // pixels of an A4 page across, without its margins
+const tables = [...document.querySelectorAll(".wide table")];
+addEventListener("beforeprint", () => {
+  charts.forEach(drawFigure);
+  for (const table of tables) table.style.zoom = Math.min(1, PAGE_WIDTH / table.offsetWidth);
+});
+addEventListener("afterprint", () => tables.forEach(table => { table.style.zoom = ""; }));
