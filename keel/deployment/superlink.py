@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config import app_folder, project_file
-from protocol.flower_compat import superlink_unavailable
 from protocol.options import OptionValue
 
 command_timeout_s = 100.0
@@ -126,6 +125,9 @@ class SuperLinkClient:
         A SuperLink that does not answer, for example while it restarts, is asked again. One that
         keeps refusing, for example because it does not know the run, raises its RuntimeError.
         """
+        # imports flwr, which `keel run` does not wait for before it shows its plan
+        from protocol.flower_compat import superlink_unavailable
+
         deadline = time.monotonic() + timeout_s
         refusals: list[str] = []  # consecutive and identical
         while True:

@@ -45,6 +45,15 @@ def test_nothing_heavy_is_imported_before_it_is_needed(words, code, tmp_path):
     assert imported_by(*words, home=tmp_path) == (code, [])
 
 
+def test_the_plan_of_a_run_waits_for_nothing_heavy():
+    code = f"""
+import sys
+import keel.cli.engines, keel.cli.plan, keel.cli.progress, keel.deployment.cluster
+print([name for name in {HEAVY} if name in sys.modules])
+"""
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+
+
 def test_help_names_every_command(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
