@@ -20,7 +20,13 @@ from client_app.evaluation import evaluate
 from client_app.machine import machine, report_of
 from client_app.method import Method, Update
 from client_app.methods import method_of
-from client_app.node_config import client_name, own_architecture, own_splits, state_folder
+from client_app.node_config import (
+    client_name,
+    is_deployed,
+    own_architecture,
+    own_splits,
+    state_folder,
+)
 from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
 from client_app.setup import device_for, representation_width
@@ -50,8 +56,10 @@ from protocol.messages import (
     simulated_reply,
     tensors,
 )
+from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
+MAX_REASON = 2000  # characters of an error
 process_cache = ProcessCache()
 
 
@@ -86,7 +94,7 @@ def answer_as(message: Message, context: Context) -> RecordDict | Error:
 
 def error_reply(error: Exception, message: Message, context: Context) -> Error:
     """What the server is told of an error; the log has it too."""
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    reason = in_one_line(f"{type(error).__name__}: {error}", MAX_REASON)
     if isinstance(error, torch.OutOfMemoryError):
         sentence, *_ = reason.partition(". ")
         reason = (
@@ -100,10 +108,10 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
         client = "without a name"
     what = run_and_round(message)
     log.error("%s: client %s: %s", what, client, reason, exc_info=error if not is_mistake else None)
+    if not isinstance(error, PrivacyRefused) and withholds_metrics(message):
+        reason = "failed; privacy.metrics = 'withheld': the reason is in this client's log"
     if message.metadata.message_type == MessageType.QUERY:  # the server does not know its name yet
         reason = f"client {client}: {reason}"
-    elif not isinstance(error, PrivacyRefused) and withholds_metrics(message):
-        reason = "failed; privacy.metrics = 'withheld': the reason is in this client's log"
     return Error(RESET_NEEDED if isinstance(error, ResetNeeded) else client_failed, reason)
 
 
@@ -195,6 +203,8 @@ def query(message: Message, context: Context) -> RecordDict:
     """What the server asks before round 1: of a client, or of a simulation's worker."""
     record = message.content.config_records.get("round")
     if record is not None and "token" in record:
+        if is_deployed(context.node_config):  # a digest of the data would be exact
+            raise ValueError("a query about the machine: only a simulation's worker answers that")
         return machine_content(report_of(read_request(message, PreflightRequest)))
     return roster(message, context)
 

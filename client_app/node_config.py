@@ -34,6 +34,11 @@ def client_name(node_config: NodeConfig) -> str:
     )
 
 
+def is_deployed(node_config: NodeConfig) -> bool:
+    """Whether this is a client of a deployment: with data of its own, or in a resident worker."""
+    return "source" in node_config or bool(os.environ.get(worker_variable))
+
+
 def own_splits(
     config: RunConfig, data: DatasetSpec, node_config: NodeConfig, with_images: bool = True
 ) -> tuple[ImageSplit, ImageSplit]:

@@ -14,6 +14,7 @@ from client_app.node_config import NodeConfig, client_name, own_architecture, ow
 from client_app.round import RoundContext
 from client_app.samples import Pixels, Samples
 from client_app.setup import build_network, device_for
+from client_app.site_privacy import is_site
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, DatasetSpec, RoundRequest
@@ -141,7 +142,7 @@ class ProcessCache:
             model=self.network(
                 config, data, own_architecture(config, node_config), "local", device
             ),
-            is_simulated="source" not in node_config,
+            is_simulated=not is_site(node_config),
             networks=self,
         )
 

@@ -8,8 +8,12 @@ privacy-max-clip-norm         KEEL_PRIVACY_MAX_CLIP_NORM         greatest clip-n
 privacy-budget-epsilon        KEEL_PRIVACY_BUDGET_EPSILON        of all releases of the site's data
 privacy-budget-delta          KEEL_PRIVACY_BUDGET_DELTA          at this delta; 1e-5
 privacy-metrics               KEEL_PRIVACY_METRICS               exact: allows privacy.metrics=exact
+
+A budget in the environment is of everything that its worker releases, whatever data a message
+names; one in the node config is of that client's data.
 """
 
+import copy
 import fcntl
 import logging
 import math
@@ -21,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from protocol.chained import append_chained, newest_digest, read_chained
-from protocol.config import PrivacyConfig, RunConfig, keel_home
+from protocol.config import PrivacyConfig, RunConfig, keel_home, validate
 from protocol.files import digest, write_atomically
 from protocol.privacy import SMALL_DELTA, composed_epsilon, noise_sigma
+from protocol.text import in_one_line
 
 NodeConfig = Mapping[str, bool | int | float | str]
 log = logging.getLogger("keel.client")
@@ -74,6 +79,11 @@ def site_limits(node_config: NodeConfig) -> SiteLimits:
     return SiteLimits(min_multiplier, clip, epsilon, delta, allows_exact, is_set)
 
 
+def is_site(node_config: NodeConfig) -> bool:
+    """Whether the client has data or limits of its own: its noise and ledger are not simulated."""
+    return "source" in node_config or site_limits(node_config).is_set
+
+
 def positive(key: str, value: object) -> float:
     """`value` as a number; PrivacyRefused naming the key unless it is a number > 0."""
     try:
@@ -93,6 +103,11 @@ def multiplier_of(privacy: PrivacyConfig) -> float:
 def check_limits(config: RunConfig, node_config: NodeConfig) -> None:
     """PrivacyRefused, one line, if the run is beyond a limit: key, value, what this site allows."""
     limits, privacy = site_limits(node_config), config.privacy
+    if privacy.epsilon:  # what no server of Keel's asks for, and what would leave without noise
+        try:
+            validate(config)
+        except ValueError as error:
+            raise PrivacyRefused(in_one_line(error)) from error
     if not limits.is_set:
         return
     if privacy.epsilon == 0:
@@ -135,6 +150,19 @@ class Ledger:
         self.path = keel_home() / "privacy" / f"{digest(self.data.encode())}.jsonl"
         self.newest = self.path.with_suffix(".newest")  # the digest of its newest line
 
+    def total_spent(self) -> float:
+        """`spent` of this data set; with a budget in the environment, of all of this machine."""
+        if not os.environ.get(variable_of("privacy-budget-epsilon")):
+            return self.spent()
+        paths = {p.with_suffix(".jsonl") for p in self.path.parent.glob("*.[jn]*")}
+        return sum(ledger.spent() for ledger in map(self.beside, paths | {self.path}))
+
+    def beside(self, path: Path) -> "Ledger":
+        """The ledger in another file of the same folder."""
+        other = copy.copy(self)
+        other.path, other.newest = path, path.with_suffix(".newest")
+        return other
+
     def spent(self) -> float:
         """Sum of 1 / multiplier^2 over the releases so far.
 
@@ -157,7 +185,7 @@ class Ledger:
         """PrivacyRefused if one more release is beyond the budget."""
         if math.isinf(limits.budget_epsilon):
             return
-        total = self.spent() + multiplier_of(privacy) ** -2
+        total = self.total_spent() + multiplier_of(privacy) ** -2
         epsilon = composed_epsilon(total**-0.5, limits.budget_delta)
         if epsilon > limits.budget_epsilon:
             raise PrivacyRefused(
@@ -169,8 +197,8 @@ class Ledger:
     def charge(self, config: RunConfig, node_config: NodeConfig, about: Mapping[str, Any]) -> None:
         """Record a release that is about to leave; PrivacyRefused if it no longer fits."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with self.path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two runs may use the same data
+        with (self.path.parent / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two runs may use the same data, or share a budget
             privacy = config.privacy
             self.check(privacy, site_limits(node_config))
             entry = {"data": self.data, **about, "time": round(time.time(), 3)}
@@ -193,7 +221,6 @@ def charge_release(
     config: RunConfig, node_config: NodeConfig, client: str, run: str, round_: int
 ) -> None:
     """Record a noised release of a site, or of any client with limits of its own."""
-    is_site = "source" in node_config or site_limits(node_config).is_set
-    if config.privacy.epsilon and is_site:
+    if config.privacy.epsilon and is_site(node_config):
         about = {"client": client, "run": run, "round": round_}
         Ledger(node_config).charge(config, node_config, about)

@@ -15,6 +15,7 @@ from flwr.app import Context, Error, Message, MessageType, RecordDict
 from client_app.worker_socket import Frames, exchange, wait_until_ready
 from protocol.code import code_digest
 from protocol.flower_compat import context_to_bytes, message_to_bytes, records_from_bytes
+from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
 client_failed = 1  # error code of a reply; Flower's own codes start at 0, unknown
@@ -53,7 +54,9 @@ def run_and_round(message: Message) -> str:
     record = message.content.config_records.get("round")
     run = str(record.get("run-dir", "")) if record else ""
     return (
-        f"run {Path(run).name}, round {record['round']!r}" if record and run else "the roster query"
+        in_one_line(f"run {Path(run).name}, round {record.get('round')!r}", 200)
+        if record and run
+        else "the roster query"
     )
 
 

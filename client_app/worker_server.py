@@ -11,7 +11,7 @@ started it restarts it (a container's restart policy, a service manager).
 Every connection has a thread of its own, which receives, checks and decodes its request and sends
 the reply, each within `io_limit_s` in all: a slow or malformed peer neither blocks nor ends the
 worker. Among more than `max_receiving` connections that have not sent their request, the oldest is
-closed.
+closed; all messages that have arrived and are not answered take at most `max_held_bytes`.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import flwr
@@ -44,6 +45,7 @@ from client_app.worker_client import (
 from client_app.worker_socket import (
     Frames,
     default_socket,
+    max_frame_bytes,
     max_header_bytes,
     receive_frame,
     send_frames,
@@ -61,6 +63,7 @@ io_limit_s = 60.0  # for a local process to send its message, or to take the rep
 max_reason = 4000  # characters of an error: with escapes, they fit into a header
 max_receiving = 64
 max_waiting = 64  # complete messages
+max_held_bytes = 2 * max_frame_bytes  # of messages, from all connections together
 
 
 @dataclass
@@ -85,6 +88,7 @@ class WorkerProcess:
         self.is_broken = False
         self.requests: queue.Queue[Request] = queue.Queue(max_waiting)
         self.receiving: dict[socket.socket, None] = {}  # the oldest first
+        self.held: dict[socket.socket, int] = {}  # bytes of its message
         self.listener = listen(path)
 
     def serve(self) -> None:
@@ -159,6 +163,16 @@ class WorkerProcess:
             except Exception as error:  # a bad request ends only its own connection
                 reason = in_one_line(f"{type(error).__name__}: {error}")
                 log.warning("connection dropped: %s", reason)
+            finally:
+                self.held.pop(peer, None)
+
+    def _hold(self, peer: socket.socket, num_bytes: int) -> None:
+        """Count what has arrived from a peer; ValueError beyond what this worker holds at once."""
+        self.held[peer] = self.held.get(peer, 0) + num_bytes
+        if sum(list(self.held.values())) > max_held_bytes:
+            raise ValueError(
+                f"this worker holds {max_held_bytes} bytes of messages at most, of all connections"
+            )
 
     def _receive(self, peer: socket.socket) -> Request | Frames:
         """The peer's request, queued for `serve`; or the frames that answer it at once."""
@@ -166,7 +180,8 @@ class WorkerProcess:
         header = json.loads(receive_frame(peer, deadline, max_header_bytes))
         if header["kind"] == "ready?":
             return [self.about()]
-        frames = [receive_frame(peer, deadline) for _ in range(2)]
+        hold = partial(self._hold, peer)
+        frames = [receive_frame(peer, deadline, note=hold) for _ in range(2)]
         if header["code"] != self.code:
             return error_frames(
                 f"this client's worker runs code {self.code} of Keel, the run's app is "

@@ -16,6 +16,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,26 +106,36 @@ def send_frames(peer: socket.socket, frames: Frames, deadline: float = math.inf)
 
 
 def receive_frame(
-    peer: socket.socket, deadline: float = math.inf, max_bytes: int = max_frame_bytes
+    peer: socket.socket,
+    deadline: float = math.inf,
+    max_bytes: int = max_frame_bytes,
+    note: Callable[[int], None] = lambda num_bytes: None,
 ) -> bytes:
     """The next frame.
 
+    note: called for each part with its size; what it raises ends the frame.
     ConnectionError if the peer closes before its end, TimeoutError if it is not complete by the
     deadline (however often a few bytes arrive), ValueError if it is announced as larger.
     """
     (length,) = struct.unpack(">Q", _receive(peer, 8, deadline))
     if length > max_bytes:
         raise ValueError(f"a frame of {length} bytes: expected at most {max_bytes}")
-    return _receive(peer, length, deadline)
+    return _receive(peer, length, deadline, note)
 
 
-def _receive(peer: socket.socket, length: int, deadline: float) -> bytes:
+def _receive(
+    peer: socket.socket,
+    length: int,
+    deadline: float,
+    note: Callable[[int], None] = lambda num_bytes: None,
+) -> bytes:
     content = bytearray()
     while len(content) < length:
         set_timeout(peer, deadline)
         part = peer.recv(min(length - len(content), chunk_bytes))
         if not part:
             raise ConnectionError("closed")
+        note(len(part))
         content += part
     return bytes(content)
 

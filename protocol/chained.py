@@ -1,12 +1,11 @@
 """Append-only JSON lines, each with a digest of itself and of the line before."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from protocol.files import digest
+from protocol.files import append_line, digest
 
 Entry = dict[str, Any]
 
@@ -14,16 +13,11 @@ Entry = dict[str, Any]
 def append_chained(path: Path, entry: Mapping[str, Any]) -> None:
     """Append `entry` with its digest; it is on the disk when this returns.
 
-    An incomplete line at the end (a full disk, a power cut) is ended first and stays as it is.
+    An incomplete line at the end (a power cut) is ended first and stays as it is. OSError, naming
+    the file, which stays as it is, if the disk is full.
     """
     before = path.read_bytes() if path.exists() else b""
-    line = json.dumps({**entry, "digest": digest_of(entry, newest_digest(before))}) + "\n"
-    with path.open("ab") as file:
-        if before and not before.endswith(b"\n"):
-            file.write(b"\n")
-        file.write(line.encode())
-        file.flush()
-        os.fsync(file.fileno())
+    append_line(path, json.dumps({**entry, "digest": digest_of(entry, newest_digest(before))}))
 
 
 def read_chained(path: Path, allows_old: bool = True) -> tuple[list[Entry], int]:

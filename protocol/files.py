@@ -1,6 +1,7 @@
 """Atomic writes, content digests, and who may read what is written."""
 
 import contextlib
+import errno
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,27 @@ def write_atomically(path: Path, *pieces: Any) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line and sync it to disk, whole or not at all; ends an incomplete line first.
+
+    OSError, naming the file, if the disk is full.
+    """
+    with path.open("ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = "\n" + line
+        content = line.encode() + b"\n"
+        try:
+            if file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+        except OSError as error:
+            file.truncate(size)
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def remove_parts(directory: Path) -> None:

@@ -505,6 +505,8 @@ def roster_entry(sent: dict[str, Any]) -> RosterEntry:
     wrong += [name for name, kind in types.items() if not has_type(kind, sent.get(name))]
     if not wrong and len(sent["label_counts"]) != len(sent["test_label_counts"]):
         wrong.append("test_label_counts")
+    if not wrong and len(sent["image_shape"]) != 3:
+        wrong.append("image_shape")
     if wrong:
         raise ValueError(
             f"client {client}: field {in_one_line(wrong[0], 64)!r} of its roster entry is missing, "

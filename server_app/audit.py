@@ -17,7 +17,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from server_app.history import DAMAGE, append_line
+from protocol.files import append_line
+from server_app.history import DAMAGE
 
 AUDIT_FILE = "audit.jsonl"
 

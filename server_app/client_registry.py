@@ -20,7 +20,7 @@ from protocol.messages import RosterEntry, read_roster
 from protocol.text import in_one_line
 from server_app.exchange import Exchange
 from server_app.history import DAMAGE
-from server_app.roster import check_roster, shortened
+from server_app.roster import check_partitions, check_roster, shortened
 from strategies.validation import RECORD_BYTES
 
 log = logging.getLogger("keel.server")
@@ -89,6 +89,7 @@ def gather_roster(
                 f"not answer in time: {shortened([str(node) for node in answers.silent])}"
             )
         entries |= answers.entries
+        check_partitions(entries.values())
         partitions = max((entry.num_partitions for entry in entries.values()), default=1)
         expected = max(1, partitions, config.rounds.num_clients)
         if len(entries) >= expected:
@@ -182,7 +183,10 @@ class ClientRegistry:
             return set(self.roster)
         online = set(self.grid.get_node_ids())
         if online - self.roster.keys():
-            self.names = registered_names(self.grid)  # keys may have been registered since
+            try:
+                self.names = registered_names(self.grid)  # keys may have been registered since
+            except ValueError as error:  # names are bound as they were
+                log.warning("%s", error)
         for node, entry in self.roster.items():
             if node in online and (why := identity_problem(node, entry.client, self.names)):
                 online.remove(node)
@@ -216,6 +220,7 @@ class ClientRegistry:
 
     def refuse(self, node: int, reason: str, wait_s: float) -> None:
         """Log that a node cannot be used, and do not query it for `wait_s`."""
+        reason = in_one_line(reason)
         log.warning("node %d is new and cannot be used: %s", node, reason)
         self.note("refused", node=node, reason=reason)
         self.unusable[node] = time.monotonic() + wait_s

@@ -22,6 +22,7 @@ from flwr.serverapp import Grid
 from protocol.flower_compat import (
     NO_REPLY,
     NODE_UNAVAILABLE,
+    SUPERLINK_NODE,
     TOO_LARGE,
     UNDELIVERED,
     NotPushedError,
@@ -155,7 +156,8 @@ class Exchange:
                     continue  # a second reply, to a message that was sent twice
                 code = reply.error.code if reply.has_error() else None
                 left_s = deadline - time.monotonic()
-                if code == NODE_UNAVAILABLE:
+                # said by the node itself it is a failure like any other: it is there
+                if code == NODE_UNAVAILABLE and reply.metadata.src_node_id == SUPERLINK_NODE:
                     reason = reply.error.reason or "its SuperNode went away"
                     note_gone(source, failure(asked[source], reason, NODE_UNAVAILABLE))
                 elif code in UNDELIVERED and TOO_LARGE in (reason := reply.error.reason or ""):
@@ -231,7 +233,8 @@ class Exchange:
                 if is_current and ends_run(error):
                     raise error
                 self.one_by_one = True
-                log.warning("a reply could not be read: %s: %s", type(error).__name__, error)
+                text = in_one_line(f"{type(error).__name__}: {error}")
+                log.warning("a reply could not be read: %s", text)
 
     def pull_groups(self, number: int, groups: list[list[str]]) -> None:
         """In a thread: pull the replies to each group of messages, whatever those before hold."""

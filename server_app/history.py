@@ -8,7 +8,6 @@ measured: global, local_global, personal, diagnostics, evaluation_left_out, eval
 evaluation_bytes_up.
 """
 
-import errno
 import json
 import logging
 import math
@@ -17,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol.files import write_atomically
+from protocol.files import append_line, write_atomically
 
 log = logging.getLogger("keel.server")
 Line = dict[str, Any]
@@ -221,27 +220,6 @@ def truncate_history(path: Path, last_round: int) -> list[Line]:
         log.warning("%s: the lines of %d of %d rounds are lost", path, missing, last_round)
     write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
     return lines
-
-
-def append_line(path: Path, line: str) -> None:
-    """Append a line and sync it to disk, whole or not at all; ends an incomplete line first.
-
-    OSError, naming the file, if the disk is full.
-    """
-    with path.open("ab+", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        if size:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                line = "\n" + line
-        content = line.encode() + b"\n"
-        try:
-            if file.write(content) != len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(file.fileno())
-        except OSError as error:
-            file.truncate(size)
-            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def finite_or_null(value: Any) -> Any:

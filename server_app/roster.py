@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -135,6 +135,22 @@ def check_widths(config: RunConfig, entries: Sequence[RosterEntry], source: Sour
         )
 
 
+def check_partitions(entries: Iterable[RosterEntry]) -> None:
+    """ValueError naming a client that is simulated, or one of another number, unlike the others.
+
+    A client's word alone must not decide how many clients there are, and how large.
+    """
+    by_name = sorted(entries, key=lambda entry: entry.client)
+    numbers = Counter(entry.num_partitions for entry in by_name).most_common()
+    if len(numbers) > 1:
+        usual = numbers[0][0]
+        odd = next(entry for entry in by_name if entry.num_partitions != usual)
+        raise ValueError(
+            f"client {odd.client}: num-partitions = {odd.num_partitions}, the others have {usual} "
+            "(0: data of its own): they have to agree"
+        )
+
+
 def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: Source) -> None:
     """ValueError, one line naming the client, for clients that do not fit together.
 
@@ -154,12 +170,18 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
             f"{count} clients are named {name!r} (nodes {shortened(nodes)}): give each SuperNode "
             "a name of its own with --node-config"
         )
+    check_partitions(entries)
     by_name = sorted(entries, key=lambda e: e.client)
     first = by_name[0]
     are_withheld = config.privacy.withholds_metrics
     for entry in by_name:
         if entry.num_examples == 0:
             raise ValueError(f"client {entry.client} has no training samples")
+        if are_withheld and len(entry.label_counts) not in (0, source.num_classes):
+            raise ValueError(
+                f"client {entry.client}: counts of {len(entry.label_counts)} classes: expected "
+                f"none (privacy.metrics = 'withheld'), or of {source.num_classes}"
+            )
         for what, value, expected in (
             ("image shape", entry.image_shape, first.image_shape),
             (CLASSES, len(entry.label_counts), len(first.label_counts)),

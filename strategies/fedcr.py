@@ -13,6 +13,7 @@ from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, TrainReply
 from strategies.average import Average
+from strategies.validation import MAX_VALUE_RATIO
 
 SMALLEST_DEVIATION = 1e-12  # of a class at a client; keeps its precision finite in float32
 
@@ -43,6 +44,17 @@ class FedCRServer(Average):
     def expected_extra(self) -> Arrays:
         """A client's M and S, and the classes that it saw."""
         return {"M": self.m, "S": self.s, "seen": torch.zeros(len(self.m))}
+
+    def beside_model(self, reply: TrainReply) -> Arrays:
+        """M, and 1 / (S sqrt(samples)), which says how much of the product is this client's.
+
+        Of the classes that it saw, and at most MAX_VALUE_RATIO: the norm bound judges it.
+        """
+        entry = self.roster[self.nodes_of([reply.client])[0]]
+        samples = torch.tensor(entry.label_counts).clamp_min(1)[:, None]
+        seen, s = reply.extra["seen"][:, None], reply.extra["S"]
+        share = seen / (s * samples.sqrt())
+        return {"M": reply.extra["M"], "share": share.clamp_max(MAX_VALUE_RATIO)}
 
     def extra_reason(self, reply: TrainReply) -> str:
         """Why M, S and `seen` are rejected: values that would make the product infinite."""

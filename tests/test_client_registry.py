@@ -329,3 +329,30 @@ def test_without_keys_it_is_said_once_that_names_are_the_clients_word(
     registry.gather()
     registry.refresh()
     assert caplog.text.count("clients' names are not verified") == 1
+
+
+def test_a_client_that_claims_to_be_one_of_many_is_named_and_not_waited_for(task_identity):
+    """Its word alone would be waited for, and its partition counted as checked."""
+    grid = Fleet({1: entry("a"), 2: entry("b"), 3: entry("c", num_partitions=10**12)})
+    config = config_of(start_timeout=5.0)
+    with pytest.raises(ValueError, match=r"client c: num-partitions = 1000000000000, the others"):
+        gather_roster(grid, config, query_for(config), open_source(config))
+
+
+def test_a_registry_damaged_during_a_run_leaves_names_bound_as_they_were(
+    fleet, tmp_path, monkeypatch, caplog
+):
+    grid, _, _ = fleet
+    path = tmp_path / "clients.json"
+    path.write_text(json.dumps({name: {"node": str(n)} for n, name in enumerate("abc", 1)}))
+    monkeypatch.setenv("KEEL_CLIENT_REGISTRY", str(path))
+    config = config_of()
+    registry = ClientRegistry(grid, config, query_for(config), open_source(config), fleet[1])
+    path.write_text("{")
+    del grid.nodes[3]
+    grid.nodes[4] = entry("c")  # another key
+    assert registry.refresh() == {1, 2, 4}
+    assert {e.client for e in registry.roster.values()} == {"a", "b", "c"}
+    assert 3 in registry.roster
+    assert "missing or damaged" in caplog.text
+    assert "its key has no name" in caplog.text

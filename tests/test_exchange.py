@@ -168,6 +168,23 @@ def test_a_node_that_returns_with_its_id_is_asked_again(hurry, caplog):
     ]
 
 
+def test_a_node_that_says_it_is_not_connected_has_failed_and_is_not_asked_again(hurry):
+    """Each time would be another message, and another private release."""
+    grid = ToyGrid(lambda node, before: "gone" if node == 6 else "reply")
+    pull = grid.pull_messages
+
+    def pull_from_nodes(message_ids):
+        replies = pull(message_ids)
+        for reply in replies:
+            assign_source_node(reply, 6 if reply.has_error() else 5)
+        return replies
+
+    grid.pull_messages = pull_from_nodes
+    exchange = Exchange(grid, str, lambda nodes: {n: n for n in nodes})
+    assert outcomes(exchange.ask(to(5, 6), 2, "round 3")) == [(5, 5), (6, "no heartbeat")]
+    assert grid.pushes == [5, 6]
+
+
 def test_a_client_that_returns_with_another_node_id_is_asked_there(hurry):
     back = iter([{}, {}, {6: 60}])
     grid = ToyGrid(lambda node, before: "gone" if node == 6 else "reply")

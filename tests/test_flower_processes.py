@@ -7,10 +7,13 @@ import ast
 import dataclasses
 import errno
 import inspect
+import os
 import shutil
+import signal
 import sys
+import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import flwr.supercore.superexec.run_superexec as run_superexec
 import flwr.supernode.nodestate.nodestate_factory as nodestate_factory
@@ -38,6 +41,7 @@ from flwr.superlink.servicer.runtime import runtime_handlers
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 
+import protocol.flower_compat.superexec as superexec
 from protocol import flower_compat
 from protocol.config import app_folder
 from protocol.flower_compat.app_install import install_whole
@@ -171,12 +175,45 @@ def test_superexec():
             getattr(ForkingExecutor, name)
         ), f"SubprocessExecutor.{name}"
     used = {"task_type", "runtime_dependency_install", "parent_pid", "runtime_api_address"}
-    used |= {"token", "insecure", "root_certificates_path"}
+    used |= {"token", "insecure", "root_certificates_path", "task_id"}
     assert used <= {field.name for field in dataclasses.fields(ExecutionSpec)}
     assert parameters(run_clientapp) >= {
         *("runtime_api_address", "token", "insecure", "certificates", "parent_pid"),
     }
     assert isinstance(exit_handler.registered_exit_handlers, list)
+
+
+def test_a_stopped_child_s_heartbeats_are_sent_by_its_executor(monkeypatch):
+    """Every 15 seconds, until it goes on or ends, and for ten minutes at most."""
+    clock, sent = SimpleNamespace(now=0.0), []
+    monkeypatch.setattr(superexec, "send_heartbeat", lambda spec: sent.append((clock.now, spec)))
+    monkeypatch.setattr(superexec, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    executor, child = ForkingExecutor(), os.fork()
+    if child == 0:
+        while True:
+            time.sleep(1)
+    executor.specs[child] = "its task"
+
+    def reconcile_until(condition):
+        for _ in range(500):
+            executor.reconcile()
+            if condition():
+                return
+            time.sleep(0.01)
+        raise TimeoutError
+
+    try:
+        os.kill(child, signal.SIGSTOP)
+        reconcile_until(lambda: sent)
+        for clock.now in (5.0, 16.0, 20.0, 31.0, 599.0, 601.0, 700.0):
+            executor.reconcile()
+        assert sent == [(at, "its task") for at in (0.0, 16.0, 31.0, 599.0)]
+        os.kill(child, signal.SIGCONT)
+        reconcile_until(lambda: not executor.stopped)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    reconcile_until(lambda: not executor.specs)
+    assert len(sent) == 4
 
 
 def test_registration():

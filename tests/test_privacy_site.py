@@ -2,18 +2,26 @@
 
 import json
 import math
+import resource
 
 import numpy as np
 import pytest
 from client_fixtures import (
     Client,
+    assert_same_bits,
+    differ,
+    facts,
     initial,
     keel_home_of_tests,  # noqa: F401 (used by being here)
     make_config,
     pictures,
 )
+from flwr.app import Context, Message, RecordDict
 
+from client_app.handlers import answer
 from client_app.site_privacy import Ledger, PrivacyRefused, check_limits, site_limits, variable_of
+from protocol.config import config_from_json
+from protocol.messages import PreflightRequest, request_record, tensors
 from protocol.privacy import composed_epsilon
 
 
@@ -200,3 +208,96 @@ def test_a_line_without_a_digest_is_damaged(tmp_path, monkeypatch):
 def test_the_path_of_the_data_is_what_counts_not_its_spelling(source, tmp_path):
     spelt = f"npz:{tmp_path}/./home/../own.npz"
     assert Ledger({"source": spelt}).path == Ledger({"source": source}).path
+
+
+def hostile(config, **keys):
+    """A config that no server of Keel's would make: only its own checks refuse these keys."""
+    flat = json.loads(config.to_json()) | {k.replace("__", "."): v for k, v in keys.items()}
+    return config_from_json(json.dumps(flat))
+
+
+@pytest.mark.parametrize(
+    ("plain", "keys", "reason"),
+    [
+        ({"method": "fedproc"}, {"privacy__epsilon": 0.5}, "sends nothing that is clipped"),
+        ({"model": "resnet20"}, {"privacy__epsilon": 0.5}, "would send its statistics"),
+        ({}, {"privacy__epsilon": 5.0}, "needs a number below 1"),
+    ],
+    ids=["a method without noise", "statistics without noise", "no guarantee"],
+)
+def test_a_server_cannot_ask_for_less_than_its_own_checks_allow(plain, keys, reason, source):
+    """It may state privacy.epsilon and ask for something that is sent without noise."""
+    config = hostile(make_config(**plain), **keys)
+    client = site(source, config, privacy_max_clip_norm=2.0)
+    for kind in ("query", "train", "evaluate"):
+        said = client.ask(kind, 1, initial(config, seed=5)).error.reason
+        assert "PrivacyRefused: privacy.epsilon" in said
+        assert reason in said
+
+
+def test_a_site_says_nothing_of_its_data_or_files_before_round_1(
+    source, tmp_path, monkeypatch, task_identity
+):
+    """What a simulation's worker is asked is refused: a digest of the data is exact."""
+    (tmp_path / "secret").write_text("word")
+    config = make_config(source=source)
+    request = PreflightRequest(config, facts(config), str(tmp_path / "secret"), "word", True)
+    content = RecordDict({"round": request_record(request)})
+    nodes = {"name": "site-a", "source": source}, {"partition-id": 0, "num-partitions": 1}
+    for node in nodes:
+        reply = answer(Message(content, 1, "query"), Context(1, 1, node, RecordDict(), {}))
+        assert "only a simulation's worker answers that" in reply.reason
+        # without its source: forged by code that came with the run; the worker knows better
+        monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
+
+
+def test_the_reason_of_a_failed_query_is_withheld_too(source, tmp_path):
+    """It may name a class or a file of the site."""
+    own = np.load(source.partition(":")[2])
+    np.savez(tmp_path / "other.npz", **{**own, "y_train": own["y_train"] + 7})
+    client = site(f"npz:{tmp_path / 'other.npz'}", private())
+    assert client.ask("query").error.reason == (
+        "client site-a: failed; privacy.metrics = 'withheld': the reason is in this client's log"
+    )
+
+
+def test_a_budget_in_the_environment_covers_whatever_data_a_message_names(source, monkeypatch):
+    """The node config passes through code that came with the run, which may forge it."""
+    multiplier = math.sqrt(2 * math.log(1.25 / 1e-5)) / 0.5
+    budget = composed_epsilon(multiplier / math.sqrt(2), 1e-5) * 1.0001  # of two releases
+    monkeypatch.setenv("KEEL_PRIVACY_BUDGET_EPSILON", str(budget))
+    assert train(site(source, private())) == ""
+    config = hostile(private(), source=source)  # the run's source: the site's folder
+    forged = [Client(config, "runs/a", {"partition-id": 0, "num-partitions": n}) for n in (1, 2)]
+    assert train(forged[0]) == ""
+    assert "(privacy-budget-epsilon)" in train(forged[1])
+
+
+def test_noise_under_a_worker_is_never_the_run_seeds(source, monkeypatch):
+    """Also where the node config says that the client is simulated."""
+    config = hostile(private(), source=source)
+    client = Client(config, "runs/a", {"partition-id": 0, "num-partitions": 1})
+    arrays = initial(config, seed=5)
+
+    def released():
+        return tensors(client.ask("train", 1, arrays).content["arrays"])
+
+    assert_same_bits(released(), released())  # a simulation repeats
+    monkeypatch.setenv("KEEL_PRIVACY_MAX_CLIP_NORM", "2")
+    assert differ(released(), released())
+
+
+def test_a_full_disk_does_not_damage_the_ledger(source):
+    """The release is refused with the cause; with room again, releases go on under the budget."""
+    client = site(source, private(), privacy_budget_epsilon=100.0)
+    assert train(client) == ""
+    size = Ledger({"source": source}).path.stat().st_size
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"No space left on device.*\.jsonl"):
+            Ledger({"source": source}).charge(client.config, {"source": source}, {"round": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert train(client, 2) == ""
+    assert len(ledger_lines(source)) == 2

@@ -70,10 +70,21 @@ def test_clients_that_fit_are_accepted():
             "client b trains resnet20, the run cnn-fedreco",
         ),
         ([entry("a", (1,) * 9 + (0,))], "no client has samples of class 9"),
+        (
+            [entry("a"), entry("b"), entry("c", num_partitions=10**9)],
+            "client c: num-partitions = 1000000000, the others have 0 (0: data of its own)",
+        ),
     ],
 )
 def test_clients_that_do_not_fit_are_refused_by_name(entries, words):
     assert rejected(entries).startswith(words)
+
+
+def test_counts_of_other_classes_are_refused_where_counts_are_withheld():
+    """They would reach the split's picture and the method's checks."""
+    entries = [entry("a", (), num_train=5), entry("b", (1,) * 100_000)]
+    words = rejected(entries, **{"privacy.epsilon": 0.5})
+    assert words.startswith("client b: counts of 100000 classes: expected none (privacy.metrics")
 
 
 def test_other_versions_are_a_warning_that_names_who_has_them():
@@ -117,6 +128,7 @@ def test_another_protocol_is_refused_with_the_clients_name_and_both_versions(spo
         ("label_counts", [1.5] * 10),
         ("label_counts", [-1] * 10),
         ("label_counts", [10] * 9),
+        ("image_shape", [10] * 100_000),
         ("test_label_counts", None),
         ("client", ["a"]),
         ("image_shape", 32),

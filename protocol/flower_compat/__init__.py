@@ -28,7 +28,11 @@ from types import ModuleType
 from typing import Any
 
 from flwr.app import Array, Context, Message, RecordDict
-from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, ErrorCode
+from flwr.common.constant import (
+    FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE,
+    SUPERLINK_NODE_ID,
+    ErrorCode,
+)
 from flwr.common.serde import (
     context_from_proto,
     context_to_proto,
@@ -54,6 +58,7 @@ from flwr.supercore.task_identity import TaskIdentity
 # Error codes of replies. Flower documents `Error.code` and has no public list of its values.
 NO_REPLY = ErrorCode.UNKNOWN  # ours, for a reply that never came
 NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE  # the SuperNode is no longer connected
+SUPERLINK_NODE = SUPERLINK_NODE_ID  # the source of a reply that the SuperLink gives for a node
 UNDELIVERED = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 CRASHED = (ErrorCode.CLIENT_APP_CRASHED, *UNDELIVERED)  # the ClientApp died on the message
 TOO_LARGE = "more than the bound of"

@@ -6,7 +6,9 @@ Public way for any of these: none.
 disk, before the ServerApp can look at it. Here a reply has at most the bytes that its message
 allows (`bound_reply`), a node has at most `MAX_REPLIES` replies in the store, and one that it has
 sent in part is deleted when it begins another. A reply beyond its bound is deleted while it
-arrives, and an error that names the bound takes its place.
+arrives, and an error that names the bound takes its place. Requests store one after the other,
+so that none is overlooked, and the write-ahead log, which grows while they overlap, is emptied on
+the way.
 
 `accept_reply` replaces `message_handler.push_messages`. Why: Flower compares the node of a request
 with its key, but stores the message in it under any other node's name, and as a message *to* a node
@@ -18,8 +20,9 @@ reason. Here it is unavailable and says why, and whoever asks tries again.
 """
 
 import logging
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from flwr.app import Error, Message, Metadata
 from flwr.app.message import make_message
@@ -59,11 +62,26 @@ from protocol.flower_compat import MAX_OBJECT_BYTES, TOO_LARGE, reply_bound
 log = logging.getLogger("keel.superlink")
 MAX_REPLIES = 4  # of one node, complete and not yet taken by their ServerApp
 MAX_OBJECTS = 1000  # of a reply, and one more for each MiB: Keel packs arrays into few
+MAX_LOG_BYTES = 2**25  # of objects in the database's write-ahead log, before it is emptied
 push_messages = message_handler.push_messages
 CANNOT_WRITE = 39_001  # an error code of ours
 API_ERROR_MAP[CANNOT_WRITE] = ApiErrorSpec(
     StatusCode.UNAVAILABLE, 503, "the SuperLink cannot use its database"
 )
+
+
+class Writing:
+    """Held by the request that stores; num_bytes: stored since the write-ahead log was emptied.
+
+    What a node has stored is counted before its next request is looked at, however many it sends
+    at once.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.num_bytes = threading.Lock(), 0
+
+
+writing = Writing()  # of the process: Flower makes a state for each of its APIs
 
 
 class SpokenErrors(SqlMixin):
@@ -79,6 +97,18 @@ class SpokenErrors(SqlMixin):
             raise FlowerError(CANNOT_WRITE, str(error), str(error.orig)) from error
 
 
+def empty_log(state: SqlMixin) -> None:
+    """Copy the write-ahead log into the database and empty it.
+
+    Waits for requests that read it, as long as SQLite waits (5 seconds). Without effect on a full
+    disk, which the next write finds too.
+    """
+    assert state._engine is not None
+    with suppress(OperationalError), state._engine.connect() as connection:
+        connection.execution_options(isolation_level="AUTOCOMMIT")
+        connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
 class SpokenObjectStore(SpokenErrors, SqlObjectStore):
     """Flower's object store with these errors."""
 
@@ -90,6 +120,12 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
         self, message: Message, object_tree: ObjectTree, session_id: str
     ) -> tuple[bool, list[str]]:
         """As Flower's; a reply must be small enough to be stored, as far as can be seen yet."""
+        with writing.lock:
+            return self._store_message(message, object_tree, session_id)
+
+    def _store_message(
+        self, message: Message, object_tree: ObjectTree, session_id: str
+    ) -> tuple[bool, list[str]]:
         about = message.metadata
         bound = self.bound_of(about.reply_to_message_id)
         if bound is not None:
@@ -116,6 +152,18 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
 
         FlowerError if the database cannot be written to, where Flower's only logs it.
         """
+        with writing.lock:
+            try:
+                return self._store_object(run_id, session_id, object_id, object_content)
+            finally:
+                writing.num_bytes += len(object_content)
+                if writing.num_bytes >= MAX_LOG_BYTES:
+                    writing.num_bytes = 0
+                    empty_log(self)
+
+    def _store_object(
+        self, run_id: int, session_id: str, object_id: str, object_content: bytes
+    ) -> bool:
         with self.session() as session:
             is_root = ObjectPushSessionRoot.session_id == session_id
             roots = session.scalars(

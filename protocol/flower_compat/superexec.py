@@ -8,6 +8,11 @@ run's app. Public way: none; the kinds of executor are fixed in Flower.
 A ServerApp is started as `keel.deployment.serverapp`. Both install the run's app only if it is
 whole: app_install.py.
 
+While a process that it has started is stopped (SIGSTOP), the executor sends its heartbeats, for ten
+minutes at most. Why: after a minute without, a SuperNode answers a ClientApp's message with an
+error, and the client misses the round; after three, a SuperLink ends a ServerApp's run. Uses
+Flower's client of the Runtime API. Public way: none.
+
 Replaces `make_simple_http_retry_invoker` there. Why: at a SuperLink that hangs, Flower's executor
 ends, and the ServerApp with it. Public way: none.
 """
@@ -17,14 +22,22 @@ import random
 import signal
 import subprocess
 import sys
+import time
 import traceback
+from dataclasses import dataclass
 
 import flwr.supercore.superexec.run_superexec as run_superexec
 from flwr.cli.install import install_from_fab
+from flwr.proto.runtime_pb2 import SendTaskHeartbeatRequest
 from flwr.supercore.cli.flower_superexec import flower_superexec
 from flwr.supercore.constant import TaskType
 from flwr.supercore.exit import exit_handler
+from flwr.supercore.interceptors import (
+    RuntimeTokenHttpInterceptor,
+    RuntimeVersionHttpInterceptor,
+)
 from flwr.supercore.retry import make_simple_http_retry_invoker
+from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.superexec.executor import get_executor
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
@@ -34,23 +47,44 @@ from flwr.supernode.runtime.run_clientapp import run_clientapp
 from protocol.flower_compat import replace, wait_out_time_outs
 from protocol.flower_compat.app_install import install_whole
 from protocol.processes import end_with_parent
+from protocol.text import in_one_line
+
+BEAT_EVERY_S = 15.0
+MAX_STOPPED_S = 600.0  # of a process, for which its heartbeats are sent
+
+
+@dataclass
+class Stopped:
+    """A child that is stopped: since when, and when its next heartbeat is due."""
+
+    since: float
+    beat_at: float
 
 
 class ForkingExecutor(SubprocessExecutor):
-    """Runs ClientApps in forks of this process, which has no threads; the rest as Flower's."""
+    """Runs ClientApps in forks of this process, which has no threads; the rest as Flower's.
+
+    specs: of the children, by process id. stopped: those that are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.specs: dict[int, ExecutionSpec] = {}
+        self.stopped: dict[int, Stopped] = {}
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
         """Start the process of one task."""
         if spec.runtime_dependency_install:
             return super().launch(spec)
         if spec.task_type == TaskType.SERVER_APP:
-            subprocess.Popen(server_app_command(spec))
+            self.specs[subprocess.Popen(server_app_command(spec)).pid] = spec
             return LaunchResult.accepted()
         if spec.task_type != TaskType.CLIENT_APP:
             return super().launch(spec)
         sys.stdout.flush()
         sys.stderr.flush()
-        if os.fork() == 0:
+        pid = os.fork()
+        if pid == 0:
             status = 1
             try:
                 status = run_in_child(spec)
@@ -58,15 +92,47 @@ class ForkingExecutor(SubprocessExecutor):
                 traceback.print_exc()
             finally:
                 os._exit(status)  # never return into the parent's loop
+        self.specs[pid] = spec
         return LaunchResult.accepted()
 
     def reconcile(self) -> None:
-        """Reap the children that have ended."""
+        """Reap the children that have ended; send the heartbeats of those that are stopped."""
+        now = time.monotonic()
         try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+            while (found := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED))[0]:
+                pid, status = found
+                self.stopped.pop(pid, None)
+                if os.WIFSTOPPED(status):
+                    self.stopped[pid] = Stopped(now, now)
+                elif not os.WIFCONTINUED(status):
+                    self.specs.pop(pid, None)
         except ChildProcessError:
             pass
+        for pid, stopped in self.stopped.items():
+            if pid in self.specs and stopped.beat_at <= now < stopped.since + MAX_STOPPED_S:
+                send_heartbeat(self.specs[pid])
+                stopped.beat_at = now + BEAT_EVERY_S
+
+
+def send_heartbeat(spec: ExecutionSpec) -> None:
+    """One heartbeat of a task, in its process's place; if it fails, the next may arrive."""
+    client = RuntimeHttpClient.from_server_address(
+        server_address=spec.runtime_api_address,
+        insecure=spec.insecure,
+        root_certificates=validate_and_resolve_root_certificates(
+            spec.root_certificates_path, spec.insecure
+        ),
+        interceptors=[
+            RuntimeVersionHttpInterceptor(component_name="SuperExec"),
+            RuntimeTokenHttpInterceptor(spec.token),
+        ],
+    )
+    try:
+        client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
+    except Exception as error:
+        print(f"heartbeat of task {spec.task_id}: {in_one_line(error)}", file=sys.stderr)
+    finally:
+        client.close()
 
 
 def server_app_command(spec: ExecutionSpec) -> list[str]:

@@ -18,7 +18,7 @@ from deployment_fixtures import (
     wait_for_round,
 )
 from run_fixtures import final_model, history_of, same_bits, summary_of
-from tools.processes import descendants
+from tools.processes import client_app_pid, descendants
 
 from keel.deployment.checks_host import check_key, check_port, check_registered
 from keel.deployment.checks_runtime import check_worker
@@ -101,16 +101,22 @@ def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bit
 @pytest.mark.parametrize(
     ("stopped", "seconds"),
     [
-        *(("superlink", 40), ("superlink", 95), ("serverapp", 40), ("serverapp", 95)),
+        *(("superlink", 40), ("superlink", 95), ("serverapp", 40), ("serverapp", 200)),
         *(("supernode-client-0000", 40), ("serverapp-executor", 95)),
         *(("executor-client-0000", 40), ("executor-client-0000", 95)),
         *(("worker-client-0000", 40), ("worker-client-0000", 95)),
+        *(("clientapp", 40), ("clientapp", 95)),
     ],
 )
 def test_a_process_that_hangs_costs_time_and_nothing_else(deployed, inline, stopped, seconds):
     run_id, run = new_run(deployed, LOOPBACK_KEYS)
     wait_for_round(run, 1)
-    pid = server_app_pid(deployed) if stopped == "serverapp" else deployed.pid(stopped)
+    if stopped == "serverapp":
+        pid = server_app_pid(deployed)
+    elif stopped == "clientapp":
+        pid = client_app_pid(deployed, "client-0000", limit_s)
+    else:
+        pid = deployed.pid(stopped)
     os.kill(pid, signal.SIGSTOP)
     try:
         time.sleep(seconds)

@@ -6,6 +6,7 @@ Uses Flower's own state in a file, its object store and its handlers.
 """
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ from grpc import StatusCode
 from sqlalchemy import event, func, select
 from sqlalchemy.exc import OperationalError
 
-from protocol.flower_compat import TOO_LARGE, assign_message_id, bound_reply
+from protocol.flower_compat import TOO_LARGE, assign_message_id, bound_reply, reply_bounds
 from protocol.flower_compat import superlink as superlink_server
 from protocol.flower_compat.reply_bounds import SpokenObjectStore, accept_reply
 from protocol.flower_compat.superlink import (
@@ -332,8 +333,11 @@ def test_a_run_and_a_node_that_fall_silent_still_expire(link, monkeypatch):
 # --- what a SuperNode may store -----------------------------------------------------------------
 
 
-def pushed(link, asked, arrays, bound, src=None, but=0):
-    """Send a reply with these arrays, all but the last `but` objects; the answers of the store."""
+def pushed(link, asked, arrays, bound, src=None, but=0, threads=1):
+    """Send a reply with these arrays, all but the last `but` objects; the answers of the store.
+
+    threads: that send at once.
+    """
     about = asked.metadata
     own = Metadata(
         *(link.run, "", src or link.node, SUPERLINK_NODE_ID, about.message_id, ""),
@@ -349,7 +353,12 @@ def pushed(link, asked, arrays, bound, src=None, but=0):
         return reply, [False]
     objects = list(get_all_nested_objects(reply).items())
     objects = objects[: len(objects) - but]
-    return reply, [link.state.store_object(link.run, session, i, o.deflate()) for i, o in objects]
+
+    def is_stored(pair):
+        return link.state.store_object(link.run, session, pair[0], pair[1].deflate())
+
+    with ThreadPoolExecutor(threads) as pool:
+        return reply, list(pool.map(is_stored, objects))
 
 
 def stored_bytes(link):
@@ -371,12 +380,13 @@ def random_arrays(number, size):
     return {str(i): Array(generator.random(size // 8)) for i in range(number)}
 
 
-def test_a_reply_is_deleted_where_it_exceeds_its_bound_and_its_client_is_named(link):
+@pytest.mark.parametrize("threads", [1, 16])
+def test_a_reply_is_deleted_where_it_exceeds_its_bound_and_its_client_is_named(link, threads):
     asked = bounded(link, "one", 2**20)
     before = stored_bytes(link)
-    _, answers = pushed(link, asked, random_arrays(40, 2**18), 2**20)
+    _, answers = pushed(link, asked, random_arrays(40, 2**18), 2**20, threads=threads)
     assert answers.count(True) <= 2 * 4 + 1  # four arrays, each with the object that holds it
-    assert not any(answers[answers.index(False) :])
+    assert threads > 1 or not any(answers[answers.index(False) :])
     assert stored_bytes(link) < before + 2000  # of the error in its place
     [(_, code)] = link.pull(asked)
     assert code == ErrorCode.REPLY_MESSAGE_UNAVAILABLE
@@ -391,6 +401,19 @@ def test_a_reply_within_its_bound_arrives(link):
     reply, answers = pushed(link, asked, random_arrays(3, 2**18), 2**20)
     assert all(answers)
     assert link.pull(asked) == [(*ids(reply), 0)]
+
+
+def test_the_write_ahead_log_is_emptied_on_the_way(link, monkeypatch):
+    """SQLite alone leaves it at its largest size, and never empties it while requests overlap."""
+    monkeypatch.setattr(reply_bounds, "MAX_LOG_BYTES", 2**20)
+    sizes = []
+    for number in (12, 13):
+        _, answers = pushed(
+            link, bounded(link, str(number), 2**23), random_arrays(number, 2**18), 0
+        )
+        assert all(answers)
+        sizes.append((link.folder / "superlink.db-wal").stat().st_size)
+    assert max(sizes) < 2**21
 
 
 def test_a_reply_of_too_many_objects_is_refused_before_it_arrives(link):

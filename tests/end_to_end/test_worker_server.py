@@ -265,3 +265,21 @@ def test_a_frame_has_a_deadline_in_all():
             receive_frame(ours, time.monotonic() + 0.3)
         done.set()
         thread.join()
+
+
+def test_many_large_messages_take_no_more_than_the_worker_holds(worker, monkeypatch):
+    """Each is within its own bound; what is dropped no longer counts."""
+    monkeypatch.setattr(client_app.worker_server, "max_held_bytes", 2**20)
+    half = framed(header(worker)) + struct.pack(">Q", 2**20) + bytes(600_000)
+    for _ in range(3):
+        with connect(worker) as first, connect(worker) as second:
+            first.sendall(half)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                second.sendall(half)
+            arrived = time.monotonic() + 5
+            while sum(worker.held.values()) > 600_000 and time.monotonic() < arrived:
+                time.sleep(0.01)
+            assert sum(worker.held.values()) == 600_000
+            assert_serves(worker)
+        while worker.held:
+            time.sleep(0.01)

@@ -28,8 +28,9 @@ from client_app.methods.fedcr import Product, Sampled, divergence, gaussian, sam
 from client_app.setup import build_network
 from client_app.split_model import part_phase
 from client_app.trainer import copy_of, train_phase
-from protocol.messages import TrainReply
+from protocol.messages import RosterEntry, TrainReply
 from strategies.fedcr import FedCRServer, product_of_gaussians
+from strategies.validation import beyond_median, norm
 
 
 def cr(**keys):
@@ -258,3 +259,24 @@ def test_fedcrs_server_moves_the_gaussians_of_reported_classes(b2):
     other = FedCRServer(config, build_network(config, SHAPE, NUM_CLASSES))
     other.load(server.state())
     assert_same_bits(other.extra(), server.extra())
+
+
+def test_a_client_of_tiny_deviations_does_not_rule_the_product_under_a_norm_bound():
+    """S = 1e-9 would make its M everybody's; more samples make S smaller, and are no reason."""
+    config = cr(norm_bound="median")
+    server = FedCRServer(config, build_network(config, SHAPE, NUM_CLASSES))
+    counts = {"a": 4, "b": 100, "c": 9, "d": 4}
+    like = RosterEntry("", [], [], [1, 28, 28], "cnn", 256, "", 0)
+    server.roster = {
+        n: dataclasses.replace(like, client=client, label_counts=[count] * NUM_CLASSES)
+        for n, (client, count) in enumerate(counts.items())
+    }
+
+    def norm_of(client, s):
+        extra = {"M": torch.ones_like(server.m), "S": torch.full_like(server.s, s)}
+        extra["seen"] = torch.ones(NUM_CLASSES)
+        return norm(server.beside_model(TrainReply(client, 1, {}, extra, {})))
+
+    honest = {client: norm_of(client, 0.5 / count**0.5) for client, count in counts.items()}
+    assert beyond_median(honest) == {}
+    assert beyond_median(honest | {"d": norm_of("d", 1e-9)}).keys() == {"d"}

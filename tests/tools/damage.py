@@ -149,8 +149,10 @@ class Watch:
         self.resumes += 1
 
     def wait_briefly(self) -> None:
-        """Until a resumed run has begun, or was refused."""
-        time.sleep(20)
+        """Until the ServerApp of a resumed run has started, which it may refuse."""
+        until = time.monotonic() + 20
+        while not self.is_alive() and time.monotonic() < until:
+            time.sleep(0.2)
 
 
 def disk_full(watch: Watch, draw: random.Random) -> str:
@@ -223,8 +225,9 @@ def main() -> int:
     parser.add_argument("--corrupt", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="a file for the outcomes")
     arguments = parser.parse_args()
-    draw = random.Random(arguments.seed)
+    draw, rows = random.Random(arguments.seed), list[str]()
     clients = partitions(arguments.clients)
     print("| moment | goes on | resumed | named in a log |\n| --- | --- | --- | --- |", flush=True)
     with tempfile.TemporaryDirectory(prefix="keel-damage-") as name:
@@ -234,7 +237,8 @@ def main() -> int:
             assert watch.goes_on(3), "the run does not start"
             for number in range(arguments.disk_full + arguments.corrupt):
                 happen = disk_full if number < arguments.disk_full else corrupt
-                print(happen(watch, draw), flush=True)
+                rows.append(happen(watch, draw))
+                print(rows[-1], flush=True)
             lines = whole_lines(watch.folder)[0]
             silent = [
                 (line["round"], client)
@@ -250,7 +254,12 @@ def main() -> int:
             lost = lost_models(local, watch.folder)
             print(f"without a reason; state damaged or old at the end: {lost}")
             print(json.dumps(silent[:10]))
-    return 0
+    unexpected = [client for client in lost if not any(f"state of {client}" in r for r in rows)]
+    if arguments.json:
+        found = {"rows": [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]}
+        found |= {"unnamed": len(silent), "lost": unexpected}
+        arguments.json.write_text(json.dumps(found, indent=1))
+    return 1 if unexpected or silent or any(yes(False) in row for row in rows) else 0
 
 
 if __name__ == "__main__":

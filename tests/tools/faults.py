@@ -1,24 +1,27 @@
 """Kills and stops processes of a loopback deployment at random moments; counts what was lost.
 
-    python -m tests.tools.faults --kills 100 --seed 0
-    python -m tests.tools.faults --kills 0 --hangs 40 --seed 0
+    python -m tests.tools.faults --kills 100 --hangs 40 --deployments 4 --seed 0
 
 Runs FedReCo and FedIntR on `digits` in turn. Every few seconds one process gets SIGKILL, or SIGSTOP
-for 20 to 95 seconds: the ServerApp, the SuperLink, a client's SuperNode, its executor or its
-worker, each equally likely. The run of a ServerApp that has ended is resumed. Prints a table, with
-the accuracies of the same runs undisturbed. The time for which a process was stopped does not count
-towards the limit of a run; `--per-run` spreads kills and hangs over several runs.
+for 20 to 95 seconds: the ServerApp, the SuperLink, a client's SuperNode, its executor, its
+ClientApp or its worker, each equally likely. The run of a ServerApp that has ended is resumed.
+Prints a table, with the accuracies of the same runs undisturbed; `--json` has it as data. The time
+for which a process was stopped does not count towards the limit of a run; `--per-run` spreads kills
+and hangs over several runs. With `--deployments`, so many deployments share kills and hangs and run
+beside each other, since a hang is mostly waiting.
 
 A personal model is lost if its client's state is damaged at the end, or older than the last round
 in which the server accepted it. A result is wrong if the rounds in the history are not 1, 2, ...,
 if a file or the audit log does not have the digest in the manifest, or if the model of a run in
-which no client was left out differs in a bit from that of the undisturbed run. A failure is unnamed
-if a client took no part in a round and the history does not say why.
+which no client was left out differs in a bit from that of the undisturbed run (`compared`: the
+number of such runs). A failure is unnamed if a client took no part in a round and the history does
+not say why, or if a ServerApp that was not killed ended and the run's status does not say why.
 """
 
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -27,7 +30,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -41,9 +45,9 @@ from server_app.history import read_history
 from server_app.inline import run_inline
 from server_app.manifest import read_manifest
 from server_app.run_directory import read_arrays
-from tests.tools.processes import descendants
+from tests.tools.processes import client_app_pid, descendants
 
-kinds = ("serverapp", "superlink", "supernode", "executor", "worker")
+kinds = ("serverapp", "superlink", "supernode", "executor", "clientapp", "worker")
 methods: dict[str, dict[str, OptionValue]] = {
     "fedreco": {
         "method": "fedreco",
@@ -61,11 +65,12 @@ common: dict[str, OptionValue] = {
     "local-epochs": 3,
     "batch-size": 32,
     "local-test-fraction": 0.2,
-    "round-timeout": 100.0,
+    "round-timeout": 250.0,  # more than a hang, which is to cost time only
     "device": "cpu",
 }
 start_timeout_s, resume_pause_s = 300.0, 5.0
 hang_s = (20.0, 95.0)
+client_app_wait_s = 5.0  # for a ClientApp, of which there is one for each message
 
 
 @dataclass
@@ -81,6 +86,8 @@ class Outcome:
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     unnamed: int = 0
+    compared: bool = False  # with the undisturbed run, to the bit
+    reasons: list[str] = field(default_factory=list)  # of clients left out and ServerApps' ends
     accuracy: float = 0.0
     seconds: float = 0.0
     stopped_s: float = 0.0  # of these, with a process stopped
@@ -91,6 +98,8 @@ def send(number: signal.Signals, local: Loopback, kind: str, client: str) -> lis
     if kind == "serverapp":
         below = descendants(local.pid("serverapp-executor"))
         found = [pid for pid, command in below.items() if "keel.deployment.serverapp" in command]
+    elif kind == "clientapp":
+        found = [pid for pid in [client_app_pid(local, client, client_app_wait_s)] if pid]
     else:
         name = kind if kind == "superlink" else f"{kind}-{client}"
         is_running = local.processes[name].process.poll() is None
@@ -133,8 +142,8 @@ def lost_models(local: Loopback, folder: Path) -> list[str]:
     return lost
 
 
-def wrong_results(folder: Path, undisturbed: Path, rounds: int) -> list[str]:
-    """What is wrong with a finished run's files."""
+def wrong_results(folder: Path, undisturbed: Path, rounds: int) -> tuple[list[str], bool]:
+    """What is wrong with a finished run's files; whether its model could be compared."""
     history, manifest = read_history(folder), read_manifest(folder)
     wrong = []
     if [line["round"] for line in history] != list(range(1, rounds + 1)):
@@ -145,11 +154,13 @@ def wrong_results(folder: Path, undisturbed: Path, rounds: int) -> list[str]:
     if problem := audit_problem(folder, manifest.get("audit")):
         wrong.append(problem)
     models = [read_arrays(path / "model.safetensors")[0] for path in (folder, undisturbed)]
-    is_whole = all(len(line["participants"]) == len(history[0]["participants"]) for line in history)
-    is_same = all(torch.equal(array, models[1][name]) for name, array in models[0].items())
-    if is_whole and not history[0]["left_out"] and not is_same:
+    is_whole = not any(line["left_out"] or line["backed_off"] for line in history)
+    is_same = models[0].keys() == models[1].keys() and all(
+        torch.equal(array, models[1][name]) for name, array in models[0].items()
+    )
+    if is_whole and not is_same:
         wrong.append("no client was left out, and the model is another")
-    return wrong
+    return wrong, is_whole
 
 
 def unnamed_failures(folder: Path, clients: Sequence[str]) -> int:
@@ -209,7 +220,7 @@ def one_run(
         time.sleep(0.2)
     folder = new.pop()
     next_kill = time.monotonic() + draw.uniform(*pause_s)
-    resume_at = 0.0
+    resume_at, was_killed = 0.0, False
     stopped: dict[int, float] = {}  # process id: when it goes on
     looked_at = time.monotonic()
     while time.monotonic() - started - outcome.stopped_s < limit_s:
@@ -225,13 +236,17 @@ def one_run(
         looked_at = now
         if not alive and not resume_at:
             resume_at = now + resume_pause_s
+            said = status(folder)
+            if not was_killed and said != "finished":  # it has ended by itself
+                outcome.reasons.append(f"the ServerApp ended: {said}")
+                outcome.unnamed += not said.startswith("failed: ")
         elif not alive and now >= resume_at:
             with contextlib.suppress(RuntimeError):  # the SuperLink may be away
                 local.superlink.submit({"resume": str(folder)})
                 outcome.resumes += 1
             resume_at = time.monotonic() + 60
         elif alive:
-            resume_at = 0.0
+            resume_at, was_killed = 0.0, False
         for pid in [pid for pid, until in stopped.items() if now >= until]:
             proceed(stopped, pid)
         kills, hangs = kills_left - outcome.kills.total(), hangs_left - outcome.hangs.total()
@@ -241,6 +256,7 @@ def one_run(
             number = signal.SIGKILL if is_kill else signal.SIGSTOP
             for pid in send(number, local, kind, client):
                 (outcome.kills if is_kill else outcome.hangs)[kind] += 1
+                was_killed |= is_kill and kind == "serverapp"
                 seconds = 0.0 if is_kill else draw.uniform(*hang_s)
                 if not is_kill:
                     stopped[pid] = now + seconds
@@ -251,11 +267,13 @@ def one_run(
     for pid in list(stopped):
         proceed(stopped, pid)
     outcome.seconds = time.monotonic() - started
-    outcome.left_out = sum(len(line["left_out"]) for line in read_history(folder))
+    left_out = [pair for line in read_history(folder) for pair in line["left_out"].items()]
+    outcome.left_out = len(left_out)
+    outcome.reasons += [f"{client}: {reason}" for client, reason in left_out]
     outcome.lost = lost_models(local, folder)
-    outcome.unnamed = unnamed_failures(folder, local.clients)
+    outcome.unnamed += unnamed_failures(folder, local.clients)
     if outcome.finished:
-        outcome.wrong = wrong_results(folder, undisturbed, rounds)
+        outcome.wrong, outcome.compared = wrong_results(folder, undisturbed, rounds)
     with contextlib.suppress(ValueError):
         outcome.accuracy = accuracy(folder)
     return outcome
@@ -267,14 +285,14 @@ def table(outcomes: Sequence[Outcome], undisturbed: dict[str, float]) -> str:
         "| run | kills: "
         + ", ".join(kinds)
         + " | hangs | resumed | left out | finished | models lost | wrong results "
-        "| unnamed failures | accuracy | undisturbed | seconds | of these stopped |",
-        "|" + " --- |" * 13,
+        "| unnamed failures | compared | accuracy | undisturbed | seconds | of these stopped |",
+        "|" + " --- |" * 14,
     ]
     lines += [
         f"| {o.method} | {', '.join(str(o.kills[k]) for k in kinds)} "
         f"| {', '.join(str(o.hangs[k]) for k in kinds)} | {o.resumes} | {o.left_out} "
         f"| {'yes' if o.finished else 'no'} | {len(o.lost)} | {len(o.wrong)} | {o.unnamed} "
-        f"| {100 * o.accuracy:.1f} "
+        f"| {'yes' if o.compared else 'no'} | {100 * o.accuracy:.1f} "
         f"| {100 * undisturbed[o.method]:.1f} | {o.seconds:.0f} | {o.stopped_s:.0f} |"
         for o in outcomes
     ]
@@ -285,10 +303,62 @@ def table(outcomes: Sequence[Outcome], undisturbed: dict[str, float]) -> str:
         f"\n{total.total()} kills ({', '.join(f'{k} {total[k]}' for k in kinds)}), "
         f"{hangs.total()} hangs ({', '.join(f'{k} {hangs[k]}' for k in kinds)}): "
         f"{done} of {len(outcomes)} runs finished, {lost} personal models lost, "
-        f"{sum(len(o.wrong) for o in outcomes)} wrong results, "
+        f"{sum(len(o.wrong) for o in outcomes)} wrong results "
+        f"({sum(o.compared for o in outcomes)} models compared to the bit), "
         f"{sum(o.unnamed for o in outcomes)} unnamed failures."
     )
     return "\n".join(lines)
+
+
+def one_deployment(arguments: argparse.Namespace, plain: dict[str, Path]) -> list[Outcome]:
+    """Runs of one deployment until its kills and hangs are spent, or the time is."""
+    draw, outcomes = random.Random(arguments.seed), list[Outcome]()
+    deadline = time.monotonic() + arguments.limit_s
+    with (
+        tempfile.TemporaryDirectory(prefix="keel-faults-") as name,
+        running(Path(name), partitions(arguments.clients)) as local,
+    ):
+        left, hangs = arguments.kills, arguments.hangs
+        while left + hangs > 0 and time.monotonic() < deadline:
+            method = list(methods)[(len(outcomes) + arguments.seed) % len(methods)]
+            print(f"{method}: {left} kills and {hangs} hangs left", flush=True)
+            most = arguments.per_run or left + hangs
+            kills = min(left, round(most * left / (left + hangs)))
+            pause, limit_s = tuple(arguments.pause), arguments.run_limit_s
+            outcomes.append(
+                one_run(
+                    *(local, method, plain[method], arguments.rounds, arguments.epochs, draw),
+                    *(kills, min(hangs, most - kills), pause, limit_s),
+                )
+            )
+            left -= outcomes[-1].kills.total()
+            hangs -= outcomes[-1].hangs.total()
+            print(f"  {outcomes[-1]}", flush=True)
+    return outcomes
+
+
+def share(total: int, number: int, of: int) -> int:
+    """Of `total`, what falls to one of so many."""
+    return total // of + (number < total % of)
+
+
+def deployments(arguments: argparse.Namespace, plain: dict[str, Path]) -> list[Outcome]:
+    """`one_deployment` in a process each; RuntimeError if one fails."""
+    of = arguments.deployments
+    if of == 1:
+        return one_deployment(arguments, plain)
+    context = multiprocessing.get_context("spawn")
+    shares = [
+        argparse.Namespace(
+            **vars(arguments)
+            | {"kills": share(arguments.kills, n, of), "hangs": share(arguments.hangs, n, of)}
+            | {"seed": arguments.seed * of + n}
+        )
+        for n in range(of)
+    ]
+    with ProcessPoolExecutor(of, mp_context=context) as pool:
+        found = list(pool.map(one_deployment, shares, [plain] * of))
+    return [outcome for outcomes in found for outcome in outcomes]
 
 
 def main() -> int:
@@ -296,6 +366,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.tools.faults", description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--hangs", type=int, default=0)
+    parser.add_argument("--deployments", type=int, default=1, help="beside each other")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
@@ -304,37 +375,29 @@ def main() -> int:
     parser.add_argument("--per-run", type=int, default=0, help="kills and hangs; 0: no bound")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="after which no run starts")
     parser.add_argument("--run-limit-s", type=float, default=1800.0, help="for one run, see above")
+    parser.add_argument("--json", type=Path, help="a file for the outcomes")
     arguments = parser.parse_args()
-    draw = random.Random(arguments.seed)
-    deadline = time.monotonic() + arguments.limit_s
-    outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="keel-faults-") as name:
-        undisturbed: dict[str, float] = {}
-        plain: dict[str, Path] = {}
-        for method, keys in methods.items():
-            overrides = common | keys | {"num-rounds": arguments.rounds}
-            overrides |= {"output-dir": f"{name}/inline", "local-epochs": arguments.epochs}
-            plain[method] = run_inline(overrides, arguments.clients)
-            undisturbed[method] = accuracy(plain[method])
-        with running(Path(name), partitions(arguments.clients)) as local:
-            left, hangs = arguments.kills, arguments.hangs
-            while left + hangs > 0 and time.monotonic() < deadline:
-                method = list(methods)[len(outcomes) % len(methods)]
-                print(f"{method}: {left} kills and {hangs} hangs left", flush=True)
-                most = arguments.per_run or left + hangs
-                kills = min(left, round(most * left / (left + hangs)))
-                pause, limit_s = tuple(arguments.pause), arguments.run_limit_s
-                outcomes.append(
-                    one_run(
-                        *(local, method, plain[method], arguments.rounds, arguments.epochs, draw),
-                        *(kills, min(hangs, most - kills), pause, limit_s),
-                    )
-                )
-                left -= outcomes[-1].kills.total()
-                hangs -= outcomes[-1].hangs.total()
-                print(f"  {outcomes[-1]}", flush=True)
+        plain = {
+            method: run_inline(
+                common
+                | keys
+                | {"num-rounds": arguments.rounds, "local-epochs": arguments.epochs}
+                | {"output-dir": f"{name}/inline"},
+                arguments.clients,
+            )
+            for method, keys in methods.items()
+        }
+        undisturbed = {method: accuracy(path) for method, path in plain.items()}
+        outcomes = deployments(arguments, plain)
     print(table(outcomes, undisturbed))
-    return 0 if all(o.finished and not (o.lost or o.wrong or o.unnamed) for o in outcomes) else 1
+    if arguments.json:
+        found = {"undisturbed": undisturbed, "runs": [asdict(outcome) for outcome in outcomes]}
+        arguments.json.write_text(json.dumps(found, indent=1))
+    done = sum(o.kills.total() + o.hangs.total() for o in outcomes)
+    is_done = done == arguments.kills + arguments.hangs
+    is_whole = all(o.finished and not (o.lost or o.wrong or o.unnamed) for o in outcomes)
+    return 0 if is_done and is_whole else 1
 
 
 if __name__ == "__main__":

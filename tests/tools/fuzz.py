@@ -499,6 +499,7 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, help="a folder for inputs that crashed")
+    parser.add_argument("--json", type=Path, help="a file for the outcomes")
     arguments = parser.parse_args()
     if arguments.save:
         arguments.save.mkdir(parents=True, exist_ok=True)
@@ -510,6 +511,8 @@ def main() -> int:
         if number % 25 == 24:
             print(f"{start + count:,} inputs", flush=True)
     print(table(outcomes))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(outcomes, indent=1))
     return 1 if sum(found["crashes"] for found in outcomes.values()) else 0
 
 
