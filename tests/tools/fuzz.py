@@ -261,7 +261,7 @@ class FuzzedWorker(worker_server.WorkerProcess):
     def __init__(self) -> None:
         self.code, self.busy, self.is_broken = worker_server.code_digest(), False, False
         self.requests = worker_server.queue.Queue(worker_server.max_waiting)
-        self.receiving = {}
+        self.receiving, self.held = {}, {}
         threading.Thread(target=self.serve, daemon=True).start()
 
     def _accept(self) -> None:
