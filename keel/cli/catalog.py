@@ -248,7 +248,7 @@ def model_row(name: str, again: bool = False, needed: bool = True) -> Row:
     size = spec.input.image_size
     return {
         "name": name,
-        "norms": ", ".join(spec.norms) or "none",
+        "norms": ", ".join(norm or "none" for norm in spec.norms) or "none",
         "input": f"{spec.input.channels} x {size} x {size}" if size else "as the data",
         "parameters": sum(row["parameters"] for row in all_layers()[name]),
         "forward ms": speed and speed["forward_ms"],
@@ -542,9 +542,9 @@ def show_one(facts: Row, tables: Mapping[str, Sequence[Row]], as_json: bool) -> 
 
 
 def text_of(value: Any) -> str:
-    """A cell: yes and no, thousands separated, lists with commas."""
+    """A cell: yes and no, thousands separated, lists with commas, a dash for None."""
     if value is None:
-        return ""
+        return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

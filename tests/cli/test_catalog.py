@@ -167,10 +167,13 @@ def test_lists_do_not_wait_for_measurements(monkeypatch, capsys):
     monkeypatch.setattr(catalog, "model_speed", lambda *_: pytest.fail("measured"))
     rows = as_json(capsys, "models")
     assert {row["step ms"] for row in rows} == {None}
+    assert {row["name"]: row["norms"] for row in rows}["cnn-fedreco"] == "none, group"
     assert all(row["parameters"] > 0 for row in rows)
     assert {row["expected time"] for row in as_json(capsys, "presets")} == {None}
     assert main(["presets"]) == 0
-    assert "--measure" in capsys.readouterr().out
+    *rows, caption = capsys.readouterr().out.strip().split("\n\n")
+    assert rows[-1].count("–\n") >= len(presets()) - 1
+    assert "–: not measured yet; --measure measures all" in caption
 
 
 def test_a_measurement_is_reused_until_its_key_changes(tmp_path, monkeypatch):
