@@ -37,7 +37,7 @@ want = ExpectedReply(3, {"w": torch.zeros(2)}, {}, {"a": 10, "b": 5})
         (reply_of(round_=2), "it answers round 2"),
         (reply_of(round_=4), "it answers round 4"),
         (reply_of(count=math.nan), "num-examples is nan, the roster says 10"),
-        (reply_of(seconds=-math.inf), "seconds is -inf: expected a finite number"),
+        (reply_of(seconds=-math.inf), "seconds is -inf, not finite"),
         (reply_of(extra={"c": torch.ones(1)}), "array 'c' is unknown (1 too many)"),
         (reply_of(arrays={}), "array 'w' is missing (1 of 1)"),
     ],
