@@ -16,12 +16,20 @@ from client_fixtures import (
     make_config,
     pictures,
 )
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from client_app.handlers import answer
 from client_app.site_privacy import Ledger, PrivacyRefused, check_limits, site_limits, variable_of
 from protocol.config import config_from_json
-from protocol.messages import PreflightRequest, request_record, tensors
+from protocol.messages import (
+    PreflightRequest,
+    TrainRequest,
+    array_record,
+    message_content,
+    request_record,
+    simulated_content,
+    tensors,
+)
 from protocol.privacy import composed_epsilon
 
 
@@ -248,6 +256,19 @@ def test_a_site_says_nothing_of_its_data_or_files_before_round_1(
         reply = answer(Message(content, 1, "query"), Context(1, 1, node, RecordDict(), {}))
         assert "only a simulation's worker answers that" in reply.reason
         # without its source: forged by code that came with the run; the worker knows better
+        monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
+
+
+def test_a_site_plays_no_simulated_clients(source, monkeypatch, task_identity):
+    """They have no limits and no ledger, and the server may name their data: the site's."""
+    config = hostile(make_config(), source=source)
+    request = request_record(TrainRequest(config, facts(config), 1, 0, False, "a"))
+    own = message_content(request, array_record(initial(config, seed=5)), ArrayRecord(), 0)
+    message = Message(simulated_content([own], [0], 1), 1, "train")
+    limited = {"name": "site-a", "source": source, "privacy-max-clip-norm": 2.0}
+    for node in (limited, {"partition-id": 0, "num-partitions": 1}):
+        reply = answer(message, Context(1, 1, node, RecordDict(), {}))
+        assert "a site plays none" in reply.reason
         monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
 
 
