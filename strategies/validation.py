@@ -247,10 +247,10 @@ def rejection_reason(reply: TrainReply, expected: ExpectedReply) -> str:
         shown = "missing" if count is None else f"{count:g}"
         return f"num-examples is {shown}, the roster says {declared}"
     for name, value in sorted(reply.metrics.items()):
-        if not math.isfinite(value):
-            return f"{name} is {value:g}, not finite"
         if name.endswith("-accuracy") and not 0 <= value <= 1:
             return f"{name} is {value:g}, not from 0 to 1"
+        if not math.isfinite(value):
+            return f"{name} is {value:g}, not finite"
     return ""
 
 
