@@ -7,6 +7,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from client_app import site_privacy
 from protocol.config import app_folder
 
 docker = app_folder / "docker"
@@ -102,6 +103,14 @@ def test_private_keys_stay_out_of_the_containers_that_run_the_code(name):
             volumes = [m for m in about["volumes"] if "credentials" in m.lower()]
             inside = [re.fullmatch(r"(.+)/([\w.]+):/credentials/\2:ro", m) for m in volumes]
             assert {found and found[2] for found in inside} == allowed[kind], service
+
+
+def test_a_site_s_privacy_limits_reach_the_process_that_enforces_them():
+    """Set beside `make deploy-client`, they would otherwise look as if they held."""
+    environment = files["client"]["services"]["worker"]["environment"]
+    for key in (*site_privacy.DEFAULTS, "privacy-metrics"):
+        variable = site_privacy.variable_of(key)
+        assert environment[variable] == f"${{{variable}:-}}"
 
 
 def test_data_is_mounted_read_only():
