@@ -20,6 +20,7 @@ from flwr.app import Error, Message
 from flwr.serverapp import Grid
 
 from protocol.flower_compat import (
+    CRASHED,
     NO_REPLY,
     NODE_UNAVAILABLE,
     SUPERLINK_NODE,
@@ -89,7 +90,8 @@ class Exchange:
 
         Each reply's source is the current node of its client, whoever replied in its place. A
         message to a node that goes away is sent again if its client returns within 30 seconds, or
-        later while others are still awaited; one whose reply was lost is sent again, at most twice.
+        later while others are still awaited; one whose reply was lost, or whose ClientApp ended, is
+        sent again, at most twice.
         The deadline moves by the time in which the SuperLink answers nothing, this process is
         stopped, or clients train in this process.
 
@@ -167,14 +169,15 @@ class Exchange:
                 elif code in UNDELIVERED and self.pulls:  # another pull may just have taken it
                     waiting[message_id] = source
                 elif (
-                    code in UNDELIVERED
+                    code in CRASHED
                     and self.returned is not None
                     and resends[source] < MAX_RESENDS
                     and left_s > timeout_s / 10
                 ):
                     resends[source] += 1
                     name = self.name(source)
-                    log.warning("%s: client %s's reply was lost: asked again", what, name)
+                    why = "reply was lost" if code in UNDELIVERED else "ClientApp has ended"
+                    log.warning("%s: client %s's %s: asked again", what, name, why)
                     if not sent_again(source, node_now[source]):
                         note_gone(source, failure(asked[source], "its SuperNode is not connected"))
                 else:

@@ -21,8 +21,8 @@ superlink = 1  # the source of a reply that it gives in a node's place
 class ToyGrid:
     """Nodes answer when `answers` says so: node, times asked before -> what, or "".
 
-    what: "reply"; "gone" or "lost", errors; "slow", which blocks the pull until `release` is set;
-    "unreadable", which makes it raise.
+    what: "reply"; "gone", "lost" or "killed", errors; "slow", which blocks the pull until
+    `release` is set; "unreadable", which makes it raise.
 
     Those in `unknown` are not even sent to.
     """
@@ -64,8 +64,9 @@ class ToyGrid:
                 found.append(
                     Message(RecordDict({"from": ConfigRecord({"n": node})}), reply_to=message)
                 )
-            elif what in ("gone", "lost"):
+            elif what in ("gone", "lost", "killed"):
                 codes = {"gone": "NODE_UNAVAILABLE", "lost": "MESSAGE_UNAVAILABLE"}
+                codes |= {"killed": "CLIENT_APP_CRASHED"}
                 reason = "no heartbeat" if what == "gone" else "not found"
                 error = Error(getattr(ErrorCode, codes[what]), reason)
                 found.append(Message(error, reply_to=message))
@@ -257,8 +258,11 @@ def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
     assert stops.take() == 0.0  # said once
 
 
-def test_a_reply_that_was_lost_is_asked_for_again_twice_at_most(hurry, caplog):
-    grid = ToyGrid(lambda node, before: "lost" if node == 6 or before == 0 else "reply")
+@pytest.mark.parametrize(
+    ("what", "why"), [("lost", "reply was lost"), ("killed", "ClientApp has ended")]
+)
+def test_a_reply_that_was_lost_is_asked_for_again_twice_at_most(hurry, caplog, what, why):
+    grid = ToyGrid(lambda node, before: what if node == 6 or before == 0 else "reply")
     resent = []
     exchange = Exchange(grid, {5: "a", 6: "b"}.get, lambda nodes: {})
     with caplog.at_level(logging.WARNING, logger="keel.server"):
@@ -266,8 +270,8 @@ def test_a_reply_that_was_lost_is_asked_for_again_twice_at_most(hurry, caplog):
     assert outcomes(replies) == [(5, 5), (6, "not found")]
     assert sorted(resent) == [5, 6, 6]
     assert sorted(set(caplog.messages)) == [
-        "round 1: client a's reply was lost: asked again",
-        "round 1: client b's reply was lost: asked again",
+        f"round 1: client a's {why}: asked again",
+        f"round 1: client b's {why}: asked again",
     ]
 
 

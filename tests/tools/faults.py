@@ -31,7 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -392,7 +392,8 @@ def main() -> int:
         outcomes = deployments(arguments, plain)
     print(table(outcomes, undisturbed))
     if arguments.json:
-        found = {"undisturbed": undisturbed, "runs": [asdict(outcome) for outcome in outcomes]}
+        rows = [vars(o) | {"kills": dict(o.kills), "hangs": dict(o.hangs)} for o in outcomes]
+        found = {"undisturbed": undisturbed, "runs": rows}
         arguments.json.write_text(json.dumps(found, indent=1))
     done = sum(o.kills.total() + o.hangs.total() for o in outcomes)
     is_done = done == arguments.kills + arguments.hangs
