@@ -20,9 +20,10 @@ reason. Here it is unavailable and says why, and whoever asks tries again.
 """
 
 import logging
+import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager
 
 from flwr.app import Error, Message, Metadata
 from flwr.app.message import make_message
@@ -63,6 +64,7 @@ log = logging.getLogger("keel.superlink")
 MAX_REPLIES = 4  # of one node, complete and not yet taken by their ServerApp
 MAX_OBJECTS = 1000  # of a reply, and one more for each MiB: Keel packs arrays into few
 MAX_LOG_BYTES = 2**25  # of objects in the database's write-ahead log, before it is emptied
+LOG_WAIT_S = 0.2  # for its readers
 push_messages = message_handler.push_messages
 CANNOT_WRITE = 39_001  # an error code of ours
 API_ERROR_MAP[CANNOT_WRITE] = ApiErrorSpec(
@@ -97,16 +99,20 @@ class SpokenErrors(SqlMixin):
             raise FlowerError(CANNOT_WRITE, str(error), str(error.orig)) from error
 
 
-def empty_log(state: SqlMixin) -> None:
-    """Copy the write-ahead log into the database and empty it.
+def empty_log(state: SqlMixin) -> bool:
+    """Copy the write-ahead log into the database and empty it; whether no reader was in the way.
 
-    Waits for requests that read it, as long as SQLite waits (5 seconds). Without effect on a full
-    disk, which the next write finds too.
+    Over a connection of its own, which waits for readers only briefly: writers wait meanwhile, and
+    would fail after SQLite's 5 seconds.
     """
     assert state._engine is not None
-    with suppress(OperationalError), state._engine.connect() as connection:
-        connection.execution_options(isolation_level="AUTOCOMMIT")
-        connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+    path = str(state._engine.url.database)
+    try:
+        with closing(sqlite3.connect(path, timeout=LOG_WAIT_S)) as connection:
+            [is_busy, *_] = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    except sqlite3.OperationalError:  # a full disk, which the next write finds too
+        return False
+    return not is_busy
 
 
 class SpokenObjectStore(SpokenErrors, SqlObjectStore):
@@ -157,9 +163,8 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
                 return self._store_object(run_id, session_id, object_id, object_content)
             finally:
                 writing.num_bytes += len(object_content)
-                if writing.num_bytes >= MAX_LOG_BYTES:
+                if writing.num_bytes >= MAX_LOG_BYTES and empty_log(self):
                     writing.num_bytes = 0
-                    empty_log(self)
 
     def _store_object(
         self, run_id: int, session_id: str, object_id: str, object_content: bytes
