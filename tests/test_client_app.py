@@ -230,7 +230,7 @@ def test_two_clients_keep_two_states(tmp_path):
     assert differ(*kept)
 
 
-def test_kept_models_of_a_whole_run_are_of_before_the_averaging(tmp_path, monkeypatch):
+def test_kept_models_of_a_whole_run_are_of_before_the_averaging(tmp_path, monkeypatch, no_pictures):
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     keys = {"method": "moon", "num-rounds": 2, "source": small_source(), "model": "cnn-fedreco"}
     partition = {"partition": "iid", "batch-size": 8, "min-samples": 1, "device": "cpu"}

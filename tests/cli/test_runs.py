@@ -32,9 +32,8 @@ def trained(tmp_path_factory):
     from server_app.inline import run_inline
 
     keys = {"source": "digits", "model": "cnn-fedreco", "num-rounds": 2, "batch-size": 64}
-    return run_inline(
-        keys | {"keep-state": True, "output-dir": str(tmp_path_factory.mktemp("trained"))}, 3
-    )
+    keys |= {"keep-state": True, "data-fraction": 0.4}
+    return run_inline(keys | {"output-dir": str(tmp_path_factory.mktemp("trained"))}, 3)
 
 
 @pytest.fixture

@@ -102,7 +102,8 @@ def long_recipe(folder: Path) -> Path:
     """A recipe of one run, long enough to be interrupted."""
     path = folder / "long.yaml"
     path.write_text(
-        "config: {source: digits, model: cnn-fedreco, num-clients: 4, num-rounds: 20, lr: 0.05}\n"
+        "config: {source: digits, data-fraction: 0.4, model: cnn-fedreco, num-clients: 4, "
+        "num-rounds: 20, lr: 0.05}\n"
         "rows:\n  FedAvg: {method: fedavg}\n"
     )
     return path

@@ -38,11 +38,11 @@ def no_pictures():
 
 @pytest.fixture(scope="module")
 def sites(tmp_path_factory):
-    """The node configs of four sites, each with a quarter of the digits in a file of its own."""
+    """The node configs of four sites, each with an eighth of the digits in a file of its own."""
     folder = tmp_path_factory.mktemp("sites")
     source = load_source("digits", folder / "data", folder / "cache")
     images, labels = np.asarray(source.train.images), np.asarray(source.train.labels)
-    parts = np.array_split(np.random.default_rng(0).permutation(len(labels)), 4)
+    parts = np.array_split(np.random.default_rng(0).permutation(len(labels) // 2), 4)
     configs = []
     for number, part in enumerate(parts):
         path = folder / f"{number}.npz"

@@ -78,6 +78,7 @@ def test_nothing_is_asked_of_clients_that_are_not_sampled(run, tmp_path, monkeyp
 
     monkeypatch.setattr(InlineGrid, "answer", recorded)
     keys = {"partition": "iid", "num-rounds": 2, "fraction-train": 3 / 1400, "run-name": "wide"}
+    keys["data-fraction"] = 1.0  # a sample for each
     folder = run(keys, 1400)
     assert asked == [("train", 3), ("train", 3)]
     lines = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
