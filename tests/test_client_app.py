@@ -34,14 +34,14 @@ from client_app.setup import build_network, client_indices, open_source, pixels_
 from client_app.state import StateFolder
 from models.cnn import _plain_cnn
 from protocol.config import config_from_json
-from protocol.messages import TrainRequest, read_reply, read_roster
+from protocol.messages import RESET_NEEDED, TrainRequest, read_reply, read_roster
 from server_app.inline import run_inline
 
 
-def error_of(reply):
+def error_of(reply, code=1):
     """The reason of an error reply, which has to be one line."""
     assert reply.has_error()
-    assert reply.error.code == 1
+    assert reply.error.code == code
     assert "\n" not in reply.error.reason
     return reply.error.reason
 
@@ -233,6 +233,7 @@ def test_two_clients_keep_two_states(tmp_path):
 def test_kept_models_of_a_whole_run_are_of_before_the_averaging(tmp_path, monkeypatch, no_pictures):
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     keys = {"method": "moon", "num-rounds": 2, "source": small_source(), "model": "cnn-fedreco"}
+    keys["keep-state"] = True
     partition = {"partition": "iid", "batch-size": 8, "min-samples": 1, "device": "cpu"}
     path = run_inline(keys | partition, num_clients=2)
     kept = [StateFolder(path / "clients" / f"client-000{n}").load(3)["previous"] for n in (0, 1)]
@@ -434,8 +435,8 @@ def test_a_damaged_state_is_an_error_and_not_a_fresh_start(tmp_path):
     client.ask("train", 1, u_0)
     (path,) = (tmp_path / "clients" / "client-0000").iterdir()
     path.write_bytes(path.read_bytes()[:-1])
-    assert "is damaged" in error_of(client.ask("train", 2, u_0))
-    assert "is damaged" in error_of(client.ask("evaluate", 2, u_0))
+    assert "is damaged" in error_of(client.ask("train", 2, u_0), RESET_NEEDED)
+    assert "is damaged" in error_of(client.ask("evaluate", 2, u_0), RESET_NEEDED)
 
 
 def test_lost_client_state_is_refused_until_it_is_reset(tmp_path):
@@ -444,10 +445,10 @@ def test_lost_client_state_is_refused_until_it_is_reset(tmp_path):
     client.ask("train", 1, weights)
     kept = tmp_path / "clients" / "client-0000"
     shutil.rmtree(kept)
-    reason = error_of(client.ask("train", 2, weights, counted=1))
+    reason = error_of(client.ask("train", 2, weights, counted=1), RESET_NEEDED)
     assert f"this client trained in round 1, and {kept} holds no state of it: restore it" in reason
     assert f"or create the file {kept / 'reset-state'}" in reason
-    assert "holds no state" in error_of(client.ask("evaluate", 2, weights, counted=1))
+    assert "holds no state" in error_of(client.ask("evaluate", 2, weights, counted=1), RESET_NEEDED)
     (kept / "reset-state").touch()
     assert not client.ask("train", 2, weights, counted=1).has_error()
     assert not (kept / "reset-state").exists()  # it is for once
