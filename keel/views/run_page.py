@@ -261,9 +261,9 @@ def pictures(entry: Entry) -> list[str]:
     found = []
     for folder in ("", "diagnostics"):
         directory = entry.directory / folder
-        if folder and (directory.is_symlink() or not directory.is_dir()):
-            continue
         try:
+            if folder and (directory.is_symlink() or not directory.is_dir()):
+                continue
             names = sorted(path.name for path in directory.glob("*.png") if is_plain(path))
         except OSError:
             continue
@@ -358,12 +358,12 @@ def site_rows(
                 "site": text_of(client, 80),
                 "connected": connected,
                 "last round": str(last_round[client] or "–"),
+                "pending reset": needs_reset if is_recorded else "not recorded",
                 "keel": text_of(row.get("keel"), 40),
                 "flwr, torch": text_of(row.get("versions"), 80),
                 "model": text_of(row.get("model"), 60),
                 "device": text_of(row.get("device") or "not reported", 80),
                 "samples": f"{sum_of(row.get('label_counts')) or sum_of([row.get('num_train')]):,}",
-                "pending reset": needs_reset if is_recorded else "not recorded",
                 "last trouble": f"round {number_}: {why}" if why else "",
             }
         )

@@ -10,6 +10,7 @@ import os
 import stat
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -123,6 +124,7 @@ class Store:
             found += [root] if (root / CONFIG_FILE).is_file() else []
             for pattern in PATTERNS:
                 found += [path.parent for path in root.glob(f"{pattern}/{CONFIG_FILE}")]
+            found += [path for path in root.glob("*/") if not os.access(path, os.X_OK)]
         return [d for d in dict.fromkeys(found) if self._is_inside(d)]
 
     def _is_inside(self, directory: Path) -> bool:
@@ -166,8 +168,9 @@ class Store:
             known = self._entries.get(run_id)
             if known is None:
                 return self.runs().get(run_id)
-            if not (known[1].directory / CONFIG_FILE).exists():
-                return None
+            with suppress(PermissionError):  # shown as such
+                if not (known[1].directory / CONFIG_FILE).exists():
+                    return None
             self._entries[run_id] = self._looked_up(run_id, known[1].directory)
             return self._entries[run_id][1]
 
@@ -192,7 +195,8 @@ def read_entry(run_id: str, directory: Path, problem: str = "") -> Entry:
     run, name = SavedRun(directory), text_of(directory.name, 120)
     changed = 0.0
     try:
-        changed = run.last_change
+        with suppress(PermissionError):
+            changed = run.last_change
         if problem:
             return Entry(run_id, name, directory, problem=problem, changed=changed)
         config, overrides = run.config, run.overrides

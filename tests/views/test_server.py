@@ -1,8 +1,13 @@
 """Who may see the pages of `keel ui`, and what they hold, whatever the run directories hold."""
 
 import json
+import os
 import re
+import shutil
 import socket
+import subprocess
+import sys
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -10,6 +15,19 @@ from views_fixtures import HOSTILE, TOKEN, Pages, damaged_runs
 
 from keel.views.server import SuperLinkNodes, listening
 from tests.tools.run_directories import line_of, make_run
+
+OLD_RUN = Path(__file__).parents[1] / "data" / "run-0.1"
+LOOK = """
+import json, sys
+from pathlib import Path
+from views_fixtures import Pages
+pages = Pages(Path(sys.argv[1]))
+runs = list(pages.store.runs())
+for run in runs:
+    for part in ("/data", "/clients", "/labels"):
+        assert pages.get(f"/run/{run}{part}").status_code == 200
+print(json.dumps([pages.get("/").text, *(pages.get(f"/run/{run}").text for run in runs)]))
+"""
 
 
 @pytest.fixture
@@ -126,6 +144,45 @@ def test_damaged_run_directories_are_shown_as_such(tmp_path):
     data = pages.get(f"/run/{pages.id_of('half-written')}/data").json()
     assert "round 2 of 3" in data["html"]["status"]
     assert "root:" not in pages.get(f"/run/{pages.id_of('linked')}/data").text
+
+
+def test_a_run_of_0_1_has_all_pages(tmp_path):
+    shutil.copytree(OLD_RUN, tmp_path / "old")
+    pages = Pages(tmp_path)
+    run = pages.id_of("old")
+    for path in ("/", f"/run/{run}/clients", f"/run/{run}/labels", f"/compare/data?run={run}"):
+        assert pages.get(path).status_code == 200
+    assert "round 2 of" in pages.get(f"/run/{run}").text
+    assert pages.get(f"/run/{run}/data").json()["charts"]["accuracy"]["data"][0]["x"] == [1, 2]
+    assert pages.get("/deployment").status_code == 200
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="no setpriv")
+def test_what_may_not_be_read_is_shown_as_such(tmp_path):
+    """Root reads everything: here without the capability to."""
+    expected = {
+        name: f"unreadable: no permission to read {name}"
+        for name in ("config.json", "summary.json", "history.jsonl", "run.log")
+    } | {"all": "unreadable: Permission denied"}
+    for name in expected:
+        run = make_run(tmp_path / f"closed-{name}", {"method": "fedavg"}, 1)
+        (run if name == "all" else run / name).chmod(0)
+    make_run(tmp_path / "open", {"method": "fedavg"}, 1)
+    drop = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    here, root = Path(__file__).parent, Path(__file__).parents[2]
+    found = subprocess.run(
+        [*(drop if os.geteuid() == 0 else []), sys.executable, "-c", LOOK, tmp_path],
+        env={**os.environ, "PYTHONPATH": f"{root}:{here}"},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    (tmp_path / "closed-all").chmod(0o700)
+    table, *pages = json.loads(found.stdout)
+    assert ">open</a>" in table
+    assert len(pages) == len(expected) + 1
+    for sentence in expected.values():
+        assert sentence in table
+        assert sum(sentence in page for page in pages) == 1
 
 
 def test_hostile_names_are_shown_and_not_executed(tmp_path):
