@@ -323,8 +323,8 @@ def run_recipe(
                         each = start(run, free.pop(0), gpus, lock, task)
                         running.append(each)
                         num = each.new_rounds()  # of a resumed run: they took no time now
-                        before.setdefault(run.name, num)
                         progress.update(task, completed=num)
+                        progress.advance(total, num - before.setdefault(run.name, num))
                 if not running:
                     if all(run.name in failed or run.is_done() for run in waiting):
                         if needed() == runs:
@@ -347,7 +347,7 @@ def run_recipe(
                     reason, log = failure_of(each), f"(log: {each.log_path})"
                     if each.process.returncode < 0 and each.run.name not in resumed:
                         resumed.add(each.run.name)
-                        progress.advance(total, -each.rounds)
+                        progress.advance(total, before[each.run.name] - each.rounds)
                         console.print(f"{name}: {escape(reason)}; it is resumed once")
                         continue
                     word = DIVERGED if each.run.failure() == DIVERGED else "failed"

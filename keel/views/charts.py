@@ -19,6 +19,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7
 MARKERS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "triangle-down")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 MAX_POINTS = 600  # of a curve
+MAX_BARS = 250  # of a chart: each is an element of the page
 MAX_MARKED = 20  # of a curve's points have a marker
 MAX_LONG_REFERENCES = 4  # of a chart: more are drawn near their round only
 BAND_ALPHA = "26"  # hex
@@ -144,7 +145,7 @@ def stacked(
 ) -> Figure:
     """Bars over x, one colour for each part; parts that are 0 throughout are left out."""
     found = {name: values for name, values in parts.items() if any(values)}
-    num_sums = math.ceil(len(x) / MAX_POINTS) or 1  # rounds that share a bar
+    num_sums = math.ceil(len(x) / MAX_BARS) or 1  # rounds that share a bar
     data = [
         {
             **{"type": "bar", "name": text_of(name, 80), "x": list(x[::num_sums])},

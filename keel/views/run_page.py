@@ -23,7 +23,7 @@ MAX_ROUNDS = 40  # columns of the clients' heat map: each costs the reading of a
 MAX_CLIENTS = 40  # its rows: the worst
 MAX_EVENTS = 200  # rows of the table of clients left out
 RECENT = 50  # rounds whose mean gives the time left
-MAX_SPLIT = 500  # columns of the label distribution: with more clients, several share one
+MAX_SPLIT = 250  # columns of the label distribution: with more clients, several share one
 WHOSE = {"local_global": "global model", "personal": "personal models"}
 
 

@@ -1,6 +1,11 @@
 """What `keel run` shows within a round, on a terminal and elsewhere."""
 
+import time
+from pathlib import Path
+from random import Random
+
 from keel.cli.progress import Terminal
+from tests.tools.run_directories import line_of
 
 
 def shown(monkeypatch, capsys, is_terminal):
@@ -24,3 +29,13 @@ def test_a_terminal_shows_how_many_clients_have_answered(monkeypatch, capsys):
 
 def test_a_pipe_gets_nothing_of_it(monkeypatch, capsys):
     assert shown(monkeypatch, capsys, is_terminal=False) == ""
+
+
+def test_the_time_left_after_a_resume_counts_this_attempts_rounds_alone(monkeypatch, capsys):
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with Terminal(100) as terminal:
+        terminal.begin(Path("run"), 90)
+        now += 2.0
+        terminal.on_round(line_of(91, Random(0)))
+    assert "18 s left" in capsys.readouterr().out  # 9 rounds of 2 s

@@ -3,7 +3,8 @@
 python -m tests.tools.load_times DIRECTORY [--run]
 
 Starts the server, opens the table of runs (with --run: the only run, with its clients' charts) in
-Chromium until everything is drawn, and prints wall time, the server's CPU time and its peak memory.
+Chromium until everything is drawn, and prints wall time, the CPU time of the server and of the
+page's thread (on an idle machine their sum is about the wall time), and the server's peak memory.
 """
 
 import argparse
@@ -33,6 +34,13 @@ def main() -> None:
             chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
             browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
             page = browser.new_page()
+            session = page.context.new_cdp_session(page)
+            session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+            def page_seconds() -> float:
+                found = session.send("Performance.getMetrics")["metrics"]
+                return next(each["value"] for each in found if each["name"] == "TaskDuration")
+
             page.goto(f"{address.split('/?')[0]}/static/page.css?{address.split('?')[1]}")
             for visit in ("first", "again"):
                 before = cpu_seconds(process)
@@ -49,7 +57,8 @@ def main() -> None:
                     page.wait_for_selector("[data-chart=clients-local_global] .main-svg")
                     clients = time.perf_counter() - started
                     print(f", the run's curves {curves:.2f} s, clients {clients:.2f} s", end="")
-                print(f", CPU time of the server {cpu_seconds(process) - before:.2f} s")
+                print(f", CPU time: server {cpu_seconds(process) - before:.2f} s", end="")
+                print(f", page {page_seconds():.2f} s")
             browser.close()
         status = (process / "status").read_text()
         (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))

@@ -67,9 +67,9 @@ def test_smoothing_is_the_bias_corrected_moving_average():
 
 def test_bars_add_up_where_rounds_share_a_bar():
     figure = stacked(range(1, 1801), {"a": [1.0] * 1800}, "round", "MB")
-    assert figure["data"][0]["x"][:2] == [1, 4]
+    assert figure["data"][0]["x"][:2] == [1, 9]
     assert sum(figure["data"][0]["y"]) == 1800
-    assert figure["layout"]["yaxis"]["title"]["text"] == "MB in 3 rounds"
+    assert figure["layout"]["yaxis"]["title"]["text"] == "MB in 8 rounds"
 
 
 def test_every_value_is_in_one_bin():

@@ -18,7 +18,7 @@ async function look(address) {
   return answer.json();
 }
 
-function show(news) {
+async function show(news) {
   for (const [name, html] of Object.entries(news.html ?? {})) {
     const place = find(`[data-html="${name}"]`);
     const open = all("details", place).map(each => each.open);
@@ -32,6 +32,7 @@ function show(news) {
     if (!element) continue;
     element.closest("figure").hidden = false;
     draw(element, figure);
+    await new Promise(done => setTimeout(done));  // the chart is seen before the next is drawn
   }
 }
 
@@ -43,7 +44,7 @@ async function follow(address, apply, pause = POLL_MS) {
       if (!document.hidden || !version) {
         const news = await look(address(version));
         say("live");
-        if (news) { version = news.version ?? "once"; apply(news); }
+        if (news) { version = news.version ?? "once"; await apply(news); }
       }
     } catch (error) {
       say(error.message === "404" ? "gone" : "keel ui has ended");
