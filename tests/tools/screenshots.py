@@ -26,7 +26,9 @@ def take(page: Any, path: Path, full_page: bool) -> None:
     page.wait_for_timeout(1200)  # charts have been drawn
     page.screenshot(path=path, full_page=full_page)
     with Image.open(path) as image:
-        few = image.convert("RGB").quantize(NUM_COLOURS, dither=Image.Dither.NONE)
+        few = image.convert("RGB").quantize(
+            NUM_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+        )
     few.save(path, optimize=True)
 
 
