@@ -2,7 +2,7 @@
 
 python -m tests.tools.screenshots RUNS REPORT.html DIRECTORY
 
-Takes each page at two widths, light and dark, as PNGs of 64 colours. Needs the extra `browser`.
+Takes each page at two widths, light and dark, as PNGs of 256 colours. Needs the extra `browser`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from PIL import Image
 
 WIDTHS, HEIGHTS = (1366, 390), (900, 844)
 SCHEMES = ("light", "dark")
-NUM_COLOURS = 64
+NUM_COLOURS = 256
 SEEDS = "tr:has(td.name:has-text('seed')) input"  # the runs that are compared
 
 
