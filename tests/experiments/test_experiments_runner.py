@@ -581,7 +581,7 @@ def test_a_table_says_what_is_missing_in_a_cell(tmp_path):
     page = write_report(tmp_path)[1].read_text()
     assert "| FedProx | 65.00 ± 7.07 (10); 2 of 3 seeds; 2 of 3 values tried |" in page
     assert "| FedAvg | 50.00 ± 0.00; 2 of 3 seeds |" in page
-    assert "scale paper, full grid; " in page
+    assert "as in the recipe, full grid; " in page
     # seed 0 chose mu: its +20 says nothing of FedProx
     assert (
         "| inconclusive | +10.00, one seed; without seed 0, which chose the tuned value |" in page
@@ -648,7 +648,7 @@ def test_a_report_says_which_of_the_tuned_values_were_tried(tmp_path):
         output.mkdir()
         how = options(full_grid=False)
         runner.save_job(parse_recipe(text, Path("t.yaml")), how, output)
-        assert f"\nscale paper{grid}; seeds 0; " in write_report(output)[1].read_text()
+        assert f"\nas in the recipe{grid}; seeds 0; " in write_report(output)[1].read_text()
 
 
 def test_text_of_a_recipe_is_escaped_and_its_notes_are_below_the_table(tmp_path):
