@@ -2,8 +2,9 @@
 
 A line is a JSON object with the time (UTC), the event and its fields, the digest of the line before
 (`previous`; empty for the first) and its own (`digest`, SHA-256 of the line without this field). So
-a line that was edited, removed, inserted or moved is found. Lines cut off at the end are found once
-the run has ended: the manifest then has their number and the last digest.
+a line that was edited, removed, inserted or moved is found. Lines cut off at the end are found by
+the rounds of the history that they are about, and once the run has ended: the manifest then has
+their number and the last digest.
 
     started    round (the first to come)          joined    client, node
     refused    node, reason                       sent      round, kind, clients, bytes
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.files import append_line
-from server_app.history import DAMAGE
+from server_app.history import DAMAGE, whole_lines
 
 AUDIT_FILE = "audit.jsonl"
 
@@ -71,6 +72,7 @@ def audit_problem(directory: Path, end: dict[str, Any] | None = None) -> str:
     if not path.is_file():
         return f"{AUDIT_FILE} is missing"
     previous, number = "", 0
+    sent: set[object] = set()  # rounds
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
         try:
             line = json.loads(text)
@@ -82,6 +84,9 @@ def audit_problem(directory: Path, end: dict[str, Any] | None = None) -> str:
         if before != previous:
             return f"{AUDIT_FILE}: what was before line {number} was removed, added or moved"
         previous = written
+        sent |= {line.get("round")} if line.get("event") == "sent" else set()
+    if missing := sorted({line["round"] for line in whole_lines(directory)[0]} - sent):
+        return f"{AUDIT_FILE}: round {missing[0]} of the history is not in it: its end was cut off"
     if end and (number, previous) != (end["lines"], end["digest"]):
         return f"{AUDIT_FILE}: {number} lines, expected {end['lines']}: its end was changed"
     return ""

@@ -37,7 +37,7 @@ from protocol.messages import (
 )
 from protocol.options import OptionValue
 from protocol.privacy import privacy_statement
-from server_app.audit import AuditLog
+from server_app.audit import AuditLog, audit_problem
 from server_app.checks import check_config, config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
@@ -247,6 +247,7 @@ def prepare(
     directory = resumed or new_run_directory(config)
     directory.checkpoint_interval = config.rounds.checkpoint_interval
     audit = AuditLog(directory.path)
+    audit_fault = audit_problem(directory.path) if audit.path.exists() else ""
     registry.note = audit.note
     audit.note("started", round=start.round + 1)
     if isinstance(roster, SimulatedRoster):
@@ -256,6 +257,8 @@ def prepare(
             if entry.client not in registry.missing:
                 audit.note("joined", client=entry.client, node=node)
     directory.start_log()
+    if audit_fault:
+        log.warning("%s", audit_fault)
     for path in directory.skipped:
         log.warning("%s is damaged: skipped, the run continues from round %d", path, start.round)
     known = KnownLabelCounts(roster) if isinstance(roster, SimulatedRoster) else None

@@ -3,11 +3,14 @@
 import json
 
 import pytest
-from run_fixtures import SMALL
+from run_fixtures import SMALL, resume
 
 from server_app.audit import AuditLog, audit_end, audit_problem
+from server_app.history import append_history
 from server_app.inline import run_inline
 from server_app.manifest import read_manifest
+
+HISTORY = {"losses": {}, "seconds": {}, "left_out": {}}
 
 
 @pytest.fixture
@@ -54,6 +57,24 @@ def test_an_edited_line_with_a_digest_of_its_own_is_found_by_the_next(log):
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
     assert audit_problem(log.parent) == ""  # a chain has no end of its own
     assert "3 lines, expected 5: its end was changed" in audit_problem(log.parent, end)
+
+
+def test_an_end_that_was_cut_off_during_the_run_is_found_by_the_history(log):
+    append_history(log.parent / "history.jsonl", {"round": 4, **HISTORY})
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:4]))
+    assert audit_problem(log.parent) == ""
+    log.write_text("".join(lines[:3]))
+    cut = "round 4 of the history is not in it: its end was cut off"
+    assert audit_problem(log.parent) == f"audit.jsonl: {cut}"
+
+
+def test_a_resume_says_that_the_audit_log_was_cut_off(run):
+    folder = run(SMALL | {"method": "fedavg", "num-rounds": 2, "keep-state": True})
+    log = folder / "audit.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]))
+    resume(folder, **{"num-rounds": 3})
+    assert "audit.jsonl: round 1 of the history is not in it" in (folder / "run.log").read_text()
 
 
 @pytest.mark.parametrize("number", [0, 2])
