@@ -33,6 +33,11 @@ class Constraint:
     description: str
     choices: tuple[str, ...] = ()
 
+    def describe(self, kind: type) -> str:
+        """The description, for an option of this type."""
+        whole = self.description.replace("a finite number", type_names[int])
+        return whole if kind is int else self.description
+
 
 def at_least(low: float) -> Constraint:
     """A finite number >= low."""
@@ -161,19 +166,18 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
     """
     parsed: dict[str, Any] = {}
     for name, own_key, expected, constraint in _columns(cls):  # type: ignore[arg-type]  # hashable
-        key = prefix + own_key
+        key, allowed = prefix + own_key, constraint.describe(expected)
         if key not in values:
-            raise ValueError(f"{key} is missing from the config: expected {constraint.description}")
+            raise ValueError(f"{key} is missing from the config: expected {allowed}")
         value = values[key]
         if expected is float and type(value) is int:
             value = float(value)
         if type(value) is not expected:
-            raise ValueError(
-                f"{key} = {value!r}: expected {type_names[expected]} ({constraint.description}), "
-                f"not {type(value).__name__}"
-            )
+            is_said = "number" in allowed
+            wanted = allowed if is_said else f"{type_names[expected]} ({allowed})"
+            raise ValueError(f"{key} = {value!r}: expected {wanted}, not {type(value).__name__}")
         if not constraint.holds(value):
             hint = did_you_mean(str(value), constraint.choices)
-            raise ValueError(f"{key} = {value!r}: expected {constraint.description}{hint}")
+            raise ValueError(f"{key} = {value!r}: expected {allowed}{hint}")
         parsed[name] = value
     return cls(**parsed)

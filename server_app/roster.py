@@ -116,6 +116,18 @@ def evaluated_clients(config: RunConfig, method: Method) -> str:
     return "all" if method.is_personal else "none"
 
 
+def no_test_part(client: str, config: RunConfig, method: Method) -> ValueError:
+    """The error for a client without the local test part on which it is to be evaluated."""
+    rounds = config.rounds
+    why = f"evaluate-clients = {rounds.evaluate_clients!r}"
+    if rounds.evaluate_clients == "auto":
+        why = f"{rounds.method} has personal models, which are evaluated on it"
+    return ValueError(
+        f"client {client} has no local test part ({why}): set local-test-fraction, such as 0.2, or "
+        "put images under test/ in the client's own data"
+    )
+
+
 def check_widths(config: RunConfig, entries: Sequence[RosterEntry], source: Source) -> None:
     """ValueError with all widths where a client's representation does not fit the run's model."""
     run_model = config.model.model
@@ -220,7 +232,4 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
     if evaluated_clients(config, method) != "none":
         for entry in entries:
             if not entry.num_test_examples:
-                raise ValueError(
-                    f"client {entry.client} has no local test part: evaluating on clients needs "
-                    "local-test-fraction > 0 (or images under test/ in the client's own data)"
-                )
+                raise no_test_part(entry.client, config, method)

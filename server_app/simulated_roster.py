@@ -26,7 +26,7 @@ from data.sources import Source
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry
 from server_app.logical_clients import LogicalGrid
-from server_app.roster import MAX_LISTED, evaluated_clients
+from server_app.roster import MAX_LISTED, evaluated_clients, no_test_part
 from strategies.sampling import FIRST_NODE, ClientNames, name_of
 
 CACHED_ENTRIES = 4096
@@ -175,10 +175,7 @@ def check_simulated_roster(roster: SimulatedRoster, evaluates_clients: bool) -> 
         raise ValueError(f"no client has samples of class {totals.index(0)}: it cannot be learnt")
     if evaluates_clients and not sizes[:, 1].all():
         client = name_of(int(np.argmin(sizes[:, 1])))
-        raise ValueError(
-            f"client {client} has no local test part: evaluating on clients needs "
-            "local-test-fraction > 0 (or images under test/ in the client's own data)"
-        )
+        raise no_test_part(client, roster.config, method_of(roster.config))
 
 
 # --- a roster of either kind

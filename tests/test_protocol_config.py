@@ -82,16 +82,16 @@ def test_a_missing_key_is_named(key):
     ("key", "value", "allowed"),
     [
         # of another type; a bool is no number though Python says so, nor is a whole float an int
-        ("my.local-steps", True, "expected a whole number (a finite number >= 1), not bool"),
-        ("my.local-steps", 3.0, "expected a whole number (a finite number >= 1), not float"),
-        ("my.local-steps", "3", "expected a whole number (a finite number >= 1), not str"),
-        ("my.learning-rate", True, "expected a number (a finite number > 0), not bool"),
-        ("my.learning-rate", "0.1", "expected a number (a finite number > 0), not str"),
+        ("my.local-steps", True, "expected a whole number >= 1, not bool"),
+        ("my.local-steps", 3.0, "expected a whole number >= 1, not float"),
+        ("my.local-steps", "3", "expected a whole number >= 1, not str"),
+        ("my.learning-rate", True, "expected a finite number > 0, not bool"),
+        ("my.learning-rate", "0.1", "expected a finite number > 0, not str"),
         ("my.is-on", 1, "expected true or false (true or false), not int"),
         ("my.is-on", "true", "expected true or false (true or false), not str"),
         ("my.kind", 1, "expected a string (one of red, green), not int"),
         # out of range
-        ("my.local-steps", 0, "expected a finite number >= 1"),
+        ("my.local-steps", 0, "expected a whole number >= 1"),
         ("my.learning-rate", 0.0, "expected a finite number > 0"),
         ("my.learning-rate", float("inf"), "expected a finite number > 0"),
         ("my.learning-rate", float("nan"), "expected a finite number > 0"),

@@ -176,7 +176,7 @@ def option_rows(options: type, prefix: str) -> list[Row]:
             "option": prefix + key_of(field),
             "type": types[field.name].__name__,
             "default": defaults.get(prefix + key_of(field)),
-            "range": field.metadata["constraint"].description,
+            "range": field.metadata["constraint"].describe(types[field.name]),
             "description": field.metadata["description"],
             "source": field.metadata["source"],
         }

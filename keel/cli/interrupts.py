@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 INTERRUPTED_CODE = 130
-STOPPING = "stopping after the last finished round; Ctrl-C again ends at once"
-ENDED = "ended; `keel resume` continues from the last checkpoint"
+STOPPING = "stopping; Ctrl-C again ends at once"
+ENDED = "ended; `keel list` shows the run, `keel resume RUN` continues it"
 CLEAR = "\r\x1b[2K\x1b[?25h"  # the line of a progress bar, which hides the cursor
 
 

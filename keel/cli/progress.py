@@ -138,8 +138,9 @@ def round_line(line: Mapping[str, Any], num_rounds: int, left: str) -> str:
     for key, name, _ in CURVES:
         if key in line and name != "worst_decile":
             columns.append(f"{SHORT[key]} {100 * line[key][name]:6.2f} %")
-    loss = line["losses"].get("supervised")
-    columns.append("[red]loss not finite[/]" if loss is None else f"loss {loss:.4f}")
+    if "supervised" in line["losses"]:  # not if it is withheld
+        loss = line["losses"]["supervised"]
+        columns.append("[red]loss not finite[/]" if loss is None else f"loss {loss:.4f}")
     columns.append(f"{sum(line['seconds'].values()):5.1f} s")
     num_left_out = line.get(
         "num_left_out", len(line["left_out"])

@@ -232,7 +232,8 @@ def check_data_sets() -> Iterator[Finding]:
     }
     used = ", ".join(f"{name} {size / GiB:.1f} GiB" for name, size in sizes.items())
     yield fine(f"caches: {used} in {home}")
-    names = {path.name.rpartition("-")[0] for path in (home / "cache").glob("*-*")}  # less digest
+    decoded = [path for path in (home / "cache").glob("*-*") if not path.name.startswith("speed-")]
+    names = {path.name.rpartition("-")[0] for path in decoded}  # less digest
     names |= {path.name for path in (home / "data").glob("*")}
     here = ", ".join(sorted(names)) or "none"
     yield fine(f"data sets downloaded or decoded: {here}; `keel datasets` lists all")
