@@ -6,6 +6,7 @@ workers wait for it.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: number for number, name in enumerate(LONGEST, start=-len(LONGEST))}
     last = {True: 0, False: 1}  # unit tests fill the gaps
     items.sort(key=lambda item: rank.get(item.path.name, last["end_to_end" in item.path.parts]))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: that the collector need not look at it saves a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -27,6 +27,7 @@ from server_app.sources import code_version
 
 _OLD_KEYS = {new: old for old, new in RENAMED_KEYS.items()}
 _OLD_VALUES = {(key, new): old for (key, old), new in RENAMED_VALUES.items()}
+_HAVE_OLD_VALUES = {key for key, _ in RENAMED_VALUES}
 IRRELEVANT = {
     *("preset", "output-dir", "data-dir", "resume", "run-name", "last-rounds"),
     *("tracker", "tracker-clients"),
@@ -38,10 +39,15 @@ DIVERGENCE = ("not finite", "bound on values")  # in the status of a run that en
 
 def with_old_names(flat: Keys) -> dict[str, OptionValue]:
     """A flat config under the names of 0.1, whichever release wrote it."""
-    return {
-        _OLD_KEYS.get(key, key): _OLD_VALUES.get((key, str(value)), value)
-        for key, value in flat.items()
-    }
+    old = {_OLD_KEYS.get(key, key): value for key, value in flat.items()}
+    for key in _HAVE_OLD_VALUES & flat.keys():
+        old[_OLD_KEYS.get(key, key)] = _OLD_VALUES.get((key, str(flat[key])), flat[key])
+    return old
+
+
+@lru_cache(maxsize=1)
+def _old_defaults() -> Keys:
+    return with_old_names(default_config())
 
 
 def identity(flat: Keys, is_timed: bool = False) -> dict[str, OptionValue]:
@@ -63,7 +69,7 @@ def identity(flat: Keys, is_timed: bool = False) -> dict[str, OptionValue]:
 
 def hash_of(relevant: Keys, is_0_1: bool = False) -> str:
     """12 hex digits of what `identity` returns; an integer where a float is due is that float."""
-    defaults = with_old_names(default_config())
+    defaults = _old_defaults()
     hashed = {
         key: float(value) if type(defaults[key]) is float and not is_0_1 else value
         for key, value in relevant.items()
