@@ -1,7 +1,7 @@
 """The Python API: start runs and read their results.
 
 import keel
-run = keel.run(method="fedcka", num_rounds=5, clients=10, **{"fedcka.mu": 5})
+run = keel.run({"fedcka.mu": 5}, method="fedcka", num_rounds=5, clients=10)
 run.history          # a pandas DataFrame if pandas is installed, else a list of dicts
 run.model().predict(images)
 """

@@ -102,7 +102,8 @@ def _judged(
         elif sides[0].cell.take.is_time and len(machines) > 1:
             verdict, detail = INCONCLUSIVE, f"different machines: {', '.join(machines)}"
         elif share < 1:
-            detail = f"at {share:.0%} of the paper's local steps; {detail}"
+            percent = "under 1%" if share < 0.01 else f"{share:.0%}"
+            detail = f"at {percent} of the paper's local steps; {detail}"
         else:
             verdict = judge(leads)
     return JudgedClaim(
@@ -256,13 +257,15 @@ def counted(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
 
 
 def tally(claims: Sequence[JudgedClaim]) -> str:
-    """How many claims have which verdict, and how often chance alone decides one."""
+    """How many claims have which verdict; if any was judged, how often chance alone decides one."""
     once = counted(claims)
     counts = Counter(claim.verdict for claim in once)
     found = ", ".join(f"{counts[word]} {word}" for word in VERDICTS if counts[word])
     again = len(claims) - len(once)
     if again:
         found += f"; {again} at an earlier round of the same runs not counted"
+    if all(claim.verdict == NOT_TESTED for claim in once):
+        return found
     return f"{found}; where there is no difference, chance decides one judged claim in 20"
 
 

@@ -59,7 +59,9 @@ def verify(folder: Path, rounds: int, console: Console) -> int:
             console.print(f"  {word} {escape(check.found)}")
             num_failed += not check.passed
     skipped = f", {num_skipped} skipped" if num_skipped else ""
-    console.print(f"{len(directories)} runs{skipped}, {num_failed} checks failed")
+    runs = f"{len(directories)} run{'s' if len(directories) != 1 else ''}"
+    failed = f"{num_failed} check{'s' if num_failed != 1 else ''} failed"
+    console.print(f"{runs}{skipped}, {failed}")
     return 1 if num_failed or num_skipped == len(directories) else 0
 
 

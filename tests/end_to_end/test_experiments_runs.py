@@ -355,7 +355,7 @@ def test_a_finished_run_verifies_to_the_bit(swept, capsys):
     message = capsys.readouterr().out
     assert "split: " in message
     assert message.count("bit-identical (") == 2
-    assert "1 runs, 0 checks failed" in message
+    assert "1 run, 0 checks failed" in message
 
 
 def test_files_that_are_not_the_runs_are_found(copied):

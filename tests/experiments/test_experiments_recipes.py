@@ -626,6 +626,11 @@ def first_claim(name: str, start: str, scale: str, changes: Keys) -> JudgedClaim
         ("fedcka-table-2", "FedCKA above FedAvg in alpha 5", "hour", {}, "2%"),
         ("fedcka-table-2", "FedCKA above FedAvg in alpha 5", "paper", {"num-rounds": 40}, "98%"),
         ("fedcka-table-2", "FedCKA above FedAvg in alpha 5", "paper", {"num-rounds": 41}, None),
+        # 1 of 140 rounds
+        (
+            *("fedrcl-table-1", "FedRCL above FedAvg in CIFAR-10, alpha 0.05, 1000R"),
+            *("paper", {"num-rounds": 1}, "under 1%"),
+        ),
         # without a round: from the one at which the paper reads it
         ("fedintr-table-1", "FedIntR above FedAvg in Fashion", "paper", {"num-rounds": 99}, "99%"),
         ("fedcka-table-1", "FedCKA above FedAvg in Tiny ImageNet", "paper", {}, None),

@@ -509,6 +509,7 @@ def test_verdicts_are_counted():
     assert tally([earlier, *claims]).startswith(
         "2 reproduced, 1 inconclusive, 1 not tested; 1 at an earlier round of the same runs"
     )
+    assert tally(claims[:1]) == "1 not tested"  # nothing was judged
 
 
 times = """\
