@@ -42,7 +42,7 @@ class FedBABU(Method):
     has_global_model: ClassVar[bool] = unless_option("fedper_like")
     default_weighting: ClassVar[str] = "uniform"
     shared_part: ClassVar[str] = "extractor"
-    client_state: ClassVar[str] = "nothing (the head, if fedper-like)"
+    client_state: ClassVar[str] = "nothing; its head with `fedbabu.fedper-like`"
     paper: ClassVar[str] = "Oh et al. 2022"
 
     part: str = option(one_of("full", "head", "extractor"), "what is tuned at evaluation")

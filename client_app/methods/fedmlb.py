@@ -54,7 +54,7 @@ class FedMLB(LocalObjective):
     equals_fedavg_at: ClassVar[Mapping[str, float]] = {"lambda1": 0.0, "lambda2": 0.0}
     regularises: ClassVar[str] = "all stages, through the rest of the global network"
     paper: ClassVar[str] = "Kim et al. 2022"
-    extra_forwards: ClassVar[str] = "M partial ones, with backward"
+    extra_forwards: ClassVar[str] = "from each stage to the output, with backward"
 
     lambda1: float = option(
         at_least(0), "weight of the pathways' cross entropy", source="the paper: 1"

@@ -45,7 +45,7 @@ class FedNTD(LocalObjective):
 
     uses_global: ClassVar[bool] = True
     equals_fedavg_at: ClassVar[Mapping[str, float]] = {"beta": 0.0}
-    regularises: ClassVar[str] = "not-true logits, towards the global model's"
+    regularises: ClassVar[str] = "logits of all classes but the label's, towards the global model's"
     paper: ClassVar[str] = "Lee et al. 2022"
     extra_forwards: ClassVar[str] = "1"
 

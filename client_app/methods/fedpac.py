@@ -60,7 +60,7 @@ class FedPAC(Method):
     client_state: ClassVar[str] = "its head"
     regularises: ClassVar[str] = "classifier's input, towards the global class prototypes"
     paper: ClassVar[str] = "Xu et al. 2023"
-    extra_forwards: ClassVar[str] = "3 per round, over all samples"
+    extra_forwards: ClassVar[str] = "3 passes over its data per round"
 
     lambda_: float = option(
         at_least(0), "weight of the feature alignment", source="authors' code: 1", key="lambda"

@@ -58,7 +58,7 @@ class FedProc(LocalObjective):
     has_own_server_half: ClassVar[bool] = True
     regularises: ClassVar[str] = "projected features, towards the global class prototypes"
     paper: ClassVar[str] = "Mu et al. 2023"
-    extra_forwards: ClassVar[str] = "1 per round, over all samples"
+    extra_forwards: ClassVar[str] = "1 pass over its data per round"
 
     schedule_rounds: int = option(
         at_least(0),

@@ -90,8 +90,8 @@ class FedReCo(Method):
     supports_batch_norm: ClassVar[bool] = False
     has_own_server_half: ClassVar[bool] = True
     default_weighting: ClassVar[str] = "uniform"
-    client_state: ClassVar[str] = "its whole model (u_i, v_i)"
-    regularises: ClassVar[str] = "representation at the split, towards u_0's"
+    client_state: ClassVar[str] = "its whole model"
+    regularises: ClassVar[str] = "representation at the split, towards the shared extractor's"
     paper: ClassVar[str] = "FedReCo"
     extra_forwards: ClassVar[str] = "1"
 

@@ -27,7 +27,7 @@ class LocalOnly(Method):
     supports_server_optimizer: ClassVar[bool] = False
     shared_part: ClassVar[str] = "nothing"
     client_state: ClassVar[str] = "its whole model"
-    paper: ClassVar[str] = "the lower bound"
+    paper: ClassVar[str] = "none (baseline)"
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The client's model, initially the run's initial weights."""

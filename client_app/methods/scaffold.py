@@ -80,7 +80,7 @@ class Scaffold(LocalObjective):
     supports_server_optimizer: ClassVar[bool] = False
     has_own_server_half: ClassVar[bool] = True
     client_state: ClassVar[str] = (
-        "its control variate c_i, and the one before"  # an update may be lost
+        "its control variate, and the previous one"  # an update may be lost
     )
     regularises: ClassVar[str] = "every gradient, by control variates"
     paper: ClassVar[str] = "Karimireddy et al. 2020"
