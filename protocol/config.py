@@ -242,7 +242,7 @@ def names_in(text: str) -> list[str]:
 
 def is_tracker_list(text: str) -> bool:
     """Whether `text` is a value of `tracker`."""
-    names = names_in(text)
+    names = [name.strip() for name in text.split(",")]
     return names == ["none"] or (bool(names) and set(names) <= set(TRACKERS))
 
 

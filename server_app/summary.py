@@ -110,6 +110,8 @@ def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             then["privacy.metrics"] = "exact"
         if "scaffold.control-weighting" not in config and config.get("method") == "scaffold":
             then["scaffold.control-weighting"] = "uniform"
+        if "keep-state" not in config:
+            then["keep-state"] = True
         current = default_config() | config | then
         # a preset may have changed since: the run keeps its own values
         preset = presets().get(str(current["preset"]), {})

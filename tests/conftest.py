@@ -28,6 +28,14 @@ LONGEST = (
 )
 
 
+def pytest_configure() -> None:
+    """Give examples of Hypothesis any time: on a busy machine a deadline would be a timed test."""
+    from hypothesis import settings
+
+    settings.register_profile("keel", deadline=None)
+    settings.load_profile("keel")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests in end_to_end/, and run the longest files first."""
     for item in items:

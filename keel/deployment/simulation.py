@@ -15,7 +15,7 @@ from pathlib import Path
 from keel.deployment.superlink import SuperLinkClient, free_ports
 
 START_TIMEOUT_S = 60.0
-END_TIMEOUT_S = 10.0  # for processes to end after SIGTERM
+END_TIMEOUT_S = 30.0  # for processes to end after SIGTERM: the ServerApp writes its summary
 MARK = "KEEL_ENGINE"  # environment variable of every process that came of such a SuperLink
 
 
