@@ -91,8 +91,8 @@ class Subject:
 
     def run(self, num_clients: int = 2, **keys: OptionValue) -> Path:
         """The directory of a finished run on the inline engine."""
-        output = {"output_dir": str(self.directory), "keep_state": True}
-        return run_inline(self.keys(**output, **keys), num_clients)
+        given = self.keys(output_dir=str(self.directory), keep_state=True, **keys)
+        return run_inline(given, num_clients)
 
     def round(
         self, config: RunConfig, number: int, state: dict[str, Arrays], num_clients: int = 2
