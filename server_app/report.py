@@ -1,6 +1,7 @@
 """The record of a run: summary.json in progress, its figures at the end, and its observers."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ class Reporter:
         self.observers = [RoundLog(), *trackers_of(config.rounds), *observers]
         self.history = list(info.history)
         self.is_finished = False
+        # the signal that ends the process comes in another thread than the rounds, or within them
+        self.lock = threading.RLock()
         self.started = iso_time(time.time())
         if info.last_round:
             try:
@@ -72,9 +75,12 @@ class Reporter:
 
     def interrupted(self) -> None:
         """Note that the process ends before the run does."""
-        if not self.is_finished:
+        with self.lock:
+            if self.is_finished:
+                return
+            self.is_finished = True
             self.write("stopped")
-            log.info("stopped after round %d", len(self.history))
+        log.info("stopped after round %d", len(self.history))
 
     def replied(self, what: str, num_replies: int, num_asked: int) -> None:
         """Tell the observers that follow replies; see `ReplyObserver`."""
@@ -85,15 +91,17 @@ class Reporter:
     def round_done(self, line: Line) -> None:
         """Note that a round is done and on disk."""
         self.history.append(without_clients(line))
-        if time.monotonic() - self.written_at > WRITE_EVERY_S:
-            self.write("running")
+        with self.lock:
+            if not self.is_finished and time.monotonic() - self.written_at > WRITE_EVERY_S:
+                self.write("running")
         for observer in self.observers:
             observer.on_round(line)
 
     def finish(self, status: str) -> None:
         """Write the last summary and accuracy.png; the run ends with `status`."""
-        summary = self.write(status)
-        self.is_finished = True
+        with self.lock:
+            summary = self.write(status)
+            self.is_finished = True
         plot_accuracy(self.history, self.info.title, self.info.directory / "accuracy.png")
         for observer in self.observers:
             observer.on_run_end(summary)

@@ -1,10 +1,13 @@
 """What observers are told, and what those of Keel print, log and write."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from run_fixtures import history_of, resume, summary_of
 
+from server_app.federation import run_federation
 from server_app.inline import run_inline
 from server_app.observers import (
     RoundLog,
@@ -54,6 +57,29 @@ def observed(no_pictures, tmp_path):
     keys = SMALL | quick | {"fraction-train": 0.5, "output-dir": str(tmp_path / "runs")}
     directory = run_inline(keys, NUM_CLIENTS, observers=[recorder])
     return directory, recorder.calls
+
+
+def test_a_round_that_ends_after_the_signal_does_not_make_a_stopped_run_running(
+    no_pictures, tmp_path, monkeypatch
+):
+    """Under `flwr run` the signal comes in another thread, while the rounds go on for a moment."""
+    from run_fixtures import NUM_CLIENTS, SMALL
+
+    monkeypatch.setattr("server_app.report.WRITE_EVERY_S", 0.0)
+    at_exit: list[Callable[[], None]] = []
+    noting = partial(run_federation, at_exit=at_exit.append)
+    monkeypatch.setattr("server_app.inline.run_federation", noting)
+    seen = []
+
+    class Signal(Recorder):
+        def on_round(self, line):
+            if line["round"] == 1:
+                at_exit[0]()
+            (directory,) = tmp_path.iterdir()
+            seen.append(summary_of(directory)["status"])
+
+    run_inline(SMALL | quick | {"output-dir": str(tmp_path)}, NUM_CLIENTS, observers=[Signal()])
+    assert seen == ["stopped", "stopped"]
 
 
 def test_an_observer_is_told_what_will_run_then_every_round_then_the_summary(observed):

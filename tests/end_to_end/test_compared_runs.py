@@ -377,7 +377,7 @@ def test_a_client_without_some_classes_takes_part_in_fedpac():
         ),
         (
             {"evaluate-clients": "all", "local-test-fraction": 0.0},
-            ["client-0000", "local-test-fraction > 0"],
+            ["client-0000", "evaluate-clients = 'all'", "set local-test-fraction"],
         ),
         ({"method": "ditto", "local-test-fraction": 0.0}, ["client-0000", "local-test-fraction"]),
         ({"method": "ditto", "privacy.epsilon": 0.5}, ["privacy.epsilon = 0.5", "ditto"]),

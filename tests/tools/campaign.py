@@ -19,7 +19,7 @@ from typing import Any
 
 parts: dict[str, Sequence[str]] = {
     "faults": (
-        *("--kills", "100", "--hangs", "40", "--deployments", "4", "--clients", "3"),
+        *("--kills", "100", "--hangs", "40", "--deployments", "4", "--clients", "4"),
         *("--epochs", "1", "--rounds", "15", "--pause", "2", "6", "--per-run", "18"),
         *("--limit-s", "1500", "--run-limit-s", "900"),
     ),
