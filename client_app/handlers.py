@@ -72,7 +72,8 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
     if "simulated" not in message.content.config_records:
         return answer_as(message, context)
     if is_deployed(context.node_config):  # it would train on any data, without the site's limits
-        error = ValueError("a message for simulated clients: a site plays none")
+        reason = "a message for simulated clients: this client is deployed and simulates none"
+        error = ValueError(reason)
         return error_reply(error, message, context)
     replies = []
     for client, num_clients, content in contents_to_simulate(message.content):

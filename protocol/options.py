@@ -35,8 +35,9 @@ class Constraint:
 
     def describe(self, kind: type) -> str:
         """The description, for an option of this type."""
-        whole = self.description.replace("a finite number", type_names[int])
-        return whole if kind is int else self.description
+        if kind is not int:
+            return self.description
+        return re.sub("a (finite )?number", type_names[int], self.description)
 
 
 def at_least(low: float) -> Constraint:
@@ -173,9 +174,9 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
         if expected is float and type(value) is int:
             value = float(value)
         if type(value) is not expected:
-            is_said = "number" in allowed
-            wanted = allowed if is_said else f"{type_names[expected]} ({allowed})"
-            raise ValueError(f"{key} = {value!r}: expected {wanted}, not {type(value).__name__}")
+            if type_names[int] not in allowed and expected is not float:
+                allowed = f"{type_names[expected]} ({allowed})"
+            raise ValueError(f"{key} = {value!r}: expected {allowed}, not {type(value).__name__}")
         if not constraint.holds(value):
             hint = did_you_mean(str(value), constraint.choices)
             raise ValueError(f"{key} = {value!r}: expected {allowed}{hint}")

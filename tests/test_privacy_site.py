@@ -268,7 +268,7 @@ def test_a_site_plays_no_simulated_clients(source, monkeypatch, task_identity):
     limited = {"name": "site-a", "source": source, "privacy-max-clip-norm": 2.0}
     for node in (limited, {"partition-id": 0, "num-partitions": 1}):
         reply = answer(message, Context(1, 1, node, RecordDict(), {}))
-        assert "a site plays none" in reply.reason
+        assert "this client is deployed and simulates none" in reply.reason
         monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
 
 
