@@ -221,15 +221,18 @@ def one_run(
     folder = new.pop()
     next_kill = time.monotonic() + draw.uniform(*pause_s)
     resume_at, was_killed = 0.0, False
+    killed = set[int]()
     stopped: dict[int, float] = {}  # process id: when it goes on
     looked_at = time.monotonic()
     while time.monotonic() - started - outcome.stopped_s < limit_s:
         if status(folder) == "finished":
             outcome.finished = True
             break
+        below = descendants(local.pid("serverapp-executor"))
+        # A killed process takes a while to go: it is not the next ServerApp.
         alive = any(
-            "keel.deployment.serverapp" in command
-            for command in descendants(local.pid("serverapp-executor")).values()
+            "keel.deployment.serverapp" in command and pid not in killed
+            for pid, command in below.items()
         )
         now = time.monotonic()
         outcome.stopped_s += now - looked_at if stopped else 0.0
@@ -240,6 +243,7 @@ def one_run(
             if not was_killed and said != "finished":  # it has ended by itself
                 outcome.reasons.append(f"the ServerApp ended: {said}")
                 outcome.unnamed += not said.startswith("failed: ")
+                print(local.log_file("serverapp-executor").read_text()[-3000:], flush=True)
         elif not alive and now >= resume_at:
             with contextlib.suppress(RuntimeError):  # the SuperLink may be away
                 local.superlink.submit({"resume": str(folder)})
@@ -258,7 +262,9 @@ def one_run(
                 (outcome.kills if is_kill else outcome.hangs)[kind] += 1
                 was_killed |= is_kill and kind == "serverapp"
                 seconds = 0.0 if is_kill else draw.uniform(*hang_s)
-                if not is_kill:
+                if is_kill:
+                    killed.add(pid)
+                else:
                     stopped[pid] = now + seconds
                 what = "killed" if is_kill else f"stopped for {seconds:g} s:"
                 print(f"  {what} {kind} {client if kind in kinds[2:] else ''}", flush=True)
