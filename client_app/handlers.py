@@ -6,9 +6,12 @@ Runs in the process of the ClientApp in simulation, and in the resident worker
 
 import copy
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import flwr
@@ -60,7 +63,31 @@ from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
 MAX_REASON = 2000  # characters of an error
-process_cache = ProcessCache()
+
+
+class Turn:
+    """Lends this process's networks and device to one thread at a time.
+
+    waiting: the context in which a thread waits for its turn.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @contextmanager
+    def __call__(self) -> Iterator[float]:
+        """Wait for the turn and hold it; the seconds waited."""
+        started = time.perf_counter()
+        with self.waiting():
+            self._lock.acquire()
+        try:
+            yield time.perf_counter() - started
+        finally:
+            self._lock.release()
+
+
+process_cache, turn = ProcessCache(), Turn()
 
 
 @private_files()
@@ -174,23 +201,25 @@ def answer_together(
     replies: dict[int, RecordDict | Error] = {}
     begun: dict[int, Training] = {}
     pairs = list(zip(messages, contexts, strict=True))
-    for n, (message, context) in enumerate(pairs):
+    with ExitStack() as turns:
+        for n, (message, context) in enumerate(pairs):
+            try:
+                begun[n] = begin_training(message, context, turns)
+            except Exception as error:
+                replies[n] = error_reply(error, message, context)
+        updates: list[Update] = []
         try:
-            begun[n] = begin_training(message, context)
+            if begun:
+                method = next(iter(begun.values())).method
+                updates = train_together(method, [training.ctx for training in begun.values()])
         except Exception as error:
-            replies[n] = error_reply(error, message, context)
-    updates: list[Update] = []
-    try:
-        if begun:
-            method = next(iter(begun.values())).method
-            updates = train_together(method, [training.ctx for training in begun.values()])
-    except Exception as error:
-        replies |= {n: error_reply(error, *pairs[n]) for n in begun}
-    for (n, training), update in zip(begun.items(), updates, strict=False):
-        try:
-            replies[n] = finish_training(training, update, num_clients=len(begun))
-        except Exception as error:
-            replies[n] = error_reply(error, *pairs[n])
+            replies |= {n: error_reply(error, *pairs[n]) for n in begun}
+        for (n, training), update in zip(begun.items(), updates, strict=False):
+            try:
+                metrics = measure_training(training, update, num_clients=len(begun))
+                replies[n] = finish_training(training, update, metrics)
+            except Exception as error:
+                replies[n] = error_reply(error, *pairs[n])
     return [replies[n] for n in range(len(pairs))]
 
 
@@ -225,13 +254,15 @@ def roster(message: Message, context: Context) -> RecordDict:
         for split in (train, test)
     )
     name = own_architecture(config, node)
-    model = process_cache.network(config, data, name, "local", device_for("cpu"))
+    with turn():
+        model = process_cache.network(config, data, name, "local", device_for("cpu"))
+        width = representation_width(config, model)
     is_site = "source" in node
     entry = RosterEntry(
         client=client_name(node),
         image_shape=list(train.images.shape[1:]),
         model=name,
-        representation_width=representation_width(config, model),
+        representation_width=width,
         versions=f"flwr {flwr.__version__}, torch {torch.__version__}",
         num_partitions=0 if is_site else int(node["num-partitions"]),
         label_counts=counts,
@@ -243,24 +274,27 @@ def roster(message: Message, context: Context) -> RecordDict:
     return roster_content(entry)
 
 
-def begin(
+def prepare(
     request: RoundRequest, message: Message, context: Context, before_round: int
-) -> tuple[RoundContext, Method]:
-    """The round's context, with this client's newest state of a round < before_round."""
+) -> Callable[[], RoundContext]:
+    """Read what was sent and this client's newest state of a round < before_round.
+
+    The function that it returns begins the round; it needs `turn`.
+    """
     check_limits(request.config, context.node_config)
     last_accepted_round = last_accepted_round_of(message)
-    method = method_of(request.config)
+    is_stateful = method_of(request.config).is_stateful
     records = message.content.array_records
     folder = state_folder(request, context.node_config)
-    ctx = process_cache.begin_round(
+    return partial(
+        process_cache.begin_round,
         request,
         context.node_config,
         received=tensors(records["arrays"]),
         extra=tensors(records.get("extra")),
-        state=folder.load(before_round, last_accepted_round if method.is_stateful else 0),
+        state=folder.load(before_round, last_accepted_round if is_stateful else 0),
         last_accepted_round=last_accepted_round,
     )
-    return ctx, method
 
 
 @dataclass(frozen=True)
@@ -275,28 +309,34 @@ class Training:
     cpu_started: float
 
 
-def begin_training(message: Message, context: Context) -> Training:
-    """Reads the message and the client state."""
+def begin_training(message: Message, context: Context, turns: ExitStack) -> Training:
+    """Reads the message and the client state, then takes the turn."""
     started, cpu_started = time.perf_counter(), time.process_time()
     request = read_request(message, TrainRequest)
-    ctx, method = begin(request, message, context, before_round=request.round)
-    return Training(request, context, ctx, method, started, cpu_started)
+    begin = prepare(request, message, context, before_round=request.round)
+    started += turns.enter_context(turn())
+    return Training(request, context, begin(), method_of(request.config), started, cpu_started)
 
 
 def train_one_round(message: Message, context: Context) -> RecordDict:
-    """Train, save the client state, and answer with the update and its metrics."""
-    training = begin_training(message, context)
-    return finish_training(training, training.method.train(training.ctx))
+    """Train, save the client state, and answer with the update and its metrics.
+
+    Other clients of this process train while this one reads and writes.
+    """
+    with ExitStack() as turns:
+        training = begin_training(message, context, turns)
+        update = training.method.train(training.ctx)
+        metrics = measure_training(training, update)
+    return finish_training(training, update, metrics)
 
 
-def finish_training(training: Training, update: Update, num_clients: int = 1) -> RecordDict:
-    """Save the client state; the reply: the update and its metrics.
+def measure_training(training: Training, update: Update, num_clients: int = 1) -> dict[str, float]:
+    """Check the update; its metrics.
 
     Where metrics are withheld these are the numbers of samples and of steps, which follows from it.
     num_clients: that trained together; the times are this client's share.
     """
-    request, context = training.request, training.context
-    ctx, method = training.ctx, training.method
+    request, ctx, method = training.request, training.ctx, training.method
     check_state(method, update)
     metrics: dict[str, float] = {
         "num-examples": len(ctx.train_samples),
@@ -308,17 +348,20 @@ def finish_training(training: Training, update: Update, num_clients: int = 1) ->
         metrics["cpu-seconds"] = (time.process_time() - training.cpu_started) / num_clients
     refuse_unless_finite(request.round, {"update": update.arrays, "extra": update.extra})
     refuse_unless_finite(request.round, update.state)
-    if update.state:
-        folder = state_folder(request, context.node_config)
-        folder.save(request.round, update.state)
-        folder.prune(request.checkpoint_round)
     if request.evaluate:
         metrics |= personal_metrics(method, ctx, update.state)
-    run = Path(request.run_dir).name
-    charge_release(request.config, context.node_config, ctx.client, run, request.round)
-    return reply_content(
-        TrainReply(ctx.client, request.round, update.arrays, update.extra, metrics)
-    )
+    return metrics
+
+
+def finish_training(training: Training, update: Update, metrics: dict[str, float]) -> RecordDict:
+    """Save the client state and charge the release; the reply."""
+    request, node, client = training.request, training.context.node_config, training.ctx.client
+    if update.state:
+        folder = state_folder(request, node)
+        folder.save(request.round, update.state)
+        folder.prune(request.checkpoint_round)
+    charge_release(request.config, node, client, Path(request.run_dir).name, request.round)
+    return reply_content(TrainReply(client, request.round, update.arrays, update.extra, metrics))
 
 
 def check_state(method: Method, update: Update) -> None:
@@ -347,16 +390,19 @@ def refuse_unless_finite(round_: int, groups: dict[str, Arrays]) -> None:
 def evaluate_models(message: Message, context: Context) -> RecordDict:
     """Accuracy and loss of the global and the personal model on the local test part."""
     request = read_request(message, EvaluateRequest)
-    ctx, method = begin(request, message, context, before_round=request.round + 1)
-    metrics: dict[str, float] = {"num-examples": len(ctx.train_samples)}
-    if method.has_global_model and not request.config.privacy.withholds_metrics:
-        score = evaluate(
-            ctx.frozen("global", ctx.initial_weights() | ctx.received),
-            ctx.test_samples,
-            request.config.train.precision,
-        )
-        metrics |= {"global-accuracy": score.accuracy, "global-loss": score.loss}
-    metrics |= personal_metrics(method, ctx, ctx.state)
+    begin = prepare(request, message, context, before_round=request.round + 1)
+    method = method_of(request.config)
+    with turn():
+        ctx = begin()
+        metrics: dict[str, float] = {"num-examples": len(ctx.train_samples)}
+        if method.has_global_model and not request.config.privacy.withholds_metrics:
+            score = evaluate(
+                ctx.frozen("global", ctx.initial_weights() | ctx.received),
+                ctx.test_samples,
+                request.config.train.precision,
+            )
+            metrics |= {"global-accuracy": score.accuracy, "global-loss": score.loss}
+        metrics |= personal_metrics(method, ctx, ctx.state)
     return reply_content(TrainReply(ctx.client, request.round, {}, {}, metrics))
 
 

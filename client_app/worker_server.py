@@ -2,11 +2,13 @@
 
     KEEL_WORKER=/run/keel/worker.sock python -m client_app.worker_server
 
-Answers the messages that ClientApp processes send (`worker_client.py`), one at a time, in order of
-arrival. The socket appears once the worker is ready, and only this user can open it. One worker may
-serve several clients of a machine; `--gpu-share` caps the GPU memory that it takes for any of them.
-If a message takes longer than the server waits for it, the worker ends with a traceback; whoever
-started it restarts it (a container's restart policy, a service manager).
+Answers the messages that ClientApp processes send (`worker_client.py`), in order of arrival. The
+socket appears once the worker is ready, and only this user can open it. One worker may serve
+several clients of a machine: one trains at a time, while up to `num_answering - 1` others read and
+write their state and messages. `--gpu-share` caps the GPU memory that they take together. If a
+message takes longer than the server waits for it, without its wait for other clients, the worker
+ends with a traceback; whoever started it restarts it (a container's restart policy, a service
+manager).
 
 Every connection has a thread of its own, which receives, checks and decodes its request and sends
 the reply, each within `io_limit_s` in all: a slow or malformed peer neither blocks nor ends the
@@ -25,6 +27,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +36,7 @@ import flwr
 import torch
 from flwr.app import Context, Error, Message, MessageType
 
-from client_app.handlers import answer
+from client_app.handlers import answer, turn
 from client_app.node_config import client_name, clients_folder
 from client_app.old_state import OldState
 from client_app.setup import device_for
@@ -63,6 +66,7 @@ io_limit_s = 60.0  # for a local process to send its message, or to take the rep
 max_reason = 4000  # characters of an error: with escapes, they fit into a header
 max_receiving = 64
 max_waiting = 64  # complete messages
+num_answering = 3  # one client trains, another's state is read, a third one's written
 max_held_bytes = 2 * max_frame_bytes  # of messages, from all connections together
 
 
@@ -77,52 +81,107 @@ class Request:
     reply: Frames = field(default_factory=list)
     sender: threading.Thread = field(default_factory=threading.current_thread)
     is_answered: threading.Event = field(default_factory=threading.Event)
+    is_last: bool = False  # after it, the process cannot answer any more
+
+
+class TimeLimits:
+    """Ends the process, with a traceback, when a thread has worked on its message for too long."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._limits: dict[int, tuple[float, float]] = {}  # thread: (seconds, when they are over)
+
+    def _arm(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if self._limits:
+            first = min(until for _, until in self._limits.values())
+            faulthandler.dump_traceback_later(max(first - time.monotonic(), 0.001), exit=True)
+
+    def _set(self, limit_s: float | None) -> float | None:
+        """Start this thread's time anew, or end it (None); the limit that it had."""
+        thread = threading.get_ident()
+        with self._lock:
+            before, _ = self._limits.pop(thread, (None, 0.0))
+            if limit_s is not None:
+                self._limits[thread] = limit_s, time.monotonic() + limit_s
+            self._arm()
+        return before
+
+    @contextlib.contextmanager
+    def limited(self, limit_s: float) -> Iterator[None]:
+        """The block may take so long, without what it spends in `waiting`."""
+        self._set(limit_s)
+        try:
+            yield
+        finally:
+            self._set(None)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The block waits for other threads; afterwards this thread's time starts anew."""
+        limit_s = self._set(None)
+        try:
+            yield
+        finally:
+            self._set(limit_s)
 
 
 class WorkerProcess:
-    """Talks to each peer in a thread of its own; answers messages in the caller's, one by one."""
+    """Talks to each peer in a thread of its own; answers messages in `num_answering` others."""
 
     def __init__(self, path: Path) -> None:
         self.code = code_digest()
-        self.busy = False
-        self.is_broken = False
+        self.answering: set[str] = set()  # the clients
+        self.is_free = threading.Condition()  # one of these has its answer
+        self.is_broken = threading.Event()
+        self.limits = TimeLimits()
         self.requests: queue.Queue[Request] = queue.Queue(max_waiting)
         self.receiving: dict[socket.socket, None] = {}  # the oldest first
         self.held: dict[socket.socket, int] = {}  # bytes of its message
         self.listener = listen(path)
 
     def serve(self) -> None:
-        """Answer until the process ends."""
+        """Answer until the process is to end."""
+        turn.waiting = self.limits.waiting
         threading.Thread(target=self._accept, daemon=True).start()
-        while True:
+        for _ in range(num_answering):
+            threading.Thread(target=self._answer, daemon=True).start()
+        self.is_broken.wait()
+        log.error("the GPU context of this process is lost: exiting, to be restarted")
+
+    def _answer(self) -> None:
+        """Answer one message after the other; two of one client never at once."""
+        while not self.is_broken.is_set():
             request = self.requests.get()
+            node = request.context.node_config
+            client = str(node.get("name", node.get("partition-id")))
+            with self.is_free:
+                self.is_free.wait_for(lambda: client not in self.answering)  # noqa: B023
+                self.answering.add(client)
             if is_closed(request.peer):  # its sender was killed while the message waited
                 log.warning("message dropped: the process that sent it has ended")
             else:
-                self.busy = True
                 try:
                     request.reply = self.answer_to(request)
                 except Exception as error:  # a message's content may raise anything
                     reason = in_one_line(f"{type(error).__name__}: {error}")
                     log.warning("a message that cannot be answered: %s", reason)
                     request.reply = error_frames(reason)
-                self.busy = False
+            with self.is_free:
+                self.answering.remove(client)
+                self.is_free.notify_all()
             request.is_answered.set()
-            if self.is_broken:
-                log.error("the GPU context of this process is lost: exiting, to be restarted")
+            if request.is_last:
                 request.sender.join(io_limit_s)  # of the reply
-                return
+                self.is_broken.set()
 
     def answer_to(self, request: Request) -> Frames:
         """The reply to one message."""
         message, context = request.message, request.context
-        faulthandler.dump_traceback_later(request.limit_s, exit=True)
-        try:
+        with self.limits.limited(request.limit_s):
             content = answer(message, context)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
         if isinstance(content, Error):
-            self.is_broken = "CUDA error" in str(content.reason)  # for the rest of a process's life
+            request.is_last = "CUDA error" in str(content.reason)  # the GPU context is lost
             return error_frames(str(content.reason), content.code)
         if message.metadata.message_type == MessageType.TRAIN:
             metrics = content.metric_records["metrics"]  # without the time where it is withheld
@@ -202,7 +261,12 @@ class WorkerProcess:
     def about(self) -> bytes:
         """What `worker_status` returns."""
         versions = {"flwr": flwr.__version__, "torch": torch.__version__}
-        status = {"pid": os.getpid(), "busy": self.busy, "code": self.code, "versions": versions}
+        status = {
+            "pid": os.getpid(),
+            "busy": bool(self.answering),
+            "code": self.code,
+            "versions": versions,
+        }
         return json.dumps(status).encode()
 
 
@@ -267,7 +331,8 @@ def warm_device() -> str:
 def cap_gpu_memory(share: float) -> str:
     """Cap what this process takes of each GPU's memory; returns words for the log.
 
-    Messages are answered one at a time, so it is also what each of this worker's clients may take.
+    One client trains at a time, so it is also what each of this worker's clients may take, but for
+    the weights that up to `num_answering - 1` others have sent or are about to send.
     """
     if not 0 < share <= 1:
         raise ValueError(

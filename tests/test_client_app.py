@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -228,6 +231,40 @@ def test_two_clients_keep_two_states(tmp_path):
     assert names == {"client-0000", "client-0001"}
     kept = [StateFolder(tmp_path / "clients" / n).load(2)["previous"] for n in sorted(names)]
     assert differ(*kept)
+
+
+def test_clients_of_two_runs_side_by_side_train_as_one_after_the_other(tmp_path, monkeypatch):
+    """As in a worker that serves several clients: one reads and writes while another trains."""
+
+    def rounds_of(method, partition, folder):
+        config = make_config(method=method, local_test_fraction=0.2)
+        node = {"partition-id": partition, "num-partitions": 3}
+        client = Client(config, folder / method, node)
+        return [
+            read_reply(client.ask("train", n, weights, evaluate=True))
+            for n, weights in enumerate(received[method], start=1)
+        ]
+
+    received = {
+        method: [initial(make_config(method=method), seed) for seed in (1, 2)]
+        for method in ("moon", "ditto")
+    }
+    pairs = [(method, partition) for method in received for partition in range(3)]
+    for name in ("alone", "together"):
+        for method, _ in pairs:
+            (tmp_path / name / method).mkdir(parents=True, exist_ok=True)
+    alone = [rounds_of(*pair, tmp_path / "alone") for pair in pairs]
+    load = StateFolder.load
+    monkeypatch.setattr(StateFolder, "load", lambda *about: time.sleep(0.02) or load(*about))
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        together = list(pool.map(lambda pair: rounds_of(*pair, tmp_path / "together"), pairs))
+    times = ("seconds", "cpu-seconds")
+    replies = chain.from_iterable(together), chain.from_iterable(alone)
+    for own, others in zip(*replies, strict=True):
+        assert_same_bits(own.arrays, others.arrays)
+        assert {k: v for k, v in own.metrics.items() if k not in times} == {
+            k: v for k, v in others.metrics.items() if k not in times
+        }
 
 
 def test_kept_models_of_a_whole_run_are_of_before_the_averaging(tmp_path, monkeypatch, no_pictures):

@@ -339,14 +339,14 @@ def test_a_run_with_stacked_clients_is_the_run_without_up_to_rounding(tmp_path):
 
 
 def test_a_client_that_cannot_begin_fails_alone(tmp_path, monkeypatch):
-    begin = handlers.begin
+    prepare = handlers.prepare
 
     def fails_once(request, message, context, before_round):
         if context.node_config["partition-id"] == 1:
             raise ValueError("no disk")
-        return begin(request, message, context, before_round)
+        return prepare(request, message, context, before_round)
 
-    monkeypatch.setattr(handlers, "begin", fails_once)
+    monkeypatch.setattr(handlers, "prepare", fails_once)
     lines = read_history(run_of(tmp_path, 5, method="fedavg", **{"evaluate-clients": "none"}))
     assert [list(line["left_out"]) for line in lines] == [["client-0001"]] * 2
     assert all("no disk" in line["left_out"]["client-0001"] for line in lines)

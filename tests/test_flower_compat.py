@@ -60,6 +60,29 @@ def test_the_grid_of_a_deployment_gives_up_on_errors_that_waiting_does_not_mend(
         assert gives_up(httpx.HTTPStatusError("", request=request, response=response)) == is_final
 
 
+def test_a_serverapp_that_starts_waits_for_a_superlink_that_hangs(monkeypatch):
+    """A resumed ServerApp ended where its SuperLink was stopped during the first request."""
+    from flwr.superlink.grid import http_grid
+
+    from protocol.flower_compat import serverapp
+
+    run_module = importlib.import_module("flwr.superlink.runtime.run_serverapp")
+    for module, name in (
+        (run_module, "install_from_fab"),
+        (http_grid, "make_simple_http_retry_invoker"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))  # restored after the test
+    grids = []
+    monkeypatch.setattr(
+        serverapp,
+        "flwr_serverapp",
+        lambda: grids.append(http_grid.HttpGrid("127.0.0.1:1", token="secret")),
+    )
+    hung = httpx.ConnectTimeout("_ssl.c:990: The handshake operation timed out")
+    serverapp.main()
+    assert not grids[0]._retry_invoker.should_giveup(hung)
+
+
 def test_a_superlink_that_says_why_it_fails_is_asked_again_and_quoted(caplog):
     grid = SimpleNamespace(_retry_invoker=make_simple_http_retry_invoker())
     flower_compat.bound_superlink_retries(grid, 0.5)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import client_app.handlers
 import client_app.worker_server
-from client_app.worker_server import WorkerProcess, cap_gpu_memory
+from client_app.worker_server import TimeLimits, WorkerProcess, cap_gpu_memory
 from client_app.worker_socket import (
     connected,
     exchange,
@@ -140,7 +140,7 @@ def test_a_client_out_of_gpu_memory_is_an_error_of_one_line_and_the_worker_goes_
     reason = json.loads(reply)["error"]["reason"]
     assert "CUDA out of memory: lower batch-size, cache-mb or clients-per-step" in reason
     assert "\n" not in reason
-    assert not worker.is_broken
+    assert not worker.is_broken.is_set()
     assert_serves(worker)
 
 
@@ -214,7 +214,7 @@ def test_a_frame_of_any_announced_length_takes_memory_for_what_has_arrived(worke
     assert_serves(worker)
 
 
-def test_messages_are_answered_one_at_a_time(worker, monkeypatch):
+def test_messages_of_one_client_are_answered_one_at_a_time(worker, monkeypatch):
     running, most = [], []
 
     def slow(message, context):
@@ -231,6 +231,87 @@ def test_messages_are_answered_one_at_a_time(worker, monkeypatch):
     for thread in threads:
         thread.join(20)
     assert most == [1] * 6
+
+
+def messages_of(worker, clients):
+    """Send a message of each client, each in a thread; the threads."""
+
+    def send(client):
+        context = context_to_bytes(Context(1, 1, {"name": client}, RecordDict(), {}))
+        exchange(worker.path, [header(worker), MESSAGE, context], time.monotonic() + 20)
+
+    threads = [threading.Thread(target=send, args=[client]) for client in clients]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_a_client_trains_while_another_writes_its_state(worker, monkeypatch):
+    """A site's slow disk holds up no other client of its worker."""
+    events, may_write = [], threading.Event()
+
+    def handled(message, context):
+        client = context.node_config["name"]
+        with client_app.handlers.turn():
+            events.append(f"{client} trains")
+        if client == "slow":
+            assert may_write.wait(10)
+        events.append(f"{client} has written")
+        return RecordDict()
+
+    monkeypatch.setattr(client_app.worker_server, "answer", handled)
+    threads = messages_of(worker, ["slow"])
+    wait_for(lambda: events == ["slow trains"])
+    threads += messages_of(worker, ["other"])
+    wait_for(lambda: events[1:] == ["other trains", "other has written"])
+    may_write.set()
+    for thread in threads:
+        thread.join(20)
+    assert events[-1] == "slow has written"
+
+
+def test_one_client_trains_at_a_time_and_no_more_than_three_are_answered(worker, monkeypatch):
+    training, answering, most = [], [], [0, 0]
+
+    def handled(message, context):
+        answering.append(1)
+        most[1] = max(most[1], len(answering))
+        with client_app.handlers.turn():
+            training.append(1)
+            most[0] = max(most[0], len(training))
+            time.sleep(0.02)
+            training.pop()
+        answering.pop()
+        return RecordDict()
+
+    monkeypatch.setattr(client_app.worker_server, "answer", handled)
+    for thread in messages_of(worker, [f"client-{n}" for n in range(8)]):
+        thread.join(20)
+    assert most == [1, client_app.worker_server.num_answering]
+
+
+def test_time_spent_waiting_for_another_client_does_not_count(monkeypatch):
+    """Or a client could end the worker by having one that trains for long before it."""
+    armed = []
+    timer = client_app.worker_server.faulthandler
+    monkeypatch.setattr(
+        timer, "dump_traceback_later", lambda seconds, exit: armed.append(round(seconds))
+    )
+    monkeypatch.setattr(timer, "cancel_dump_traceback_later", lambda: armed.append(None))
+    limits = TimeLimits()
+    with limits.limited(30), limits.waiting():
+        others = limits.limited(50)
+        other = threading.Thread(target=others.__enter__)
+        other.start()
+        other.join()
+    assert armed == [None, 30, None, None, 50, None, 30, None, 50]
+
+
+def wait_for(condition, seconds=10):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))

@@ -180,6 +180,9 @@ def corrupt(watch: Watch, draw: random.Random) -> str:
     if draw.random() < 0.4:
         client = draw.choice(local.clients)
         folder = local.root / client / "keel" / "clients" / watch.folder.name / client
+        before = max(folder.glob("round-*.safetensors"))
+        # A version that the client has just written is the one that it reads next.
+        watch.wait(lambda: max(folder.glob("round-*.safetensors")) != before)
         path = max(folder.glob("round-*.safetensors"))
         name = f"state of {client}"
         damage(path, draw)

@@ -259,7 +259,9 @@ class FuzzedWorker(worker_server.WorkerProcess):
     """A worker without a socket of its own, whose messages all have one answer."""
 
     def __init__(self) -> None:
-        self.code, self.busy, self.is_broken = worker_server.code_digest(), False, False
+        self.code, self.answering = worker_server.code_digest(), set()
+        self.is_free, self.is_broken = threading.Condition(), threading.Event()
+        self.limits = worker_server.TimeLimits()
         self.requests = worker_server.queue.Queue(worker_server.max_waiting)
         self.receiving, self.held = {}, {}
         threading.Thread(target=self.serve, daemon=True).start()
