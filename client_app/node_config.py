@@ -121,7 +121,7 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
     client, sent = client_name(node_config), request.run_dir
     run, is_path = Path(sent).name, Path(sent).is_absolute()
     is_odd = not RUN_NAME.fullmatch(run) or ".." in Path(sent).parts
-    if is_odd or (os.environ.get(worker_variable) if is_path else sent != run):
+    if is_odd or (is_deployed(node_config) if is_path else sent != run):
         raise ValueError(
             f"run-dir = {sent[:200]!r}: expected the name of a run (letters, digits, '.', '_', "
             "'-') or, in a simulation, the path of its directory: this client writes nowhere else"

@@ -163,13 +163,14 @@ class Client:
         node = {"partition-id": 0, "num-partitions": 2} if node_config is None else node_config
         self.grid = InlineGrid(client_app.app.app, [node])
         self.config, self.run_dir, self.facts = config, Path(run_dir), facts(config)
+        self.is_site = "source" in node
         if run_dir and self.run_dir.is_dir():  # without one, nothing is written here
             (self.run_dir / "config.json").touch()  # as the server does
 
     def ask(self, kind, number=0, arrays=None, evaluate=False, checkpoint=0, counted=0, extra=None):
         """The reply to a message of this kind (query, train, evaluate)."""
         run_dir = self.run_dir  # a simulation's path, or a deployment's name
-        if not run_dir.is_dir() or os.environ.get("KEEL_WORKER"):
+        if not run_dir.is_dir() or self.is_site or os.environ.get("KEEL_WORKER"):
             run_dir = run_dir.name
         request = TrainRequest(self.config, self.facts, number, checkpoint, evaluate, str(run_dir))
         content = message_content(

@@ -50,12 +50,16 @@ def test_a_run_dir_with_odd_parts_is_refused(home, monkeypatch, worker, own, run
     assert "\n" not in str(caught.value)
 
 
-def test_a_deployed_client_takes_no_path_at_all(home, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("worker", "own"), [("/run/keel/worker.sock", {}), ("", {"source": "folder:/data"})]
+)
+def test_a_deployed_client_takes_no_path_at_all(home, tmp_path, monkeypatch, worker, own):
     """A path that exists on the client's machine was written to."""
-    monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
-    assert folder_of("20260101-moon") == home / "clients/20260101-moon/site-a"
+    monkeypatch.setenv("KEEL_WORKER", worker)
+    assert folder_of("20260101-moon", **own) == home / "clients/20260101-moon/site-a"
+    (tmp_path / "config.json").touch()
     with pytest.raises(ValueError, match="expected the name of a run"):
-        folder_of(tmp_path)
+        folder_of(tmp_path, **own)
 
 
 def test_the_state_of_a_simulation_is_in_a_run_directory(home, tmp_path):

@@ -55,6 +55,8 @@ def sites(tmp_path_factory):
 class HostileGrid(InlineGrid):
     """A grid in which site-1 claims `claim` samples and sends what `spoil` makes of its reply."""
 
+    is_in_process = False  # sites take no paths from a server
+
     def __init__(self, sites, spoil=None, claim=None, rounds=range(1, 1000)):
         super().__init__(client_app.app.app, sites)
         self.spoil, self.claim, self.rounds = spoil, claim, rounds
