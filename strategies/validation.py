@@ -218,21 +218,6 @@ class Validation:
         )
 
 
-def validate_replies(
-    messages: Iterable[Message],
-    roster: Mapping[int, RosterEntry],
-    expected: ExpectedReply,
-    rounds: RoundsConfig,
-    half: Half,
-    reference: NormReference,
-) -> RoundReport:
-    """The replies in these messages, validated; those that are left out are named in the log."""
-    validation = Validation(roster, expected, rounds, half, reference)
-    for message in messages:
-        validation.add(message)
-    return validation.report()
-
-
 def rejection_reason(reply: TrainReply, expected: ExpectedReply) -> str:
     """Why this reply is rejected, with the values found; "" for a valid one."""
     if reply.client not in expected.num_examples:

@@ -72,7 +72,7 @@ from server_app.manifest import read_manifest
 from server_app.roster import read_saved_roster, save_roster
 from server_app.run_directory import Checkpoint, RunDirectory, read_arrays, save_arrays
 from server_app.summary import read_run_config, read_summary, summarise
-from strategies.validation import ExpectedReply, NormReference, validate_replies
+from strategies.validation import ExpectedReply, NormReference, Validation
 
 max_seconds = 5.0
 batch = 2000  # inputs of one process: one that dies costs no more
@@ -190,7 +190,9 @@ def is_accepted(content: RecordDict) -> bool:
     reply = Message(content, reply_to=Message(RecordDict(), 1, MessageType.TRAIN))
     assign_source_node(reply, 1)
     expected = ExpectedReply(1, ARRAYS, {"x": torch.ones(2)}, {"site-a": 7}, 1e4)
-    report = validate_replies([reply], {1: ENTRY}, expected, config, PlainHalf(), NormReference())
+    validation = Validation({1: ENTRY}, expected, config, PlainHalf(), NormReference())
+    validation.add(reply)
+    report = validation.report()
     for reason in report.left_out.values():
         check_line(reason)
     for reply in report.accepted:
