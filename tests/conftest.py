@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # These take longest and start first, or one worker would wait for the others at the end.
 LONGEST = (
     *("test_loopback.py", "test_loopback_supernodes.py", "test_flwr_run.py", "test_server_run.py"),
-    *("test_keel_run_flower.py", "test_experiments_runs.py", "test_keel_run_deployment.py"),
+    *("test_keel_run_flower.py", "test_experiments_runs.py"),
     *("test_wheel.py", "test_compared_runs.py", "test_demo.py", "test_tutorials.py"),
 )
 

@@ -175,6 +175,8 @@ class Loopback:
         ]
         executor += ["--runtime-api-address", f"127.0.0.1:{self.http_port}"]
         self.start("superlink", "server", superlink, env)
+        # runs are rare, and each look costs the SuperLink time
+        env = env | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1"}
         self.start("serverapp-executor", "server", executor, env)
         for address in (f"127.0.0.1:{self.http_port}", f"{self.host}:{self.fleet_port}"):
             self.wait_for_server(address)

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -19,7 +20,13 @@ from flwr.common.config import parse_config_args
 from keel.cli.engines import FlowerRun, Job, follow, is_from_keel
 from keel.cli.progress import round_line
 from keel.deployment import superlink
-from keel.deployment.simulation import MARK, end_processes, locked, marked_processes
+from keel.deployment.simulation import (
+    MARK,
+    end_processes,
+    kill_own_processes,
+    locked,
+    marked_processes,
+)
 from keel.deployment.superlink import SuperLinkClient, app_directory, app_packages
 from keel.runs import is_locked, lock_holder
 from server_app import history
@@ -117,6 +124,23 @@ def test_only_marked_processes_are_ended():
     finally:
         other.kill()
         other.wait()
+
+
+def test_a_second_ctrl_c_kills_what_came_of_this_process_and_nothing_else():
+    """A real run ended so is a slow test."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
+    marks = (f"{os.getpid()}-1", f"{os.getpid() + 1}-1")
+    ours, other = (subprocess.Popen(sleep, env=os.environ | {MARK: mark}) for mark in marks)
+    try:
+        while marked_processes(marks[0]) != [ours.pid]:  # it is just starting
+            assert ours.poll() is None
+        kill_own_processes()
+        assert ours.wait(10) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        for each in (ours, other):
+            each.kill()
+            each.wait()
 
 
 def test_the_lock_names_the_process_that_can_stop_the_run(tmp_path):

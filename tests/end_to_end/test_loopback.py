@@ -1,8 +1,14 @@
-"""A real deployment on loopback: TLS, keys, processes that are killed, and the same bits."""
+"""A real deployment on loopback: `keel run` and `keel resume` on it, TLS, keys, processes that are
+killed, and the same bits.
+
+One deployment for all tests, as its processes take a third of a core while they wait.
+"""
 
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,19 +19,22 @@ from deployment_fixtures import (
     limit_s,
     lines_of,
     new_run,
+    runs,
     state_inline,
     state_of_clients,
     wait_for_round,
 )
-from run_fixtures import final_model, history_of, same_bits, summary_of
+from run_fixtures import SMALL, Overrides, final_model, history_of, same_bits, summary_of
 from tools.processes import client_app_pid, descendants
 
+from keel.cli.main import main
 from keel.deployment.checks_host import check_key, check_port, check_registered
 from keel.deployment.checks_runtime import check_worker
 from keel.deployment.credentials import make_credentials
 from keel.deployment.loopback import Loopback, free_ports, partitions, running
 from keel.deployment.register import register
 from keel.deployment.superlink import connection
+from keel.runs import SavedRun
 from server_app.inline import run_inline
 
 pytestmark = pytest.mark.timeout(900)
@@ -45,14 +54,33 @@ def inline(tmp_path_factory):
 
 
 def wait_for_end(local: Loopback, run_id: int, run: Path) -> str:
-    """Flower's status of a run that has ended; each of its rounds may take `limit_s`."""
-    rounds = len(lines_of(run))
-    while True:
-        try:
-            return local.superlink.wait(run_id, limit_s)
-        except TimeoutError:
-            assert len(lines_of(run)) > rounds, f"nothing happened in {limit_s} s"
-            rounds = len(lines_of(run))
+    """Flower's status of a run that has ended; each of its rounds may take `limit_s`.
+
+    Flower is asked only at the end: each time takes a process of more than a second.
+    """
+    rounds, deadline = -1, 0.0
+    while not has_ended(run):
+        if len(lines_of(run)) > rounds:
+            rounds, deadline = len(lines_of(run)), time.monotonic() + limit_s
+        assert time.monotonic() < deadline, f"nothing happened in {limit_s} s"
+        time.sleep(0.2)
+    return local.superlink.wait(run_id, limit_s)
+
+
+def has_ended(run: Path) -> bool:
+    is_there = (run / "summary.json").exists()
+    return is_there and summary_of(run)["status"] not in ("starting", "running")
+
+
+def words(keys: Overrides) -> list[str]:
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def on(local: Loopback) -> list[str]:
+    """The options of `keel` that name this deployment."""
+    ca = local.credentials / "server" / "ca.pem"
+    address = f"127.0.0.1:{local.http_port}"
+    return ["--engine", "deployment", "--federation", address, "--root-certificates", str(ca)]
 
 
 def server_app_pid(local: Loopback) -> int:
@@ -64,9 +92,12 @@ def server_app_pid(local: Loopback) -> int:
     return pid
 
 
-def test_model_and_client_state_equal_those_of_the_inline_engine_bit_for_bit(deployed, inline):
-    run_id, run = new_run(deployed, LOOPBACK_KEYS)
-    assert wait_for_end(deployed, run_id, run) == "finished:completed"
+def test_keel_run_follows_a_run_whose_bits_are_those_of_the_inline_engine(deployed, inline, capfd):
+    output = deployed.root / "server" / "keel" / "runs"
+    assert main(["run", *words(LOOPBACK_KEYS), f"output-dir={output}", *on(deployed)]) == 0
+    shown = capfd.readouterr().out
+    assert all(f"round {number}/3" in shown for number in (1, 2, 3))
+    [run] = runs(deployed)
     assert summary_of(run)["status"] == "finished"
     assert same_bits(final_model(run), final_model(inline))
     assert state_of_clients(deployed, run) == state_inline(inline)
@@ -75,6 +106,14 @@ def test_model_and_client_state_equal_those_of_the_inline_engine_bit_for_bit(dep
     written += (deployed.root / owner / "keel" for owner in ("server", *deployed.clients))
     for path in [*written, *(below for each in written for below in each.rglob("*"))]:
         assert path.stat().st_mode & 0o077 == 0, path  # nobody else reads updates or models
+
+
+def test_a_refusal_by_the_run_is_one_line_and_code_1(deployed, capfd):
+    assert main(["run", *words(SMALL | {"min-samples": 4000}), *on(deployed)]) == 1
+    said = capfd.readouterr().err
+    assert said.startswith("error: ")
+    assert "min-samples" in said
+    assert said.count("\n") == 1
 
 
 def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bits(deployed, inline):
@@ -151,15 +190,38 @@ def test_the_doctor_finds_this_server_in_order_and_a_key_that_is_not_registered(
     assert {node["node-id"]: node["status"] for node in deployed.superlink.nodes()} == before
 
 
-def test_a_registered_key_cannot_take_the_name_of_a_client_that_is_away(deployed):
+@pytest.fixture(scope="module")
+def endless(deployed):
+    """`keel run` of a thousand rounds, after the first, and the run's folder."""
+    before = set(runs(deployed))
+    keys = words(LOOPBACK_KEYS | {"num-rounds": 1000, "min-replies": 1})
+    output = f"output-dir={deployed.root / 'server' / 'keel' / 'runs'}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "keel", "run", *keys, output, *on(deployed)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + limit_s
+        while not (new := set(runs(deployed)) - before):
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        [run] = new
+        wait_for_round(run, 1)
+        yield process, run
+    finally:
+        process.kill()
+        process.wait(timeout=60)
+
+
+def test_a_registered_key_cannot_take_the_name_of_a_client_that_is_away(deployed, endless):
     """The review's impostor: another site's key with the name of one whose SuperNode is down."""
     impostor, name = "client-0009", "client-0001"
     make_credentials(deployed.credentials, [deployed.host], [impostor])
     address = f"127.0.0.1:{deployed.http_port}"
     lines = register(deployed.credentials / "server", address, 0.0)
     [node] = [line.split()[3] for line in lines if line.startswith("registered")]
-    run_id, run = new_run(deployed, LOOPBACK_KEYS | {"num-rounds": 60, "min-replies": 1})
-    wait_for_round(run, 1)
+    _, run = endless
     real = deployed.processes.pop(f"supernode-{name}")  # not restarted
     real.stop()
     deployed.runtime_ports[impostor] = free_ports(1)[0]
@@ -177,8 +239,20 @@ def test_a_registered_key_cannot_take_the_name_of_a_client_that_is_away(deployed
         assert nodes.keys() == set(partitions(LOOPBACK_CLIENTS))
         assert nodes[name] != int(node)
     finally:
-        deployed.superlink.stop(run_id)
         for process in ("worker", "supernode", "executor"):
             deployed.processes.pop(f"{process}-{impostor}").stop()
         real.start()
         deployed.processes[f"supernode-{name}"] = real
+
+
+def test_ctrl_c_stops_the_run_on_the_superlink_and_keel_resumes_it(deployed, endless):
+    process, run = endless
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert err == ""
+    assert "Traceback" not in out
+    assert f"keel resume {run} --engine deployment" in "".join(out.splitlines())
+    done = SavedRun(run).rounds
+    assert main(["resume", str(run), f"num-rounds={done + 1}", *on(deployed)]) == 0
+    assert SavedRun(run).rounds == done + 1
