@@ -20,6 +20,7 @@ from server_app.history import (
     HistoryReader,
     append_history,
     condensed,
+    load_long_json,
     read_history,
     truncate_history,
     whole_lines,
@@ -329,6 +330,25 @@ def test_condensed_lines_have_counts_and_no_clients_whatever_the_names(names):
     assert (line["round"], line["num_participants"]) == (7, len(set(names)))
     assert line["personal"] == line["local_global"] == {"mean": 0.5, "worst_decile": 0.2}
     assert "participants" not in line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"a": [1, -0.5, 1e999, NaN, null, true]}',
+        b'{"a": 1, "a": 2}',
+        rb'{"\ud800": "\u00e9"}',
+        b"1" + 30 * b"0",
+        400 * b"[" + 400 * b"]",
+    ],
+)
+def test_long_json_is_read_as_the_standard_library_reads_it(text):
+    assert repr(load_long_json(text)) == repr(json.loads(text))
+
+
+def test_damaged_long_json_is_a_value_error():
+    with pytest.raises(ValueError, match="column 7"):
+        load_long_json(b'{"a": }')
 
 
 def test_a_line_names_the_first_clients_and_counts_all(tmp_path):

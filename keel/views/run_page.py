@@ -1,5 +1,6 @@
 """What the page of one run shows: its figures and tables, from its files as they are now."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ MAX_ROUNDS = 40  # columns of the clients' heat map: each costs the reading of a
 MAX_CLIENTS = 40  # its rows: the worst
 MAX_EVENTS = 200  # rows of the table of clients left out
 RECENT = 50  # rounds whose mean gives the time left
+MAX_COUNT = 1 << 53  # samples that a float counts exactly
 MAX_SPLIT = 250  # columns of the label distribution: with more clients, several share one
 WHOSE = {"local_global": "global model", "personal": "personal models"}
 
@@ -205,12 +207,14 @@ def client_charts(reader: HistoryReader) -> dict[str, Figure]:
     return figures
 
 
-def accuracies_in(line: Line, key: str) -> dict[str, float]:
+def accuracies_in(line: Line, key: str) -> Mapping[str, float]:
     """Client to accuracy in [0, 1], in one whole line."""
     part = line.get(key)
     found = part.get("clients") if isinstance(part, Mapping) else None
     if not isinstance(found, Mapping):
         return {}
+    if set(map(type, found.values())) == {float} and math.isfinite(sum(found.values())):
+        return found  # as Keel writes it; thousands are fast
     return {str(k): value for k, v in found.items() if (value := number(v)) is not None}
 
 
@@ -230,11 +234,16 @@ def label_chart(entry: Entry) -> dict[str, Figure]:
     for row in roster if isinstance(roster, list) else ():
         counts = row.get("label_counts") if isinstance(row, Mapping) else None
         if isinstance(counts, list) and counts:
-            rows.append((text_of(row.get("client"), 40), [number(c) or 0.0 for c in counts]))
+            if set(map(type, counts)) != {int} or max(map(abs, counts)) > MAX_COUNT:
+                counts = [number(c) or 0.0 for c in counts]
+            rows.append((row.get("client"), counts))
     if not rows or len({len(counts) for _, counts in rows}) != 1:
         return {}
     size = -(-len(rows) // MAX_SPLIT)
-    rows.sort(key=None if size == 1 else lambda row: (row[1].index(max(row[1])), sum(row[1])))
+    if size == 1:
+        rows = sorted((text_of(client, 40), counts) for client, counts in rows)
+    else:
+        rows.sort(key=lambda row: (row[1].index(max(row[1])), sum(row[1])))
     groups = [rows[i : i + size] for i in range(0, len(rows), size)]
     names = [g[0][0] if size == 1 else str(size * i) for i, g in enumerate(groups)]
     means = [

@@ -114,6 +114,8 @@ def printable(value: Any) -> Any:
     """What a template may show: text without control characters and surrogates."""
     if isinstance(value, Markup) or not isinstance(value, str):
         return "" if value is None else value
+    if value.isprintable():
+        return value
     return "".join(c if c.isprintable() or c == "\n" else " " for c in value)
 
 

@@ -5,7 +5,6 @@ is named in the run's `problem`. A page reaches a run by its id, which is a dige
 """
 
 import hashlib
-import json
 import os
 import stat
 import threading
@@ -18,7 +17,7 @@ from typing import Any
 
 from keel.runs import CONFIG_FILE, DAMAGE, LOCK_FILE, RUNNING, SavedRun, is_locked
 from protocol.text import in_one_line
-from server_app.history import HISTORY_FILE, HistoryReader
+from server_app.history import HISTORY_FILE, HistoryReader, load_long_json
 from server_app.summary import SUMMARY_FILE
 
 ROSTER_FILE, LOG_FILE, AUDIT_FILE = "roster.json", "run.log", "audit.jsonl"
@@ -58,7 +57,8 @@ class Entry:
     def setting(self) -> str:
         """A digest of the config without the seed and paths: equal for runs that only repeat."""
         keys = {k: v for k, v in self.config.items() if k not in NOT_A_SETTING}
-        return hashlib.sha256(json.dumps(keys, sort_keys=True, default=str).encode()).hexdigest()
+        text = repr(sorted(keys.items()))
+        return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
     @property
     def split(self) -> str:
@@ -125,12 +125,10 @@ class Store:
             for pattern in PATTERNS:
                 found += [path.parent for path in root.glob(f"{pattern}/{CONFIG_FILE}")]
             found += [path for path in root.glob("*/") if not os.access(path, os.X_OK)]
-        return [d for d in dict.fromkeys(found) if self._is_inside(d)]
-
-    def _is_inside(self, directory: Path) -> bool:
-        """Whether the directory, links resolved, is below a root."""
-        real = Path(os.path.realpath(directory))
-        return any(real.is_relative_to(os.path.realpath(root)) for root in self.roots)
+        real = tuple(os.path.join(os.path.realpath(root), "") for root in self.roots)
+        return [  # below a root, links resolved
+            d for d in dict.fromkeys(found) if f"{os.path.realpath(d)}/".startswith(real)
+        ]
 
     def _looked_up(self, run_id: str, directory: Path) -> tuple[tuple[int, ...], Entry]:
         """The run, from the cache unless a file changed."""
@@ -145,8 +143,9 @@ class Store:
         """(times and sizes of the run's files, what is wrong with one of them)."""
         stamp, problem = [], ""
         for name in FILES:
+            path = os.path.join(directory, name)  # faster than a Path: there are thousands
             try:
-                about = (directory / name).lstat()
+                about = os.lstat(path)
             except FileNotFoundError:
                 stamp.append(0)
                 continue
@@ -156,7 +155,7 @@ class Store:
                 problem = f"unreadable: {name} is not a plain file"
             elif about.st_size > MAX_BYTES.get(name, about.st_size):
                 problem = f"unreadable: {name} has {about.st_size:,} bytes"
-            elif not os.access(directory / name, os.R_OK):
+            elif not os.access(path, os.R_OK):
                 problem = f"unreadable: no permission to read {name}"
             if name in (CONFIG_FILE, SUMMARY_FILE, HISTORY_FILE):
                 stamp += [about.st_mtime_ns, about.st_size]
@@ -216,7 +215,7 @@ def read_json(path: Path, max_bytes: int) -> Any:
     try:
         about = path.lstat()
         if stat.S_ISREG(about.st_mode) and about.st_size <= max_bytes:
-            return json.loads(path.read_bytes())
+            return load_long_json(path.read_bytes())
     except ANYTHING:
         pass
     return None
