@@ -1,15 +1,20 @@
 """Who may see the pages of `keel ui`, and what they hold, whatever the run directories hold."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from random import Random
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from views_fixtures import HOSTILE, TOKEN, Pages, damaged_runs
 
@@ -220,6 +225,56 @@ def test_a_look_at_what_has_not_changed_is_answered_without_content(pages, tmp_p
         file.write(json.dumps(line_of(4, Random(0))) + "\n")
     news = pages.get(f"{base}/data?version={first}").json()
     assert news["charts"]["accuracy"]["data"][0]["x"] == [1, 2, 3, 4]
+
+
+class Relay(socketserver.BaseRequestHandler):
+    """Copies bytes to the server's port and back, as `ssh -L` does."""
+
+    def handle(self):
+        with socket.create_connection(("127.0.0.1", self.server.target)) as far:
+            back = threading.Thread(target=copy_bytes, args=[far, self.request])
+            back.start()
+            copy_bytes(self.request, far)
+            back.join()
+
+
+def copy_bytes(source, target):
+    with contextlib.suppress(OSError):  # the other side has gone
+        while block := source.recv(1 << 16):
+            target.sendall(block)
+        target.shutdown(socket.SHUT_WR)
+
+
+def test_the_pages_work_through_another_port_while_the_run_writes(tmp_path):
+    run = make_run(tmp_path / "a", {"method": "fedavg"}, 5, num_written=1, status="running")
+    command = [sys.executable, "-m", "keel", "ui", str(tmp_path), "--port", "0"]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
+        socketserver.ThreadingTCPServer(("127.0.0.1", 0), Relay) as relay,
+    ):
+        try:
+            link = urlsplit(server.stdout.readline().strip())
+            relay.target = link.port
+            threading.Thread(target=relay.serve_forever, daemon=True).start()
+            base = f"http://127.0.0.1:{relay.server_address[1]}"
+            assert relay.server_address[1] != link.port
+            with httpx.Client(base_url=base, follow_redirects=True) as client:
+                first = client.get(f"/?{link.query}", headers={"origin": base})
+                assert (first.status_code, str(first.url)) == (200, f"{base}/")
+                page = re.search(r"/run/\w+", first.text)[0]
+                assert client.get(page).status_code == 200
+                news = client.get(f"{page}/data", headers={"origin": base}).json()
+                same = f"{page}/data?version={news['version']}"
+                assert client.get(same).status_code == 204
+                with (run / "history.jsonl").open("a") as file:
+                    file.write(json.dumps(line_of(2, Random(0))) + "\n")
+                later = client.get(same).json()
+                assert later["charts"]["accuracy"]["data"][0]["x"] == [1, 2]
+                direct = {"origin": f"http://127.0.0.1:{link.port}"}
+                assert client.get(page, headers=direct).status_code == 403
+        finally:
+            server.terminate()
+            relay.shutdown()
 
 
 def test_a_port_that_is_taken_is_named():
