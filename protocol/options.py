@@ -150,12 +150,15 @@ def types_of(cls: type) -> dict[str, Any]:
 
 
 @functools.cache
-def _columns(cls: type) -> tuple[tuple[str, str, Any, Constraint], ...]:
-    """(field, key, type, constraint) of each field; recipes parse thousands of configs."""
+def _columns(cls: type) -> tuple[tuple[str, str, Any, Constraint, str], ...]:
+    """(field, key, type, constraint, its description) of each field; recipes parse thousands of
+    configs.
+    """
     types = types_of(cls)
     return tuple(
-        (f.name, key_of(f), types[f.name], f.metadata["constraint"])
+        (f.name, key_of(f), types[f.name], constraint, constraint.describe(types[f.name]))
         for f in dataclasses.fields(cls)
+        for constraint in [f.metadata["constraint"]]
     )
 
 
@@ -166,8 +169,8 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
     if a key is missing, of another type, or out of range.
     """
     parsed: dict[str, Any] = {}
-    for name, own_key, expected, constraint in _columns(cls):  # type: ignore[arg-type]  # hashable
-        key, allowed = prefix + own_key, constraint.describe(expected)
+    for name, own_key, expected, constraint, allowed in _columns(cls):  # type: ignore[arg-type]
+        key = prefix + own_key
         if key not in values:
             raise ValueError(f"{key} is missing from the config: expected {allowed}")
         value = values[key]

@@ -59,7 +59,8 @@ class FedAvgStep:
 class FedAvgMStep:
     """FedAvgM (Hsu, Qi, Brown 2019): v <- beta v + (A - w); w <- w + lr v. No damping.
 
-    This is torch's SGD with momentum on the gradient w - A; its momentum buffer is -v.
+    This is torch's SGD with momentum on the gradient w - A; its momentum buffer is -v. It is
+    written out as torch.optim imports torch's compiler, which takes a second.
     """
 
     def __init__(self, options: FedAvgMOptions) -> None:
@@ -71,22 +72,16 @@ class FedAvgMStep:
         return current
 
     def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
-        """One step of torch.optim.SGD on every trainable array."""
-        names = sorted(trainable)
-        parameters = [current[name].clone() for name in names]
-        for name, parameter in zip(names, parameters, strict=True):
-            parameter.grad = current[name] - average[name]
-        sgd = torch.optim.SGD(parameters, lr=self.options.lr, momentum=self.options.beta)
-        for name, parameter in zip(names, parameters, strict=True):
-            if name in self.velocity:
-                sgd.state[parameter]["momentum_buffer"] = self.velocity[name]
-        sgd.step()
-        if self.options.beta:
-            self.velocity = {
-                name: sgd.state[parameter]["momentum_buffer"]
-                for name, parameter in zip(names, parameters, strict=True)
-            }
-        return average | dict(zip(names, parameters, strict=True))
+        """One step of SGD on every trainable array."""
+        moved = dict(average)
+        for name in trainable:
+            step = current[name] - average[name]
+            if self.options.beta:
+                if name in self.velocity:
+                    step = self.velocity[name].mul(self.options.beta).add(step)
+                self.velocity[name] = step
+            moved[name] = current[name].add(step, alpha=-self.options.lr)
+        return moved
 
     def state(self) -> Arrays:
         """The momentum buffer, by parameter name."""
