@@ -42,7 +42,8 @@ checked = $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . ||
   rm -f $$log; exit $$tests
 
 check: $(READY)  ## style, types, architecture and unit tests: two minutes on two cores
-	@$(call checked,$(JOBS),-m 'not end_to_end and not slow and not deployment and not cluster')
+	@$(call checked,$(JOBS),-m 'not end_to_end and not slow and not deployment and not cluster' \
+	  --ignore-glob '*/end_to_end/*')
 
 test: $(READY)  ## check, end-to-end tests and a deployment on loopback: twelve minutes on two cores
 	@$(call checked,$(WAITING_JOBS),-m 'not slow and not deployment and not cluster')

@@ -20,19 +20,26 @@ if TYPE_CHECKING:
 
     from data.sources import Source
 
+gc.disable()  # until everything is imported, of which nothing is garbage
+
 # These take longest and start first, or one worker would wait for the others at the end.
 LONGEST = (
     *("test_loopback.py", "test_loopback_supernodes.py", "test_flwr_run.py", "test_server_run.py"),
     *("test_keel_run_flower.py", "test_experiments_runs.py"),
     *("test_wheel.py", "test_compared_runs.py", "test_demo.py", "test_tutorials.py"),
 )
+# These import torchvision, which takes a second: on one worker.
+WITH_TORCHVISION = ("test_models_architectures.py", "test_data_readers.py")
 
 
 def pytest_configure() -> None:
-    """Give examples of Hypothesis any time: on a busy machine a deadline would be a timed test."""
+    """Give examples of Hypothesis any time: on a busy machine a deadline would be a timed test.
+
+    Half as many as by default: the other half takes seconds of every check.
+    """
     from hypothesis import settings
 
-    settings.register_profile("keel", deadline=None)
+    settings.register_profile("keel", deadline=None, max_examples=50)
     settings.load_profile("keel")
 
 
@@ -51,6 +58,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -64,8 +72,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            together = "end_to_end" in path or path.endswith("test_models_architectures.py")
-            return path if together else nodeid
+            if path.endswith(WITH_TORCHVISION):
+                return "torchvision"
+            return path if "end_to_end" in path else nodeid
 
         def _reschedule(self, node: Any) -> None:
             """A worker gets its next file when one test is left, not three: none waits behind

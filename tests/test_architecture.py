@@ -12,6 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from source_fixtures import imports_of
 
 from keel.cli.main import COMMANDS
 
@@ -40,17 +41,15 @@ MODULES = {
 
 def imports(name: str) -> Iterator[str]:
     """Our modules that this one imports. A package's __init__ is one only if it is named."""
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    for node in imports_of(MODULES[name]):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{name}: relative import"
             names = [
                 inner if (inner := f"{node.module}.{alias.name}") in MODULES else str(node.module)
                 for alias in node.names
             ]
-        else:
-            continue
         yield from (imported for imported in names if imported in MODULES and imported != name)
 
 

@@ -84,8 +84,8 @@ def train_two_rounds(subject, **keys):
     """A first participation, and one with client state and what the server sends beside it."""
     config = subject.config(local_epochs=2, flip=True, clip_norm=5.0, **keys)
     state = {}
-    for number in (1, 2):
-        state = method_of(config).train(subject.round(config, number, state)).state
+    for number in (1, 2):  # of three clients: two batches an epoch
+        state = method_of(config).train(subject.round(config, number, state, 3)).state
 
 
 @pytest.mark.parametrize("method", METHODS)

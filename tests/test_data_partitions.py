@@ -19,7 +19,7 @@ from data.partitions import (
 )
 
 seeds = st.integers(0, 2**63 - 1)
-may_refuse = settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+may_refuse = settings(suppress_health_check=[HealthCheck.filter_too_much])
 
 
 @st.composite
@@ -59,7 +59,6 @@ def same(parts, others):
 # --- properties of each -----------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(labels_and_clients(), seeds)
 def test_iid_loses_nothing_and_sizes_differ_by_at_most_1(case, seed):
     labels, num_clients = case
@@ -81,7 +80,6 @@ def test_dirichlet_loses_nothing_and_keeps_to_the_minimum(case, seed, alpha):
     assert min(sizes(parts)) >= min_size
 
 
-@settings(deadline=None)
 @given(
     labels_and_clients(),
     seeds,
@@ -117,7 +115,6 @@ def test_classes_gives_c_classes_and_levels_sizes_as_its_docstring_says(case, se
                     assert len(parts[a]) <= len(parts[b]) + 1
 
 
-@settings(deadline=None)
 @given(labels_and_clients(), seeds, st.data())
 def test_shards_loses_nothing_and_gives_few_labels(case, seed, data):
     labels, num_clients = case
@@ -343,7 +340,6 @@ def test_impossible_splits_are_refused_in_one_line(partition, message):
 # --- a client's own test part -----------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(labels_and_clients(), st.floats(0.01, 0.99), seeds)
 def test_local_test_part_is_stratified_and_loses_nothing(case, fraction, seed):
     labels, num_clients = case

@@ -3,6 +3,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from PIL import Image
 
 from data.plots import plot_label_distribution
@@ -30,9 +31,15 @@ def test_clients_run_along_x_and_more_samples_are_darker(tmp_path):
     assert rows[columns < 0.7 * pixels.shape[1]].max() < 0.5 * pixels.shape[0]
 
 
+@pytest.fixture
+def not_rendered(monkeypatch):
+    """For tests of what is drawn, not of the file."""
+    monkeypatch.setattr(Figure, "savefig", lambda *where, **how: None)
+
+
 @pytest.mark.parametrize("num_clients", [10, 100, 10_000])
 def test_totals_and_axis_names_are_drawn_for_any_number_of_clients(
-    tmp_path, monkeypatch, num_clients
+    tmp_path, monkeypatch, not_rendered, num_clients
 ):
     """20 of 10,000 clients share a column, which shows their mean."""
     counts = np.random.default_rng(0).integers(0, 9, (num_clients, 5))
@@ -67,7 +74,7 @@ def test_rows_that_do_not_fit_the_classes_are_refused(tmp_path):
 
 
 def test_clients_that_share_columns_are_in_the_order_of_their_most_frequent_class(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, not_rendered
 ):
     shown = []
     imshow = Axes.imshow

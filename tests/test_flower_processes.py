@@ -40,6 +40,7 @@ from flwr.superlink.cli.flower_superlink import flower_superlink
 from flwr.superlink.servicer.runtime import runtime_handlers
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 from flwr.supernode.runtime.run_clientapp import run_clientapp
+from source_fixtures import imports_of
 
 import protocol.flower_compat.superexec as superexec
 from protocol import flower_compat
@@ -69,12 +70,11 @@ def test_no_other_module_imports_flowers_internals():
         for path in sorted((app_folder / package).rglob("*.py")):
             if (app_folder / "protocol/flower_compat") in path.parents:
                 continue
-            for node in ast.walk(ast.parse(path.read_text())):
-                names = []
+            for node in imports_of(path):
                 if isinstance(node, ast.Import):
                     names = [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom) and node.module:
-                    names = [node.module]
+                else:
+                    names = [str(node.module)]
                 strangers += [
                     f"{path.relative_to(app_folder)}: {name}"
                     for name in names

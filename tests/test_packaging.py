@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from source_fixtures import imports_of
 
 from protocol import config
 
@@ -37,10 +38,10 @@ def declared():
 
 def imported_modules(file):
     """The top-level names of every absolute import in a file, deferred ones included."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in imports_of(file):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{file}: relative import"
             yield node.module.partition(".")[0]
 

@@ -140,10 +140,10 @@ def outcome(read):
         return None, str(error)
 
 
-few = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+any_time = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
-@few
+@any_time
 @given(contents())
 def test_any_reply_is_read_or_rejected_in_one_line(content):
     reply, reason = outcome(lambda: read_reply(message(content), 10_000))
@@ -160,7 +160,7 @@ json_values = st.recursive(
 entry = RosterEntry("site-a", [3, 4], [1, 2], [1, 28, 28], "cnn", 8, "flwr 1", 0)
 
 
-@few
+@any_time
 @given(
     st.dictionaries(st.sampled_from([*vars(entry)]), json_values, max_size=3), st.text(max_size=99)
 )

@@ -58,6 +58,7 @@ def test_flower_loads_the_clientapp_before_it_creates_the_backend():
     assert source.index("client_app = app_fn()") < source.index("run_api(\n")
 
 
+@pytest.mark.end_to_end
 def test_a_process_of_a_simulation_has_the_backend_and_no_other_imports_ray():
     script = (
         "import sys; {first}import client_app.app; "
@@ -74,6 +75,7 @@ def test_a_process_of_a_simulation_has_the_backend_and_no_other_imports_ray():
         assert done.stdout.strip() == expected
 
 
+@pytest.mark.end_to_end
 def test_the_serverapp_waits_for_a_backend_that_is_not_there_yet():
     """Its thread starts before the ClientApp is loaded; a preflight that is skipped checks nothing.
 

@@ -39,7 +39,9 @@ class Grid(InlineGrid):
 context = Context(1, 1, {}, RecordDict(), {})
 
 
-def test_a_run_uses_the_overrides_prints_a_line_a_round_and_the_table(tmp_path, capsys):
+def test_a_run_uses_the_overrides_prints_a_line_a_round_and_the_table(
+    no_pictures, tmp_path, capsys
+):
     keys = {"model": "cnn-fedreco", "num-rounds": 2, "output-dir": str(tmp_path), "run-name": "a"}
     grid = Grid(keys | {"local-epochs": 0})
     main(grid, context)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedMedian, FedTrimmedAvg, MultiKrum
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from run_fixtures import random_arrays, same_bits, sent
 
@@ -83,7 +83,6 @@ def test_krums_choice_is_that_of_flowers_own_strategy(name):
         assert array.numpy() == pytest.approx(theirs[key].numpy(), rel=1e-12)
 
 
-@settings(deadline=None)
 @given(st.permutations(range(6)), st.sets(st.integers(0, 5), max_size=5))
 def test_a_running_mean_depends_on_no_order_and_is_the_mean_of_those_that_came(order, missing):
     clients = [f"c{i}" for i in range(6)]
@@ -105,7 +104,7 @@ def test_a_running_mean_depends_on_no_order_and_is_the_mean_of_those_that_came(o
         exact = sum(arrays[i][name].double() * weights[clients[i]] for i in kept) / total
         exact = exact if name == "w" else exact.round()
         scale = max(float(arrays[i][name].abs().max()) for i in kept)
-        assert mean[name].double().numpy() == pytest.approx(exact.numpy(), abs=1e-6 * scale)
+        assert float((mean[name].double() - exact).abs().max()) <= 1e-6 * scale
     assert mean["steps"].dtype == torch.int64
 
 

@@ -8,6 +8,7 @@ import tomllib
 import pytest
 
 from keel.cli import new_method
+from keel.cli.main import main
 from keel.cli.new_method import named, with_table
 from protocol.config import app_folder
 
@@ -69,12 +70,14 @@ def test_the_source_takes_the_place_of_its_placeholders():
 @pytest.mark.parametrize(
     "name", ["fedprox", "fedavgm", "privacy", "Fed", "fed_pull", "1fed", "class", "fed-", "../x"]
 )
-def test_taken_and_bad_names_are_refused_and_nothing_is_written(checkout, name):
+def test_taken_and_bad_names_are_refused_and_nothing_is_written(
+    checkout, name, monkeypatch, capsys
+):
+    monkeypatch.setattr(new_method, "app_folder", checkout)
     before = {path: path.stat().st_mtime_ns for path in checkout.rglob("*.py")}
     config = (checkout / "pyproject.toml").read_bytes()
-    refused = run(checkout, "keel", "new-method", name)
-    assert refused.returncode == 2
-    assert len(refused.stderr.splitlines()) == 1
+    assert main(["new-method", name]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
     assert (checkout / "pyproject.toml").read_bytes() == config
     assert {path: path.stat().st_mtime_ns for path in checkout.rglob("*.py")} == before
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from run_fixtures import history_of
+from run_fixtures import history_of, without_pictures
 
 import server_app.report
 from client_app.methods import METHODS
@@ -33,7 +33,8 @@ def trained(tmp_path_factory):
 
     keys = {"source": "digits", "model": "cnn-fedreco", "num-rounds": 2, "batch-size": 64}
     keys |= {"keep-state": True, "data-fraction": 0.4}
-    return run_inline(keys | {"output-dir": str(tmp_path_factory.mktemp("trained"))}, 3)
+    with without_pictures():
+        return run_inline(keys | {"output-dir": str(tmp_path_factory.mktemp("trained"))}, 3)
 
 
 @pytest.fixture
@@ -157,7 +158,7 @@ def test_every_command_finds_a_run_by_its_name(two, command, capsys):
     )
 
 
-def test_a_damaged_manifest_is_set_aside_on_a_resume(home, trained, caplog):
+def test_a_damaged_manifest_is_set_aside_on_a_resume(home, trained, no_pictures, caplog):
     copy = shutil.copytree(trained, home / "runs" / "one")
     (copy / "manifest.json").write_text("[]")
     assert main(["resume", "one", "num-rounds=3"]) == 0

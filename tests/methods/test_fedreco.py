@@ -103,10 +103,7 @@ def through(arrays, names, x):
 
 def big_h(h, h_0):
     """H_i of a batch, eq. (5): for every sample the sum over entries, then the mean."""
-    total = 0
-    for a, b in zip(h, h_0, strict=True):
-        total = total + sum((p - q) ** 2 for p, q in zip(a.flatten(), b.flatten(), strict=True))
-    return total / len(h)
+    return ((h - h_0) ** 2).sum() / len(h)
 
 
 def algorithm_1(now, model, u_0, batches, k_v, k_u, split="fc2", momentum=0.0):

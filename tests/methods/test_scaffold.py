@@ -164,7 +164,7 @@ OPTIMUM = 2.4
 def test_it_reaches_the_joint_optimum_where_fedavg_stops_beside_it(form, momentum):
     scaffold = Federation(APART, form=form, momentum=momentum)
     fedavg = Federation(APART, method="fedavg", momentum=momentum)
-    for _ in range(120):
+    for _ in range(40):
         scaffold.play()
         fedavg.play()
     assert abs(fedavg.theta - OPTIMUM) > 0.1

@@ -15,7 +15,6 @@ from typing import Any
 
 from keel.experiments.plan import candidates_of, runs_needed, selected
 from keel.experiments.recipe import load_recipe
-from keel.experiments.runner import save_job
 from keel.experiments.runs import Options, run_of
 from protocol.config import default_config, resolve_config
 from server_app.sources import code_version
@@ -145,6 +144,8 @@ def make_table(
     numbers = list(range(seeds)) or recipe.seeds
     options = Options(scale, dict(changes or {}), numbers, full_grid=False)
     output.mkdir(parents=True, exist_ok=True)
+    from keel.experiments.runner import save_job  # imports torch, which pages do without
+
     save_job(recipe, options, output, cells)
     labels = {}
     for cell in cells:
