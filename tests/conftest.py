@@ -24,9 +24,9 @@ gc.disable()  # until everything is imported, of which nothing is garbage
 
 # These take longest and start first, or one worker would wait for the others at the end.
 LONGEST = (
-    *("test_loopback.py", "test_loopback_supernodes.py", "test_flwr_run.py", "test_server_run.py"),
-    *("test_keel_run_flower.py", "test_experiments_runs.py"),
-    *("test_wheel.py", "test_compared_runs.py", "test_demo.py", "test_tutorials.py"),
+    *("test_loopback.py", "test_loopback_supernodes.py", "test_keel_run_flower.py"),
+    *("test_experiments_runs.py", "test_server_run.py", "test_flwr_run.py", "test_wheel.py"),
+    *("test_compared_runs.py", "test_hostile_updates.py", "test_demo.py", "test_tutorials.py"),
 )
 # These import torchvision, which takes a second: on one worker.
 WITH_TORCHVISION = ("test_models_architectures.py", "test_data_readers.py")

@@ -49,11 +49,31 @@ def main(*arguments: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output folder after half of the documented example: two runs of three rounds."""
+def runners(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The output folder after half of the documented example, two runs of three rounds, which two
+    runners have shared, and what each of them printed.
+    """
     output = tmp_path_factory.mktemp("experiments")
-    assert main("run", str(sweep), "--output", str(output), *ONCE) == 0
-    return output
+    command = [sys.executable, "-m", "keel.cli.experiments", "run", str(sweep), "--output"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(output), *ONCE, "--workers", "1"],
+            cwd=root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    printed = [process.communicate(timeout=2 * wait_s)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    return output, printed
+
+
+@pytest.fixture(scope="module")
+def swept(runners: tuple[Path, list[str]]) -> Path:
+    """The output folder of `runners`."""
+    return runners[0]
 
 
 def folders(output: Path) -> list[Path]:
@@ -212,22 +232,9 @@ def test_a_run_that_a_killed_runner_left_behind_is_its_own_until_it_ends(tmp_pat
         assert lock is not None
 
 
-def test_two_runners_share_the_runs_of_a_recipe(tmp_path):
+def test_two_runners_share_the_runs_of_a_recipe(runners):
     """Each run once; both return when all have ended."""
-    output = tmp_path / "out"
-    command = [sys.executable, "-m", "keel.cli.experiments", "run", str(sweep), "--output"]
-    runners = [
-        subprocess.Popen(
-            [*command, str(output), *ONCE, "--workers", "1"],
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    printed = [process.communicate(timeout=2 * wait_s)[0] for process in runners]
-    assert [process.returncode for process in runners] == [0, 0], printed
+    output, printed = runners
     attempts = folders(output)
     assert len(attempts) == len({path.parent for path in attempts}) == 2
     for path in attempts:
