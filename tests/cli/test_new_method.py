@@ -20,8 +20,7 @@ def checkout(tmp_path_factory):
     """A copy of Keel to write methods in."""
     copy = tmp_path_factory.mktemp("checkout")
     for package in PACKAGES:
-        skip = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(app_folder / package, copy / package, ignore=skip)
+        shutil.copytree(app_folder / package, copy / package)
     shutil.copy(app_folder / "pyproject.toml", copy)
     (copy / "tests").mkdir()
     return copy

@@ -27,7 +27,7 @@ def test_the_readmes_method_trains_and_its_penalty_counts(tmp_path: Path) -> Non
     assert table
     app = tmp_path / "app"
     for package in packages:
-        shutil.copytree(root / package, app / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(root / package, app / package)
     (app / "client_app" / "methods" / "fedpull.py").write_text(code[1])
     (app / "pyproject.toml").write_text((root / "pyproject.toml").read_text() + "\n" + table[1])
     environment = os.environ | {"KEEL_HOME": str(tmp_path / "home"), "PYTHONPATH": str(app)}

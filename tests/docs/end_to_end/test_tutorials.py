@@ -24,9 +24,7 @@ def copy_with_tutorials(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packages of the repository with the page's files in their places."""
     copy = tmp_path_factory.mktemp("tutorial")
     for package in packages:
-        shutil.copytree(
-            repository / package, copy / package, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(repository / package, copy / package)
     shutil.copy(repository / "pyproject.toml", copy)
     for path, content in code_blocks():
         target = copy / path
