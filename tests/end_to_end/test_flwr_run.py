@@ -1,9 +1,7 @@
 """`flwr run` as a user types it: two rounds of every method, in one background SuperLink.
 
-Two runs are under way at once; each starts Ray, which takes most of its time. QUICK has a method
-of each kind: a local objective, a procedure that is personal as well, and a stateful one; the last
-with one worker. The others are slow tests: test_compared_runs.py trains every method on the inline
-engine.
+Each starts Ray, which takes most of its time, so all but one are slow tests: test_compared_runs.py
+trains every method on the inline engine, and test_keel_run_flower.py one on two workers.
 """
 
 import hashlib
@@ -11,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,12 +33,10 @@ half = SMALL | {"fraction-train": 0.5, "local-test-fraction": 0.2, "cache-mb": 6
 num_cpus = os.cpu_count() or 1  # so many for each worker: there is one worker
 
 fedintr = {"method": "fedintr", "local-epochs": 2, "evaluate-clients": "all"}
+QUICK = "scaffold, one worker"  # from a second checkout, whose code differs
 runs: dict[str, tuple[dict[str, OptionValue], int]] = {  # keys, CPUs for each worker
+    QUICK: ({"method": "scaffold", "evaluate-clients": "all"}, num_cpus),
     "fedreco": ({"method": "fedreco", "fedreco.eta-0": 0.5}, 1),
-    "scaffold, one worker": ({"method": "scaffold", "evaluate-clients": "all"}, num_cpus),
-}
-QUICK = list(runs)  # of these, a run starts while the one before it is under way
-runs |= {
     "fedavg": ({"method": "fedavg", "evaluate-clients": "all"}, 1),
     "fedintr": (fedintr, 1),
     "fedreco, one worker": ({"method": "fedreco", "fedreco.eta-0": 0.5}, num_cpus),
@@ -66,32 +62,32 @@ def files_of(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def finished(superlink: SuperLink, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
-    """finished(name): folder and output of that run, with the next one already under way."""
+    """finished(name): folder and output of that run."""
     base = tmp_path_factory.mktemp("runs")
-    before = files_of(superlink.app)
-    pool = ThreadPoolExecutor(max_workers=2)
-    under_way: dict[str, Future[str]] = {}
+    other = base / "checkout"
+    shutil.copytree(superlink.app, other)
+    trainer = other / "client_app" / "trainer.py"
+    trainer.write_text(trainer.read_text() + "# another version\n")
+    before = [files_of(app) for app in (superlink.app, other)]
 
-    def wait_for(name: str) -> tuple[Path, str]:
-        for each in QUICK[QUICK.index(name) :][:2] if name in QUICK else [name]:
-            if each not in under_way:
-                keys, cpus_each = runs[each]
-                output = {"output-dir": str(base / each.replace(", ", "-").replace(" ", "-"))}
-                under_way[each] = pool.submit(
-                    superlink.run, half | output | keys, num_supernodes, cpus_each
-                )
-        printed = under_way[name].result()
-        folders = list((base / name.replace(", ", "-").replace(" ", "-")).glob("*"))
+    @cache
+    def run(name: str) -> tuple[Path, str]:
+        keys, cpus_each = runs[name]
+        output = base / name.replace(", ", "-").replace(" ", "-")
+        keys = half | {"output-dir": str(output)} | keys
+        app = other if name == QUICK else superlink.app
+        printed = superlink.run(keys, num_supernodes, cpus_each, app)
+        folders = list(output.glob("*"))
         assert len(folders) == 1, printed
         return folders[0], printed
 
-    yield wait_for
-    pool.shutdown(cancel_futures=True)
-    assert files_of(superlink.app) == before  # the CLI rewrote nothing, the runs left nothing
+    yield run
+    # the CLI rewrote nothing, the runs left nothing
+    assert [files_of(app) for app in (superlink.app, other)] == before
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in runs]
+    "name", [pytest.param(n, marks=[] if n == QUICK else [pytest.mark.slow]) for n in runs]
 )
 def test_every_method_runs_for_two_rounds_and_leaves_its_folder(finished, name):
     folder, printed = finished(name)
@@ -114,7 +110,7 @@ def test_every_method_runs_for_two_rounds_and_leaves_its_folder(finished, name):
         scores = [line[key] for key in ("global", "personal") if key in line]
         assert scores
         assert all(0 <= s.get("mean", s.get("accuracy")) <= 1 for s in scores)
-        asked = {"fedavg": 4, "fedintr": 4, "fedprox": 2, "scaffold, one worker": 4}.get(name)
+        asked = {"fedavg": 4, "fedintr": 4, "fedprox": 2, QUICK: 4}.get(name)
         if asked:
             assert len(line["local_global"]["clients"]) == asked
     assert all(array.isfinite().all() for array in final_model(folder).values())
@@ -125,8 +121,7 @@ def test_every_method_runs_for_two_rounds_and_leaves_its_folder(finished, name):
 @pytest.mark.parametrize(
     "names",
     [
-        ("fedreco",),
-        ("scaffold, one worker",),
+        (QUICK,),
         pytest.param(("fedintr",), marks=pytest.mark.slow),
         pytest.param(("fedreco", "fedreco, one worker"), marks=pytest.mark.slow),
         pytest.param(("fedintr", "fedintr, one worker"), marks=pytest.mark.slow),
@@ -154,21 +149,13 @@ def test_a_mistake_ends_the_run_with_a_line_that_names_it_and_leaves_no_folder(s
     assert "finished:failed" in superlink.flwr("list").stdout
 
 
-def test_a_second_checkout_trains_with_its_own_code(superlink, tmp_path):
+def test_a_second_checkout_trains_with_its_own_code(finished):
     """Through the SuperLink that the first one started, in the first one's folder.
 
     Ray's workers look for modules in the folder of that process first. A worker refuses a message
     that was made from other code, so a run that finishes was run by this checkout's alone.
     """
-    other = tmp_path / "other"
-    shutil.copytree(superlink.app, other)
-    trainer = other / "client_app" / "trainer.py"
-    trainer.write_text(trainer.read_text() + "# another version\n")
-    keys = SMALL | {"output-dir": str(tmp_path / "runs"), "num-rounds": 1}
-    printed = superlink.run(keys, num_supernodes, cpus_each=num_cpus, app=other)
-    folders = list((tmp_path / "runs").glob("*/summary.json"))
-    assert len(folders) == 1, printed
-    [folder] = [path.parent for path in folders]
+    folder, printed = finished(QUICK)
     assert summary_of(folder)["status"] == "finished", printed
     sources = json.loads((folder / "manifest.json").read_text())["versions"]["sources"]
     assert sources != sources_digest()
