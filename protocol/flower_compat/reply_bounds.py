@@ -4,11 +4,12 @@ Public way for any of these: none.
 
 `BoundedReplies` replaces parts of `SqlLinkState`. Why: Flower stores whatever a SuperNode sends, on
 disk, before the ServerApp can look at it. Here a reply has at most the bytes that its message
-allows (`bound_reply`), a node has at most `MAX_REPLIES` replies in the store, and one that it has
-sent in part is deleted when it begins another. A reply beyond its bound is deleted while it
-arrives, and an error that names the bound takes its place. Requests store one after the other,
-so that none is overlooked, and the write-ahead log, which grows while they overlap, is emptied on
-the way.
+allows (`bound_reply`), a node has at most `MAX_REPLIES` replies to a run in the store, and one that
+it has sent in part is deleted when it begins another, with those to runs that have ended: Flower
+keeps what a ServerApp that was killed did not take. A reply beyond its bound is deleted while it
+arrives, and an error that names the bound takes its place. Requests store one after the other, so
+that none is overlooked, and the write-ahead log, which grows while they overlap, is emptied on the
+way.
 
 `accept_reply` replaces `message_handler.push_messages`. Why: Flower compares the node of a request
 with its key, but stores the message in it under any other node's name, and as a message *to* a node
@@ -27,7 +28,7 @@ from contextlib import closing, contextmanager
 
 from flwr.app import Error, Message, Metadata
 from flwr.app.message import make_message
-from flwr.common.constant import ErrorCode
+from flwr.common.constant import ErrorCode, Status
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
 from flwr.proto.message_pb2 import ObjectTree
@@ -61,7 +62,7 @@ from sqlalchemy.orm import Session
 from protocol.flower_compat import MAX_OBJECT_BYTES, TOO_LARGE, reply_bound
 
 log = logging.getLogger("keel.superlink")
-MAX_REPLIES = 4  # of one node, complete and not yet taken by their ServerApp
+MAX_REPLIES = 4  # of one node to one run, complete and not yet taken by their ServerApp
 MAX_OBJECTS = 1000  # of a reply, and one more for each MiB: Keel packs arrays into few
 MAX_LOG_BYTES = 2**25  # of objects in the database's write-ahead log, before it is emptied
 LOG_WAIT_S = 0.2  # for its readers
@@ -136,7 +137,7 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
         bound = self.bound_of(about.reply_to_message_id)
         if bound is not None:
             self.delete_partial_replies(about.src_node_id, but=about.message_id)
-            if self.num_replies(about.src_node_id) >= MAX_REPLIES:
+            if self.num_replies(about.src_node_id, about.run_id) >= MAX_REPLIES:
                 log.warning(
                     "node %d has %d replies stored: refused", about.src_node_id, MAX_REPLIES
                 )
@@ -221,11 +222,19 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
             is_this = MessageIns.message_id == message_id
             return reply_bound(session.scalar(select(MessageIns.group_id).where(is_this)) or "")
 
-    def num_replies(self, node: int) -> int:
-        """Of this node, in the store."""
+    def num_replies(self, node: int, run: int) -> int:
+        """Of this node to this run, in the store; those to runs that have ended are deleted."""
         with self.session() as session:
             is_its = MessageRes.src_node_id == uint64_to_int64(node)
-            return session.scalar(select(func.count()).select_from(MessageRes).where(is_its)) or 0
+            count = func.count(MessageRes.message_id)
+            rows = session.execute(
+                select(MessageRes.run_id, count).where(is_its).group_by(MessageRes.run_id)
+            ).all()
+        found = {int64_to_uint64(each): int(number) for each, number in rows}
+        for each, about in self.get_run_status(found.keys() - {run}).items():
+            if about.status == Status.FINISHED:
+                self.cleanup_run(each)
+        return found.get(run, 0)
 
     def delete_partial_replies(self, node: int, but: str) -> None:
         """Delete what this node has sent in part, except for one reply.

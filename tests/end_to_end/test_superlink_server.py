@@ -64,6 +64,10 @@ class Link:
         self.node, self.other = (self.state.create_node("", "", key, 30.0) for key in keys)
         for node in (self.node, self.other):
             assert self.state.activate_node(node, 30.0)
+        self.begin_run()
+
+    def begin_run(self):
+        """A run whose ServerApp has started."""
         self.run = self.state.create_run(
             None, None, None, {}, NOOP_FEDERATION_ID, None, None, TaskType.SERVER_APP
         )
@@ -453,6 +457,23 @@ def test_a_node_has_four_replies_stored_at_most(link):
         asked = bounded(link, str(number), 2**20)
         found.append(pushed(link, asked, random_arrays(number + 1, 64), 2**20)[1])
     assert [all(answers) for answers in found] == 4 * [True] + 2 * [False]
+
+
+def test_replies_that_killed_serverapps_left_do_not_silence_their_node(link):
+    """Four of them did, for good: the client was left out of each round of each later run."""
+    for number in range(4):
+        asked = bounded(link, str(number), 2**20)
+        pushed(link, asked, random_arrays(number + 1, 64), 2**20)
+    killed, task = link.run, link.task
+    link.begin_run()  # the resumed run, before Flower notices that the other has ended
+    asked = bounded(link, "resumed", 2**20)
+    assert all(pushed(link, asked, random_arrays(5, 64), 2**20)[1])
+    assert link.state.num_message_res() == 5
+    assert link.state.finish_task(task, SubStatus.FAILED, "")
+    asked = bounded(link, "round 2", 2**20)
+    assert all(pushed(link, asked, random_arrays(6, 64), 2**20)[1])
+    assert link.state.num_message_res() == 2
+    assert not link.state.get_message_ids_from_run_id(killed)
 
 
 def push_by_fleet(link, node, reply):

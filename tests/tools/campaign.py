@@ -20,8 +20,8 @@ from typing import Any
 parts: dict[str, Sequence[str]] = {
     "faults": (
         *("--kills", "100", "--hangs", "40", "--deployments", "2", "--clients", "4"),
-        *("--epochs", "1", "--rounds", "15", "--pause", "2", "6", "--per-run", "18"),
-        *("--limit-s", "3600", "--run-limit-s", "900"),
+        *("--epochs", "1", "--rounds", "15", "--pause", "2", "6", "--per-run", "35"),
+        *("--limit-s", "3600", "--run-limit-s", "1500"),
     ),
     "damage": ("--disk-full", "10", "--corrupt", "10", "--clients", "3"),
     "fuzz": ("--inputs", "1000000"),
