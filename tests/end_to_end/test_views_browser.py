@@ -76,6 +76,11 @@ def open_run(page: Any, name: str) -> None:
     page.wait_for_selector("[data-chart=accuracy] .main-svg")
 
 
+def scroll_to(page: Any, chart: str) -> None:
+    page.locator(f"[data-chart={chart}]").scroll_into_view_if_needed()
+    page.wait_for_selector(f"[data-chart={chart}] .main-svg")
+
+
 def open_comparison(page: Any, *runs: str) -> None:
     for name in runs:
         page.get_by_label(f"Select {name}", exact=True).check()
@@ -169,12 +174,23 @@ def test_the_selection_is_exported_as_csv_latex_and_png(page, tmp_path):
 
 def test_a_run_shows_who_is_served_badly(page):
     open_run(page, "clients")
-    page.wait_for_selector("[data-chart=clients-local_global] .main-svg")
+    scroll_to(page, "clients-local_global")
     heat = page.evaluate("document.querySelector('[data-chart=clients-local_global]').data[0]")
     last = [row[-1] for row in heat["z"]]
     assert len(heat["y"]) == 8
     assert last == sorted(last)
-    page.wait_for_selector("[data-chart=labels] .main-svg")
+    scroll_to(page, "labels")
+
+
+def test_a_chart_is_drawn_when_it_comes_near_the_screen_or_is_printed(page, tmp_path):
+    page.set_viewport_size({"width": 390, "height": 844})
+    open_run(page, "clients")
+    page.wait_for_load_state("networkidle")
+    drawn, shown = "[data-chart] .main-svg:first-child", ".panel:not([hidden]) [data-chart]"
+    assert 0 < page.locator(drawn).count() < page.locator(shown).count()
+    scroll_to(page, "traffic")
+    page.pdf(path=tmp_path / "run.pdf")
+    assert page.locator(drawn).count() == page.locator(shown).count()
 
 
 def test_a_page_follows_the_run_while_it_writes(page, base):

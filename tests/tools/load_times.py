@@ -2,9 +2,10 @@
 
 python -m tests.tools.load_times DIRECTORY [--run]
 
-Starts the server, opens the table of runs (with --run: the only run, with its clients' charts) in
-Chromium until everything is drawn, and prints wall time, the CPU time of the server and of the
-page's thread (on an idle machine their sum is about the wall time), and the server's peak memory.
+Starts the server, opens the table of runs (with --run: then the only run) in Chromium, 1366 x 768,
+until the screen is drawn and nothing is loading; with --run, then scrolls through all charts.
+Prints the wall time until the screen is drawn, the CPU time of the server and of the page's thread
+(on an idle machine the wall time is below their sum), and the server's peak memory.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def main() -> None:
         with sync_playwright() as driver:
             chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
             browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-            page = browser.new_page()
+            page = browser.new_page(viewport={"width": 1366, "height": 768})
             session = page.context.new_cdp_session(page)
             session.send("Performance.enable", {"timeDomain": "threadTicks"})
 
@@ -42,23 +43,32 @@ def main() -> None:
                 return next(each["value"] for each in found if each["name"] == "TaskDuration")
 
             page.goto(f"{address.split('/?')[0]}/static/page.css?{address.split('?')[1]}")
-            for visit in ("first", "again"):
-                before = cpu_seconds(process)
+
+            def opened(what: str, path: str, drawn: str = "") -> None:
+                server_before, page_before = cpu_seconds(process), page_seconds()
                 started = time.perf_counter()
-                page.goto(address.split("/?")[0])
-                table = time.perf_counter() - started
-                print(f"{visit}: table of runs {table:.2f} s", end="")
+                if path:
+                    page.goto(address.split("/?")[0] + path)
+                    page_before = 0.0  # counted anew
+                if drawn:
+                    page.locator(drawn).scroll_into_view_if_needed()
+                    page.wait_for_selector(f"{drawn} .main-svg")
+                wall = time.perf_counter() - started
+                page.wait_for_load_state("networkidle")
+                server_s = cpu_seconds(process) - server_before
+                page_s = page_seconds() - page_before
+                print(
+                    f"{what}: {wall:.2f} s; CPU time: server {server_s:.2f} s, page {page_s:.2f} s"
+                )
+
+            for visit in ("first", "again"):
+                opened(f"{visit}, table of runs", "/")
                 if given.run:
                     link = page.locator("td.name a").first.get_attribute("href")
-                    started = time.perf_counter()
-                    page.goto(address.split("/?")[0] + link)
-                    page.wait_for_selector("[data-chart=accuracy] .main-svg")
-                    curves = time.perf_counter() - started
-                    page.wait_for_selector("[data-chart=clients-local_global] .main-svg")
-                    clients = time.perf_counter() - started
-                    print(f", the run's curves {curves:.2f} s, clients {clients:.2f} s", end="")
-                print(f", CPU time: server {cpu_seconds(process) - before:.2f} s", end="")
-                print(f", page {page_seconds():.2f} s")
+                    opened(f"{visit}, the run", link, "[data-chart=loss]")
+                    for chart in page.locator(".panel:not([hidden]) .chart").all():
+                        name = chart.get_attribute("data-chart")
+                        opened(f"{visit}, {name}", "", f"[data-chart={name}]")
             browser.close()
         status = (process / "status").read_text()
         (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))

@@ -23,7 +23,9 @@ SEEDS = "tr:has(td.name:has-text('seed')) input"  # the runs that are compared
 
 def take(page: Any, path: Path, full_page: bool) -> None:
     """Save what the page shows, with few colours."""
-    page.wait_for_timeout(1200)  # charts have been drawn
+    page.wait_for_timeout(1200)  # everything has been loaded
+    page.evaluate("typeof waiting === 'object' && [...waiting.keys()].forEach(drawWaiting)")
+    page.wait_for_timeout(300)
     page.screenshot(path=path, full_page=full_page)
     with Image.open(path) as image:
         few = image.convert("RGB").quantize(

@@ -34,6 +34,26 @@ function draw(element, figure) {
   return Plotly.react(element, figure.data, themed(figure), config);
 }
 
+// A chart costs a tenth of a second: it is drawn once it comes near the screen, or is printed.
+const waiting = new Map();  // element to the function that returns its newest figure
+const coming = new IntersectionObserver(entries => {
+  for (const entry of entries.filter(each => each.isIntersecting)) {
+    setTimeout(drawWaiting, 0, entry.target);  // one is seen before the next is drawn
+  }
+}, {rootMargin: "300px"});
+
+function drawWaiting(element) {
+  if (!waiting.has(element)) return;
+  draw(element, waiting.get(element)());
+  waiting.delete(element);
+}
+
+function drawWhenNear(element, figure) {
+  waiting.set(element, figure);
+  coming.unobserve(element);
+  coming.observe(element);  // tells at once whether it is near
+}
+
 function redrawAll() {
   for (const element of document.querySelectorAll(".chart")) {
     if (element.figure) draw(element, element.figure);
@@ -46,5 +66,8 @@ function scheme(name) {  // paper is white
 }
 
 dark.addEventListener("change", redrawAll);
-addEventListener("beforeprint", () => scheme("light"));
+addEventListener("beforeprint", () => {
+  [...waiting.keys()].forEach(drawWaiting);
+  scheme("light");
+});
 addEventListener("afterprint", () => scheme(""));

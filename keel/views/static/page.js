@@ -18,7 +18,7 @@ async function look(address) {
   return answer.json();
 }
 
-async function show(news) {
+function show(news) {
   for (const [name, html] of Object.entries(news.html ?? {})) {
     const place = find(`[data-html="${name}"]`);
     const open = all("details", place).map(each => each.open);
@@ -31,14 +31,13 @@ async function show(news) {
     const element = find(`[data-chart="${name}"]`);
     if (!element) continue;
     element.closest("figure").hidden = false;
-    draw(element, figure);
-    await new Promise(done => setTimeout(done));  // the chart is seen before the next is drawn
+    drawWhenNear(element, () => figure);
   }
 }
 
-// Looks again and again; `address` is called with the version that is shown.
-async function follow(address, apply, pause = POLL_MS) {
-  let version = "";
+// Looks again and again; `address` is called with the version that is shown, "" for none.
+async function follow(address, apply, pause = POLL_MS, version = "") {
+  if (version) await new Promise(done => setTimeout(done, pause));
   for (;;) {
     try {
       if (!document.hidden || !version) {
@@ -90,12 +89,11 @@ function runsPage(table) {
   });
   makeSortable(table);
   choose(boxes().filter(box => box.checked).map(box => box.value));  // as restored by "back"
-  const first = table.dataset.version;
-  follow(version => `/rows?version=${version || first}`, news => {
+  follow(version => `/rows?version=${version}`, news => {
     table.tBodies[0].innerHTML = news.html;
     sortRows(table);
     choose([...chosen].filter(id => rows().some(row => row.dataset.id === id)));
-  }, 2 * POLL_MS);
+  }, 2 * POLL_MS, table.dataset.version);
 }
 
 function runPage(place) {
@@ -121,7 +119,9 @@ function comparePage(form) {
   form.addEventListener("input", refresh);
   form.addEventListener("submit", event => event.preventDefault());
   find("#png").addEventListener("click", () => {
-    Plotly.downloadImage(find("[data-chart=compare]"), {format: "png", scale: 2, filename: "compare"});
+    const chart = find("[data-chart=compare]");
+    drawWaiting(chart);
+    Plotly.downloadImage(chart, {format: "png", scale: 2, filename: "compare"});
   });
   refresh();
   follow(version => `/compare/data?${query()}&version=${version}`, show, 2 * POLL_MS);

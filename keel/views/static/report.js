@@ -1,23 +1,16 @@
-// The report: tables that sort, and charts that are drawn when they come into view or are printed.
+// The report: tables that sort, and charts.
 "use strict";
 
 for (const table of document.querySelectorAll("table.sortable")) makeSortable(table);
 
-function drawFigure(element) {
-  if (element.figure) return;
-  draw(element, JSON.parse(document.getElementById(element.dataset.figure).textContent));
+for (const chart of document.querySelectorAll("[data-figure]")) {
+  const text = () => document.getElementById(chart.dataset.figure).textContent;
+  drawWhenNear(chart, () => JSON.parse(text()));
 }
-
-const charts = [...document.querySelectorAll("[data-figure]")];
-const coming = new IntersectionObserver(entries => {
-  for (const entry of entries.filter(each => each.isIntersecting)) drawFigure(entry.target);
-}, {rootMargin: "600px"});
-for (const chart of charts) coming.observe(chart);
 
 const PAGE_WIDTH = 1030;  // pixels of an A4 page across, without its margins
 const tables = [...document.querySelectorAll(".wide table")];
 addEventListener("beforeprint", () => {
-  charts.forEach(drawFigure);
   for (const table of tables) table.style.zoom = Math.min(1, PAGE_WIDTH / table.offsetWidth);
 });
 addEventListener("afterprint", () => tables.forEach(table => { table.style.zoom = ""; }));
