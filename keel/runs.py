@@ -7,6 +7,7 @@ the run's state.
 import fcntl
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -198,6 +199,21 @@ def all_runs(base: Path | None = None) -> list[SavedRun]:
     return sorted(found, key=lambda run: (run.last_change, run.name), reverse=True)
 
 
+def only_run(found: Sequence[SavedRun], what: str, command: str) -> SavedRun:
+    """The run in a list of one; ValueError, one line, naming those that `what` otherwise."""
+    if not found:
+        raise ValueError(f"no run in {runs_directory()} {what}; `keel list` shows what there is")
+    if len(found) > 1:
+        names = [run.name for run in found]
+        raise ValueError(f"{len(names)} runs {what}: {listed(names)}; name one: {command} RUN")
+    return found[0]
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names with commas."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
 def find_run(run: str | Path = "") -> SavedRun:
     """The run of this path, name under the runs directory, or unique prefix; "": the newest.
 
@@ -222,7 +238,6 @@ def find_run(run: str | Path = "") -> SavedRun:
     if len(matches) == 1:
         return SavedRun(base / matches[0])
     if matches:
-        shown = ", ".join(matches[:5]) + (", ..." if len(matches) > 5 else "")
-        raise ValueError(f"{text!r} begins the names of {len(matches)} runs: {shown}")
+        raise ValueError(f"{text!r} begins the names of {len(matches)} runs: {listed(matches)}")
     hint = did_you_mean(text, names) or "; `keel list` shows what there is"
     raise ValueError(f"there is no run {text!r} in {base}{hint}")

@@ -1,11 +1,14 @@
 """Tables as text, for Markdown, and a console for those of a terminal."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
 PIPE_WIDTH = 240  # columns, where the output is no terminal
+MAX_SHORT = 16  # letters of a cell that is not broken
+TEXT_WIDTH = 18  # of a column with longer cells at least
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -22,11 +25,54 @@ def terminal_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
-def print_table(table: Table) -> None:
-    """Print the table; to a file or a pipe without the blanks that fill its lines."""
+def is_too_wide(table: Table) -> bool:
+    """Whether the terminal is too narrow to show the table without cutting words."""
     console = terminal_console()
+    wide = console.options.update(max_width=10_000)
+    return console.measure(table, options=wide).minimum > console.width
+
+
+def add_column(
+    table: Table,
+    name: str,
+    cells: Iterable[str],
+    justify: Literal["left", "right"] = "left",
+    is_whole: bool = False,
+) -> None:
+    """Add a column for these cells. Long ones that are neither numbers nor whole are broken.
+
+    They are broken between words only, if these have at most 40 letters.
+    """
+    texts = [name, *cells]
+    if is_whole or justify == "right" or max(map(len, texts)) <= MAX_SHORT:
+        table.add_column(name, justify=justify, no_wrap=True, min_width=max(map(len, texts)))
+        return
+    longest = max(len(word) for text in texts for word in text.split() or [""])
+    table.add_column(name, min_width=min(40, max(longest, TEXT_WIDTH)), overflow="fold")
+
+
+def print_table(
+    build: Callable[[Sequence[str]], Table], columns: Iterable[str], least: Sequence[str] = ()
+) -> None:
+    """Print the table of these columns; to a pipe without the blanks that fill its lines.
+
+    least: columns that are left out, the first first, where the terminal is too narrow. If it is
+    too narrow even then, the first column is broken anywhere.
+    """
+    console, shown, left_out = terminal_console(), list(columns), []
+    for name in least:
+        if is_too_wide(build(shown)):
+            shown.remove(name)
+            left_out.append(name)
+    table = build(shown)
+    if is_too_wide(table):
+        first = table.columns[0]
+        first.no_wrap, first.min_width, first.overflow = False, None, "fold"
     if console.is_terminal:
         console.print(table)
+        if left_out:
+            text = f"{console.width} columns are too few for: {', '.join(left_out)}"
+            console.print(text, style="dim")
         return
     with console.capture() as captured:
         console.print(table)

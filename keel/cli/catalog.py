@@ -15,15 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from keel.tables import markdown, print_table, terminal_console
+from keel.tables import add_column, is_too_wide, markdown, print_table, terminal_console
 from protocol.catalogue import (
     MethodSpec,
     method_names,
@@ -80,7 +81,7 @@ def methods(
         if markdown:
             print(markdown_table(rows))
             return
-        show(rows, as_json, "Methods", traffic_how, hidden=("client state",))
+        show(rows, as_json, "Methods", traffic_how, ["client state"], ["extra forwards"])
         return
     refuse_unknown("method", name, list(method_names()))
     spec = method_spec(name)
@@ -225,7 +226,7 @@ def models(
     if name is None:
         rows = [model_row(each, measure, needed=measure) for each in model_names()]
         caption = f"{measured_how}; {not_measured}, `keel models NAME` one."
-        show(rows, as_json, "Models", caption, hidden=("device",))
+        show(rows, as_json, "Models", caption, ["device"], ["norms", "input"])
         return
     refuse_unknown("model", name, list(model_names()))
     show_one(model_row(name, measure), {"layers": layer_rows(name)}, as_json)
@@ -354,7 +355,7 @@ def datasets(name: NameArgument = None, as_json: JsonOption = False) -> None:
     }
     if name is None:
         caption = f"data-dir is {data_dir} by default."
-        show(list(rows.values()), as_json, "Data sets", caption, hidden=("description",))
+        show(list(rows.values()), as_json, "Data sets", caption, ["description"], ["shape"])
         return
     if name in rows and rows[name]["here"] != "yes":
         show_one(rows[name], {}, as_json)
@@ -405,7 +406,7 @@ def presets(
     if name is None:
         rows = [preset_row(each, measure, needed=measure) for each in known_presets()]
         caption = f"{estimated_how} {not_measured}, `keel presets NAME` one."
-        show(rows, as_json, "Presets", caption, hidden=("expected seconds",))
+        show(rows, as_json, "Presets", caption, ["expected seconds"], ["method", "model"])
         return
     refuse_unknown("preset", name, list(known_presets()))
     keys: list[Row] = [{"key": k, "value": v} for k, v in known_presets()[name].items()]
@@ -476,7 +477,7 @@ def keys(name: NameArgument = None, as_json: JsonOption = False) -> None:
             refuse_unknown("config key", name, [row["key"] for row in rows])
         rows = found
     if as_json or terminal_console().is_terminal:
-        show(rows, as_json, "Config keys", "Set one with `keel run KEY=VALUE`.", hidden=("source",))
+        show(rows, as_json, "Config keys", "Set one with `keel run KEY=VALUE`.", ["source"])
         return
     for row in rows:  # a line each, to be searched
         value = json.dumps(row["default"]).strip('"')
@@ -508,23 +509,47 @@ def show(
     title: str,
     caption: str = "",
     hidden: Sequence[str] = (),
+    least: Sequence[str] = (),
 ) -> None:
-    """Rows with equal keys as JSON, or as a table without the hidden columns."""
+    """Rows with equal keys as JSON, or as a table without the hidden columns.
+
+    Where the terminal is too narrow, the `least` columns are left out, the first first; options are
+    listed then, one below the other.
+    """
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.padding = (0, 1, 0, 0)
     columns = [column for column in rows[0] if column not in hidden]
-    for column in columns:
-        is_number = all(isinstance(row[column], int | float | None) for row in rows)
-        is_short = column == columns[0] or max(len(text_of(row[column])) for row in rows) <= 16
-        table.add_column(column, justify="right" if is_number else "left", no_wrap=is_short)
-    for row in rows:
-        table.add_row(*(text_of(row[column]) for column in columns))
-    print_table(table)
+
+    def build(shown: Sequence[str]) -> Table:
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.padding = (0, 1, 0, 0)
+        for name in shown:
+            is_number = all(isinstance(row[name], int | float | None) for row in rows)
+            justify: Literal["left", "right"] = "right" if is_number else "left"
+            cells = [text_of(row[name]) for row in rows]
+            add_column(table, name, cells, justify, is_whole=name == shown[0])
+        for row in rows:
+            table.add_row(*(text_of(row[name]) for name in shown))
+        return table
+
+    if "description" in columns and is_too_wide(build(columns)):
+        list_options(rows, columns)
+    else:
+        print_table(build, columns, least)
     if caption:
         terminal_console().print(caption, highlight=False)
+
+
+def list_options(rows: Sequence[Row], columns: Sequence[str]) -> None:
+    """Each option's key, default and range in a line, its description and source indented below."""
+    console = terminal_console()
+    for row in rows:
+        value = json.dumps(row["default"]).strip('"')
+        key = (f"{row[columns[0]]}={value}", "bold")
+        console.print(Text.assemble(key, f"  ({row['range']})"))
+        about = [row[name] for name in ("description", "source") if name in columns and row[name]]
+        console.print(Padding("; ".join(about), (0, 0, 0, 4)), markup=False)
 
 
 def show_one(facts: Row, tables: Mapping[str, Sequence[Row]], as_json: bool) -> None:

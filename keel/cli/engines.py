@@ -184,7 +184,7 @@ def run_on_deployment(job: Job, terminal: Terminal) -> None:
                 if REPLIES.match(line):
                     terminal.on_replies(*flower.replies)
                 elif is_from_keel(line):
-                    terminal.console.print(line, markup=False)
+                    terminal.print(line, markup=False)
         except BaseException:
             terminal.phase("stopping")
             flower.stop()

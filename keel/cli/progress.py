@@ -1,22 +1,34 @@
 """Progress of a run in a terminal: the plan, a line per round, the time left, the results.
 
-A terminal also shows a bar below the lines: how many clients have answered, and the time left.
-Other outputs get lines only.
+A terminal also shows a bar below the lines: how many clients have answered, and the time left. The
+plan moves with it until the run begins, so that a refusal stands alone. Other outputs get lines
+only.
 """
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from server_app.history import CURVES, duration
 
 SHORT = {"global": "accuracy", "local_global": "on clients", "personal": "personal"}
+
+
+class PlanAndBar(Progress):
+    """A progress bar below lines of markup, which disappear with it."""
+
+    plan: Sequence[str] = ()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The lines, then the bar."""
+        yield from self.plan
+        yield from super().get_renderables()
 
 
 class Terminal(logging.Handler):
@@ -29,10 +41,10 @@ class Terminal(logging.Handler):
         self.shown: dict[str, str] = {}  # rows of the plan, by label
         self.directory: Path | None = None
         self.last_round = self.num_done = 0
-        self.started = time.monotonic()
+        self.created = self.begun = time.monotonic()
         self.summary: Mapping[str, Any] = {}
         self.resume_command = ""  # only for a run on a deployment
-        self.bar = Progress(
+        self.bar = PlanAndBar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
@@ -56,16 +68,30 @@ class Terminal(logging.Handler):
         logging.getLogger("keel").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a warning."""
+        """Print a warning; not what clients refuse before the run begins: the refusal says it."""
+        if record.name == "keel.client" and record.levelno >= logging.ERROR and not self.directory:
+            return
         self.print(f"[yellow]{record.levelname.lower()}:[/] {escape(record.getMessage())}")
 
-    def print(self, markup: str) -> None:
-        """Print a line above the bar."""
-        self.console.print(markup)
+    def print(self, line: str, markup: bool = True) -> None:
+        """Print a line above the bar, after the plan."""
+        plan, self.bar.plan = self.bar.plan, ()
+        for row in plan:
+            self.console.print(row)
+        self.console.print(line, markup=markup)
+
+    def plan(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Show the plan: (label, text)."""
+        lines = [row_of(label, text) for label, text in rows]
+        if self.console.is_terminal:
+            self.bar.plan = lines
+            return
+        for line in lines:
+            self.print(line)
 
     def row(self, label: str, text: str) -> None:
-        """Print a row of the plan."""
-        self.print(f"[bold]{label:<10}[/]  {escape(text)}")
+        """Print a row that belongs to the plan."""
+        self.print(row_of(label, text))
 
     def phase(self, text: str) -> None:
         """Name what the bar is waiting for."""
@@ -74,7 +100,7 @@ class Terminal(logging.Handler):
     def begin(self, directory: Path, last_round: int) -> None:
         """Round `last_round` + 1 begins."""
         self.directory, self.last_round = directory, last_round
-        self.started = time.monotonic()
+        self.begun = time.monotonic()
         self.bar.update(self.task, description="training", completed=last_round)
         self.row("directory", str(directory))
 
@@ -95,7 +121,7 @@ class Terminal(logging.Handler):
     def on_round(self, line: Mapping[str, Any]) -> None:
         """As `RunObserver`: a line, and the time left, from the mean of the rounds so far."""
         self.last_round, self.num_done = line["round"], self.num_done + 1
-        elapsed_s = time.monotonic() - self.started
+        elapsed_s = time.monotonic() - self.begun
         left = duration(elapsed_s / self.num_done * (self.num_rounds - self.last_round)) + " left"
         is_last = self.last_round >= self.num_rounds
         shown = "" if is_last else left
@@ -113,7 +139,7 @@ class Terminal(logging.Handler):
             self.print(f"[bold]{row['what']}[/]: {final:.2f} %, best {best:.2f} %")
         if self.directory:
             name = self.directory.name
-            elapsed = duration(time.monotonic() - self.started)
+            elapsed = duration(time.monotonic() - self.created)
             self.print(
                 f"[green]finished[/] in {elapsed}; see keel status, compare, predict, export {name}"
             )
@@ -124,11 +150,16 @@ class Terminal(logging.Handler):
             self.print(f"[yellow]stopped[/]; to continue: {escape(self.resume_command)}")
             return
         if self.directory is None:
-            self.print("[yellow]interrupted[/] before round 1: nothing to resume")
+            self.print("[yellow]stopped[/] before round 1: there is no run to resume")
             return
         name = self.directory.name
         done = f"[yellow]stopped[/] after round {self.last_round}"
         self.print(f"{done}; to continue: keel resume {name}")
+
+
+def row_of(label: str, text: str) -> str:
+    """A row of the plan as markup."""
+    return f"[bold]{label:<10}[/]  {escape(text)}"
 
 
 def round_line(line: Mapping[str, Any], num_rounds: int, left: str) -> str:

@@ -1,22 +1,27 @@
 """`keel run` and `keel resume`: validate, show what will run, execute it on an engine."""
 
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from keel.cli.interrupts import INTERRUPTED_CODE, interruptible
 from keel.cli.overrides import checked_config, parse_overrides
-from keel.runs import FINISHED, SavedRun, find_run, runs_directory
+from keel.runs import FINISHED, SavedRun, all_runs, find_run, only_run, runs_directory
 from protocol.config import RunConfig
 from protocol.options import OptionValue
 from server_app.summary import check_has_state
 
+if TYPE_CHECKING:
+    from keel.cli.engines import Job
+    from keel.cli.progress import Terminal
+
 DEFAULT_CLIENTS = 10
+NOT_STARTED = "stopped before the run started: nothing was saved"
 
 
 class Engine(StrEnum):
@@ -123,7 +128,7 @@ def run(
 
 
 def resume(
-    run: Annotated[str, typer.Argument()],
+    run: Annotated[str, typer.Argument(show_default=False)] = "",
     assignments: Assignments = None,
     engine: EngineName = Engine.inline,
     gpus_per_client: Gpus = None,
@@ -134,9 +139,12 @@ def resume(
 ) -> int:
     """Continue an interrupted run from its last checkpoint. Only num-rounds=N may change.
 
-    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one. With --engine deployment
-    it is the path or the whole name of a run on the server.
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one; it can be left out where a
+    single run is unfinished. With --engine deployment it is the path or the whole name of a run on
+    the server.
     """
+    if "=" in run and not Path(run).expanduser().exists():
+        run, assignments = "", [run, *(assignments or [])]
     overrides = parse_overrides(assignments or [])
     if changed := sorted(overrides.keys() - {"num-rounds"}):
         raise ValueError(f"{changed[0]}: cannot change in a resumed run; only num-rounds can")
@@ -145,8 +153,10 @@ def resume(
         ray=ray,
     )
     if engine is Engine.deployment:  # the run is on the server, which checks the rest
+        if not run:
+            raise ValueError("--engine deployment: name the run, as its log on the server does")
         return executed({"resume": run} | overrides, options)
-    saved = find_run(run)
+    saved = find_run(run) if run else unfinished_run()
     if saved.is_running:
         raise ValueError(f"{saved.name} is running: `keel status {saved.name}` shows it")
     expected = int(overrides.get("num-rounds", saved.config["num-rounds"]))
@@ -158,6 +168,12 @@ def resume(
             f"num-rounds={2 * saved.rounds}"
         )
     return executed({"resume": str(saved.directory)} | overrides, options)
+
+
+def unfinished_run() -> SavedRun:
+    """The only run that is neither finished nor running; ValueError if there is not exactly one."""
+    found = [run for run in all_runs() if not run.is_running and run.state != FINISHED]
+    return only_run(found, "can be resumed", "keel resume")
 
 
 def executed(overrides: Mapping[str, OptionValue], options: EngineOptions) -> int:
@@ -189,6 +205,34 @@ def execute(
     None: on a deployment, where the directory is on the server. ValueError, one line, if the run is
     refused, RuntimeError if it failed. KeyboardInterrupt stops it cleanly and is raised again.
     """
+    try:
+        engine, job, terminal = prepared(overrides, options, quiet, hidden)
+    except KeyboardInterrupt:
+        if not quiet:
+            print(NOT_STARTED)
+        raise
+    with terminal:
+        try:
+            engine(job, terminal)
+        except KeyboardInterrupt:
+            terminal.bar.stop()
+            terminal.stopped()
+            raise
+        except (ValueError, OSError) as error:
+            if terminal.directory:  # training has begun: a failure
+                raise RuntimeError(str(error)) from error
+            raise
+    terminal.finished()
+    return SavedRun(terminal.directory) if terminal.directory else None
+
+
+def prepared(
+    overrides: Mapping[str, OptionValue],
+    options: EngineOptions,
+    quiet: bool,
+    hidden: Container[str],
+) -> "tuple[Callable[[Job, Terminal], None], Job, Terminal]":
+    """(the engine, what it is to execute, the terminal with the plan). ValueError if refused."""
     name = str(overrides.get("resume", ""))
     is_remote = options.engine is Engine.deployment
     resumed = find_run(name) if name and not is_remote else None
@@ -214,32 +258,18 @@ def execute(
         rows = [("resume", name), ("same as", flwr_line(job))]
     else:
         rows = plan_rows(config, job, resumed.rounds if resumed else 0)
-    terminal.shown = dict(rows)
-    for label, text in rows:
-        if label not in hidden:
-            terminal.row(label, text)
     if options.engine is Engine.flower and not resumed:
         directory = new_directory(config)
         named = {**overrides, "run-name": directory.name}
         job = replace(job, overrides=named, directory=directory)
+    terminal.shown = dict(rows)
+    terminal.plan([row for row in rows if row[0] not in hidden])
     engine = {
         Engine.inline: engines.run_in_process,
         Engine.flower: engines.run_on_flower,
         Engine.deployment: engines.run_on_deployment,
     }[options.engine]
-    with terminal:
-        try:
-            engine(job, terminal)
-        except KeyboardInterrupt:
-            terminal.bar.stop()
-            terminal.stopped()
-            raise
-        except (ValueError, OSError) as error:
-            if terminal.directory:  # training has begun: a failure
-                raise RuntimeError(str(error)) from error
-            raise
-    terminal.finished()
-    return SavedRun(terminal.directory) if terminal.directory else None
+    return engine, job, terminal
 
 
 def config_of(overrides: Mapping[str, OptionValue], resumed: SavedRun | None) -> RunConfig:

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,13 +22,15 @@ from keel.runs import (
     find_run,
     is_locked,
     lock_holder,
+    only_run,
     runs_directory,
 )
-from keel.tables import print_table
+from keel.tables import add_column, is_too_wide, print_table, terminal_console
 from protocol.catalogue import method_names
 from protocol.config import keel_home
 from protocol.files import digest
 from protocol.server_optimizers import SERVER_OPTIMIZERS
+from protocol.text import in_one_line
 from server_app.history import CURVES, curve, duration
 from server_app.summary import summarise
 
@@ -116,24 +118,17 @@ def list_command(
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("run", no_wrap=True)  # so that it can be copied
-    for name in ("method", "data"):
-        table.add_column(name, overflow="fold")
-    for name in ("rounds", "accuracy"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("state", max_width=40, no_wrap=True, overflow="ellipsis")
-    table.add_column("age", justify="right", no_wrap=True)
-    for run, row in zip(shown, rows, strict=True):
-        table.add_row(
-            *map(escape, (row["run"], row["method"], row["source"])),
-            f"{row['rounds']}/{row['num_rounds']}",
-            percent(row["accuracy"]),
-            coloured(row["state"]),
-            " ".join(duration(run.age_s).split()[:2]),
-        )
+    columns = {
+        "run": [row["run"] for row in rows],
+        "method": [row["method"] for row in rows],
+        "data": [row["source"] for row in rows],
+        "rounds": [f"{row['rounds']}/{row['num_rounds']}" for row in rows],
+        "accuracy": [percent(row["accuracy"]) for row in rows],
+        "state": [state_text(row["state"]) for row in rows],
+        "age": [" ".join(duration(run.age_s).split()[:2]) for run in shown],
+    }
     if rows:
-        print_table(table)
+        print_runs(columns, ["data", "method", "age", "accuracy"])
     if not found:
         print(f"no runs in {base} yet; `keel run` starts one")
     elif len(shown) < len(found):
@@ -161,18 +156,45 @@ def row_of(run: SavedRun) -> dict[str, Any]:
     }
 
 
-def coloured(state: str) -> str:
-    """A state in its colour."""
-    colours = {"finished": "green", "running": "cyan", "stopped": "yellow", "interrupted": "yellow"}
-    return f"[{colours.get(state, 'red')}]{escape(state)}[/]"
+def state_text(state: str) -> str:
+    """A state, cut where the terminal is narrow: `keel status` shows all of it."""
+    return in_one_line(state, max(14, terminal_console().width // 5))
+
+
+def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
+    """A table of runs; their states have colours."""
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    for name, cells in columns.items():
+        is_text = name in ("run", "method", "data", "state", "differs in")
+        add_column(
+            *(table, name, cells, "left" if is_text else "right"), is_whole=name != "differs in"
+        )
+    for row in zip(*columns.values(), strict=True):
+        cells = dict(zip(columns, map(escape, row), strict=True))
+        colour = COLOURS.get(cells["state"], "red")
+        table.add_row(*(cells | {"state": f"[{colour}]{cells['state']}[/]"}).values())
+    return table
+
+
+def print_runs(columns: Mapping[str, Sequence[str]], least: Sequence[str]) -> None:
+    """Print a table of runs, without the `least` columns where the terminal is too narrow."""
+    print_table(lambda names: table_of({name: columns[name] for name in names}), columns, least)
+
+
+COLOURS = {"finished": "green", "running": "cyan", "stopped": "yellow", "interrupted": "yellow"}
 
 
 # --- stop ----------------------------------------------------------------------------------------
 
 
-def stop(run: RunName) -> None:
-    """Stop a running run cleanly, as Ctrl-C in its terminal does; `keel resume` continues it."""
-    saved = find_run(run)
+def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:
+    """Stop a running run cleanly, as Ctrl-C in its terminal does; `keel resume` continues it.
+
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one; it can be left out where a
+    single run is running.
+    """
+    running = [] if run else [each for each in all_runs() if each.is_running]
+    saved = find_run(run) if run else only_run(running, "can be stopped", "keel stop")
     if not saved.is_running:
         raise ValueError(f"{saved.name} is not running: {saved.state}")
     engine_lock = keel_home() / "flower" / saved.name / ".lock"
@@ -223,17 +245,24 @@ def compare(
     found = [find_run(run) for run in runs]
     keys = differing_keys(found)
     rows = [comparison_row(run) for run in found]
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("run", "rounds", "final", "best", "s/round", "state", "differs in"):
-        numeric = name in ("rounds", "final", "best", "s/round")
-        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
-    for run, row in zip(found, rows, strict=True):
-        table.add_row(
-            *(escape(run.name), str(row["rounds"]), percent(row["final"]), percent(row["best"])),
-            *(f"{row['seconds_per_round']:.2f}", coloured(row["state"])),
-            escape(" ".join(f"{k}={run.config.get(k)}" for k in keys if uses(run, k))),
-        )
-    print_table(table)
+    columns = {
+        "run": [run.name for run in found],
+        "rounds": [str(row["rounds"]) for row in rows],
+        "final": [percent(row["final"]) for row in rows],
+        "best": [percent(row["best"]) for row in rows],
+        "s/round": [f"{row['seconds_per_round']:.2f}" for row in rows],
+        "state": [state_text(row["state"]) for row in rows],
+    }
+    differences = [
+        " ".join(f"{k}={run.config.get(k)}" for k in keys if uses(run, k)) for run in found
+    ]
+    everything = columns | {"differs in": differences}
+    is_apart = is_too_wide(table_of(everything))
+    print_runs(columns if is_apart else everything, ["s/round", "rounds", "best"])
+    if is_apart and keys:
+        print("differs in")
+        for run, difference in zip(found, differences, strict=True):
+            terminal_console().print(f"{run.name}: {difference}", markup=False)
     if csv_file:
         with csv_file.expanduser().open("w", newline="") as file:
             writer = csv.DictWriter(file, [*rows[0], *keys])
@@ -358,18 +387,19 @@ def export(
     saved = find_run(run)
     suffix = {Format.csv: "csv", Format.onnx: "onnx", Format.torchscript: "pt"}[to]
     stem = f"{saved.name}-{client}" if client else saved.name
-    path = (output or Path(f"{stem}.{suffix}")).expanduser()
+    path = (output or Path(f"{stem}.{suffix}")).expanduser().absolute()
     if to is Format.csv:
-        write_csv(saved, path)
+        what = f"{write_csv(saved, path)} rounds of {saved.name}"
     else:
         from keel.cli.export import export_model
 
         export_model(saved.directory, client, to, path)
-    print(path)
+        what = f"the model of {f'{client} in ' if client else ''}{saved.name}"
+    print(f"wrote {what}: {path}")
 
 
-def write_csv(run: SavedRun, path: Path) -> None:
-    """Every round's numbers as a row."""
+def write_csv(run: SavedRun, path: Path) -> int:
+    """Every round's numbers as a row; returns how many there are."""
     rows = run.rows()
     if not rows:
         raise ValueError(f"{run.name} has no finished round: nothing to export")
@@ -378,3 +408,4 @@ def write_csv(run: SavedRun, path: Path) -> None:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
+    return len(rows)

@@ -225,3 +225,21 @@ def test_tables_are_printed_for_people(speed, capsys):
     for words in (["methods"], ["methods", "moon"], ["models"], ["datasets"], ["presets"]):
         assert main(words) == 0
         assert capsys.readouterr().out.count("\n") > 5
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["methods"], ["methods", "fedcr"], ["models"], ["datasets"], ["presets"], ["keys"]],
+)
+def test_eighty_columns_cut_no_word(words, speed, monkeypatch, capsys):
+    everything = as_json(capsys, *words)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(words) == 0
+    text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert "…" not in text
+    for row in everything["options"] if isinstance(everything, dict) else everything:
+        first = next(iter(row.values()))
+        assert re.search(rf"^ ?{re.escape(first)}[ =]", text, re.MULTILINE)
+        for word in row["description"].split() if "default" in row else ():
+            assert word in text

@@ -1,8 +1,12 @@
 """What `keel run` shows within a round, on a terminal and elsewhere."""
 
+import logging
+import re
 import time
 from pathlib import Path
 from random import Random
+
+import pytest
 
 from keel.cli.progress import Terminal
 from tests.tools.run_directories import line_of
@@ -29,6 +33,60 @@ def test_a_terminal_shows_how_many_clients_have_answered(monkeypatch, capsys):
 
 def test_a_pipe_gets_nothing_of_it(monkeypatch, capsys):
     assert shown(monkeypatch, capsys, is_terminal=False) == ""
+
+
+ROWS = [("method", "moon (mu 1.0)"), ("data", "digits [grey]")]
+
+
+def test_the_plan_of_a_refused_run_does_not_stay_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    terminal = Terminal(5)
+    terminal.plan(ROWS)
+    with terminal:
+        terminal.bar.refresh()
+    text = capsys.readouterr().out
+    assert "moon (mu 1.0)" in text
+    assert "digits [grey]" in text
+    assert text.endswith(3 * "\x1b[1A\x1b[2K")  # up, and clear: two rows and the bar
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_plan_of_a_run_that_begins_comes_before_it(monkeypatch, capsys, is_terminal):
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    terminal = Terminal(5)
+    terminal.plan(ROWS)
+    with terminal:
+        terminal.begin(Path("run"), 0)
+        terminal.bar.refresh()
+    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    labels = [line.split()[0] for line in text.splitlines() if re.match("[a-z]", line)]
+    printed = [label for label in labels if label not in ("starting", "training")]
+    assert printed[-3:] == ["method", "data", "directory"]
+    assert is_terminal or len(printed) == 3
+
+
+def test_what_clients_refuse_before_the_run_begins_is_not_repeated(capsys):
+    with Terminal(5) as terminal:
+        logging.getLogger("keel.client").error("client-0000: min-samples")
+        logging.getLogger("keel.client").warning("few samples")
+        terminal.begin(Path("run"), 0)
+        logging.getLogger("keel.client").error("client-0001: out of memory")
+    text = capsys.readouterr().out
+    assert "min-samples" not in text
+    assert "few samples" in text
+    assert "out of memory" in text
+
+
+def test_the_time_of_the_run_includes_its_start_as_the_bars_does(monkeypatch, capsys):
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with Terminal(1) as terminal:
+        now += 3.0  # data are read
+        terminal.begin(Path("run"), 0)
+        now += 4.0
+    terminal.finished()
+    assert "finished in 7 s" in capsys.readouterr().out
 
 
 def test_the_time_left_after_a_resume_counts_this_attempts_rounds_alone(monkeypatch, capsys):

@@ -4,7 +4,7 @@ import pytest
 from tools.sizes import as_json, measured_sizes
 
 from keel.cli.main import main
-from keel.cli.run import EngineOptions, config_of, with_clients
+from keel.cli.run import NOT_STARTED, EngineOptions, config_of, with_clients
 from keel.cli.sizes import SIZES_FILE, data_size, parameter_count, stored_sizes
 from keel.runs import SavedRun
 from protocol.config import presets, resolve_config
@@ -71,6 +71,16 @@ def test_options_that_do_not_fit_are_one_line(home, capsys, words, line):
     said = capsys.readouterr().err
     assert said.startswith(f"error: {line}")
     assert said.count("\n") == 1
+
+
+def test_ctrl_c_before_the_run_starts_says_that_nothing_was_saved(home, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("keel.cli.plan.plan_rows", interrupted)
+    assert main(["run"]) == 130
+    assert capsys.readouterr().out == f"{NOT_STARTED}\n"
+    assert not (home / "runs").exists()
 
 
 def test_clients_come_from_the_option_the_config_or_are_ten():

@@ -1,9 +1,11 @@
 """`keel status`, `list`, `stop`, `compare`, `predict`, `export`: reading whatever runs hold."""
 
 import csv
+import fcntl
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -252,6 +254,29 @@ def test_a_run_that_is_not_running_cannot_be_stopped(two, capsys):
     assert capsys.readouterr().err == "error: one is not running: finished\n"
 
 
+def test_stop_and_resume_need_no_name_where_one_run_alone_is_meant(two, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr("keel.cli.run.executed", lambda overrides, options: asked.append(overrides))
+    for command in ("stop", "resume"):
+        assert main([command]) == 2
+        assert f"error: no run in {two} can be {command}" in capsys.readouterr().err
+    (two / "one" / "summary.json").unlink()
+    assert main(["resume", "num-rounds=5"]) == 0
+    assert asked == [{"resume": str(two / "one"), "num-rounds": 5}]
+    (two / "one" / ".lock").write_text("1")  # a process's id
+    with (two / "one" / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(["resume"]) == 2  # it is running
+        monkeypatch.setattr("keel.cli.runs.is_flower", lambda pid: True)
+        assert main(["stop"]) == 2
+        assert "one was started by `flwr run`" in capsys.readouterr().err
+    (two / "other" / "summary.json").unlink()
+    assert main(["resume"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: 2 runs can be resumed: ")
+    assert said.endswith("; name one: keel resume RUN\n")
+
+
 def test_the_process_that_holds_a_lock_is_found(trained):
     lock = trained / ".lock"
     code = f"import fcntl; f = open({str(lock)!r}, 'a'); fcntl.flock(f, 2); print(); input()"
@@ -304,6 +329,23 @@ def test_a_comparison_does_not_overwrite_the_plot_of_another(two, home, capsys):
     assert {str(path) for path in (home / "comparisons").iterdir()} == set(plots)
 
 
+def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_name(two, monkeypatch, capsys):
+    long = "20261123-120000-fedintr-table1-cifar100-second"
+    (two / "one").rename(two / long)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in (["list"], ["compare", long, "other"]):
+        assert main(words) == 0
+        lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+        assert max(map(len, lines[:3])) <= 80
+        row = next(line.split() for line in lines if line.startswith(long))
+        assert "finished" in row
+        assert "…" not in row
+        assert f"{100 * history_of(two / long)[-1]['global']['accuracy']:.2f}" in row
+        assert any(line.startswith("80 columns are too few for: ") for line in lines)
+    assert f"{long}: lr=0.1" in lines
+
+
 def test_compare_names_an_option_only_of_the_method_that_has_it(two, capsys):
     path = two / "other" / "config.json"
     config = json.loads(path.read_text())
@@ -348,9 +390,10 @@ def test_what_is_no_image_is_one_line_naming_it(trained, tmp_path, capsys, conte
     assert said.count("\n") == 1
 
 
-def test_a_run_exports_as_csv(trained, tmp_path):
+def test_a_run_exports_as_csv(trained, tmp_path, capsys):
     path = tmp_path / "run.csv"
     assert main(["export", str(trained), "--to", "csv", "-o", str(path)]) == 0
+    assert capsys.readouterr().out == f"wrote 2 rounds of {trained.name}: {path}\n"
     with path.open() as file:
         rows = list(csv.DictReader(file))
     for row, line in zip(rows, history_of(trained), strict=True):
