@@ -76,6 +76,8 @@ class Terminal(logging.Handler):
     def print(self, line: str, markup: bool = True) -> None:
         """Print a line above the bar, after the plan."""
         plan, self.bar.plan = self.bar.plan, ()
+        if plan:
+            self.bar.refresh()  # without it
         for row in plan:
             self.console.print(row)
         self.console.print(line, markup=markup)

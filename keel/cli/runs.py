@@ -170,9 +170,9 @@ def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
             *(table, name, cells, "left" if is_text else "right"), is_whole=name != "differs in"
         )
     for row in zip(*columns.values(), strict=True):
-        cells = dict(zip(columns, map(escape, row), strict=True))
-        colour = COLOURS.get(cells["state"], "red")
-        table.add_row(*(cells | {"state": f"[{colour}]{cells['state']}[/]"}).values())
+        shown = dict(zip(columns, map(escape, row), strict=True))
+        colour = COLOURS.get(shown["state"], "red")
+        table.add_row(*(shown | {"state": f"[{colour}]{shown['state']}[/]"}).values())
     return table
 
 
