@@ -65,7 +65,8 @@ def pytest_collection_finish() -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Files in end_to_end/ stay on one worker, as their tests share costly fixtures.
 
-    Other tests go to any worker. xdist's own groups have no effect under pytest 9.2.
+    Other tests go to any worker, the cases of one together. xdist's own groups have no effect under
+    pytest 9.2.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -74,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             path = nodeid.partition("::")[0]
             if path.endswith(WITH_TORCHVISION):
                 return "torchvision"
-            return path if "end_to_end" in path else nodeid
+            return path if "end_to_end" in path else nodeid.partition("[")[0]
 
         def _reschedule(self, node: Any) -> None:
             """A worker gets its next file when one test is left, not three: none waits behind
