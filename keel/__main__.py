@@ -1,7 +1,17 @@
-"""`python -m keel` is the command `keel`."""
+"""The command `keel`, also as `python -m keel`."""
 
 import sys
 
-from keel.cli.main import main
 
-sys.exit(main())
+def main() -> int:
+    """The command line; returns the exit code."""
+    try:
+        from keel.cli.main import main as command
+
+        return command()
+    except KeyboardInterrupt:  # while modules are imported
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -79,7 +79,7 @@ def test_an_installed_keel_reads_the_copy_of_pyproject_in_its_wheel(tmp_path, mo
 
 
 def test_the_command_is_declared():
-    assert project["project"]["scripts"] == {"keel": "keel.cli.main:main"}
+    assert project["project"]["scripts"] == {"keel": "keel.__main__:main"}
 
 
 def test_the_minimum_python_is_the_same_everywhere():

@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
+import keel.__main__
 import keel.cli.main
 from keel.cli.main import COMMANDS, load, main
 
@@ -111,3 +113,12 @@ def test_mistyped_commands_and_options_are_one_line(capsys):
     assert main(["run", "--client", "3"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "--clients" in line
+
+
+def test_ctrl_c_while_keel_is_imported_is_no_traceback(monkeypatch):
+    class Interrupted(ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "keel.cli.main", Interrupted("keel.cli.main"))
+    assert keel.__main__.main() == 130
