@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import flwr
@@ -30,11 +29,11 @@ from client_app.node_config import (
     own_splits,
     state_folder,
 )
-from client_app.process_cache import ProcessCache
+from client_app.process_cache import ProcessCaches, available_threads
 from client_app.round import RoundContext
 from client_app.setup import device_for, representation_width
 from client_app.site_privacy import PrivacyRefused, charge_release, check_limits
-from client_app.stacked import clients_that_fit, train_stacked
+from client_app.stacked import clients_that_fit, key_of_stack, train_stacked
 from client_app.state import ResetNeeded
 from client_app.worker_client import client_failed, run_and_round
 from protocol.config import config_from_json
@@ -87,7 +86,7 @@ class Turn:
             self._lock.release()
 
 
-process_cache, turn = ProcessCache(), Turn()
+process_caches, turn = ProcessCaches(), Turn()
 
 
 @private_files()
@@ -161,65 +160,98 @@ def clients_per_step(message: Message) -> int:
     if device.type == "cpu":
         return 1
     data = read_request(message, TrainRequest).data
-    model = process_cache.network(config, data, config.model.model, "local", device)
-    if not process_cache.max_stacked:
+    cache = process_caches.of(config)
+    model = cache.network(config, data, config.model.model, "local", device)
+    if not cache.max_stacked:
         num = clients_that_fit(method_of(config), config, model, data, device)
         log.info("clients-per-step = 0: %d clients at most train together on %s", num, device)
-        process_cache.max_stacked = num
-    return process_cache.max_stacked
+        cache.max_stacked = num
+    return max(1, cache.max_stacked // config.train.stacked_runs)
 
 
-def train_together(method: Method, ctxs: Sequence[RoundContext]) -> list[Update]:
+@dataclass(frozen=True)
+class Trained:
+    """What came of clients that trained together; the seconds are the share of one."""
+
+    updates: Sequence[Update | Exception]
+    seconds: float
+    cpu_seconds: float
+
+
+Train = Callable[[Sequence[Method], Sequence[RoundContext]], Trained]
+
+
+def train_one(methods: Sequence[Method], ctxs: Sequence[RoundContext]) -> list[Update | Exception]:
+    """`train_stacked` of one client, with the bits that it has alone."""
+    try:
+        return [methods[0].train(ctxs[0])]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return [error]
+
+
+def train_together(methods: Sequence[Method], ctxs: Sequence[RoundContext]) -> Trained:
     """The clients' updates; fewer train at a time, from now on, where they do not fit in memory."""
+    config, started, cpu_started = ctxs[0].config, time.perf_counter(), time.process_time()
+    torch.set_num_threads(config.train.threads or available_threads)
+    cache = process_caches.of(config)
     while True:
-        num = min(len(ctxs), process_cache.max_stacked or len(ctxs))
+        num = min(len(ctxs), cache.max_stacked or len(ctxs))
         try:
-            updates: list[Update] = []
-            for group in (ctxs[n : n + num] for n in range(0, len(ctxs), num)):
-                is_one = len(group) == 1
-                updates += [method.train(group[0])] if is_one else train_stacked(method, group)
-            return updates
+            updates: list[Update | Exception] = []
+            for start in range(0, len(ctxs), num):
+                group = methods[start : start + num], ctxs[start : start + num]
+                updates += train_stacked(*group) if len(group[1]) > 1 else train_one(*group)
+            break
         except torch.OutOfMemoryError:
             if num == 1:
                 raise
-        process_cache.max_stacked = num // 2  # here the memory of the attempt is free again
+        cache.max_stacked = num // 2  # here the memory of the attempt is free again
         log.warning(
-            "clients-per-step: %d clients do not fit into the memory of %s: %d at a time train "
-            "together for the rest of the run",
-            *(num, ctxs[0].device, process_cache.max_stacked),
+            "%s: %d clients do not fit into the memory of %s: %d at a time train together for the "
+            "rest of the run",
+            *(key_of_stack(config), num, ctxs[0].device, cache.max_stacked),
         )
+    return Trained(
+        updates,
+        (time.perf_counter() - started) / len(ctxs),
+        (time.process_time() - cpu_started) / len(ctxs),
+    )
 
 
 @private_files()
 def answer_together(
-    messages: Sequence[Message], contexts: Sequence[Context]
+    messages: Sequence[Message], contexts: Sequence[Context], train: Train = train_together
 ) -> list[RecordDict | Error]:
     """`answer` to train messages of one round, their clients trained as one batched model.
 
-    A client that cannot begin or finish fails alone; an error of the training is that of all.
+    A client that cannot begin or finish fails alone; an error of a step is that of all.
     """
     replies: dict[int, RecordDict | Error] = {}
     begun: dict[int, Training] = {}
     pairs = list(zip(messages, contexts, strict=True))
-    with ExitStack() as turns:
-        for n, (message, context) in enumerate(pairs):
-            try:
-                begun[n] = begin_training(message, context, turns)
-            except Exception as error:
-                replies[n] = error_reply(error, message, context)
-        updates: list[Update] = []
+    for n, (message, context) in enumerate(pairs):
         try:
-            if begun:
-                method = next(iter(begun.values())).method
-                updates = train_together(method, [training.ctx for training in begun.values()])
+            with ExitStack() as turns:  # not held while other runs, in other threads, come so far
+                begun[n] = begin_training(message, context, turns)
         except Exception as error:
-            replies |= {n: error_reply(error, *pairs[n]) for n in begun}
-        for (n, training), update in zip(begun.items(), updates, strict=False):
-            try:
-                metrics = measure_training(training, update, num_clients=len(begun))
-                replies[n] = finish_training(training, update, metrics)
-            except Exception as error:
-                replies[n] = error_reply(error, *pairs[n])
+            replies[n] = error_reply(error, message, context)
+    methods, ctxs = [t.method for t in begun.values()], [t.ctx for t in begun.values()]
+    try:
+        trained = train(methods, ctxs) if begun else Trained([], 0, 0)
+    except Exception as error:
+        trained = Trained([error] * len(begun), 0, 0)
+    for (n, training), update in zip(begun.items(), trained.updates, strict=True):
+        try:
+            if isinstance(update, Exception):
+                raise update
+            with turn():
+                times = trained.seconds, trained.cpu_seconds
+                metrics = measure_training(training, update, *times)
+            replies[n] = finish_training(training, update, metrics)
+        except Exception as error:
+            replies[n] = error_reply(error, *pairs[n])
     return [replies[n] for n in range(len(pairs))]
 
 
@@ -255,7 +287,7 @@ def roster(message: Message, context: Context) -> RecordDict:
     )
     name = own_architecture(config, node)
     with turn():
-        model = process_cache.network(config, data, name, "local", device_for("cpu"))
+        model = process_caches.of(config).network(config, data, name, "local", device_for("cpu"))
         width = representation_width(config, model)
     is_site = "source" in node
     entry = RosterEntry(
@@ -286,27 +318,23 @@ def prepare(
     is_stateful = method_of(request.config).is_stateful
     records = message.content.array_records
     folder = state_folder(request, context.node_config)
-    return partial(
-        process_cache.begin_round,
-        request,
-        context.node_config,
-        received=tensors(records["arrays"]),
-        extra=tensors(records.get("extra")),
-        state=folder.load(before_round, last_accepted_round if is_stateful else 0),
-        last_accepted_round=last_accepted_round,
+    received, extra = tensors(records["arrays"]), tensors(records.get("extra"))
+    state = folder.load(before_round, last_accepted_round if is_stateful else 0)
+    return lambda: process_caches.of(request.config).begin_round(
+        request, context.node_config, received, extra, state, last_accepted_round
     )
 
 
 @dataclass(frozen=True)
 class Training:
-    """One client's round between the message and the reply."""
+    """One client's round between the message and the reply; the seconds are those until now."""
 
     request: TrainRequest
     context: Context
     ctx: RoundContext
     method: Method
-    started: float
-    cpu_started: float
+    seconds: float
+    cpu_seconds: float
 
 
 def begin_training(message: Message, context: Context, turns: ExitStack) -> Training:
@@ -315,7 +343,9 @@ def begin_training(message: Message, context: Context, turns: ExitStack) -> Trai
     request = read_request(message, TrainRequest)
     begin = prepare(request, message, context, before_round=request.round)
     started += turns.enter_context(turn())
-    return Training(request, context, begin(), method_of(request.config), started, cpu_started)
+    ctx, method = begin(), method_of(request.config)
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    return Training(request, context, ctx, method, seconds, cpu_seconds)
 
 
 def train_one_round(message: Message, context: Context) -> RecordDict:
@@ -325,16 +355,20 @@ def train_one_round(message: Message, context: Context) -> RecordDict:
     """
     with ExitStack() as turns:
         training = begin_training(message, context, turns)
+        started, cpu_started = time.perf_counter(), time.process_time()
         update = training.method.train(training.ctx)
-        metrics = measure_training(training, update)
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+        metrics = measure_training(training, update, seconds, cpu_seconds)
     return finish_training(training, update, metrics)
 
 
-def measure_training(training: Training, update: Update, num_clients: int = 1) -> dict[str, float]:
+def measure_training(
+    training: Training, update: Update, seconds: float, cpu_seconds: float
+) -> dict[str, float]:
     """Check the update; its metrics.
 
     Where metrics are withheld these are the numbers of samples and of steps, which follows from it.
-    num_clients: that trained together; the times are this client's share.
+    seconds, cpu_seconds: of training; this client's share where several train together.
     """
     request, ctx, method = training.request, training.ctx, training.method
     check_state(method, update)
@@ -344,8 +378,8 @@ def measure_training(training: Training, update: Update, num_clients: int = 1) -
     }
     if not request.config.privacy.withholds_metrics:
         metrics |= {f"loss.{name}": value for name, value in update.terms.items()}
-        metrics["seconds"] = (time.perf_counter() - training.started) / num_clients
-        metrics["cpu-seconds"] = (time.process_time() - training.cpu_started) / num_clients
+        metrics["seconds"] = training.seconds + seconds
+        metrics["cpu-seconds"] = training.cpu_seconds + cpu_seconds
     refuse_unless_finite(request.round, {"update": update.arrays, "extra": update.extra})
     refuse_unless_finite(request.round, update.state)
     if request.evaluate:

@@ -238,7 +238,8 @@ def objective_phase(objective: LocalObjective, ctx: RoundContext) -> Phase:
         terms=lambda inputs: loss_terms(objective, constants, model, inputs),
         lr=train.lr,
         duration=Duration(train.local_epochs, "epochs"),
-        kind=constants.has_penalty,
+        frozen=[constants.global_model] if constants.global_model else [],
+        kind=(constants.has_penalty, constants.prepared is None),
     )
 
 

@@ -46,7 +46,7 @@ def compile_passes(model: StagedModel, device: torch.device) -> None:
 
 
 class ProcessCache:
-    """Builds each network once per process and lends it to one client after the other."""
+    """Builds each network of a run once and lends it to one client after the other."""
 
     def __init__(self) -> None:
         keep_freed_memory()
@@ -145,6 +145,25 @@ class ProcessCache:
             is_simulated=not is_site(node_config),
             networks=self,
         )
+
+
+class ProcessCaches:
+    """The cache of this process's newest run, or of each run where several train together."""
+
+    def __init__(self) -> None:
+        self._caches: dict[RunConfig, ProcessCache] = {}  # the newest is the last
+
+    def of(self, config: RunConfig) -> ProcessCache:
+        """The cache of the run with this config."""
+        cache = self._caches.pop(config, None)
+        while self._caches and len(self._caches) >= config.train.stacked_runs:
+            del self._caches[next(iter(self._caches))]
+        self._caches[config] = cache or ProcessCache()
+        return self._caches[config]
+
+    def clear(self) -> None:
+        """Drop all caches."""
+        self._caches.clear()
 
 
 def _on(device: torch.device, arrays: Arrays) -> Arrays:

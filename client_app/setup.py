@@ -62,7 +62,7 @@ def client_indices(
     )
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def split_over_clients(config: RunConfig, num_clients: int) -> Parts:
     """The indices of every simulated client's samples, of its local test part too."""
     data = config.data

@@ -1,14 +1,20 @@
-"""Clients of one process that train as one batched model (`clients-per-step`).
+"""Clients of one process that train as one batched model.
 
+They are clients of one run (`clients-per-step`), or of several runs in the same round
+(`stacked-runs`), which differ in their seed and in numbers among the options of their method.
 Each client's `Method.phases` runs on a model of its own up to its next phase. Then the weights of
 the k clients are stacked, [k, ...], and `torch.func.vmap` maps one client's loss terms over them.
 Clients do not wait for each other within a phase: a step trains the largest group, of g clients,
 whose next batches have the same size and learning rate. So no batch is padded, and a loss that
 compares the samples of a batch sees that batch alone.
 
+What differs between runs, the received arrays and these options, takes the place of the first
+client's own while the loss is computed.
+
 The result equals that of training one client after the other, up to rounding.
 """
 
+import copy
 import functools
 import inspect
 import logging
@@ -16,7 +22,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -31,10 +37,17 @@ from client_app.trainer import Descent, Phase, add_to_gradients
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, DatasetSpec
+from protocol.options import types_of
+from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
 Key = tuple[int, float, Hashable]  # batch size, learning rate, kind of phase
 StepResult = tuple[set[str], Any]  # of g clients: names of the loss terms; observed, [g, ...]
+
+
+def key_of_stack(config: RunConfig) -> str:
+    """The key with which this run's clients train together; what a refusal names."""
+    return "stacked-runs" if config.train.stacked_runs > 1 else "clients-per-step"
 
 
 def obstacle(method: Method, config: RunConfig, model: nn.Module) -> str:
@@ -52,10 +65,11 @@ def obstacle(method: Method, config: RunConfig, model: nn.Module) -> str:
 
 
 def check_stackable(method: Method, config: RunConfig, model: nn.Module) -> None:
-    """ValueError, one line, if `clients-per-step` is above 1 and the clients cannot be stacked."""
-    num = config.train.clients_per_step
+    """ValueError, one line, if clients are to train together and cannot be stacked."""
+    train = config.train
+    num = train.stacked_runs if train.stacked_runs > 1 else train.clients_per_step
     if num > 1 and (reason := obstacle(method, config, model)):
-        raise ValueError(f"clients-per-step = {num}: {reason}; set it to 1")
+        raise ValueError(f"{key_of_stack(config)} = {num}: {reason}; set it to 1")
 
 
 @dataclass(frozen=True)
@@ -94,11 +108,11 @@ class OwnSlots:
 
 
 class Swapped(nn.Module):
-    """Calls a function while the model has other parameters and buffers."""
+    """Calls a function while the model and frozen networks have other parameters and buffers."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, frozen: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.frozen = model, nn.ModuleList(frozen)
 
     def forward(self, function: Callable[[], Any]) -> Any:
         """What the function returns."""
@@ -125,45 +139,118 @@ class LossGuard:
 class StackedContext(RoundContext):
     """The round of one client of a stack.
 
-    While the loss is computed (`guard`), it may read only the attributes in `shared`, which are the
-    same for all clients: it is traced once for all of them. ValueError for any other.
+    While the loss is computed (`guard`), it may read only the attributes in `shared`: it is traced
+    once for all clients. ValueError for any other. They are the same for all clients, or arrays,
+    in `separate`, in whose place are those of each client.
     """
 
     guard: LossGuard = field(default_factory=LossGuard, repr=False)
     shared: tuple[str, ...] = ()
+    separate: tuple[str, ...] = ()
 
     def __getattribute__(self, name: str) -> Any:
         own = object.__getattribute__(self, "__dict__")
         guard = own.get("guard")  # none before it is set
         if guard and guard.is_up and not name.startswith("_") and name not in own["shared"]:
+            key = key_of_stack(own["config"])
             raise ValueError(
-                f"clients-per-step: the loss reads ctx.{name}, which may differ between clients: "
-                "return it from begin_round and read batch.prepared, or return it from a phase's "
-                "inputs; or set clients-per-step to 1"
+                f"{key}: the loss reads ctx.{name}, which may differ between clients: return it "
+                "from begin_round and read batch.prepared, or return it from a phase's inputs; or "
+                f"set {key} to 1"
             )
         return object.__getattribute__(self, name)
 
 
 def contexts_of(ctxs: Sequence[RoundContext]) -> list[StackedContext]:
-    """The rounds, each with networks of its own. ValueError if they received different arrays."""
-    first, guard = ctxs[0], LossGuard()
+    """The rounds, each with networks of its own.
+
+    ValueError if clients of one run received different arrays.
+    """
+    guard = LossGuard()
     shared = ["config", "data", "round", "device", "received", "model", "precision"]
-    for ctx in ctxs[1:]:
-        if not same_values(first.received, ctx.received):
+    first_of_run: dict[int, RoundContext] = {}  # by the networks, which are the run's
+    for ctx in ctxs:
+        first = first_of_run.setdefault(id(ctx.networks), ctx)
+        if first is not ctx and not same_values(first.received, ctx.received):
             raise ValueError(
-                f"clients-per-step: {first.client} and {ctx.client} received different arrays, "
-                "so they cannot train together; set it to 1"
+                f"{key_of_stack(ctx.config)}: {first.client} and {ctx.client} received different "
+                "arrays, so they cannot train together; set it to 1"
             )
-    if all(same_values(first.extra, ctx.extra) for ctx in ctxs[1:]):
+    separate = []
+    if not all(same_values(ctxs[0].received, ctx.received) for ctx in first_of_run.values()):
+        separate.append("received")
+    if all(shapes_in(ctxs[0].extra) == shapes_in(ctx.extra) for ctx in ctxs[1:]):
         shared.append("extra")
+        if not all(same_values(ctxs[0].extra, ctx.extra) for ctx in ctxs[1:]):
+            separate.append("extra")
     made = []
     for n, ctx in enumerate(ctxs):
         networks = OwnSlots(ctx.networks, n)
         model = networks.network(ctx.config, ctx.data, ctx.model.name, "local", ctx.device)
         values = {f.name: getattr(ctx, f.name) for f in fields(RoundContext)}
         values |= {"networks": networks, "model": model}
-        made.append(StackedContext(**values, guard=guard, shared=tuple(shared)))
+        values |= {"guard": guard, "shared": tuple(shared), "separate": tuple(separate)}
+        made.append(StackedContext(**values))
     return made
+
+
+def shapes_in(arrays: Arrays) -> dict[str, torch.Size]:
+    """The shape of each array."""
+    return {name: array.shape for name, array in arrays.items()}
+
+
+def differing(ctxs: Sequence[StackedContext]) -> dict[str, Arrays]:
+    """What clients received differently and the loss may read, by attribute: [k, ...] each."""
+    received = {name: [getattr(ctx, name) for ctx in ctxs] for name in ctxs[0].separate}
+    return {
+        name: {n: torch.stack([arrays[n] for arrays in each]) for n in each[0]}
+        for name, each in received.items()
+    }
+
+
+def stacked_frozen(phases: Sequence[Phase]) -> list[Arrays]:
+    """The weights of each frozen network, [k, ...]; {} where all clients have the same one."""
+    most = max((phase.frozen for phase in phases), key=len)
+    found: list[Arrays] = []
+    for n, network in enumerate(most):
+        own = [phase.frozen[n] if n < len(phase.frozen) else network for phase in phases]
+        differ = any(each is not network for each in own)
+        states = [each.state_dict() for each in own] if differ else [{}]
+        found.append({name: torch.stack([s[name] for s in states]) for name in states[0]})
+    return found
+
+
+def differing_options(methods: Sequence[Method], like: Tensor) -> Arrays:
+    """The numbers that differ between the clients' methods, by field: [k] each, of `like`'s type.
+
+    ValueError if anything else differs.
+    """
+    first = methods[0]
+    found: Arrays = {}
+    for each in fields(first):
+        values = [getattr(method, each.name) for method in methods]
+        if all(value == values[0] for value in values):
+            continue
+        if types_of(type(first))[each.name] is not float:  # type: ignore[arg-type]  # hashable
+            raise ValueError(
+                f"stacked-runs: {each.name} is {values[0]!r} in one run and another in others; "
+                "only numbers with decimals may differ"
+            )
+        found[each.name] = torch.tensor(values, dtype=like.dtype, device=like.device)
+    return found
+
+
+@contextmanager
+def replaced(one: object, values: Mapping[str, Any]) -> Iterator[None]:
+    """This object, frozen or not, has these attributes within this context."""
+    before = {name: object.__getattribute__(one, name) for name in values}
+    try:
+        for name, value in values.items():
+            object.__setattr__(one, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(one, name, value)
 
 
 def same_values(one: Any, other: Any) -> bool:
@@ -179,7 +266,7 @@ def same_value(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def check_captured(phases: Sequence[Phase]) -> None:
+def check_captured(phases: Sequence[Phase], key: str) -> None:
     """ValueError if the closures of loss terms of one kind hold values that differ by client."""
     plain = (Tensor, bool, int, float, str, type(None), list, tuple, dict)
     first: dict[Hashable, Mapping[str, Any]] = {}  # what the first client's terms read, by kind
@@ -190,16 +277,21 @@ def check_captured(phases: Sequence[Phase]) -> None:
         for name, value in first.setdefault(phase.kind, held).items():
             if isinstance(value, plain) and not same_values(value, held[name]):
                 raise ValueError(
-                    f"clients-per-step: {phase.terms.__qualname__} reads {name!r}, which differs "
-                    "between clients: return it from the phase's inputs, or set clients-per-step "
-                    "to 1"
+                    f"{key}: {phase.terms.__qualname__} reads {name!r}, which differs between "
+                    f"clients: return it from the phase's inputs, or set {key} to 1"
                 )
 
 
 class Stack:
     """The weights, momenta and buffers of k clients in one phase, by name, [k, ...] each."""
 
-    def __init__(self, ctxs: Sequence[RoundContext], phases: Sequence[Phase]) -> None:
+    def __init__(
+        self,
+        methods: Sequence[Method],
+        ctxs: Sequence[StackedContext],
+        phases: Sequence[Phase],
+    ) -> None:
+        self.methods, self.ctxs, self.config = methods, ctxs, common_config(ctxs)
         self.models, self.train = [ctx.model for ctx in ctxs], ctxs[0].config.train
         trained = [names_of(*pair) for pair in zip(self.models, phases, strict=True)]
         alike = {
@@ -207,14 +299,16 @@ class Stack:
         }
         if len(alike) > 1:
             raise ValueError(
-                "clients-per-step: the clients train different parameters, or with another "
-                "momentum or weight decay; set it to 1"
+                f"{key_of_stack(self.config)}: the clients train different parameters, or with "
+                "another momentum or weight decay; set it to 1"
             )
-        check_captured(phases)
+        check_captured(phases, key_of_stack(self.config))
         self.phases, self.names = phases, trained[0]
         states = [model.state_dict() for model in self.models]
         self.arrays = {name: torch.stack([s[name] for s in states]) for name in states[0]}
         self.velocities = {n: torch.zeros_like(self.arrays[n]) for n in self.names}
+        self.constants, self.frozen = differing(ctxs), stacked_frozen(phases)
+        self.options = differing_options(methods, next(iter(self.arrays.values())))
         self.gradient_offsets = stacked([list(p.gradient_offsets) for p in phases])
         self.step_offsets = stacked([list(p.step_offsets) for p in phases])
         self.sums: dict[str, Tensor] = {}  # of each loss term over samples, [k]
@@ -236,15 +330,36 @@ class Stack:
         velocities = {name: self.velocities[name][rows] for name in self.names}
         weights = {name: own[name].detach().requires_grad_() for name in self.names}
         trained = list(weights.values())
-        tensors, rebuilt = batched(inputs)
-        phase, swapped = self.phases[places[0]], Swapped(self.models[places[0]])
+        tensors, rebuilt = batched(inputs, key_of_stack(self.config))
+        first = places[0]
+        phase, method, ctx = self.phases[first], self.methods[first], self.ctxs[first]
+        swapped = Swapped(self.models[first], phase.frozen)
 
-        def one(arrays: Arrays, tensors: list[Tensor]) -> Any:
-            named = {f"model.{name}": array for name, array in arrays.items()}
+        def one(
+            arrays: Arrays, tensors: list[Tensor], constants: dict[str, Arrays], options: Arrays
+        ) -> Any:
             function = functools.partial(phase.terms, rebuilt(tensors))
-            return functional_call(swapped, named, (function,))
+            with replaced(ctx, constants | {"config": self.config}), replaced(method, options):
+                return functional_call(swapped, arrays, (function,))
 
-        made = torch.func.vmap(one)(own | weights, tensors)
+        arrays = {f"model.{name}": array for name, array in (own | weights).items()}
+        constants = {
+            name: {n: array[rows] for n, array in arrays.items()}
+            for name, arrays in self.constants.items()
+        }
+        for n in range(len(phase.frozen)):
+            arrays |= {f"frozen.{n}.{name}": a[rows] for name, a in self.frozen[n].items()}
+        options = {name: values[rows] for name, values in self.options.items()}
+        try:
+            made = torch.func.vmap(one)(arrays, tensors, constants, options)
+        except RuntimeError as error:
+            if not options or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(
+                f"stacked-runs: {', '.join(options)} of {type(method).__name__} differs between "
+                "runs, and the loss can only calculate with it, not branch on it: compute what "
+                f"depends on it in begin_round, or set stacked-runs to 1 ({in_one_line(error)})"
+            ) from error
         terms, observed = made if phase.observe else (made, None)  # [g, ...] each
         functools.reduce(operator.add, terms.values()).sum().backward()
         add_to_gradients(trained, [offset[rows] for offset in self.gradient_offsets])
@@ -272,6 +387,14 @@ class Stack:
             model.load_state_dict({name: array[n] for name, array in self.arrays.items()})
 
 
+def common_config(ctxs: Sequence[RoundContext]) -> RunConfig:
+    """The config without the keys in which runs differ; a loss that reads one is refused."""
+    config = ctxs[0].config
+    flats = [ctx.config.flat for ctx in ctxs]
+    flat = {k: v for k, v in config.flat.items() if all(other[k] == v for other in flats)}
+    return replace(config, flat=flat) if len(flat) < len(config.flat) else config
+
+
 def names_of(model: nn.Module, phase: Phase) -> list[str]:
     """The names of the parameters that the phase trains, in its order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -283,7 +406,7 @@ def stacked(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [torch.stack(tensors) for tensors in zip(*lists, strict=True)]
 
 
-def batched(inputs: Sequence[Any]) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
+def batched(inputs: Sequence[Any], key: str) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
     """The tensors in the inputs of g clients, [g, ...] each, and a function that reverses it.
 
     The function makes one client's inputs from its tensors. ValueError if anything but tensors
@@ -294,8 +417,8 @@ def batched(inputs: Sequence[Any]) -> tuple[list[Tensor], Callable[[list[Tensor]
     for values in zip(*leaves, strict=True):
         if not isinstance(values[0], Tensor) and any(value != values[0] for value in values):
             raise ValueError(
-                "clients-per-step: begin_round, or a phase's inputs, returns values that differ "
-                "between clients and are no tensors: return tensors, or set clients-per-step to 1"
+                f"{key}: begin_round, or a phase's inputs, returns values that differ between "
+                f"clients and are no tensors: return tensors, or set {key} to 1"
             )
 
     def rebuilt(tensors: list[Tensor]) -> Any:
@@ -319,7 +442,9 @@ def clip_each(weights: Sequence[Tensor], max_norm: float) -> None:
         gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))
 
 
-def train_phases(ctxs: Sequence[StackedContext], phases: Sequence[Phase]) -> list[Descent]:
+def train_phases(
+    methods: Sequence[Method], ctxs: Sequence[StackedContext], phases: Sequence[Phase]
+) -> list[Descent]:
     """`train_phase` of each of these clients."""
     precision, device, guard = ctxs[0].precision, ctxs[0].device, ctxs[0].guard
     plans = [
@@ -327,7 +452,7 @@ def train_phases(ctxs: Sequence[StackedContext], phases: Sequence[Phase]) -> lis
         for ctx, phase in zip(ctxs, phases, strict=True)
     ]
     rates = [phase.rates(c, plan) for c, phase, plan in zip(ctxs, phases, plans, strict=True)]
-    stack = Stack(ctxs, phases)
+    stack = Stack(methods, ctxs, phases)
     taken, names = [0] * len(ctxs), [set[str]() for _ in ctxs]
 
     def key_of(n: int) -> Key:
@@ -399,22 +524,33 @@ def bytes_of_training(
     return 6 * weights + 2 * saved + config.train.cache_mb * 2**20
 
 
-def train_stacked(method: Method, ctxs: Sequence[RoundContext]) -> list[Update]:
-    """`method.train` of each of these clients, which share a process, a network and a round."""
+def train_stacked(
+    methods: Sequence[Method], ctxs: Sequence[RoundContext]
+) -> list[Update | Exception]:
+    """`method.train` of each of these clients, which share a process, a network and a round.
+
+    An error of one client before or between its phases is its own; one of a step is raised.
+    """
     own = contexts_of(ctxs)
-    trainings: list[Phases] = [method.phases(ctx) for ctx in own]
-    updates: dict[int, Update] = {}
+    methods = [copy.copy(method) for method in methods]  # each with options of its own
+    trainings: list[Phases] = [m.phases(ctx) for m, ctx in zip(methods, own, strict=True)]
+    ended: dict[int, Update | Exception] = {}
     descents: Mapping[int, Descent] = {}
-    while len(updates) < len(ctxs):
+    while len(ended) < len(ctxs):
         phases: dict[int, Phase] = {}
         for n, training in enumerate(trainings):
-            if n in updates:
+            if n in ended:
                 continue
             try:
                 phases[n] = training.send(descents[n]) if n in descents else next(training)
             except StopIteration as end:
-                updates[n] = end.value
+                ended[n] = end.value
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                ended[n] = error
         if phases:
-            made = train_phases([own[n] for n in phases], list(phases.values()))
+            chosen = [methods[n] for n in phases], [own[n] for n in phases]
+            made = train_phases(*chosen, list(phases.values()))
             descents = dict(zip(phases, made, strict=True))
-    return [updates[n] for n in range(len(ctxs))]
+    return [ended[n] for n in range(len(ctxs))]

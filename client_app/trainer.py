@@ -84,6 +84,7 @@ class Phase:
     momentum, weight_decay: the run's if None.
     gradient_offsets: one per parameter, added to its gradient before gradients are clipped.
     step_offsets: one per parameter, added to it times the learning rate after each step.
+    frozen: networks that the loss reads and does not train.
     kind: clients whose phases differ in it have different terms and are not stacked in one step.
     """
 
@@ -99,6 +100,7 @@ class Phase:
     decays: bool = True
     gradient_offsets: Sequence[Tensor] = ()
     step_offsets: Sequence[Tensor] = ()
+    frozen: Sequence[torch.nn.Module] = ()
     kind: Hashable = None
 
     def optimizer(self, parameters: Sequence[Tensor], train: TrainConfig) -> SGD:

@@ -187,6 +187,11 @@ class TrainConfig:
         "clients that the inline engine trains together, as one batched model; 0: as many as half "
         "of a GPU's free memory holds, one on a CPU or where they cannot be stacked",
     )
+    stacked_runs: int = option(
+        between(1, 64),
+        "runs of the inline engine that train together, at most, as one batched model "
+        "(server_app/stacked_runs.py): they differ in seed and numbers of the method alone",
+    )
     frozen_statistics: str = option(
         one_of("running", "batch"),
         "BatchNorm in frozen models: their own statistics, or each batch's as in FedIntR's code, "
@@ -486,7 +491,7 @@ def resolve_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
     return config
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)  # of all runs that train together
 def config_from_json(text: str) -> RunConfig:
     """The config that `RunConfig.to_json` wrote; parsed once a process, as every message has it."""
     return _parse(with_current_names(json.loads(text)))

@@ -191,6 +191,13 @@ def prepare(
             "clients together, and no more than 1,000 of them: run with --engine inline, or set it "
             "to 1"
         )
+    companions = getattr(grid, "companions", None)
+    if config.train.stacked_runs > 1 and companions is None:
+        raise ValueError(
+            f"stacked-runs = {config.train.stacked_runs}: runs train together on the inline "
+            "engine, with no more than 1,000 clients, through server_app.stacked_runs, which also "
+            "resumes them: use that, or set it to 1"
+        )
     initial_weights = {name: array.clone() for name, array in model.state_dict().items()}
     strategy = strategy_for(config, model)
     device = device_for(config.train.device)
@@ -256,7 +263,7 @@ def prepare(
         for node, entry in sorted(roster.items(), key=lambda pair: pair[1].client):
             if entry.client not in registry.missing:
                 audit.note("joined", client=entry.client, node=node)
-    directory.start_log()
+    directory.start_log(companions.is_own if companions else None)
     if audit_fault:
         log.warning("%s", audit_fault)
     for path in directory.skipped:
@@ -273,7 +280,8 @@ def prepare(
     is_whole = len(entries) == len(roster)
     split = split_digest(config, entries) if is_whole else digest_of(roster)
     has_no_sites = all(entry.num_partitions for entry in entries)
-    begin_manifest(directory.path, config, len(roster), has_no_sites, split, workers)
+    about = companions.about if companions else {}
+    begin_manifest(directory.path, config, len(roster), has_no_sites, split, workers, about)
     memory = StateMemory()
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):
         memories[directory.path] = memory

@@ -5,21 +5,23 @@ which pass tensors without a copy. On one CPU the model is bit-identical to that
 """
 
 import argparse
+import logging
 import secrets
 import signal
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 import client_app.app
-from client_app.handlers import answer_together, clients_per_step
+from client_app.handlers import Train, answer_together, clients_per_step, train_together
 from protocol.flower_compat import assign_message_id, begin_task
 from protocol.options import OptionValue
 from server_app.app import log_to_stdout
@@ -30,16 +32,37 @@ MAX_NODES = 1000
 NodeConfig = dict[str, OptionValue]
 
 
+@dataclass(frozen=True)
+class Companions:
+    """What a run has of the others with which it trains (server_app/stacked_runs.py).
+
+    train: trains clients of all runs together. about: which runs these are, for the manifest.
+    is_own: whether a log record belongs into this run's log.
+    """
+
+    train: Train
+    about: Mapping[str, Any]
+    is_own: Callable[[logging.LogRecord], bool] = lambda record: True
+
+
 class InlineGrid(Grid):
-    """Clients in this process, which answer one after the other, in the order of the messages."""
+    """Clients in this process, which answer one after the other, in the order of the messages.
+
+    companions: the runs with which this one trains, if any.
+    """
 
     is_in_process: ClassVar[bool] = True
     stacks_clients: ClassVar[bool] = True
     has_own_clients: ClassVar[bool] = True
     simulates_clients = False  # each node is one client, unless `run_inline` changes this
 
-    def __init__(self, app: ClientApp, node_configs: Sequence[NodeConfig]) -> None:
-        self.app = app
+    def __init__(
+        self,
+        app: ClientApp,
+        node_configs: Sequence[NodeConfig],
+        companions: Companions | None = None,
+    ) -> None:
+        self.app, self.companions = app, companions
         run_id = secrets.randbits(62)
         begin_task(run_id)
         self.contexts = {
@@ -82,7 +105,10 @@ class InlineGrid(Grid):
             return []
         num = clients_per_step(self.waiting[due[0]])
         messages = [self.waiting.pop(message_id) for message_id in due[:num]]
-        return [self.answer(messages[0])] if num == 1 else self.answer_together(messages)
+        is_train = messages[0].metadata.message_type == MessageType.TRAIN
+        if num > 1 or (self.companions and is_train):
+            return self.answer_together(messages)
+        return [self.answer(messages[0])]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -97,9 +123,10 @@ class InlineGrid(Grid):
         return self.app(message, context)
 
     def answer_together(self, messages: Sequence[Message]) -> list[Message]:
-        """The replies of clients that train together (`clients-per-step`)."""
+        """The replies of clients that train together, with those of other runs if there are."""
         contexts = [self.contexts[message.metadata.dst_node_id] for message in messages]
-        contents = answer_together(messages, contexts)
+        train = self.companions.train if self.companions else train_together
+        contents = answer_together(messages, contexts, train)
         return [
             Message(content, reply_to=message)
             for content, message in zip(contents, messages, strict=True)
@@ -119,12 +146,13 @@ def run_inline(
     node_configs: Sequence[NodeConfig] | None = None,
     observers: Sequence[RunObserver] = (),
     num_workers: int = 0,
+    companions: Companions | None = None,
 ) -> Path:
     """A run in this process; returns its directory. Raises what `run_federation` raises.
 
     node_configs: one per client, for clients that are not partitions of the run's source.
     num_workers: nodes that simulate the clients as logical ones; 0: one node for more than
-    `MAX_NODES` clients, otherwise one per client.
+    `MAX_NODES` clients, otherwise one per client. companions: as `InlineGrid`.
     """
     overrides = dict(overrides)
     is_logical = node_configs is None and (num_clients > MAX_NODES or num_workers > 0)
@@ -136,7 +164,7 @@ def run_inline(
             raise ValueError(f"num-clients = {expected}: the run is started for {num_clients}")
         if "resume" not in overrides:
             overrides["num-clients"] = num_clients
-    grid = InlineGrid(client_app.app.app, nodes or list(node_configs or []))
+    grid = InlineGrid(client_app.app.app, nodes or list(node_configs or []), companions)
     grid.simulates_clients = is_logical
     return run_federation(grid, overrides, observers=observers).path
 

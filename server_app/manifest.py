@@ -10,7 +10,7 @@ import json
 import logging
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -75,12 +75,13 @@ def begin_manifest(
     is_simulated: bool,
     split: str,
     workers: Sequence[WorkerOnNode] = (),
+    stacked: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the manifest before the first round, or update it on a resume.
 
     A damaged one does not stop a resume. Versions stay those of the noted rounds. code, keel,
     machines: all that worked on the run; the machines of sites are not known here. workers: those
-    of Flower's simulation.
+    of Flower's simulation. stacked: the runs that this one trains with (stacked_runs.py).
     """
     try:
         before = read_manifest(directory)
@@ -98,6 +99,8 @@ def begin_manifest(
         "simulated": is_simulated,
         "split": split,
     }
+    if stacked:
+        fields["stacked"] = stacked
     if fields["simulated"]:
         here = machine(device_for(config.train.device))
         names = [*before.get("machines", []), here, *(each.report.machine for each in workers)]

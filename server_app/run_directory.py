@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,13 +80,15 @@ class RunDirectory:
                 time.sleep(0.05)
         remove_parts(path)
 
-    def start_log(self) -> None:
-        """Copy Keel's log to run.log until `close`."""
+    def start_log(self, is_own: Callable[[logging.LogRecord], bool] | None = None) -> None:
+        """Copy Keel's log, or its records that are this run's own, to run.log until `close`."""
         logger = logging.getLogger("keel")
         self._log = logging.FileHandler(self.path / "run.log")
         self._log.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk
         line_format = f"%(asctime)s {self.path.name} %(levelname)s %(message)s"
         self._log.setFormatter(logging.Formatter(line_format))
+        if is_own:
+            self._log.addFilter(is_own)
         self._level_before = logger.level
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)

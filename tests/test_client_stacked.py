@@ -123,7 +123,12 @@ def both_ways(subject, **keys):
     config = subject.config(**{"local_epochs": 1, "momentum": 0.9, "weight_decay": 1e-3} | keys)
     method = method_of(config)
     alone = [method.train(ctx) for ctx in rounds_of(subject, config, ProcessCache())]
-    return alone, train_stacked(method, rounds_of(subject, config, ProcessCache()))
+    return alone, together_of(method, rounds_of(subject, config, ProcessCache()))
+
+
+def together_of(method, ctxs):
+    """The updates of these clients of one run, trained together."""
+    return train_stacked([method] * len(ctxs), ctxs)
 
 
 def assert_same_updates(alone, together, rtol=1e-9):
@@ -262,11 +267,11 @@ def test_a_loss_that_captures_what_differs_between_clients_is_refused(tmp_path):
     config = subject.config(local_epochs=1)
     for value in (reading(lambda ctx: ctx.label_counts), Reads(1, 1, 0)):
         with pytest.raises(ValueError, match=r"phases.* reads 'value', which differs between") as e:
-            train_stacked(value, rounds_of(subject, config, ProcessCache()))
+            together_of(value, rounds_of(subject, config, ProcessCache()))
         assert "\n" not in str(e.value)
     same = reading(lambda ctx: torch.tensor(2.0))
     alone = [same.train(ctx) for ctx in rounds_of(subject, config, ProcessCache())]
-    together = train_stacked(same, rounds_of(subject, config, ProcessCache()))
+    together = together_of(same, rounds_of(subject, config, ProcessCache()))
     assert_same_updates(alone, together, rtol=1e-4)
 
 
@@ -291,7 +296,7 @@ def test_a_loss_that_reads_what_differs_between_clients_is_refused(
     subject = Subject("fedavg", tmp_path)
     config = subject.config(local_epochs=1)
     with pytest.raises(ValueError, match=f"the loss reads ctx.{attribute}, which may differ"):
-        train_stacked(method_of(config), rounds_of(subject, config, ProcessCache()))
+        together_of(method_of(config), rounds_of(subject, config, ProcessCache()))
 
 
 def test_clients_that_received_different_arrays_are_refused(tmp_path):
@@ -300,7 +305,7 @@ def test_clients_that_received_different_arrays_are_refused(tmp_path):
     ctxs = rounds_of(subject, config, ProcessCache())
     next(iter(ctxs[2].received.values())).add_(1)
     with pytest.raises(ValueError, match="client-0000 and client-0002 received different arrays"):
-        train_stacked(method_of(config), ctxs)
+        together_of(method_of(config), ctxs)
 
 
 # --- on the inline engine -----------------------------------------------------------------------
@@ -380,13 +385,13 @@ class FullMemory:
     def __init__(self, most):
         self.most, self.tried = most, []
 
-    def __call__(self, method, ctxs):
+    def __call__(self, methods, ctxs):
         self.tried.append(len(ctxs))
         if len(ctxs) > self.most:
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"
             )
-        return train_stacked(method, ctxs)
+        return train_stacked(methods, ctxs)
 
 
 @pytest.fixture(scope="module")

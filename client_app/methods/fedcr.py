@@ -200,11 +200,10 @@ class FedCR(Method):
         last_stage = model.stage_names[-1]
         draw = self.draws(ctx, "batches")
 
-        def terms(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Arrays, tuple[Tensor, Tensor]]:
-            x, y, eps = inputs
+        def terms(inputs: tuple[Tensor, ...]) -> tuple[Arrays, tuple[Tensor, Tensor]]:
+            x, y, eps, m_y, s_y = inputs
             _, (raw,) = model.run(x, [last_stage], to_logits=False)
             mu, s = gaussian(raw)
-            m_y, s_y = m[y], deviation[y]
             kl = divergence(mu, s, m_y, s_y) if self.reverse else divergence(m_y, s_y, mu, s)
             losses = {
                 "supervised": sampled_cross_entropy(model.classifier, mu, s, y, eps),
@@ -218,7 +217,7 @@ class FedCR(Method):
 
         descent = yield Phase(
             parameters=list(model.parameters()),
-            inputs=lambda step: (step.x, step.y, draw(step)),
+            inputs=lambda step: (step.x, step.y, draw(step), m[step.y], deviation[step.y]),
             terms=terms,
             observe=observe,
             lr=train.lr,

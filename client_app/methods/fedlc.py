@@ -71,13 +71,14 @@ class FedLC(LocalObjective):
             )
         return ""
 
-    def begin_round(self, ctx: RoundContext) -> Tensor:
-        """The client's margins, [C]."""
-        return margins(ctx.label_counts, self.tau)
+    def begin_round(self, ctx: RoundContext) -> Tensor | None:
+        """The client's margins, [C]; None for tau = 0."""
+        return margins(ctx.label_counts, self.tau) if self.tau else None
 
     def supervised(self, batch: Batch) -> Tensor:
         """The calibrated loss, a scalar."""
-        a = calibrated(batch.logits, batch.prepared) if self.tau else batch.logits
+        margin = batch.prepared
+        a = batch.logits if margin is None else calibrated(batch.logits, margin)
         if self.exclude_true:
             return loss_without_true_class(a, batch.y)
         return F.cross_entropy(a, batch.y)

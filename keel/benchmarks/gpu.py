@@ -108,7 +108,7 @@ def clients_together(keys: Keys, num_clients: int, is_stacked: bool) -> Run:
     method = method_of(config)
     ctxs = [round_of(config, cache, n, num_clients) for n in range(num_clients)]
     if is_stacked:
-        return lambda: train_stacked(method, ctxs)
+        return lambda: train_stacked([method] * len(ctxs), ctxs)
     return lambda: [method.train(ctx) for ctx in ctxs]
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import client_app.app
+from client_app.handlers import train_together
 from client_app.machine import machine
 from client_app.setup import device_for
 from keel.experiments.measure import CURVES
@@ -21,7 +22,7 @@ from protocol.messages import array_record
 from server_app.audit import AUDIT_FILE, audit_problem
 from server_app.federation import one_round, prepare
 from server_app.history import read_history
-from server_app.inline import InlineGrid, simulated_nodes
+from server_app.inline import Companions, InlineGrid, simulated_nodes
 from server_app.manifest import read_manifest, signed_files, versions
 from server_app.summary import read_config_file, read_run_config
 
@@ -100,8 +101,13 @@ def checks(directory: Path, rounds: int) -> Iterator[Check]:
     if not manifest["simulated"]:
         yield Check(True, "not replayed: its clients were sites with data of their own")
         return
+    others = len(manifest.get("stacked", {}).get("runs", "1")) - 1
+    if others:
+        plural = "s" if others > 1 else ""
+        yield Check(True, f"it trained together with {others} other run{plural}: replayed alone")
     try:
-        yield from replay_checks(directory, manifest, rounds, is_same_setup=not differing)
+        is_same = not differing and not others
+        yield from replay_checks(directory, manifest, rounds, is_same)
     except (ValueError, OSError, RuntimeError) as error:
         yield Check(False, f"the replay failed: {error}")
 
@@ -161,7 +167,10 @@ def replay_checks(
         own = {"output-dir": scratch, "resume": ""}
         flat = {**saved, **own}
         config = config_from_json(json.dumps(flat))
-        grid = InlineGrid(client_app.app.app, simulated_nodes(manifest["clients"]))
+        stacked = manifest.get("stacked")
+        companions = Companions(train_together, stacked) if stacked else None
+        nodes = simulated_nodes(manifest["clients"])
+        grid = InlineGrid(client_app.app.app, nodes, companions)
         run = prepare(grid, config, {**overrides, **own}, None)
         try:
             replay = read_manifest(run.directory.path)
