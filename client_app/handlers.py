@@ -16,7 +16,7 @@ from pathlib import Path
 import flwr
 import numpy as np
 import torch
-from flwr.app import Context, Error, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
 
 from client_app.evaluation import evaluate
 from client_app.machine import machine, report_of
@@ -50,6 +50,8 @@ from protocol.messages import (
     TrainRequest,
     all_finite,
     contents_to_simulate,
+    find_record,
+    get_record,
     last_accepted_round_of,
     machine_content,
     read_request,
@@ -95,7 +97,7 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
 
     A message for many logical clients is answered for one after the other.
     """
-    if "simulated" not in message.content.config_records:
+    if "simulated" not in message.content:
         return answer_as(message, context)
     if is_deployed(context.node_config):  # it would train on any data, without the site's limits
         reason = "a message for simulated clients: this client is deployed and simulates none"
@@ -147,10 +149,10 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
 
 def clients_per_step(message: Message) -> int:
     """How many clients may train together on messages like this one."""
-    is_simulated = "simulated" in message.content.config_records  # by logical clients, one by one
+    is_simulated = "simulated" in message.content  # by logical clients, one by one
     if message.metadata.message_type != MessageType.TRAIN or is_simulated:
         return 1
-    record = message.content.config_records.get("round")
+    record = find_record(message.content, "round", ConfigRecord)
     if not record or "config" not in record:  # each client refuses it by itself
         return 1
     config = config_from_json(str(record["config"]))
@@ -258,7 +260,7 @@ def answer_together(
 def withholds_metrics(message: Message) -> bool:
     """Whether nothing measured on the data, an error's text included, may leave this client."""
     try:
-        record = message.content.config_records["round"]
+        record = get_record(message.content, "round", ConfigRecord)
         return config_from_json(str(record["config"])).privacy.withholds_metrics
     except (KeyError, ValueError):
         return False
@@ -266,7 +268,7 @@ def withholds_metrics(message: Message) -> bool:
 
 def query(message: Message, context: Context) -> RecordDict:
     """What the server asks before round 1: of a client, or of a simulation's worker."""
-    record = message.content.config_records.get("round")
+    record = find_record(message.content, "round", ConfigRecord)
     if record is not None and "token" in record:
         if is_deployed(context.node_config):  # a digest of the data would be exact
             raise ValueError("a query about the machine: only a simulation's worker answers that")
@@ -316,10 +318,10 @@ def prepare(
     check_limits(request.config, context.node_config)
     last_accepted_round = last_accepted_round_of(message)
     is_stateful = method_of(request.config).is_stateful
-    records = message.content.array_records
     folder = state_folder(request, context.node_config)
-    received, extra = tensors(records["arrays"]), tensors(records.get("extra"))
-    state = folder.load(before_round, last_accepted_round if is_stateful else 0)
+    received = tensors(get_record(message.content, "arrays", ArrayRecord))
+    extra = tensors(find_record(message.content, "extra", ArrayRecord))
+    state = folder.load(before_round, last_accepted_round) if is_stateful else {}
     return lambda: process_caches.of(request.config).begin_round(
         request, context.node_config, received, extra, state, last_accepted_round
     )

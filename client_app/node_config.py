@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,14 @@ def clients_folder() -> Path:
     return keel_home() / "clients"
 
 
+@lru_cache(maxsize=4)  # the same in every message of a run
+def run_path(sent: str) -> tuple[Path, str, bool]:
+    """(path, its last part or "" if any part is odd, whether it is absolute) of a `run-dir`."""
+    path = Path(sent)
+    is_odd = not RUN_NAME.fullmatch(path.name) or ".." in path.parts
+    return path, "" if is_odd else path.name, path.is_absolute()
+
+
 def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
     """Where this client's state of this run is stored.
 
@@ -119,9 +128,8 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
     run directory, if that is on this machine. ValueError for a `run-dir` outside of these.
     """
     client, sent = client_name(node_config), request.run_dir
-    run, is_path = Path(sent).name, Path(sent).is_absolute()
-    is_odd = not RUN_NAME.fullmatch(run) or ".." in Path(sent).parts
-    if is_odd or (is_deployed(node_config) if is_path else sent != run):
+    path, run, is_path = run_path(sent)
+    if not run or (is_deployed(node_config) if is_path else sent != run):
         raise ValueError(
             f"run-dir = {sent[:200]!r}: expected the name of a run (letters, digits, '.', '_', "
             "'-') or, in a simulation, the path of its directory: this client writes nowhere else"
@@ -129,8 +137,8 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
     max_ahead = NUM_REPEATED * request.config.rounds.checkpoint_interval
     if "state-dir" in node_config:
         return StateFolder(Path(str(node_config["state-dir"])) / run / client, max_ahead)
-    if is_path and Path(sent).is_dir():
-        if not (Path(sent) / "config.json").is_file():
+    if is_path and path.is_dir():
+        if not (path / "config.json").is_file():
             raise ValueError(f"run-dir = {sent[:200]!r}: is not a run directory (no config.json)")
-        return StateFolder(Path(sent) / "clients" / client, max_ahead, memories.get(Path(sent)))
+        return StateFolder(path / "clients" / client, max_ahead, memories.get(path))
     return StateFolder(clients_folder() / run / client, max_ahead)

@@ -18,7 +18,7 @@ from client_app.precision import forward_in, losses_in_float32
 from client_app.round import RoundContext
 from client_app.samples import Step
 from client_app.server_optimizer_terms import server_optimizer_terms
-from client_app.trainer import Duration, Phase, copy_of
+from client_app.trainer import Duration, Phase
 from models import StagedModel
 from protocol.messages import Arrays
 
@@ -96,7 +96,10 @@ class LocalObjective(Method):
         return self.finish((yield from objective_phases(self, ctx)), ctx)
 
     def finish(self, update: Update, ctx: RoundContext) -> Update:
-        """Postprocess the update after local training; `ctx.model` is the trained model."""
+        """Postprocess the update after local training.
+
+        `ctx.model` is the trained model; it may share its memory with `update.arrays`.
+        """
         return update
 
 
@@ -233,7 +236,7 @@ def objective_phase(objective: LocalObjective, ctx: RoundContext) -> Phase:
     train, model = ctx.config.train, ctx.model.train().requires_grad_(True)
     constants = constants_of(objective, ctx)
     return Phase(
-        parameters=list(model.parameters()),
+        parameters=model.weights,
         inputs=constants.inputs,
         terms=lambda inputs: loss_terms(objective, constants, model, inputs),
         lr=train.lr,
@@ -246,11 +249,12 @@ def objective_phase(objective: LocalObjective, ctx: RoundContext) -> Phase:
 def objective_phases(objective: LocalObjective, ctx: RoundContext) -> Phases:
     """`objective_phase` from the received model.
 
-    The client state is the trained local model where the objective `uses_previous`.
+    The client state is the trained local model where the objective `uses_previous`. The update may
+    share its memory with `ctx.model`, until that is loaded or trained again.
     """
     ctx.model.load_state_dict(ctx.received)
     descent = yield objective_phase(objective, ctx)
-    arrays = copy_of(ctx.model)
+    arrays = ctx.model.hand_over()
     state = {"previous": arrays} if objective.uses_previous else {}
     return Update(arrays, descent.num_steps, descent.terms, state=state)
 

@@ -82,7 +82,7 @@ class RoundContext:
     @cached_property
     def precision(self) -> str:
         """The precision in which this client trains: fp32, tf32 or bf16."""
-        num_parameters = sum(p.numel() for p in self.model.parameters())
+        num_parameters = sum(p.numel() for p in self.model.weights)
         return resolved(self.config.train.precision, num_parameters, self.device)
 
     def seed(self, *names: int | str) -> int:
@@ -132,5 +132,5 @@ class RoundContext:
     def frozen(self, slot: str, arrays: Arrays) -> StagedModel:
         """`network(slot)` with these weights, in eval mode and without gradient."""
         model = self.network(slot)
-        model.load_state_dict(arrays)
+        model.borrow(arrays)
         return model.eval().requires_grad_(False)

@@ -171,7 +171,7 @@ class Samples:
         forms = [
             i + num * v if augmentation.flip else i for i, v in zip(index, variant, strict=True)
         ]
-        host_forms = torch.cat([*forms, torch.empty(0, dtype=torch.int64)]).numpy()
+        host_forms = torch.cat(forms).numpy() if forms else np.empty(0, np.int64)
         on_device = [_uploaded(parts, device) for parts in (forms, shifts, degrees)]
         return BatchPlan(num, augmentation, epochs, index, variant, host_forms, *on_device)
 

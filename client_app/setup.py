@@ -137,6 +137,7 @@ def representation_width(config: RunConfig, model: StagedModel) -> int:
         return model.eval().extract(image, split).numel()
 
 
+@lru_cache  # torch takes its time to look for a GPU
 def device_for(name: str) -> torch.device:
     """The device called `name`; auto is cuda where available. ValueError for an absent device."""
     has_cuda = torch.cuda.is_available()

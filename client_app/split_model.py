@@ -15,13 +15,13 @@ from protocol.messages import Arrays
 
 def head_of(model: StagedModel) -> Arrays:
     """Copies of the classifier's arrays, by their names in the whole model."""
-    weights = model.state_dict()
+    weights = model.tensors
     return {name: weights[name].detach().clone() for name in model.head_keys(model.stage_names[-1])}
 
 
 def extractor_of(model: StagedModel) -> Arrays:
     """Copies of all other arrays, by their names in the whole model."""
-    weights = model.state_dict()
+    weights = model.tensors
     names = model.extractor_keys(model.stage_names[-1])
     return {name: weights[name].detach().clone() for name in names}
 

@@ -13,6 +13,7 @@ from client_app.precision import forward_in, products
 from client_app.round import RoundContext
 from client_app.samples import BatchPlan, Step, batch_size_for
 from client_app.sgd import SGD
+from models import StagedModel, own_memory
 from protocol.config import TrainConfig
 from protocol.messages import Arrays
 
@@ -122,6 +123,7 @@ class Phase:
 def train_phase(ctx: RoundContext, phase: Phase) -> Descent:
     """One phase of one client; the one loop of all local training."""
     train = ctx.config.train
+    own_memory(phase.parameters)
     optimizer = phase.optimizer(phase.parameters, train)
     plan = ctx.plan(phase.stream, phase.duration.count, phase.duration.unit)
     rates = phase.rates(ctx, plan)
@@ -190,9 +192,9 @@ def seed_default(seed: int, device: torch.device) -> None:
             torch.cuda.manual_seed(seed)
 
 
-def copy_of(model: torch.nn.Module) -> Arrays:
+def copy_of(model: StagedModel) -> Arrays:
     """The model's parameters and buffers, in contiguous memory of their own."""
     return {
         name: array.detach().clone(memory_format=torch.contiguous_format)
-        for name, array in model.state_dict().items()
+        for name, array in model.tensors.items()
     }

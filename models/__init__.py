@@ -1,6 +1,7 @@
 """Networks as ordered, named stages; protocol/models.py lists them."""
 
+from models.fixed import FixedModule, own_memory
 from models.registry import build_model
 from models.staged import Stage, StagedModel
 
-__all__ = ["Stage", "StagedModel", "build_model"]
+__all__ = ["FixedModule", "Stage", "StagedModel", "build_model", "own_memory"]

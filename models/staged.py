@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from models.fixed import FixedModule
+
 
 class Stage(nn.Module):
     """Weights (`body`), then what has none (`tail`): the activation, the pooling or both.
@@ -39,7 +41,7 @@ class Trunk:
     width: int  # of the classifier's input
 
 
-class StagedModel(nn.Module):
+class StagedModel(FixedModule):
     """Ordered named stages, pooling or flattening to features, and a classifier.
 
     `projection_heads` (FedIntR's q_k) are empty unless the model was built with them. They are part
@@ -119,13 +121,13 @@ class StagedModel(nn.Module):
         """The state_dict keys of the stages up to and including `split`."""
         last = self._stage_index(split)
         prefixes = tuple(f"stages.{name}." for name in self.stage_names[: last + 1])
-        return [key for key in self.state_dict() if key.startswith(prefixes)]
+        return [key for key in self.tensors if key.startswith(prefixes)]
 
     def head_keys(self, split: str) -> list[str]:
         """The state_dict keys of the stages after `split` and of the classifier."""
         first = self._stage_index(split) + 1
         prefixes = (*(f"stages.{name}." for name in self.stage_names[first:]), "classifier.")
-        return [key for key in self.state_dict() if key.startswith(prefixes)]
+        return [key for key in self.tensors if key.startswith(prefixes)]
 
     def _chain(self) -> list[nn.Module]:
         """For each of `layer_names`, the module that computes it from the one before."""

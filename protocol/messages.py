@@ -18,7 +18,7 @@ empty. Tensors are packed when they leave the process: within it the receiver ge
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from typing import Any, TypeVar, get_type_hints
@@ -32,7 +32,7 @@ from torch import Tensor
 from protocol.code import code_digest
 from protocol.config import RunConfig, config_from_json, keel_version
 from protocol.flower_compat import LazyArray
-from protocol.packing import Pieces, packed_pieces, size_of
+from protocol.packing import Pieces, Shapes, packed_pieces, packed_size
 from protocol.text import check_client_name, in_one_line
 
 Arrays = dict[str, Tensor]
@@ -124,6 +124,7 @@ class PreflightRequest:
 
 Request = TypeVar("Request", RosterRequest, PreflightRequest, TrainRequest, EvaluateRequest)
 RoundRequest = TrainRequest | EvaluateRequest
+Record = TypeVar("Record", ArrayRecord, ConfigRecord, MetricRecord)
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,22 @@ class TrainReply:
     metrics: dict[str, float]
 
 
+def find_record(content: RecordDict, name: str, kind: type[Record]) -> Record | None:
+    """The record of this name if it is of this kind; None otherwise.
+
+    Flower's `config_records` and the like make a copy of the content at each access.
+    """
+    found = content.get(name)
+    return found if isinstance(found, kind) else None
+
+
+def get_record(content: RecordDict, name: str, kind: type[Record]) -> Record:
+    """`find_record`; KeyError if there is none."""
+    if (found := find_record(content, name, kind)) is None:
+        raise KeyError(name)
+    return found
+
+
 def request_record(request: RosterRequest | PreflightRequest | RoundRequest) -> ConfigRecord:
     """The record that `read_request` reads back: one entry a field, and the code's digest."""
     values = {
@@ -186,7 +203,7 @@ def read_request(message: Message, kind: type[Request]) -> Request:
 
     ValueError if it is not one of Keel's, or if the server that sent it runs other code.
     """
-    record = message.content.config_records.get("round")
+    record = find_record(message.content, "round", ConfigRecord)
     if record is None:
         raise ValueError("a message without the record 'round': not sent by Keel's ServerApp")
     values: dict[str, Any] = {name.replace("-", "_"): value for name, value in record.items()}
@@ -224,7 +241,18 @@ def message_content(
 
 def last_accepted_round_of(message: Message) -> int:
     """The last round of this client whose update was aggregated; 0: none."""
-    return int(message.content.config_records["client"]["counted-round"])  # type: ignore[arg-type]
+    return int(get_record(message.content, "client", ConfigRecord)["counted-round"])  # type: ignore[arg-type]
+
+
+def names_of(names: Iterable[str]) -> dict[str, str]:
+    """The metadata of packed arrays: their names in order, which safetensors changes."""
+    return {"names": json.dumps([*names])}
+
+
+@lru_cache(maxsize=16)  # the same in every message of a run
+def handed_bytes(shapes: Shapes) -> int:
+    """Bytes of packed arrays of these names, dtypes and shapes, without packing any."""
+    return packed_size(shapes, names_of(name for name, *_ in shapes))
 
 
 class HandedArrays(LazyArray):
@@ -240,12 +268,13 @@ class HandedArrays(LazyArray):
     def pieces(self) -> Pieces:
         """The bytes in pieces: the tensors' own memory."""
         arrays: Arrays = self.__dict__["arrays"]
-        return packed_pieces(arrays, {"names": json.dumps([*arrays])})
+        return packed_pieces(arrays, names_of(arrays))
 
     def size_bytes(self) -> int:
         """The number of bytes, without making them."""
         if "size" not in self.__dict__:
-            self.__dict__["size"] = size_of(self.pieces())
+            shapes = tuple((name, a.dtype, a.shape) for name, a in self.__dict__["arrays"].items())
+            self.__dict__["size"] = handed_bytes(shapes)
         return int(self.__dict__["size"])
 
 
@@ -300,7 +329,7 @@ def simulated_content(
     They have the request, the arrays and `extra` in common, but for arrays called "own".
     """
     first = contents[0]
-    accepted = [int(c.config_records["client"]["counted-round"]) for c in contents]  # type: ignore[arg-type]
+    accepted = [int(get_record(c, "client", ConfigRecord)["counted-round"]) for c in contents]  # type: ignore[arg-type]
     simulated: dict[str, Any] = {
         "clients": list(clients),
         "num-clients": num_clients,
@@ -309,12 +338,12 @@ def simulated_content(
     shared = ArrayRecord()
     whole: dict[str, Any] = {
         "simulated": ConfigRecord(simulated),
-        "round": first.config_records["round"],
-        "arrays": first.array_records["arrays"],
+        "round": get_record(first, "round", ConfigRecord),
+        "arrays": get_record(first, "arrays", ArrayRecord),
         "extra": shared,
     }
     for k, content in enumerate(contents):
-        for name, array in content.array_records["extra"].items():
+        for name, array in get_record(content, "extra", ArrayRecord).items():
             if name == "own":
                 own = ArrayRecord()
                 own[name] = array
@@ -329,15 +358,15 @@ def contents_to_simulate(whole: RecordDict) -> list[tuple[int, int, RecordDict]]
 
     What they have in common is decoded once.
     """
-    simulated: dict[str, Any] = dict(whole.config_records["simulated"])
+    simulated: dict[str, Any] = dict(get_record(whole, "simulated", ConfigRecord))
     num_clients = int(simulated["num-clients"])
     clients, accepted = simulated["clients"], simulated["counted-rounds"]
-    arrays = array_record(tensors(whole.array_records["arrays"]))
-    extra = array_record(tensors(whole.array_records["extra"]))
+    arrays = array_record(tensors(get_record(whole, "arrays", ArrayRecord)))
+    extra = array_record(tensors(get_record(whole, "extra", ArrayRecord)))
     contents = []
     for k, (client, last) in enumerate(zip(clients, accepted, strict=True)):
-        own = joined(extra, whole.array_records.get(f"own-{k}", ArrayRecord()))
-        content = message_content(whole.config_records["round"], arrays, own, int(last))
+        own = joined(extra, find_record(whole, f"own-{k}", ArrayRecord) or ArrayRecord())
+        content = message_content(get_record(whole, "round", ConfigRecord), arrays, own, int(last))
         contents.append((int(client), num_clients, content))
     return contents
 
@@ -358,7 +387,7 @@ def simulated_replies(whole: RecordDict, num_clients: int) -> list[RecordDict | 
     """What `simulated_reply` was made of."""
     replies: list[RecordDict | Error] = []
     for k in range(num_clients):
-        error = whole.config_records.get(f"error-{k}")
+        error = find_record(whole, f"error-{k}", ConfigRecord)
         if error is not None:
             replies.append(Error(int(error["code"]), str(error["reason"])))  # type: ignore[arg-type]
             continue
@@ -391,14 +420,13 @@ def read_reply(message: Message, max_bytes: int | None = None) -> TrainReply:
     size = payload_bytes(message)
     if max_bytes is not None and size > max_bytes:
         raise ValueError(f"the reply has {size} bytes, more than the bound of {max_bytes}")
-    for name, records in (
-        ("reply", content.config_records),
-        ("metrics", content.metric_records),
-        ("arrays", content.array_records),
-    ):
-        if name not in records:
-            raise ValueError(f"the reply has no record {name!r}")
-    metrics = content.metric_records["metrics"]
+    about = find_record(content, "reply", ConfigRecord)
+    metrics = find_record(content, "metrics", MetricRecord)
+    arrays = find_record(content, "arrays", ArrayRecord)
+    if about is None or metrics is None or arrays is None:
+        found = {"reply": about, "metrics": metrics, "arrays": arrays}
+        missing = next(name for name, record in found.items() if record is None)
+        raise ValueError(f"the reply has no record {missing!r}")
     if len(metrics) > MAX_METRICS:
         raise ValueError(f"the reply has {len(metrics)} metrics, more than {MAX_METRICS}")
     for name, value in metrics.items():
@@ -408,13 +436,12 @@ def read_reply(message: Message, max_bytes: int | None = None) -> TrainReply:
             )
         if isinstance(value, list):
             raise ValueError(f"unreadable: metric {name} is a list")
-    about = content.config_records["reply"]
     try:
         return TrainReply(
             client=in_one_line(about["client"], 64),
             round=int(about["round"]),  # type: ignore[arg-type]  # a scalar, as reply_content wrote
-            arrays=tensors(content.array_records["arrays"]),
-            extra=tensors(content.array_records.get("extra")),
+            arrays=tensors(arrays),
+            extra=tensors(find_record(content, "extra", ArrayRecord)),
             metrics={name: float(value) for name, value in metrics.items()},  # type: ignore[arg-type]
         )
     except Exception as error:  # a client's bytes may raise anything
@@ -445,7 +472,7 @@ def machine_content(report: MachineReport) -> RecordDict:
 
 def machine_report(content: RecordDict) -> MachineReport:
     """The report in a worker's reply."""
-    record: dict[str, Any] = dict(content.config_records["machine"])
+    record: dict[str, Any] = dict(get_record(content, "machine", ConfigRecord))
     return MachineReport(**record)
 
 
@@ -456,7 +483,7 @@ def roster_content(entry: RosterEntry) -> RecordDict:
 
 def read_roster(message: Message) -> RosterEntry:
     """The roster entry in a reply to query; ValueError if there is none, or one out of bounds."""
-    record = message.content.config_records.get("roster")
+    record = find_record(message.content, "roster", ConfigRecord)
     if record is None:
         raise ValueError("the reply to the query has no record 'roster'")
     text = str(record.get("entry"))

@@ -4,13 +4,15 @@ The bytes are those of the package safetensors, which reads them; a test compare
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Shape = tuple[str, torch.dtype, torch.Size]  # of an array: its name, dtype and shape
+Shapes = tuple[Shape, ...]
 Pieces = list[Any]  # bytes and NumPy arrays of bytes: what `bytes.join` and `write` take
 # Names of the format, in the order in which it stores tensors: from the last to the first.
 DTYPES = {
@@ -34,30 +36,33 @@ def packed_pieces(arrays: Mapping[str, Tensor], metadata: Mapping[str, str] | No
     A tensor on the CPU and contiguous is not copied: do not modify it before the pieces are used.
     """
     tensors = {name: array.detach().cpu().contiguous() for name, array in arrays.items()}
-    order = sorted(tensors, key=lambda name: (-RANKS[tensors[name].dtype], name.encode()))
-    shapes = tuple((name, tensors[name].dtype, tuple(tensors[name].shape)) for name in order)
+    shapes = in_order((name, array.dtype, array.shape) for name, array in tensors.items())
     return [
         header(shapes, None if metadata is None else tuple(metadata.items())),
-        *(tensors[name].reshape(-1).view(torch.uint8).numpy() for name in order),
+        *(tensors[name].reshape(-1).view(torch.uint8).numpy() for name, *_ in shapes),
     ]
 
 
+def packed_size(shapes: Iterable[Shape], metadata: Mapping[str, str]) -> int:
+    """The number of bytes of `packed_pieces`, for arrays of these names, dtypes and shapes."""
+    ordered = in_order(shapes)
+    num_bytes = sum(shape.numel() * dtype.itemsize for _, dtype, shape in ordered)
+    return len(header(ordered, tuple(metadata.items()))) + num_bytes
+
+
+def in_order(shapes: Iterable[Shape]) -> Shapes:
+    """In the order in which the format stores them."""
+    return tuple(sorted(shapes, key=lambda each: (-RANKS[each[1]], each[0].encode())))
+
+
 @lru_cache(maxsize=16)  # the same in every message of a run
-def header(
-    shapes: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
-    metadata: Sequence[tuple[str, str]] | None,
-) -> bytes:
+def header(shapes: Shapes, metadata: Sequence[tuple[str, str]] | None) -> bytes:
     """The file's first bytes: the length of what follows, names, dtypes, shapes and places."""
     about: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, dtype, shape in shapes:
-        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        start, end = end, end + shape.numel() * dtype.itemsize
         about[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def size_of(pieces: Pieces) -> int:
-    """Bytes of all pieces."""
-    return sum(memoryview(piece).nbytes for piece in pieces)

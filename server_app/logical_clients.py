@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flwr.app import Error, Message, MessageType, RecordDict
+from flwr.app import Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from protocol.flower_compat import assign_message_id, has_own_clients, is_in_process_grid
-from protocol.messages import simulated_content, simulated_replies
+from protocol.messages import find_record, simulated_content, simulated_replies
 from strategies.sampling import FIRST_NODE
 
 TAIL_SHARE = 8  # the last 1 / 8 of the clients are sent in messages of their own
@@ -159,9 +159,10 @@ class LogicalGrid(Grid):
         """Measure the worker by the seconds that its clients say they trained."""
         seconds, units = 0.0, 0.0
         for message, content in zip(messages, contents, strict=True):
-            if isinstance(content, Error) or "metrics" not in content.metric_records:
+            if isinstance(content, Error):
                 continue
-            own_s = content.metric_records["metrics"].get("seconds")
+            metrics = find_record(content, "metrics", MetricRecord)
+            own_s = metrics.get("seconds") if metrics else None
             if isinstance(own_s, float):
                 seconds += own_s
                 units += self.expected_time(message.metadata.dst_node_id)

@@ -39,6 +39,7 @@ class Reporter:
     ) -> None:
         self.config, self.info, self.privacy_spent = config, info, privacy_spent
         self.observers = [RoundLog(), *trackers_of(config.rounds), *observers]
+        self.reply_observers = [o for o in self.observers if isinstance(o, ReplyObserver)]
         self.history = list(info.history)
         self.is_finished = False
         # the signal that ends the process comes in another thread than the rounds, or within them
@@ -84,9 +85,8 @@ class Reporter:
 
     def replied(self, what: str, num_replies: int, num_asked: int) -> None:
         """Tell the observers that follow replies; see `ReplyObserver`."""
-        for observer in self.observers:
-            if isinstance(observer, ReplyObserver):
-                observer.on_replies(what, num_replies, num_asked)
+        for observer in self.reply_observers:
+            observer.on_replies(what, num_replies, num_asked)
 
     def round_done(self, line: Line) -> None:
         """Note that a round is done and on disk."""

@@ -69,7 +69,7 @@ class Ditto(LocalObjective):
             }
 
         personal = yield Phase(
-            parameters=list(model.parameters()),
+            parameters=model.weights,
             inputs=lambda step: (step.x, step.y),
             terms=terms,
             lr=ctx.config.train.lr,

@@ -216,7 +216,7 @@ class FedCR(Method):
                 product.add(*posterior, step.y)
 
         descent = yield Phase(
-            parameters=list(model.parameters()),
+            parameters=model.weights,
             inputs=lambda step: (step.x, step.y, draw(step), m[step.y], deviation[step.y]),
             terms=terms,
             observe=observe,

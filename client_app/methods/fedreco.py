@@ -30,7 +30,7 @@ from client_app.method import Method, Phases, Update
 from client_app.privacy import privatise
 from client_app.round import RoundContext
 from client_app.trainer import Duration, Phase, copy_of
-from models import StagedModel
+from models import FixedModule, StagedModel
 from protocol.messages import Arrays
 from protocol.options import any_text, at_least, duration, option, parse_duration
 
@@ -51,7 +51,7 @@ def consensus_gradient(extract_0: nn.Module, x: Tensor, h: Tensor) -> Arrays:
     return dict(zip(parameters, gradients, strict=True))
 
 
-class Extractor(nn.Module):
+class Extractor(FixedModule):
     """The stages of a model up to the split, as a module of their own, sharing its weights."""
 
     def __init__(self, model: StagedModel, split: str) -> None:
@@ -131,9 +131,9 @@ class FedReCo(Method):
         model = self.own_model(ctx, ctx.state).train().requires_grad_(True)
         split = self.split_stage(model)
         u_i, u_0 = Extractor(model, split), self.shared_extractor(ctx)
-        u = list(u_i.parameters())
+        u = u_i.weights
         in_u = {id(p) for p in u}
-        v = [p for p in model.parameters() if id(p) not in in_u]
+        v = [p for p in model.weights if id(p) not in in_u]
 
         k_v, k_u = Duration(*parse_duration(self.k_v)), Duration(*parse_duration(self.k_u))
         h_of_u_i, h_of_u_0 = (

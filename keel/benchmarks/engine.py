@@ -27,6 +27,7 @@ from keel.deployment.superlink import app_directory, run_config
 from protocol.config import app_folder
 from server_app.history import Line, read_history
 from server_app.inline import run_inline
+from server_app.manifest import NUM_NOTED_ROUNDS
 from server_app.observers import RunInfo
 
 ticks = os.sysconf("SC_CLK_TCK")
@@ -274,16 +275,20 @@ class RoundClock:
         """Nothing to note."""
 
     def median_ms(self) -> float:
-        """Median processor milliseconds of a round, without the first and the last."""
+        """Median processor milliseconds of a round.
+
+        Without the last, which always has a checkpoint, and the first, whose digests are noted.
+        """
         rounds = [after - before for before, after in itertools.pairwise(self.at)]
-        return 1000 * statistics.median(rounds[:-1])
+        return 1000 * statistics.median(rounds[NUM_NOTED_ROUNDS - 1 : -1])
 
 
 def untrained(options: BenchOptions) -> Iterator[Row]:
     """Processor milliseconds of an inline round of UNTRAINED, without training or evaluation.
 
-    FedReCo, which has no global model, still draws a batch for its gradient and evaluates its
-    cohort. Client state and checkpoints are written in each round, or after the last.
+    FedReCo, which has no global model, still takes the gradient of a batch for each client. Client
+    state and checkpoints are written in each round, or after the last (`snapshot-every`, which
+    `checkpoint-every` follows).
     """
     for method, model, num_clients in UNTRAINED[: 2 if options.is_quick else None]:
         costs = []
@@ -294,7 +299,7 @@ def untrained(options: BenchOptions) -> Iterator[Row]:
                 "method": method,
                 "model": model,
                 "local-epochs": 0,
-                "num-rounds": 3 if options.is_quick else 6,
+                "num-rounds": NUM_NOTED_ROUNDS + (2 if options.is_quick else 6),
                 "evaluate-every": 1000,
                 "device": "cpu",
                 "snapshot-every": snapshot_every,
@@ -305,7 +310,9 @@ def untrained(options: BenchOptions) -> Iterator[Row]:
                 keys |= {"local-test-fraction": 0.2, "evaluate-clients": "cohort"}
             with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder:
                 clock = RoundClock()
-                run_inline({**keys, "output-dir": folder}, num_clients, observers=[clock])
+                path = run_inline({**keys, "output-dir": folder}, num_clients, observers=[clock])
+                if failed := [line["left_out"] for line in read_history(path) if line["left_out"]]:
+                    raise RuntimeError(f"clients failed in a round: {failed[0]}")
             costs.append(round(clock.median_ms()))
         yield {
             "what": f"{method}, {model}, {num_clients} clients, nothing trained: CPU ms a round",
