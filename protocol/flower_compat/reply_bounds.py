@@ -230,7 +230,7 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
             rows = session.execute(
                 select(MessageRes.run_id, count).where(is_its).group_by(MessageRes.run_id)
             ).all()
-        found = {int64_to_uint64(each): int(number) for each, number in rows}
+        found = {int64_to_uint64(each or 0): int(number) for each, number in rows}
         for each, about in self.get_run_status(found.keys() - {run}).items():
             if about.status == Status.FINISHED:
                 self.cleanup_run(each)
