@@ -19,10 +19,14 @@ from protocol.flower_compat.ray_backend import (
     ClusterBackend,
     Worker,
     gpu_share,
-    shared_variables,
     workers_on,
 )
-from protocol.flower_compat.simulation import MAX_WORKERS, WorkerThreads, vce_api_name
+from protocol.flower_compat.simulation import (
+    MAX_WORKERS,
+    WorkerThreads,
+    shared_variables,
+    vce_api_name,
+)
 
 
 def node(address, cpus, gpus=0.0, alive=True):

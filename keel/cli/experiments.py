@@ -71,6 +71,16 @@ def run_command(
     workers: Annotated[
         int, typer.Option(min=0, help="Concurrent runs. 0: one per GPU, or one per core.")
     ] = 0,
+    cpus_per_run: Annotated[int, typer.Option(min=1, help="CPUs of each run.")] = 1,
+    gpus_per_run: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="GPUs of each run, such as 0.25. Default: 1, where there are any."
+        ),
+    ] = None,
+    ray: Annotated[
+        str, typer.Option(help="HOST:PORT of a Ray cluster that this machine is part of.")
+    ] = "",
     pack: Annotated[
         Path | None,
         typer.Option(
@@ -98,14 +108,15 @@ def run_command(
         seeds=list(range(seeds)) or seeds_for(loaded, cells, grid == "full"),
         full_grid=grid == "full",
     )
-    from keel.experiments.runner import (
-        run_recipe,
-    )  # imports torch, which the checks above do not need
+    # imports torch, which the checks above do not need
+    from keel.experiments.runner import run_recipe
+    from keel.experiments.tasks import Resources
 
     console, folder = new_console(), output_folder(output)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        failed = run_recipe(loaded, cells, options, folder, workers, console)
+        resources = Resources(workers, cpus_per_run, gpus_per_run, ray)
+        failed = run_recipe(loaded, cells, options, folder, resources, console)
     except KeyboardInterrupt:
         console.print("interrupted; repeat the command to resume from the last finished rounds")
         archive_into(pack, folder)

@@ -25,6 +25,7 @@ class Node:
     address: str
     num_cpus: float
     num_gpus: float
+    id: str = ""
 
     def num_workers(self, cpus: float, gpus: float) -> int:
         """How many workers with these shares run here at once."""
@@ -79,6 +80,22 @@ def check_address(address: str) -> None:
         ) from None
 
 
+def living_nodes() -> list[Node]:
+    """The nodes of the Ray that this process is connected to."""
+    import ray
+
+    return [
+        Node(
+            n["NodeManagerAddress"],
+            n["Resources"].get("CPU", 0),
+            n["Resources"].get("GPU", 0),
+            n["NodeID"],
+        )
+        for n in ray.nodes()  # type: ignore[no-untyped-call]
+        if n["Alive"]
+    ]
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the nodes as JSON, or why there are none in one line; exit code 1 then."""
     import ray
@@ -88,12 +105,7 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         print(" ".join(str(error).split())[:500])
         return 1
-    nodes = [
-        Node(n["NodeManagerAddress"], n["Resources"].get("CPU", 0), n["Resources"].get("GPU", 0))
-        for n in ray.nodes()  # type: ignore[no-untyped-call]
-        if n["Alive"]
-    ]
-    print(json.dumps([asdict(node) for node in nodes]))
+    print(json.dumps([asdict(node) for node in living_nodes()]))
     ray.shutdown()
     return 0
 

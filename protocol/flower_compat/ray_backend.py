@@ -3,7 +3,7 @@
 Replaces `RayBackend` (see `simulation_patches`), whose options and start of Ray it takes:
 
 - On a cluster ($RAY_ADDRESS) Flower gives workers its `sys.path` and nothing else of the
-  environment; here also the variables named in `shared_prefixes`.
+  environment; here also `worker_variables`.
 - Workers look for modules in the folder of the process that starts them, which is the one that the
   SuperLink was started in; here it is the app's.
 - Flower's workers are on any node; here each has a node, so that the preflight can name it.
@@ -18,7 +18,6 @@ No public way for any of these.
 import logging
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,16 +35,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from protocol.config import app_folder
 from protocol.flower_compat import assign_message_id
-from protocol.flower_compat.simulation import WorkerReply, is_cluster, started
+from protocol.flower_compat.simulation import (
+    CPU_WORKERS,
+    WorkerReply,
+    is_cluster,
+    started,
+    worker_variables,
+)
 
 log = logging.getLogger("keel.server")
 MAX_ATTEMPTS = 3  # of a message whose worker dies, on nodes that are alive
 LOOK_S = 1.0  # between two looks whether any worker is left
 LOST = (RayActorError, ObjectLostError)  # the worker, or its node, is gone
-# variables that workers on other nodes get: Keel's, and those of the libraries that compute
-shared_prefixes = ("KEEL_", "OMP_", "MKL_", "TORCH", "CUBLAS_", "CUDNN_")
-own_variables = ("KEEL_ENGINE", "KEEL_WORKER")  # of the process that has them
-CPU_WORKERS = "KEEL_CPU_WORKERS"  # where set, workers get no GPU that was not asked for
 
 
 @dataclass(eq=False)
@@ -70,15 +71,6 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, RayActorError):
         reason = lines[0] if lines else reason
     return reason
-
-
-def shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those that workers on other nodes get."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(shared_prefixes) and name not in own_variables
-    }
 
 
 def all_nodes() -> list[dict[str, Any]]:
@@ -132,10 +124,8 @@ class ClusterBackend(RayBackend):
         """
         os.chdir(app_folder)
         if is_cluster() and not ray.is_initialized():
-            path = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
-            variables = {"PYTHONPATH": path} | shared_variables(os.environ)
             options: dict[str, Any] = dict(backend_config.get(self.init_args_key) or {})
-            ray.init(runtime_env={"env_vars": variables}, **options)
+            ray.init(runtime_env={"env_vars": worker_variables()}, **options)
         super().init_ray(backend_config)
 
     def _validate_client_resources(self, config: BackendConfig) -> dict[str, int | float]:

@@ -5,7 +5,7 @@ The ServerApp is a thread of the process that has the workers; see `simulation_p
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,10 @@ from flwr.app import RecordDict
 
 MAX_WORKERS = 4096
 START_TIMEOUT_S = 600.0  # for Ray and its workers to start
+# variables that workers on other nodes get: Keel's, and those of the libraries that compute
+shared_prefixes = ("KEEL_", "OMP_", "MKL_", "TORCH", "CUBLAS_", "CUDNN_")
+own_variables = ("KEEL_ENGINE", "KEEL_WORKER")  # of the process that has them
+CPU_WORKERS = "KEEL_CPU_WORKERS"  # where set, workers get no GPU that was not asked for
 vce_api_name = "flwr.server.superlink.fleet.vce.vce_api"
 
 
@@ -69,3 +73,18 @@ def has_own_backend(grid: Any) -> bool:
 def is_cluster() -> bool:
     """Whether Ray's workers may be on other machines."""
     return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those that workers on other nodes get."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(shared_prefixes) and name not in own_variables
+    }
+
+
+def worker_variables() -> dict[str, str]:
+    """The environment of workers on other nodes; they import what this process imports."""
+    path = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": path} | shared_variables(os.environ)

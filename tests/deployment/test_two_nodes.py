@@ -146,14 +146,14 @@ def wait_for_rounds(cluster, name, rounds, process):
         time.sleep(0.05)
 
 
-def training_on(node):
-    """Ids of the node's processes that work on a message."""
+def training_on(node, title="ClientAppActor.run"):
+    """Ids of the node's processes that work on a message, or on a task with another title."""
     from cluster_fixtures import ip
 
     found = []
     for pid in map(int, ip("netns", "pids", node.space).split()):
         try:
-            if b"ClientAppActor.run" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if title.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
         except OSError:
             continue
@@ -220,3 +220,56 @@ def test_workers_larger_than_any_node_are_refused_in_a_line(cluster):
     assert f"{cluster.address(0)} has 1 CPUs" in err
     assert err.count("\n") == 1
     assert not run_of(cluster, "large").exists()
+
+
+# --- a recipe -----------------------------------------------------------------------------------
+
+
+def experiments(cluster, folder, num_rounds=3):
+    """`keel experiments run` of two runs on the cluster, and its output folder."""
+    recipe, output = folder / "recipe.yaml", cluster.home / folder.name
+    keys = {**SMALL, "num-clients": NUM_CLIENTS, "num-rounds": num_rounds}
+    recipe.write_text(json.dumps({"config": keys, "seeds": 2, "rows": {"A": {"method": "moon"}}}))
+    words = ("run", str(recipe), "--output", str(output), "--ray", cluster.ray)
+    return cluster.keel("experiments", *words), output
+
+
+def finished_in(output):
+    """The directories of its runs, which are finished."""
+    found = [path.parent for path in output.glob("runs/*/*/config.json")]
+    assert [summary_of(path)["status"] for path in found] == ["finished"] * 2
+    return found
+
+
+def test_a_run_of_a_lost_node_is_resumed_on_another_with_the_same_bits(cluster, tmp_path):
+    """Until then each node executes one."""
+    cluster.start(1)
+    process, output = experiments(cluster, tmp_path, num_rounds=40)
+    try:
+        deadline = time.monotonic() + 200
+        while not all(training_on(node, "ray::execute") for node in cluster.nodes.values()):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        while len(list(output.glob("runs/*/*/history.jsonl"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        cluster.nodes.pop(1).kill()
+        out, err = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (0, ""), out
+    assert out.count("it is resumed once") == 1
+    for number, folder in enumerate(finished_in(output)):
+        keys = json.loads((folder / "config.json").read_text())["overrides"]
+        assert_as_inline(folder, keys, tmp_path / str(number))
+
+
+def test_a_node_that_does_not_see_the_output_folder_is_refused(cluster, tmp_path):
+    cluster.start(1, [f"mount -t tmpfs none {cluster.home}"])
+    process, output = experiments(cluster, tmp_path)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 2
+    assert f"{cluster.address(1)} does not see {output}: set --output" in err
+    assert err.count("\n") == 1
+    assert not list(output.glob("runs/*/*/config.json"))

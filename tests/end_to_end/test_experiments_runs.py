@@ -1,5 +1,6 @@
 """The runner, its report and `keel experiments verify` on runs of a small sweep."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -20,13 +20,10 @@ import typer
 from run_fixtures import final_model, history_of, same_bits
 
 from keel.cli import experiments as command_line
-from keel.experiments import runner
-from keel.experiments.plan import runs_needed
-from keel.experiments.recipe import load_recipe
 from keel.experiments.rendering import write_report
-from keel.experiments.runs import Options
+from keel.experiments.tasks import RayTasks
 from keel.experiments.verify import checks
-from keel.runs import holders
+from keel.runs import holders, is_locked
 from server_app.inline import run_inline
 
 root = Path(__file__).parent.parent.parent
@@ -36,7 +33,7 @@ wait_s = 120.0
 
 
 def main(*arguments: str) -> int:
-    """`keel experiments` in this process; a run of the runner still has one of its own."""
+    """`keel experiments` in this process; runs are executed by workers of a Ray of its own."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         command = typer.main.get_command(command_line.app)
@@ -91,10 +88,7 @@ def test_the_documented_sweep_gives_what_the_same_runs_give_by_hand(swept, tmp_p
 
 
 def test_what_is_finished_is_not_run_again(swept, monkeypatch, capsys):
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr(runner.subprocess, "Popen", refuse)
+    monkeypatch.setattr(RayTasks, "connect", lambda self: pytest.fail("Ray was started"))
     assert main("run", str(sweep), "--output", str(swept), *ONCE) == 0
     assert "2 runs are already finished" in capsys.readouterr().out
 
@@ -118,12 +112,13 @@ def test_a_run_that_diverges_is_survived_named_and_not_run_again(swept, tmp_path
     job.unlink()
 
 
-def long_recipe(folder: Path) -> Path:
-    """A recipe of one run, long enough to be interrupted."""
+def long_recipe(folder: Path, seeds: int = 1) -> Path:
+    """A recipe of one run a seed, long enough to be interrupted."""
     path = folder / "long.yaml"
     path.write_text(
         "config: {source: digits, data-fraction: 0.4, model: cnn-fedreco, num-clients: 4, "
         "num-rounds: 20, lr: 0.05}\n"
+        f"seeds: {seeds}\n"
         "rows:\n  FedAvg: {method: fedavg}\n"
     )
     return path
@@ -137,12 +132,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.fixture
-def interrupted(tmp_path: Path) -> Iterator[Callable[[], tuple[int, str, int]]]:
-    """A runner in a process of its own; interrupted() stops it in the middle of its run."""
-    arguments = ["run", str(long_recipe(tmp_path)), "--output", str(tmp_path / "out")]
+@contextlib.contextmanager
+def started(recipe: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
+    """A runner in a process and a process group of its own, one run at a time."""
+    words = ["run", str(recipe), "--output", str(output), "--workers", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "keel.cli.experiments", *arguments],
+        [sys.executable, "-m", "keel.cli.experiments", *words],
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -151,58 +146,58 @@ def interrupted(tmp_path: Path) -> Iterator[Callable[[], tuple[int, str, int]]]:
         # a shell that started us in the background has it ignored, which is inherited
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-
-    def stop() -> tuple[int, str, int]:
-        def rounds() -> int:
-            return sum(len(history_of(f)) for f in folders(tmp_path / "out") if has_history(f))
-
-        wait_for(lambda: rounds() >= 2)
-        runs = [pid for pid in processes_with(str(tmp_path / "out")) if pid != process.pid]
-        for pid in runs:
-            os.kill(pid, signal.SIGSTOP)  # or it would be over before the interrupt
-        [lock] = (tmp_path / "out").glob("runs/*/.lock")
-        assert set(holders(lock)) == {process.pid, *runs}
-        process.send_signal(signal.SIGINT)
-        for pid in runs:
-            os.kill(pid, signal.SIGCONT)
-        message, _ = process.communicate(timeout=wait_s)
-        return process.returncode, message, rounds()
-
     try:
-        yield stop
+        yield process
     finally:
         if process.poll() is None:
             process.terminate()  # it ends its runs
-            process.wait(30)
+            process.wait(60)
 
 
-def has_history(folder: Path) -> bool:
-    return (folder / "history.jsonl").exists()
+def rounds_in(output: Path) -> int:
+    """Rounds in the histories of all attempts."""
+    return sum(len(history_of(f)) for f in folders(output) if (f / "history.jsonl").exists())
 
 
-def processes_with(word: str) -> list[int]:
-    """Ids of processes that have `word` in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if word.encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
+def worker_of(output: Path) -> int:
+    """The process that executes the one run under way, once it has finished two rounds."""
+    wait_for(lambda: rounds_in(output) >= 2)
+    [worker] = {pid for lock in output.glob("runs/*/.lock") for pid in holders(lock)}
+    return worker
 
 
-def test_an_interrupted_runner_resumes_bit_for_bit(interrupted, tmp_path):
-    code, message, rounds = interrupted()
-    assert (code, "interrupted" in message) == (130, True), message
-    assert 2 <= rounds < 20, "it was over before it was interrupted"
-    assert processes_with(str(tmp_path / "out")) == []
-    (attempt,) = folders(tmp_path / "out")
-    summary = attempt / "summary.json"  # there unless the run was killed before it could say so
-    assert not summary.exists() or json.loads(summary.read_text())["status"] != "finished"
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process."""
+    return Path(f"/proc/{pid}").exists()
+
+
+def session_of(worker: int) -> Path:
+    """The folder of its Ray, which the raylet that started it has in its command line."""
+    parent = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1]
+    found = re.search(r"/tmp/keel-ray-\w+", Path(f"/proc/{parent}/cmdline").read_text())
+    assert found
+    return Path(found[0])
+
+
+def test_an_interrupted_runner_resumes_bit_for_bit(tmp_path):
+    """Ctrl-C in a terminal, which every process of the group gets."""
+    recipe, output = long_recipe(tmp_path), tmp_path / "out"
+    with started(recipe, output) as process:
+        worker = worker_of(output)
+        session = session_of(worker)
+        os.kill(worker, signal.SIGSTOP)  # or it would be over before the interrupt
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.5)
+        os.kill(worker, signal.SIGCONT)
+        message, _ = process.communicate(timeout=wait_s)
+    assert (process.returncode, "interrupted" in message) == (130, True), message
+    assert 2 <= rounds_in(output) < 20, "it was over before it was interrupted"
+    assert not is_alive(worker)
+    assert not session.exists()
+    (attempt,) = folders(output)
+    assert json.loads((attempt / "summary.json").read_text())["status"] == "stopped"
     before = (attempt / "history.jsonl").read_text().splitlines()
 
-    recipe, output = long_recipe(tmp_path), tmp_path / "out"
     assert main("run", str(recipe), "--output", str(output)) == 0
     assert folders(output) == [attempt]  # resumed, not started from scratch
     after = (attempt / "history.jsonl").read_text().splitlines()
@@ -211,25 +206,39 @@ def test_an_interrupted_runner_resumes_bit_for_bit(interrupted, tmp_path):
     ended, again = (json.loads(lines[len(before) - 1]) for lines in (before, after))
     assert again | {"seconds": 0} == ended | {"seconds": 0}
     assert [json.loads(line)["round"] for line in after] == list(range(1, 21))
+    assert_as_inline(attempt, tmp_path)
+
+
+def assert_as_inline(attempt: Path, folder: Path) -> None:
+    """The run has the bits of one in this process that nothing interrupted."""
     given = json.loads((attempt / "config.json").read_text())["overrides"]
-    whole = run_inline({**given, "output-dir": str(tmp_path / "whole")}, 4)
+    whole = run_inline({**given, "output-dir": str(folder / "whole")}, 4)
     assert same_bits(final_model(attempt), final_model(whole))
 
 
-def test_a_run_that_a_killed_runner_left_behind_is_its_own_until_it_ends(tmp_path, monkeypatch):
-    recipe = load_recipe(str(sweep))
-    run = next(runs_needed(recipe, recipe.cells, options(), tmp_path, ()))
-    monkeypatch.setattr(runner, "command_of", lambda run: ["sleep", "600"])
-    with runner.claimed(run) as lock:
-        left = runner.start(run, 0, [], lock, runner.TaskID(0)).process
-    try:  # the runner's own hold is gone
-        assert runner.claimed(run) is None
-        assert holders(run.folder / ".lock") == [left.pid]
-    finally:
-        left.kill()
-        left.wait()
-    with runner.claimed(run) as lock:
-        assert lock is not None
+def test_a_run_whose_process_is_killed_is_resumed_bit_for_bit(tmp_path):
+    output = tmp_path / "out"
+    with started(long_recipe(tmp_path, seeds=2), output) as process:
+        os.kill(worker_of(output), signal.SIGKILL)
+        message, _ = process.communicate(timeout=2 * wait_s)
+    assert process.returncode == 0, message
+    assert message.count("seed 0: its process was killed, possibly out of memory; it is") == 1
+    assert len(folders(output)) == 2  # resumed, not started from scratch
+    for attempt in folders(output):
+        assert [line["round"] for line in history_of(attempt)] == list(range(1, 21))
+        assert_as_inline(attempt, tmp_path)
+
+
+def test_a_killed_runner_leaves_no_run_behind(tmp_path):
+    output = tmp_path / "out"
+    with started(long_recipe(tmp_path), output) as process:
+        worker = worker_of(output)
+        session = session_of(worker)
+        process.kill()
+        wait_for(lambda: not is_alive(worker))
+    shutil.rmtree(session)
+    [lock] = output.glob("runs/*/.lock")
+    assert not is_locked(lock)
 
 
 def test_two_runners_share_the_runs_of_a_recipe(runners):
@@ -240,11 +249,6 @@ def test_two_runners_share_the_runs_of_a_recipe(runners):
     for path in attempts:
         assert json.loads((path / "summary.json").read_text())["status"] == "finished"
     assert all("seed 0" in text for text in printed)  # each names what the other has done
-
-
-def options(**changed: Any) -> Options:
-    """One seed at the paper's scale, unless message otherwise."""
-    return Options(**{"scale": "paper", "changes": {}, "seeds": [0], "full_grid": True, **changed})
 
 
 class Cells(HTMLParser):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from keel.experiments.plan import selected
 from keel.experiments.recipe import load_recipe
-from keel.experiments.runner import RunProcess, labels_of
+from keel.experiments.runner import ActiveRun, labels_of
 from keel.experiments.runs import Options, run_of
 from tests.tools.run_directories import line_of, make_run
 
@@ -24,7 +24,7 @@ def test_a_bar_follows_the_newest_attempt_and_its_accuracy(tmp_path):
     first = make_run(tmp_path / "1", {"method": "fedavg"}, 9, num_written=4)
     attempts = [first]
     run = SimpleNamespace(attempts=lambda: attempts)
-    process = RunProcess(run, None, 0, 0, tmp_path / "log", 0)
+    process = ActiveRun(run, None, 0)
     assert (process.accuracy, process.new_rounds(), process.new_rounds()) == ("", 4, 0)
     line = line_of(5, Random(1))
     with (first / "history.jsonl").open("a") as file:

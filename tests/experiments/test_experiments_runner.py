@@ -3,9 +3,9 @@
 import io
 import json
 import signal
-import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from keel.experiments import runner
 from keel.experiments.claims import JudgedClaim, judge_claims, tally
 from keel.experiments.figures import curve_of, run_charts
 from keel.experiments.plan import Result, best_candidate, results_of, runs_needed, selected
-from keel.experiments.recipe import Claim, Recipe, load_recipe, parse_recipe
+from keel.experiments.recipe import Claim, Recipe, parse_recipe
 from keel.experiments.rendering import write_report
 from keel.experiments.runs import Options, Run, code_of, run_of
+from keel.experiments.tasks import KilledError, claimed, overrides_of
 from protocol.config import resolve_config
 from server_app.sources import code_version
 
@@ -41,18 +42,6 @@ def main(*arguments: str) -> int:
         return 2
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_each_run_has_one_gpu_in_turn_and_one_thread(tmp_path, monkeypatch):
-    recipe = load_recipe(str(sweep))
-    run = next(runs_needed(recipe, recipe.cells, options(), tmp_path, ()))
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(runner.subprocess, "Popen", lambda command, **how: seen.append(how))
-    with (tmp_path / "lock").open("w") as lock:
-        for slot in range(3):
-            runner.start(run, slot, ["4", "7"], lock, runner.TaskID(0))
-    assert [how["env"]["CUDA_VISIBLE_DEVICES"] for how in seen] == ["4", "7", "4"]
-    assert {how["env"]["OMP_NUM_THREADS"] for how in seen} == {"1"}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +73,7 @@ def test_pack_leaves_one_small_file_with_the_runs_that_have_ended(
     path, output, folder = tmp_path / "t.yaml", tmp_path / "output", tmp_path / "packed"
     path.write_text(tuned)
 
-    def run_recipe(recipe, cells, how, output, workers, console):
+    def run_recipe(recipe, cells, how, output, resources, console):
         runner.save_job(recipe, how, output, cells)
         fake_runs(recipe, output, how, {0.1: 0.3, 1.0: 0.5})
         if ending == "interrupted":
@@ -191,24 +180,50 @@ rows:
 FINITE = "failed: round 7: the server update gave values that are not finite"
 
 
-def started_by(
-    recipe: Recipe, how: Options, output: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[str], str]:
-    """(names of the runs that the runner starts, what it prints); each start is a failure."""
-    started: list[str] = []
+class FakeTasks:
+    """In the place of `RayTasks`: a run ends at once, as `ending` says."""
 
-    def start(run: Run, *_: Any) -> runner.RunProcess:
-        started.append(run.name)
-        process = subprocess.Popen(["false"])
-        log = output / "log.txt"
-        log.write_text("no")
-        return runner.RunProcess(run, process, 0, _[-1], log, 0)
+    slots = 1
 
-    monkeypatch.setattr(runner, "start", start)
+    def __init__(self, ending: Callable[[Run], str | None]) -> None:
+        self.ending, self.started, self.pending = ending, list[str](), list[Run]()
+
+    def __call__(self, *_: Any) -> "FakeTasks":
+        return self
+
+    def __enter__(self) -> "FakeTasks":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        return None
+
+    def submit(self, run: Run) -> Run:
+        self.started.append(run.name)
+        self.pending.append(run)
+        return run
+
+    def wait(self, seconds: float) -> list[Run]:
+        return list(self.pending)
+
+    def result(self, task: Run) -> str | None:
+        self.pending.remove(task)
+        return self.ending(task)
+
+
+def ran(
+    recipe: Recipe,
+    how: Options,
+    output: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ending: Callable[[Run], str | None] = lambda run: "no reason",
+) -> tuple[list[str], str, dict[str, str]]:
+    """(names of the runs that are started, what the runner prints, the failed runs)."""
+    tasks = FakeTasks(ending)
+    monkeypatch.setattr(runner, "RayTasks", tasks)
     with io.StringIO() as text:
         console = Console(file=text, soft_wrap=True, highlight=False)
-        runner.run_recipe(recipe, recipe.cells, how, output, 1, console)
-        return started, text.getvalue()
+        failed = runner.run_recipe(recipe, recipe.cells, how, output, console=console)
+        return tasks.started, text.getvalue(), failed
 
 
 def test_a_run_of_another_config_does_not_count_is_named_and_run_again(tmp_path, monkeypatch):
@@ -218,7 +233,7 @@ def test_a_run_of_another_config_does_not_count_is_named_and_run_again(tmp_path,
     fake_run(other, 0.25)
     assert odd.finished() is None
     message = "momentum = 0.8, today 0.9"
-    started, printed = started_by(recipe, how, tmp_path, monkeypatch)
+    started, printed, _ = ran(recipe, how, tmp_path, monkeypatch)
     assert started == [odd.name]
     assert (
         f"1 runs do not count, stay on disk and are run again:\n  {odd.name}: {message}" in printed
@@ -250,7 +265,7 @@ def test_a_run_of_other_code_does_not_count_is_named_and_run_again(tmp_path, mon
     how = options(seeds=[0, 1, 2])
     recipe, runs = all_run(tmp_path, how, code=[OTHER, *5 * [""]])
     assert [run.finished() is None for run in runs] == [True, *5 * [False]]
-    started, printed = started_by(recipe, how, tmp_path, monkeypatch)
+    started, printed, _ = ran(recipe, how, tmp_path, monkeypatch)
     assert started == [runs[0].name]
     assert f"{runs[0].name}: {OTHER}; today {code_version()}" in printed
     assert (runs[0].folder / "attempt").is_dir()
@@ -284,7 +299,7 @@ def test_an_interrupted_run_of_other_code_starts_from_scratch_and_a_mixed_one_is
     (attempt / "summary.json").unlink()
     (attempt / "checkpoints").mkdir()
     (attempt / "checkpoints" / "round-00001-x.safetensors").touch()
-    assert f'output-dir="{run.folder}"' in runner.command_of(run)
+    assert overrides_of(run)["output-dir"] == str(run.folder)
     (attempt / "manifest.json").write_text(json.dumps({"code": [OTHER, code_version()]}))
     assert run.other_code(attempt) == f"{OTHER}, then {code_version()}; today {code_version()}"
 
@@ -327,7 +342,7 @@ def test_a_run_that_diverged_is_not_run_again_and_one_that_failed_is(tmp_path, m
     how = options(seeds=[0, 1, 2])
     ends = [FINITE, "failed: OSError: no space", *4 * ["finished"]]
     recipe, runs = all_run(tmp_path, how, status=ends)
-    assert started_by(recipe, how, tmp_path, monkeypatch)[0] == [runs[1].name]
+    assert ran(recipe, how, tmp_path, monkeypatch)[0] == [runs[1].name]
 
 
 def test_a_value_that_diverges_is_the_worst_of_the_tuned_ones(tmp_path):
@@ -345,15 +360,15 @@ def test_an_interrupted_run_of_other_defaults_starts_from_scratch(tmp_path):
     (attempt / "summary.json").unlink()
     (attempt / "checkpoints").mkdir()
     (attempt / "checkpoints" / "round-00001-x.safetensors").touch()
-    assert f'resume="{attempt}"' in runner.command_of(run)
+    assert overrides_of(run) == {"resume": str(attempt)}
     make_odd(attempt)
-    assert f'output-dir="{run.folder}"' in runner.command_of(run)
+    assert overrides_of(run)["output-dir"] == str(run.folder)
 
 
 def test_progress_is_that_of_the_newest_attempt(tmp_path):
     recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
     run = next(runs_needed(recipe, recipe.cells, how, tmp_path, ()))
-    started = runner.RunProcess(run, None, 0, None, tmp_path, 0)
+    started = runner.ActiveRun(run, None, runner.TaskID(0))
     assert started.new_rounds() == 0
     fake_run(run, 0.5, "1-old")
     assert [started.new_rounds(), started.new_rounds()] == [1, 0]
@@ -390,40 +405,40 @@ def test_seeds_asked_for_later_are_run_with_what_the_first_seed_chose(tmp_path, 
     (tmp_path / "jobs").mkdir()
     runner.save_job(recipe, how, tmp_path)
     fake_run(run_of(recipe.cells[0], {"fedprox.mu": 1}, 0, how, tmp_path), 0.4)
-    monkeypatch.setattr(runner, "start", lambda *_: pytest.fail("started"))
-    assert runner.run_recipe(recipe, recipe.cells, options(seeds=[0]), tmp_path) == {}
+    assert ran(recipe, options(seeds=[0]), tmp_path, monkeypatch)[0] == []
 
 
-def test_the_reason_of_a_failure_is_the_signal_or_the_last_line_of_its_own_attempt(tmp_path):
-    log = tmp_path / "log.txt"
-    log.write_text("an earlier attempt\n")
-    begin = log.stat().st_size
-
-    def message(script: str) -> str:
-        with log.open("ab") as output:
-            process = subprocess.Popen(["sh", "-c", script], stdout=output)
-        process.wait()
-        return runner.failure_of(runner.RunProcess(None, process, 0, None, log, begin))
-
-    assert message("exit 1") == "no output"
-    assert message("kill -KILL $$") == "killed by SIGKILL, possibly out of memory"
-    assert message("kill -TERM $$") == "killed by SIGTERM"
-    assert message("echo no data; exit 1") == "no data"
+def test_a_failure_is_said_once_with_its_reason_and_its_log(tmp_path, monkeypatch):
+    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
+    run, _ = runs_needed(recipe, recipe.cells, how, tmp_path, ())
+    started, printed, failed = ran(recipe, how, tmp_path, monkeypatch, lambda run: "no [b]data")
+    assert sorted(started) == sorted(failed)
+    line = f"failed FedAvg, result, seed 0: no [b]data (log: {run.folder / 'log.txt'})"
+    assert printed.count(line) == 1
 
 
 def test_a_run_that_was_killed_is_started_once_more(tmp_path, monkeypatch):
     recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
-    started: list[str] = []
 
-    def start(run: Run, *_: Any) -> runner.RunProcess:
-        started.append(run.name)
-        process = subprocess.Popen(["sh", "-c", "kill -KILL $$"])
-        return runner.RunProcess(run, process, 0, _[-1], tmp_path / "log.txt", 0)
+    def ending(run: Run) -> str:
+        raise KilledError("its machine is lost")
 
-    monkeypatch.setattr(runner, "start", start)
-    failed = runner.run_recipe(recipe, recipe.cells, how, tmp_path, 1)
+    started, printed, failed = ran(recipe, how, tmp_path, monkeypatch, ending)
     assert sorted(started) == sorted([*failed, *failed])
-    assert set(failed.values()) == {"killed by SIGKILL, possibly out of memory"}
+    assert printed.count("its machine is lost; it is resumed once") == 2
+    assert set(failed.values()) == {"its machine is lost"}
+
+
+def test_a_run_that_another_runner_locked_first_is_left_to_it(tmp_path, monkeypatch):
+    """Between our look at its lock and the start of its task."""
+    recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
+
+    def ending(run: Run) -> None:
+        fake_run(run, 0.5)  # as the other one does
+
+    started, printed, failed = ran(recipe, how, tmp_path, monkeypatch, ending)
+    assert (len(started), failed) == (2, {})
+    assert printed.count("50.00 % (global.accuracy)") == 2
 
 
 def test_a_run_that_has_failed_in_another_runner_is_not_run_again(tmp_path, monkeypatch):
@@ -431,18 +446,17 @@ def test_a_run_that_has_failed_in_another_runner_is_not_run_again(tmp_path, monk
     recipe, how = parse_recipe(two_rows, Path("t.yaml")), options()
     one, other = runs_needed(recipe, recipe.cells, how, tmp_path, ())
     fake_run(other, 0.5)
-    lock = runner.claimed(one)
-    monkeypatch.setattr(runner, "start", lambda *_: pytest.fail("started"))
+    one.folder.mkdir()
+    lock = claimed(one)
 
     def sleep(seconds: float) -> None:
         fake_run(one, 0.1, status="failed: no reason")
         lock.close()
 
     monkeypatch.setattr(runner.time, "sleep", sleep)
-    with io.StringIO() as text:
-        console = Console(file=text, soft_wrap=True, highlight=False)
-        failed = runner.run_recipe(recipe, recipe.cells, how, tmp_path, 1, console)
-        assert "waiting for 1 runs of other runners" in text.getvalue()
+    started, printed, failed = ran(recipe, how, tmp_path, monkeypatch)
+    assert started == []
+    assert "waiting for 1 runs of other runners" in printed
     assert failed == {one.name: "failed in another runner"}
 
 

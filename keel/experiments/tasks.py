@@ -1,0 +1,307 @@
+"""Runs as Ray tasks: on this machine, or on a cluster that exists.
+
+A run is one task, which is the inline engine in a worker of Ray's: the model is bit-identical to
+that of `keel run`. A worker locks the run's folder while it executes the run, so several
+runners, on several machines, share the runs of one output folder. A CPU worker goes on to the next
+run, which saves it importing PyTorch; a GPU's ends with its run, which frees the memory.
+"""
+
+import fcntl
+import logging
+import math
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, chdir, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from keel.deployment.cluster import Node, cluster_nodes, living_nodes
+from keel.experiments.runs import Run
+from keel.runs import LOCK_FILE, is_locked
+from protocol.config import app_folder
+from protocol.flower_compat.simulation import CPU_WORKERS, worker_variables
+from protocol.options import OptionValue
+from protocol.text import in_one_line
+from server_app.sources import code_version
+
+LOG_FILE = "log.txt"
+START_ATTEMPTS = 3  # a busy machine may miss a deadline of Ray's own
+GRACE_S = 30.0  # for interrupted runs to save what they have
+STORE_BYTES = 80 * 2**20  # of Ray's objects: the least it accepts, as runs exchange none
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What runs are executed with: at most `workers` at once, 0: as many as fit.
+
+    cpus, gpus: each run's share; None: a GPU, or a part where there are fewer than workers.
+    address: of a Ray cluster; empty: a Ray of our own on this machine.
+    """
+
+    workers: int = 0
+    cpus: float = 1.0
+    gpus: float | None = None
+    address: str = ""
+
+    def gpus_on(self, nodes: Sequence[Node]) -> float:
+        """Each run's share of a GPU on these machines."""
+        total = sum(node.num_gpus for node in nodes)
+        if self.gpus is not None or not total or os.environ.get(CPU_WORKERS):
+            return self.gpus or 0.0
+        return 1 / math.ceil(self.workers / total) if self.workers else 1.0
+
+    def slots_on(self, nodes: Sequence[Node]) -> int:
+        """How many runs there are at once. ValueError if not one of them fits."""
+        gpus = self.gpus_on(nodes)
+        slots = sum(node.num_workers(self.cpus, gpus) for node in nodes)
+        if not slots:
+            has = [f"{n.address} has {n.num_cpus:g} CPUs and {n.num_gpus:g} GPUs" for n in nodes]
+            raise ValueError(
+                f"no machine has the {self.cpus:g} CPUs and {gpus:g} GPUs of a run "
+                f"(--cpus-per-run, --gpus-per-run): {'; '.join(has)}"
+            )
+        return min(slots, self.workers or slots)
+
+
+class KilledError(RuntimeError):
+    """The process that executed a run, or its machine, is gone."""
+
+
+# --- the runner's side ------------------------------------------------------------------------
+
+
+class RayTasks:
+    """Executes runs as tasks of Ray, which is started, or connected to, for the first of them.
+
+    On the way out, runs under way are interrupted, and can be resumed.
+    """
+
+    def __init__(self, resources: Resources, output: Path) -> None:
+        self.resources, self.output = resources, output
+        self.pending: dict[Any, Run] = {}
+        self.slots = 1  # at least, until Ray is there
+        self._remote: Any = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._stack:  # ends Ray, or leaves it
+            if self.pending:
+                import ray
+
+                deadline = time.monotonic() + GRACE_S
+                for task in self.pending:
+                    ray.cancel(task)
+                # a task counts as cancelled before its worker has unwound it
+                while any(map(is_executed, self.pending.values())) and time.monotonic() < deadline:
+                    time.sleep(0.1)
+
+    def connect(self) -> None:
+        """Start or join Ray. ValueError if it cannot be used, RuntimeError if it does not start."""
+        if self.resources.address:
+            cluster_nodes(self.resources.address)  # or why there is none, in one line
+        self._stack.enter_context(connected(self.resources))
+        import ray
+
+        nodes = living_nodes()
+        self.slots, gpus = self.resources.slots_on(nodes), self.resources.gpus_on(nodes)
+        gpus = int(1e4 * gpus) / 1e4  # Ray's resolution
+        if self.resources.address:
+            check_machines(self.output)
+        # not Ray's retries: they are silent, and without end where the memory is too small
+        self._remote = ray.remote(num_cpus=self.resources.cpus, num_gpus=gpus, max_retries=0)(
+            execute
+        )
+
+    def submit(self, run: Run) -> Any:
+        """Queue the run; returns its task."""
+        if self._remote is None:
+            self.connect()
+        run.folder.mkdir(parents=True, exist_ok=True)
+        task = self._remote.remote(run, code_version())
+        self.pending[task] = run
+        return task
+
+    def wait(self, seconds: float) -> list[Any]:
+        """Wait for a task to end, at most so long; returns those that have."""
+        import ray
+
+        return list(ray.wait(list(self.pending), timeout=seconds)[0])
+
+    def result(self, task: Any) -> str | None:
+        """What `execute` has returned. KilledError if its process did not live to return it."""
+        import ray
+        from ray import exceptions
+
+        del self.pending[task]
+        lost = (exceptions.OutOfMemoryError, exceptions.NodeDiedError)
+        try:
+            found: str | None = ray.get(task)
+            return found
+        except exceptions.WorkerCrashedError:
+            raise KilledError("its process was killed, possibly out of memory") from None
+        except (*lost, exceptions.LocalRayletDiedError) as error:
+            raise KilledError(in_one_line(str(error))) from None
+        except exceptions.RayError as error:
+            return in_one_line(str(error).strip().splitlines()[-1])
+
+
+@contextmanager
+def connected(resources: Resources) -> Iterator[None]:
+    """Ray within: the cluster, or one of this process, which leaves nothing behind."""
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # under `uv run`: no copy of the sources
+    if not resources.address:  # its ports are open to other users and machines
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    import ray
+
+    # one thread a run, on which the bits depend, unless its config says otherwise
+    variables = worker_variables() | {"OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
+    cores = len(os.sched_getaffinity(0))
+    terminate = signal.getsignal(signal.SIGTERM)
+    # in /tmp, as sockets have short paths
+    folder = tempfile.TemporaryDirectory(prefix="keel-ray-", dir="/tmp", ignore_cleanup_errors=True)
+    with folder as own:
+        options: dict[str, Any] = {
+            "address": "local",
+            "num_cpus": max(cores, math.ceil(resources.workers * resources.cpus)),
+            "include_dashboard": False,
+            "object_store_memory": STORE_BYTES,
+            "_temp_dir": own,
+            "_node_ip_address": "127.0.0.1",  # stays as it is when the network changes
+            "_system_config": {"worker_niceness": 0},  # by default 15 more than ours
+        }
+        if resources.address:
+            options = {"address": resources.address}
+        options |= {"log_to_driver": False, "logging_level": logging.ERROR}
+        try:
+            for attempts_left in reversed(range(START_ATTEMPTS)):
+                try:
+                    with warnings.catch_warnings(action="ignore"):
+                        ray.init(runtime_env={"env_vars": variables}, **options)
+                    break
+                except Exception as error:
+                    ray.shutdown()
+                    if not attempts_left:
+                        raise RuntimeError(f"Ray did not start: {in_one_line(error)}") from None
+            signal.signal(signal.SIGTERM, terminate)  # Ray has its own
+            yield
+        finally:
+            ray.shutdown()
+
+
+def check_machines(output: Path) -> None:
+    """ValueError naming a machine of the cluster that cannot execute runs."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    with tempfile.TemporaryDirectory(prefix=".preflight-", dir=output) as folder:
+        asked = {}
+        for node in living_nodes():
+            place: Any = NodeAffinitySchedulingStrategy(node.id, soft=False)
+            check = ray.remote(num_cpus=0, scheduling_strategy=place)(unfit)
+            asked[node.address] = check.remote(Path(folder), code_version())
+        for address, task in asked.items():
+            try:
+                reason = ray.get(task)
+            except RayError as error:
+                reason = in_one_line(str(error).strip().splitlines()[-1])
+            if reason:
+                raise ValueError(f"{address} {reason}")
+
+
+# --- the worker's side ------------------------------------------------------------------------
+
+
+def execute(run: Run, code: str) -> str | None:
+    """Resume the run's newest attempt, or start one, in this process.
+
+    Returns why it failed, empty if it is done, None if another runner has it. code: the runner's.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell had it ignored
+    if reason := unfit(run.folder, code):
+        return f"its machine {reason}"
+    lock = claimed(run)
+    if lock is None:
+        return None
+    with lock, chdir(app_folder), printing_to(run.folder / LOG_FILE):
+        if run.is_done():  # since the runner looked at it
+            return ""
+        from server_app.app import log_to_stdout
+        from server_app.inline import run_inline
+        from server_app.observers import SummaryTable
+
+        log_to_stdout()
+        try:
+            run_inline(overrides_of(run), run.clients, observers=[SummaryTable()])
+        except Exception as error:
+            if isinstance(error, ValueError | OSError | RuntimeError):
+                print(f"error: {error}")
+                return in_one_line(str(error))
+            traceback.print_exc()
+            return in_one_line(f"{type(error).__name__}: {error}")
+    return ""
+
+
+def is_executed(run: Run) -> bool:
+    """Whether a worker, of any runner, executes it."""
+    return is_locked(run.folder / LOCK_FILE)
+
+
+def claimed(run: Run) -> TextIO | None:
+    """The run's lock; None while another runner has it. OSError if there are no locks here."""
+    file = (run.folder / LOCK_FILE).open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return file
+
+
+def unfit(folder: Path, code: str) -> str:
+    """Why this machine cannot execute runs in this folder; empty if it can. code: the runner's."""
+    if not folder.is_dir():
+        return f"does not see {folder.parent}: set --output to a folder that all machines share"
+    if code != code_version():
+        return f"runs {code_version()}, this one {code}: install the same on all"
+    return ""
+
+
+def overrides_of(run: Run) -> dict[str, OptionValue]:
+    """The config keys that resume its newest attempt with a checkpoint, or start one."""
+    for attempt in reversed(run.attempts()):
+        has_checkpoint = any((attempt / "checkpoints").glob("round-*.safetensors"))
+        if has_checkpoint and not (run.other_default(attempt) or run.other_code(attempt)):
+            return {"resume": str(attempt)}
+    return {**run.keys, "output-dir": str(run.folder)}
+
+
+@contextmanager
+def printing_to(path: Path) -> Iterator[None]:
+    """Within, this process's output, also that of its libraries, is appended to the file."""
+    before = [(number, os.dup(number)) for number in (1, 2)]
+    try:
+        with path.open("ab") as file:
+            for number, _ in before:
+                os.dup2(file.fileno(), number)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in before:
+            os.dup2(copy, number)
+            os.close(copy)

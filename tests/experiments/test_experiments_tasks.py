@@ -1,0 +1,112 @@
+"""What a run is executed with, and what a worker does with it; without Ray."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from keel.deployment.cluster import Node
+from keel.experiments import tasks
+from keel.experiments.plan import runs_needed
+from keel.experiments.recipe import load_recipe
+from keel.experiments.runs import Options
+from keel.experiments.tasks import Resources, claimed, execute, printing_to, unfit
+from server_app.sources import code_version
+
+NODES = [Node("10.0.0.1", 8, 2), Node("10.0.0.2", 4, 0)]
+sweep = Path(__file__).parent.parent.parent / "docs" / "sweep.yaml"
+
+
+@pytest.mark.parametrize(
+    ("resources", "gpus", "slots"),
+    [
+        (Resources(), 1, 2),  # a GPU each
+        (Resources(gpus=0), 0, 12),
+        (Resources(gpus=0.5), 0.5, 4),
+        (Resources(workers=3), 0.5, 3),  # two on one of the GPUs
+        (Resources(workers=8), 0.25, 8),
+        (Resources(workers=1), 1, 1),
+        (Resources(cpus=4, gpus=0), 0, 3),
+        (Resources(cpus=4, gpus=0, workers=2), 0, 2),
+    ],
+)
+def test_runs_at_once_are_those_whose_shares_fit(resources, gpus, slots):
+    assert resources.gpus_on(NODES) == gpus
+    assert resources.slots_on(NODES) == slots
+
+
+def test_no_gpu_is_used_where_there_is_none_or_none_is_wanted(monkeypatch):
+    assert Resources(workers=2).gpus_on(NODES[1:]) == 0
+    monkeypatch.setenv("KEEL_CPU_WORKERS", "1")
+    assert Resources().gpus_on(NODES) == 0
+    assert Resources(gpus=1).gpus_on(NODES) == 1
+
+
+def test_a_share_that_no_machine_has_is_refused_in_a_line():
+    with pytest.raises(ValueError, match=r"10.0.0.1 has 8 CPUs and 2 GPUs; 10.0.0.2 has") as error:
+        Resources(cpus=16).slots_on(NODES)
+    assert "16 CPUs and 1 GPUs of a run (--cpus-per-run, --gpus-per-run)" in str(error.value)
+
+
+def test_a_machine_with_other_code_or_without_the_folder_is_unfit(tmp_path):
+    assert unfit(tmp_path, code_version()) == ""
+    assert unfit(tmp_path, "sources x").startswith(f"runs {code_version()}, this one sources x")
+    assert unfit(tmp_path / "no", code_version()).startswith(f"does not see {tmp_path}: set ")
+
+
+@pytest.fixture
+def run(tmp_path):
+    recipe = load_recipe(str(sweep))
+    found = next(runs_needed(recipe, recipe.cells, Options("paper", {}, [0], True), tmp_path, ()))
+    found.folder.mkdir(parents=True)
+    return found
+
+
+def test_a_locked_run_is_left_alone(run):
+    with claimed(run):
+        assert execute(run, code_version()) is None
+    assert not run.attempts()
+
+
+def test_a_file_system_without_locks_is_an_error_and_not_another_runner(run, monkeypatch):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(tasks.fcntl, "flock", flock)
+    with pytest.raises(OSError, match="not implemented"):
+        claimed(run)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "logged"),
+    [
+        (ValueError("no\ndata"), "no data", "error: no\ndata\n"),
+        (KeyError("x"), "KeyError: 'x'", "Traceback"),
+    ],
+)
+def test_why_a_run_failed_is_returned_and_logged(error, reason, logged, run, monkeypatch, capfd):
+    def run_inline(*_, **__):
+        raise error
+
+    monkeypatch.setattr("server_app.inline.run_inline", run_inline)
+    monkeypatch.setattr("server_app.app.log_to_stdout", lambda: None)
+    directory = Path.cwd()
+    with capfd.disabled():
+        assert execute(run, code_version()) == reason
+    assert logged in (run.folder / "log.txt").read_text()
+    assert Path.cwd() == directory
+    with contextlib.closing(claimed(run)) as lock:
+        assert lock
+
+
+def test_what_libraries_print_is_logged_too_and_no_longer_than_the_run(tmp_path, capfd):
+    log = tmp_path / "log.txt"
+    log.write_text("before\n")
+    with printing_to(log):
+        os.write(1, b"one\n")
+        os.write(2, b"two\n")
+    print("three", file=sys.stderr)
+    assert log.read_text() == "before\none\ntwo\n"
+    assert capfd.readouterr().err == "three\n"
