@@ -189,8 +189,8 @@ class TrainConfig:
     )
     stacked_runs: int = option(
         between(1, 64),
-        "runs of the inline engine that train together, at most, as one batched model "
-        "(server_app/stacked_runs.py): they differ in seed and numbers of the method alone",
+        "runs of the inline engine that train together, at most, as one batched model: those of "
+        "`keel experiments run --stack` that differ in seed and numbers of the method alone",
     )
     frozen_statistics: str = option(
         one_of("running", "batch"),

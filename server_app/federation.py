@@ -195,8 +195,8 @@ def prepare(
     if config.train.stacked_runs > 1 and companions is None:
         raise ValueError(
             f"stacked-runs = {config.train.stacked_runs}: runs train together on the inline "
-            "engine, with no more than 1,000 clients, through server_app.stacked_runs, which also "
-            "resumes them: use that, or set it to 1"
+            "engine, with no more than 1,000 clients, under `keel experiments run --stack`, which "
+            "also resumes them: repeat that command, or set it to 1"
         )
     initial_weights = {name: array.clone() for name, array in model.state_dict().items()}
     strategy = strategy_for(config, model)

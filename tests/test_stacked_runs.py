@@ -229,7 +229,7 @@ def test_part_of_a_group_is_not_resumed(tmp_path):
     for given in (paths[:1], paths[::-1]):
         with pytest.raises(ValueError, match=r"a group of runs \(.*\): resume all of them, in thi"):
             resumed(given)
-    with pytest.raises(ValueError, match=r"stacked-runs = 8: .* through server_app"):
+    with pytest.raises(ValueError, match=r"stacked-runs = 8: .* repeat that command"):
         run_inline({"resume": str(paths[0])}, NUM_CLIENTS)
     other = interrupted(tmp_path / "other", 5, **{"num-rounds": 4})
     with pytest.raises(ValueError, match="did not train with"):

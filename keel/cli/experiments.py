@@ -20,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+RUNS_TOGETHER = 8  # `stacked-runs` of `--stack`
 HISTORIES = Path("docs/results/histories")
 Output = Annotated[
     Path | None,
@@ -81,6 +82,12 @@ def run_command(
     ray: Annotated[
         str, typer.Option(help="HOST:PORT of a Ray cluster that this machine is part of.")
     ] = "",
+    stack: Annotated[
+        bool,
+        typer.Option(
+            "--stack", help="Train runs that differ in seed and numbers of the method as one model."
+        ),
+    ] = False,
     pack: Annotated[
         Path | None,
         typer.Option(
@@ -102,9 +109,10 @@ def run_command(
     refuse_unknown("--grid", grid, ["full", "paper"])
     loaded = load_recipe(recipe)
     cells = selected(loaded, [name.strip() for names in only or () for name in names.split(";")])
+    together: dict[str, OptionValue] = {"stacked-runs": RUNS_TOGETHER} if stack else {}
     options = Options(
         scale=scale,
-        changes=parse_changes(set_ or ()),
+        changes=together | parse_changes(set_ or ()),
         seeds=list(range(seeds)) or seeds_for(loaded, cells, grid == "full"),
         full_grid=grid == "full",
     )

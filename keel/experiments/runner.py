@@ -38,6 +38,7 @@ from keel.experiments.runs import (
     run_of,
     wall_seconds,
 )
+from keel.experiments.stack import stack_of
 from keel.experiments.tasks import LOG_FILE, KilledError, RayTasks, Resources, is_executed
 from protocol.files import digest, write_atomically
 from server_app.history import HISTORY_FILE, HistoryReader
@@ -122,6 +123,7 @@ class ActiveRun:
     run: Run
     task: Any
     bar: TaskID
+    first: str = ""  # the name of the first of the runs that train together
     reader: HistoryReader | None = None  # of the newest attempt's history
     rounds: int = 0
 
@@ -218,21 +220,27 @@ def run_recipe(
                     console.print(f"{escape(labels[name])}: by another runner")
             excluded = {each.run.name for each in running} | failed.keys() | done.keys()
             waiting = [run for run in runs if run.name not in excluded]
+            startable = []
             for run in waiting:
-                name = escape(labels[run.name])
-                if len(running) >= tasks.slots or is_executed(run):
+                if num_active(running) >= tasks.slots or is_executed(run):
                     continue
                 if run.name not in own and failed_since(run, begun):
                     failed[run.name] = "failed in another runner"
+                    name = escape(labels[run.name])
                     console.print(f"[red]failed[/] {name}: in another runner")
                     continue
-                own.add(run.name)
-                bar = progress.add_task(name, total=run.rounds, accuracy="")
-                each = ActiveRun(run, tasks.submit(run), bar)
-                running.append(each)
-                num = each.new_rounds()  # of a resumed run: they took no time now
-                progress.update(bar, completed=num)
-                progress.advance(total, num - before.setdefault(run.name, num))
+                startable.append(run)
+            while startable and num_active(running) < tasks.slots:
+                stack = stack_of(startable[0], startable)
+                startable = [run for run in startable if run not in stack]
+                for run, task in zip(stack, tasks.submit(stack), strict=True):
+                    own.add(run.name)
+                    bar = progress.add_task(escape(labels[run.name]), total=run.rounds, accuracy="")
+                    each = ActiveRun(run, task, bar, stack[0].name)
+                    running.append(each)
+                    num = each.new_rounds()  # of a resumed run: they took no time now
+                    progress.update(bar, completed=num)
+                    progress.advance(total, num - before.setdefault(run.name, num))
             if not running:
                 if all(run.name in failed or run.is_done() for run in waiting):
                     if needed() == runs:
@@ -243,7 +251,7 @@ def run_recipe(
                     console.print(f"waiting for {len(waiting)} runs of other runners")
                 time.sleep(OTHERS_POLL_S)
                 continue
-            is_full = len(running) == tasks.slots
+            is_full = num_active(running) == tasks.slots
             for each in follow(running, tasks, progress, total, is_full):
                 running.remove(each)
                 progress.remove_task(each.bar)
@@ -263,11 +271,16 @@ def run_recipe(
                     word = DIVERGED if each.run.failure() == DIVERGED else "failed"
                     if word != DIVERGED:
                         failed[each.run.name] = reason
-                    log = each.run.folder / LOG_FILE
+                    log = each.run.folder.with_name(each.first) / LOG_FILE
                     console.print(f"[red]{word}[/] {name}: {escape(f'{reason} (log: {log})')}")
                 else:  # another runner was first
                     own.discard(each.run.name)
     return failed
+
+
+def num_active(running: Sequence[ActiveRun]) -> int:
+    """The slots that these runs take: one for those that train together."""
+    return len({each.first for each in running})
 
 
 def labels_of(cells: Sequence[Cell], options: Options, output: Path) -> dict[str, str]:

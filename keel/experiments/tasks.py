@@ -25,6 +25,7 @@ from typing import Any, Self, TextIO
 
 from keel.deployment.cluster import Node, cluster_nodes, living_nodes
 from keel.experiments.runs import Run
+from keel.experiments.stack import num_together, run_together
 from keel.runs import LOCK_FILE, is_locked
 from protocol.config import app_folder
 from protocol.flower_compat.simulation import CPU_WORKERS, worker_variables
@@ -100,7 +101,8 @@ class RayTasks:
                 import ray
 
                 deadline = time.monotonic() + GRACE_S
-                for task in self.pending:
+                # once each: runs that train together have one
+                for task in {task.task_id(): task for task in self.pending}.values():
                     ray.cancel(task)
                 # a task counts as cancelled before its worker has unwound it
                 while any(map(is_executed, self.pending.values())) and time.monotonic() < deadline:
@@ -120,17 +122,19 @@ class RayTasks:
             check_machines(self.output)
         # not Ray's retries: they are silent, and without end where the memory is too small
         self._remote = ray.remote(num_cpus=self.resources.cpus, num_gpus=gpus, max_retries=0)(
-            execute
+            execute_all
         )
 
-    def submit(self, run: Run) -> Any:
-        """Queue the run; returns its task."""
+    def submit(self, runs: Sequence[Run]) -> list[Any]:
+        """Queue a run, or several that train together; returns the task of each."""
         if self._remote is None:
             self.connect()
-        run.folder.mkdir(parents=True, exist_ok=True)
-        task = self._remote.remote(run, code_version())
-        self.pending[task] = run
-        return task
+        for run in runs:
+            run.folder.mkdir(parents=True, exist_ok=True)
+        made = self._remote.options(num_returns=len(runs)).remote(runs, code_version())
+        tasks = list(made) if len(runs) > 1 else [made]
+        self.pending |= zip(tasks, runs, strict=True)
+        return tasks
 
     def wait(self, seconds: float) -> list[Any]:
         """Wait for a task to end, at most so long; returns those that have."""
@@ -224,6 +228,14 @@ def check_machines(output: Path) -> None:
 # --- the worker's side ------------------------------------------------------------------------
 
 
+def execute_all(runs: Sequence[Run], code: str) -> Any:
+    """What `execute` returns, of each of several runs that train together."""
+    if num_together(runs[0]) == 1:
+        return execute(runs[0], code)
+    results = execute_together(runs, code)
+    return results if len(results) > 1 else results[0]
+
+
 def execute(run: Run, code: str) -> str | None:
     """Resume the run's newest attempt, or start one, in this process.
 
@@ -246,12 +258,39 @@ def execute(run: Run, code: str) -> str | None:
         try:
             run_inline(overrides_of(run), run.clients, observers=[SummaryTable()])
         except Exception as error:
-            if isinstance(error, ValueError | OSError | RuntimeError):
-                print(f"error: {error}")
-                return in_one_line(str(error))
-            traceback.print_exc()
-            return in_one_line(f"{type(error).__name__}: {error}")
+            return logged(error)
     return ""
+
+
+def execute_together(runs: Sequence[Run], code: str) -> list[str | None]:
+    """`execute` of each of these runs, which train together; they share the first one's log."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if reason := unfit(runs[0].folder, code):
+        return [f"its machine {reason}"] * len(runs)
+    with ExitStack() as stack:
+        locks = [lock and stack.enter_context(lock) for lock in map(claimed, runs)]
+        if not all(locks):
+            return [None] * len(runs)
+        stack.enter_context(chdir(app_folder))
+        stack.enter_context(printing_to(runs[0].folder / LOG_FILE))
+        from server_app.app import log_to_stdout
+
+        log_to_stdout()
+        left = [run for run in runs if not run.is_done()]
+        ended = dict(zip((run.name for run in left), run_together(left), strict=True))
+        return [
+            logged(error) if isinstance(error := ended.get(run.name), BaseException) else ""
+            for run in runs
+        ]
+
+
+def logged(error: BaseException) -> str:
+    """The error in one line; it is printed too."""
+    if isinstance(error, ValueError | OSError | RuntimeError):
+        print(f"error: {error}")
+        return in_one_line(str(error))
+    traceback.print_exception(error)
+    return in_one_line(f"{type(error).__name__}: {error}")
 
 
 def is_executed(run: Run) -> bool:
