@@ -5,7 +5,7 @@ import json
 import signal
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -197,10 +197,10 @@ class FakeTasks:
     def __exit__(self, *_: Any) -> None:
         return None
 
-    def submit(self, run: Run) -> Run:
-        self.started.append(run.name)
-        self.pending.append(run)
-        return run
+    def submit(self, runs: Sequence[Run]) -> list[Run]:
+        self.started += [run.name for run in runs]
+        self.pending += runs
+        return list(runs)
 
     def wait(self, seconds: float) -> list[Run]:
         return list(self.pending)
@@ -427,6 +427,18 @@ def test_a_run_that_was_killed_is_started_once_more(tmp_path, monkeypatch):
     assert sorted(started) == sorted([*failed, *failed])
     assert printed.count("its machine is lost; it is resumed once") == 2
     assert set(failed.values()) == {"its machine is lost"}
+
+
+def test_runs_that_train_together_take_one_slot_and_fail_by_name(tmp_path, monkeypatch):
+    """Two rows of one seed do not: their methods differ."""
+    recipe = parse_recipe(two_rows, Path("t.yaml"))
+    how = options(seeds=[0, 1, 2], changes={"stacked-runs": 8})
+    runs = list(runs_needed(recipe, recipe.cells, how, tmp_path, ()))
+    first = [run for run in runs if run.keys["method"] == runs[0].keys["method"]]
+    started, printed, failed = ran(recipe, how, tmp_path, monkeypatch, lambda run: run.name)
+    assert started[:3] == [run.name for run in first]
+    assert failed == {run.name: run.name for run in runs}
+    assert printed.count(f"(log: {first[0].folder / 'log.txt'})") == 3
 
 
 def test_a_run_that_another_runner_locked_first_is_left_to_it(tmp_path, monkeypatch):
