@@ -21,8 +21,10 @@ from client_fixtures import (
 
 from client_app.feature_cache import FrozenFeatureCache
 from client_app.methods import method_of
+from client_app.objective import objective_phase, train_on_objective
 from client_app.process_cache import ProcessCache
 from client_app.setup import build_network
+from client_app.trainer import copy_of, train_phase
 from models import StagedModel
 
 REGULARISED = ("fedprox", "moon", "fedintr", "fedcka")
@@ -350,3 +352,17 @@ def test_training_goes_down():
         method_of(config).train(now).terms["supervised"],
     )
     assert last < 0.7 * first
+
+
+def test_an_update_stays_as_it_is_while_the_model_trains_on():
+    """It shares memory with the model, which must not be written to."""
+    now = make_round(make_config(method="fedavg"))
+    method = method_of(now.config)
+    update = train_on_objective(method, now)
+    before = {name: array.clone() for name, array in update.arrays.items()}
+    assert {p.data_ptr() for p in now.model.weights} & {
+        array.data_ptr() for array in update.arrays.values()
+    }
+    train_phase(now, objective_phase(method, now))
+    assert_same_bits(update.arrays, before)
+    assert differ(copy_of(now.model), before)
