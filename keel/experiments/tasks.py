@@ -18,7 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, chdir, contextmanager
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -196,12 +196,21 @@ def connected(resources: Resources) -> Iterator[None]:
                     break
                 except Exception as error:
                     ray.shutdown()
+                    kill_rest(own)
                     if not attempts_left:
                         raise RuntimeError(f"Ray did not start: {in_one_line(error)}") from None
             signal.signal(signal.SIGTERM, terminate)  # Ray has its own
             yield
         finally:
             ray.shutdown()
+
+
+def kill_rest(folder: str) -> None:
+    """Kill the processes that a failed start of Ray in this folder has left; Ray does not."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            if folder.encode() in (process / "cmdline").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def check_machines(output: Path) -> None:

@@ -2,8 +2,11 @@
 
 import contextlib
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +15,7 @@ from keel.experiments import tasks
 from keel.experiments.plan import runs_needed
 from keel.experiments.recipe import load_recipe
 from keel.experiments.runs import Options
-from keel.experiments.tasks import Resources, claimed, execute, printing_to, unfit
+from keel.experiments.tasks import Resources, claimed, connected, execute, printing_to, unfit
 from server_app.sources import code_version
 
 NODES = [Node("10.0.0.1", 8, 2), Node("10.0.0.2", 4, 0)]
@@ -110,3 +113,18 @@ def test_what_libraries_print_is_logged_too_and_no_longer_than_the_run(tmp_path,
     print("three", file=sys.stderr)
     assert log.read_text() == "before\none\ntwo\n"
     assert capfd.readouterr().err == "three\n"
+
+
+def test_a_ray_that_does_not_start_leaves_no_process(monkeypatch):
+    started = []
+
+    def init(**options):
+        code = "import time; time.sleep(60)"
+        started.append(subprocess.Popen([sys.executable, "-c", code, options["_temp_dir"]]))
+        raise TimeoutError("30 s")
+
+    ray = SimpleNamespace(init=init, shutdown=lambda: None)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.raises(RuntimeError, match="Ray did not start: 30 s"), connected(Resources()):
+        pass
+    assert [process.wait(10) for process in started] == [-signal.SIGKILL] * tasks.START_ATTEMPTS
