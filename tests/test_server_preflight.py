@@ -11,6 +11,7 @@ from run_fixtures import FACTS, SMALL
 
 from client_app import machine
 from client_app.machine import data_digest, report_of
+from client_app.setup import device_for
 from data.sources import ImageSplit, Source
 from protocol.config import resolve_config
 from protocol.flower_compat.simulation import WorkerReply
@@ -111,6 +112,15 @@ def test_a_worker_reports_whether_it_shares_the_directory(tmp_path):
     assert f"torch {version('torch')}, " in found.versions
 
 
+@pytest.fixture
+def gpus():
+    """Forgets before and after the test which devices there are."""
+    device_for.cache_clear()
+    yield
+    device_for.cache_clear()
+
+
+@pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize(
     ("visible", "device", "label"),
     [
@@ -132,6 +142,7 @@ def test_a_worker_names_the_gpu_that_it_was_given(tmp_path, monkeypatch, visible
     assert ("H1" in found.capability) == (device != "cpu")
 
 
+@pytest.mark.usefixtures("gpus")
 def test_a_device_that_a_worker_lacks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="device = 'cuda:1': this machine has 0 GPUs"):

@@ -23,6 +23,7 @@ from client_app.methods.scaffold import Scaffold, momentum_steps, next_control_v
 from client_app.objective import LocalObjective, train_on_objective
 from client_app.samples import Step
 from client_app.setup import build_network
+from models.fixed import FixedModule
 from protocol.messages import TrainReply
 from strategies.average import Average
 from strategies.scaffold import ScaffoldServer
@@ -30,7 +31,7 @@ from strategies.scaffold import ScaffoldServer
 # --- clients with one parameter and a quadratic loss ----------------------------------------------
 
 
-class Number(nn.Module):
+class Number(FixedModule):
     """A network that says theta, whatever it is shown."""
 
     def __init__(self):
