@@ -164,7 +164,8 @@ class RayTasks:
 def connected(resources: Resources) -> Iterator[None]:
     """Ray within: the cluster, or one of this process, which leaves nothing behind."""
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # under `uv run`: no copy of the sources
-    if not resources.address:  # its ports are open to other users and machines
+    # Its ports are open to other users and machines. Ray reads these when it is imported.
+    if not resources.address and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     import ray

@@ -408,3 +408,17 @@ def test_of_several_runs_one_that_was_killed_is_skipped_by_name(copied, capsys):
     assert "2 runs, 1 skipped, 0 checks failed" in capsys.readouterr().out
     shutil.copytree(killed, copied, dirs_exist_ok=True)
     assert main("verify", str(copied.parent)) == 1  # nothing was looked at
+
+
+def test_ray_starts_also_where_it_was_imported_before():
+    """It then asks for no token, and the servers that it starts asked for one."""
+    code = (
+        "import ray\n"
+        "from keel.experiments.tasks import Resources, connected\n"
+        "with connected(Resources(workers=1)):\n"
+        "    print(ray.nodes()[0]['Alive'])\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=wait_s
+    )
+    assert found.stdout == "True\n", found.stderr
