@@ -16,6 +16,7 @@ def own_log_handlers():
     logger = logging.getLogger("keel")
     before = list(logger.handlers), logger.level, logger.propagate
     logger.handlers.clear()
+    logger.propagate = True  # or pytest gives it handlers
     yield logger
     logger.handlers[:], logger.propagate = before[0], before[2]
     logger.setLevel(before[1])

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,7 +121,11 @@ def test_a_ray_that_does_not_start_leaves_no_process(monkeypatch):
 
     def init(**options):
         code = "import time; time.sleep(60)"
-        started.append(subprocess.Popen([sys.executable, "-c", code, options["_temp_dir"]]))
+        folder = options["_temp_dir"]
+        process = subprocess.Popen([sys.executable, "-c", code, folder])
+        started.append(process)
+        while folder.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+            time.sleep(0.01)
         raise TimeoutError("30 s")
 
     ray = SimpleNamespace(init=init, shutdown=lambda: None)
