@@ -235,7 +235,7 @@ def answer_together(
     pairs = list(zip(messages, contexts, strict=True))
     for n, (message, context) in enumerate(pairs):
         try:
-            with ExitStack() as turns:  # not held while other runs, in other threads, come so far
+            with ExitStack() as turns:  # released: other runs' threads begin before any trains
                 begun[n] = begin_training(message, context, turns)
         except Exception as error:
             replies[n] = error_reply(error, message, context)

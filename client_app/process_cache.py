@@ -148,15 +148,19 @@ class ProcessCache:
 
 
 class ProcessCaches:
-    """The cache of this process's newest run, or of each run where several train together."""
+    """The caches of this process's newest runs: of one, or of those that train together.
+
+    num: of these runs. Not read from a config, which a client gets from a server.
+    """
 
     def __init__(self) -> None:
+        self.num = 1
         self._caches: dict[RunConfig, ProcessCache] = {}  # the newest is the last
 
     def of(self, config: RunConfig) -> ProcessCache:
         """The cache of the run with this config."""
         cache = self._caches.pop(config, None)
-        while self._caches and len(self._caches) >= config.train.stacked_runs:
+        while len(self._caches) >= self.num:
             del self._caches[next(iter(self._caches))]
         self._caches[config] = cache or ProcessCache()
         return self._caches[config]

@@ -79,7 +79,7 @@ def members_of(configs: Sequence[RunConfig]) -> list[dict[str, OptionValue]]:
 
 
 @dataclass(frozen=True)
-class Wish:
+class Request:
     """Clients that a run waits to have trained; none: it waits for the others to come so far."""
 
     round: int
@@ -94,7 +94,7 @@ class Member(RunObserver):
         self.run = run
         self.outcome: Outcome | None = None
         self.directory = Path()
-        self.wishes: queue.SimpleQueue[Wish | None] = queue.SimpleQueue()  # None: it has ended
+        self.requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()  # None: it has ended
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.is_working = False
         self.thread = threading.Thread(target=self._work, daemon=True)
@@ -106,7 +106,7 @@ class Member(RunObserver):
             self.outcome = self.run(self)
         except BaseException as error:
             self.outcome = error
-        self.wishes.put(None)
+        self.requests.put(None)
 
     def _take(self) -> Any:
         answer = self.answers.get()
@@ -114,29 +114,29 @@ class Member(RunObserver):
             raise answer
         return answer
 
-    def proceed(self, answer: Any = None) -> Wish | None:
-        """Give the answer to its last wish, or an error to raise there; its next wish."""
+    def proceed(self, answer: Any = None) -> Request | None:
+        """Give the answer to its last request, or an error to raise there; its next request."""
         self.is_working = True
         self.answers.put(answer)
-        return self.next_wish()
+        return self.next_request()
 
-    def next_wish(self) -> Wish | None:
-        """The wish up to which the run works."""
-        wish = self.wishes.get()
+    def next_request(self) -> Request | None:
+        """The request up to which the run works."""
+        request = self.requests.get()
         self.is_working = False
-        return wish
+        return request
 
     def stop(self, reason: BaseException) -> None:
         """Raise this where the run waits, until it has ended."""
-        wish = self.next_wish() if self.is_working else Wish(0)
-        while wish is not None and self.outcome is None:
-            wish = self.proceed(reason)
+        request = self.next_request() if self.is_working else Request(0)
+        while request is not None and self.outcome is None:
+            request = self.proceed(reason)
 
     # what the run calls, in its thread
 
     def train(self, methods: Sequence[Method], ctxs: Sequence[RoundContext]) -> Trained:
         """What comes of these clients; other runs' train with them."""
-        self.wishes.put(Wish(ctxs[0].round, methods, ctxs))
+        self.requests.put(Request(ctxs[0].round, methods, ctxs))
         trained: Trained = self._take()
         return trained
 
@@ -147,22 +147,22 @@ class Member(RunObserver):
     def on_round(self, line: Line) -> None:
         """After the last round, wait for the others: before a run ends, all can be resumed."""
         if line["round"] == self.num_rounds:
-            self.wishes.put(Wish(self.num_rounds + 1))
+            self.requests.put(Request(self.num_rounds + 1))
             self._take()
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
         """Nothing is left to do."""
 
 
-def trained_together(wishes: Sequence[Wish]) -> list[Trained | Exception]:
-    """The answer to each of these wishes of one round."""
-    methods = [method for wish in wishes for method in wish.methods]
-    ctxs = [ctx for wish in wishes for ctx in wish.ctxs]
+def trained_together(requests: Sequence[Request]) -> list[Trained | Exception]:
+    """The answer to each of these requests of one round."""
+    methods = [method for request in requests for method in request.methods]
+    ctxs = [ctx for request in requests for ctx in request.ctxs]
     try:
         made = train_together(methods, ctxs) if ctxs else Trained([], 0, 0)
     except Exception as error:
-        return [error] * len(wishes)
-    ends = accumulate((len(wish.ctxs) for wish in wishes), initial=0)
+        return [error] * len(requests)
+    ends = accumulate((len(request.ctxs) for request in requests), initial=0)
     return [replace(made, updates=made.updates[a:b]) for a, b in pairwise(ends)]
 
 
@@ -175,16 +175,16 @@ def note_absent(members: Sequence[Member]) -> None:
             update(member.directory, stacked=stacked | {"absent": absent})
 
 
-def proceed_together(members: Sequence[Member], wishes: dict[int, Wish]) -> None:
+def proceed_together(members: Sequence[Member], requests: dict[int, Request]) -> None:
     """Let these runs work to their ends; those in the lowest round train first."""
-    while wishes:
-        lowest = min(wish.round for wish in wishes.values())
-        group = sorted(n for n, wish in wishes.items() if wish.round == lowest)
-        for n, answer in zip(group, trained_together([wishes[n] for n in group]), strict=True):
-            if wish := members[n].proceed(answer):
-                wishes[n] = wish
+    while requests:
+        lowest = min(request.round for request in requests.values())
+        group = sorted(n for n, request in requests.items() if request.round == lowest)
+        for n, answer in zip(group, trained_together([requests[n] for n in group]), strict=True):
+            if request := members[n].proceed(answer):
+                requests[n] = request
             else:
-                del wishes[n]
+                del requests[n]
 
 
 # --- a group ------------------------------------------------------------------------------------
@@ -232,6 +232,7 @@ def run_stacked(
 
         return start
 
+    process_caches.num = len(places) or 1
     logger = logging.getLogger("keel")
     level = logger.level
     if level == logging.NOTSET:  # for as long as a run has a log
@@ -239,16 +240,17 @@ def run_stacked(
     members = [Member(run(n)) for n in places]
     idents |= {member.thread.ident for member in members}
     try:
-        wishes = {n: wish for n, member in enumerate(members) if (wish := member.proceed())}
+        requests = {n: request for n, member in enumerate(members) if (request := member.proceed())}
         if not paths:
             note_absent(members)
-        proceed_together(members, wishes)
+        proceed_together(members, requests)
     except BaseException as reason:  # Ctrl-C or SIGTERM, in this thread
         for member in members:
             member.stop(reason)
         raise
     finally:
         logger.setLevel(level)
+        process_caches.num = 1
         process_caches.clear()
     ended = [member.outcome for member in members]
     outcomes |= {n: outcome for n, outcome in zip(places, ended, strict=True) if outcome}

@@ -162,10 +162,10 @@ def interrupted(folder, at_training, runs=TWO, **keys):
     """The directories of a group that Ctrl-C ends before this training; 3 trainings are a round."""
     numbers = itertools.count(1)
 
-    def trained(wishes):
+    def trained(requests):
         if next(numbers) == at_training:
             raise KeyboardInterrupt
-        return trained_together(wishes)
+        return trained_together(requests)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_app.stacked_runs, "trained_together", trained)

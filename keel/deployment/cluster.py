@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from protocol.flower_compat.simulation import num_shares
+
 CONNECT_TIMEOUT_S = 5.0
 LIST_TIMEOUT_S = 60.0
 THIS_MACHINE = "auto"  # the cluster that this machine is a node of
@@ -30,7 +32,7 @@ class Node:
     def num_workers(self, cpus: float, gpus: float) -> int:
         """How many workers with these shares run here at once."""
         by_cpu = self.num_cpus / cpus if cpus else float("inf")
-        by_gpu = self.num_gpus / gpus if gpus else float("inf")
+        by_gpu = num_shares(self.num_gpus, gpus) if gpus else float("inf")
         at_once = min(by_cpu, by_gpu, 4096)
         return int(at_once + 1e-9)
 

@@ -164,7 +164,8 @@ class RayTasks:
 def connected(resources: Resources) -> Iterator[None]:
     """Ray within: the cluster, or one of this process, which leaves nothing behind."""
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # under `uv run`: no copy of the sources
-    # Its ports are open to other users and machines. Ray reads these when it is imported.
+    # Its ports are open to other users and machines, so it wants a token. Ray reads the variables
+    # when it is imported; set later, they would reach only the servers that it starts.
     if not resources.address and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -197,7 +198,7 @@ def connected(resources: Resources) -> Iterator[None]:
                     break
                 except Exception as error:
                     ray.shutdown()
-                    kill_rest(own)
+                    kill_leftovers(own)
                     if not attempts_left:
                         raise RuntimeError(f"Ray did not start: {in_one_line(error)}") from None
             signal.signal(signal.SIGTERM, terminate)  # Ray has its own
@@ -206,7 +207,7 @@ def connected(resources: Resources) -> Iterator[None]:
             ray.shutdown()
 
 
-def kill_rest(folder: str) -> None:
+def kill_leftovers(folder: str) -> None:
     """Kill the processes that a failed start of Ray in this folder has left; Ray does not."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or belongs to another user

@@ -39,6 +39,7 @@ from protocol.flower_compat.simulation import (
     CPU_WORKERS,
     WorkerReply,
     is_cluster,
+    num_shares,
     started,
     worker_variables,
 )
@@ -84,7 +85,9 @@ def workers_on(node: Mapping[str, Any], resources: Mapping[str, float]) -> int:
     num = len(has) and 10**9
     for kind, name in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
         if each := resources.get(name, 0.0):
-            num = min(num, int(has.get(kind, 0.0) / each + 1e-9))
+            available = has.get(kind, 0.0)
+            fit = num_shares(available, each) if kind == "GPU" else int(available / each + 1e-9)
+            num = min(num, fit)
     return num
 
 

@@ -11,6 +11,7 @@ from keel.cli.run import Engine, EngineOptions
 from keel.deployment import cluster
 from keel.deployment.cluster import Node, check_address, cluster_nodes
 from protocol.flower_compat import ray_backend
+from protocol.flower_compat.ray_backend import workers_on
 
 NODES = (Node("10.0.0.1", 8, 2), Node("10.0.0.2", 4, 0))
 
@@ -87,3 +88,14 @@ def test_only_the_simulation_has_a_cluster(engine):
     federation = "a:1" if engine is Engine.deployment else ""
     with pytest.raises(ValueError, match="--ray needs --engine flower"):
         EngineOptions(engine, federation=federation, ray="a:1")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "share", "num"),
+    [(2, 0.6, 2), (2, 0.4, 4), (2, 0.25, 8), (1, 0.1, 10), (3, 2, 1), (2, 1, 2)],
+)
+def test_a_worker_gets_its_part_of_one_gpu(gpus, share, num):
+    """0.6 of each of two GPUs counted as three workers, of which Ray never started one."""
+    assert Node("10.0.0.1", 16, gpus).num_workers(1, share) == num
+    node = {"Alive": True, "Resources": {"CPU": 16.0, "GPU": float(gpus)}}
+    assert workers_on(node, {"num_cpus": 1, "num_gpus": share}) == num

@@ -422,3 +422,23 @@ def test_ray_starts_also_where_it_was_imported_before():
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=wait_s
     )
     assert found.stdout == "True\n", found.stderr
+
+
+def test_who_has_no_token_does_not_reach_the_runner_s_ray():
+    code = """
+import os, subprocess, sys
+from keel.experiments.tasks import Resources, connected
+with connected(Resources(workers=1)):
+    import ray
+    join = f"import ray; ray.init(address={ray.get_runtime_context().gcs_address!r}); print('in')"
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
+    env["RAY_NUM_REDIS_GET_RETRIES"] = "1"
+    command = [sys.executable, "-c", join]
+    for own in (env, env | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, os.environ):
+        shown = subprocess.run(command, env=own, capture_output=True, text=True).stdout
+        print(shown.strip() or "-")
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=wait_s
+    )
+    assert found.stdout.split() == ["-", "-", "in"], found.stderr

@@ -69,11 +69,11 @@ def stopping_after(num):
 
     calls = []
 
-    def trained(wishes):
+    def trained(requests):
         calls.append(1)
         if len(calls) > num:
             raise KeyboardInterrupt
-        return trained_together(wishes)
+        return trained_together(requests)
 
     return trained
 
