@@ -1,4 +1,4 @@
-"""Ending with one's parent process. Linux; elsewhere, nothing."""
+"""Processes: ending with one's parent, and how many share a GPU."""
 
 import ctypes
 import signal
@@ -8,6 +8,16 @@ set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 def end_with_parent() -> None:
-    """Have the kernel send this process SIGTERM when the thread that started it ends."""
+    """Have the kernel send this process SIGTERM when the thread that started it ends.
+
+    Linux; elsewhere, nothing.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def num_shares(available: float, share: float) -> int:
+    """How many processes with this share of a GPU fit on so many: a part is never of two GPUs."""
+    if share < 1:
+        return int(available) * int(1 / share + 1e-9)
+    return int(available / share + 1e-9)

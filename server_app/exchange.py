@@ -12,6 +12,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -286,13 +287,7 @@ class Stops:
 
     def __init__(self) -> None:
         self.lock, self.seen_at, self.stopped_s = threading.Lock(), time.monotonic(), 0.0
-        threading.Thread(target=self.watch, daemon=True).start()
-
-    def watch(self) -> None:
-        """Note every second that the process runs."""
-        while True:
-            time.sleep(TICK_S)
-            self.note()
+        threading.Thread(target=watch, args=[weakref.ref(self)], daemon=True).start()
 
     def note(self) -> None:
         """Note that the process runs; if it has not for a while, it was stopped."""
@@ -306,6 +301,14 @@ class Stops:
         self.note()
         taken, self.stopped_s = self.stopped_s, 0.0
         return taken
+
+
+def watch(stops: weakref.ref[Stops]) -> None:
+    """Note every second that the process runs, for as long as somebody asks."""
+    while (noted := stops()) is not None:
+        noted.note()
+        del noted
+        time.sleep(TICK_S)
 
 
 def copy_for(message: Message, node: int, ttl_s: float) -> Message:

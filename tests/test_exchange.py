@@ -258,6 +258,16 @@ def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
     assert stops.take() == 0.0  # said once
 
 
+def test_the_thread_that_notes_stops_ends_with_them(monkeypatch):
+    monkeypatch.setattr(server_app.exchange, "TICK_S", 0.01)
+    before = set(threading.enumerate())
+    stops = Stops()
+    (thread,) = set(threading.enumerate()) - before
+    del stops
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize(
     ("what", "why"), [("lost", "reply was lost"), ("killed", "ClientApp has ended")]
 )

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from protocol.flower_compat.simulation import num_shares
+from protocol.processes import num_shares
 
 CONNECT_TIMEOUT_S = 5.0
 LIST_TIMEOUT_S = 60.0

@@ -39,10 +39,10 @@ from protocol.flower_compat.simulation import (
     CPU_WORKERS,
     WorkerReply,
     is_cluster,
-    num_shares,
     started,
     worker_variables,
 )
+from protocol.processes import num_shares
 
 log = logging.getLogger("keel.server")
 MAX_ATTEMPTS = 3  # of a message whose worker dies, on nodes that are alive

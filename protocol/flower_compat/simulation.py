@@ -21,13 +21,6 @@ CPU_WORKERS = "KEEL_CPU_WORKERS"  # where set, workers get no GPU that was not a
 vce_api_name = "flwr.server.superlink.fleet.vce.vce_api"
 
 
-def num_shares(available: float, share: float) -> int:
-    """How many workers with this share of a GPU fit on so many: a part is never of two GPUs."""
-    if share < 1:
-        return int(available) * int(1 / share + 1e-9)
-    return int(available / share + 1e-9)
-
-
 @dataclass(frozen=True)
 class WorkerReply:
     """What one worker answered; `error`: one line, where it gave no answer."""

@@ -4,10 +4,12 @@ import io
 import json
 import signal
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -465,7 +467,9 @@ def test_a_run_that_has_failed_in_another_runner_is_not_run_again(tmp_path, monk
         fake_run(one, 0.1, status="failed: no reason")
         lock.close()
 
-    monkeypatch.setattr(runner.time, "sleep", sleep)
+    # Not `time.sleep` itself: threads that earlier tests have left call it too.
+    clock = SimpleNamespace(sleep=sleep, time=time.time, monotonic=time.monotonic)
+    monkeypatch.setattr(runner, "time", clock)
     started, printed, failed = ran(recipe, how, tmp_path, monkeypatch)
     assert started == []
     assert "waiting for 1 runs of other runners" in printed
