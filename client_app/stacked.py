@@ -50,6 +50,17 @@ def key_of_stack(config: RunConfig) -> str:
     return "stacked-runs" if config.train.stacked_runs > 1 else "clients-per-step"
 
 
+def num_stacked(config: RunConfig) -> int:
+    """The value of that key."""
+    train = config.train
+    return train.stacked_runs if train.stacked_runs > 1 else train.clients_per_step
+
+
+def without_stacking(config: RunConfig) -> str:
+    """What to do where clients cannot train together; the end of a refusal."""
+    return "leave out --stack" if config.train.stacked_runs > 1 else "set it to 1"
+
+
 def obstacle(method: Method, config: RunConfig, model: nn.Module) -> str:
     """Why the clients of this run cannot train together; "" if they can."""
     name = config.rounds.method
@@ -66,10 +77,9 @@ def obstacle(method: Method, config: RunConfig, model: nn.Module) -> str:
 
 def check_stackable(method: Method, config: RunConfig, model: nn.Module) -> None:
     """ValueError, one line, if clients are to train together and cannot be stacked."""
-    train = config.train
-    num = train.stacked_runs if train.stacked_runs > 1 else train.clients_per_step
+    num = num_stacked(config)
     if num > 1 and (reason := obstacle(method, config, model)):
-        raise ValueError(f"{key_of_stack(config)} = {num}: {reason}; set it to 1")
+        raise ValueError(f"{key_of_stack(config)} = {num}: {reason}; {without_stacking(config)}")
 
 
 @dataclass(frozen=True)

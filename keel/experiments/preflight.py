@@ -5,12 +5,14 @@ from pathlib import Path
 
 from client_app.methods import method_of
 from client_app.setup import client_indices, model_for, open_source
+from client_app.stacked import check_stackable, key_of_stack, num_stacked, without_stacking
 from keel.experiments.plan import last_round_read
 from keel.experiments.recipe import Cell, Recipe
 from keel.experiments.runs import Options, Run, run_of
 from protocol.config import RunConfig, resolve_config
 from protocol.options import OptionValue
 from server_app.checks import check_config
+from server_app.inline import MAX_NODES
 from server_app.roster import evaluated_clients
 
 
@@ -39,7 +41,7 @@ def check_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options, output
         if recipe.shows != "labels":
             check_reading(cell, runs[0], configs[0])
             if is_new((runs[0].name, "model")):
-                check_model(configs[0])
+                check_model(configs[0], runs[0].clients)
 
     for cell in cells:
         for candidate in cell.candidates:
@@ -68,11 +70,18 @@ def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue])
             )
 
 
-def check_model(config: RunConfig) -> None:
-    """ValueError if the method needs representations that the model does not have."""
-    method = method_of(config)
-    if method.is_local_objective:
-        method.check_model(model_for(config, open_source(config)))
+def check_model(config: RunConfig, num_clients: int) -> None:
+    """ValueError if the model lacks representations that the method needs, or cannot be stacked."""
+    method, is_stacked = method_of(config), num_stacked(config) > 1
+    if is_stacked and num_clients > MAX_NODES:
+        raise ValueError(
+            f"{key_of_stack(config)} = {num_stacked(config)}: at most {MAX_NODES:,} clients train "
+            f"together, and this run has {num_clients:,}; {without_stacking(config)}"
+        )
+    if is_stacked or method.is_local_objective:
+        model = model_for(config, open_source(config))
+        method.check_model(model)
+        check_stackable(method, config, model)
 
 
 def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:

@@ -17,6 +17,7 @@ import pytest
 import typer
 from rich.console import Console
 
+from client_app.methods import METHODS
 from keel.cli import experiments as command_line
 from keel.experiments import runner
 from keel.experiments.claims import JudgedClaim, judge_claims, tally
@@ -58,12 +59,31 @@ def main(*arguments: str) -> int:
         (["--scale", "week"], "--scale = 'week' is unknown"),
         (["--grid", "half"], "--grid = 'half' is unknown"),
         (["--only", "FedAvgg"], "--only 'FedAvgg'"),
+        (["--stack", "--set", "compile=true"], "stacked-runs = 8: compile = true compiles"),
+        (["--set", "clients-per-step=2", "--set", "compile=true"], "clients-per-step = 2: compile"),
+        (
+            [
+                *("--stack", "--set", "num-clients=1001", "--set", "min-samples=1"),
+                *("--set", "partition=iid"),
+            ],
+            "stacked-runs = 8: at most 1,000 clients train together, and this run has 1,001",
+        ),
     ],
 )
 def test_bad_words_are_refused_in_one_line(arguments, message, tmp_path, capsys):
     assert main("run", str(sweep), "--output", str(tmp_path), *arguments) == 2
     error = capsys.readouterr().err
     assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_method_that_cannot_be_stacked_is_refused_before_any_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(METHODS["fedprox"], "train", lambda self, ctx: None)
+    assert main("run", str(sweep), "--output", str(tmp_path), "--stack") == 2
+    error = capsys.readouterr().err
+    assert "stacked-runs = 8: method = 'fedprox' overrides `train`" in error
+    assert "leave out --stack" in error
     assert error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
