@@ -15,8 +15,8 @@ head, as in the authors' code.
 import logging
 
 import numpy as np
+import scipy  # its modules when they are used
 import torch
-from scipy.optimize import nnls
 
 from models import StagedModel
 from protocol.config import RunConfig
@@ -41,7 +41,7 @@ def head_mix(i: int, h: np.ndarray, v: np.ndarray) -> np.ndarray:
     b = np.vstack([np.diag(np.sqrt(np.maximum(v, 0))), (h[i] - h).T]) * scale
     b = np.vstack([np.linalg.qr(b, mode="r"), np.ones(m)])
     try:
-        x, _ = nnls(b, np.append(np.zeros(len(b) - 1), 1.0))
+        x, _ = scipy.optimize.nnls(b, np.append(np.zeros(len(b) - 1), 1.0))
     except RuntimeError as error:
         log.warning("FedPAC: the quadratic programme failed (%s): own head used", error)
         return own

@@ -7,6 +7,7 @@ workers wait for it.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -55,7 +56,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What is imported stays: that the collector need not look at it saves a tenth of the time."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
     gc.enable()
@@ -91,13 +91,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def keel_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """$KEEL_HOME for the whole session: no test reads or writes the user's own."""
+    """$KEEL_HOME for the whole session: no test reads or writes the user's own.
+
+    No test pulls the plug either: what this process writes need not be on the disk.
+    """
     import torch
 
     torch.set_num_threads(1)  # xdist has a worker for each core
     home = tmp_path_factory.mktemp("keel-home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KEEL_HOME", str(home))
+        patch.setattr(os, "fsync", lambda descriptor: None)
         yield home
 
 

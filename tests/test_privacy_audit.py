@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import scipy  # its modules when they are used
 import torch
 from client_fixtures import (
     Client,
@@ -18,7 +19,6 @@ from client_fixtures import (
     make_round,
     pictures,
 )
-from scipy import stats
 
 import client_app.privacy as mechanism
 from protocol.discrete_gaussian import discrete_gaussian
@@ -149,8 +149,8 @@ def epsilon_lower_bound(scores, others, delta, confidence=0.999):
     alpha = (1 - confidence) / 2
 
     def bound(hits, false_alarms, num):
-        low = stats.beta.ppf(alpha, hits, num - hits + 1) if hits else 0.0
-        high = stats.beta.ppf(1 - alpha, false_alarms + 1, num - false_alarms)
+        low = scipy.stats.beta.ppf(alpha, hits, num - hits + 1) if hits else 0.0
+        high = scipy.stats.beta.ppf(1 - alpha, false_alarms + 1, num - false_alarms)
         return math.log((low - delta) / high) if low > delta else 0.0
 
     best = 0.0

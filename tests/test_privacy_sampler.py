@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy  # its modules when they are used
 
 from client_app.privacy import random_words, seeded_words
 from protocol.discrete_gaussian import SAMPLER_DISTANCE, bins_of, discrete_gaussian
@@ -27,7 +27,7 @@ def test_moments(s):
     values = discrete_gaussian(s, NUM, seeded_words(1)).astype(float)
     assert abs(values.mean()) < 4 * s / math.sqrt(NUM)
     assert values.std() == pytest.approx(s, rel=4 / math.sqrt(2 * NUM))
-    assert stats.kurtosis(values) == pytest.approx(0, abs=4 * math.sqrt(24 / NUM))
+    assert scipy.stats.kurtosis(values) == pytest.approx(0, abs=4 * math.sqrt(24 / NUM))
 
 
 @pytest.mark.parametrize("s", [1.3, 7.0, 40.0])
@@ -37,7 +37,7 @@ def test_each_integer_is_as_frequent_as_the_exact_distribution_says(s):
     counts = np.bincount(np.clip(values, -reach - 1, reach + 1) + reach + 1)
     inner = exact_pmf(s, -reach, reach)
     tail = (1 - inner.sum()) / 2
-    assert stats.chisquare(counts, NUM * np.array([tail, *inner, tail])).pvalue > 1e-3
+    assert scipy.stats.chisquare(counts, NUM * np.array([tail, *inner, tail])).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("s", [3000.0, 70_000.7])  # several integers in a bin: with rejection
@@ -45,8 +45,8 @@ def test_wide_distributions_have_no_pattern_within_their_bins(s):
     _, _, width = bins_of(s)
     assert width > 1
     values = discrete_gaussian(s, NUM, seeded_words(3))
-    assert stats.kstest(values, "norm", args=(-0.5, s)).pvalue > 1e-3
-    assert stats.chisquare(np.bincount(values % width)).pvalue > 1e-3
+    assert scipy.stats.kstest(values, "norm", args=(-0.5, s)).pvalue > 1e-3
+    assert scipy.stats.chisquare(np.bincount(values % width)).pvalue > 1e-3
 
 
 def test_the_table_is_inverted_exactly_at_its_thresholds():

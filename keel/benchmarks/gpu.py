@@ -14,7 +14,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from client_app.methods import method_of
 from client_app.precision import products
@@ -55,6 +54,8 @@ def product_rate(device: str, precision: str, size: int) -> float:
 
 def operations(run: Run) -> int:
     """Floating-point operations of all products and convolutions of one run."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
+
     counter = FlopCounterMode(display=False)
     with counter:
         run()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scipy.special import stdtrit  # scipy.stats takes a second to import
+import scipy  # its modules when they are used: scipy.stats takes a second to import
 
 from keel.experiments.plan import Result, last_round_read
 from keel.experiments.recipe import Claim, Recipe
@@ -214,7 +214,7 @@ def interval_of(numbers: Sequence[float]) -> tuple[float, float] | None:
 
 def half_width_of(deviation: float, number: int) -> float:
     """Half the width of the t interval of the mean of `number` values."""
-    quantile = stdtrit(number - 1, (1 + CONFIDENCE) / 2)
+    quantile = scipy.special.stdtrit(number - 1, (1 + CONFIDENCE) / 2)
     return float(quantile * deviation / math.sqrt(number))
 
 

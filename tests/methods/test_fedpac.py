@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy  # its modules when they are used
 import torch
 import torch.nn.functional as F
 from client_fixtures import (
@@ -28,7 +29,6 @@ from method_fixtures import (
     head_part,
     random,
 )
-from scipy.optimize import minimize
 
 from client_app.methods import method_of
 from client_app.methods.fedpac import head_statistics, targets
@@ -235,7 +235,7 @@ def slsqp_mix(i, h, v):
     """The same by a general solver, from the own head; scaled, as its tolerance is absolute."""
     q = programme(i, h, v) / v[i]
     m = len(v)
-    found = minimize(
+    found = scipy.optimize.minimize(
         lambda a: float(a @ q @ a),
         np.eye(m)[i],
         jac=lambda a: 2 * q @ a,
