@@ -31,6 +31,7 @@ from strategies.average import TooFewRepliesError
 
 TIMES = ("seconds", "client_seconds", "client_cpu_seconds")
 NUM_CLIENTS = 3
+end_to_end = pytest.mark.end_to_end
 
 
 def keys_of(folder, **keys):
@@ -88,7 +89,13 @@ OPTIONS = {  # the numbers that differ between the two runs of a group
 }
 
 
-@pytest.mark.parametrize("method", OPTIONS)
+IN_CHECK = ("fedprox", "scaffold", "fedreco")  # an objective, one with state, a procedure
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, marks=[] if m in IN_CHECK else end_to_end) for m in OPTIONS],
+)
 def test_runs_trained_together_are_those_trained_alone(method, request, tmp_path):
     if method != "fedcr":  # the types of its arrays are fixed
         request.getfixturevalue("in_float64")
@@ -193,7 +200,10 @@ def lose_last_round(path):
     (path / "history.jsonl").write_text("".join(lines[:-1]))
 
 
-@pytest.mark.parametrize(("at_training", "behind"), [(1, None), (5, 1), (8, None), (11, 0)])
+@pytest.mark.parametrize(
+    ("at_training", "behind"),
+    [(5, 1), *(pytest.param(*each, marks=end_to_end) for each in ((1, None), (8, None), (11, 0)))],
+)
 def test_a_resumed_group_has_the_bits_of_one_that_was_not_interrupted(
     at_training, behind, group, tmp_path
 ):
@@ -205,6 +215,7 @@ def test_a_resumed_group_has_the_bits_of_one_that_was_not_interrupted(
     assert_same_bits(group, paths)
 
 
+@end_to_end
 def test_a_run_that_finished_before_the_others_were_killed_stays(group, tmp_path):
     paths = interrupted(tmp_path, 13, **{"num-rounds": 4})  # all wait after their last round
     assert [len(history_of(path)) for path in paths] == [4, 4]
@@ -224,6 +235,7 @@ def test_a_group_without_a_common_checkpoint_is_refused(tmp_path):
     assert "restore their checkpoints, or start the unfinished runs anew" in str(e.value)
 
 
+@end_to_end
 def test_part_of_a_group_is_not_resumed(tmp_path):
     paths = interrupted(tmp_path, 5, **{"num-rounds": 4})
     for given in (paths[:1], paths[::-1]):
@@ -239,6 +251,7 @@ def test_part_of_a_group_is_not_resumed(tmp_path):
 # --- a run that fails ---------------------------------------------------------------------------
 
 
+@end_to_end
 def test_a_run_that_diverges_fails_alone(tmp_path):
     runs = [{"seed": 1, "fedprox.mu": 1e30}, *TWO]
     bad, *good = together(tmp_path / "b", runs, **{"min-replies": NUM_CLIENTS})
@@ -247,6 +260,7 @@ def test_a_run_that_diverges_fails_alone(tmp_path):
     assert_same_runs(alone(tmp_path / "a", TWO), good, 1e-4)
 
 
+@end_to_end
 @pytest.mark.parametrize("is_repeated", [False, True])
 def test_a_group_resumes_with_a_run_that_failed_if_its_last_round_is_repeated(
     is_repeated, tmp_path, monkeypatch
@@ -271,6 +285,7 @@ def test_a_group_resumes_with_a_run_that_failed_if_its_last_round_is_repeated(
     assert_same_bits([whole[0], whole[2]], [outcomes[0], outcomes[2]])
 
 
+@end_to_end
 def test_a_run_that_fails_before_round_1_is_not_missed_at_a_resume(tmp_path):
     (tmp_path / "taken").mkdir()
     runs = [{"seed": 0, "run-name": "taken"}, *TWO]

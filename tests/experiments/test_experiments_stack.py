@@ -18,9 +18,9 @@ sweep = Path(__file__).parent.parent.parent / "docs" / "sweep.yaml"
 
 
 def runs_of(output, **changes):
-    """The sweep's runs: two values of mu, two of alpha, two seeds."""
+    """The sweep's runs, of a fifth of the digits: two values of mu, two of alpha, two seeds."""
     recipe = load_recipe(str(sweep))
-    changes = {"num-rounds": 2, "stacked-runs": 8} | changes
+    changes = {"num-rounds": 2, "stacked-runs": 8, "data-fraction": 0.2} | changes
     options = Options("paper", changes, [0, 1], full_grid=True)
     return list(runs_needed(recipe, recipe.cells, options, output, ()))
 
@@ -78,6 +78,7 @@ def stopping_after(num):
     return trained
 
 
+@pytest.mark.end_to_end
 def test_an_interrupted_stack_resumes_in_its_own_directories(interrupted):
     runs, stack = interrupted
     group = interrupted_group(stack[0])
@@ -94,6 +95,7 @@ def test_an_interrupted_stack_resumes_in_its_own_directories(interrupted):
         assert interrupted_group(run) == ""
 
 
+@pytest.mark.end_to_end
 def test_a_stack_that_cannot_be_resumed_starts_anew(tmp_path, capsys):
     runs = runs_of(tmp_path, **{"num-rounds": 3})
     stack = stack_of(runs[0], runs)[:2]
