@@ -61,6 +61,9 @@ class Subject:
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name, self.directory = name, directory
+        self.images = directory / "random.npz"
+        if self.images.exists():
+            return
         rng = np.random.default_rng(0)
         arrays: dict[str, np.ndarray] = {}
         for split, num in (("train", num_images), ("test", 18)):
@@ -68,13 +71,13 @@ class Subject:
                 0, 256, (num, image_size, image_size), dtype=np.uint8
             )
             arrays[f"y_{split}"] = np.arange(num) % num_classes
-        np.savez(directory / "random.npz", **arrays)  # type: ignore[arg-type]  # numpy's stub
+        np.savez(self.images, **arrays)  # type: ignore[arg-type]  # numpy's stub
 
     def keys(self, **keys: OptionValue) -> Keys:
         """Overrides of a small run; underscores in the names stand for hyphens."""
         fixed: Keys = {
             "method": self.name,
-            "source": f"npz:{self.directory / 'random.npz'}",
+            "source": f"npz:{self.images}",
             "model": "cnn-fedreco",
             "partition": "iid",
             "min-samples": 1,

@@ -18,6 +18,7 @@ from client_app.methods import method_of
 from client_app.objective import Batch
 from client_app.process_cache import ProcessCache
 from client_app.setup import build_network, dataset_spec_of, open_source
+from keel.method_checks import Subject
 from models.registry import BUILDERS
 from protocol.config import resolve_config
 from protocol.messages import TrainRequest, array_record, message_content, request_record
@@ -63,6 +64,11 @@ def add_model(monkeypatch, name, build, **spec):
 def small_source():
     """The `source` key of the small source."""
     return f"npz:{Path(folder().name) / 'small.npz'}"
+
+
+def subject_of(method):
+    """The method under test, on images that all subjects share."""
+    return Subject(method, Path(folder().name))
 
 
 def make_config(**keys):

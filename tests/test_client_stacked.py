@@ -12,6 +12,7 @@ from client_fixtures import (
     keel_home_of_tests,  # noqa: F401 (used by being here)
     make_config,
     small_source,
+    subject_of,
 )
 from run_fixtures import without_pictures
 from safetensors.torch import load_file
@@ -35,7 +36,6 @@ from client_app.stacked import (
 )
 from client_app.trainer import Duration, Phase, copy_of
 from keel.experiments.runs import identity
-from keel.method_checks import Subject
 from server_app.history import read_history
 from server_app.inline import InlineGrid, run_inline
 
@@ -144,11 +144,11 @@ def assert_same_updates(alone, together, rtol=1e-9):
 
 
 @pytest.mark.parametrize("method", STACKABLE)
-def test_clients_trained_together_are_those_trained_alone(method, in_float64, tmp_path):
+def test_clients_trained_together_are_those_trained_alone(method, in_float64):
     # fedlc's margins are float32; feddecorr divides by sqrt(var + 1e-8), which multiplies rounding
     # by up to 10^4 in each step where a feature is constant
     tolerance = {"fedlc": 1e-5, "feddecorr": 1e-6}.get(method, 1e-9)
-    assert_same_updates(*both_ways(Subject(method, tmp_path)), rtol=tolerance)
+    assert_same_updates(*both_ways(subject_of(method)), rtol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,9 @@ def test_clients_trained_together_are_those_trained_alone(method, in_float64, tm
     ids=lambda keys: next(iter(keys)),
 )
 @pytest.mark.parametrize("method", ["moon"])
-def test_together_is_alone_whatever_the_run(method, keys, in_float64, tmp_path):
+def test_together_is_alone_whatever_the_run(method, keys, in_float64):
     keys = {"local_epochs": 2} | keys
-    assert_same_updates(*both_ways(Subject(method, tmp_path), **keys))
+    assert_same_updates(*both_ways(subject_of(method), **keys))
 
 
 @pytest.mark.parametrize(
@@ -189,12 +189,12 @@ def test_together_is_alone_whatever_the_run(method, keys, in_float64, tmp_path):
     ],
     ids=lambda keys: "-".join(str(value) for value in keys.values()),
 )
-def test_every_form_of_a_loss_can_be_stacked(keys, in_float64, tmp_path):
-    subject = Subject(keys.pop("method"), tmp_path)
+def test_every_form_of_a_loss_can_be_stacked(keys, in_float64):
+    subject = subject_of(keys.pop("method"))
     assert_same_updates(*both_ways(subject, **keys))
 
 
-def test_clients_without_a_common_batch_size_are_trained_too(in_float64, tmp_path, monkeypatch):
+def test_clients_without_a_common_batch_size_are_trained_too(in_float64, monkeypatch):
     """Places 1 and 3 step together, so that their rows are copied and written back."""
     groups, step = [], Stack.step
 
@@ -203,7 +203,7 @@ def test_clients_without_a_common_batch_size_are_trained_too(in_float64, tmp_pat
         return step(self, places, *arguments)
 
     monkeypatch.setattr(Stack, "step", recorded)
-    assert_same_updates(*both_ways(Subject("moon", tmp_path), local_epochs=2))
+    assert_same_updates(*both_ways(subject_of("moon"), local_epochs=2))
     assert [1, 3] in groups  # 8 samples each, while client 2 has 3
     assert sum(map(len, groups)) == 2 * (1 + 2 + 2 + 2)
     assert len(groups) < 2 * (1 + 2 + 2 + 2)
@@ -261,9 +261,9 @@ def reading(value):
     return type("Reads", (Reads,), {"value": staticmethod(value)})(1, 1, 0)
 
 
-def test_a_loss_that_captures_what_differs_between_clients_is_refused(tmp_path):
+def test_a_loss_that_captures_what_differs_between_clients_is_refused():
     """Else all clients would train on the value of one of them."""
-    subject = Subject("fedrep", tmp_path)
+    subject = subject_of("fedrep")
     config = subject.config(local_epochs=1)
     for value in (reading(lambda ctx: ctx.label_counts), Reads(1, 1, 0)):
         with pytest.raises(ValueError, match=r"phases.* reads 'value', which differs between") as e:
@@ -285,22 +285,20 @@ def test_dropout_is_refused_and_one_client_a_step_never(monkeypatch):
 
 
 @pytest.mark.parametrize("attribute", ["state", "client", "label_counts", "train_samples"])
-def test_a_loss_that_reads_what_differs_between_clients_is_refused(
-    attribute, tmp_path, monkeypatch
-):
+def test_a_loss_that_reads_what_differs_between_clients_is_refused(attribute, monkeypatch):
     def supervised(self, batch):
         getattr(batch.ctx, attribute)
         return batch.logits.sum()
 
     monkeypatch.setattr(METHODS["fedavg"], "supervised", supervised)
-    subject = Subject("fedavg", tmp_path)
+    subject = subject_of("fedavg")
     config = subject.config(local_epochs=1)
     with pytest.raises(ValueError, match=f"the loss reads ctx.{attribute}, which may differ"):
         together_of(method_of(config), rounds_of(subject, config, ProcessCache()))
 
 
-def test_clients_that_received_different_arrays_are_refused(tmp_path):
-    subject = Subject("fedavg", tmp_path)
+def test_clients_that_received_different_arrays_are_refused():
+    subject = subject_of("fedavg")
     config = subject.config(local_epochs=1)
     ctxs = rounds_of(subject, config, ProcessCache())
     next(iter(ctxs[2].received.values())).add_(1)
@@ -424,8 +422,8 @@ def test_one_client_that_does_not_fit_is_an_error_of_one_line(tmp_path, monkeypa
     assert "\n" not in str(e.value)
 
 
-def test_as_many_clients_as_half_of_the_free_memory_holds(tmp_path, monkeypatch):
-    subject = Subject("fedavg", tmp_path)
+def test_as_many_clients_as_half_of_the_free_memory_holds(monkeypatch):
+    subject = subject_of("fedavg")
     config = subject.config(batch_size=8, cache_mb=3)
     ctx, method = subject.round(config, 1, {}), method_of(config)
     model, data, cuda = ctx.model, ctx.data, torch.device("cuda")

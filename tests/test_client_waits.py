@@ -9,13 +9,15 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from client_fixtures import keel_home_of_tests  # noqa: F401 (used by being here)
+from client_fixtures import (
+    keel_home_of_tests,  # noqa: F401 (used by being here)
+    subject_of,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import client_app.trainer
 from client_app.methods import METHODS, method_of
-from keel.method_checks import Subject
 
 READS = {
     "item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "unique", "masked_select",
@@ -89,8 +91,8 @@ def train_two_rounds(subject, **keys):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_no_step_waits_for_the_device(method, waits, tmp_path):
-    train_two_rounds(Subject(method, tmp_path))
+def test_no_step_waits_for_the_device(method, waits):
+    train_two_rounds(subject_of(method))
     assert waits.pop("trainings") >= 2
     assert waits.pop("steps") >= 2
     assert not waits
@@ -105,8 +107,8 @@ def test_no_step_waits_for_the_device(method, waits, tmp_path):
         {"cache_mb": 0},
     ],
 )
-def test_no_step_waits_whatever_the_run(keys, waits, tmp_path):
-    train_two_rounds(Subject("moon", tmp_path), **keys)
+def test_no_step_waits_whatever_the_run(keys, waits):
+    train_two_rounds(subject_of("moon"), **keys)
     assert waits.keys() == {"trainings", "steps"}
 
 
@@ -127,7 +129,7 @@ def test_no_step_waits_whatever_the_run(keys, waits, tmp_path):
         ),
     ],
 )
-def test_what_waits_is_counted(read, name, waits, tmp_path, monkeypatch):
+def test_what_waits_is_counted(read, name, waits, monkeypatch):
     """In a loss, or in its backward pass."""
 
     def supervised(self, batch):
@@ -135,5 +137,5 @@ def test_what_waits_is_counted(read, name, waits, tmp_path, monkeypatch):
         return F.cross_entropy(batch.logits, batch.y)
 
     monkeypatch.setattr(METHODS["fedavg"], "supervised", supervised)
-    train_two_rounds(Subject("fedavg", tmp_path))
+    train_two_rounds(subject_of("fedavg"))
     assert waits[name] >= 2 * 2 * 2  # rounds, epochs, batches at least
