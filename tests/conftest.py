@@ -29,8 +29,16 @@ LONGEST = (
     *("test_experiments_runs.py", "test_server_run.py", "test_flwr_run.py", "test_wheel.py"),
     *("test_compared_runs.py", "test_hostile_updates.py", "test_demo.py", "test_tutorials.py"),
 )
-# These import torchvision, which takes a second: on one worker.
-WITH_TORCHVISION = ("test_models_architectures.py", "test_data_readers.py")
+# These import what takes a second and others do without: each group is on one worker.
+IMPORTING = {
+    "torchvision": ("test_models_architectures.py", "test_data_readers.py"),
+    "torch's compiler": ("test_client_waits.py", "test_client_sgd.py"),
+    "SciPy's statistics": (
+        *("test_client_privacy.py", "test_privacy_audit.py", "test_privacy_ledger.py"),
+        *("test_privacy_sampler.py", "test_privacy_site.py"),
+    ),
+}
+GROUP_OF = {name: group for group, names in IMPORTING.items() for name in names}
 
 
 def pytest_configure() -> None:
@@ -73,8 +81,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            if path.endswith(WITH_TORCHVISION):
-                return "torchvision"
+            if group := GROUP_OF.get(path.rpartition("/")[2]):
+                return group
             return path if "end_to_end" in path else nodeid.partition("[")[0]
 
         def _reschedule(self, node: Any) -> None:
@@ -102,6 +110,9 @@ def keel_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KEEL_HOME", str(home))
         patch.setattr(os, "fsync", lambda descriptor: None)
+        # else the first `assert_close` imports distributed tensors, of which no test has any
+        unwrap = "torch.testing._comparison._unwrap_dtensor_for_comparison"
+        patch.setattr(unwrap, lambda *both: both, raising=False)
         yield home
 
 

@@ -194,7 +194,8 @@ def test_without_a_seed_the_weights_come_from_the_global_generator():
 
 def test_the_widths_in_the_documentation_are_those_of_the_networks():
     def whole(name):
-        return build_model(name, num_classes=2, channels=1, image_size=28)
+        with torch.device("meta"):  # draws no weights
+            return build_model(name, num_classes=2, channels=1, image_size=28)
 
     page = Path(__file__).parent.parent / "docs/concepts/representation-regularisation.md"
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", page.read_text(), re.M)
@@ -244,10 +245,9 @@ def test_group_norm_follows_each_convolution_of_a_plain_cnn_and_is_off_by_defaul
 @pytest.mark.parametrize("name", [name for name, built in MODELS.items() if built.width])
 def test_width_scales_every_channel_of_a_resnet(name):
     about = {"num_classes": 4, "channels": 3, "image_size": 32}
-    own, quarter = (
-        build_model(name, **about),
-        build_model(name, width=MODELS[name].width // 4, **about),
-    )
+    with torch.device("meta"):  # draws no weights
+        own = build_model(name, **about)
+    quarter = build_model(name, width=MODELS[name].width // 4, **about)
     pairs = zip(own.stages.modules(), quarter.stages.modules(), strict=True)
     widths = [(a.out_channels, b.out_channels) for a, b in pairs if isinstance(a, nn.Conv2d)]
     assert len(widths) > 15

@@ -1,5 +1,6 @@
 """Each network against its paper: written out, against torchvision's, by layer arithmetic."""
 
+from collections.abc import Callable
 from importlib import import_module
 
 import pytest
@@ -28,8 +29,10 @@ def images(batch: int = 2) -> Tensor:
     return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 
 
-def count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def count(name: str, *about: int, **options) -> int:
+    """The parameters of a network, whose weights are not drawn."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(name, *about, **options).parameters())
 
 
 def affine(fan_in: int, width: int) -> int:
@@ -46,6 +49,12 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """In the order of definition, whatever the names; refuses another number or another shape."""
     pairs = zip(target.state_dict(), source.state_dict().values(), strict=True)
     target.load_state_dict(dict(pairs))
+
+
+def undrawn(make: Callable[..., nn.Module], **options: object) -> nn.Module:
+    """A module whose weights hold anything: to draw millions takes longer than all else."""
+    with torch.device("meta"):
+        return make(**options).to_empty(device="cpu")
 
 
 def randomise(model: nn.Module) -> None:
@@ -115,7 +124,7 @@ def check_same_logits(model: StagedModel, paper: nn.Module) -> None:
 # ------------------------------------------------------------------ against torchvision
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_resnet18_is_torchvisions_with_a_small_stem(norm, published):
-    reference = published.resnet18(num_classes=10, norm_layer=NORMS[norm])
+    reference = undrawn(published.resnet18, num_classes=10, norm_layer=NORMS[norm])
     reference.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     reference.maxpool = nn.Identity()
     check_same_logits(build("resnet18", norm=norm), reference)
@@ -125,7 +134,7 @@ def test_resnet18_is_torchvisions_with_a_small_stem(norm, published):
 def test_resnet50_is_torchvisions_with_a_small_stem_up_to_the_projection(published):
     model = build("resnet50", num_classes=10).eval()
     randomise(model)
-    reference = published.resnet50()
+    reference = undrawn(published.resnet50)
     reference.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     reference.maxpool = reference.fc = nn.Identity()
     keys = model.extractor_keys("conv5_x")
@@ -140,7 +149,8 @@ def test_resnet50_is_torchvisions_with_a_small_stem_up_to_the_projection(publish
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_mobilenet_v2_is_torchvisions_with_other_strides(norm, published):
-    reference = published.mobilenet_v2(
+    reference = undrawn(
+        published.mobilenet_v2,
         num_classes=10,
         norm_layer=NORMS[norm],
         inverted_residual_setting=[  # expansion, channels, depth, stride
@@ -251,19 +261,19 @@ def test_squeezenet_follows_figure_2_with_simple_bypass():
 def test_parameters_of_the_small_networks_by_layer_arithmetic():
     fedintr = affine(27, 8) + affine(72, 16) + affine(144, 32)
     fedintr += affine(32 * 2 * 2, 128) + affine(128, 96) + affine(96, 10)
-    assert count(build("cnn-fedintr")) == fedintr == 35_898
+    assert count("cnn-fedintr") == fedintr == 35_898
     heads = sum(
         affine(width, hidden) + affine(hidden, 256)
         for width, hidden in [(1800, 256), (576, 256), (128, 256), (128, 256), (96, 96)]
     )
-    assert count(build("cnn-fedintr", projection_heads=256)) == fedintr + heads
+    assert count("cnn-fedintr", projection_heads=256) == fedintr + heads
 
     fedcka = affine(75, 16) + affine(16 * 25, 32) + affine(32 * 5 * 5, 120)
     fedcka += affine(120, 84) + affine(84, 84) + affine(84, 256) + affine(256, 10)
-    assert count(build("cnn-fedcka")) == fedcka == 151_802
+    assert count("cnn-fedcka") == fedcka == 151_802
 
     # PyTorch's CIFAR-10 tutorial network, known by this number.
-    assert count(build("cnn-fedreco")) == 62_006
+    assert count("cnn-fedreco") == 62_006
 
 
 def test_parameters_of_resnet20():
@@ -272,7 +282,7 @@ def test_parameters_of_resnet20():
     first = 6 * normed(9 * 16, 16)
     second = normed(9 * 16, 32) + 5 * normed(9 * 32, 32)
     third = normed(9 * 32, 64) + 5 * normed(9 * 64, 64)
-    assert count(build("resnet20")) == stem + first + second + third + affine(64, 10) == 269_722
+    assert count("resnet20") == stem + first + second + third + affine(64, 10) == 269_722
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -284,25 +294,25 @@ def test_parameters_of_the_published_networks(channels, published):
 
     stem = 9 * channels
     resnet18 = all_but("ResNet18", 64 * 3 * 49) + 64 * stem
-    assert count(build("resnet18", 1000, channels)) == resnet18
+    assert count("resnet18", 1000, channels) == resnet18
 
     resnet50 = all_but("ResNet50", 64 * 3 * 49) + 64 * stem
     projected = resnet50 - affine(2048, 1000)
     projected += affine(2048, 2048) + affine(2048, 256) + affine(256, 1000)
-    assert count(build("resnet50", 1000, channels)) == projected
+    assert count("resnet50", 1000, channels) == projected
 
     mobilenet = all_but("MobileNet_V2", 32 * 27) + 32 * stem
-    assert count(build("mobilenet-v2", 1000, channels)) == mobilenet
+    assert count("mobilenet-v2", 1000, channels) == mobilenet
 
     # Without norms torchvision's convolutions have a bias each: a norm has two numbers for its one.
     fire_outputs = sum(2 * (width // 8 + width) for width in (128, 256, 384, 512))
     squeezenet = all_but("SqueezeNet1_0", 96 * 3 * 49) + 96 * stem
-    assert count(build("squeezenet", 1000, channels)) == squeezenet + 96 + fire_outputs
+    assert count("squeezenet", 1000, channels) == squeezenet + 96 + fire_outputs
 
 
 def test_parameters_of_vgg9():
     """FedMA's VGG-9 has 3,491,530 with a bias for each convolution; a norm has two for that one."""
-    assert count(build("vgg9")) == 3_491_530 + 32 + 64 + 128 + 128 + 256 + 256
+    assert count("vgg9") == 3_491_530 + 32 + 64 + 128 + 128 + 256 + 256
 
 
 def test_parameters_of_shufflenet_by_layer_arithmetic():
@@ -315,7 +325,7 @@ def test_parameters_of_shufflenet_by_layer_arithmetic():
         unit = normed(width // 3, inner) + normed(9, inner) + normed(inner // 3, width)
         total += (depth - 1) * unit
         in_width = width
-    assert count(build("shufflenet")) == total + affine(960, 10)
+    assert count("shufflenet") == total + affine(960, 10)
 
 
 @pytest.mark.parametrize("side", [(2, 2), (7, 10), (28, 11)])
