@@ -95,6 +95,7 @@ def test_imports_point_down():
     assert wrong == []
 
 
+@pytest.mark.end_to_end
 def test_config_and_command_line_are_imported_without_torch():
     commands = {f"keel.cli.{module}" for module, *_ in COMMANDS.values()}
     light = ["keel.cli.main", "keel.runs", "data.partitions", "data.sources", *sorted(commands)]

@@ -146,6 +146,7 @@ def load_when_both_are_reading(spec, root, barrier, results):
     results.put((source.train.images.tobytes(), source.test.labels.tolist(), source.mean))
 
 
+@pytest.mark.end_to_end
 def test_two_processes_at_once_share_one_entry(tmp_path):
     spec = make_folder(tmp_path / "mine", random_images(4, 30, 30, 3))
     spawn = multiprocessing.get_context("spawn")

@@ -225,6 +225,7 @@ def test_registration():
     assert "InvalidHeartbeatIntervalError" in activate, "the refusal that the doctor asks for"
 
 
+@pytest.mark.end_to_end
 def test_importing_it_is_cheap():
     import subprocess
 

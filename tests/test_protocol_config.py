@@ -273,6 +273,7 @@ assert time.process_time() - started < 2  # 5 configs of each method; 0.3 s on t
 """
 
 
+@pytest.mark.end_to_end
 def test_a_config_is_resolved_and_refused_without_torch():
     root = Path(protocol.config.__file__).parent.parent
     subprocess.run([sys.executable, "-c", NO_TORCH], check=True, cwd=root, timeout=60)

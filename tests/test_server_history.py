@@ -203,6 +203,7 @@ def test_on_a_full_disk_the_summary_is_written_over_the_old_one(tmp_path, monkey
     assert read_summary(tmp_path)["status"] == "failed: no space"
 
 
+@pytest.mark.end_to_end
 def test_readers_of_run_directories_need_neither_torch_nor_numpy():
     code = "import keel.runs, sys; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     root = Path(__file__).parent.parent

@@ -80,6 +80,7 @@ def test_the_readmes_table_is_current(capsys):
     assert [row for row in rows if row not in printed] == []
 
 
+@pytest.mark.end_to_end
 def test_a_listing_imports_no_torch_once_traffic_is_known(capsys):
     assert main(["methods"]) == 0  # fills the cache
     code = "import sys; from keel.cli.main import main; main(['methods'])"

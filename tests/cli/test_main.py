@@ -26,6 +26,7 @@ LIGHT = {
 }
 
 
+@pytest.mark.end_to_end
 def test_nothing_heavy_is_imported_before_it_is_needed(tmp_path):
     """One command after the other in a fresh process: its exit code and what is imported then."""
     code = f"""
@@ -46,6 +47,7 @@ for words in sys.argv[1:]:
     assert found == [(words, code, []) for words, code in LIGHT.items()]
 
 
+@pytest.mark.end_to_end
 def test_the_plan_of_a_run_waits_for_nothing_heavy():
     code = f"""
 import sys

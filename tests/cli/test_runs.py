@@ -129,6 +129,7 @@ def test_without_a_name_the_status_is_of_the_run_that_changed_last(two, capsys):
         assert capsys.readouterr().out.startswith(f"run       {two / name}\n")
 
 
+@pytest.mark.end_to_end
 def test_the_old_command_still_works_and_names_the_new_one(trained):
     command = [sys.executable, "-m", "server_app.status", str(trained)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

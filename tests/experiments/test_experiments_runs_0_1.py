@@ -163,6 +163,7 @@ def test_the_total_time_is_in_a_readable_unit(seconds, text):
     assert total(seconds) == text
 
 
+@pytest.mark.end_to_end
 def test_the_command_imports_neither_torch_nor_matplotlib():
     script = (
         "import sys, keel.cli.experiments, keel.experiments.overview; "

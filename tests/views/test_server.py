@@ -162,6 +162,7 @@ def test_a_run_of_0_1_has_all_pages(tmp_path):
     assert pages.get("/deployment").status_code == 200
 
 
+@pytest.mark.end_to_end
 @pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="no setpriv")
 def test_what_may_not_be_read_is_shown_as_such(tmp_path):
     """Root reads everything: here without the capability to."""
@@ -245,6 +246,7 @@ def copy_bytes(source, target):
         target.shutdown(socket.SHUT_WR)
 
 
+@pytest.mark.end_to_end
 def test_the_pages_work_through_another_port_while_the_run_writes(tmp_path):
     run = make_run(tmp_path / "a", {"method": "fedavg"}, 5, num_written=1, status="running")
     command = [sys.executable, "-m", "keel", "ui", str(tmp_path), "--port", "0"]
