@@ -5,6 +5,7 @@ FedReCo, Sections 4.2 and 6.2: (epsilon, delta)-local differential privacy of ea
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from protocol.config import PrivacyConfig
@@ -54,6 +55,7 @@ class Budget:
     epsilon_at_small_delta: float
 
 
+@lru_cache
 def composed_epsilon(multiplier: float, delta: float) -> float:
     """Epsilon at delta of one Gaussian release of this noise / sensitivity, by Renyi accounting.
 

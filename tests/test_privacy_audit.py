@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import scipy  # its modules when they are used
+import scipy
 import torch
 from client_fixtures import (
     Client,
@@ -149,8 +149,9 @@ def epsilon_lower_bound(scores, others, delta, confidence=0.999):
     alpha = (1 - confidence) / 2
 
     def bound(hits, false_alarms, num):
-        low = scipy.stats.beta.ppf(alpha, hits, num - hits + 1) if hits else 0.0
-        high = scipy.stats.beta.ppf(1 - alpha, false_alarms + 1, num - false_alarms)
+        quantile = scipy.special.betaincinv  # of the beta distribution
+        low = quantile(hits, num - hits + 1, alpha) if hits else 0.0
+        high = quantile(false_alarms + 1, num - false_alarms, 1 - alpha)
         return math.log((low - delta) / high) if low > delta else 0.0
 
     best = 0.0

