@@ -506,10 +506,10 @@ def _parse(flat: FlatConfig) -> RunConfig:
     if 0 < data.image_size < 28:
         raise ValueError(f"image-size = {data.image_size}: expected 0, or 28 to 64")
     config = RunConfig(rounds, data, model, train, privacy, flat)
-    for name in ("resume", "output-dir", "data-dir"):
+    for name in filter(flat.get, ("resume", "output-dir", "data-dir")):
         path = Path(str(flat[name])).expanduser()
         is_run_name = name == "resume" and len(path.parts) == 1
-        if flat[name] and not path.is_absolute() and not is_run_name:
+        if not path.is_absolute() and not is_run_name:
             raise ValueError(
                 f"{name} = {str(flat[name])!r}: expected an absolute path, because a Flower run "
                 f"has a working directory of its own; from here it would be {path.absolute()}"

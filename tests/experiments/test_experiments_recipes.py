@@ -104,6 +104,7 @@ def test_the_expanded_recipes_are_those_of_0_1(name, tmp_path):
     assert (list(recipe.seeds), recipe.shows) == (expected["seeds"], expected["shows"])
     rows = [row.name for row in recipe.rows if not row.name.endswith(" eq. (5)")]
     assert rows == list(expected["rows"])
+    known = {}
     for row, digests in expected["rows"].items():
         contents, names = [], []
         cells = [c for c in recipe.cells if not c.column.name.endswith(", without cache")]
@@ -114,12 +115,16 @@ def test_the_expanded_recipes_are_those_of_0_1(name, tmp_path):
             )
             for candidate in cell.candidates:
                 for scale in ("paper", "hour"):
-                    options = Options(scale, {}, [1], full_grid=True)
-                    run = run_of(cell, candidate, 1, options, tmp_path)
-                    how = {"evaluate-every": 1} if scale == "paper" else {}
-                    how |= scaled({**cell.keys, **candidate}, SCALES[scale], cell.read_at)
-                    contents.append(config_of_0_1({**run.keys, **how}))
-                    names.append(run.folders[-1].name)
+                    given = {**cell.keys, **candidate}
+                    key = repr((given, scale, cell.read_at, cell.is_timed, cell.only_last))
+                    if key not in known:  # a run is read at several rounds
+                        options = Options(scale, {}, [1], full_grid=True)
+                        run = run_of(cell, candidate, 1, options, tmp_path)
+                        how = {"evaluate-every": 1} if scale == "paper" else {}
+                        how |= scaled(given, SCALES[scale], cell.read_at)
+                        known[key] = config_of_0_1({**run.keys, **how}), run.folders[-1].name
+                    contents.append(known[key][0])
+                    names.append(known[key][1])
         assert [digest_of(contents), digest_of(names)] == digests, row
 
 
@@ -182,12 +187,12 @@ def test_every_run_of_a_recipe_has_a_config_that_makes_sense(name, tmp_path):
     checked = set()
     for cell in recipe.cells:
         for candidate in cell.candidates:
-            for scale in ("paper", "hour"):
-                options = Options(scale, {}, [0], full_grid=True)
-                run = make_run({**cell.keys, **candidate}, 0, options, tmp_path)
-                if run.name not in checked:
-                    checked.add(run.name)
-                    check_config(resolve_config(run.keys))
+            keys = {**cell.keys, **candidate}
+            for scale in ("paper", "hour") if candidate == cell.candidates[0] else ("paper",):
+                if (key := repr((keys, scale))) not in checked:
+                    checked.add(key)
+                    options = Options(scale, {}, [0], full_grid=True)
+                    check_config(resolve_config(make_run(keys, 0, options, tmp_path).keys))
     assert checked
 
 
