@@ -37,6 +37,7 @@ from client_app.stacked import clients_that_fit, key_of_stack, train_stacked
 from client_app.state import ResetNeeded
 from client_app.worker_client import client_failed, run_and_round
 from protocol.config import config_from_json
+from protocol.exact_sum import ExactSum
 from protocol.files import private_files
 from protocol.messages import (
     RESET_NEEDED,
@@ -57,6 +58,7 @@ from protocol.messages import (
     read_request,
     reply_content,
     roster_content,
+    shares_in_sum,
     simulated_reply,
     tensors,
 )
@@ -95,7 +97,8 @@ process_caches, turn = ProcessCaches(), Turn()
 def answer(message: Message, context: Context) -> RecordDict | Error:
     """The content of the reply to a message, or an error of one line.
 
-    A message for many logical clients is answered for one after the other.
+    A message for many logical clients is answered for one after the other; where it says so, their
+    arrays are summed here, and only the sum is sent.
     """
     if "simulated" not in message.content:
         return answer_as(message, context)
@@ -104,7 +107,9 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
         error = ValueError(reason)
         return error_reply(error, message, context)
     replies = []
-    for client, num_clients, content in contents_to_simulate(message.content):
+    shares, limit = shares_in_sum(message.content)
+    total = ExactSum(limit)
+    for k, (client, num_clients, content) in enumerate(contents_to_simulate(message.content)):
         own = copy.copy(message)
         own.content = content
         node_config: dict[str, bool | float | int | str] = {
@@ -112,8 +117,15 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
             "num-partitions": num_clients,
         }
         node = Context(context.run_id, context.node_id, node_config, RecordDict(), {})
-        replies.append(answer_as(own, node))
-    return simulated_reply(replies)
+        reply = answer_as(own, node)
+        if shares and isinstance(reply, RecordDict):
+            try:
+                total.add(tensors(get_record(reply, "arrays", ArrayRecord)), shares[k])
+                reply["arrays"] = ArrayRecord()
+            except ValueError as error:
+                reply = error_reply(error, own, node)
+        replies.append(reply)
+    return simulated_reply(replies, total.sums)
 
 
 def answer_as(message: Message, context: Context) -> RecordDict | Error:

@@ -3,12 +3,14 @@
 server -> client   query     round: `RosterRequest`
                    train     round: `TrainRequest`; client: counted-round; arrays; extra
                    evaluate  round: `EvaluateRequest`; client: counted-round; arrays; extra
-                   of many logical clients: simulated: clients, num-clients, counted-rounds; round,
-                             arrays and extra of all; own-K: what only the K-th is sent
+                   of many logical clients: simulated: clients, num-clients, counted-rounds, shares
+                             and limit where their updates are summed; round, arrays and extra of
+                             all; own-K: what only the K-th is sent
 client -> server   query     roster: `RosterEntry`
                    train     reply: client, round; arrays; extra; metrics
                    evaluate  reply: client, round; metrics
-                   of many:  the records of the K-th with -K after their names, or error-K
+                   of many:  the records of the K-th with -K after their names, or error-K; sum:
+                             that of the arrays, which the K-th is then without
 
 `counted-round` is the client's last accepted round: the last one whose update was aggregated, 0:
 none. `extra` holds what a method sends beside the model (control variates, prototypes) and may be
@@ -46,6 +48,7 @@ TEXTS = ("model", "versions", "keel", "device")  # of a roster entry, in one lin
 MAX_COUNTS = 100_000  # entries of a list in a roster entry
 MAX_COUNT = 10**12  # samples of one class
 MAX_METRICS = 256  # of a reply
+MAX_INTEGER = 2**40  # of a counter
 METRIC_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # error code of a client whose state is lost or ahead of the server; Flower's own are below 100
 RESET_NEEDED = 100
@@ -322,11 +325,16 @@ def tensors(record: ArrayRecord | None) -> Arrays:
 
 
 def simulated_content(
-    contents: Sequence[RecordDict], clients: Sequence[int], num_clients: int
+    contents: Sequence[RecordDict],
+    clients: Sequence[int],
+    num_clients: int,
+    shares: Sequence[float] = (),
+    limit: float = 0.0,
 ) -> RecordDict:
     """One message's content from those of several simulated clients, given by number.
 
-    They have the request, the arrays and `extra` in common, but for arrays called "own".
+    They have the request, the arrays and `extra` in common, but for arrays called "own". shares: of
+    each client in the sum of their arrays, which is sent instead of them; limit: as `ExactSum`.
     """
     first = contents[0]
     accepted = [int(get_record(c, "client", ConfigRecord)["counted-round"]) for c in contents]  # type: ignore[arg-type]
@@ -335,6 +343,8 @@ def simulated_content(
         "num-clients": num_clients,
         "counted-rounds": accepted,
     }
+    if shares:
+        simulated |= {"shares": list(shares), "limit": limit}
     shared = ArrayRecord()
     whole: dict[str, Any] = {
         "simulated": ConfigRecord(simulated),
@@ -371,9 +381,15 @@ def contents_to_simulate(whole: RecordDict) -> list[tuple[int, int, RecordDict]]
     return contents
 
 
-def simulated_reply(replies: Sequence[RecordDict | Error]) -> RecordDict:
-    """One reply's content from those of several clients."""
-    whole = RecordDict()
+def shares_in_sum(whole: RecordDict) -> tuple[list[float], float]:
+    """(each client's share, limit) of `simulated_content`; ([], 1) where nothing is summed."""
+    simulated: dict[str, Any] = dict(get_record(whole, "simulated", ConfigRecord))
+    return [*simulated.get("shares", ())], float(simulated.get("limit", 1.0))
+
+
+def simulated_reply(replies: Sequence[RecordDict | Error], sums: Arrays) -> RecordDict:
+    """One reply's content from those of several clients. sums: of the arrays taken out of them."""
+    whole = RecordDict({"sum": array_record(sums)} if sums else {})
     for k, reply in enumerate(replies):
         if isinstance(reply, Error):
             whole[f"error-{k}"] = ConfigRecord({"code": reply.code, "reason": reply.reason or ""})
@@ -590,3 +606,18 @@ def extremes(array: Tensor) -> tuple[float, float]:
         found = [float(low), float(high)]
         array.keel_extremes = (array._version, *found)  # type: ignore[attr-defined]
     return found[0], found[1]
+
+
+def out_of_range(arrays: Arrays, max_value: float) -> str:
+    """The array that holds a value above its bound, or a variance below 0; "" for none."""
+    for name, array in arrays.items():
+        if not array.numel():
+            continue
+        low, high = extremes(array)
+        if name.endswith("running_var") and low < 0:
+            return f"array {name!r} holds negative variances"
+        largest = max(high, -low)
+        bound = max_value if array.is_floating_point() else MAX_INTEGER
+        if not largest <= bound:
+            return f"array {name!r} holds {largest:.4g}: the bound on values is {bound:.4g}"
+    return ""

@@ -51,7 +51,7 @@ from server_app.history import (
     truncate_history,
     without_clients,
 )
-from server_app.logical_clients import LogicalGrid, with_logical_clients
+from server_app.logical_clients import LogicalGrid, Summing, with_logical_clients
 from server_app.manifest import (
     NUM_NOTED_ROUNDS,
     begin_manifest,
@@ -398,7 +398,9 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     backed_off = sorted(strategy.backed_off(server_round))
     what, timeout_s = f"round {server_round}", rounds.round_timeout
     if isinstance(run.grid, LogicalGrid):
-        run.grid.clients_per_message = strategy.clients_per_message()
+        shares = strategy.begin_sums(server_round)
+        summing = Summing(shares, strategy.max_value, strategy.take_sum)
+        run.grid.summing = summing if shares else None
     run.exchange.ask(
         messages,
         timeout_s,

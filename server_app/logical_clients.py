@@ -7,15 +7,21 @@ smallest, so that nobody idles at the end; the model is in each message once.
 
 import itertools
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from flwr.app import Error, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from protocol.flower_compat import assign_message_id, has_own_clients, is_in_process_grid
-from protocol.messages import find_record, simulated_content, simulated_replies
+from protocol.messages import (
+    Arrays,
+    find_record,
+    simulated_content,
+    simulated_replies,
+    tensors,
+)
 from strategies.sampling import FIRST_NODE
 
 TAIL_SHARE = 8  # the last 1 / 8 of the clients are sent in messages of their own
@@ -48,12 +54,24 @@ def place(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[lis
     return shares
 
 
+@dataclass(frozen=True)
+class Summing:
+    """How workers sum their clients' arrays, whose replies are then without them.
+
+    shares: of each node's client. limit: as `ExactSum`. take: is given the nodes whose clients are
+    in a sum, and the sum, before their replies are pulled.
+    """
+
+    shares: Mapping[int, float]
+    limit: float
+    take: Callable[[Collection[int], Arrays], None]
+
+
 class LogicalGrid(Grid):
     """A grid of `num_clients` nodes, simulated by the nodes of another grid.
 
     expected_time: of a node's client, in any unit; set once the roster is known. How many seconds a
-    unit takes each worker is measured. clients_per_message: at most; where it is reached, messages
-    are sent in the clients' order, so that replies come in about that order.
+    unit takes each worker is measured. summing: where workers sum what their clients send.
     """
 
     is_in_process = True
@@ -63,10 +81,11 @@ class LogicalGrid(Grid):
         self.has_own_clients = has_own_clients(grid)
         self.workers = sorted(grid.get_node_ids())
         self.expected_time: Callable[[int], float] = lambda node: 1.0
-        self.clients_per_message = sys.maxsize
+        self.summing: Summing | None = None
         self.seconds_per_unit: dict[int, float] = {}  # by worker, once it has trained
         self.numbers = itertools.count(1)
-        self.sent: dict[str, list[Message]] = {}  # id of a worker's message to those in it
+        # id of a worker's message to those in it, and how they are summed
+        self.sent: dict[str, tuple[list[Message], Summing | None]] = {}
         self.carrier: dict[str, str] = {}  # id of a client's message to that of the worker's
         self.arrived: dict[str, Message] = {}  # replies by the id of the client's message
 
@@ -95,23 +114,29 @@ class LogicalGrid(Grid):
             ids.append(f"logical-{next(self.numbers)}")
             assign_message_id(message, ids[-1])
         is_training = bool(requests) and requests[0].metadata.message_type == MessageType.TRAIN
-        shares = self.shares(times, is_training)
+        parts = self.parts(times, is_training)
         wholes = []
-        for worker, share in shares:
-            part = [requests[i] for i in share]
+        for worker, places in parts:
+            part = [requests[i] for i in places]
             first = part[0].metadata
             clients = [m.metadata.dst_node_id - FIRST_NODE for m in part]
-            content = simulated_content([m.content for m in part], clients, self.num_clients)
+            shares, limit = [], 0.0
+            if self.summing and is_training:
+                limit = self.summing.limit
+                shares = [self.summing.shares[m.metadata.dst_node_id] for m in part]
+            contents = [m.content for m in part]
+            content = simulated_content(contents, clients, self.num_clients, shares, limit)
             wholes.append(
                 Message(content, dst_node_id=worker, message_type=first.message_type, ttl=first.ttl)
             )
         self.grid.push_messages(wholes)
-        for whole, (_, share) in zip(wholes, shares, strict=True):
-            self.sent[whole.metadata.message_id] = [requests[i] for i in share]
-            self.carrier |= {ids[i]: whole.metadata.message_id for i in share}
+        for whole, (_, places) in zip(wholes, parts, strict=True):
+            in_whole = [requests[i] for i in places]
+            self.sent[whole.metadata.message_id] = in_whole, self.summing
+            self.carrier |= {ids[i]: whole.metadata.message_id for i in places}
         return ids
 
-    def shares(self, times: Sequence[float], is_training: bool) -> list[tuple[int, list[int]]]:
+    def parts(self, times: Sequence[float], is_training: bool) -> list[tuple[int, list[int]]]:
         """(worker, places in `times`) of each message, the large ones first.
 
         One a worker, and in training one more.
@@ -119,11 +144,6 @@ class LogicalGrid(Grid):
         num_workers = len(self.workers)
         mean = statistics.fmean(self.seconds_per_unit.values() or [1.0])
         rates = [self.seconds_per_unit.get(worker, mean) for worker in self.workers]
-        if is_training and self.clients_per_message < len(times):
-            size = self.clients_per_message
-            parts = [list(range(len(times)))[n : n + size] for n in range(0, len(times), size)]
-            workers = assigned([sum(times[i] for i in part) for part in parts], rates)
-            return [(self.workers[w], part) for w, part in zip(workers, parts, strict=True)]
         in_order = sorted(range(len(times)), key=lambda i: -times[i])
         has_tail = is_training and num_workers > 1 and len(times) >= MIN_TAIL * num_workers
         num_tail = len(times) // TAIL_SHARE if has_tail else 0
@@ -140,13 +160,18 @@ class LogicalGrid(Grid):
         asked = [each for each in message_ids if each in self.carrier or each in self.arrived]
         carriers = {self.carrier[each] for each in asked if each in self.carrier}
         for whole in self.grid.pull_messages(carriers) if carriers else []:
-            messages = self.sent.pop(whole.metadata.reply_to_message_id, [])
+            messages, summing = self.sent.pop(whole.metadata.reply_to_message_id, ([], None))
             contents: Sequence[RecordDict | Error] = [
                 whole.error if whole.has_error() else Error(0, "")
             ] * len(messages)
             if not whole.has_error():
                 contents = simulated_replies(whole.content, len(messages))
                 self.learn(whole.metadata.src_node_id, messages, contents)
+                sums = tensors(find_record(whole.content, "sum", ArrayRecord))
+                if sums and summing and summing is self.summing:  # of this round
+                    pairs = zip(messages, contents, strict=True)
+                    answered = [m for m, content in pairs if isinstance(content, RecordDict)]
+                    summing.take([m.metadata.dst_node_id for m in answered], sums)
             for message, content in zip(messages, contents, strict=True):
                 message_id = message.metadata.message_id
                 del self.carrier[message_id]

@@ -8,7 +8,7 @@ use Flower's functions.
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,74 +17,65 @@ from flwr.serverapp.strategy.fedtrimmedavg import trim_mean
 from flwr.serverapp.strategy.multikrum import select_multikrum
 
 from protocol.config import RoundsConfig
+from protocol.exact_sum import ExactSum
 from protocol.messages import Arrays, TrainReply
 
 log = logging.getLogger("keel.server")
 
 
 class RunningMean:
-    """The weighted mean sum_i p_i w_i, p_i = weights_i / sum(weights), of arrays added one by one.
+    """The weighted mean of arrays that are added as they come: sum_i p_i w_i, p_i = n_i / sum(n).
 
-    The sum is taken in the order of `weights`, so that its bits do not depend on the order in which
-    the arrays arrive; those that are ahead of their turn wait. Floating arrays are summed in their
-    own precision; integers (counters) in double precision, then rounded.
+    By `ExactSum`, so that its bits do not depend on the order, or on who summed. If some clients
+    send no arrays, the sum is scaled by the total weight over the weight of those that did.
 
-    weights: by client, of all that were asked. If some send no arrays, the sum is scaled by the
-    total weight over the weight of those that did.
+    weights: n_i by client, of all that were asked. limit: as `ExactSum`.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self.weights, self.turns = weights, iter(weights)
-        self.total = sum(weights.values())
-        self.added: list[float] = []  # weights
-        self.waiting: dict[str, Arrays | None] = {}
-        self.sums: Arrays = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self.turn = next(self.turns, None)
+    def __init__(self, weights: Mapping[str, float], limit: float) -> None:
+        self.weights, self.total = weights, math.fsum(weights.values())
+        self.sum = ExactSum(limit)
+        self.added: set[str] = set()  # clients
 
-    def add(self, client: str, arrays: Arrays | None) -> None:
-        """Add a client's arrays, which are not modified; None: it sends none."""
-        self.waiting[client] = arrays
-        while self.turn is not None and self.turn in self.waiting:
-            due = self.waiting.pop(self.turn)
-            if due is not None:
-                self._add(due, self.weights[self.turn])
-            self.turn = next(self.turns, None)
+    def share(self, client: str) -> float:
+        """This client's p_i."""
+        return self.weights[client] / self.total
 
-    def _add(self, arrays: Arrays, weight: float) -> None:
-        if not self.sums:
-            self.dtypes = {name: array.dtype for name, array in arrays.items()}
-        for name, array in arrays.items():
-            is_float = array.is_floating_point()
-            if name not in self.sums:
-                share = weight / self.total
-                self.sums[name] = array * share if is_float else array.double() * weight
-            elif is_float:
-                self.sums[name].add_(array, alpha=weight / self.total)
-            else:
-                self.sums[name] += array.double() * weight
-        self.added.append(weight)
+    def add(self, client: str, arrays: Arrays) -> None:
+        """Add a client's arrays, which are not modified."""
+        self.sum.add(arrays, self.share(client))
+        self.added.add(client)
 
-    def mean(self) -> Arrays:
-        """The mean of the arrays added; clients not heard of count as None. Call it once."""
-        while self.turn is not None:
-            self.add(self.turn, self.waiting.get(self.turn))
-        total_added = sum(self.added)
-        scale = self.total / total_added
-        for name, dtype in self.dtypes.items():
-            if not dtype.is_floating_point:
-                self.sums[name] = (self.sums[name] / total_added).round().to(dtype)
-            elif scale != 1:
-                self.sums[name] *= scale
-        return self.sums
+    def merge(self, clients: Iterable[str], sums: Arrays) -> None:
+        """Add what a worker has summed of these clients."""
+        self.sum.merge(sums)
+        self.added.update(clients)
+
+    def mean(self, like: Arrays) -> Arrays:
+        """The mean of what was added, in the dtypes of `like`. Call it once."""
+        return self.sum.scaled(self.total / math.fsum(self.weights[c] for c in self.added), like)
 
 
 def weighted_mean(replies: Sequence[TrainReply], weights: Sequence[float]) -> Arrays:
-    """The weighted mean of the replies' arrays, summed in their order."""
-    running = RunningMean({str(i): weight for i, weight in enumerate(weights)})
-    for i, reply in enumerate(replies):
-        running.add(str(i), reply.arrays)
-    return running.mean()
+    """The weighted mean of the replies' arrays, summed in their order.
+
+    Floating arrays are summed in their own precision; integers (counters) in double precision, then
+    rounded.
+    """
+    total, sums = sum(weights), dict[str, torch.Tensor]()
+    for reply, weight in zip(replies, weights, strict=True):
+        for name, array in reply.arrays.items():
+            if not array.is_floating_point():
+                term = array.double() * weight
+                sums[name] = sums[name] + term if name in sums else term
+            elif name in sums:
+                sums[name].add_(array, alpha=weight / total)
+            else:
+                sums[name] = array * (weight / total)
+    for name, like in replies[0].arrays.items():
+        if not like.is_floating_point():
+            sums[name] = (sums[name] / total).round().to(like.dtype)
+    return sums
 
 
 def capped_counts(counts: Sequence[float], is_checked: Sequence[bool], share: float) -> list[float]:

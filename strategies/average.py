@@ -2,7 +2,7 @@
 
 It is Flower's `Strategy` with three properties that a repeatable and robust run needs: clients are
 sampled by name from the run's seed (strategies/sampling.py), replies are validated
-(strategies/validation.py), and summed in the order of the clients' names.
+(strategies/validation.py), and the bits of their sum do not depend on the order in which they come.
 """
 
 import json
@@ -24,6 +24,7 @@ from protocol.messages import (
     array_record,
     joined,
     message_content,
+    record_bytes,
     tensors,
 )
 from strategies.aggregation import (
@@ -54,8 +55,9 @@ from strategies.validation import (
 )
 
 log = logging.getLogger("keel.server")
-STREAM_BYTES = 2**29  # of a round's updates, beyond which they are not held until all have come
-MESSAGE_BYTES = 2**28  # of the updates in one message, then
+# of a round's updates: up to it they are held until all have come, and summed in the order of the
+# clients' names; beyond it they are summed as they come, by `ExactSum`
+STREAM_BYTES = 2**29
 
 
 class TooFewRepliesError(RuntimeError):
@@ -79,6 +81,8 @@ class Average(Strategy):
         self.report = RoundReport()
         self.validation: Validation | None = None  # of the round under way
         self.running: RunningMean | None = None  # where its replies are summed as they come
+        self.workers_sum = False  # replies are without arrays, whose sums come by `take_sum`
+        self.sums: list[tuple[set[str], Arrays]] = []  # of clients whose replies are not all here
         self.keeps_updates = False  # each update of the next round is needed, for diagnostics
         self.current: Arrays = {}
         self.sent: Arrays = {}
@@ -113,9 +117,16 @@ class Average(Strategy):
 
     def average(self, replies: list[TrainReply]) -> Arrays:
         """The accepted replies' arrays combined; where they were summed as they came, that sum."""
+        like = self.expected(self.current)
         if self.running:
-            return self.running.mean()
+            return self.running.mean(like)
         weights = self.counts(replies) if self.is_weighted_by_examples else [1.0] * len(replies)
+        if self.is_large:  # with the bits of a sum taken as they come
+            by_name = dict(zip((reply.client for reply in replies), weights, strict=True))
+            running = RunningMean(by_name, self.max_value)
+            for reply in replies:
+                running.add(reply.client, reply.arrays)
+            return running.mean(like)
         return aggregate(replies, weights, self.config.rounds, self.update_of)
 
     @property
@@ -274,6 +285,7 @@ class Average(Strategy):
         if self.sent is not self.current:
             arrays = array_record(self.sent)
         self.validation = self.running = None
+        self.workers_sum, self.sums = False, []
         nodes = self.sample(server_round)
         self.cohort = {self.roster[node].client for node in nodes}
         return self.messages(MessageType.TRAIN, nodes, arrays, config)
@@ -317,19 +329,28 @@ class Average(Strategy):
         arrays, extra = self.expected(self.current), self.expected_extra()
         return ExpectedReply(0, arrays, extra, {}).max_bytes + RECORD_BYTES
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the mean of this round's updates is taken by `ExactSum`."""
+        num_bytes = self.update_bytes() * len(self.addressed)
+        return self.config.rounds.aggregation == "mean" and num_bytes > STREAM_BYTES
+
+    @property
+    def max_value(self) -> float:
+        """The largest magnitude of a value in a valid reply."""
+        return largest_value(self.sent or self.current, self.config.privacy)
+
     def streamed_weights(self) -> dict[str, float]:
         """The weight of each client asked, by name, if replies are summed as they come; else {}.
 
-        They are where the round's updates take more than STREAM_BYTES, weights do not depend on who
-        replies, and nothing compares updates with each other. A sum that is scaled because a client
-        is left out has other last bits than one over the others, so that small rounds, whose
-        updates fit into memory, wait for all.
+        They are in large rounds where weights do not depend on who replies, and nothing compares
+        updates with each other. A sum that is scaled because a client is left out has other last
+        bits than one over the others, so that small rounds, whose updates fit into memory, wait for
+        all.
         """
         rounds, clients = self.config.rounds, sorted(self.addressed)
         entries = [self.roster[node] for node in self.nodes_of(clients)]
-        is_plain = rounds.aggregation == "mean" and rounds.norm_bound == "off"
-        num_bytes = self.update_bytes() * len(clients)
-        if not is_plain or self.keeps_updates or num_bytes <= STREAM_BYTES:
+        if not self.is_large or rounds.norm_bound != "off" or self.keeps_updates:
             return {}
         if not self.is_weighted_by_examples:
             return dict.fromkeys(clients, 1.0)
@@ -343,30 +364,60 @@ class Average(Strategy):
         arrays = self.expected(self.current).values()
         return sum(array.numel() * array.element_size() for array in arrays)
 
-    def clients_per_message(self) -> int:
-        """How many clients one simulation worker simulates for one message, in this round."""
-        if not self.streamed_weights():
-            return len(self.addressed)
-        return max(1, MESSAGE_BYTES // self.update_bytes())
+    def begin_sums(self, server_round: int) -> dict[int, float]:
+        """Have the simulation's workers sum what their clients send; each node's share in the sum.
+
+        {}: they do not, because the server needs each update. Call it after `configure_train`.
+        """
+        validation, running = self._begin_round(server_round)
+        if not running:
+            return {}
+        self.workers_sum = True
+        validation.bytes_in_sum = record_bytes(array_record(validation.expected.arrays))
+        validation.expected = replace(validation.expected, arrays={})
+        nodes = self.nodes_of(sorted(self.addressed))
+        return {node: running.share(self.roster[node].client) for node in nodes}
+
+    def take_sum(self, nodes: Iterable[int], sums: Arrays) -> None:
+        """Take a worker's sum of the arrays of these nodes' clients, whose replies follow."""
+        self.sums.append(({self.roster[node].client for node in nodes}, sums))
 
     def accept(self, server_round: int, message: Message) -> None:
         """Validate a reply of this round, and add it to the sum where replies are summed at once.
 
         The order in which replies come does not matter.
         """
-        if self.validation is None:
-            expected, extra = self.expected(self.current), self.expected_extra()
-            self.validation = self._validation(server_round, expected, extra)
-            weights = {} if self.outliers else self.streamed_weights()
-            self.running = RunningMean(weights) if weights else None
-        client = self.validation.add(message)
-        if self.running and client in self.addressed:
-            reply = self.validation.accepted.get(client)
-            if reply is None:
-                self.running.add(client, None)
-            elif reply.arrays:
-                self.running.add(client, reply.arrays)
-                self.validation.accepted[client] = replace(reply, arrays={})
+        validation = self.validation or self._begin_round(server_round)[0]
+        client = validation.add(message)
+        reply = validation.accepted.get(client)
+        if self.running and self.workers_sum:
+            self._merge_sums(validation, self.running)
+        elif self.running and reply and reply.arrays:
+            self.running.add(client, reply.arrays)
+            validation.accepted[client] = replace(reply, arrays={})
+
+    def _begin_round(self, server_round: int) -> tuple[Validation, RunningMean | None]:
+        """Make ready for the replies to `configure_train`."""
+        expected, extra = self.expected(self.current), self.expected_extra()
+        self.validation = self._validation(server_round, expected, extra)
+        weights = {} if self.outliers else self.streamed_weights()
+        self.running = RunningMean(weights, self.max_value) if weights else None
+        return self.validation, self.running
+
+    def _merge_sums(self, validation: Validation, running: RunningMean) -> None:
+        """Add the workers' sums whose clients' replies are all here, if all of these are valid."""
+        accepted = validation.accepted
+        here = accepted.keys() | validation.rejected.keys() | validation.failed.keys()
+        complete = [each for each in self.sums if each[0] <= here]
+        self.sums = [each for each in self.sums if not each[0] <= here]
+        for clients, sums in complete:
+            bad = clients - accepted.keys() | clients & running.added
+            if not bad:
+                running.merge(clients, sums)
+                continue
+            for client in clients & accepted.keys() - running.added:
+                reason = f"its update is in a sum with that of {min(bad)}, which is not used"
+                validation.reject(client, reason)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -379,6 +430,9 @@ class Average(Strategy):
         rounds = self.config.rounds
         for message in replies:
             self.accept(server_round, message)
+        if self.validation and self.running and self.workers_sum:
+            for client in self.validation.accepted.keys() - self.running.added:
+                self.validation.reject(client, "its update is in no sum that has come")
         self.report = self.validation.report() if self.validation else RoundReport()
         self.validation = None
         accepted = self.report.accepted
@@ -412,10 +466,11 @@ class Average(Strategy):
     def _validation(self, server_round: int, arrays: Arrays, extra: Arrays) -> Validation:
         entries = [self.roster[node] for node in self.nodes_of(self.addressed)]
         declared = {entry.client: entry.num_examples for entry in entries}
-        max_value = largest_value(self.sent or self.current, self.config.privacy)
         unchecked = {c: n for c, n in declared.items() if self.partition_sizes.get(c) != n}
         self.outliers = count_outliers(unchecked, self.config.rounds.max_weight_share)
-        expected = ExpectedReply(server_round, arrays, extra, declared, max_value, self.outliers)
+        expected = ExpectedReply(
+            server_round, arrays, extra, declared, self.max_value, self.outliers
+        )
         return Validation(self.roster, expected, self.config.rounds, self, self.norm_reference)
 
 

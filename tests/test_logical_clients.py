@@ -3,7 +3,16 @@
 import itertools
 
 import pytest
-from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+import torch
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from run_fixtures import SMALL
@@ -12,11 +21,23 @@ import client_app.app
 import client_app.handlers
 from client_app.setup import dataset_spec_of, open_source
 from protocol.config import resolve_config
+from protocol.exact_sum import ExactSum
 from protocol.flower_compat import begin_task
-from protocol.messages import RosterRequest, array_record, message_content, request_record
+from protocol.messages import (
+    RosterRequest,
+    TrainReply,
+    array_record,
+    find_record,
+    message_content,
+    reply_content,
+    request_record,
+    simulated_content,
+    simulated_replies,
+    tensors,
+)
 from server_app.client_registry import gather_roster
 from server_app.inline import InlineGrid, simulated_nodes
-from server_app.logical_clients import LogicalGrid, place, with_logical_clients
+from server_app.logical_clients import LogicalGrid, Summing, place, with_logical_clients
 from server_app.simulated_roster import SimulatedRoster, check_simulated_roster
 from strategies.sampling import ClientNames, name_order, sample_cohort, sample_numbers
 
@@ -118,27 +139,11 @@ def test_everybody_is_asked_once_and_answers_for_itself(nodes, num_workers):
     assert list(grid.pull_messages(ids)) == []
 
 
-@given(st.sets(st.integers(2, 41), min_size=2, max_size=40), st.integers(1, 5), st.integers(1, 9))
-def test_small_messages_are_sent_in_the_order_of_the_clients(nodes, num_workers, size):
+@given(st.integers(1, 40), st.integers(1, 5))
+def test_evaluating_everybody_is_one_message_a_worker(num_clients, num_workers):
     below = Nodes(num_workers)
     grid = LogicalGrid(below, 40)
-    grid.clients_per_message = size
-    ids, replies = asked(grid, sorted(nodes)), []
-    while new := list(grid.pull_messages(ids)):
-        replies += new
-    simulated = [clients for _, clients in below.asked]
-    if size < len(nodes):
-        assert [len(clients) for clients in simulated[:-1]] == [size] * (len(simulated) - 1)
-        assert list(itertools.chain(*simulated)) == sorted(node - 2 for node in nodes)
-        assert len({worker for worker, _ in below.asked}) == min(num_workers, len(simulated))
-    assert sorted(reply.metadata.src_node_id for reply in replies) == sorted(nodes)
-
-
-@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 9))
-def test_evaluating_everybody_is_one_message_a_worker(num_clients, num_workers, size):
-    below = Nodes(num_workers)
-    grid = LogicalGrid(below, 40)
-    grid.clients_per_message = size  # of the training before
+    grid.summing = Summing({}, 1.0, lambda nodes, sums: None)  # of the training before
     ids = asked(grid, range(2, 2 + num_clients), "evaluate")
     while list(grid.pull_messages(ids)):
         pass
@@ -256,3 +261,46 @@ def test_a_message_from_a_server_with_other_code_is_refused(monkeypatch):
     assert isinstance(refused, Error)
     assert "the server 0123456789abcdef: start the SuperLink" in refused.reason
     assert isinstance(answer(ConfigRecord({k: v for k, v in record.items() if k != "code"})), Error)
+
+
+def test_a_sum_of_an_earlier_round_is_not_taken():
+    """A worker's reply may come once the next round has begun."""
+    taken = []
+    below = Nodes(1)
+    grid = LogicalGrid(below, 40)
+    below.answer = lambda message: Message(
+        RecordDict({"sum": array_record({"w": torch.ones(2)}), "reply-0": ConfigRecord({})}),
+        reply_to=message,
+    )
+    grid.summing = Summing({2: 1.0}, 1e4, lambda nodes, sums: taken.append(("early", nodes)))
+    late = asked(grid, [2])
+    grid.summing = Summing({2: 1.0}, 1e4, lambda nodes, sums: taken.append(("now", nodes)))
+    assert len(list(grid.pull_messages(late))) == 1
+    assert taken == []
+    list(grid.pull_messages(asked(grid, [2])))
+    assert taken == [("now", [2])]
+
+
+def test_a_worker_sums_what_its_clients_send_and_names_one_beyond_the_limit(monkeypatch, tmp_path):
+    arrays = {0: [1.0, 2.0], 1: [3.0, 4.0], 2: [2e4, 0.0]}
+
+    def train(message, context):
+        client = int(context.node_config["partition-id"])
+        if client == 3:
+            raise ValueError("no data")
+        return reply_content(
+            TrainReply(f"client-{client}", 1, {"w": torch.tensor(arrays[client])}, {}, {"n": 1.0})
+        )
+
+    monkeypatch.setitem(client_app.handlers.handlers, "train", train)
+    none = array_record({})
+    contents = [message_content(ConfigRecord({"round": 1}), none, none, 0) for _ in range(4)]
+    message = Message(simulated_content(contents, range(4), 4, [0.25] * 4, 1e4), 1, "train")
+    whole = client_app.handlers.answer(message, Context(1, 1, {}, RecordDict(), {}))
+    replies = simulated_replies(whole, 4)
+    assert [find_record(r, "arrays", ArrayRecord) for r in replies[:2]] == [ArrayRecord()] * 2
+    assert "array 'w' holds 2e+04: the bound on values is 1e+04" in replies[2].reason
+    assert replies[3].reason == "ValueError: no data"
+    total = ExactSum(1e4)
+    total.merge(tensors(whole["sum"]))
+    assert total.scaled(1.0, {"w": torch.zeros(2)})["w"].tolist() == [1.0, 1.5]

@@ -1,6 +1,6 @@
 """Robust aggregation: Flower's own, and what a bad client can do under each."""
 
-import weakref
+import math
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from run_fixtures import random_arrays, same_bits, sent
 
 from protocol.config import resolve_config
+from protocol.exact_sum import ExactSum
 from protocol.messages import TrainReply
 from strategies.aggregation import RunningMean, coordinate_wise, krum_selection, weighted_mean
 
@@ -83,39 +84,50 @@ def test_krums_choice_is_that_of_flowers_own_strategy(name):
         assert array.numpy() == pytest.approx(theirs[key].numpy(), rel=1e-12)
 
 
-@given(st.permutations(range(6)), st.sets(st.integers(0, 5), max_size=5))
-def test_a_running_mean_depends_on_no_order_and_is_the_mean_of_those_that_came(order, missing):
+@given(st.permutations(range(6)), st.sets(st.integers(0, 5), max_size=5), st.integers(0, 6))
+def test_a_running_mean_has_the_same_bits_in_any_order_and_grouping(order, missing, num_grouped):
     clients = [f"c{i}" for i in range(6)]
     arrays = [{"w": torch.randn(50, generator=torch.manual_seed(i)) * 3**i} for i in range(6)]
     for i, each in enumerate(arrays):
         each["steps"] = torch.tensor(7 * i)
     weights = {client: 3.0 + 2 * i for i, client in enumerate(clients)}
-    running = RunningMean(weights)
-    for i in order:
-        if i not in missing or i % 2:  # some are known not to come, of others nothing is heard
-            running.add(clients[i], None if i in missing else arrays[i])
-    mean = running.mean()
     kept = [i for i in range(6) if i not in missing]
-    replies = [TrainReply(clients[i], 1, arrays[i], {}, {}) for i in kept]
-    if not missing:
-        assert same_bits(mean, weighted_mean(replies, [*weights.values()]))
+    plain, running = RunningMean(weights, 1e5), RunningMean(weights, 1e5)
+    for i in kept:
+        plain.add(clients[i], arrays[i])
+    group = ExactSum(1e5)  # of a worker
+    grouped = [i for i in order if i in kept][:num_grouped]
+    for i in order:
+        if i in grouped:
+            group.add(arrays[i], running.share(clients[i]))
+        elif i in kept:
+            running.add(clients[i], arrays[i])
+    running.merge([clients[i] for i in grouped], group.sums)
+    mean = running.mean(arrays[0])
+    assert same_bits(mean, plain.mean(arrays[0]))
     total = sum(weights[clients[i]] for i in kept)
     for name in ("w", "steps"):
         exact = sum(arrays[i][name].double() * weights[clients[i]] for i in kept) / total
-        exact = exact if name == "w" else exact.round()
-        scale = max(float(arrays[i][name].abs().max()) for i in kept)
-        assert float((mean[name].double() - exact).abs().max()) <= 1e-6 * scale
+        exact = exact.float() if name == "w" else exact.round()
+        torch.testing.assert_close(mean[name].to(exact.dtype), exact, rtol=2e-7, atol=1e-9)
     assert mean["steps"].dtype == torch.int64
 
 
-def test_a_running_mean_holds_only_what_is_ahead_of_its_turn():
-    running = RunningMean({"a": 1.0, "b": 2.0, "c": 1.0})
-    arrays = {client: {"w": torch.ones(3)} for client in "abc"}
-    held = {client: weakref.ref(arrays[client]["w"]) for client in "abc"}
-    for client, alive in (("c", {"c"}), ("a", {"c"}), ("b", set())):
-        running.add(client, arrays.pop(client))
-        still = {name for name in held if name not in arrays and held[name]() is not None}
-        assert still == alive
+@pytest.mark.parametrize("value", [1e5, -1e5])
+def test_an_exact_sum_takes_every_value_within_its_limit_and_names_others(value):
+    total = ExactSum(1e5)
+    whole = {"w": torch.tensor([value, 1e-3]), "steps": torch.tensor(2**40)}
+    for _ in range(10):
+        total.add(whole, 0.1)
+    found = total.scaled(1.0, whole)
+    torch.testing.assert_close(found["w"], whole["w"], rtol=1e-7, atol=0)
+    assert found["steps"] == 2**40
+    for bad in (math.nan, math.inf, 1.1 * value):
+        with pytest.raises(ValueError, match="array 'w' holds"):
+            total.add({"w": torch.tensor([bad])}, 0.1)
+    with pytest.raises(ValueError, match="'steps' holds"):
+        total.add({"steps": torch.tensor(2**40 + 2)}, 0.1)
+    assert total.sums == {}  # nothing of a refused client
 
 
 def krum_scores(updates, f):

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import strategies.average
 from protocol.config import resolve_config
+from protocol.exact_sum import ExactSum
 from protocol.messages import (
     PACKED,
     RosterEntry,
@@ -541,6 +542,80 @@ def test_updates_summed_as_they_come_leave_out_a_bad_one(monkeypatch, kind):
     assert [r.client for r in strategy.report.accepted] == [r.client for r in good]
     for name, array in tensors(following).items():
         torch.testing.assert_close(array, expected[name])
+
+
+def summed_by_workers(
+    strategy: Average, groups: list[list[int]], spoilt: str = "", missing: int = -1
+) -> list[Message]:
+    """The replies to round 1 of clients whose arrays are summed by groups, given to the strategy.
+
+    spoilt: what is wrong with client-2's reply. missing: a group whose sum does not come.
+    """
+    current = network().state_dict()
+    answers = all_answers(strategy, current)
+    shares = strategy.begin_sums(1)
+    for n, group in enumerate(groups):
+        total = ExactSum(strategy.max_value)
+        for i in group:
+            total.add(answers[i][1].arrays, shares[100 + i])
+        if n != missing:
+            strategy.take_sum([100 + i for i in group], total.sums)
+    replies = [(message, replace(reply, arrays={})) for message, reply in answers]
+    if spoilt:
+        message, reply = replies[2]
+        replies[2] = message, replace(reply, metrics={"num-examples": 12.0, "loss.x": math.nan})
+    return [answer(message, reply) for message, reply in replies]
+
+
+def test_what_workers_sum_has_the_bits_of_what_the_server_sums(monkeypatch):
+    current = network().state_dict()
+    by_server = streaming(monkeypatch)
+    messages = [answer(*each) for each in all_answers(by_server, current)]
+    expected, _ = by_server.aggregate_train(1, messages)
+    for groups in ([[0, 1, 2, 3, 4]], [[3, 0], [1], [4, 2]]):
+        strategy = streaming(monkeypatch)
+        for message in reversed(summed_by_workers(strategy, groups)):
+            strategy.accept(1, message)
+        following, _ = strategy.aggregate_train(1, [])
+        assert same_bits(tensors(following), tensors(expected))
+        assert strategy.report.bytes_up == by_server.report.bytes_up
+
+
+@pytest.mark.parametrize("why", ["a bad reply", "a sum twice", "no sum"])
+def test_a_client_counts_only_with_the_sum_that_its_update_is_in(monkeypatch, why):
+    """Of (0, 1), (2, 3), (4): client-2's reply is bad, or 3 is summed with 4 too, or no 2 and 3."""
+    groups = [[0, 1], [2, 3], [4]]
+    if why == "a sum twice":
+        groups = [[0, 1], [2, 3], [3, 4]]
+    strategy = streaming(monkeypatch)
+    spoilt = "metric" if why == "a bad reply" else ""
+    messages = summed_by_workers(strategy, groups, spoilt, missing=1 if why == "no sum" else -1)
+    following, _ = strategy.aggregate_train(1, messages)
+    kept = {"a sum twice": [0, 1, 2, 3]}.get(why, [0, 1, 4])
+    assert [r.client for r in strategy.report.accepted] == [f"client-{i}" for i in kept]
+    reasons = {
+        "a bad reply": {"client-2": "not finite", "client-3": "in a sum with that of client-2"},
+        "a sum twice": {"client-4": "in a sum with that of client-3"},
+        "no sum": dict.fromkeys(("client-2", "client-3"), "in no sum"),
+    }[why]
+    assert strategy.report.left_out.keys() == reasons.keys()
+    for client, words in reasons.items():
+        assert words in strategy.report.left_out[client]
+    good = [r for _, r in all_answers(average_of(), network().state_dict())]
+    expected = weighted_mean([good[i] for i in kept], [10.0 + i for i in kept])
+    for name, array in tensors(following).items():
+        torch.testing.assert_close(array, expected[name])
+
+
+@pytest.mark.parametrize("keys", [{"aggregation": "median"}, {"norm_bound": "median"}, {}])
+def test_workers_sum_nothing_where_the_server_needs_each_update(monkeypatch, keys):
+    strategy = streaming(monkeypatch, **keys)
+    if not keys:  # counts that nothing supports
+        strategy.partition_sizes = {}
+    answers = all_answers(strategy, network().state_dict())
+    assert strategy.begin_sums(1) == {}
+    strategy.aggregate_train(1, [answer(*each) for each in answers])
+    assert len(strategy.report.accepted) == 5
 
 
 @pytest.mark.parametrize(

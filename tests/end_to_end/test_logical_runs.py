@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 from run_fixtures import NUM_CLIENTS, SMALL, all_models, history_of, same_bits, without_times
 
 import strategies.average
 from server_app.inline import InlineGrid, run_inline
+from strategies.aggregation import RunningMean
 
 KEYS = {"fraction-train": 0.5, "local-test-fraction": 0.2, "num-rounds": 3}
 # an objective, a stateful one, a procedure with arrays beside the model, a personal one, one whose
@@ -40,22 +42,30 @@ def test_bits_do_not_depend_on_the_workers(run, tmp_path, method, monkeypatch):
 
 
 @pytest.mark.parametrize("method", CASES)
-def test_bits_do_not_depend_on_when_updates_are_summed(run, tmp_path, method, monkeypatch):
-    """Summed as they come, in messages of two clients, in two processes' order, after a resume."""
+def test_bits_do_not_depend_on_who_sums_large_updates(run, tmp_path, method, monkeypatch):
+    """The server, as replies come, or 1, 2 or 3 workers, in any order, and after a resume."""
     keys = SMALL | KEYS | {"method": method, "output-dir": str(tmp_path)} | CASES[method]
-    whole = run(keys)
-    sums, mean = [], strategies.average.RunningMean.mean
+    small = run(keys)
+    sums, add, merge = [], RunningMean.add, RunningMean.merge
     monkeypatch.setattr(strategies.average, "STREAM_BYTES", 1)
-    monkeypatch.setattr(strategies.average.Average, "clients_per_message", lambda strategy: 2)
+    monkeypatch.setattr(RunningMean, "add", lambda s, c, a: sums.append(1) or add(s, c, a))
+    monkeypatch.setattr(RunningMean, "merge", lambda s, c, a: sums.append(len(c)) or merge(s, c, a))
+    whole = run(keys)
+    size = NUM_CLIENTS // 2  # of a cohort
+    assert sums == [1] * 3 * size
     monkeypatch.setattr(InlineGrid, "pull_messages", last_first(InlineGrid.pull_messages))
-    monkeypatch.setattr(strategies.average.RunningMean, "mean", lambda s: sums.append(s) or mean(s))
-    one_each = run(keys)
+    reversed_ = run(keys)
+    sums.clear()
+    one = run_inline(keys, NUM_CLIENTS, num_workers=1)
+    assert sums == [size] * 3
     parts = run_inline(keys | {"num-rounds": 2}, NUM_CLIENTS, num_workers=2)
     run_inline({"resume": str(parts), "num-rounds": 3}, NUM_CLIENTS, num_workers=3)
-    assert len(sums) == 6
-    for other in (one_each, parts):
+    assert sum(sums) == 6 * size
+    for other in (reversed_, one, parts):
         assert same_bits(all_models(other), all_models(whole))
         assert without_times(history_of(other)) == without_times(history_of(whole))
+    for name, array in all_models(small).items():
+        torch.testing.assert_close(all_models(whole)[name], array)
 
 
 def last_first(pull):
