@@ -139,13 +139,14 @@ class LogicalGrid(Grid):
     def parts(self, times: Sequence[float], is_training: bool) -> list[tuple[int, list[int]]]:
         """(worker, places in `times`) of each message, the large ones first.
 
-        One a worker, and in training one more.
+        One a worker, and in training one more, if workers do not sum.
         """
         num_workers = len(self.workers)
         mean = statistics.fmean(self.seconds_per_unit.values() or [1.0])
         rates = [self.seconds_per_unit.get(worker, mean) for worker in self.workers]
         in_order = sorted(range(len(times)), key=lambda i: -times[i])
         has_tail = is_training and num_workers > 1 and len(times) >= MIN_TAIL * num_workers
+        has_tail = has_tail and not self.summing  # a sum a worker
         num_tail = len(times) // TAIL_SHARE if has_tail else 0
         found = []
         for part in (in_order[: len(times) - num_tail], in_order[len(times) - num_tail :]):

@@ -74,7 +74,7 @@ def processes(mark: str) -> list[Process]:
 
 @dataclass
 class RoundCost:
-    """Cost of one round. Memory is measured after it, in MB: the server's, the largest worker's.
+    """Cost of one round. Memory in MB: the server's peak, and after it the largest worker's.
 
     client_cpu_s: processor seconds of local training, summed over clients. faults: of all workers.
     """
@@ -116,28 +116,33 @@ def keel_rounds(
                 command, cwd=app, env=client.environment, stdout=stream, stderr=stream
             )
         started = time.perf_counter()
+        peaks_mb, server_pid = [0.0], 0
         seen: list[tuple[float, list[Process]]] = []
         while len(seen) < int(keys["num-rounds"]):
             history = [line for run in out.glob("*") for line in read_history(run)]
             if len(history) > len(seen):
                 seen.append((time.perf_counter(), processes(mark)))
+                servers = [p.pid for p in seen[-1][1] if "flwr-simulation" in p.command]
+                server_pid = servers[0] if servers else 0
+                peaks_mb.append(0.0)
+            if server_pid:
+                peaks_mb[-1] = max(peaks_mb[-1], own_mb(server_pid))
             has_failed = flwr.poll() not in (None, 0)
             if has_failed or time.perf_counter() - started > run_limit_s:
                 raise RuntimeError(f"the run did not finish:\n{log.read_text()[-2000:]}")
             time.sleep(0.01)
         flwr.wait(timeout=60)
     costs = []
-    for ((before, old), (after, new)), line in zip(
-        itertools.pairwise(seen), history[1:], strict=True
+    for ((before, old), (after, new)), line, server_mb in zip(
+        itertools.pairwise(seen), history[1:], peaks_mb[1:-1], strict=True
     ):
         workers = [p for p in new if p.command.startswith("ray::")]
-        server = [p.memory_mb for p in new if "flwr-simulation" in p.command]
         faults_before = {p.pid: p.faults for p in old}
         costs.append(
             RoundCost(
                 after - before,
                 sum(p.cpu_s for p in new) - sum(p.cpu_s for p in old),
-                max(server, default=0.0),
+                server_mb,
                 max((p.memory_mb for p in workers), default=0.0),
                 line["client_cpu_seconds"],
                 line["bytes_down"] / 1e6,
@@ -321,14 +326,20 @@ def untrained(options: BenchOptions) -> Iterator[Row]:
         }
 
 
-def own_mb() -> float:
-    """This process's anonymous memory, in MB."""
-    status = Path("/proc/self/status").read_text().splitlines()
+def own_mb(pid: int | str = "self") -> float:
+    """A process's anonymous memory, in MB; 0 once it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0.0
     return sum(int(line.split()[1]) for line in status if "RssAnon" in line) / 1024
 
 
 def memory(options: BenchOptions) -> Iterator[Row]:
-    """Peak memory of inline rounds in which ResNet-50s are sent, none trained, over one round's."""
+    """Peak memory of rounds in which ResNet-50s are sent, none trained, over one round's updates.
+
+    Of the inline engine's process, and of the server under `flwr run` with two workers.
+    """
     num_clients = 3 if options.is_quick else 20
     keys: Keys = {
         "source": random_source(options.home, 20 * num_clients),
@@ -358,6 +369,12 @@ def memory(options: BenchOptions) -> Iterator[Row]:
         "what": f"{num_clients} {keys['model']} clients: peak MB / MB of a round's updates",
         "ratio": round(max(seen) / update_mb, 2),
         "peak_and_updates_mb": [round(max(seen)), round(update_mb)],
+    }
+    peak_mb = max(cost.server_mb for cost in keel_rounds(options.home, keys, num_clients, 2)[1])
+    yield {
+        "what": "the same under flwr run with 2 workers: the server's peak",
+        "ratio": round(peak_mb / update_mb, 2),
+        "peak_and_updates_mb": [round(peak_mb), round(update_mb)],
     }
 
 
