@@ -26,7 +26,7 @@ LAYERS = (
     ("keel",),
 )
 LAYER_OF = {package: n for n, packages in enumerate(LAYERS) for package in packages}
-WITH_TORCH = {"protocol.messages", "protocol.packing"}
+WITH_TORCH = {"protocol.exact_sum", "protocol.messages", "protocol.packing"}
 
 
 def module_name(file: Path) -> str:
