@@ -6,13 +6,14 @@ over all processes of the run; other work on the machine disturbs them less than
 
 import itertools
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,15 +160,35 @@ def bare_rounds(
     """The cost of every round but the first of keel/benchmarks/bare.py."""
     command = [sys.executable, "-m", "keel.benchmarks.bare", method, "--device", device]
     command += ["--processes", str(num_processes), "--rounds", str(rounds)]
-    done = subprocess.run(
-        [*command, "--source", workload_source(options)],
-        env=os.environ | {"KEEL_HOME": str(options.home)},
-        cwd=app_folder,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=run_limit_s,
-        check=True,
-    )
+    return round_costs([*command, "--source", workload_source(options)], options, {})
+
+
+def round_costs(
+    command: Sequence[str], options: BenchOptions, variables: Mapping[str, str]
+) -> list[RoundCost]:
+    """The cost of every round but the first of a program that prints what bare.py prints.
+
+    RuntimeError with the last error in its log if it fails, or takes too long.
+    """
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            done = subprocess.run(
+                command,
+                env=os.environ | {"KEEL_HOME": str(options.home)} | dict(variables),
+                cwd=app_folder,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                timeout=run_limit_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"no end after {run_limit_s:.0f} s") from error
+        if done.returncode:
+            log.seek(0)
+            text = log.read().strip() or f"exit code {done.returncode}"
+            errors = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", text, re.MULTILINE)
+            raise RuntimeError(errors[-1] if errors else text.splitlines()[-1])
     lines = [line.split() for line in done.stdout.splitlines()]
     return [RoundCost(float(wall), float(cpu)) for wall, cpu, _ in lines[1:]]
 

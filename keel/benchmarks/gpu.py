@@ -6,10 +6,8 @@ device achieves on one large matrix product of the same precision. Wall seconds 
 synchronised; the minimum of the repetitions. `--device cpu --quick` tries the code without a GPU.
 """
 
-import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,14 +17,13 @@ from client_app.methods import method_of
 from client_app.precision import products
 from client_app.process_cache import ProcessCache
 from client_app.stacked import train_stacked
-from keel.benchmarks.engine import WORKLOADS, bare_rounds, median_wall
+from keel.benchmarks.frameworks import Measurement, history_of, rounds, seconds_of
 from keel.benchmarks.model_speed import min_seconds
 from keel.benchmarks.report import BenchOptions, Row
-from keel.benchmarks.sources import Keys, random_source, workload_source
+from keel.benchmarks.sources import Keys, random_source
 from keel.benchmarks.steps import Run, frozen_passes, local_training, round_of
-from protocol.config import resolve_config
-from server_app.history import read_history
-from server_app.inline import run_inline
+from protocol.config import refuse_unknown, resolve_config
+from protocol.text import in_one_line
 
 WAYS: dict[str, Keys] = {
     "fp32": {"precision": "fp32"},
@@ -34,7 +31,6 @@ WAYS: dict[str, Keys] = {
     "bf16": {"precision": "bf16"},
     "bf16, compiled": {"precision": "bf16", "compile": True},
 }
-Measurement = tuple[str, Callable[[], Row]]  # what is measured, and how
 
 target_accuracy = 0.85  # personal accuracy whose time is measured
 
@@ -73,10 +69,12 @@ def training(options: BenchOptions) -> Iterator[Measurement]:
         run = local_training(keys)
         seconds, peak_mb = seconds_and_memory(run, device, 1 if quick else 3)
         return {
-            "samples_a_second": round(epochs * num / seconds),
-            "share_of_bound": round(count / rate_of(precision) / seconds, 3),
+            "steps_a_second": round(num_steps(run) / seconds, 1),
+            "busy_share": round(busy_share(run, device), 3),
             "peak_mb": peak_mb,
             "wall_seconds": round(seconds, 4),
+            "samples_a_second": round(epochs * num / seconds),
+            "share_of_bound": round(count / rate_of(precision) / seconds, 3),
         }
 
     for model, batch, method in (("resnet18", 128, "fedrcl"), ("cnn-fedintr", 512, "fedintr")):
@@ -93,6 +91,16 @@ def training(options: BenchOptions) -> Iterator[Measurement]:
                     given: Keys = {**common, **keys, "method": name}
                     what = f"{model}, batch {batch}: {name}, {way}"
                     yield what, partial(measure, given, str(keys["precision"]))
+
+
+def num_steps(run: Run) -> int:
+    """SGD steps of a run of local training; raises a client's error."""
+    made = run()
+    updates: list[Any] = made if isinstance(made, list) else [made]
+    for update in updates:
+        if isinstance(update, Exception):
+            raise update
+    return sum(update.num_steps for update in updates)
 
 
 def seconds_and_memory(run: Run, device: str, repetitions: int) -> tuple[float, int | None]:
@@ -133,6 +141,7 @@ STACKED = (  # network, method, batch size, clients
     ("cnn-fedreco", "fedreco", 10, 50),
     ("cnn-fedintr", "fedavg", 64, 10),
     ("cnn-fedintr", "fedintr", 64, 10),
+    ("cnn-fedcka", "fedavg", 64, 10),
     ("cnn-fedcka", "fedcka", 64, 10),
     ("resnet18", "fedavg", 50, 4),
     ("resnet18", "fedrcl", 50, 4),
@@ -148,13 +157,15 @@ def stacking(options: BenchOptions) -> Iterator[Measurement]:
         run = clients_together(keys, num_clients, is_stacked)
         seconds, peak_mb = seconds_and_memory(run, device, 1 if quick else 3)
         return {
-            "steps_a_second": round(num_clients * num_batches / seconds, 1),
+            "steps_a_second": round(num_steps(run) / seconds, 1),
             "busy_share": round(busy_share(run, device), 3),
             "peak_mb": peak_mb,
             "wall_seconds": round(seconds, 4),
         }
 
-    for model, name, batch, num_clients in STACKED[:1] if quick else STACKED:
+    for model, name, batch, num_clients in STACKED:
+        if quick:
+            batch, num_clients = 2, 2
         keys: Keys = {
             "source": random_source(options.home, num_clients * batch * num_batches),
             "model": model,
@@ -183,36 +194,6 @@ def frozen(options: BenchOptions) -> Iterator[Measurement]:
     for model, batch in (("cnn-fedintr", 512), ("cnn-fedcka", 128), ("resnet18", 128)):
         what = f"{model}, batch {batch}, both frozen models: batched / apart"
         yield what, partial(measure, model, batch)
-
-
-def history_of(keys: Keys, num_clients: int) -> list[dict[str, Any]]:
-    """The history of a run of the inline engine in a temporary directory."""
-    with tempfile.TemporaryDirectory(prefix="keel-bench-") as out:
-        return read_history(run_inline({**keys, "output-dir": out}, num_clients))
-
-
-def seconds_of(line: dict[str, Any]) -> float:
-    """Seconds of one round: training, aggregation and evaluation."""
-    return float(sum(line["seconds"].values()))
-
-
-def rounds(options: BenchOptions) -> Iterator[Measurement]:
-    """W1 and W2: the inline engine against the bare loop in one process, on the same device."""
-    count = 2 if options.is_quick else 6
-
-    def measure(workload: Keys) -> Row:
-        common: Keys = {"source": workload_source(options), "device": options.device}
-        lines = history_of({**workload, **common, "num-rounds": count}, 10)
-        inline = statistics.median(seconds_of(line) for line in lines[1:])
-        bare = median_wall(bare_rounds(options, str(workload["method"]), 1, count, options.device))
-        return {
-            "ratio": round(inline / bare, 3),
-            "wall_seconds": [round(inline, 3), round(bare, 3)],
-            "mb_down_and_up": [round(lines[-1][k] / 1e6, 2) for k in ("bytes_down", "bytes_up")],
-        }
-
-    for name, workload in WORKLOADS.items():
-        yield f"{name}: inline engine / bare, 1 process, s a round", partial(measure, workload)
 
 
 def time_to_target(options: BenchOptions) -> Row:
@@ -252,14 +233,28 @@ def measurements(options: BenchOptions) -> Iterator[Measurement]:
 
 
 def gpu(options: BenchOptions) -> Iterator[Row]:
-    """The measurements that `options.done` lacks; none begins after `options.max_seconds`."""
+    """The measurements that `options.done` lacks; none begins after `options.max_seconds`.
+
+    ValueError after the last if some failed; the others are kept.
+    """
+    refuse_unknown("--device", options.device, ["cuda", "cpu"])
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("no GPU is visible (torch.cuda.is_available()): try --device cpu --quick")
-    started = time.monotonic()
+    started, failed = time.monotonic(), []
     for what, measure in measurements(options):
         if what in options.done:
             continue
         if time.monotonic() - started > options.max_seconds:
             print(f"{options.max_seconds:.0f} s are over: the same command continues from here")
-            return
-        yield {"what": what, **measure()}
+            break
+        try:
+            row = measure()
+        except (ValueError, OSError, RuntimeError) as error:  # out of memory is a RuntimeError
+            failed.append(f"{what}: {in_one_line(error)}")
+            print(f"failed: {failed[-1]}", flush=True)
+            continue
+        yield {"what": what, **row}
+    if failed:
+        raise ValueError(
+            f"{len(failed)} measurements failed, which the same command tries again: {failed[0]}"
+        )

@@ -236,3 +236,31 @@ def resnet50_overheads(options: BenchOptions) -> Iterator[Row]:
     keys: Keys = {"batch-size": num, "local-epochs": epochs}
     large = methods_of(options.home, "resnet50", num, names, **keys)
     yield from ratios(f"resnet50, batch {num}, {epochs} epochs", large, repetitions)
+
+
+PRECISIONS = (  # network, batch size
+    ("resnet18", 50),
+    ("resnet50", 8),
+    ("vgg9", 64),
+    ("mobilenet-v2", 32),
+    ("shufflenet", 32),
+    ("squeezenet", 32),
+    ("cnn-fedcka", 64),
+    ("cnn-fedintr", 64),
+)
+
+
+def precisions(options: BenchOptions) -> Iterator[Row]:
+    """One step of local training by network, fp32 over bf16: where bf16 pays on this CPU."""
+    torch.set_num_threads(1)
+    for model, size in PRECISIONS:
+        batch = 2 if options.is_quick else size
+        keys: Keys = {
+            "source": random_source(options.home, batch),
+            "model": model,
+            "batch-size": batch,
+            "local-epochs": 1,
+        }
+        runs = {name: local_training({**keys, "precision": name}) for name in ("bf16", "fp32")}
+        what = f"{model}, batch {batch}, one step"
+        yield from ratios(what, runs, 1 if options.is_quick else 3)

@@ -23,6 +23,9 @@ PARTS = {
     "resnet50": ("steps", "resnet50_overheads"),
     "operators": ("operators", "operators"),
     "deployment": ("deployment", "round_cost"),
+    "precisions": ("steps", "precisions"),
+    "stacked": ("stacked", "stacked"),
+    "frameworks": ("frameworks", "frameworks"),
     "gpu": ("gpu", "gpu"),
 }
 DEFAULT_PARTS = ("steps", "engine", "scale", "splits")
@@ -55,11 +58,12 @@ def bench(
     """Measure speed on this machine, as ratios within one run.
 
     steps: local training by method. engine: whole rounds against bare loops. scale: up to 100,000
-    clients. untrained: rounds without training. memory: of large
-    models. splits: partitions. resnet50: steps of a large
-    model (12 minutes). operators: where a method spends its time. deployment: cost of a deployed
-    round. gpu: on a GPU; it starts no measurement after 8 minutes: repeat the command to continue
-    with the rest.
+    clients. untrained: rounds without training. memory: of large models. splits: partitions.
+    resnet50: steps of a large model (12 minutes). operators: where a method spends its time.
+    deployment: cost of a deployed round. precisions: a step in bf16 and fp32. stacked: clients, and
+    runs, that train as one model. frameworks: rounds in one process against a bare loop, pfl and
+    Flower's simulation, as far as they are installed. gpu: on a GPU; it starts no measurement after
+    8 minutes: repeat the command to continue with the rest.
     """
     if lines:
         print_lines()

@@ -3,14 +3,19 @@
 import json
 
 import pytest
+import torch
 
-from keel.benchmarks import gpu, report
+from client_app.method import Update
+from keel.benchmarks import frameworks, gpu, report
 from keel.benchmarks.report import BenchOptions
 from keel.cli.bench import PARTS, source_lines
 from keel.cli.main import main
 from protocol.config import app_folder
 
-LONG = {"engine": "bare", "scale": "clients", "deployment": "deployed round", "gpu": "fedavg"}
+LONG = {
+    "engine": "bare", "scale": "clients", "deployment": "deployed round", "frameworks": "bare",
+    "gpu": "fedavg",
+}  # fmt: skip
 
 
 def bench(tmp_path, *words):
@@ -21,7 +26,8 @@ def bench(tmp_path, *words):
 
 
 def test_every_part_is_tested():
-    assert set(PARTS) == {"splits", "steps", "resnet50", "operators", "untrained", "memory", *LONG}
+    short = {"splits", "steps", "resnet50", "operators", "untrained", "memory", "precisions"}
+    assert set(PARTS) == {*short, "stacked", *LONG}
 
 
 def test_lines_counts_what_git_tracks(capsys):
@@ -78,21 +84,66 @@ def test_rows_of_other_sizes_or_of_another_device_are_measured_again(other, tmp_
         assert len(measured) == count
 
 
-def test_an_interrupted_gpu_part_keeps_what_it_measured(tmp_path, monkeypatch):
-    def fails():
-        raise ValueError("out of memory")
+def test_a_measurement_that_fails_is_tried_again_and_keeps_no_other_from_being_made(
+    tmp_path, monkeypatch, capsys
+):
+    failing = [ValueError("compile = true: no compiler"), torch.OutOfMemoryError("CUDA out of")]
+    measured = []
 
-    rows = [("a", dict), ("b", fails)]
+    def measure():
+        measured.append("b")
+        if failing:
+            raise failing.pop()
+        return {}
+
+    rows = [("a", lambda: measured.append("a") or {}), ("b", measure), ("c", dict)]
     monkeypatch.setattr(gpu, "measurements", lambda options: rows)
     words = ["bench", "--gpu", "--device", "cpu", "--out", str(tmp_path / "bench")]
-    assert main(words) == 2
-    assert json.loads((tmp_path / "bench.json").read_text())["rows"] == [{"what": "a"}]
+    for reason in ("CUDA out of", "compile = true"):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert f"1 measurements failed, which the same command tries again: b: {reason}" in error
+        assert error.count("\n") == 1
+        written = json.loads((tmp_path / "bench.json").read_text())["rows"]
+        assert [row["what"] for row in written] == ["a", "c"]
+    assert main(words) == 0
+    assert measured == ["a", "b", "b", "b"]
+
+
+def test_a_device_that_cannot_be_measured_is_refused_in_one_line(capsys):
+    assert main(["bench", "--gpu", "--device", "cuda:1"]) == 2
+    assert "--device = 'cuda:1' is unknown" in capsys.readouterr().err
+
+
+def test_a_framework_that_is_not_installed_is_left_out_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(frameworks.importlib.util, "find_spec", lambda name: name == "ray" or None)
+    names = [what for what, _ in frameworks.rounds(BenchOptions(tmp_path, True, device="cpu"))]
+    assert [what for what in names if "pfl" in what] == []
+    assert [what for what in names if "Flower" in what] == [
+        "W1: inline engine / Flower with Ray, s a round"
+    ]
+    assert capsys.readouterr().out == "pfl is left out: pfl is not installed\n"
+
+
+def test_a_framework_that_fails_names_its_error(tmp_path, monkeypatch):
+    options = BenchOptions(tmp_path, True, device="cpu")
+    monkeypatch.setattr(frameworks, "workload_source", lambda options: "npz:/no/such.npz")
+    with pytest.raises(RuntimeError, match=r"^\w+: .*/no/such\.npz"):
+        frameworks.rounds_with("pfl", options, 2)
+
+
+def test_steps_are_counted_and_a_clients_error_is_raised():
+    alone, other = (Update({}, n, {}) for n in (3, 4))
+    assert gpu.num_steps(lambda: alone) == 3
+    assert gpu.num_steps(lambda: [alone, other]) == 7
+    with pytest.raises(ValueError, match="no labels"):
+        gpu.num_steps(lambda: [alone, ValueError("no labels")])
 
 
 @pytest.mark.slow
 def test_clients_one_by_one_and_stacked_are_measured_on_a_cpu(tmp_path):
     rows = [measure() for _, measure in gpu.stacking(BenchOptions(tmp_path, True, device="cpu"))]
-    assert len(rows) == 2
+    assert len(rows) == 2 * len(gpu.STACKED)
     for row in rows:
         assert row["steps_a_second"] > 0
         assert 0.0 < row["busy_share"] < 1.5  # in operators, on a CPU

@@ -6,7 +6,10 @@ import pytest
 
 from keel.cli.main import main
 
-LONG = {"engine": "bare", "scale": "clients", "deployment": "deployed round", "gpu": "fedavg"}
+LONG = {
+    "engine": "bare", "scale": "clients", "deployment": "deployed round", "frameworks": "bare",
+    "gpu": "fedavg",
+}  # fmt: skip
 
 
 def bench(tmp_path, *words):
@@ -30,7 +33,7 @@ def test_memory(tmp_path):
     assert row["ratio"] > 1  # an update takes less than the process
 
 
-@pytest.mark.parametrize("part", ["steps", "resnet50", "operators"])
+@pytest.mark.parametrize("part", ["steps", "resnet50", "operators", "precisions", "stacked"])
 def test_local_training(part, tmp_path):
     rows = bench(tmp_path, part)
     assert all("fedavg" in row["what"] or "/" in row["what"] for row in rows)

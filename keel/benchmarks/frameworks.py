@@ -1,0 +1,301 @@
+"""W1 and W2 in the inline engine, the bare loop and other frameworks: `keel bench frameworks`.
+
+W1 also with pfl, and with Flower's own strategy and simulation, on a GPU with a share of it for
+each client. Data and network are those of bare.py, in memory, and under Flower its training too;
+what differs is the framework around them. What is not installed is left out.
+"""
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, TextIO
+
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from torch import Tensor, nn
+
+from keel.benchmarks import bare
+from keel.benchmarks.engine import (
+    WORKLOADS,
+    RoundClock,
+    RoundCost,
+    bare_rounds,
+    processes,
+    round_costs,
+)
+from keel.benchmarks.report import BenchOptions, Row
+from keel.benchmarks.sources import Keys, workload_source
+from keel.deployment.simulation import MARK, marked_processes
+from server_app.history import read_history
+from server_app.inline import run_inline
+
+Measurement = tuple[str, Callable[[], Row]]  # what is measured, and how
+
+
+# --- one process for each framework -------------------------------------------------------------
+
+
+class Clock:
+    """Prints seconds, processor seconds of all marked processes, and accuracy of each round."""
+
+    def __init__(self, data: bare.Data, out: TextIO) -> None:
+        self.data, self.out = data, out
+        self.start()
+
+    def start(self) -> None:
+        """Begin a round."""
+        self.cpu_s = sum(process.cpu_s for process in processes(os.environ[MARK]))
+        self.started = time.perf_counter()
+
+    def end(self, model: nn.Module) -> None:
+        """Evaluate the model, print the round's line, begin the next round."""
+        score = bare.accuracy(model, self.data)
+        wall_s, cpu_before = time.perf_counter() - self.started, self.cpu_s
+        self.start()
+        print(f"{wall_s:.4f} {self.cpu_s - cpu_before:.4f} {score:.4f}", file=self.out, flush=True)
+
+
+class PflNetwork(bare.PlainCNN):
+    """The network with the two functions that pfl calls."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Cross entropy of a batch."""
+        return F.cross_entropy(self(x), y)
+
+    def metrics(self, x: Tensor, y: Tensor) -> dict[str, float]:
+        """Nothing: the clock evaluates."""
+        return {}
+
+
+def with_pfl(data: bare.Data, source: str, device: str, rounds: int, clock: Clock) -> None:
+    """W1 with pfl's FederatedAveraging."""
+    os.environ["PFL_PYTORCH_DEVICE"] = device
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.aggregate.weighting import WeightByDatapoints
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.callback.base import TrainingProcessCallback
+    from pfl.data.dataset import Dataset
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.data.sampling import get_user_sampler
+    from pfl.hyperparam import NNTrainHyperParams
+    from pfl.metrics import Metrics
+    from pfl.model.pytorch import PyTorchModel
+
+    def samples_of(client: int) -> Any:
+        part = data.parts[client]
+        order = part[torch.randperm(len(part))].to(device)
+        return Dataset((data.x[order], data.y[order]), user_id=str(client))
+
+    class Rounds(TrainingProcessCallback):  # type: ignore[misc]  # without pfl, its base is Any
+        def on_train_begin(self, *, model: Any) -> Any:
+            clock.start()
+            return Metrics()
+
+        def after_central_iteration(
+            self, aggregate_metrics: Any, model: Any, *, central_iteration: int
+        ) -> Any:
+            clock.end(model.pytorch_model)
+            return False, Metrics()
+
+    network = PflNetwork()
+    sampler = get_user_sampler("minimize_reuse", list(range(bare.num_clients)))
+    clients = FederatedDataset(samples_of, sampler)
+    FederatedAveraging().run(
+        NNAlgorithmParams(
+            central_num_iterations=rounds,
+            evaluation_frequency=rounds + 1,
+            train_cohort_size=bare.num_clients,
+            val_cohort_size=None,
+        ),
+        SimulatedBackend(clients, clients, [WeightByDatapoints()]),
+        PyTorchModel(
+            network,
+            partial(torch.optim.SGD, momentum=0.9, weight_decay=1e-5),
+            torch.optim.SGD(network.parameters(), lr=1.0),
+        ),
+        NNTrainHyperParams(
+            local_num_epochs=1, local_learning_rate=0.01, local_batch_size=bare.batch_size
+        ),
+        callbacks=[Rounds()],
+        send_metrics_to_platform=False,
+    )
+
+
+@lru_cache(maxsize=1)
+def data_of(source: str, device: str) -> bare.Data:
+    """The data of a worker of Flower's simulation, read once."""
+    return bare.Data(source, device)
+
+
+def client_app(source: str, device: str) -> ClientApp:
+    """Trains a client as the bare loop does."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        torch.set_num_threads(1)
+        data, client = data_of(source, device), int(context.node_config["partition-id"])
+        received = message.content.array_records["arrays"].to_torch_state_dict()
+        w = bare.train(data, client, dict(received), None, is_moon=False)
+        count = MetricRecord({"num-examples": len(data.parts[client])})
+        content = RecordDict({"arrays": ArrayRecord(w), "metrics": count})
+        return Message(content, reply_to=message)
+
+    return app
+
+
+class Strict(FedAvg):
+    """Flower's FedAvg, but a client that fails ends the run."""
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """As in FedAvg."""
+        replies = list(replies)
+        for reply in replies:
+            if reply.has_error():
+                raise RuntimeError(reply.error.reason)
+        return super().aggregate_train(server_round, replies)
+
+
+def with_flower(data: bare.Data, source: str, device: str, rounds: int, clock: Clock) -> None:
+    """W1 with Flower's FedAvg on Ray; the clients share a GPU, or have a core each."""
+    from flwr.simulation import run_simulation
+
+    app, model = ServerApp(), bare.PlainCNN().to(device)
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> None:
+        model.load_state_dict(arrays.to_torch_state_dict())
+        if server_round:
+            clock.end(model)
+        else:
+            clock.start()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        nodes = bare.num_clients
+        strategy = Strict(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes)
+        strategy.start(grid, ArrayRecord(model.state_dict()), rounds, evaluate_fn=evaluate)
+
+    share = 1 / bare.num_clients if device == "cuda" else 0.0
+    run_simulation(
+        app,
+        client_app(source, device),
+        bare.num_clients,
+        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": share}},
+    )
+
+
+FRAMEWORKS = {"pfl": (with_pfl, "pfl"), "Flower with Ray": (with_flower, "ray")}
+
+
+def main(name: str, source: str, device: str, rounds: int) -> None:
+    """Print a line for each round, as bare.py does; what the framework prints goes to stderr."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    data, out = bare.Data(source, device), sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        FRAMEWORKS[name][0](data, source, device, rounds, Clock(data, out))
+
+
+# --- beside the inline engine -------------------------------------------------------------------
+
+
+def rounds_with(name: str, options: BenchOptions, rounds: int) -> list[RoundCost]:
+    """The cost of every round of W1 but the first, in a process of its own."""
+    mark = f"{os.getpid()}-{time.time_ns()}"
+    arguments = name, workload_source(options), options.device, rounds
+    # not `-m`: Ray's workers have to find the functions in this module
+    program = f"from keel.benchmarks.frameworks import main; main(*{arguments!r})"
+    variables = {MARK: mark, "SPT_NOENV": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    try:
+        return round_costs([sys.executable, "-c", program], options, variables)
+    finally:
+        for pid in marked_processes(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def history_of(keys: Keys, num_clients: int, observers: Iterable[Any] = ()) -> list[dict[str, Any]]:
+    """The history of a run of the inline engine in a temporary directory."""
+    with tempfile.TemporaryDirectory(prefix="keel-bench-") as out:
+        keys = {**keys, "output-dir": out}
+        return read_history(run_inline(keys, num_clients, observers=list(observers)))
+
+
+def seconds_of(line: dict[str, Any]) -> float:
+    """Seconds of one round: training, aggregation and evaluation."""
+    return float(sum(line["seconds"].values()))
+
+
+def inline_rounds(keys: Keys) -> list[RoundCost]:
+    """The cost of every round but the first."""
+    clock = RoundClock()
+    lines = history_of(keys, bare.num_clients, [clock])
+    return [
+        RoundCost(
+            seconds_of(line),
+            after - before,
+            mb_down=line["bytes_down"] / 1e6,
+            mb_up=line["bytes_up"] / 1e6,
+        )
+        for line, (before, after) in zip(lines[1:], itertools.pairwise(clock.at), strict=True)
+    ]
+
+
+def rounds(options: BenchOptions) -> Iterator[Measurement]:
+    """W1 and W2: the inline engine in one process, against the others on the same device."""
+    count = 2 if options.is_quick else 6
+    common: Keys = {
+        "source": workload_source(options),
+        "device": options.device,
+        "threads": 1,
+        "num-rounds": count,
+    }
+
+    @lru_cache(maxsize=1)
+    def inline(name: str) -> list[RoundCost]:
+        return inline_rounds({**WORKLOADS[name], **common})
+
+    def measure(workload: str, other: Callable[[], list[RoundCost]]) -> Row:
+        both = inline(workload), other()
+        wall, cpu = (
+            [statistics.median(getattr(cost, key) for cost in costs) for costs in both]
+            for key in ("wall_s", "cpu_s")
+        )
+        return {
+            "ratio": round(wall[0] / wall[1], 3),
+            "wall_seconds": [round(s, 3) for s in wall],
+            "cpu_seconds": [round(s, 3) for s in cpu],
+            "mb_down_and_up": [round(both[0][-1].mb_down, 2), round(both[0][-1].mb_up, 2)],
+        }
+
+    for name, workload in WORKLOADS.items():
+        loop = partial(bare_rounds, options, str(workload["method"]), 1, count, options.device)
+        yield f"{name}: inline engine / bare, 1 process, s a round", partial(measure, name, loop)
+    for name, (_, package) in FRAMEWORKS.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"{name} is left out: {package} is not installed", flush=True)
+            continue
+        what = f"W1: inline engine / {name}, s a round"
+        yield what, partial(measure, "W1", partial(rounds_with, name, options, count))
+
+
+def frameworks(options: BenchOptions) -> Iterator[Row]:
+    """The same on the CPU, where Flower uses every core and the others one."""
+    for what, measure in rounds(replace(options, device="cpu")):
+        yield {"what": what, **measure()}
