@@ -162,6 +162,12 @@ def _columns(cls: type) -> tuple[tuple[str, str, Any, Constraint, str], ...]:
     )
 
 
+@functools.cache
+def _accepted(cls: type, prefix: str) -> dict[str, OptionValue]:
+    """The value last accepted for each key: most keys have their default in all configs."""
+    return {}
+
+
 def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str = "") -> T:
     """An instance of the options dataclass `cls` from the flat config `values`.
 
@@ -169,11 +175,15 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
     if a key is missing, of another type, or out of range.
     """
     parsed: dict[str, Any] = {}
+    accepted = _accepted(cls, prefix)  # type: ignore[arg-type]
     for name, own_key, expected, constraint, allowed in _columns(cls):  # type: ignore[arg-type]
         key = prefix + own_key
         if key not in values:
             raise ValueError(f"{key} is missing from the config: expected {allowed}")
         value = values[key]
+        if key in accepted and accepted[key] is value:
+            parsed[name] = value
+            continue
         if expected is float and type(value) is int:
             value = float(value)
         if type(value) is not expected:
@@ -183,5 +193,5 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
         if not constraint.holds(value):
             hint = did_you_mean(str(value), constraint.choices)
             raise ValueError(f"{key} = {value!r}: expected {allowed}{hint}")
-        parsed[name] = value
+        parsed[name] = accepted[key] = value
     return cls(**parsed)
