@@ -200,11 +200,21 @@ def client_charts(reader: HistoryReader) -> dict[str, Figure]:
                 *(("1st decile", 0.1), ("worst client", 0.0)),
             )
         ]
-        figures[f"spread-{key}"] = curves(lines, "round", f"accuracy (%), {whose}")
+        figures[f"spread-{key}"] = curves(lines, "round", "accuracy (%)")
         title = f"accuracy (%) in round {rounds[-1]}, {whose}"
         values = [100 * value for value in last.values()]
         figures[f"histogram-{key}"] = histogram(values, title, "clients")
     return figures
+
+
+def coming_charts(reader: HistoryReader) -> list[str]:
+    """Names of charts that `client_charts` will have: a page leaves room for them meanwhile."""
+    found = []
+    for key in PER_CLIENT:
+        measured = [i for i, line in enumerate(reader.lines) if isinstance(line.get(key), Mapping)]
+        if measured and accuracies_in(reader.full(measured[-1]), key):
+            found += [f"{kind}-{key}" for kind in ("clients", "spread", "histogram")]
+    return found
 
 
 def accuracies_in(line: Line, key: str) -> Mapping[str, float]:
@@ -349,7 +359,7 @@ def site_rows(
             last_round[str(client)] = line["round"]
         for key in ("evaluation_left_out", "left_out"):
             for client, why in (line.get(key) or {}).items():
-                trouble_of[client] = (line["round"], text_of(why))
+                trouble_of[client] = (line["round"], text_of(why, 600))
         for client in line.get("reset_needed") or ():
             reset_of[str(client)] = line["round"]
     is_recorded = any("reset_needed" in line for line in reader.lines[-RECENT:])

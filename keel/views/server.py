@@ -12,7 +12,10 @@ import json
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -35,6 +38,8 @@ from protocol.config import keel_version
 LOCAL_HOSTS = {"127.0.0.1", "localhost", "::1"}
 STATIC = ("page.css", "page.js", "tables.js", "charts.js", "plotly.js")
 POLL_NODES_S = 15.0
+# raised where a file is damaged, or was replaced while it was read
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-uri 'none'; "
@@ -201,9 +206,11 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
     def live(entry: Entry) -> tuple[str, dict[str, Any]]:
         reader = store.history(entry)
         found, total = run_page.events(reader.lines)
+        state = entry.state
         content = {
             "entry": entry,
-            "state": entry.state,
+            "state": state,
+            "kind": kind_of(state),
             "progress": run_page.progress(entry, reader),
             "faults": reader.faults,
             "events": found,
@@ -211,9 +218,8 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             "privacy": run_page.privacy_rows(entry),
             "log": run_page.log_tail(entry),
             "pictures": run_page.pictures(entry),
-            "version": reader.version,
         }
-        key = (content["state"], reader.version, content["log"], content["pictures"], entry.summary)
+        key = (state, reader.version, content["log"], content["pictures"], entry.summary)
         return digest_of(key), content
 
     @app.get("/run/{run_id}")
@@ -221,10 +227,9 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
         entry = store.find(run_id)
         if entry is None:
             return no_run()
-        with store.lock:
-            version, content = live(entry)
-            config = run_page.config_rows(entry)
-            return page("run.html.j2", **content | {"config": config, "digest": version})
+        state = entry.state  # the rest comes with `run_data`: the browser compiles Plotly meanwhile
+        config = run_page.config_rows(entry)
+        return page("run.html.j2", entry=entry, state=state, kind=kind_of(state), config=config)
 
     @app.get("/run/{run_id}/data")
     def run_data(run_id: str, version: str = "") -> Response:
@@ -237,8 +242,12 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
                 return unchanged()
             parts = ("status", "events", "privacy", "log", "pictures")
             html = {p: pages.get_template(f"run_{p}.html.j2").render(content) for p in parts}
-            charts = run_page.main_charts(entry, store.history(entry))
-            return answer({"version": now, "html": html, "charts": charts})
+            reader = store.history(entry)
+            charts = run_page.main_charts(entry, reader)
+            coming: list[str] = []
+            with suppress(*UNREADABLE):
+                coming = [] if entry.problem else run_page.coming_charts(reader)
+            return answer({"version": now, "html": html, "charts": charts, "coming": coming})
 
     @app.get("/run/{run_id}/clients")
     def run_clients(run_id: str, version: str = "") -> Response:
@@ -252,7 +261,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
                 return unchanged()
             try:
                 charts = {} if entry.problem else run_page.client_charts(reader)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            except UNREADABLE:
                 charts = {}  # the file was replaced meanwhile: the next look reads it anew
             return answer({"version": now, "charts": charts})
 
@@ -346,7 +355,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
                 continue
             try:
                 rows = run_page.site_rows(entry, store.history(entry), online)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except UNREADABLE as error:
                 rows = [{"site": f"cannot be read: {text_of(error)}"}]
             found.append((entry, entry.state, rows))
         return {"runs": found, "nodes": nodes, "problem": nodes.problem if nodes else ""}
@@ -364,14 +373,26 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
         return unchanged() if now == version else answer({"version": now, "html": {"sites": html}})
 
     @app.get("/static/{name}")
-    def static(name: str) -> Response:
+    def static(name: str, request: Request) -> Response:
         if name not in STATIC:
             return PlainTextResponse("no such file\n", 404)
         kind = "text/css" if name.endswith(".css") else "text/javascript"
         age = {"cache-control": "private, max-age=3600" if name == "plotly.js" else "no-cache"}
+        if name == "plotly.js" and "gzip" in request.headers.get("accept-encoding", ""):
+            age |= {"content-encoding": "gzip", "vary": "accept-encoding"}
+            return Response(compressed_plotly(), media_type=kind, headers=age)
         return FileResponse(static_file(name), media_type=kind, headers=age)
 
     return Guard(app, token)
+
+
+@cache
+def compressed_plotly() -> bytes:
+    """Plotly's script, compressed once and sent in one piece.
+
+    In pieces, each would wait for a thread that is reading a history.
+    """
+    return zlib.compress(static_file("plotly.js").read_bytes(), 1, wbits=zlib.MAX_WBITS | 16)
 
 
 def run_rows(store: Store) -> list[dict[str, Any]]:

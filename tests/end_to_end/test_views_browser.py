@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -191,6 +192,29 @@ def test_a_chart_is_drawn_when_it_comes_near_the_screen_or_is_printed(page, tmp_
     scroll_to(page, "traffic")
     page.pdf(path=tmp_path / "run.pdf")
     assert page.locator(drawn).count() == page.locator(shown).count()
+
+
+def test_each_chart_is_seen_before_the_next_is_drawn(page):
+    page.add_init_script("""
+        window.seen = [];
+        const look = () => {
+          seen.push(document.querySelectorAll("[data-chart] .main-svg:first-child").length);
+          requestAnimationFrame(look);
+        };
+        requestAnimationFrame(look);
+    """)
+    open_run(page, "clients")
+    scroll_to(page, "labels")
+    seen = page.evaluate("seen")
+    assert seen[-1] > 2
+    assert max(after - before for before, after in pairwise(seen)) == 1
+
+
+def test_a_phone_shows_how_runs_ended_that_did_not_finish(page):
+    assert "live" in names(page)
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert "live\ninterrupted" in names(page)
+    assert "moon-0" in names(page)
 
 
 def test_a_page_follows_the_run_while_it_writes(page, base):

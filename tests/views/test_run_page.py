@@ -38,6 +38,16 @@ def test_many_clients_and_rounds_become_a_small_chart(tmp_path):
     assert heat["x"][-1] == 100
 
 
+def test_room_is_left_for_the_charts_of_clients_that_will_come(tmp_path):
+    run = make_large(tmp_path, 5, 2)
+    _, reader = only_run(tmp_path)
+    assert run_page.coming_charts(reader) == list(run_page.client_charts(reader))
+    withheld = line_of(3, Random(0)) | {"local_global": {"mean": 0.5, "worst_decile": 0.4}}
+    (run / "history.jsonl").write_text(json.dumps(withheld) + "\n")
+    _, reader = only_run(tmp_path)
+    assert run_page.coming_charts(reader) == list(run_page.client_charts(reader)) == []
+
+
 def test_clients_left_out_are_listed_with_the_reason_and_counted_by_kind(tmp_path):
     run = make_run(tmp_path / "a", {"method": "fedavg"}, 1)
     line = line_of(2, Random(0)) | {

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from views_fixtures import HOSTILE, TOKEN, Pages, damaged_runs
 
+from keel.views.charts import static_file
 from keel.views.server import SuperLinkNodes, listening
 from tests.tools.run_directories import line_of, make_run
 
@@ -143,11 +144,12 @@ def test_damaged_run_directories_are_shown_as_such(tmp_path):
         assert pages.get(f"{path}?{ids}").status_code == 200
     assert pages.get("/deployment").status_code == 200
     assert "config.json is damaged" in pages.get(f"/run/{pages.id_of('deep-config')}").text
-    assert (
-        "history.jsonl, line 1 is damaged" in pages.get(f"/run/{pages.id_of('wrong-history')}").text
-    )
-    data = pages.get(f"/run/{pages.id_of('half-written')}/data").json()
-    assert "round 2 of 3" in data["html"]["status"]
+    status = {
+        name: pages.get(f"/run/{pages.id_of(name)}/data").json()["html"]["status"]
+        for name in ("wrong-history", "half-written")
+    }
+    assert "history.jsonl, line 1 is damaged" in status["wrong-history"]
+    assert "round 2 of 3" in status["half-written"]
     assert "root:" not in pages.get(f"/run/{pages.id_of('linked')}/data").text
 
 
@@ -155,10 +157,12 @@ def test_a_run_of_0_1_has_all_pages(tmp_path):
     shutil.copytree(OLD_RUN, tmp_path / "old")
     pages = Pages(tmp_path)
     run = pages.id_of("old")
-    for path in ("/", f"/run/{run}/clients", f"/run/{run}/labels", f"/compare/data?run={run}"):
+    paths = (f"/run/{run}", f"/run/{run}/clients", f"/run/{run}/labels")
+    for path in ("/", *paths, f"/compare/data?run={run}"):
         assert pages.get(path).status_code == 200
-    assert "round 2 of" in pages.get(f"/run/{run}").text
-    assert pages.get(f"/run/{run}/data").json()["charts"]["accuracy"]["data"][0]["x"] == [1, 2]
+    data = pages.get(f"/run/{run}/data").json()
+    assert "round 2 of" in data["html"]["status"]
+    assert data["charts"]["accuracy"]["data"][0]["x"] == [1, 2]
     assert pages.get("/deployment").status_code == 200
 
 
@@ -215,6 +219,23 @@ def test_hostile_names_are_shown_and_not_executed(tmp_path):
         assert "<script>" not in answer.text
         assert "\x1b" not in answer.text
         assert "\\u001b" not in answer.text
+
+
+def test_a_runs_page_is_sent_before_its_history_is_read(pages, monkeypatch):
+    def fail(entry):
+        raise AssertionError("the browser waits for this before it loads a script")
+
+    run = pages.id_of("one")
+    monkeypatch.setattr(pages.store, "history", fail)
+    assert ">one</h1>" in pages.get(f"/run/{run}").text
+
+
+def test_plotlys_script_comes_compressed_to_who_takes_it(pages):
+    script = static_file("plotly.js").read_bytes()
+    for coding, is_compressed in (("gzip", True), ("identity", False)):
+        answer = pages.get("/static/plotly.js", headers={"accept-encoding": coding})
+        assert ("content-encoding" in answer.headers) == is_compressed
+        assert answer.content == script  # as httpx has decoded it
 
 
 def test_a_look_at_what_has_not_changed_is_answered_without_content(pages, tmp_path):

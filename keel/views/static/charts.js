@@ -36,16 +36,19 @@ function draw(element, figure) {
 
 // A chart costs a tenth of a second: it is drawn once it comes near the screen, or is printed.
 const waiting = new Map();  // element to the function that returns its newest figure
+// pages load Plotly's script last, because it is the largest: what is to be drawn waits for it
+let turn = new Promise(done => addEventListener("DOMContentLoaded", done));
+const painted = () => new Promise(done => requestAnimationFrame(() => setTimeout(done)));
 const coming = new IntersectionObserver(entries => {
-  for (const entry of entries.filter(each => each.isIntersecting)) {
-    setTimeout(drawWaiting, 0, entry.target);  // one is seen before the next is drawn
+  for (const {target} of entries.filter(each => each.isIntersecting)) {
+    turn = turn.finally(() => drawWaiting(target) && painted());  // seen before the next is drawn
   }
 }, {rootMargin: "300px"});
 
 function drawWaiting(element) {
-  if (!waiting.has(element)) return;
+  if (!waiting.has(element)) return false;
   draw(element, waiting.get(element)());
-  waiting.delete(element);
+  return waiting.delete(element);
 }
 
 function drawWhenNear(element, figure) {

@@ -27,6 +27,7 @@ function show(news) {
     all("details", place).forEach((each, i) => { if (i in open) each.open = open[i]; });
     all(".tall, .log", place).forEach((each, i) => { if (i in scroll) each.scrollTop = scroll[i]; });
   }
+  for (const name of news.coming ?? []) find(`[data-chart="${name}"]`).closest("figure").hidden = false;
   for (const [name, figure] of Object.entries(news.charts ?? {})) {
     const element = find(`[data-chart="${name}"]`);
     if (!element) continue;
@@ -96,9 +97,12 @@ function runsPage(table) {
   }, 2 * POLL_MS, table.dataset.version);
 }
 
-function runPage(place) {
+async function runPage(place) {
   const base = `/run/${place.dataset.id}`;
-  follow(version => `${base}/data?version=${version}`, show);
+  // what the first screen shows is asked for alone
+  await new Promise(shown => {
+    follow(version => `${base}/data?version=${version}`, news => { show(news); shown(); });
+  });
   follow(version => `${base}/clients?version=${version}`, show, 3 * POLL_MS);
   look(`${base}/labels`).then(show);
 }
