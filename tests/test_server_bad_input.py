@@ -26,6 +26,12 @@ def toml(value: object) -> str:
 
 
 @pytest.fixture(autouse=True)
+def no_wait_for_nodes(monkeypatch) -> None:
+    """More clients than there are never come."""
+    monkeypatch.setattr("server_app.client_registry.SETTLE_S", 0.01)
+
+
+@pytest.fixture(autouse=True)
 def log_handlers_of_their_own() -> Iterator[None]:
     """`main` logs to the stdout of its moment; the next test has another one."""
     logger = logging.getLogger("keel")

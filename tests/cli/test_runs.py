@@ -14,6 +14,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from run_fixtures import history_of, without_pictures
 
@@ -217,7 +218,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("file", "content"), [(f, c) for f in DAMAGE for c in DAMAGE[f]])
-def test_a_damaged_file_breaks_no_list(two, capsys, file, content):
+def test_a_damaged_file_breaks_no_list(two, capsys, monkeypatch, file, content):
+    monkeypatch.setattr(Figure, "savefig", lambda *where, **how: None)
     (two / "one" / file).write_text(content)
     assert main(["list"]) == 0
     shown = capsys.readouterr().out

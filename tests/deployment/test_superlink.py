@@ -11,7 +11,7 @@ from keel.deployment.superlink import CommandTimeout, SuperLinkClient
 
 @pytest.fixture
 def client(tmp_path, monkeypatch):
-    monkeypatch.setattr(keel.deployment.superlink, "poll_s", 0.01)
+    monkeypatch.setattr(keel.deployment.superlink, "poll_s", 0.002)
     return SuperLinkClient(tmp_path, "localhost:1", tmp_path / "ca.pem")
 
 
