@@ -140,7 +140,7 @@ def outcome(read):
         return None, str(error)
 
 
-any_time = settings(suppress_health_check=[HealthCheck.too_slow])
+any_time = settings(suppress_health_check=[HealthCheck.too_slow], max_examples=25)  # 30 ms each
 
 
 @any_time

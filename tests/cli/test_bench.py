@@ -125,6 +125,7 @@ def test_a_framework_that_is_not_installed_is_left_out_in_one_line(tmp_path, mon
     assert capsys.readouterr().out == "pfl is left out: pfl is not installed\n"
 
 
+@pytest.mark.end_to_end
 def test_a_framework_that_fails_names_its_error(tmp_path, monkeypatch):
     options = BenchOptions(tmp_path, True, device="cpu")
     monkeypatch.setattr(frameworks, "workload_source", lambda options: "npz:/no/such.npz")
