@@ -86,7 +86,7 @@ def rounds_of(subject, config, cache, sizes=SIZES):
 def begun(subject, config):
     """Round 2 of one client, and what the method's first round leaves: for all clients and both
     ways."""
-    left = method_of(config).train(subject.round(config, 1, {})).state
+    left = method_of(config).train(subject.round(config, 1, {}, num_clients=8)).state
     return subject.round(config, 2, {}, num_clients=1), left
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -238,8 +239,7 @@ def test_representations_beyond_cache_mb_are_computed_again_and_logged_once(
     cache_mb, cached, monkeypatch, caplog
 ):
     """60 samples x (16 x 12 x 12 + 32 x 4 x 4) floats = 0.64 MB a frozen model; there are two."""
-    keys = {"method": "fedcka", "model": "cnn-fedcka", "local_epochs": 2}
-    config = make_config(**keys, cache_mb=cache_mb)
+    config = make_config(method="fedcka", model="cnn-fedcka", local_epochs=2, cache_mb=cache_mb)
     state = {"previous": initial(config, seed=5)}
     rows = count_frozen_rows(monkeypatch)
     with caplog.at_level(logging.INFO, logger="keel.client"):
@@ -253,8 +253,14 @@ def test_representations_beyond_cache_mb_are_computed_again_and_logged_once(
         assert "0.4 of cache-mb = 1 are left" in line
     else:
         assert not said
-    other = train(make_config(**keys, cache_mb=0), state=state, of=1)
-    assert_close(update.arrays, other.arrays, rtol=0, atol=1e-6)
+    assert_close(update.arrays, without_cache().arrays, rtol=0, atol=1e-6)
+
+
+@cache
+def without_cache():
+    """The update of the test above with nothing cached."""
+    config = make_config(method="fedcka", model="cnn-fedcka", local_epochs=2, cache_mb=0)
+    return train(config, state={"previous": initial(config, seed=5)}, of=1)
 
 
 def test_a_cache_that_is_done_with_leaves_its_room_to_the_next():

@@ -3,6 +3,7 @@
 import os
 import re
 
+import pytest
 import tools.fuzz
 from tools.fuzz import in_child, kinds
 
@@ -15,6 +16,7 @@ def test_a_few_hundred_mutated_inputs_of_every_kind_crash_nothing(capfd):
         assert not found["crashes"], (kind, capfd.readouterr().out)
 
 
+@pytest.mark.end_to_end
 def test_a_crash_and_a_process_that_dies_are_counted(monkeypatch, capfd, tmp_path):
     def read(path):
         if "site-a" not in path.read_text():
