@@ -359,7 +359,7 @@ def site_rows(
             last_round[str(client)] = line["round"]
         for key in ("evaluation_left_out", "left_out"):
             for client, why in (line.get(key) or {}).items():
-                trouble_of[client] = (line["round"], text_of(why, 600))
+                trouble_of[client] = (line["round"], text_of(why))
         for client in line.get("reset_needed") or ():
             reset_of[str(client)] = line["round"]
     is_recorded = any("reset_needed" in line for line in reader.lines[-RECENT:])
