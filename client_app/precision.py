@@ -8,15 +8,25 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch import nn
+
+from models import StagedModel
 
 auto_min_parameters = 1_000_000  # below, converting costs what bfloat16 saves: docs/results/gpu.md
 
 
-def resolved(precision: str, num_parameters: int, device: torch.device) -> str:
-    """The precision itself; for "auto", bf16 where it pays, else fp32."""
+def resolved(precision: str, model: StagedModel, device: torch.device) -> str:
+    """The precision itself; for "auto", bf16 where it pays, else fp32.
+
+    Grouped convolutions, as in MobileNet-v2, are slower in bfloat16 on a CPU.
+    """
     if precision != "auto":
         return precision
-    has_bf16 = device.type == "cuda" or (device.type == "cpu" and cpu_has_bf16())
+    has_bf16 = device.type == "cuda"
+    if device.type == "cpu" and cpu_has_bf16():
+        layers = model.modules()
+        has_bf16 = not any(isinstance(each, nn.Conv2d) and each.groups > 1 for each in layers)
+    num_parameters = sum(p.numel() for p in model.weights)
     return "bf16" if has_bf16 and num_parameters > auto_min_parameters else "fp32"
 
 

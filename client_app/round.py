@@ -82,8 +82,7 @@ class RoundContext:
     @cached_property
     def precision(self) -> str:
         """The precision in which this client trains: fp32, tf32 or bf16."""
-        num_parameters = sum(p.numel() for p in self.model.weights)
-        return resolved(self.config.train.precision, num_parameters, self.device)
+        return resolved(self.config.train.precision, self.model, self.device)
 
     def seed(self, *names: int | str) -> int:
         """The seed of one of this client's random streams in this round."""

@@ -1,6 +1,7 @@
 """`precision`, `compile` and `threads`: off by default, and near the plain run when on."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from client_app.feature_cache import FrozenFeatureCache
 from client_app.methods import method_of
 from client_app.objective import representations
 from client_app.precision import resolved
+from models import build_model
 
 METHODS = ("fedavg", "moon", "fedintr", "fedcka", "fedrcl", "fedrep")
 
@@ -110,9 +112,26 @@ def test_auto_is_bf16_for_large_networks_where_the_device_has_it(
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
     device = torch.device(device)
-    assert resolved("auto", num_parameters, device) == expected
+    model = SimpleNamespace(weights=[torch.empty(num_parameters, device="meta")], modules=list)
+    assert resolved("auto", model, device) == expected
     for precision in ("fp32", "tf32", "bf16"):
-        assert resolved(precision, num_parameters, device) == precision
+        assert resolved(precision, model, device) == precision
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "expected"),
+    [
+        ("mobilenet-v2", "cpu", "fp32"),
+        ("mobilenet-v2", "cuda", "bf16"),
+        ("vgg9", "cpu", "bf16"),
+    ],
+)
+def test_auto_is_fp32_for_grouped_convolutions_on_a_cpu(name, device, expected, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    with torch.device("meta"):
+        model = build_model(name, num_classes=10, channels=3, image_size=32)
+    assert sum(p.numel() for p in model.weights) > 10**6
+    assert resolved("auto", model, torch.device(device)) == expected
 
 
 @pytest.mark.parametrize("method", ["fedavg", "moon", "fedreco"])

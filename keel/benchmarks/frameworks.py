@@ -259,7 +259,7 @@ def inline_rounds(keys: Keys) -> list[RoundCost]:
 
 def rounds(options: BenchOptions) -> Iterator[Measurement]:
     """W1 and W2: the inline engine in one process, against the others on the same device."""
-    count = 2 if options.is_quick else 6
+    count = 2 if options.is_quick else options.rounds
     common: Keys = {
         "source": workload_source(options),
         "device": options.device,
