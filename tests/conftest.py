@@ -29,8 +29,10 @@ LONGEST = (
     *("test_experiments_runs.py", "test_server_run.py", "test_flwr_run.py", "test_wheel.py"),
     *("test_compared_runs.py", "test_hostile_updates.py", "test_demo.py", "test_tutorials.py"),
 )
-# These import what takes a second and others do without: each group is on one worker.
-IMPORTING = {
+# These import or make what takes a second and others do without: each group is on one worker.
+TOGETHER = {
+    "a report": ("test_experiments_rendering.py",),
+    "a group of runs": ("test_stacked_runs.py",),
     "torchvision": ("test_models_architectures.py", "test_data_readers.py"),
     "torch's compiler": ("test_client_waits.py", "test_client_sgd.py"),
     "SciPy's statistics": (
@@ -38,7 +40,7 @@ IMPORTING = {
         *("test_privacy_sampler.py", "test_privacy_site.py"),
     ),
 }
-GROUP_OF = {name: group for group, names in IMPORTING.items() for name in names}
+GROUP_OF = {name: group for group, names in TOGETHER.items() for name in names}
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_fixtures import undrawn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -194,7 +195,7 @@ def test_without_a_seed_the_weights_come_from_the_global_generator():
 
 def test_the_widths_in_the_documentation_are_those_of_the_networks():
     def whole(name):
-        with torch.device("meta"):  # draws no weights
+        with undrawn():
             return build_model(name, num_classes=2, channels=1, image_size=28)
 
     page = Path(__file__).parent.parent / "docs/concepts/representation-regularisation.md"
@@ -245,7 +246,7 @@ def test_group_norm_follows_each_convolution_of_a_plain_cnn_and_is_off_by_defaul
 @pytest.mark.parametrize("name", [name for name, built in MODELS.items() if built.width])
 def test_width_scales_every_channel_of_a_resnet(name):
     about = {"num_classes": 4, "channels": 3, "image_size": 32}
-    with torch.device("meta"):  # draws no weights
+    with undrawn():
         own = build_model(name, **about)
     quarter = build_model(name, width=MODELS[name].width // 4, **about)
     pairs = zip(own.stages.modules(), quarter.stages.modules(), strict=True)

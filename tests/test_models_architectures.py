@@ -1,10 +1,10 @@
 """Each network against its paper: written out, against torchvision's, by layer arithmetic."""
 
-from collections.abc import Callable
 from importlib import import_module
 
 import pytest
 import torch
+from model_fixtures import undrawn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,7 +31,7 @@ def images(batch: int = 2) -> Tensor:
 
 def count(name: str, *about: int, **options) -> int:
     """The parameters of a network, whose weights are not drawn."""
-    with torch.device("meta"):
+    with undrawn():
         return sum(parameter.numel() for parameter in build(name, *about, **options).parameters())
 
 
@@ -49,12 +49,6 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """In the order of definition, whatever the names; refuses another number or another shape."""
     pairs = zip(target.state_dict(), source.state_dict().values(), strict=True)
     target.load_state_dict(dict(pairs))
-
-
-def undrawn(make: Callable[..., nn.Module], **options: object) -> nn.Module:
-    """A module whose weights hold anything: to draw millions takes longer than all else."""
-    with torch.device("meta"):
-        return make(**options).to_empty(device="cpu")
 
 
 def randomise(model: nn.Module) -> None:
@@ -124,7 +118,8 @@ def check_same_logits(model: StagedModel, paper: nn.Module) -> None:
 # ------------------------------------------------------------------ against torchvision
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_resnet18_is_torchvisions_with_a_small_stem(norm, published):
-    reference = undrawn(published.resnet18, num_classes=10, norm_layer=NORMS[norm])
+    with undrawn():
+        reference = published.resnet18(num_classes=10, norm_layer=NORMS[norm])
     reference.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     reference.maxpool = nn.Identity()
     check_same_logits(build("resnet18", norm=norm), reference)
@@ -134,7 +129,8 @@ def test_resnet18_is_torchvisions_with_a_small_stem(norm, published):
 def test_resnet50_is_torchvisions_with_a_small_stem_up_to_the_projection(published):
     model = build("resnet50", num_classes=10).eval()
     randomise(model)
-    reference = undrawn(published.resnet50)
+    with undrawn():
+        reference = published.resnet50()
     reference.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     reference.maxpool = reference.fc = nn.Identity()
     keys = model.extractor_keys("conv5_x")
@@ -149,8 +145,7 @@ def test_resnet50_is_torchvisions_with_a_small_stem_up_to_the_projection(publish
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_mobilenet_v2_is_torchvisions_with_other_strides(norm, published):
-    reference = undrawn(
-        published.mobilenet_v2,
+    reference = published.mobilenet_v2(
         num_classes=10,
         norm_layer=NORMS[norm],
         inverted_residual_setting=[  # expansion, channels, depth, stride
