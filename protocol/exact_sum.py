@@ -38,8 +38,8 @@ class ExactSum:
                 self.sums[name] = torch.zeros(array.shape, dtype=torch.int64)
             factor = share / self._step(array.is_floating_point())
             # in chunks that stay in the cache: no second copy in double precision
-            chunks = array.reshape(-1).split(CHUNK), self.sums[name].view(-1).split(CHUNK)
-            for chunk, total in zip(*chunks, strict=True):
+            flat = array.reshape(-1), self.sums[name].view(-1)
+            for chunk, total in zip(*(torch.split(a, CHUNK) for a in flat), strict=True):
                 total += chunk.double().mul_(factor).round_().long()
 
     def merge(self, sums: Arrays) -> None:
