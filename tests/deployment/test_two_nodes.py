@@ -251,7 +251,7 @@ def test_a_run_of_a_lost_node_is_resumed_on_another_with_the_same_bits(cluster, 
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        while len(list(output.glob("runs/*/*/history.jsonl"))) < 2:
+        while len({path.parent for path in output.glob("runs/*/*/checkpoints/round-*")}) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         cluster.nodes.pop(1).kill()
