@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 import pytest
 import typer
-from run_fixtures import final_model, history_of, same_bits
+from run_fixtures import final_model, history_of, same_bits, without_times
 
 from keel.cli import experiments as command_line
 from keel.experiments.rendering import write_report
@@ -33,7 +33,13 @@ wait_s = 120.0
 
 
 def main(*arguments: str) -> int:
-    """`keel experiments` in this process; runs are executed by workers of a Ray of its own."""
+    """`keel experiments` in this process; runs are executed by workers of a Ray of its own.
+
+    It starts also where it was imported before: it then asks for no token, and the servers that it
+    starts asked for one.
+    """
+    import ray  # noqa: F401
+
     before = signal.getsignal(signal.SIGTERM)
     try:
         command = typer.main.get_command(command_line.app)
@@ -159,9 +165,9 @@ def rounds_in(output: Path) -> int:
     return sum(len(history_of(f)) for f in folders(output) if (f / "history.jsonl").exists())
 
 
-def worker_of(output: Path) -> int:
-    """The process that executes the one run under way, once it has finished two rounds."""
-    wait_for(lambda: rounds_in(output) >= 2)
+def worker_of(output: Path, rounds: int = 2) -> int:
+    """The process that executes the one run under way, once there are so many rounds in all."""
+    wait_for(lambda: rounds_in(output) >= rounds)
     [worker] = {pid for lock in output.glob("runs/*/.lock") for pid in holders(lock)}
     return worker
 
@@ -171,42 +177,86 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def session_of(worker: int) -> Path:
-    """The folder of its Ray, which the raylet that started it has in its command line."""
+def raylet_of(worker: int) -> Path:
+    """The folder in /proc of the raylet that started it."""
     parent = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1]
-    found = re.search(r"/tmp/keel-ray-\w+", Path(f"/proc/{parent}/cmdline").read_text())
+    return Path(f"/proc/{parent}")
+
+
+def session_of(worker: int) -> Path:
+    """The folder of its Ray, which the raylet has in its command line."""
+    found = re.search(r"/tmp/keel-ray-\w+", (raylet_of(worker) / "cmdline").read_text())
     assert found
     return Path(found[0])
 
 
-def test_an_interrupted_runner_resumes_bit_for_bit(tmp_path):
-    """Ctrl-C in a terminal, which every process of the group gets."""
-    recipe, output = long_recipe(tmp_path), tmp_path / "out"
+def assert_only_who_has_the_token_joins(worker: int) -> None:
+    """The worker's Ray, which listens for whoever reaches this machine."""
+    raylet = raylet_of(worker)
+    address = re.search(r"--gcs-address=([\d.:]+)", (raylet / "cmdline").read_text())
+    assert address
+    own = dict(v.split("=", 1) for v in (raylet / "environ").read_text().split("\0") if v)
+    none = {k: v for k, v in own.items() if not k.startswith("RAY_AUTH")}
+    others = none | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    code = f"import ray; ray.init(address={address[1]!r}); print('in')"
+    joining = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment | {"RAY_NUM_REDIS_GET_RETRIES": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for environment in (none, others, own)
+    ]
+    assert [each.communicate(timeout=wait_s)[0] for each in joining] == ["", "", "in\n"]
+
+
+def test_killed_runs_and_stopped_and_killed_runners_are_resumed_bit_for_bit(tmp_path):
+    """One test, as each runner starts Ray. The first is stopped by Ctrl-C in a terminal, which
+    every process of the group gets, the second is killed, the third one finishes.
+    """
+    recipe, output = long_recipe(tmp_path, seeds=2), tmp_path / "out"
     with started(recipe, output) as process:
-        worker = worker_of(output)
+        os.kill(worker_of(output), signal.SIGKILL)
+        worker = worker_of(output, rounds_in(output) + 1)
         session = session_of(worker)
         os.kill(worker, signal.SIGSTOP)  # or it would be over before the interrupt
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.5)
         os.kill(worker, signal.SIGCONT)
         message, _ = process.communicate(timeout=wait_s)
+    assert message.count("seed 0: its process was killed, possibly out of memory; it is") == 1
     assert (process.returncode, "interrupted" in message) == (130, True), message
     assert 2 <= rounds_in(output) < 20, "it was over before it was interrupted"
     assert not is_alive(worker)
     assert not session.exists()
-    (attempt,) = folders(output)
+    (attempt,) = folders(output)  # the killed run was resumed, not started from scratch
     assert json.loads((attempt / "summary.json").read_text())["status"] == "stopped"
-    before = (attempt / "history.jsonl").read_text().splitlines()
+    before = history_of(attempt)
+
+    with started(recipe, output) as process:
+        worker = worker_of(output, len(before) + 1)
+        session = session_of(worker)
+        os.kill(worker, signal.SIGSTOP)
+        assert_only_who_has_the_token_joins(worker)
+        process.kill()
+        os.kill(worker, signal.SIGCONT)
+        wait_for(lambda: not is_alive(worker))
+    shutil.rmtree(session)
+    [lock] = output.glob("runs/*/.lock")
+    assert not is_locked(lock)
 
     assert main("run", str(recipe), "--output", str(output)) == 0
-    assert folders(output) == [attempt]  # resumed, not started from scratch
-    after = (attempt / "history.jsonl").read_text().splitlines()
-    # Only the round in flight was run again: its line may be there before its checkpoint is.
-    assert after[: len(before) - 1] == before[:-1]
-    ended, again = (json.loads(lines[len(before) - 1]) for lines in (before, after))
-    assert again | {"seconds": 0} == ended | {"seconds": 0}
-    assert [json.loads(line)["round"] for line in after] == list(range(1, 21))
-    assert_as_inline(attempt, tmp_path)
+    assert attempt in folders(output)  # resumed, not started from scratch
+    assert len(folders(output)) == 2
+    # Only rounds in flight were run again: such a line may be there before its checkpoint is.
+    after = history_of(attempt)[: len(before)]
+    assert after[:-1] == before[:-1]
+    assert without_times(after[-1:]) == without_times(before[-1:])
+    for each in folders(output):
+        assert [line["round"] for line in history_of(each)] == list(range(1, 21))
+        assert_as_inline(each, tmp_path)
 
 
 def assert_as_inline(attempt: Path, folder: Path) -> None:
@@ -214,31 +264,6 @@ def assert_as_inline(attempt: Path, folder: Path) -> None:
     given = json.loads((attempt / "config.json").read_text())["overrides"]
     whole = run_inline({**given, "output-dir": str(folder / "whole")}, 4)
     assert same_bits(final_model(attempt), final_model(whole))
-
-
-def test_a_run_whose_process_is_killed_is_resumed_bit_for_bit(tmp_path):
-    output = tmp_path / "out"
-    with started(long_recipe(tmp_path, seeds=2), output) as process:
-        os.kill(worker_of(output), signal.SIGKILL)
-        message, _ = process.communicate(timeout=2 * wait_s)
-    assert process.returncode == 0, message
-    assert message.count("seed 0: its process was killed, possibly out of memory; it is") == 1
-    assert len(folders(output)) == 2  # resumed, not started from scratch
-    for attempt in folders(output):
-        assert [line["round"] for line in history_of(attempt)] == list(range(1, 21))
-        assert_as_inline(attempt, tmp_path)
-
-
-def test_a_killed_runner_leaves_no_run_behind(tmp_path):
-    output = tmp_path / "out"
-    with started(long_recipe(tmp_path), output) as process:
-        worker = worker_of(output)
-        session = session_of(worker)
-        process.kill()
-        wait_for(lambda: not is_alive(worker))
-    shutil.rmtree(session)
-    [lock] = output.glob("runs/*/.lock")
-    assert not is_locked(lock)
 
 
 def test_two_runners_share_the_runs_of_a_recipe(runners):
@@ -408,37 +433,3 @@ def test_of_several_runs_one_that_was_killed_is_skipped_by_name(copied, capsys):
     assert "2 runs, 1 skipped, 0 checks failed" in capsys.readouterr().out
     shutil.copytree(killed, copied, dirs_exist_ok=True)
     assert main("verify", str(copied.parent)) == 1  # nothing was looked at
-
-
-def test_ray_starts_also_where_it_was_imported_before():
-    """It then asks for no token, and the servers that it starts asked for one."""
-    code = (
-        "import ray\n"
-        "from keel.experiments.tasks import Resources, connected\n"
-        "with connected(Resources(workers=1)):\n"
-        "    print(ray.nodes()[0]['Alive'])\n"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=wait_s
-    )
-    assert found.stdout == "True\n", found.stderr
-
-
-def test_who_has_no_token_does_not_reach_the_runner_s_ray():
-    code = """
-import os, subprocess, sys
-from keel.experiments.tasks import Resources, connected
-with connected(Resources(workers=1)):
-    import ray
-    join = f"import ray; ray.init(address={ray.get_runtime_context().gcs_address!r}); print('in')"
-    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
-    env["RAY_NUM_REDIS_GET_RETRIES"] = "1"
-    command = [sys.executable, "-c", join]
-    for own in (env, env | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, os.environ):
-        shown = subprocess.run(command, env=own, capture_output=True, text=True).stdout
-        print(shown.strip() or "-")
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=wait_s
-    )
-    assert found.stdout.split() == ["-", "-", "in"], found.stderr

@@ -118,6 +118,7 @@ def test_a_second_ctrl_c_ends_a_flower_run_with_all_its_processes_at_once(tmp_pa
     assert SavedRun(run.directory).rounds == done + 1
 
 
+@pytest.mark.slow
 def test_a_flower_run_that_fails_is_one_line_and_code_1(tmp_path):
     """4,000 samples for each client is refused by the run itself, which has read the data."""
     process = start(tmp_path, "run", *words, "min-samples=4000", "--engine", "flower",
