@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.simulation.ray_transport.ray_actor import ClientAppActor, VirtualClientEngineActor
+from ray._private.node import Node
 from ray.exceptions import RayActorError
 
 from protocol.flower_compat import ray_backend
@@ -60,6 +61,16 @@ def test_flower_loads_the_clientapp_before_it_creates_the_backend():
     source = inspect.getsource(importlib.import_module(vce_api_name).start_vce)
     assert "from .backend.raybackend import RayBackend" in source
     assert source.index("client_app = app_fn()") < source.index("run_api(\n")
+
+
+def test_ray_starts_by_these_methods_what_start_less_does_without():
+    head, node = (
+        inspect.getsource(getattr(Node, name))
+        for name in ("start_head_processes", "start_ray_processes")
+    )
+    assert "self.start_api_server(" in head
+    assert "self.start_monitor()" in head
+    assert "self.start_log_monitor()" in node
 
 
 @pytest.mark.end_to_end

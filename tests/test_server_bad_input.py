@@ -153,13 +153,13 @@ def test_no_clients_at_all(rejected, num_clients):
 @pytest.mark.parametrize(
     ("num_clients", "partition", "found", "allowed"),
     [
-        (2000, "iid", "num-clients = 2000", "expected 1 to 575"),
-        (2000, "dirichlet", "num-clients = 2000", "expected 1 to 575"),
-        (200, "dirichlet", "min-samples = 10 for 200 clients needs 2000 samples", "575"),
-        (2000, "dirichlet-balanced", "num-clients = 2000", "expected 1 to 575"),
-        (2000, "classes", "num-clients = 2000", "expected 1 to 575"),
-        (2000, "shards", "num-clients = 2000", "expected 1 to 575"),
-        (400, "shards", "shards-per-client = 2 for 400 clients", "575"),
+        (2000, "iid", "num-clients = 2000", "expected 1 to 287"),
+        (2000, "dirichlet", "num-clients = 2000", "expected 1 to 287"),
+        (200, "dirichlet", "min-samples = 10 for 200 clients needs 2000 samples", "287"),
+        (2000, "dirichlet-balanced", "num-clients = 2000", "expected 1 to 287"),
+        (2000, "classes", "num-clients = 2000", "expected 1 to 287"),
+        (2000, "shards", "num-clients = 2000", "expected 1 to 287"),
+        (200, "shards", "shards-per-client = 2 for 200 clients", "287"),
     ],
 )
 def test_more_clients_than_samples(num_clients, partition, found, allowed):

@@ -88,7 +88,7 @@ def test_an_observer_is_told_what_will_run_then_every_round_then_the_summary(obs
     info = calls[0][1]
     assert isinstance(info, RunInfo)
     assert (info.method, info.server_optimizer, info.source) == ("fedavg", "fedavg", "digits")
-    assert (info.num_train, info.num_test, info.image_shape) == (575, 359, (1, 32, 32))
+    assert (info.num_train, info.num_test, info.image_shape) == (287, 359, (1, 32, 32))
     assert (info.model, info.num_parameters) == ("cnn-fedreco", 61_706)
     assert (info.num_clients, info.clients_per_round, info.num_rounds) == (4, 2, 2)
     assert (info.directory, info.history, info.last_round) == (directory, (), 0)
@@ -158,7 +158,7 @@ def test_every_round_is_one_plain_line_of_the_log(run, caplog):
     assert second.startswith(f"round 2/2: accuracy {accuracies[1]:.2f} %")
     assert second.endswith(" s")
     about = "\n".join(caplog.messages)
-    assert "data digits: 575 training and 359 test images, 1 x 32 x 32, 10 classes" in about
+    assert "data digits: 287 training and 359 test images, 1 x 32 x 32, 10 classes" in about
     assert "model cnn-fedreco: 61,706 parameters" in about
     assert f"run directory {folder}" in about
 

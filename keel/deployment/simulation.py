@@ -35,6 +35,8 @@ def simulation_superlink(
     sockets = tempfile.mkdtemp(prefix="keel-ray-")  # short: it holds the paths of sockets
     # Ray's agents set their titles, which would overwrite the environment that /proc shows
     client.environment |= {MARK: mark, "SPT_NOENV": "1"} | dict(variables or {})
+    # there is one run, and each look for another costs the SuperLink time
+    client.environment["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.5"
     if "RAY_ADDRESS" not in client.environment:  # a cluster has directories of its own
         client.environment.setdefault("RAY_TMPDIR", sockets)
     log_path = folder / "superlink.log"
@@ -44,7 +46,6 @@ def simulation_superlink(
                 *("flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"),
                 *("--host", "127.0.0.1", "--port", str(http)),
                 *("--control-api-address", f"127.0.0.1:{control}"),
-                *("--database", str(folder / "state.db")),
             ],
             cwd=app,
             env=client.environment,

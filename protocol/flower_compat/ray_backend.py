@@ -43,6 +43,7 @@ from protocol.flower_compat.simulation import (
     worker_variables,
 )
 from protocol.processes import num_shares
+from protocol.ray_start import start_less
 
 log = logging.getLogger("keel.server")
 MAX_ATTEMPTS = 3  # of a message whose worker dies, on nodes that are alive
@@ -126,8 +127,10 @@ class ClusterBackend(RayBackend):
         is the one that the SuperLink was started in, another checkout's perhaps.
         """
         os.chdir(app_folder)
-        if is_cluster() and not ray.is_initialized():
-            options: dict[str, Any] = dict(backend_config.get(self.init_args_key) or {})
+        options: dict[str, Any] = dict(backend_config.get(self.init_args_key) or {})
+        if not is_cluster():
+            start_less(shows_output=options.get("log_to_driver", True))
+        elif not ray.is_initialized():
             ray.init(runtime_env={"env_vars": worker_variables()}, **options)
         super().init_ray(backend_config)
 

@@ -1,8 +1,6 @@
 """keel new-method writes files that pass the checks, and nothing where it refuses."""
 
 import shutil
-import subprocess
-import sys
 import tomllib
 
 import pytest
@@ -24,33 +22,6 @@ def checkout(tmp_path_factory):
     shutil.copy(app_folder / "pyproject.toml", copy)
     (copy / "tests").mkdir()
     return copy
-
-
-def run(checkout, *words):
-    return subprocess.run(
-        [sys.executable, "-m", *words], cwd=checkout, capture_output=True, text=True
-    )
-
-
-@pytest.mark.end_to_end
-def test_new_methods_pass_their_own_tests_and_the_linter(checkout):
-    python = []
-    for name, words in (("fedpull", []), ("damped-pull", ["--server-half"])):
-        made = run(checkout, "keel", "new-method", name, *words)
-        assert made.returncode == 0, made.stderr
-        files = made.stdout.splitlines()
-        stem = name.replace("-", "_")
-        assert (f"strategies/{stem}.py" in files) == bool(words)
-        assert f"tests/methods/test_{stem}.py" in files
-        python += [file for file in files if file.endswith(".py")]
-    for command in (["check"], ["format", "--check"]):
-        lint = run(checkout, "ruff", *command, *python)
-        assert lint.returncode == 0, lint.stdout
-    tested = run(checkout, "pytest", "-q", "-p", "no:cacheprovider", "tests/methods")
-    assert tested.returncode == 0, tested.stdout[-2000:]
-    project = tomllib.loads((checkout / "pyproject.toml").read_text())
-    config = project["tool"]["flwr"]["app"]["config"]
-    assert [config[name]["mu"] for name in ("fedpull", "damped-pull")] == [0.1, 0.1]
 
 
 def test_the_source_takes_the_place_of_its_placeholders():

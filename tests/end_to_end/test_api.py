@@ -14,7 +14,7 @@ import keel
 
 root = Path(__file__).parent.parent.parent
 notebook = root / "docs" / "keel-in-a-notebook.ipynb"
-SMALL = {"model": "cnn-fedreco", "num-rounds": 2, "lr": 0.05}
+SMALL = {"data-fraction": 0.4, "model": "cnn-fedreco", "num-rounds": 2, "lr": 0.05}
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from server_app.trained import load_model
 
 BASE = {
     "source": "digits",
+    "data-fraction": 0.4,
     "model": "cnn-fedreco",
     "partition": "iid",
     "fraction-train": 0.67,  # two of three

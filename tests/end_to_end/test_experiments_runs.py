@@ -247,7 +247,7 @@ def test_killed_runs_and_stopped_and_killed_runners_are_resumed_bit_for_bit(tmp_
     [lock] = output.glob("runs/*/.lock")
     assert not is_locked(lock)
 
-    assert main("run", str(recipe), "--output", str(output)) == 0
+    assert main("run", str(recipe), "--output", str(output), "--workers", "1") == 0
     assert attempt in folders(output)  # resumed, not started from scratch
     assert len(folders(output)) == 2
     # Only rounds in flight were run again: such a line may be there before its checkpoint is.

@@ -112,7 +112,14 @@ def honest(sites, tmp_path_factory):
     return accuracy_of(run(HostileGrid(sites), tmp_path_factory.mktemp("honest"), **LONG))
 
 
-@pytest.mark.parametrize("key", [{}, {"norm_bound": "median"}, {"aggregation": "median"}])
+@pytest.mark.parametrize(
+    "key",
+    [
+        {},
+        pytest.param({"norm_bound": "median"}, marks=pytest.mark.slow),
+        pytest.param({"aggregation": "median"}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_billion_claimed_samples_and_a_reversed_update_cost_at_most_two_points(
     key, honest, sites, tmp_path, caplog
 ):

@@ -15,7 +15,9 @@ from keel.cli.main import main
 from keel.runs import SavedRun
 from server_app.inline import InlineGrid
 
-SMALL = ["model=cnn-fedreco", "lr=0.05", "alpha=5", "num-rounds=3"]
+pytestmark = pytest.mark.usefixtures("no_pictures")
+WHOLE = ["model=cnn-fedreco", "lr=0.05", "alpha=5", "num-rounds=3"]
+SMALL = ["model=cnn-fedreco", "data-fraction=0.4", *WHOLE[1:]]
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def only_run(home):
 
 
 def test_a_run_shows_its_plan_then_a_line_a_round(home, capsys):
-    assert main(["run", "method=fedprox", *SMALL, "--clients", "3"]) == 0
+    assert main(["run", "method=fedprox", *WHOLE, "--clients", "3"]) == 0
     said = capsys.readouterr()
     directory, shown = only_run(home), said.out
     assert "fedprox (mu 0.01, half true, squared true)" in shown

@@ -16,6 +16,7 @@ import pytest
 from deployment_fixtures import (
     LOOPBACK_CLIENTS,
     LOOPBACK_KEYS,
+    QuietLoopback,
     limit_s,
     lines_of,
     new_run,
@@ -43,7 +44,8 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory):
     """A deployment on loopback."""
-    with running(tmp_path_factory.mktemp("deployed"), partitions(LOOPBACK_CLIENTS)) as local:
+    folder, sites = tmp_path_factory.mktemp("deployed"), partitions(LOOPBACK_CLIENTS)
+    with running(folder, sites, kind=QuietLoopback) as local:
         yield local
 
 

@@ -13,7 +13,7 @@ robust = {
 }
 
 
-liar = {"num-rounds": 4, "batch-size": 16, "partition": "iid"}
+liar = {"data-fraction": 0.4, "num-rounds": 4, "batch-size": 16, "partition": "iid"}
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ A message that did not arrive is delivered again, a few times; a reply until it 
 Uses Flower's own state in a file, its object store and its handlers.
 """
 
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,6 +26,7 @@ from flwr.server.superlink.linkstate import (
     linkstate_factory,
     sql_linkstate,
 )
+from flwr.supercore import sql_mixin
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.corestate import sql_corestate
 from flwr.supercore.error import FlowerError
@@ -54,7 +56,10 @@ from protocol.flower_compat.superlink import (
 class Link:
     """A SuperLink with a running run, and a node that asks."""
 
-    def __init__(self, folder, monkeypatch):
+    def __init__(self, folder, monkeypatch, tables):
+        """tables: a database that has them; to make them, or to look for them, takes long."""
+        shutil.copy(tables, folder / "superlink.db")
+        monkeypatch.setattr(sql_mixin, "run_migrations", lambda engine: None)
         self.folder = folder
         self.patch = monkeypatch
         monkeypatch.setattr(linkstate_factory, "SqlLinkState", PatientLinkState)
@@ -150,9 +155,19 @@ class Link:
         message_handler.confirm_message_received(request, self.state, self.store)
 
 
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    path = tmp_path_factory.mktemp("superlink") / "superlink.db"
+    state = LinkStateFactory(
+        str(path), NoOpFederationManager(), ObjectStoreFactory(str(path))
+    ).state()
+    state._engine.dispose()  # empties its write-ahead log
+    return path
+
+
 @pytest.fixture
-def link(tmp_path, monkeypatch):
-    return Link(tmp_path, monkeypatch)
+def link(tmp_path, monkeypatch, tables):
+    return Link(tmp_path, monkeypatch, tables)
 
 
 def ids(*messages):

@@ -13,7 +13,7 @@ from server_app.federation import run_federation
 from server_app.inline import InlineGrid, run_inline, simulated_nodes
 
 rounds, bad_round = 4, 3
-keys = SMALL | {"num-rounds": rounds, "batch-size": 16}
+keys = SMALL | {"data-fraction": 0.4, "num-rounds": rounds, "batch-size": 16}
 others = ["client-0000", "client-0002", "client-0003"]
 
 

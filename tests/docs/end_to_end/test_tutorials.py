@@ -1,38 +1,79 @@
-"""The tutorials in docs/how-to/own-method.md: each titled block is a file of a copy, and runs."""
+"""Methods of one's own in one copy of Keel, and their tests in one process, as each imports torch.
+
+They are the tutorials in docs/how-to/own-method.md, of which each titled block is a file, the
+example in the README, and two that `keel new-method` writes.
+"""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 repository = Path(__file__).parents[3]
 page = (repository / "docs/how-to/own-method.md").read_text()
+readme = (repository / "README.md").read_text()
 packages = ["client_app", "data", "keel", "models", "protocol", "server_app", "strategies"]
+written = {"gentle-pull": [], "damped-pull": ["--server-half"]}  # words of `keel new-method`
+
+README_TEST = """
+from server_app.history import read_history
+from server_app.inline import run_inline
+
+
+def test_the_readmes_method_trains_and_its_penalty_counts(tmp_path):
+    keys = {"method": "fedpull", "num-rounds": 2, "fedpull.mu": 0.5, "lr": 0.05}
+    keys |= {"data-fraction": 0.4, "output-dir": str(tmp_path)}
+    lines = read_history(run_inline(keys, num_clients=2) / "history.jsonl")
+    assert [line["round"] for line in lines] == [1, 2]
+    assert all(line["losses"]["penalty"] > 0 for line in lines)
+"""
 
 
 def code_blocks() -> list[tuple[str, str]]:
-    """(path, content) of every block with a title, in the order of the page."""
+    """(path, content) of every block of the page with a title, in its order."""
     return re.findall(r'```\w+ title="([^"]+)"\n(.*?)```', page, re.S)
 
 
+def readme_blocks() -> list[tuple[str, str]]:
+    """(path, content) of the README's method, its table and a test of it."""
+    code = re.search(r"```python\n(# client_app/methods/fedpull\.py\n.*?)```", readme, re.S)
+    table = re.search(r"```toml\n(\[tool\.flwr\.app\.config\.fedpull\]\n.*?)```", readme, re.S)
+    assert code
+    assert table
+    return [
+        ("client_app/methods/fedpull.py", code[1]),
+        ("pyproject.toml", table[1]),
+        ("tests/test_readme.py", README_TEST),
+    ]
+
+
 @pytest.fixture(scope="module")
-def copy_with_tutorials(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages of the repository with the page's files in their places."""
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages of the repository with the blocks as files in their places."""
     copy = tmp_path_factory.mktemp("tutorial")
     for package in packages:
         shutil.copytree(repository / package, copy / package)
     shutil.copy(repository / "pyproject.toml", copy)
-    for path, content in code_blocks():
+    for path, content in code_blocks() + readme_blocks():
         target = copy / path
         target.parent.mkdir(parents=True, exist_ok=True)
         assert path == "pyproject.toml" or not target.exists(), f"{path} is Keel's own"
         with target.open("a") as file:
             file.write(("\n" if path == "pyproject.toml" else "") + content)
     return copy
+
+
+def run(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A Python module's command in the copy."""
+    environment = os.environ | {"PYTHONPATH": str(copy)}
+    return subprocess.run(
+        [sys.executable, "-m", *words], cwd=copy, env=environment, capture_output=True, text=True
+    )
 
 
 def test_the_page_has_both_halves_options_and_a_test_of_each_method() -> None:
@@ -44,12 +85,33 @@ def test_the_page_has_both_halves_options_and_a_test_of_each_method() -> None:
     assert titles.count("pyproject.toml") == 2
 
 
-def test_the_tutorials_tests_pass(copy_with_tutorials: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"],
-        cwd=copy_with_tutorials,
-        env=os.environ | {"PYTHONPATH": str(copy_with_tutorials)},
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture(scope="module")
+def files(copy: Path) -> list[str]:
+    """The files of Python that `keel new-method` has written in the copy."""
+    python = []
+    for name, words in written.items():
+        made = run(copy, "keel", "new-method", name, *words)
+        assert made.returncode == 0, made.stderr
+        files = made.stdout.splitlines()
+        stem = name.replace("-", "_")
+        assert (f"strategies/{stem}.py" in files) == bool(words)
+        assert f"tests/methods/test_{stem}.py" in files
+        python += [file for file in files if file.endswith(".py")]
+    return python
+
+
+def test_new_methods_pass_the_linter_and_have_their_options(copy: Path, files: list[str]) -> None:
+    for command in (["check"], ["format", "--check"]):
+        lint = run(copy, "ruff", *command, *files)
+        assert lint.returncode == 0, lint.stdout
+    project = tomllib.loads((copy / "pyproject.toml").read_text())
+    config = project["tool"]["flwr"]["app"]["config"]
+    assert [config[name]["mu"] for name in written] == [0.1, 0.1]
+
+
+def test_the_tests_of_all_these_methods_pass(copy: Path, files: list[str]) -> None:
+    done = run(copy, "pytest", "-v", "-p", "no:cacheprovider", "tests")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    paths = [*files, *(path for path, _ in code_blocks() + readme_blocks())]
+    for path in paths:
+        assert not path.startswith("tests/") or path in done.stdout
