@@ -39,6 +39,7 @@ from protocol.text import in_one_line
 
 log = logging.getLogger("keel.server")
 MIN_POLL_S, MAX_POLL_S, POLL_GROWTH = 0.02, 0.5, 1.2
+DEPLOYED_POLL_S = 0.1  # at least: each look costs the SuperLink time
 RETURN_TIMEOUT_S = 30.0  # for a SuperNode that went away to return
 LOOK_EVERY_S = 1.0  # interval of looking for it
 MAX_LATE_ASKS = 5  # a reply that never came is forgotten after this many further asks
@@ -144,7 +145,8 @@ class Exchange:
             node = message.metadata.dst_node_id
             note_gone(node, failure(message, "its SuperNode is not connected"))
         is_inline = has_own_clients(self.grid)  # whose clients train while their replies are pulled
-        poll_s, looked_at, now = MIN_POLL_S, 0.0, time.monotonic()
+        first_s = MIN_POLL_S if is_in_process_grid(self.grid) else DEPLOYED_POLL_S
+        poll_s, looked_at, now = first_s, 0.0, time.monotonic()
         while (waiting or away) and now < deadline:
             arrived = self.pull(list(waiting), deadline - now)
             has_arrived = bool(arrived)
@@ -195,7 +197,7 @@ class Exchange:
                     settle(node, error)
                     del away[node]
             if (waiting or away) and not (has_arrived and is_inline):
-                poll_s = MIN_POLL_S if has_arrived else min(poll_s * POLL_GROWTH, MAX_POLL_S)
+                poll_s = first_s if has_arrived else min(poll_s * POLL_GROWTH, MAX_POLL_S)
                 time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))
             before, now = now, time.monotonic()
             if self.silent_s() > SILENCE_S or (has_arrived and is_inline):

@@ -122,6 +122,7 @@ def keel_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     home = tmp_path_factory.mktemp("keel-home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KEEL_HOME", str(home))
+        patch.setenv("OMP_NUM_THREADS", "1")  # of processes too: threads that wait for a core spin
         patch.setattr(os, "fsync", lambda descriptor: None)
         # else the first `assert_close` imports distributed tensors, of which no test has any
         unwrap = "torch.testing._comparison._unwrap_dtensor_for_comparison"

@@ -52,28 +52,39 @@ def readme_blocks() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages of the repository with the blocks as files in their places."""
-    copy = tmp_path_factory.mktemp("tutorial")
-    for package in packages:
-        shutil.copytree(repository / package, copy / package)
-    shutil.copy(repository / "pyproject.toml", copy)
-    for path, content in code_blocks() + readme_blocks():
-        target = copy / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        assert path == "pyproject.toml" or not target.exists(), f"{path} is Keel's own"
-        with target.open("a") as file:
-            file.write(("\n" if path == "pyproject.toml" else "") + content)
-    return copy
-
-
 def run(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """A Python module's command in the copy."""
     environment = os.environ | {"PYTHONPATH": str(copy)}
     return subprocess.run(
         [sys.executable, "-m", *words], cwd=copy, env=environment, capture_output=True, text=True
     )
+
+
+@pytest.fixture(scope="module")
+def copy_and_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The packages of the repository with the blocks as files in their places, and the files of
+    Python that `keel new-method` has written there.
+    """
+    copy, python = tmp_path_factory.mktemp("tutorial"), []
+    for package in packages:
+        shutil.copytree(repository / package, copy / package)
+    shutil.copy(repository / "pyproject.toml", copy)
+    (copy / "tests").mkdir()
+    for name, words in written.items():
+        made = run(copy, "keel", "new-method", name, *words)
+        assert made.returncode == 0, made.stderr
+        files = made.stdout.splitlines()
+        stem = name.replace("-", "_")
+        assert (f"strategies/{stem}.py" in files) == bool(words)
+        assert f"tests/methods/test_{stem}.py" in files
+        python += [file for file in files if file.endswith(".py")]
+    for path, content in code_blocks() + readme_blocks():
+        target = copy / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        assert path == "pyproject.toml" or not target.exists(), f"{path} is Keel's own"
+        with target.open("a") as file:
+            file.write(("\n" if path == "pyproject.toml" else "") + content)
+    return copy, python
 
 
 def test_the_page_has_both_halves_options_and_a_test_of_each_method() -> None:
@@ -85,22 +96,10 @@ def test_the_page_has_both_halves_options_and_a_test_of_each_method() -> None:
     assert titles.count("pyproject.toml") == 2
 
 
-@pytest.fixture(scope="module")
-def files(copy: Path) -> list[str]:
-    """The files of Python that `keel new-method` has written in the copy."""
-    python = []
-    for name, words in written.items():
-        made = run(copy, "keel", "new-method", name, *words)
-        assert made.returncode == 0, made.stderr
-        files = made.stdout.splitlines()
-        stem = name.replace("-", "_")
-        assert (f"strategies/{stem}.py" in files) == bool(words)
-        assert f"tests/methods/test_{stem}.py" in files
-        python += [file for file in files if file.endswith(".py")]
-    return python
-
-
-def test_new_methods_pass_the_linter_and_have_their_options(copy: Path, files: list[str]) -> None:
+def test_new_methods_pass_the_linter_and_have_their_options(
+    copy_and_files: tuple[Path, list[str]],
+) -> None:
+    copy, files = copy_and_files
     for command in (["check"], ["format", "--check"]):
         lint = run(copy, "ruff", *command, *files)
         assert lint.returncode == 0, lint.stdout
@@ -109,7 +108,8 @@ def test_new_methods_pass_the_linter_and_have_their_options(copy: Path, files: l
     assert [config[name]["mu"] for name in written] == [0.1, 0.1]
 
 
-def test_the_tests_of_all_these_methods_pass(copy: Path, files: list[str]) -> None:
+def test_the_tests_of_all_these_methods_pass(copy_and_files: tuple[Path, list[str]]) -> None:
+    copy, files = copy_and_files
     done = run(copy, "pytest", "-v", "-p", "no:cacheprovider", "tests")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     paths = [*files, *(path for path, _ in code_blocks() + readme_blocks())]
