@@ -25,9 +25,9 @@ gc.disable()  # until everything is imported, of which nothing is garbage
 
 # These take longest and start first, or one worker would wait for the others at the end.
 LONGEST = (
-    *("test_loopback.py", "test_loopback_supernodes.py", "test_keel_run_flower.py"),
-    *("test_experiments_runs.py", "test_server_run.py", "test_flwr_run.py", "test_wheel.py"),
-    *("test_compared_runs.py", "test_hostile_updates.py", "test_demo.py", "test_tutorials.py"),
+    *("test_experiments_runs.py", "test_loopback.py", "test_loopback_supernodes.py"),
+    *("test_keel_run_flower.py", "test_flwr_run.py", "test_server_run.py", "test_tutorials.py"),
+    *("test_wheel.py", "test_hostile_updates.py", "test_compared_runs.py", "test_worker_client.py"),
 )
 # These import or make what takes a second and others do without: each group is on one worker.
 TOGETHER = {

@@ -28,7 +28,7 @@ def test_the_command_ends_with_one_line_and_exit_code_1(tmp_path, keel_home):
         [
             *(sys.executable, "-m", "server_app.inline", "--num-clients", "3"),
             *(f'output-dir="{broken}"', 'method="fedreco"', "local-test-fraction=0.2"),
-            *("fedreco.eta-0=1e38", "num-rounds=5", 'model="cnn-fedreco"'),
+            *("fedreco.eta-0=1e38", "num-rounds=5", 'model="cnn-fedreco"', "data-fraction=0.4"),
         ],
         capture_output=True,
         text=True,
