@@ -5,7 +5,9 @@ A message that did not arrive is delivered again, a few times; a reply until it 
 Uses Flower's own state in a file, its object store and its handlers.
 """
 
+import contextlib
 import shutil
+import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -158,10 +160,9 @@ class Link:
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
     path = tmp_path_factory.mktemp("superlink") / "superlink.db"
-    state = LinkStateFactory(
-        str(path), NoOpFederationManager(), ObjectStoreFactory(str(path))
-    ).state()
-    state._engine.dispose()  # empties its write-ahead log
+    LinkStateFactory(str(path), NoOpFederationManager(), ObjectStoreFactory(str(path))).state()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # into the file itself
     return path
 
 
