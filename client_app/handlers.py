@@ -6,6 +6,7 @@ Runs in the process of the ClientApp in simulation, and in the resident worker
 
 import copy
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,16 @@ from pathlib import Path
 import flwr
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 
 from client_app.evaluation import evaluate
 from client_app.machine import machine, report_of
@@ -55,6 +65,7 @@ from protocol.messages import (
     get_record,
     last_accepted_round_of,
     machine_content,
+    mismatch,
     read_request,
     reply_content,
     roster_content,
@@ -97,8 +108,8 @@ process_caches, turn = ProcessCaches(), Turn()
 def answer(message: Message, context: Context) -> RecordDict | Error:
     """The content of the reply to a message, or an error of one line.
 
-    A message for many logical clients is answered for one after the other; where it says so, their
-    arrays are summed here, and only the sum is sent.
+    A message for several logical clients is answered for one after the other. If it asks for the
+    sum of their arrays, only the sum is sent.
     """
     if "simulated" not in message.content:
         return answer_as(message, context)
@@ -107,7 +118,7 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
         error = ValueError(reason)
         return error_reply(error, message, context)
     replies = []
-    shares, limit = shares_in_sum(message.content)
+    shares, limit, like = shares_in_sum(message.content)
     total = ExactSum(limit)
     for k, (client, num_clients, content) in enumerate(contents_to_simulate(message.content)):
         own = copy.copy(message)
@@ -120,12 +131,26 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
         reply = answer_as(own, node)
         if shares and isinstance(reply, RecordDict):
             try:
-                total.add(tensors(get_record(reply, "arrays", ArrayRecord)), shares[k])
+                total.add(arrays_to_sum(reply, like), shares[k])
                 reply["arrays"] = ArrayRecord()
             except ValueError as error:
                 reply = error_reply(error, own, node)
         replies.append(reply)
     return simulated_reply(replies, total.sums)
+
+
+def arrays_to_sum(reply: RecordDict, like: Arrays) -> Arrays:
+    """The arrays in a reply; ValueError if the server would reject it.
+
+    It would reject all clients of the sum with it. like: as `simulated_content`.
+    """
+    arrays = tensors(get_record(reply, "arrays", ArrayRecord))
+    if reason := mismatch(arrays, like):
+        raise ValueError(reason)
+    for name, value in get_record(reply, "metrics", MetricRecord).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value:g}, not finite")
+    return arrays
 
 
 def answer_as(message: Message, context: Context) -> RecordDict | Error:

@@ -3,14 +3,14 @@
 server -> client   query     round: `RosterRequest`
                    train     round: `TrainRequest`; client: counted-round; arrays; extra
                    evaluate  round: `EvaluateRequest`; client: counted-round; arrays; extra
-                   of many logical clients: simulated: clients, num-clients, counted-rounds, shares
-                             and limit where their updates are summed; round, arrays and extra of
-                             all; own-K: what only the K-th is sent
+                   of many logical clients: simulated: clients, num-clients, counted-rounds, and
+                             shares, limit and layout if the worker sums their arrays; round,
+                             arrays and extra of all; own-K: what only the K-th is sent
 client -> server   query     roster: `RosterEntry`
                    train     reply: client, round; arrays; extra; metrics
                    evaluate  reply: client, round; metrics
                    of many:  the records of the K-th with -K after their names, or error-K; sum:
-                             that of the arrays, which the K-th is then without
+                             the sum of their arrays, if the worker sums them, instead of each one's
 
 `counted-round` is the client's last accepted round: the last one whose update was aggregated, 0:
 none. `extra` holds what a method sends beside the model (control variates, prototypes) and may be
@@ -329,12 +329,16 @@ def simulated_content(
     clients: Sequence[int],
     num_clients: int,
     shares: Sequence[float] = (),
-    limit: float = 0.0,
+    limit: float = 1.0,
+    like: Arrays | None = None,
 ) -> RecordDict:
     """One message's content from those of several simulated clients, given by number.
 
-    They have the request, the arrays and `extra` in common, but for arrays called "own". shares: of
-    each client in the sum of their arrays, which is sent instead of them; limit: as `ExactSum`.
+    They have the request, the arrays and `extra` in common, but for arrays called "own".
+
+    shares: each client's weight in the sum of their arrays, which the worker then sends instead of
+    the arrays themselves; (): it does not sum. limit: as `ExactSum`. like: arrays with the names,
+    shapes and dtypes of each client's.
     """
     first = contents[0]
     accepted = [int(get_record(c, "client", ConfigRecord)["counted-round"]) for c in contents]  # type: ignore[arg-type]
@@ -344,7 +348,11 @@ def simulated_content(
         "counted-rounds": accepted,
     }
     if shares:
-        simulated |= {"shares": list(shares), "limit": limit}
+        layout = {
+            name: [str(array.dtype).removeprefix("torch."), *array.shape]
+            for name, array in (like or {}).items()
+        }
+        simulated |= {"shares": list(shares), "limit": limit, "layout": json.dumps(layout)}
     shared = ArrayRecord()
     whole: dict[str, Any] = {
         "simulated": ConfigRecord(simulated),
@@ -381,14 +389,22 @@ def contents_to_simulate(whole: RecordDict) -> list[tuple[int, int, RecordDict]]
     return contents
 
 
-def shares_in_sum(whole: RecordDict) -> tuple[list[float], float]:
-    """(each client's share, limit) of `simulated_content`; ([], 1) where nothing is summed."""
+def shares_in_sum(whole: RecordDict) -> tuple[list[float], float, Arrays]:
+    """(shares, limit, like) of `simulated_content`; no shares if the worker does not sum.
+
+    The arrays in `like` have no data.
+    """
     simulated: dict[str, Any] = dict(get_record(whole, "simulated", ConfigRecord))
-    return [*simulated.get("shares", ())], float(simulated.get("limit", 1.0))
+    layout = json.loads(simulated.get("layout", "{}"))
+    like = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, (dtype, *shape) in layout.items()
+    }
+    return [*simulated.get("shares", ())], float(simulated.get("limit", 1.0)), like
 
 
 def simulated_reply(replies: Sequence[RecordDict | Error], sums: Arrays) -> RecordDict:
-    """One reply's content from those of several clients. sums: of the arrays taken out of them."""
+    """One reply's content from those of several clients, and the sums of their arrays, or {}."""
     whole = RecordDict({"sum": array_record(sums)} if sums else {})
     for k, reply in enumerate(replies):
         if isinstance(reply, Error):
@@ -620,4 +636,23 @@ def out_of_range(arrays: Arrays, max_value: float) -> str:
         bound = max_value if array.is_floating_point() else MAX_INTEGER
         if not largest <= bound:
             return f"array {name!r} holds {largest:.4g}: the bound on values is {bound:.4g}"
+    return ""
+
+
+def mismatch(arrays: Arrays, expected: Arrays) -> str:
+    """What is wrong with these arrays; "" if names, shapes and dtypes agree and all are finite."""
+    missing = sorted(expected.keys() - arrays.keys())
+    if missing:
+        return f"array {missing[0]!r} is missing ({len(missing)} of {len(expected)})"
+    unknown = sorted(arrays.keys() - expected.keys())
+    if unknown:
+        return f"array {unknown[0]!r} is unknown ({len(unknown)} too many)"
+    for name, like in expected.items():
+        got = arrays[name]
+        if got.shape != like.shape:
+            return f"array {name!r} is {list(got.shape)}, the global model's is {list(like.shape)}"
+        if got.dtype != like.dtype:
+            return f"array {name!r} is {got.dtype}, the global model's is {like.dtype}"
+        if got.is_floating_point() and not is_finite(got):
+            return f"array {name!r} holds {int((~got.isfinite()).sum())} values that are not finite"
     return ""

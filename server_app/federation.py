@@ -399,7 +399,8 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     what, timeout_s = f"round {server_round}", rounds.round_timeout
     if isinstance(run.grid, LogicalGrid):
         shares = strategy.begin_sums(server_round)
-        summing = Summing(shares, strategy.max_value, strategy.take_sum)
+        like = strategy.expected(strategy.current)
+        summing = Summing(shares, strategy.max_value, like, strategy.take_sum)
         run.grid.summing = summing if shares else None
     run.exchange.ask(
         messages,

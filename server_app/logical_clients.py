@@ -56,14 +56,16 @@ def place(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[lis
 
 @dataclass(frozen=True)
 class Summing:
-    """How workers sum their clients' arrays, whose replies are then without them.
+    """How workers sum their clients' arrays, which the clients' replies then lack.
 
-    shares: of each node's client. limit: as `ExactSum`. take: is given the nodes whose clients are
-    in a sum, and the sum, before their replies are pulled.
+    shares: by node, its client's weight in the sum. limit: as `ExactSum`. like: arrays with the
+    names, shapes and dtypes of each client's. take: called with the nodes whose clients are in a
+    sum, and the sum, before `pull_messages` returns their replies.
     """
 
     shares: Mapping[int, float]
     limit: float
+    like: Arrays
     take: Callable[[Collection[int], Arrays], None]
 
 
@@ -71,7 +73,7 @@ class LogicalGrid(Grid):
     """A grid of `num_clients` nodes, simulated by the nodes of another grid.
 
     expected_time: of a node's client, in any unit; set once the roster is known. How many seconds a
-    unit takes each worker is measured. summing: where workers sum what their clients send.
+    unit takes each worker is measured. summing: None if workers send each client's arrays.
     """
 
     is_in_process = True
@@ -84,7 +86,7 @@ class LogicalGrid(Grid):
         self.summing: Summing | None = None
         self.seconds_per_unit: dict[int, float] = {}  # by worker, once it has trained
         self.numbers = itertools.count(1)
-        # id of a worker's message to those in it, and how they are summed
+        # id of a worker's message to the clients' messages in it, and how their arrays are summed
         self.sent: dict[str, tuple[list[Message], Summing | None]] = {}
         self.carrier: dict[str, str] = {}  # id of a client's message to that of the worker's
         self.arrived: dict[str, Message] = {}  # replies by the id of the client's message
@@ -120,12 +122,13 @@ class LogicalGrid(Grid):
             part = [requests[i] for i in places]
             first = part[0].metadata
             clients = [m.metadata.dst_node_id - FIRST_NODE for m in part]
-            shares, limit = [], 0.0
-            if self.summing and is_training:
-                limit = self.summing.limit
-                shares = [self.summing.shares[m.metadata.dst_node_id] for m in part]
-            contents = [m.content for m in part]
-            content = simulated_content(contents, clients, self.num_clients, shares, limit)
+            contents, summing = [m.content for m in part], self.summing
+            if summing and is_training:
+                shares = [summing.shares[m.metadata.dst_node_id] for m in part]
+                how = shares, summing.limit, summing.like
+                content = simulated_content(contents, clients, self.num_clients, *how)
+            else:
+                content = simulated_content(contents, clients, self.num_clients)
             wholes.append(
                 Message(content, dst_node_id=worker, message_type=first.message_type, ttl=first.ttl)
             )
@@ -139,14 +142,14 @@ class LogicalGrid(Grid):
     def parts(self, times: Sequence[float], is_training: bool) -> list[tuple[int, list[int]]]:
         """(worker, places in `times`) of each message, the large ones first.
 
-        One a worker, and in training one more, if workers do not sum.
+        One per worker, and in training one more unless the workers sum.
         """
         num_workers = len(self.workers)
         mean = statistics.fmean(self.seconds_per_unit.values() or [1.0])
         rates = [self.seconds_per_unit.get(worker, mean) for worker in self.workers]
         in_order = sorted(range(len(times)), key=lambda i: -times[i])
         has_tail = is_training and num_workers > 1 and len(times) >= MIN_TAIL * num_workers
-        has_tail = has_tail and not self.summing  # a sum a worker
+        has_tail = has_tail and not self.summing  # each message brings a sum
         num_tail = len(times) // TAIL_SHARE if has_tail else 0
         found = []
         for part in (in_order[: len(times) - num_tail], in_order[len(times) - num_tail :]):

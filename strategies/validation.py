@@ -21,7 +21,7 @@ from protocol.messages import (
     RosterEntry,
     TrainReply,
     extremes,
-    is_finite,
+    mismatch,
     out_of_range,
     payload_bytes,
     read_reply,
@@ -151,7 +151,7 @@ class Validation:
     """Validates the replies of one round, each as it comes.
 
     accepted: by client, as far as one reply alone can tell; `report` compares them.
-    bytes_in_sum: of each client's arrays, where a worker has summed them.
+    bytes_in_sum: size of a client's arrays if a worker has summed them, else 0; for `bytes_up`.
     """
 
     roster: Mapping[int, RosterEntry]
@@ -252,25 +252,6 @@ def implausible(reply: TrainReply, expected: ExpectedReply, half: Half) -> str:
         return reason
     beside = half.beside_model(reply) if expected.extra else {}
     return out_of_range(reply.arrays | beside, expected.max_value)
-
-
-def mismatch(arrays: Arrays, expected: Arrays) -> str:
-    """What is wrong with these arrays; "" if names, shapes and dtypes agree and all are finite."""
-    missing = sorted(expected.keys() - arrays.keys())
-    if missing:
-        return f"array {missing[0]!r} is missing ({len(missing)} of {len(expected)})"
-    unknown = sorted(arrays.keys() - expected.keys())
-    if unknown:
-        return f"array {unknown[0]!r} is unknown ({len(unknown)} too many)"
-    for name, like in expected.items():
-        got = arrays[name]
-        if got.shape != like.shape:
-            return f"array {name!r} is {list(got.shape)}, the global model's is {list(like.shape)}"
-        if got.dtype != like.dtype:
-            return f"array {name!r} is {got.dtype}, the global model's is {like.dtype}"
-        if got.is_floating_point() and not is_finite(got):
-            return f"array {name!r} holds {int((~got.isfinite()).sum())} values that are not finite"
-    return ""
 
 
 def norm(update: Arrays) -> float:

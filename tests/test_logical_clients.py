@@ -1,6 +1,7 @@
 """Logical clients: each is simulated once, by placement near the optimum, with its own reply."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -143,7 +144,7 @@ def test_everybody_is_asked_once_and_answers_for_itself(nodes, num_workers):
 def test_evaluating_everybody_is_one_message_a_worker(num_clients, num_workers):
     below = Nodes(num_workers)
     grid = LogicalGrid(below, 40)
-    grid.summing = Summing({}, 1.0, lambda nodes, sums: None)  # of the training before
+    grid.summing = Summing({}, 1.0, {}, lambda nodes, sums: None)  # of the training before
     ids = asked(grid, range(2, 2 + num_clients), "evaluate")
     while list(grid.pull_messages(ids)):
         pass
@@ -272,35 +273,48 @@ def test_a_sum_of_an_earlier_round_is_not_taken():
         RecordDict({"sum": array_record({"w": torch.ones(2)}), "reply-0": ConfigRecord({})}),
         reply_to=message,
     )
-    grid.summing = Summing({2: 1.0}, 1e4, lambda nodes, sums: taken.append(("early", nodes)))
+    grid.summing = Summing({2: 1.0}, 1e4, {}, lambda nodes, sums: taken.append(("early", nodes)))
     late = asked(grid, [2])
-    grid.summing = Summing({2: 1.0}, 1e4, lambda nodes, sums: taken.append(("now", nodes)))
+    grid.summing = Summing({2: 1.0}, 1e4, {}, lambda nodes, sums: taken.append(("now", nodes)))
     assert len(list(grid.pull_messages(late))) == 1
     assert taken == []
     list(grid.pull_messages(asked(grid, [2])))
     assert taken == [("now", [2])]
 
 
-def test_a_worker_sums_what_its_clients_send_and_names_one_beyond_the_limit(monkeypatch, tmp_path):
-    arrays = {0: [1.0, 2.0], 1: [3.0, 4.0], 2: [2e4, 0.0]}
+def test_a_worker_sums_its_clients_arrays_and_leaves_out_what_the_server_would_reject(monkeypatch):
+    w = torch.tensor
+    cases = [  # arrays, loss, why it is left out
+        ({"w": w([1.0, 2.0])}, 0.5, ""),
+        ({"w": w([3.0, 4.0])}, 0.5, ""),
+        ({"w": w([2e4, 0.0])}, 0.5, "array 'w' holds 2e+04: the bound on values is 1e+04"),
+        ({}, 0.5, "array 'w' is missing (1 of 1)"),
+        ({"w": w([1.0, 2.0]), "b": w(1.0)}, 0.5, "array 'b' is unknown (1 too many)"),
+        ({"w": w([1.0])}, 0.5, "array 'w' is [1], the global model's is [2]"),
+        ({"w": w([1, 2])}, 0.5, "array 'w' is torch.int64, the global model's is torch.float32"),
+        ({"w": w([1.0, 2.0])}, math.nan, "loss.x is nan, not finite"),
+        (None, 0.5, "ValueError: no data"),
+    ]
 
     def train(message, context):
         client = int(context.node_config["partition-id"])
-        if client == 3:
+        arrays, loss, _ = cases[client]
+        if arrays is None:
             raise ValueError("no data")
-        return reply_content(
-            TrainReply(f"client-{client}", 1, {"w": torch.tensor(arrays[client])}, {}, {"n": 1.0})
-        )
+        return reply_content(TrainReply(f"client-{client}", 1, arrays, {}, {"loss.x": loss}))
 
     monkeypatch.setitem(client_app.handlers.handlers, "train", train)
-    none = array_record({})
-    contents = [message_content(ConfigRecord({"round": 1}), none, none, 0) for _ in range(4)]
-    message = Message(simulated_content(contents, range(4), 4, [0.25] * 4, 1e4), 1, "train")
-    whole = client_app.handlers.answer(message, Context(1, 1, {}, RecordDict(), {}))
-    replies = simulated_replies(whole, 4)
-    assert [find_record(r, "arrays", ArrayRecord) for r in replies[:2]] == [ArrayRecord()] * 2
-    assert "array 'w' holds 2e+04: the bound on values is 1e+04" in replies[2].reason
-    assert replies[3].reason == "ValueError: no data"
+    none, num = array_record({}), len(cases)
+    contents = [message_content(ConfigRecord({"round": 1}), none, none, 0) for _ in cases]
+    content = simulated_content(contents, range(num), num, [0.25] * num, 1e4, {"w": torch.zeros(2)})
+    answer = client_app.handlers.answer
+    whole = answer(Message(content, 1, "train"), Context(1, 1, {}, RecordDict(), {}))
+    for reply, (_, _, why) in zip(simulated_replies(whole, num), cases, strict=True):
+        assert isinstance(reply, Error) == bool(why)
+        if why:
+            assert why in reply.reason
+        else:
+            assert find_record(reply, "arrays", ArrayRecord) == ArrayRecord()
     total = ExactSum(1e4)
     total.merge(tensors(whole["sum"]))
     assert total.scaled(1.0, {"w": torch.zeros(2)})["w"].tolist() == [1.0, 1.5]
