@@ -506,7 +506,9 @@ def _parse(flat: FlatConfig) -> RunConfig:
     if 0 < data.image_size < 28:
         raise ValueError(f"image-size = {data.image_size}: expected 0, or 28 to 64")
     config = RunConfig(rounds, data, model, train, privacy, flat)
-    for name in filter(flat.get, ("resume", "output-dir", "data-dir")):
+    for name in ("resume", "output-dir", "data-dir"):
+        if not flat[name]:
+            continue
         path = Path(str(flat[name])).expanduser()
         is_run_name = name == "resume" and len(path.parts) == 1
         if not path.is_absolute() and not is_run_name:

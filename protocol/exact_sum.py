@@ -1,7 +1,8 @@
 """Sums of clients' arrays whose bits depend on neither the order nor the grouping of the clients.
 
-Floating-point sums do depend on them, so that a sum over several workers would have other bits with
-other workers. Here each term is rounded to a multiple of a small step, and those are integers.
+Floating-point addition is not associative, so a sum over several workers would depend on how
+clients are distributed among them. Here each term is rounded to a multiple of a small step, and the
+multiples are added as integers.
 """
 
 import math
@@ -10,16 +11,16 @@ import torch
 
 from protocol.messages import MAX_INTEGER, Arrays, out_of_range
 
-SUM_BITS = 62  # of an int64, beside its sign and one bit of room
+SUM_BITS = 62  # of an int64; the other two are its sign and one bit of headroom
 CHUNK = 2**16  # values
 
 
 class ExactSum:
     """sum_i p_i w_i over the arrays w_i of clients, where p_i >= 0 and sum_i p_i <= 1.
 
-    limit: no value of a floating array is larger; those of integer arrays are at most MAX_INTEGER.
-    The step is limit / 2^62, rounded up to a power of two: 6e-14 at most for a limit of 1e5, where
-    float32 has 4e-9 between neighbours near 0.05.
+    limit: the largest magnitude of a value in a floating array, above 0. Integer arrays may have
+    values up to MAX_INTEGER. The step is limit / 2^62, rounded up to a power of two: 3e-14 for a
+    limit of 1e5. For comparison, float32 values near 0.05 are 4e-9 apart.
     """
 
     def __init__(self, limit: float) -> None:
@@ -30,20 +31,23 @@ class ExactSum:
         return 2.0 ** (math.ceil(math.log2(self.limit if is_float else MAX_INTEGER)) - SUM_BITS)
 
     def add(self, arrays: Arrays, share: float) -> None:
-        """Add share * arrays; ValueError naming an array with a value beyond its bound."""
+        """Add share * arrays; ValueError naming an array with a value beyond its bound.
+
+        All calls need arrays of the same names, shapes and dtypes. Nothing is added on an error.
+        """
         if reason := out_of_range(arrays, self.limit):
             raise ValueError(reason)
         for name, array in arrays.items():
             if name not in self.sums:
                 self.sums[name] = torch.zeros(array.shape, dtype=torch.int64)
             factor = share / self._step(array.is_floating_point())
-            # in chunks that stay in the cache: no second copy in double precision
+            # in chunks that fit into the cache: the whole array is never copied in double precision
             flat = array.reshape(-1), self.sums[name].view(-1)
             for chunk, total in zip(*(torch.split(a, CHUNK) for a in flat), strict=True):
                 total += chunk.double().mul_(factor).round_().long()
 
     def merge(self, sums: Arrays) -> None:
-        """Add `sums` of another one with the same limit."""
+        """Add the `sums` of another `ExactSum` with the same limit."""
         for name, each in sums.items():
             if name in self.sums:
                 self.sums[name] += each
@@ -51,7 +55,7 @@ class ExactSum:
                 self.sums[name] = each.clone()  # it may be read-only
 
     def scaled(self, factor: float, like: Arrays) -> Arrays:
-        """The sum times a factor, in the dtypes of `like`; integers are rounded. Frees the sum."""
+        """The sum times a factor, in the dtypes of `like`; integers are rounded. Call it once."""
         found: Arrays = {}
         for name in [*self.sums]:
             dtype = like[name].dtype

@@ -1,4 +1,4 @@
-"""Processes: ending with one's parent, and how many share a GPU."""
+"""Processes: ending with the parent, and how many share a GPU."""
 
 import ctypes
 import signal
@@ -10,14 +10,17 @@ set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 def end_with_parent() -> None:
     """Have the kernel send this process SIGTERM when the thread that started it ends.
 
-    Linux; elsewhere, nothing.
+    Linux only; does nothing elsewhere.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def num_shares(available: float, share: float) -> int:
-    """How many processes with this share of a GPU fit on so many: a part is never of two GPUs."""
+    """How many processes fit on this many GPUs, each with this share of one.
+
+    A share below 1 is always of a single GPU.
+    """
     if share < 1:
         return int(available) * int(1 / share + 1e-9)
     return int(available / share + 1e-9)

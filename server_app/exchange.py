@@ -306,7 +306,7 @@ class Stops:
 
 
 def watch(stops: weakref.ref[Stops]) -> None:
-    """Note every second that the process runs, for as long as somebody asks."""
+    """Note every second that the process runs, until `stops` is garbage-collected."""
     while (noted := stops()) is not None:
         noted.note()
         del noted

@@ -26,8 +26,8 @@ log = logging.getLogger("keel.server")
 class RunningMean:
     """The weighted mean of arrays that are added as they come: sum_i p_i w_i, p_i = n_i / sum(n).
 
-    By `ExactSum`, so that its bits do not depend on the order, or on who summed. If some clients
-    send no arrays, the sum is scaled by the total weight over the weight of those that did.
+    Uses `ExactSum`: the bits depend on neither the order of the clients nor who sums. If some
+    clients send no arrays, the sum is scaled by the total weight over the weight of those that did.
 
     weights: n_i by client, of all that were asked. limit: as `ExactSum`.
     """

@@ -55,8 +55,8 @@ from strategies.validation import (
 )
 
 log = logging.getLogger("keel.server")
-# of a round's updates: up to it they are held until all have come, and summed in the order of the
-# clients' names; beyond it they are summed as they come, by `ExactSum`
+# Up to this size, a round's updates are held until all have come and summed in the order of the
+# clients' names. Larger ones are summed by `ExactSum`, where possible as they come.
 STREAM_BYTES = 2**29
 
 
@@ -81,8 +81,8 @@ class Average(Strategy):
         self.report = RoundReport()
         self.validation: Validation | None = None  # of the round under way
         self.running: RunningMean | None = None  # where its replies are summed as they come
-        self.workers_sum = False  # replies are without arrays, whose sums come by `take_sum`
-        self.sums: list[tuple[set[str], Arrays]] = []  # of clients whose replies are not all here
+        self.workers_sum = False  # replies have no arrays; `take_sum` brings the arrays' sums
+        self.sums: list[tuple[set[str], Arrays]] = []  # until the replies of their clients are here
         self.keeps_updates = False  # each update of the next round is needed, for diagnostics
         self.current: Arrays = {}
         self.sent: Arrays = {}
@@ -121,7 +121,7 @@ class Average(Strategy):
         if self.running:
             return self.running.mean(like)
         weights = self.counts(replies) if self.is_weighted_by_examples else [1.0] * len(replies)
-        if self.is_large:  # with the bits of a sum taken as they come
+        if self.is_large:  # if none is left out, with the bits of a sum taken as they come
             by_name = dict(zip((reply.client for reply in replies), weights, strict=True))
             running = RunningMean(by_name, self.max_value)
             for reply in replies:
@@ -331,7 +331,7 @@ class Average(Strategy):
 
     @property
     def is_large(self) -> bool:
-        """Whether the mean of this round's updates is taken by `ExactSum`."""
+        """Whether this round's updates are averaged by `ExactSum`."""
         num_bytes = self.update_bytes() * len(self.addressed)
         return self.config.rounds.aggregation == "mean" and num_bytes > STREAM_BYTES
 
@@ -343,10 +343,8 @@ class Average(Strategy):
     def streamed_weights(self) -> dict[str, float]:
         """The weight of each client asked, by name, if replies are summed as they come; else {}.
 
-        They are in large rounds where weights do not depend on who replies, and nothing compares
-        updates with each other. A sum that is scaled because a client is left out has other last
-        bits than one over the others, so that small rounds, whose updates fit into memory, wait for
-        all.
+        They are in large rounds if the weights do not depend on who replies and nothing compares
+        updates with each other.
         """
         rounds, clients = self.config.rounds, sorted(self.addressed)
         entries = [self.roster[node] for node in self.nodes_of(clients)]
@@ -365,9 +363,10 @@ class Average(Strategy):
         return sum(array.numel() * array.element_size() for array in arrays)
 
     def begin_sums(self, server_round: int) -> dict[int, float]:
-        """Have the simulation's workers sum what their clients send; each node's share in the sum.
+        """Expect sums from the simulation's workers; by node, its client's weight in the sum.
 
-        {}: they do not, because the server needs each update. Call it after `configure_train`.
+        {} if the server needs each update: then workers must not sum. Call it after
+        `configure_train`.
         """
         validation, running = self._begin_round(server_round)
         if not running:
@@ -379,7 +378,7 @@ class Average(Strategy):
         return {node: running.share(self.roster[node].client) for node in nodes}
 
     def take_sum(self, nodes: Iterable[int], sums: Arrays) -> None:
-        """Take a worker's sum of the arrays of these nodes' clients, whose replies follow."""
+        """Store a worker's sum of the arrays of these nodes' clients, whose replies follow."""
         self.sums.append(({self.roster[node].client for node in nodes}, sums))
 
     def accept(self, server_round: int, message: Message) -> None:
@@ -397,7 +396,7 @@ class Average(Strategy):
             validation.accepted[client] = replace(reply, arrays={})
 
     def _begin_round(self, server_round: int) -> tuple[Validation, RunningMean | None]:
-        """Make ready for the replies to `configure_train`."""
+        """Prepare for the replies to `configure_train`."""
         expected, extra = self.expected(self.current), self.expected_extra()
         self.validation = self._validation(server_round, expected, extra)
         weights = {} if self.outliers else self.streamed_weights()
@@ -405,7 +404,10 @@ class Average(Strategy):
         return self.validation, self.running
 
     def _merge_sums(self, validation: Validation, running: RunningMean) -> None:
-        """Add the workers' sums whose clients' replies are all here, if all of these are valid."""
+        """Add each worker's sum once the replies of all its clients are here.
+
+        If one of the replies is not valid, the sum is not used, and all its clients are rejected.
+        """
         accepted = validation.accepted
         here = accepted.keys() | validation.rejected.keys() | validation.failed.keys()
         complete = [each for each in self.sums if each[0] <= here]
@@ -416,7 +418,7 @@ class Average(Strategy):
                 running.merge(clients, sums)
                 continue
             for client in clients & accepted.keys() - running.added:
-                reason = f"its update is in a sum with that of {min(bad)}, which is not used"
+                reason = f"its update was summed with that of {min(bad)}, which cannot be used"
                 validation.reject(client, reason)
 
     def aggregate_train(
@@ -432,7 +434,7 @@ class Average(Strategy):
             self.accept(server_round, message)
         if self.validation and self.running and self.workers_sum:
             for client in self.validation.accepted.keys() - self.running.added:
-                self.validation.reject(client, "its update is in no sum that has come")
+                self.validation.reject(client, "no usable sum with its update arrived")
         self.report = self.validation.report() if self.validation else RoundReport()
         self.validation = None
         accepted = self.report.accepted

@@ -15,7 +15,7 @@ head, as in the authors' code.
 import logging
 
 import numpy as np
-import scipy  # its modules when they are used
+import scipy  # loads submodules on first use
 import torch
 
 from models import StagedModel

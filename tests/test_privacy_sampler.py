@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-import scipy  # its modules when they are used
+import scipy  # loads submodules on first use
 
 from client_app.privacy import random_words, seeded_words
 from protocol.discrete_gaussian import SAMPLER_DISTANCE, bins_of, discrete_gaussian

@@ -594,9 +594,9 @@ def test_a_client_counts_only_with_the_sum_that_its_update_is_in(monkeypatch, wh
     kept = {"a sum twice": [0, 1, 2, 3]}.get(why, [0, 1, 4])
     assert [r.client for r in strategy.report.accepted] == [f"client-{i}" for i in kept]
     reasons = {
-        "a bad reply": {"client-2": "not finite", "client-3": "in a sum with that of client-2"},
-        "a sum twice": {"client-4": "in a sum with that of client-3"},
-        "no sum": dict.fromkeys(("client-2", "client-3"), "in no sum"),
+        "a bad reply": {"client-2": "not finite", "client-3": "summed with that of client-2"},
+        "a sum twice": {"client-4": "summed with that of client-3"},
+        "no sum": dict.fromkeys(("client-2", "client-3"), "no usable sum"),
     }[why]
     assert strategy.report.left_out.keys() == reasons.keys()
     for client, words in reasons.items():

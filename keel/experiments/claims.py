@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import scipy  # its modules when they are used: scipy.stats takes a second to import
+import scipy  # loads submodules on first use: scipy.stats takes a second
 
 from keel.experiments.plan import Result, last_round_read
 from keel.experiments.recipe import Claim, Recipe

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-import scipy  # its modules when they are used
+import scipy  # loads submodules on first use
 import torch
 import torch.nn.functional as F
 from client_fixtures import (
