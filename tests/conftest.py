@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from data.sources import Source
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's: xdist has a worker for each core
 gc.disable()  # until everything is imported, of which nothing is garbage
 
 # These take longest and start first, or one worker would wait for the others at the end.
