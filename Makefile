@@ -10,7 +10,7 @@ WAITING_JOBS ?= $(shell n=$(JOBS); echo $$((n > 6 ? 12 : 2 * n)))
 
 # silences Ray's warning about GPUs on machines that have none
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
-# its workers, nicer by 15 than all other tests, would wait for them
+# by default Ray's workers run at niceness 15 and would wait for all other tests
 export RAY_worker_niceness = 0
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION = 1
 export FLWR_TELEMETRY_ENABLED ?= 0

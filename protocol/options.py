@@ -164,7 +164,10 @@ def _columns(cls: type) -> tuple[tuple[str, str, Any, Constraint, str], ...]:
 
 @functools.cache
 def _accepted(cls: type, prefix: str) -> dict[str, OptionValue]:
-    """The value last accepted for each key: most keys have their default in all configs."""
+    """The last accepted value of each key, filled by `parse_options`.
+
+    Most keys have the same default object in every config, which is then checked only once.
+    """
     return {}
 
 

@@ -1,28 +1,28 @@
-"""Ray on this machine with no more processes than runs need.
+"""Start Ray on this machine without processes that no run uses.
 
-Ray's `init` also starts a server for its dashboard, with `include_dashboard=False` too, a monitor
-for an autoscaler, one that shows what workers print, and workers for tasks that have no environment
-of their own, as those of a run have. They take half of the time until it is ready, and Ray 2.55 has
-no option for the first three.
+`ray.init` also starts a dashboard server (even with `include_dashboard=False`), an autoscaler
+monitor, a log monitor that forwards what workers print, and idle workers that a run cannot use,
+because its tasks have a runtime environment of their own. Together they take half of the start-up
+time, and Ray 2.55 has no option to leave out the first three.
 """
 
 import os
 from typing import Any
 
 
-def start_less(shows_output: bool) -> None:
-    """Do without these in every Ray that this process starts from now on.
+def skip_unused_processes(forwards_output: bool) -> None:
+    """Change Ray in this process, so that every later start on this machine leaves them out.
 
-    shows_output: of workers, for which Ray has the third.
+    forwards_output: keep the log monitor, which forwards what workers print.
     """
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     from ray._private.node import Node
 
     for name in ("start_api_server", "start_monitor"):
         setattr(Node, name, nothing)
-    if not shows_output:
+    if not forwards_output:
         Node.start_log_monitor = nothing  # type: ignore[method-assign]
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """In the place of a method of Ray's that starts a process."""
+    """Replaces a method of Ray that starts a process."""

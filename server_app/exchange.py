@@ -39,7 +39,7 @@ from protocol.text import in_one_line
 
 log = logging.getLogger("keel.server")
 MIN_POLL_S, MAX_POLL_S, POLL_GROWTH = 0.02, 0.5, 1.2
-DEPLOYED_POLL_S = 0.1  # at least: each look costs the SuperLink time
+DEPLOYED_POLL_S = 0.1  # MIN_POLL_S of a deployment: each poll costs the SuperLink time
 RETURN_TIMEOUT_S = 30.0  # for a SuperNode that went away to return
 LOOK_EVERY_S = 1.0  # interval of looking for it
 MAX_LATE_ASKS = 5  # a reply that never came is forgotten after this many further asks

@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def send_news(send: Callable[..., None], name: str, **about: Any) -> None:
-    """Send xdist's controller what it shows: half of the messages, each of which costs 0.1 ms."""
+    """Send xdist's controller only the messages that it shows: half of them. Each costs 0.1 ms."""
     report = about.get("data", {})
     is_beside = report.get("when") in ("setup", "teardown") and report["duration"] < 0.1
     if name != "logstart" and not (is_beside and report["outcome"] == "passed"):
@@ -115,7 +115,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def keel_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """$KEEL_HOME for the whole session: no test reads or writes the user's own.
 
-    No test pulls the plug either: what this process writes need not be on the disk.
+    `os.fsync` does nothing, because no test depends on what survives a power failure.
     """
     import torch
 

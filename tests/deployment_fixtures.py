@@ -22,7 +22,7 @@ LOOPBACK_KEYS = SMALL | {
 
 
 class QuietLoopback(Loopback):
-    """A third of the looks for work, as a deployment that waits for a test costs half a core."""
+    """Its processes poll a third as often: a deployment that waits for a test took half a core."""
 
     def environment(self, owner: str) -> dict[str, str]:
         slower = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3", "KEEL_POLL_S": "0.5"}

@@ -1,4 +1,4 @@
-"""Networks whose weights hold anything: to draw millions takes longer than all else."""
+"""Networks with uninitialised weights: drawing millions takes longer than the rest of a test."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,10 @@ import torch
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Networks made here keep the memory that they got. The "meta" device, which draws nothing
-    either, would import torch's compiler, for a second."""
+    """Networks made in this context have uninitialised weights.
+
+    The "meta" device draws nothing either, but imports torch's compiler, which takes a second.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for draw in ("normal_", "uniform_"):
             patch.setattr(torch.Tensor, draw, lambda self, *where, **how: self)

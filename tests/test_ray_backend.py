@@ -63,7 +63,7 @@ def test_flower_loads_the_clientapp_before_it_creates_the_backend():
     assert source.index("client_app = app_fn()") < source.index("run_api(\n")
 
 
-def test_ray_starts_by_these_methods_what_start_less_does_without():
+def test_ray_still_starts_unused_processes_by_the_methods_that_are_replaced():
     head, node = (
         inspect.getsource(getattr(Node, name))
         for name in ("start_head_processes", "start_ray_processes")

@@ -75,8 +75,9 @@ def processes(mark: str) -> list[Process]:
 
 @dataclass
 class RoundCost:
-    """Cost of one round. Memory in MB: the server's peak, and after it the largest worker's.
+    """Cost of one round.
 
+    server_mb: peak during the round. worker_mb: of the largest worker, at the end of the round.
     client_cpu_s: processor seconds of local training, summed over clients. faults: of all workers.
     """
 
@@ -183,7 +184,7 @@ def round_costs(
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"no end after {run_limit_s:.0f} s") from error
+            raise RuntimeError(f"it did not finish within {run_limit_s:.0f} s") from error
         if done.returncode:
             log.seek(0)
             text = log.read().strip() or f"exit code {done.returncode}"
@@ -359,7 +360,7 @@ def own_mb(pid: int | str = "self") -> float:
 def memory(options: BenchOptions) -> Iterator[Row]:
     """Peak memory of rounds in which ResNet-50s are sent, none trained, over one round's updates.
 
-    Of the inline engine's process, and of the server under `flwr run` with two workers.
+    For the inline engine's process, and for the server under `flwr run` with two workers.
     """
     num_clients = 3 if options.is_quick else 20
     keys: Keys = {

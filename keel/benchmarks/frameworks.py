@@ -1,8 +1,8 @@
 """W1 and W2 in the inline engine, the bare loop and other frameworks: `keel bench frameworks`.
 
-W1 also with pfl, and with Flower's own strategy and simulation, on a GPU with a share of it for
-each client. Data and network are those of bare.py, in memory, and under Flower its training too;
-what differs is the framework around them. What is not installed is left out.
+W1 also with pfl, and with Flower's own strategy and simulation, where each client has a share of
+the GPU if there is one. All use the in-memory data and the network of bare.py, and Flower also its
+training loop, so only the framework differs. Frameworks that are not installed are left out.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class Clock:
 
 
 class PflNetwork(bare.PlainCNN):
-    """The network with the two functions that pfl calls."""
+    """The network of bare.py with the two methods that pfl calls."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Cross entropy of a batch."""
@@ -159,7 +159,7 @@ def client_app(source: str, device: str) -> ClientApp:
 
 
 class Strict(FedAvg):
-    """Flower's FedAvg, but a client that fails ends the run."""
+    """Flower's FedAvg, except that a client that fails ends the run."""
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -296,6 +296,6 @@ def rounds(options: BenchOptions) -> Iterator[Measurement]:
 
 
 def frameworks(options: BenchOptions) -> Iterator[Row]:
-    """The same on the CPU, where Flower uses every core and the others one."""
+    """`rounds` on the CPU, where Flower uses every core and the others one."""
     for what, measure in rounds(replace(options, device="cpu")):
         yield {"what": what, **measure()}

@@ -235,7 +235,7 @@ def measurements(options: BenchOptions) -> Iterator[Measurement]:
 def gpu(options: BenchOptions) -> Iterator[Row]:
     """The measurements that `options.done` lacks; none begins after `options.max_seconds`.
 
-    ValueError after the last if some failed; the others are kept.
+    ValueError at the end if some failed; the results of the others are kept.
     """
     refuse_unknown("--device", options.device, ["cuda", "cpu"])
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -256,5 +256,6 @@ def gpu(options: BenchOptions) -> Iterator[Row]:
         yield {"what": what, **row}
     if failed:
         raise ValueError(
-            f"{len(failed)} measurements failed, which the same command tries again: {failed[0]}"
+            f"failed measurements: {len(failed)}, which the same command tries again; the first is "
+            f"{failed[0]}"
         )

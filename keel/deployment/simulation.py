@@ -35,7 +35,7 @@ def simulation_superlink(
     sockets = tempfile.mkdtemp(prefix="keel-ray-")  # short: it holds the paths of sockets
     # Ray's agents set their titles, which would overwrite the environment that /proc shows
     client.environment |= {MARK: mark, "SPT_NOENV": "1"} | dict(variables or {})
-    # there is one run, and each look for another costs the SuperLink time
+    # there is only one run, and polling for others costs the SuperLink time
     client.environment["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.5"
     if "RAY_ADDRESS" not in client.environment:  # a cluster has directories of its own
         client.environment.setdefault("RAY_TMPDIR", sockets)

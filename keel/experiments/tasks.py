@@ -30,7 +30,7 @@ from keel.runs import LOCK_FILE, is_locked
 from protocol.config import app_folder
 from protocol.flower_compat.simulation import CPU_WORKERS, worker_variables
 from protocol.options import OptionValue
-from protocol.ray_start import start_less
+from protocol.ray_start import skip_unused_processes
 from protocol.text import in_one_line
 from server_app.sources import code_version
 
@@ -173,7 +173,7 @@ def connected(resources: Resources) -> Iterator[None]:
     import ray
 
     if not resources.address:
-        start_less(shows_output=False)
+        skip_unused_processes(forwards_output=False)
     # one thread a run, on which the bits depend, unless its config says otherwise
     variables = worker_variables() | {"OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
     cores = len(os.sched_getaffinity(0))

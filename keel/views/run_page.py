@@ -208,7 +208,7 @@ def client_charts(reader: HistoryReader) -> dict[str, Figure]:
 
 
 def coming_charts(reader: HistoryReader) -> list[str]:
-    """Names of charts that `client_charts` will have: a page leaves room for them meanwhile."""
+    """Names of the charts that `client_charts` returns; a page leaves room for them until then."""
     found = []
     for key in PER_CLIENT:
         measured = [i for i, line in enumerate(reader.lines) if isinstance(line.get(key), Mapping)]

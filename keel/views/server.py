@@ -38,7 +38,7 @@ from protocol.config import keel_version
 LOCAL_HOSTS = {"127.0.0.1", "localhost", "::1"}
 STATIC = ("page.css", "page.js", "tables.js", "charts.js", "plotly.js")
 POLL_NODES_S = 15.0
-# raised where a file is damaged, or was replaced while it was read
+# what reading a file raises that is damaged, or was replaced meanwhile
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
@@ -388,9 +388,10 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
 
 @cache
 def compressed_plotly() -> bytes:
-    """Plotly's script, compressed once and sent in one piece.
+    """Plotly's script, compressed once.
 
-    In pieces, each would wait for a thread that is reading a history.
+    It is sent in one piece: each chunk of a `FileResponse` would wait for a thread that is reading
+    a history.
     """
     return zlib.compress(static_file("plotly.js").read_bytes(), 1, wbits=zlib.MAX_WBITS | 16)
 

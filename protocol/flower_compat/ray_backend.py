@@ -43,7 +43,7 @@ from protocol.flower_compat.simulation import (
     worker_variables,
 )
 from protocol.processes import num_shares
-from protocol.ray_start import start_less
+from protocol.ray_start import skip_unused_processes
 
 log = logging.getLogger("keel.server")
 MAX_ATTEMPTS = 3  # of a message whose worker dies, on nodes that are alive
@@ -129,7 +129,7 @@ class ClusterBackend(RayBackend):
         os.chdir(app_folder)
         options: dict[str, Any] = dict(backend_config.get(self.init_args_key) or {})
         if not is_cluster():
-            start_less(shows_output=options.get("log_to_driver", True))
+            skip_unused_processes(forwards_output=options.get("log_to_driver", True))
         elif not ray.is_initialized():
             ray.init(runtime_env={"env_vars": worker_variables()}, **options)
         super().init_ray(backend_config)

@@ -84,7 +84,7 @@ def test_rows_of_other_sizes_or_of_another_device_are_measured_again(other, tmp_
         assert len(measured) == count
 
 
-def test_a_measurement_that_fails_is_tried_again_and_keeps_no_other_from_being_made(
+def test_a_measurement_that_fails_is_tried_again_and_does_not_end_the_others(
     tmp_path, monkeypatch, capsys
 ):
     failing = [ValueError("compile = true: no compiler"), torch.OutOfMemoryError("CUDA out of")]
@@ -102,7 +102,8 @@ def test_a_measurement_that_fails_is_tried_again_and_keeps_no_other_from_being_m
     for reason in ("CUDA out of", "compile = true"):
         assert main(words) == 2
         error = capsys.readouterr().err
-        assert f"1 measurements failed, which the same command tries again: b: {reason}" in error
+        assert "failed measurements: 1, which the same command tries again; " in error
+        assert f"the first is b: {reason}" in error
         assert error.count("\n") == 1
         written = json.loads((tmp_path / "bench.json").read_text())["rows"]
         assert [row["what"] for row in written] == ["a", "c"]

@@ -35,8 +35,8 @@ wait_s = 120.0
 def main(*arguments: str) -> int:
     """`keel experiments` in this process; runs are executed by workers of a Ray of its own.
 
-    It starts also where it was imported before: it then asks for no token, and the servers that it
-    starts asked for one.
+    Ray is imported first, because that once kept it from starting: it then had no token for the
+    servers that it started, which required one.
     """
     import ray  # noqa: F401
 
@@ -166,7 +166,7 @@ def rounds_in(output: Path) -> int:
 
 
 def worker_of(output: Path, rounds: int = 2) -> int:
-    """The process that executes the one run under way, once there are so many rounds in all."""
+    """The process that executes the one run under way, once `rounds` rounds are done in all."""
     wait_for(lambda: rounds_in(output) >= rounds)
     [worker] = {pid for lock in output.glob("runs/*/.lock") for pid in holders(lock)}
     return worker
@@ -191,7 +191,7 @@ def session_of(worker: int) -> Path:
 
 
 def assert_only_who_has_the_token_joins(worker: int) -> None:
-    """The worker's Ray, which listens for whoever reaches this machine."""
+    """The worker's Ray accepts a client with its token, and none without or with another one."""
     raylet = raylet_of(worker)
     address = re.search(r"--gcs-address=([\d.:]+)", (raylet / "cmdline").read_text())
     assert address
@@ -213,8 +213,8 @@ def assert_only_who_has_the_token_joins(worker: int) -> None:
 
 
 def test_killed_runs_and_stopped_and_killed_runners_are_resumed_bit_for_bit(tmp_path):
-    """One test, as each runner starts Ray. The first is stopped by Ctrl-C in a terminal, which
-    every process of the group gets, the second is killed, the third one finishes.
+    """Three runners, in one test because each starts Ray: the first is interrupted by Ctrl-C in a
+    terminal, which reaches every process of the group; the second is killed; the third finishes.
     """
     recipe, output = long_recipe(tmp_path, seeds=2), tmp_path / "out"
     with started(recipe, output) as process:

@@ -7,9 +7,9 @@ until the screen is drawn and nothing is loading; with --run, then scrolls throu
 Prints the wall time until the screen is drawn, the CPU time of the server and of the page's thread
 (on an idle machine the wall time is below their sum), and the server's peak memory.
 
-Playwright follows every request, for which V8 needs the source position of its caller. Plotly's
-script makes one, and V8 would parse the 4.8 MB again for the position, in 0.5 s that no user waits:
-here it takes down positions at once.
+Playwright traces every request to its caller, for which V8 needs source positions. It would parse
+the 4.8 MB of Plotly's script again to find them, which takes 0.5 s that no user waits; an option
+makes V8 record them in the first pass.
 """
 
 import argparse

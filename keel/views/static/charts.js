@@ -36,12 +36,12 @@ function draw(element, figure) {
 
 // A chart costs a tenth of a second: it is drawn once it comes near the screen, or is printed.
 const waiting = new Map();  // element to the function that returns its newest figure
-// pages load Plotly's script last, because it is the largest: what is to be drawn waits for it
+// pages load Plotly's script last, because it is the largest; drawing waits for it
 let turn = new Promise(done => addEventListener("DOMContentLoaded", done));
 const painted = () => new Promise(done => requestAnimationFrame(() => setTimeout(done)));
 const coming = new IntersectionObserver(entries => {
   for (const {target} of entries.filter(each => each.isIntersecting)) {
-    turn = turn.finally(() => drawWaiting(target) && painted());  // seen before the next is drawn
+    turn = turn.finally(() => drawWaiting(target) && painted());  // painted before the next is drawn
   }
 }, {rootMargin: "300px"});
 

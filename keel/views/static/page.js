@@ -99,7 +99,7 @@ function runsPage(table) {
 
 async function runPage(place) {
   const base = `/run/${place.dataset.id}`;
-  // what the first screen shows is asked for alone
+  // the data of the first screen is requested before all others
   await new Promise(shown => {
     follow(version => `${base}/data?version=${version}`, news => { show(news); shown(); });
   });

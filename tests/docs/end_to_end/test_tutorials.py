@@ -1,7 +1,7 @@
-"""Methods of one's own in one copy of Keel, and their tests in one process, as each imports torch.
+"""User-defined methods in a copy of Keel, and their tests, in one process that imports torch once.
 
-They are the tutorials in docs/how-to/own-method.md, of which each titled block is a file, the
-example in the README, and two that `keel new-method` writes.
+They come from the tutorials in docs/how-to/own-method.md, where each titled block is a file, from
+the example in the README, and from two calls of `keel new-method`.
 """
 
 import os
@@ -62,9 +62,7 @@ def run(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def copy_and_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """The packages of the repository with the blocks as files in their places, and the files of
-    Python that `keel new-method` has written there.
-    """
+    """A copy of the packages with the blocks as files, and what `keel new-method` wrote there."""
     copy, python = tmp_path_factory.mktemp("tutorial"), []
     for package in packages:
         shutil.copytree(repository / package, copy / package)
