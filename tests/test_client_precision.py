@@ -16,6 +16,7 @@ from client_fixtures import (
     make_round,
     train,
 )
+from model_fixtures import undrawn
 
 import client_app.process_cache
 from client_app.evaluation import evaluate
@@ -128,7 +129,7 @@ def test_auto_is_bf16_for_large_networks_where_the_device_has_it(
 )
 def test_auto_is_fp32_for_grouped_convolutions_on_a_cpu(name, device, expected, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    with torch.device("meta"):
+    with undrawn():
         model = build_model(name, num_classes=10, channels=3, image_size=32)
     assert sum(p.numel() for p in model.weights) > 10**6
     assert resolved("auto", model, torch.device(device)) == expected

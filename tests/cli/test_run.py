@@ -1,6 +1,7 @@
 """`keel run` and `keel resume` in this process's engine: plan, progress, exit codes, Ctrl-C."""
 
 import pytest
+from model_fixtures import undrawn
 from tools.sizes import as_json, measured_sizes
 
 from keel.cli.main import main
@@ -124,7 +125,8 @@ def test_the_parameter_count_before_the_run_is_the_networks(keys):
     from client_app.setup import model_for, open_source
 
     config = resolve_config(keys)
-    network = model_for(config, open_source(config))
     size = data_size(config)
+    with undrawn():
+        network = model_for(config, open_source(config))
+        assert parameter_count(config, size) == sum(p.numel() for p in network.parameters())
     assert size.image_shape == network.input_shape
-    assert parameter_count(config, size) == sum(p.numel() for p in network.parameters())
