@@ -341,6 +341,7 @@ def test_a_run_with_stacked_clients_is_the_run_without_up_to_rounding(tmp_path):
     assert len(set(paths[0])) == 5
 
 
+@pytest.mark.end_to_end
 def test_a_client_that_cannot_begin_fails_alone(tmp_path, monkeypatch):
     prepare = handlers.prepare
 
@@ -364,6 +365,7 @@ def test_a_training_that_fails_is_an_error_of_each_of_its_clients(tmp_path, monk
         run_of(tmp_path, 5, method="fedavg")
 
 
+@pytest.mark.end_to_end
 def test_a_run_that_cannot_be_stacked_ends_before_round_1(tmp_path):
     keys = {"method": "fedreco", "client-models": "cnn-fedreco,cnn-fedreco"}
     with pytest.raises(ValueError, match=r"clients-per-step = 2: client-models = .* differ"):
@@ -397,6 +399,7 @@ def trained_alone(tmp_path_factory):
     return run_of(tmp_path_factory.mktemp("alone"), 1, **FEDAVG)
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(("most", "tried"), [(2, [5, 2, 2, 2, 2]), (1, [5, 2])])
 def test_clients_that_do_not_fit_in_memory_train_fewer_at_a_time(
     most, tried, trained_alone, tmp_path, monkeypatch, caplog

@@ -238,6 +238,7 @@ def test_a_run_that_withholds_reports_the_global_accuracy_only(tmp_path, caplog)
     assert any("privacy.metrics = 'withheld': this run reports" in m for m in caplog.messages)
 
 
+@pytest.mark.end_to_end
 def test_a_run_with_exact_metrics_says_so(tmp_path, caplog, no_pictures):
     config = {
         **make_config(method="fedreco", privacy__epsilon=0.5, privacy__metrics="exact").flat,
@@ -250,6 +251,7 @@ def test_a_run_with_exact_metrics_says_so(tmp_path, caplog, no_pictures):
     assert any("outside the guarantee of privacy.epsilon" in m for m in caplog.messages)
 
 
+@pytest.mark.end_to_end
 def test_a_personal_run_that_withholds_says_that_there_is_nothing_to_report(
     tmp_path, caplog, no_pictures
 ):

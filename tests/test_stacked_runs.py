@@ -89,12 +89,8 @@ OPTIONS = {  # the numbers that differ between the two runs of a group
 }
 
 
-IN_CHECK = ("fedprox", "scaffold", "fedreco")  # an objective, one with state, a procedure
-
-
 @pytest.mark.parametrize(
-    "method",
-    [pytest.param(m, marks=[] if m in IN_CHECK else end_to_end) for m in OPTIONS],
+    "method", [pytest.param(m, marks=[] if m == "scaffold" else end_to_end) for m in OPTIONS]
 )
 def test_runs_trained_together_are_those_trained_alone(method, request, tmp_path):
     if method != "fedcr":  # the types of its arrays are fixed
@@ -200,10 +196,8 @@ def lose_last_round(path):
     (path / "history.jsonl").write_text("".join(lines[:-1]))
 
 
-@pytest.mark.parametrize(
-    ("at_training", "behind"),
-    [(5, 1), *(pytest.param(*each, marks=end_to_end) for each in ((1, None), (8, None), (11, 0)))],
-)
+@end_to_end
+@pytest.mark.parametrize(("at_training", "behind"), [(1, None), (5, 1), (8, None), (11, 0)])
 def test_a_resumed_group_has_the_bits_of_one_that_was_not_interrupted(
     at_training, behind, group, tmp_path
 ):

@@ -113,6 +113,7 @@ def test_a_stack_that_cannot_be_resumed_starts_anew(tmp_path, capsys):
     assert before not in outcomes
 
 
+@pytest.mark.end_to_end
 def test_a_worker_executes_a_stack_and_says_what_became_of_each_run(tmp_path):
     runs = runs_of(tmp_path, **{"num-rounds": 1, "fedprox.half": True})
     stack = stack_of(runs[0], runs)[:2]
