@@ -56,7 +56,7 @@ def spoil(path, how):
 HOW = ("nothing", "delete", "cut short", "cut within a line", "edit", "fewer clients", "empty")
 
 
-IN_CHECK = ("nothing", "edit")  # the others are as many whole runs more
+IN_CHECK = ("nothing", "edit")  # each of the others is another whole run
 
 
 @pytest.mark.parametrize(
