@@ -67,13 +67,18 @@ def send_news(send: Callable[..., None], name: str, **about: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests in end_to_end/, and run the longest files first."""
+    """Mark the tests in end_to_end/, and run the longest first."""
     for item in items:
         if "end_to_end" in item.path.parts:
             item.add_marker(pytest.mark.end_to_end)
     rank = {name: number for number, name in enumerate(LONGEST, start=-len(LONGEST))}
-    last = {True: 0, False: 1}  # unit tests fill the gaps
-    items.sort(key=lambda item: rank.get(item.path.name, last["end_to_end" in item.path.parts]))
+    rank |= dict.fromkeys(GROUP_OF, 1)  # each is a long piece of work for one worker
+
+    def order(item: pytest.Item) -> int:
+        is_end_to_end = "end_to_end" in item.path.parts
+        return rank.get(item.path.name, 0 if is_end_to_end else 2)  # unit tests fill the gaps
+
+    items.sort(key=order)
 
 
 def pytest_collection_finish() -> None:

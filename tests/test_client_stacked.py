@@ -163,11 +163,13 @@ def test_clients_trained_together_are_those_trained_alone(method, in_float64):
     ],
     ids=lambda keys: next(iter(keys)),
 )
+@pytest.mark.end_to_end  # many local trainings, as the forms below
 @pytest.mark.parametrize("method", ["moon"])
 def test_together_is_alone_whatever_the_run(method, keys, in_float64):
     assert_same_updates(*both_ways(subject_of(method), **keys))
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(
     "keys",
     [

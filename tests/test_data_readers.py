@@ -35,6 +35,7 @@ def write_idx(folder, suffix=".gz"):
     return train
 
 
+@pytest.mark.end_to_end  # imports scikit-learn
 def test_digits_are_scikit_learns_scaled_to_bytes_and_split_by_class(load):
     from sklearn.datasets import load_digits  # in tests alone: spawned processes import this file
 

@@ -16,6 +16,7 @@ def test_every_source_name_has_a_reader():
     assert tuple(info.name for info in list_sources()) == SOURCE_NAMES
 
 
+@pytest.mark.end_to_end  # decodes all digits, three times
 def test_the_published_sizes_are_those_of_the_decoded_digits(load, tmp_path):
     folders = (tmp_path / "data", tmp_path / "cache")
     for recipe in ({}, {"image_size": 40}, {"channels": 3}):

@@ -215,6 +215,7 @@ def test_a_message_that_the_grid_refuses_is_an_error_reply(hurry):
     assert outcomes(exchange.ask(to(5, 6), 5, "round 1")) == [(5, 5), (60, 60)]
 
 
+@pytest.mark.end_to_end  # waits for a second
 def test_a_client_that_sends_without_end_costs_the_deadline_and_is_named(hurry, caplog):
     """Flower's pull returns when it has all arrays, or after two hours."""
     grid = ToyGrid(lambda node, before: "slow" if node == 6 else "reply")

@@ -27,6 +27,7 @@ from protocol.privacy import noise_sigma
 from server_app.inline import run_inline
 
 METHODS = ("fedavg", "fedavg-ft", "fedreco")
+pytestmark = pytest.mark.end_to_end  # real local trainings, whole runs and thousands of draws
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +239,6 @@ def test_a_run_that_withholds_reports_the_global_accuracy_only(tmp_path, caplog)
     assert any("privacy.metrics = 'withheld': this run reports" in m for m in caplog.messages)
 
 
-@pytest.mark.end_to_end
 def test_a_run_with_exact_metrics_says_so(tmp_path, caplog, no_pictures):
     config = {
         **make_config(method="fedreco", privacy__epsilon=0.5, privacy__metrics="exact").flat,
@@ -251,7 +251,6 @@ def test_a_run_with_exact_metrics_says_so(tmp_path, caplog, no_pictures):
     assert any("outside the guarantee of privacy.epsilon" in m for m in caplog.messages)
 
 
-@pytest.mark.end_to_end
 def test_a_personal_run_that_withholds_says_that_there_is_nothing_to_report(
     tmp_path, caplog, no_pictures
 ):

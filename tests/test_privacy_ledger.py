@@ -56,12 +56,8 @@ def spoil(path, how):
 HOW = ("nothing", "delete", "cut short", "cut within a line", "edit", "fewer clients", "empty")
 
 
-IN_CHECK = ("nothing", "edit")  # each of the others is another whole run
-
-
-@pytest.mark.parametrize(
-    "how", [pytest.param(h, marks=[] if h in IN_CHECK else pytest.mark.end_to_end) for h in HOW]
-)
+@pytest.mark.end_to_end  # whole runs, as below
+@pytest.mark.parametrize("how", HOW)
 def test_the_releases_of_a_resumed_run_are_never_under_counted(how, directory):
     spoil(directory / "releases.jsonl", how)
     spent = resumed(directory, 5)
@@ -73,12 +69,14 @@ def test_the_releases_of_a_resumed_run_are_never_under_counted(how, directory):
         assert again["releases"] == spent["releases"] + 1
 
 
+@pytest.mark.end_to_end
 def test_a_damaged_history_does_not_stop_the_resume_of_a_private_run(directory):
     history = directory / "history.jsonl"
     history.write_bytes(history.read_bytes().replace(b'"round": 2', b'"round": "', 1))
     assert resumed(directory, 5)["releases"] == 5
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("how", ["delete", "empty"])
 def test_without_the_file_and_the_history_the_checkpoint_counts(how, directory):
     spoil(directory / "releases.jsonl", how)
@@ -94,6 +92,7 @@ def test_without_the_file_and_the_history_the_checkpoint_counts(how, directory):
         state.close()
 
 
+@pytest.mark.end_to_end
 def test_a_file_deleted_while_the_run_goes_on_changes_nothing(tmp_path):
     directory = RunDirectory(tmp_path)
     for number in (1, 2, 3):

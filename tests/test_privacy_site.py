@@ -164,6 +164,7 @@ def test_a_budget_at_a_delta_that_covers_everything_is_refused(delta):
         site_limits({"privacy-budget-epsilon": 1.0, "privacy-budget-delta": delta})
 
 
+@pytest.mark.end_to_end  # trains several times, as below
 @pytest.mark.parametrize("lines", [0, 1, 2], ids=["deleted", "one line", "two lines"])
 def test_a_ledger_without_its_newest_lines_ends_releases_under_a_budget(lines, source):
     for number in (1, 2, 3):
@@ -180,6 +181,7 @@ def test_a_ledger_without_its_newest_lines_ends_releases_under_a_budget(lines, s
     assert train(limited, 5) == ""
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(
     "damage", ["edit", "drop the first", "half a line", "swap two", "repeat one"]
 )

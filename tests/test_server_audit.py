@@ -100,6 +100,7 @@ def test_a_line_that_a_kill_left_incomplete_is_dropped(log):
     assert len(log.read_text().splitlines()) == 6
 
 
+@pytest.mark.end_to_end  # a whole run
 def test_a_run_says_who_joined_was_sent_and_released_what(tmp_path, no_pictures):
     keys = {"output-dir": str(tmp_path), "num-rounds": 2, "privacy.epsilon": 0.5}
     keys |= {"privacy.delta": 1e-5, "privacy.clip-norm": 1e-3, "local-test-fraction": 0.2}

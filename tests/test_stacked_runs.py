@@ -89,9 +89,8 @@ OPTIONS = {  # the numbers that differ between the two runs of a group
 }
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(m, marks=[] if m == "scaffold" else end_to_end) for m in OPTIONS]
-)
+@end_to_end
+@pytest.mark.parametrize("method", OPTIONS)
 def test_runs_trained_together_are_those_trained_alone(method, request, tmp_path):
     if method != "fedcr":  # the types of its arrays are fixed
         request.getfixturevalue("in_float64")
@@ -115,6 +114,7 @@ def group(tmp_path_factory):
     return together(tmp_path_factory.mktemp("group"), TWO, **{"num-rounds": 4})
 
 
+@end_to_end
 def test_each_run_has_its_own_directory_history_manifest_and_log(group):
     manifests = [read_manifest(path) for path in group]
     assert len({path.resolve() for path in group}) == 2
@@ -136,11 +136,13 @@ def test_each_run_has_its_own_directory_history_manifest_and_log(group):
     assert manifests[0]["split"] != manifests[1]["split"]
 
 
+@end_to_end
 def test_a_run_is_verified_without_its_group_by_its_accuracies(group, capsys):
     assert verify(group[0], 2, Console()) == 0
     assert "trained together with 1 other" in capsys.readouterr().out
 
 
+@end_to_end
 def test_a_group_of_one_has_the_bits_of_a_run_alone(tmp_path):
     (one,), (other,) = alone(tmp_path / "a", TWO[:1]), together(tmp_path / "b", TWO[:1])
     assert same_bits(*(final_model(run) for run in (one, other)))

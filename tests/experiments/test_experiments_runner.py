@@ -718,6 +718,7 @@ def test_text_of_a_recipe_is_escaped_and_its_notes_are_below_the_table(tmp_path)
     assert "\n- <script>alert(1)</script>\n- second\n\n| claim |" in markdown
 
 
+@pytest.mark.end_to_end  # draws pictures and a report
 def test_labels_need_no_run(tmp_path):
     recipe = tmp_path / "labels.yaml"
     recipe.write_text(
