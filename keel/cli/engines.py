@@ -102,26 +102,28 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
     folder = keel_home() / "flower" / job.directory.name
     terminal.phase("starting Flower")
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
-    with (
-        app_directory() as app,
-        removed_unless_failed(folder),
-        simulation_superlink(folder, app, job.variables) as client,
-    ):
-        flower = FlowerRun(client, app, folder / "flwr.log")
-        arguments = ["--federation-config", job.federation_config()]
-        last_round = SavedRun(job.directory).rounds
-        flower.start(with_num_clients(job), arguments)
-        try:
-            follow(job.directory, last_round, terminal, flower)
-        except BaseException:
-            terminal.phase("stopping")
-            flower.stop()
-            terminal.last_round = SavedRun(job.directory).rounds
-            raise
-        state = SavedRun(job.directory).state
-        if state != FINISHED:
-            reason = state if state.startswith("failed") else flower.reason()
-            raise RuntimeError(f"{reason} (log: {folder / 'flwr.log'})")
+    try:
+        with (
+            app_directory() as app,
+            removed_unless_failed(folder),
+            simulation_superlink(folder, app, job.variables) as client,
+        ):
+            flower = FlowerRun(client, app, folder / "flwr.log")
+            arguments = ["--federation-config", job.federation_config()]
+            last_round = SavedRun(job.directory).rounds
+            flower.start(with_num_clients(job), arguments)
+            try:
+                follow(job.directory, last_round, terminal, flower)
+            except BaseException:
+                terminal.phase("stopping")
+                flower.stop()
+                raise
+            state = SavedRun(job.directory).state
+            if state != FINISHED:
+                reason = state if state.startswith("failed") else flower.reason()
+                raise RuntimeError(f"{reason} (log: {folder / 'flwr.log'})")
+    finally:  # no process is left that could complete another round
+        terminal.last_round = SavedRun(job.directory).rounds
 
 
 def with_num_clients(job: Job) -> Job:
