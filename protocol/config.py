@@ -61,6 +61,8 @@ RENAMED_VALUES = {
     ("evaluate-clients", "participants"): "cohort",
     ("fedbabu.part", "body"): "extractor",
 }
+# Words for numbers. `flwr run` takes the numbers only: a key has the type of its default.
+NUMBER_WORDS: dict[tuple[str, str], OptionValue] = {("clients-per-step", "auto"): 0}
 
 
 def with_current_names(flat: Mapping[str, OptionValue], warn: bool = True) -> FlatConfig:
@@ -79,7 +81,7 @@ def with_current_names(flat: Mapping[str, OptionValue], warn: bool = True) -> Fl
         new_value = RENAMED_VALUES.get((name, str(value)), value)
         if new_value != value and warn:
             log.warning("%s = %r is now called %r", name, value, new_value)
-        renamed[name] = new_value
+        renamed[name] = NUMBER_WORDS.get((name, str(new_value)), new_value)
     return renamed
 
 
@@ -184,8 +186,8 @@ class TrainConfig:
     compile: bool = option(true_or_false(), "torch.compile the networks; pays off in long GPU runs")
     clients_per_step: int = option(
         at_least(0),
-        "clients that the inline engine trains together, as one batched model; 0: as many as half "
-        "of a GPU's free memory holds, one on a CPU or where they cannot be stacked",
+        "clients that the inline engine trains together, as one batched model; 0 or auto: as many "
+        "as half of a GPU's free memory holds, one on a CPU or where they cannot be stacked",
     )
     stacked_runs: int = option(
         between(1, 64),

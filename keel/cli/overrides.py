@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 
 from protocol.config import (
+    NUMBER_WORDS,
     RENAMED_KEYS,
     RunConfig,
     default_config,
@@ -61,6 +62,8 @@ def typed_value(key: str, text: str, kind: type[OptionValue]) -> OptionValue:
         raise ValueError(f"{key} = {text}: expected {type_names[kind]}, found a string")
     if kind is str:
         return text
+    if (key, text) in NUMBER_WORDS:
+        return NUMBER_WORDS[key, text]
     try:
         return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
     except (ValueError, KeyError):

@@ -32,6 +32,14 @@ def test_values_need_no_quotes_and_take_their_defaults_type():
     }
 
 
+def test_auto_is_a_word_for_the_number_that_chooses():
+    assert parse_overrides(["clients-per-step=auto"]) == {"clients-per-step": 0}
+    for value in ("auto", 0):  # as in a recipe, or from Python
+        assert checked_config({"clients-per-step": value}).train.clients_per_step == 0
+    with pytest.raises(ValueError, match="threads = 'auto': expected a whole number"):
+        parse_overrides(["threads=auto"])
+
+
 def test_toml_quotes_work_too():
     assert parse_overrides(['method="fedcka"', "fedreco.k-u='20 steps'"]) == {
         "method": "fedcka",
