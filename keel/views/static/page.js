@@ -101,7 +101,7 @@ async function runPage(place) {
   const base = `/run/${place.dataset.id}`;
   // the data of the first screen is requested before all others
   await new Promise(shown => {
-    follow(version => `${base}/data?version=${version}`, news => { show(news); shown(); });
+    follow(version => `${base}/data?version=${version}`, news => { try { show(news); } finally { shown(); } });
   });
   follow(version => `${base}/clients?version=${version}`, show, 3 * POLL_MS);
   look(`${base}/labels`).then(show);
