@@ -181,9 +181,9 @@ class Samples:
         forms = self.plain_and_mirrored if augmentation.flip else self.images.permute(0, 2, 3, 1)
         images = forms.index_select(0, form).permute(0, 3, 1, 2)
         if augmentation.crop_padding:
-            images = shift(images, plan.shifts[number], 0.0, margin=augmentation.crop_padding)
+            images = shift(images, plan.shifts[number], augmentation.crop_padding)
         if augmentation.rotation:
-            images = rotate(images.float(), plan.degrees[number], 0.0)
+            images = rotate(images.float(), plan.degrees[number])
         y = self.labels.index_select(0, form % plan.num_samples if augmentation.flip else form)
         index, variant, epoch = plan.index[number], plan.variant[number], plan.epochs[number]
         return Step(self.pixels.normalise(images), y, index, variant, epoch, number, plan)

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from client_app.method import Method, Phases, Update
 from client_app.precision import forward_in, products
-from client_app.round import Networks, RoundContext
+from client_app.round import RoundContext
 from client_app.trainer import Descent, Phase, add_to_gradients
 from models import StagedModel
 from protocol.config import RunConfig
@@ -82,41 +82,6 @@ def check_stackable(method: Method, config: RunConfig, model: nn.Module) -> None
         raise ValueError(f"{key_of_stack(config)} = {num}: {reason}; {without_stacking(config)}")
 
 
-@dataclass(frozen=True)
-class OwnSlots:
-    """The process's networks, but for those that differ between clients: this client has its own.
-
-    place: the client's index in the stack.
-    """
-
-    networks: Networks
-    place: int
-
-    @property
-    def has_logged_full_cache(self) -> bool:
-        """As the process's."""
-        return self.networks.has_logged_full_cache
-
-    @has_logged_full_cache.setter
-    def has_logged_full_cache(self, value: bool) -> None:
-        self.networks.has_logged_full_cache = value
-
-    def network(
-        self, config: RunConfig, data: DatasetSpec, name: str, slot: str, device: torch.device
-    ) -> StagedModel:
-        """The global model is the same for all clients; the others are this client's."""
-        own = slot if slot == "global" else f"{slot} {self.place}"
-        return self.networks.network(config, data, name, own, device)
-
-    def initial_weights(self, name: str) -> Arrays:
-        """As the process's."""
-        return self.networks.initial_weights(name)
-
-    def random_weights(self, config: RunConfig, data: DatasetSpec, name: str, seed: int) -> Arrays:
-        """As the process's."""
-        return self.networks.random_weights(config, data, name, seed)
-
-
 class Swapped(nn.Module):
     """Calls a function while the model and frozen networks have other parameters and buffers."""
 
@@ -135,15 +100,6 @@ class LossGuard:
 
     is_up: bool = False
 
-    @contextmanager
-    def raised(self) -> Iterator[None]:
-        """Up within this context."""
-        self.is_up = True
-        try:
-            yield
-        finally:
-            self.is_up = False
-
 
 @dataclass(frozen=True)
 class StackedContext(RoundContext):
@@ -152,8 +108,10 @@ class StackedContext(RoundContext):
     While the loss is computed (`guard`), it may read only the attributes in `shared`: it is traced
     once for all clients. ValueError for any other. They are the same for all clients, or arrays,
     in `separate`, in whose place are those of each client.
+    place: the client's index in the stack; all of its networks but the global model are its own.
     """
 
+    place: int = 0
     guard: LossGuard = field(default_factory=LossGuard, repr=False)
     shared: tuple[str, ...] = ()
     separate: tuple[str, ...] = ()
@@ -170,9 +128,13 @@ class StackedContext(RoundContext):
             )
         return object.__getattribute__(self, name)
 
+    def network(self, slot: str, name: str = "") -> StagedModel:
+        """As `RoundContext.network`."""
+        return super().network(slot if slot == "global" else f"{slot} {self.place}", name)
+
 
 def contexts_of(ctxs: Sequence[RoundContext]) -> list[StackedContext]:
-    """The rounds, each with networks of its own.
+    """The rounds, each with a model of its own.
 
     ValueError if clients of one run received different arrays.
     """
@@ -189,24 +151,18 @@ def contexts_of(ctxs: Sequence[RoundContext]) -> list[StackedContext]:
     separate = []
     if not all(same_values(ctxs[0].received, ctx.received) for ctx in first_of_run.values()):
         separate.append("received")
-    if all(shapes_in(ctxs[0].extra) == shapes_in(ctx.extra) for ctx in ctxs[1:]):
+    shapes = [{name: array.shape for name, array in ctx.extra.items()} for ctx in ctxs]
+    if all(each == shapes[0] for each in shapes):
         shared.append("extra")
         if not all(same_values(ctxs[0].extra, ctx.extra) for ctx in ctxs[1:]):
             separate.append("extra")
     made = []
     for n, ctx in enumerate(ctxs):
-        networks = OwnSlots(ctx.networks, n)
-        model = networks.network(ctx.config, ctx.data, ctx.model.name, "local", ctx.device)
         values = {f.name: getattr(ctx, f.name) for f in fields(RoundContext)}
-        values |= {"networks": networks, "model": model}
+        values |= {"model": ctx.network(f"local {n}"), "place": n}
         values |= {"guard": guard, "shared": tuple(shared), "separate": tuple(separate)}
         made.append(StackedContext(**values))
     return made
-
-
-def shapes_in(arrays: Arrays) -> dict[str, torch.Size]:
-    """The shape of each array."""
-    return {name: array.shape for name, array in arrays.items()}
 
 
 def differing(ctxs: Sequence[StackedContext]) -> dict[str, Arrays]:
@@ -266,14 +222,13 @@ def replaced(one: object, values: Mapping[str, Any]) -> Iterator[None]:
 def same_values(one: Any, other: Any) -> bool:
     """Whether two nests of tensors and plain values are equal."""
     (leaves, structure), (others, other_structure) = map(pytree.tree_flatten, (one, other))
-    return structure == other_structure and all(map(same_value, leaves, others))
 
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return a.shape == b.shape and torch.equal(a, b)
+        return type(a) is type(b) and bool(a == b)
 
-def same_value(one: Any, other: Any) -> bool:
-    """Whether two tensors or plain values are equal."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+    return structure == other_structure and all(map(same, leaves, others))
 
 
 def check_captured(phases: Sequence[Phase], key: str) -> None:
@@ -477,7 +432,7 @@ def train_phases(
             steps = [ctxs[n].train_samples.step(plans[n], taken[n]) for n in places]
             with forward_in(precision, device):
                 inputs = [phases[n].inputs(s) for n, s in zip(places, steps, strict=True)]
-                with guard.raised():
+                with replaced(guard, {"is_up": True}):
                     made, observed = stack.step(places, rate, inputs, size)
             for row, (n, step) in enumerate(zip(places, steps, strict=True)):
                 taken[n] += 1

@@ -8,11 +8,10 @@ import json
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 
-from client_app.worker_socket import Frames, exchange, wait_until_ready
+from client_app.worker_socket import exchange, wait_until_ready
 from protocol.code import code_digest
 from protocol.flower_compat import context_to_bytes, message_to_bytes, records_from_bytes
 from protocol.text import in_one_line
@@ -36,12 +35,14 @@ def send_to_worker(path: str, message: Message, context: Context) -> RecordDict 
             if attempt:
                 wait_until_ready(path, deadline)
             header, *rest = exchange(path, request, deadline)
-            return read_answer(json.loads(header), rest)
-        except TimeoutError as error:
-            reason = str(error)
+            if error := json.loads(header).get("error"):
+                return Error(int(error["code"]), str(error["reason"]))
+            return records_from_bytes(rest[0])
+        except TimeoutError as late:
+            reason = str(late)
             break
-        except ConnectionError as error:
-            reason = f"the worker at {path} died on this message twice ({error or 'no answer'})"
+        except ConnectionError as death:
+            reason = f"the worker at {path} died on this message twice ({death or 'no answer'})"
             log.warning("the worker at %s died on a message", path)
     node = context.node_config
     client = node.get("name", f"of partition {node.get('partition-id')}")
@@ -58,13 +59,6 @@ def run_and_round(message: Message) -> str:
         if record and run
         else "the roster query"
     )
-
-
-def read_answer(header: dict[str, Any], rest: Frames) -> RecordDict | Error:
-    """The answer in the worker's frames."""
-    if "error" in header:
-        return Error(int(header["error"]["code"]), str(header["error"]["reason"]))
-    return records_from_bytes(rest[0])
 
 
 def answer_timeout_s(message: Message) -> float:

@@ -1,9 +1,8 @@
 """Augmentation of a whole batch [B, C, H, W] on the device that holds it.
 
 Random numbers come from a CPU generator, so a seed gives the same flips, shifts and angles on every
-device. `fill` is the value of pixels from outside the image, one number or one per channel; for
-normalised images it is the normalised value of black rather than 0. Flips are only drawn here:
-`Samples` stores the mirrored images.
+device. Pixels from outside the image are 0. Flips are only drawn here: `Samples` stores the
+mirrored images.
 """
 
 import math
@@ -12,28 +11,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Fill = float | Tensor
-
 
 def draw_flips(batch_size: int, generator: torch.Generator) -> Tensor:
     """Which samples to mirror horizontally: bool [B] on the CPU, true with probability 1/2."""
     return torch.randint(2, (batch_size,), generator=generator).bool()
 
 
-def shift(x: Tensor, offsets: Tensor, fill: Fill = 0.0, margin: int | None = None) -> Tensor:
+def shift(x: Tensor, offsets: Tensor, margin: int) -> Tensor:
     """Shift sample b by offsets[b] = (dy, dx) pixels, int64 [B, 2]; positive is down and right.
 
-    margin: no offset is larger; None: read from the offsets, which waits for a GPU.
+    margin: no offset is larger.
     """
-    batch, channels, height, width = x.shape
-    if margin is None:
-        margin = int(offsets.abs().max()) if batch else 0
-    size = (batch, channels, height + 2 * margin, width + 2 * margin)
-    padded = _per_channel(fill, x).expand(size).contiguous()
-    padded[:, :, margin : margin + height, margin : margin + width] = x
+    height, width = x.shape[2:]
+    padded = F.pad(x, (margin,) * 4)
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # [B, C, dy, dx, H, W], a view
     dy, dx = (margin - offsets).to(x.device, non_blocking=True).unbind(1)
-    return windows[torch.arange(batch, device=x.device), :, dy, dx]
+    return windows[torch.arange(len(x), device=x.device), :, dy, dx]
 
 
 def draw_offsets(batch_size: int, padding: int, generator: torch.Generator) -> Tensor:
@@ -44,7 +37,7 @@ def draw_offsets(batch_size: int, padding: int, generator: torch.Generator) -> T
     return torch.randint(-padding, padding + 1, (batch_size, 2), generator=generator)
 
 
-def rotate(x: Tensor, degrees: Tensor, fill: Fill = 0.0) -> Tensor:
+def rotate(x: Tensor, degrees: Tensor) -> Tensor:
     """Rotate sample b about its centre by degrees[b], counter-clockwise as displayed; bilinear."""
     height, width = x.shape[2:]
     radians = degrees.to(x.device, x.dtype, non_blocking=True) * (math.pi / 180)
@@ -58,19 +51,9 @@ def rotate(x: Tensor, degrees: Tensor, fill: Fill = 0.0) -> Tensor:
         dim=1,
     )  # [B, 2, 3]
     grid = F.affine_grid(to_source, list(x.shape), align_corners=False)
-    outside = _per_channel(fill, x)
-    return (
-        F.grid_sample(x - outside, grid, align_corners=False) + outside
-    )  # grid_sample pads with 0
+    return F.grid_sample(x, grid, align_corners=False)
 
 
 def draw_degrees(batch_size: int, degrees: float, generator: torch.Generator) -> Tensor:
     """Angles drawn uniformly from -degrees to +degrees, float32 [B] on the CPU."""
     return (2 * torch.rand(batch_size, generator=generator) - 1) * degrees
-
-
-def _per_channel(fill: Fill, x: Tensor) -> Tensor:
-    """`fill` as [1, 1, 1] or [C, 1, 1], with the dtype and on the device of `x`."""
-    if isinstance(fill, Tensor):
-        return fill.to(x.device, x.dtype).reshape(-1, 1, 1)
-    return torch.full((1, 1, 1), fill, dtype=x.dtype, device=x.device)  # no host copy

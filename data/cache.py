@@ -46,11 +46,6 @@ def is_cached(source: str, cache_dir: Path) -> bool:
     return False
 
 
-def write_about(entry: Path, about: dict[str, Any]) -> None:
-    """Write the entry's about.json; `about["key"]` is the entry's key."""
-    (entry / "about.json").write_text(json.dumps(about, indent=1))
-
-
 def build_once(entry: Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` create the directory `entry`; a failed `fill` leaves nothing behind.
 

@@ -246,29 +246,13 @@ PARTITIONS: dict[str, tuple[Callable[..., Parts], tuple[str, ...]]] = {
 
 
 def partition_indices(
-    name: str,
-    labels: np.ndarray,
-    num_clients: int,
-    *,
-    alpha: float,
-    classes_per_client: int,
-    shards_per_client: int,
-    min_size: int,
-    seed: int,
-    order: str = "interleaved",
+    name: str, labels: np.ndarray, num_clients: int, *, seed: int, **options: float | str
 ) -> Parts:
     """The partition called `name`; options it does not take are ignored."""
     if name not in PARTITIONS:
         raise ValueError(f"partition = {name!r}: expected one of {', '.join(PARTITIONS)}")
-    options = {
-        "alpha": alpha,
-        "order": order,
-        "classes_per_client": classes_per_client,
-        "shards_per_client": shards_per_client,
-        "min_size": min_size,
-    }
-    partition, option_names = PARTITIONS[name]
-    chosen = {option: options[option] for option in option_names}
+    partition, taken = PARTITIONS[name]
+    chosen = {option: value for option, value in options.items() if option in taken}
     return partition(labels, num_clients, seed=seed, **chosen)
 
 

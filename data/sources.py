@@ -6,6 +6,7 @@ int64 labels [N], and about.json. Its key covers the source, the image size, the
 the user's own files, their names, sizes and times. Nothing here imports torch.
 """
 
+import json
 import logging
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -20,7 +21,6 @@ from data.cache import (
     entry_path,
     open_about,
     remove_superseded,
-    write_about,
 )
 from data.decoding import (
     RawSource,
@@ -187,7 +187,8 @@ def _write_entry(entry: Path, key: Key, raw: RawSource) -> None:
         np.save(entry / f"{name}-labels.npy", split.labels.astype(np.int64))
         if name == "train":
             mean, std = mean_and_std(images)
-    write_about(entry, {"key": key, "class_names": raw.class_names, "mean": mean, "std": std})
+    about = {"key": key, "class_names": raw.class_names, "mean": mean, "std": std}
+    (entry / "about.json").write_text(json.dumps(about, indent=1))
 
 
 def _open_entry(entry: Path) -> Source:

@@ -92,6 +92,7 @@ from server_app.simulated_roster import (
     simulated_roster,
 )
 from strategies import Average, strategy_for
+from strategies.aggregation import check_aggregation
 from strategies.average import RoundReport, TooFewRepliesError
 from strategies.validation import RECORD_BYTES
 
@@ -230,7 +231,7 @@ def prepare(
     elif is_simulated:
         strategy.partition_sizes = partition_sizes(config, entries)
     cohort = len(strategy.sample(1))
-    strategy.check_cohort(cohort)
+    check_aggregation(config.rounds, cohort)
     if config.rounds.min_replies > cohort:
         raise ValueError(
             f"min-replies = {config.rounds.min_replies}: only {cohort} clients train in a round; "

@@ -31,7 +31,6 @@ from strategies.aggregation import (
     RunningMean,
     aggregate,
     capped_counts,
-    check_aggregation,
     mean_metrics,
 )
 from strategies.backoff import Backoff
@@ -171,10 +170,6 @@ class Average(Strategy):
             for name, array in reply.arrays.items()
             if name in sent and array.is_floating_point()
         }
-
-    def check_cohort(self, cohort: int) -> None:
-        """ValueError, one line, if the aggregation is undefined for a cohort of this size."""
-        check_aggregation(self.config.rounds, cohort)
 
     def extra(self) -> Arrays:
         """What all clients are sent beside the model."""
@@ -332,7 +327,8 @@ class Average(Strategy):
     @property
     def is_large(self) -> bool:
         """Whether this round's updates are averaged by `ExactSum`."""
-        num_bytes = self.update_bytes() * len(self.addressed)
+        update = self.expected(self.current).values()
+        num_bytes = sum(a.numel() * a.element_size() for a in update) * len(self.addressed)
         return self.config.rounds.aggregation == "mean" and num_bytes > STREAM_BYTES
 
     @property
@@ -356,11 +352,6 @@ class Average(Strategy):
         if rounds.max_weight_share < 1 and not are_checked:  # `counts` depends on who replies
             return {}
         return {entry.client: float(entry.num_examples) for entry in entries}
-
-    def update_bytes(self) -> int:
-        """Bytes of the arrays in a valid reply to `configure_train`."""
-        arrays = self.expected(self.current).values()
-        return sum(array.numel() * array.element_size() for array in arrays)
 
     def begin_sums(self, server_round: int) -> dict[int, float]:
         """Expect sums from the simulation's workers; by node, its client's weight in the sum.

@@ -6,57 +6,44 @@ Arrays are float32 on the CPU, by parameter name.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from protocol.config import RunConfig
-from protocol.server_optimizers import FedACGOptions, FedAdamOptions, FedAvgMOptions, FedAvgOptions
+from protocol.server_optimizers import FedACGOptions, FedAdamOptions, FedAvgMOptions
 
 Arrays = dict[str, Tensor]
 
 
-class ServerOptimizer(Protocol):
-    """A server update rule; its `state` (moments, by name) is part of the server's checkpoint."""
+class ServerOptimizer:
+    """A server update rule; its `state` (moments, by name) is part of the server's checkpoint.
+
+    This one is FedAvg's, without state: the average itself (McMahan et al. 2017), which is SGD with
+    learning rate 1.
+    """
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
 
     def broadcast(self, current: Arrays) -> Arrays:
         """What clients start from: the global model, or FedACG's look-ahead model."""
+        return current
 
     def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
-        """The next global model from the average of the clients' models."""
+        """The next global model from the average of the clients' models; here w <- A, exactly."""
+        return average
 
     def state(self) -> Arrays:
         """What a resumed run needs to produce the same result."""
+        return {}
 
     def load(self, state: Arrays) -> None:
         """Restore what `state` returned."""
 
 
-@dataclass(frozen=True)
-class FedAvgStep:
-    """The average itself (McMahan et al. 2017): w <- A, which is SGD with learning rate 1."""
-
-    options: FedAvgOptions
-
-    def broadcast(self, current: Arrays) -> Arrays:
-        """The global model."""
-        return current
-
-    def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
-        """w <- A, exactly."""
-        return average
-
-    def state(self) -> Arrays:
-        """Empty: this rule has no state."""
-        return {}
-
-    def load(self, state: Arrays) -> None:
-        """Nothing to restore."""
-
-
-class FedAvgMStep:
+class FedAvgMStep(ServerOptimizer):
     """FedAvgM (Hsu, Qi, Brown 2019): v <- beta v + (A - w); w <- w + lr v. No damping.
 
     This is torch's SGD with momentum on the gradient w - A; its momentum buffer is -v. It is
@@ -64,12 +51,8 @@ class FedAvgMStep:
     """
 
     def __init__(self, options: FedAvgMOptions) -> None:
-        self.options = options
+        super().__init__(options)
         self.velocity: Arrays = {}
-
-    def broadcast(self, current: Arrays) -> Arrays:
-        """The global model."""
-        return current
 
     def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
         """One step of SGD on every trainable array."""
@@ -92,7 +75,7 @@ class FedAvgMStep:
         self.velocity = dict(state)
 
 
-class FedAdamStep:
+class FedAdamStep(ServerOptimizer):
     """FedAdam (Reddi et al. 2021): moments of the pseudo-gradient, no bias correction.
 
     With D = A - w: m <- b1 m + (1 - b1) D;  v <- b2 v + (1 - b2) D^2;  then
@@ -104,14 +87,10 @@ class FedAdamStep:
     counter: ClassVar[str] = "#steps"
 
     def __init__(self, options: FedAdamOptions) -> None:
-        self.options = options
+        super().__init__(options)
         self.m: Arrays = {}
         self.v: Arrays = {}
         self.num_steps = 0
-
-    def broadcast(self, current: Arrays) -> Arrays:
-        """The global model."""
-        return current
 
     def step(self, current: Arrays, average: Arrays, trainable: Collection[str]) -> Arrays:
         """One step on every trainable array."""
@@ -147,7 +126,7 @@ class FedAdamStep:
         self.v = {k[2:]: t for k, t in state.items() if k.startswith("v.")}
 
 
-class FedACGStep:
+class FedACGStep(ServerOptimizer):
     """FedACG (Kim et al. 2024): clients start from the look-ahead model wh = w + lambda m.
 
     m <- lambda m + (A - wh);  w <- w + m, which is A itself. The global model is w, never wh. The
@@ -155,6 +134,7 @@ class FedACGStep:
     """
 
     def __init__(self, options: FedACGOptions) -> None:
+        super().__init__(options)
         self.lambda_ = options.lambda_
         self.m: Arrays = {}
 
@@ -181,7 +161,7 @@ class FedACGStep:
 
 
 UPDATE_RULES: dict[str, Callable[[Any], ServerOptimizer]] = {
-    "fedavg": FedAvgStep,
+    "fedavg": ServerOptimizer,
     "fedavgm": FedAvgMStep,
     "fedadam": FedAdamStep,
     "fedacg": FedACGStep,

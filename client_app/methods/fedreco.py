@@ -111,7 +111,7 @@ class FedReCo(Method):
         """The last stage of the extractor: `split`, or all stages."""
         return self.split or model.stage_names[-1]
 
-    def own_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
+    def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """(u_i, v_i); initially u_i = u_0 if of one architecture, and v_i from the run's seed."""
         model = ctx.model
         if "model" in state:
@@ -122,13 +122,9 @@ class FedReCo(Method):
             Extractor(model, self.split_stage(model)).load_state_dict(ctx.received)
         return model
 
-    def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
-        """(u_i, v_i)."""
-        return self.own_model(ctx, state)
-
     def phases(self, ctx: RoundContext) -> Phases:
         """Algorithm 1, lines 6 to 18."""
-        model = self.own_model(ctx, ctx.state).train().requires_grad_(True)
+        model = self.personal_model(ctx, ctx.state).train().requires_grad_(True)
         split = self.split_stage(model)
         u_i, u_0 = Extractor(model, split), self.shared_extractor(ctx)
         u = u_i.weights
