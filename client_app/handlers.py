@@ -118,8 +118,8 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
         error = ValueError(reason)
         return error_reply(error, message, context)
     replies = []
-    shares, limit, like = shares_in_sum(message.content)
-    total = ExactSum(limit)
+    shares, limits, like = shares_in_sum(message.content)
+    total = ExactSum(limits)
     for k, (client, num_clients, content) in enumerate(contents_to_simulate(message.content)):
         own = copy.copy(message)
         own.content = content

@@ -6,10 +6,11 @@ multiples are added as integers.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 
-from protocol.messages import MAX_INTEGER, Arrays, out_of_range
+from protocol.messages import Arrays, limit_of, out_of_range
 
 SUM_BITS = 62  # of an int64; the other two are its sign and one bit of headroom
 CHUNK = 2**16  # values
@@ -18,36 +19,36 @@ CHUNK = 2**16  # values
 class ExactSum:
     """sum_i p_i w_i over the arrays w_i of clients, where p_i >= 0 and sum_i p_i <= 1.
 
-    limit: the largest magnitude of a value in a floating array, above 0. Integer arrays may have
-    values up to MAX_INTEGER. The step is limit / 2^62, rounded up to a power of two: 3e-14 for a
-    limit of 1e5. For comparison, float32 values near 0.05 are 4e-9 apart.
+    limits: the largest magnitude of a value in each floating array, above 0. Integer arrays may
+    have values up to MAX_INTEGER. An array's step is its limit / 2^62, rounded up to a power of
+    two: 3e-14 for a limit of 1e5. For comparison, float32 values near 0.05 are 4e-9 apart.
     """
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
+    def __init__(self, limits: Mapping[str, float]) -> None:
+        self.limits = limits
         self.sums: Arrays = {}  # int64, in steps
 
-    def _step(self, is_float: bool) -> float:
-        return 2.0 ** (math.ceil(math.log2(self.limit if is_float else MAX_INTEGER)) - SUM_BITS)
+    def _step(self, name: str, like: torch.Tensor) -> float:
+        return 2.0 ** (math.ceil(math.log2(limit_of(name, like, self.limits))) - SUM_BITS)
 
     def add(self, arrays: Arrays, share: float) -> None:
         """Add share * arrays; ValueError naming an array with a value beyond its bound.
 
         All calls need arrays of the same names, shapes and dtypes. Nothing is added on an error.
         """
-        if reason := out_of_range(arrays, self.limit):
+        if reason := out_of_range(arrays, self.limits):
             raise ValueError(reason)
         for name, array in arrays.items():
             if name not in self.sums:
                 self.sums[name] = torch.zeros(array.shape, dtype=torch.int64)
-            factor = share / self._step(array.is_floating_point())
+            factor = share / self._step(name, array)
             # in chunks that fit into the cache: the whole array is never copied in double precision
             flat = array.reshape(-1), self.sums[name].view(-1)
             for chunk, total in zip(*(torch.split(a, CHUNK) for a in flat), strict=True):
                 total += chunk.double().mul_(factor).round_().long()
 
     def merge(self, sums: Arrays) -> None:
-        """Add the `sums` of another `ExactSum` with the same limit."""
+        """Add the `sums` of another `ExactSum` with the same limits."""
         for name, each in sums.items():
             if name in self.sums:
                 self.sums[name] += each
@@ -59,6 +60,6 @@ class ExactSum:
         found: Arrays = {}
         for name in [*self.sums]:
             dtype = like[name].dtype
-            value = self.sums.pop(name).double().mul_(factor * self._step(dtype.is_floating_point))
+            value = self.sums.pop(name).double().mul_(factor * self._step(name, like[name]))
             found[name] = (value if dtype.is_floating_point else value.round_()).to(dtype)
         return found

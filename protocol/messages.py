@@ -20,7 +20,7 @@ empty. Tensors are packed when they leave the process: within it the receiver ge
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from typing import Any, TypeVar, get_type_hints
@@ -329,7 +329,7 @@ def simulated_content(
     clients: Sequence[int],
     num_clients: int,
     shares: Sequence[float] = (),
-    limit: float = 1.0,
+    limits: Mapping[str, float] | None = None,
     like: Arrays | None = None,
 ) -> RecordDict:
     """One message's content from those of several simulated clients, given by number.
@@ -337,7 +337,7 @@ def simulated_content(
     They have the request, the arrays and `extra` in common, but for arrays called "own".
 
     shares: each client's weight in the sum of their arrays, which the worker then sends instead of
-    the arrays themselves; (): it does not sum. limit: as `ExactSum`. like: arrays with the names,
+    the arrays themselves; (): it does not sum. limits: as `ExactSum`. like: arrays with the names,
     shapes and dtypes of each client's.
     """
     first = contents[0]
@@ -352,7 +352,11 @@ def simulated_content(
             name: [str(array.dtype).removeprefix("torch."), *array.shape]
             for name, array in (like or {}).items()
         }
-        simulated |= {"shares": list(shares), "limit": limit, "layout": json.dumps(layout)}
+        simulated |= {
+            "shares": list(shares),
+            "limits": json.dumps(dict(limits or {})),
+            "layout": json.dumps(layout),
+        }
     shared = ArrayRecord()
     whole: dict[str, Any] = {
         "simulated": ConfigRecord(simulated),
@@ -389,8 +393,8 @@ def contents_to_simulate(whole: RecordDict) -> list[tuple[int, int, RecordDict]]
     return contents
 
 
-def shares_in_sum(whole: RecordDict) -> tuple[list[float], float, Arrays]:
-    """(shares, limit, like) of `simulated_content`; no shares if the worker does not sum.
+def shares_in_sum(whole: RecordDict) -> tuple[list[float], dict[str, float], Arrays]:
+    """(shares, limits, like) of `simulated_content`; no shares if the worker does not sum.
 
     The arrays in `like` have no data.
     """
@@ -400,7 +404,7 @@ def shares_in_sum(whole: RecordDict) -> tuple[list[float], float, Arrays]:
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         for name, (dtype, *shape) in layout.items()
     }
-    return [*simulated.get("shares", ())], float(simulated.get("limit", 1.0)), like
+    return [*simulated.get("shares", ())], json.loads(simulated.get("limits", "{}")), like
 
 
 def simulated_reply(replies: Sequence[RecordDict | Error], sums: Arrays) -> RecordDict:
@@ -624,8 +628,13 @@ def extremes(array: Tensor) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def out_of_range(arrays: Arrays, max_value: float) -> str:
-    """The array that holds a value above its bound, or a variance below 0; "" for none."""
+def limit_of(name: str, array: torch.Tensor, limits: Mapping[str, float]) -> float:
+    """The largest magnitude of a value in this array, of which `limits` has the floating ones."""
+    return limits[name] if array.is_floating_point() else MAX_INTEGER
+
+
+def out_of_range(arrays: Arrays, limits: Mapping[str, float]) -> str:
+    """The array that holds a value above its limit, or a variance below 0; "" for none."""
     for name, array in arrays.items():
         if not array.numel():
             continue
@@ -633,7 +642,7 @@ def out_of_range(arrays: Arrays, max_value: float) -> str:
         if name.endswith("running_var") and low < 0:
             return f"array {name!r} holds negative variances"
         largest = max(high, -low)
-        bound = max_value if array.is_floating_point() else MAX_INTEGER
+        bound = limit_of(name, array, limits)
         if not largest <= bound:
             return f"array {name!r} holds {largest:.4g}: the bound on values is {bound:.4g}"
     return ""

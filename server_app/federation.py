@@ -401,7 +401,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     if isinstance(run.grid, LogicalGrid):
         shares = strategy.begin_sums(server_round)
         like = strategy.expected(strategy.current)
-        summing = Summing(shares, strategy.max_value, like, strategy.take_sum)
+        summing = Summing(shares, strategy.limits, like, strategy.take_sum)
         run.grid.summing = summing if shares else None
     run.exchange.ask(
         messages,

@@ -58,13 +58,13 @@ def place(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[lis
 class Summing:
     """How workers sum their clients' arrays, which the clients' replies then lack.
 
-    shares: by node, its client's weight in the sum. limit: as `ExactSum`. like: arrays with the
-    names, shapes and dtypes of each client's. take: called with the nodes whose clients are in a
-    sum, and the sum, before `pull_messages` returns their replies.
+    shares: by node, its client's weight in the sum. limits: as `ExactSum`. like: arrays with
+    the names, shapes and dtypes of each client's. take: called with the nodes whose clients are in
+    a sum, and the sum, before `pull_messages` returns their replies.
     """
 
     shares: Mapping[int, float]
-    limit: float
+    limits: Mapping[str, float]
     like: Arrays
     take: Callable[[Collection[int], Arrays], None]
 
@@ -125,7 +125,7 @@ class LogicalGrid(Grid):
             contents, summing = [m.content for m in part], self.summing
             if summing and is_training:
                 shares = [summing.shares[m.metadata.dst_node_id] for m in part]
-                how = shares, summing.limit, summing.like
+                how = shares, summing.limits, summing.like
                 content = simulated_content(contents, clients, self.num_clients, *how)
             else:
                 content = simulated_content(contents, clients, self.num_clients)

@@ -29,12 +29,12 @@ class RunningMean:
     Uses `ExactSum`: the bits depend on neither the order of the clients nor who sums. If some
     clients send no arrays, the sum is scaled by the total weight over the weight of those that did.
 
-    weights: n_i by client, of all that were asked. limit: as `ExactSum`.
+    weights: n_i by client, of all that were asked. limits: as `ExactSum`.
     """
 
-    def __init__(self, weights: Mapping[str, float], limit: float) -> None:
+    def __init__(self, weights: Mapping[str, float], limits: Mapping[str, float]) -> None:
         self.weights, self.total = weights, math.fsum(weights.values())
-        self.sum = ExactSum(limit)
+        self.sum = ExactSum(limits)
         self.added: set[str] = set()  # clients
 
     def share(self, client: str) -> float:

@@ -49,7 +49,7 @@ from strategies.validation import (
     RoundReport,
     Validation,
     count_outliers,
-    largest_value,
+    largest_values,
     norm,
 )
 
@@ -122,7 +122,7 @@ class Average(Strategy):
         weights = self.counts(replies) if self.is_weighted_by_examples else [1.0] * len(replies)
         if self.is_large:  # if none is left out, with the bits of a sum taken as they come
             by_name = dict(zip((reply.client for reply in replies), weights, strict=True))
-            running = RunningMean(by_name, self.max_value)
+            running = RunningMean(by_name, self.limits)
             for reply in replies:
                 running.add(reply.client, reply.arrays)
             return running.mean(like)
@@ -332,9 +332,11 @@ class Average(Strategy):
         return self.config.rounds.aggregation == "mean" and num_bytes > STREAM_BYTES
 
     @property
-    def max_value(self) -> float:
-        """The largest magnitude of a value in a valid reply."""
-        return largest_value(self.sent or self.current, self.config.privacy)
+    def limits(self) -> dict[str, float]:
+        """The largest magnitude of a value in each array of a valid reply."""
+        sent = self.sent or self.current
+        arrays = {name: sent.get(name, a) for name, a in self.expected(self.current).items()}
+        return largest_values(arrays, self.config.privacy)
 
     def streamed_weights(self) -> dict[str, float]:
         """The weight of each client asked, by name, if replies are summed as they come; else {}.
@@ -391,7 +393,7 @@ class Average(Strategy):
         expected, extra = self.expected(self.current), self.expected_extra()
         self.validation = self._validation(server_round, expected, extra)
         weights = {} if self.outliers else self.streamed_weights()
-        self.running = RunningMean(weights, self.max_value) if weights else None
+        self.running = RunningMean(weights, self.limits) if weights else None
         return self.validation, self.running
 
     def _merge_sums(self, validation: Validation, running: RunningMean) -> None:
@@ -461,9 +463,7 @@ class Average(Strategy):
         declared = {entry.client: entry.num_examples for entry in entries}
         unchecked = {c: n for c, n in declared.items() if self.partition_sizes.get(c) != n}
         self.outliers = count_outliers(unchecked, self.config.rounds.max_weight_share)
-        expected = ExpectedReply(
-            server_round, arrays, extra, declared, self.max_value, self.outliers
-        )
+        expected = ExpectedReply(server_round, arrays, extra, declared, self.limits, self.outliers)
         return Validation(self.roster, expected, self.config.rounds, self, self.norm_reference)
 
 

@@ -32,7 +32,7 @@ log = logging.getLogger("keel.server")
 MIN_REPLIES_FOR_MEDIAN = 3  # with an update that is not 0; of two, neither is an outlier
 EXTRA_FACTOR = 10.0  # times the cohort's median norm of the arrays beside the model
 OUTLIER = 10  # times the median of the sites' numbers of samples
-MAX_VALUE_RATIO = 1e4  # a reply's largest value over the global model's, or over 1
+MAX_VALUE_RATIO = 1e4  # an array's largest value in a reply over what was sent, or over 1
 RECORD_BYTES, ARRAY_BYTES = 2**20, 2**10  # allowed on top of the arrays' data: in all, per array
 
 
@@ -108,8 +108,8 @@ class ExpectedReply:
     """What a valid reply contains.
 
     arrays, extra: arrays with the expected names, shapes and dtypes. num_examples: the training
-    samples that each client of the cohort declared before round 1. max_value: the largest
-    magnitude of a value. outliers: clients that declared far more samples than the others, without
+    samples that each client of the cohort declared before round 1. limits: the largest magnitude of
+    a value, by array. outliers: clients that declared far more samples than the others, without
     evidence.
     """
 
@@ -117,7 +117,7 @@ class ExpectedReply:
     arrays: Arrays
     extra: Arrays
     num_examples: Mapping[str, int]
-    max_value: float = math.inf
+    limits: Mapping[str, float] = field(default_factory=dict)
     outliers: frozenset[str] = frozenset()
 
     @property
@@ -127,12 +127,14 @@ class ExpectedReply:
         return RECORD_BYTES + sum(a.numel() * a.element_size() + ARRAY_BYTES for a in arrays)
 
 
-def largest_value(sent: Arrays, privacy: PrivacyConfig) -> float:
-    """The largest magnitude of a value in a reply to these arrays, with room for noise."""
-    floats = [a for a in sent.values() if a.is_floating_point()]
-    largest = max((abs(end) for a in floats for end in extremes(a)), default=0.0)
+def largest_values(sent: Arrays, privacy: PrivacyConfig) -> dict[str, float]:
+    """The largest magnitude of a value in a reply, for each floating array; with room for noise."""
     noise = 100 * privacy.clip_norm / privacy.epsilon if privacy.epsilon else 0.0
-    return max(MAX_VALUE_RATIO * max(1.0, largest), noise)
+    return {
+        name: max(MAX_VALUE_RATIO * max(1.0, *(abs(end) for end in extremes(array))), noise)
+        for name, array in sent.items()
+        if array.is_floating_point()
+    }
 
 
 def count_outliers(declared: Mapping[str, int], max_weight_share: float) -> frozenset[str]:
@@ -251,7 +253,9 @@ def implausible(reply: TrainReply, expected: ExpectedReply, half: Half) -> str:
     if expected.extra and (reason := half.extra_reason(reply)):
         return reason
     beside = half.beside_model(reply) if expected.extra else {}
-    return out_of_range(reply.arrays | beside, expected.max_value)
+    largest = max(expected.limits.values(), default=MAX_VALUE_RATIO)
+    limits = dict.fromkeys(reply.arrays | beside, largest) | dict(expected.limits)
+    return out_of_range(reply.arrays | beside, limits)
 
 
 def norm(update: Arrays) -> float:

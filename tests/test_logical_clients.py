@@ -144,7 +144,7 @@ def test_everybody_is_asked_once_and_answers_for_itself(nodes, num_workers):
 def test_evaluating_everybody_is_one_message_a_worker(num_clients, num_workers):
     below = Nodes(num_workers)
     grid = LogicalGrid(below, 40)
-    grid.summing = Summing({}, 1.0, {}, lambda nodes, sums: None)  # of the training before
+    grid.summing = Summing({}, {}, {}, lambda nodes, sums: None)  # of the training before
     ids = asked(grid, range(2, 2 + num_clients), "evaluate")
     while list(grid.pull_messages(ids)):
         pass
@@ -273,9 +273,9 @@ def test_a_sum_of_an_earlier_round_is_not_taken():
         RecordDict({"sum": array_record({"w": torch.ones(2)}), "reply-0": ConfigRecord({})}),
         reply_to=message,
     )
-    grid.summing = Summing({2: 1.0}, 1e4, {}, lambda nodes, sums: taken.append(("early", nodes)))
+    grid.summing = Summing({2: 1.0}, {}, {}, lambda nodes, sums: taken.append(("early", nodes)))
     late = asked(grid, [2])
-    grid.summing = Summing({2: 1.0}, 1e4, {}, lambda nodes, sums: taken.append(("now", nodes)))
+    grid.summing = Summing({2: 1.0}, {}, {}, lambda nodes, sums: taken.append(("now", nodes)))
     assert len(list(grid.pull_messages(late))) == 1
     assert taken == []
     list(grid.pull_messages(asked(grid, [2])))
@@ -306,7 +306,8 @@ def test_a_worker_sums_its_clients_arrays_and_leaves_out_what_the_server_would_r
     monkeypatch.setitem(client_app.handlers.handlers, "train", train)
     none, num = array_record({}), len(cases)
     contents = [message_content(ConfigRecord({"round": 1}), none, none, 0) for _ in cases]
-    content = simulated_content(contents, range(num), num, [0.25] * num, 1e4, {"w": torch.zeros(2)})
+    how = [0.25] * num, {"w": 1e4}, {"w": torch.zeros(2)}
+    content = simulated_content(contents, range(num), num, *how)
     answer = client_app.handlers.answer
     whole = answer(Message(content, 1, "train"), Context(1, 1, {}, RecordDict(), {}))
     for reply, (_, _, why) in zip(simulated_replies(whole, num), cases, strict=True):
@@ -315,6 +316,6 @@ def test_a_worker_sums_its_clients_arrays_and_leaves_out_what_the_server_would_r
             assert why in reply.reason
         else:
             assert find_record(reply, "arrays", ArrayRecord) == ArrayRecord()
-    total = ExactSum(1e4)
+    total = ExactSum({"w": 1e4})
     total.merge(tensors(whole["sum"]))
     assert total.scaled(1.0, {"w": torch.zeros(2)})["w"].tolist() == [1.0, 1.5]

@@ -92,10 +92,11 @@ def test_a_running_mean_has_the_same_bits_in_any_order_and_grouping(order, missi
         each["steps"] = torch.tensor(7 * i)
     weights = {client: 3.0 + 2 * i for i, client in enumerate(clients)}
     kept = [i for i in range(6) if i not in missing]
-    plain, running = RunningMean(weights, 1e5), RunningMean(weights, 1e5)
+    limits = {"w": 1e5}
+    plain, running = RunningMean(weights, limits), RunningMean(weights, limits)
     for i in kept:
         plain.add(clients[i], arrays[i])
-    group = ExactSum(1e5)  # of a worker
+    group = ExactSum(limits)  # of a worker
     grouped = [i for i in order if i in kept][:num_grouped]
     for i in order:
         if i in grouped:
@@ -115,7 +116,7 @@ def test_a_running_mean_has_the_same_bits_in_any_order_and_grouping(order, missi
 
 @pytest.mark.parametrize("value", [1e5, -1e5])
 def test_an_exact_sum_takes_every_value_within_its_limit_and_names_others(value):
-    total = ExactSum(1e5)
+    total = ExactSum({"w": 1e5})
     whole = {"w": torch.tensor([value, 1e-3]), "steps": torch.tensor(2**40)}
     for _ in range(10):
         total.add(whole, 0.1)

@@ -545,17 +545,22 @@ def test_updates_summed_as_they_come_leave_out_a_bad_one(monkeypatch, kind):
 
 
 def summed_by_workers(
-    strategy: Average, groups: list[list[int]], spoilt: str = "", missing: int = -1
+    strategy: Average,
+    groups: list[list[int]],
+    spoilt: str = "",
+    missing: int = -1,
+    changes: dict[str, Tensor] | None = None,
 ) -> list[Message]:
     """The replies to round 1 of clients whose arrays are summed by groups, given to the strategy.
 
     spoilt: what is wrong with client-2's reply. missing: a group whose sum does not come.
+    changes: arrays of the global model that are not the network's.
     """
-    current = network().state_dict()
+    current = network().state_dict() | (changes or {})
     answers = all_answers(strategy, current)
     shares = strategy.begin_sums(1)
     for n, group in enumerate(groups):
-        total = ExactSum(strategy.max_value)
+        total = ExactSum(strategy.limits)
         for i in group:
             total.add(answers[i][1].arrays, shares[100 + i])
         if n != missing:
@@ -579,6 +584,22 @@ def test_what_workers_sum_has_the_bits_of_what_the_server_sums(monkeypatch):
         following, _ = strategy.aggregate_train(1, [])
         assert same_bits(tensors(following), tensors(expected))
         assert strategy.report.bytes_up == by_server.report.bytes_up
+
+
+def test_an_array_of_large_values_takes_no_accuracy_from_the_others(monkeypatch):
+    """For example a running count, near 1e8; with the same bits for 1, 2 and 3 workers."""
+    counts = {"1.running_mean": torch.tensor([1e8, 3.0])}
+    found = []
+    for groups in ([[0, 1, 2, 3, 4]], [[3, 0], [1, 4, 2]], [[1], [4, 2], [3, 0]]):
+        strategy = streaming(monkeypatch)
+        messages = summed_by_workers(strategy, groups, changes=counts)
+        found.append(tensors(strategy.aggregate_train(1, messages)[0]))
+        assert same_bits(found[-1], found[0])
+    replies = [r for _, r in all_answers(average_of(), network().state_dict() | counts)]
+    for name, array in found[0].items():
+        exact = sum(r.arrays[name].double() * (10 + i) for i, r in enumerate(replies)) / 60
+        exact = exact if array.is_floating_point() else exact.round()
+        torch.testing.assert_close(array.double(), exact, rtol=2**-23, atol=1e-12)
 
 
 @pytest.mark.parametrize("why", ["a bad reply", "a sum twice", "no sum"])

@@ -189,7 +189,7 @@ def is_accepted(content: RecordDict) -> bool:
     config = config_from_json(json.dumps(default_config() | {"norm-bound": "fixed"})).rounds
     reply = Message(content, reply_to=Message(RecordDict(), 1, MessageType.TRAIN))
     assign_source_node(reply, 1)
-    expected = ExpectedReply(1, ARRAYS, {"x": torch.ones(2)}, {"site-a": 7}, 1e4)
+    expected = ExpectedReply(1, ARRAYS, {"x": torch.ones(2)}, {"site-a": 7})
     validation = Validation({1: ENTRY}, expected, config, PlainHalf(), NormReference())
     validation.add(reply)
     report = validation.report()
