@@ -43,7 +43,7 @@ from flwr.supercore.inflatable.inflatable_object import (
     get_object_tree,
     iterate_object_tree,
 )
-from flwr.supercore.object_store import NoObjectInStoreError
+from flwr.supercore.object_store import NoObjectInStoreError, ObjectStore
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 from flwr.supercore.sql_mixin import SqlMixin
 from flwr.supercore.state.schema.corestate_models import (
@@ -116,6 +116,30 @@ def empty_log(state: SqlMixin) -> bool:
     return not is_busy
 
 
+def objects_of(root: str, store: ObjectStore) -> set[str]:
+    """The ids of an object and of everything in it; empty if it is not registered."""
+    try:
+        tree = store.get_object_tree(root)
+    except NoObjectInStoreError:
+        return set()
+    return {each.object_id for each in iterate_object_tree(tree)}
+
+
+def is_complete(root: str, store: ObjectStore) -> bool:
+    """Whether the object with this id and everything in it are in the store.
+
+    A message still being sent, or whose sender was killed, is incomplete; one that its receiver has
+    confirmed is gone.
+    """
+    objects = objects_of(root, store)
+    if not isinstance(store, SqlObjectStore):
+        return bool(objects) and all(map(store.get, objects))
+    is_here = StoredObject.object_id.in_(objects) & (StoredObject.is_available == 1)
+    with store.session() as session:  # without reading the arrays
+        count = select(func.count()).select_from(StoredObject).where(is_here)
+        return bool(objects) and session.scalar(count) == len(objects)
+
+
 class SpokenObjectStore(SpokenErrors, SqlObjectStore):
     """Flower's object store with these errors."""
 
@@ -180,11 +204,12 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
             is_known = reply or session.scalar(
                 select(MessageIns.message_id).where(MessageIns.message_id.in_(roots))
             )
+            availability = select(StoredObject.is_available)
+            is_here = session.scalar(availability.where(StoredObject.object_id == object_id)) == 1
         if roots and not is_known:  # its message was deleted meanwhile
             self._cleanup_push_session(session_id, cleanup_messages=True)
             return False
         asked, root = str(about[0]), str(about[1])
-        is_here = self.is_whole(object_id, with_children=False)  # sent again: its answer was lost
         bound = self.bound_of(asked)
         if bound is not None:
             size, limit = self.stored_bytes(root), f"{bound} bytes"
@@ -198,7 +223,7 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
         stored = super().store_object(run_id, session_id, object_id, object_content)
         if stored or get_object_id(object_content) != object_id:
             return stored
-        if is_here:
+        if is_here:  # sent again: its answer was lost
             return True
         if self.is_pending(session_id, object_id):
             why = "database or disk is full"  # nothing else keeps a valid object out
@@ -212,7 +237,7 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
                 is_reply = MessageRes.reply_to_message_id.in_(message_ins_ids)
                 replies = session.scalars(select(MessageRes.message_id).where(is_reply)).all()
             for reply in replies:
-                if not self.is_whole(str(reply)):
+                if not is_complete(str(reply), self.object_store):
                     self.object_store.delete(str(reply))
         super().delete_messages(message_ins_ids)
 
@@ -245,34 +270,18 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
             is_its = MessageRes.src_node_id == uint64_to_int64(node)
             rows = session.scalars(select(MessageRes).where(is_its)).all()
             replies = {str(row.message_id) for row in rows} - {but}
-        partial = {reply for reply in replies if not self.is_whole(reply)}
+        partial = {reply for reply in replies if not is_complete(reply, self.object_store)}
         for reply in partial:
             self.object_store.delete(reply)
         if partial:
             self._on_push_session_expired(partial)
 
-    def objects_of(self, root: str) -> set[str]:
-        """The ids of an object and of everything in it; empty if it is not registered."""
-        try:
-            tree = self.object_store.get_object_tree(root)
-        except NoObjectInStoreError:
-            return set()
-        return {each.object_id for each in iterate_object_tree(tree)}
-
     def stored_bytes(self, root: str) -> int:
         """How much of an object and of everything in it has arrived."""
         with self.session() as session:
-            is_its = StoredObject.object_id.in_(self.objects_of(root))
+            is_its = StoredObject.object_id.in_(objects_of(root, self.object_store))
             size = func.coalesce(func.sum(func.length(StoredObject.content)), 0)
             return int(session.scalar(select(size).where(is_its)) or 0)
-
-    def is_whole(self, root: str, with_children: bool = True) -> bool:
-        """Whether an object has arrived, and everything in it."""
-        objects = self.objects_of(root) if with_children else {root}
-        is_here = StoredObject.object_id.in_(objects) & (StoredObject.is_available == 1)
-        with self.session() as session:
-            count = select(func.count()).select_from(StoredObject).where(is_here)
-            return bool(objects) and session.scalar(count) == len(objects)
 
     def is_pending(self, session_id: str, object_id: str) -> bool:
         """Whether a push session still waits for this object."""

@@ -59,20 +59,14 @@ from flwr.supercore.constant import NodeStatus
 from flwr.supercore.corestate import sql_corestate
 from flwr.supercore.date import now
 from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.object_store import (
-    NoObjectInStoreError,
-    ObjectStore,
-    object_store_factory,
-)
+from flwr.supercore.object_store import ObjectStore, object_store_factory
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 from flwr.supercore.state.schema.corestate_models import Task as TaskRow
 from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes, Node
-from flwr.supercore.state.schema.objectstore_models import StoredObject
 from flwr.supercore.utils import int64_to_uint64, uint64_to_int64
 from flwr.superlink.cli.flower_superlink import flower_superlink
 from flwr.superlink.servicer.runtime import runtime_handlers
-from sqlalchemy import exists, func, select, update
+from sqlalchemy import exists, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from protocol.flower_compat import MAX_OBJECT_BYTES, FlowerChanged, replace
@@ -80,6 +74,7 @@ from protocol.flower_compat.reply_bounds import (
     BoundedReplies,
     SpokenObjectStore,
     accept_reply,
+    is_complete,
     push_messages,
 )
 
@@ -159,25 +154,6 @@ def unanswered(node: int, state: SqlLinkState) -> dict[str, int]:
     with state.session() as session:
         rows = session.execute(query).all()
     return {message: int64_to_uint64(run) for message, run in rows if message and run}
-
-
-def is_complete(message: str, store: ObjectStore) -> bool:
-    """Whether the message with this id and everything in it are in the store.
-
-    A message still being sent, or whose sender was killed, is incomplete; one that its receiver has
-    confirmed is gone.
-    """
-    try:
-        tree = store.get_object_tree(message)
-    except NoObjectInStoreError:
-        return False
-    objects = {each.object_id for each in iterate_object_tree(tree)}
-    if not isinstance(store, SqlObjectStore):
-        return all(map(store.get, objects))
-    is_here = StoredObject.object_id.in_(objects) & (StoredObject.is_available == 1)
-    with store.session() as session:  # without reading the arrays
-        found = session.scalar(select(func.count()).select_from(StoredObject).where(is_here))
-    return found == len(objects)
 
 
 class ReplyState:

@@ -34,7 +34,7 @@ from flwr.supernode.nodestate.in_memory_nodestate import (
 )
 
 from protocol.flower_compat import replace
-from protocol.flower_compat.superlink import is_complete
+from protocol.flower_compat.reply_bounds import is_complete
 
 poll_s = float(os.environ.get("KEEL_POLL_S") or 0.25)
 arrays_timeout_s = 30.0
