@@ -22,7 +22,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar, get_type_hints
 
 import torch
@@ -273,12 +273,11 @@ class HandedArrays(LazyArray):
         arrays: Arrays = self.__dict__["arrays"]
         return packed_pieces(arrays, names_of(arrays))
 
+    @cached_property
     def size_bytes(self) -> int:
         """The number of bytes, without making them."""
-        if "size" not in self.__dict__:
-            shapes = tuple((name, a.dtype, a.shape) for name, a in self.__dict__["arrays"].items())
-            self.__dict__["size"] = handed_bytes(shapes)
-        return int(self.__dict__["size"])
+        shapes = tuple((name, a.dtype, a.shape) for name, a in self.__dict__["arrays"].items())
+        return handed_bytes(shapes)
 
 
 def array_record(arrays: Arrays, name: str = "arrays") -> ArrayRecord:
@@ -600,7 +599,7 @@ def record_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
     if not isinstance(record, ArrayRecord):
         return record.count_bytes()
     return sum(
-        len(name) + (array.size_bytes() if isinstance(array, HandedArrays) else len(array.data))
+        len(name) + (array.size_bytes if isinstance(array, HandedArrays) else len(array.data))
         for name, array in record.items()
     )
 

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -277,6 +278,11 @@ def _metadata(message: Message) -> dict[str, Any]:
     return message.metadata.__dict__
 
 
+def of_plain(name: str) -> Any:
+    """This attribute of a `LazyArray`, which is that of its plain array."""
+    return property(lambda array: getattr(array.plain, name))
+
+
 class LazyArray(Array):
     """An array whose bytes are made from `pieces` when they are first read.
 
@@ -292,42 +298,15 @@ class LazyArray(Array):
         """The bytes in pieces, as `bytes.join` takes them."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def plain(self) -> Array:
         """The array with its bytes, made once."""
-        if "_plain" not in self.__dict__:
-            data = b"".join(self.pieces())
-            self.__dict__["_plain"] = Array(self.dtype, (len(data),), self.stype, data)
-        found: Array = self.__dict__["_plain"]
-        return found
+        data = b"".join(self.pieces())
+        return Array(self.dtype, (len(data),), self.stype, data)
 
-    @property
-    def data(self) -> bytes:  # type: ignore[override]
-        """The bytes."""
-        return self.plain.data
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The number of bytes."""
-        return self.plain.shape
-
-    @property
-    def children(self) -> Any:
-        """As those of the plain array."""
-        return self.plain.children
-
-    @property
-    def object_id(self) -> str:
-        """As that of the plain array."""
-        return self.plain.object_id
-
-    def slice_array(self) -> Any:
-        """As that of the plain array."""
-        return self.plain.slice_array()
-
-    def deflate(self) -> bytes:
-        """As the plain array."""
-        return self.plain.deflate()
+    data, shape = of_plain("data"), of_plain("shape")
+    children, object_id = of_plain("children"), of_plain("object_id")
+    slice_array, deflate = of_plain("slice_array"), of_plain("deflate")
 
     def __reduce__(self) -> Any:
         return Array, (self.dtype, self.shape, self.stype, self.data)
