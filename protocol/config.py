@@ -32,7 +32,6 @@ from protocol.options import (
     at_least,
     between,
     did_you_mean,
-    keys_of,
     matching,
     more_than,
     one_of,
@@ -83,11 +82,6 @@ def with_current_names(flat: Mapping[str, OptionValue], warn: bool = True) -> Fl
             log.warning("%s = %r is now called %r", name, value, new_value)
         renamed[name] = NUMBER_WORDS.get((name, str(new_value)), new_value)
     return renamed
-
-
-def device_name() -> Constraint:
-    """A torch device, or auto."""
-    return matching(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", "auto, cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True)
@@ -174,7 +168,10 @@ class TrainConfig:
     momentum: float = option(between(0, 1, open_high=True), "momentum of SGD")
     weight_decay: float = option(at_least(0), "weight decay of SGD")
     clip_norm: float = option(at_least(0), "the gradient's norm is clipped to this; 0: no clipping")
-    device: str = option(device_name(), "auto: cuda where there is one; cpu, cuda, cuda:1, ...")
+    device: str = option(
+        matching(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", "auto, cpu, cuda or cuda:N"),
+        "auto: cuda where there is one; cpu, cuda, cuda:1, ...",
+    )
     threads: int = option(
         at_least(0), "CPU threads of torch in each worker; 0: as many as the worker was assigned"
     )
@@ -528,10 +525,14 @@ def validate(config: RunConfig) -> None:
     """
     _validate_names(config)
     _validate_method(config)
-    for name in _changed_tables(config):  # a value that nothing accepts is a mistake in any run
+    defaults = _defaults()
+    changed = {
+        key.partition(".")[0] for key, value in config.flat.items() if value != defaults.get(key)
+    }
+    for name in sorted(changed):  # a value that nothing accepts is a mistake in any run
         if name in method_names():
             config.table(name, method_spec(name).options)
-        else:
+        elif name in SERVER_OPTIMIZERS:
             config.table(name, SERVER_OPTIMIZERS[name])
 
 
@@ -614,21 +615,3 @@ def _validate_method(config: RunConfig) -> None:
             f"evaluate-clients = 'none': {name} has no global model, so nothing would be "
             "evaluated; it has to be auto, cohort or all"
         )
-
-
-def _changed_tables(config: RunConfig) -> list[str]:
-    """Tables of methods and server optimizers in which a value is not the default."""
-    defaults = _defaults()
-    changed = {key for key, value in config.flat.items() if value != defaults.get(key)}
-    tables = {key.partition(".")[0] for key in changed - all_group_keys() if "." in key}
-    return sorted(tables & {*method_names(), *SERVER_OPTIMIZERS})
-
-
-group_types = (RoundsConfig, DataConfig, ModelConfig, TrainConfig)
-
-
-@lru_cache(maxsize=1)
-def all_group_keys() -> frozenset[str]:
-    """Every key outside the tables of methods and server optimizers."""
-    keys = {key for cls in group_types for key in keys_of(cls)}
-    return frozenset(keys | {f"privacy.{key}" for key in keys_of(PrivacyConfig)})

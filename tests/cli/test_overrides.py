@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from keel.cli.main import main
 from keel.cli.overrides import checked_config, parse_overrides
 from protocol.catalogue import method_names, method_spec, model_names
-from protocol.config import DIAGNOSTICS, PrivacyConfig, default_config, group_types, presets
+from protocol.config import (
+    DIAGNOSTICS,
+    DataConfig,
+    ModelConfig,
+    PrivacyConfig,
+    RoundsConfig,
+    TrainConfig,
+    default_config,
+    presets,
+)
 from protocol.options import key_of
 from protocol.server_optimizers import SERVER_OPTIMIZERS
 from protocol.source_spec import SOURCE_NAMES
@@ -88,7 +97,8 @@ def test_what_the_user_sees_of_a_mistake(word, line, capsys):
 
 def enumerated_options():
     """(key, a name that it accepts) of every config key that accepts names."""
-    tables = [(cls, "") for cls in group_types] + [(PrivacyConfig, "privacy.")]
+    tables = [(cls, "") for cls in (RoundsConfig, DataConfig, ModelConfig, TrainConfig)]
+    tables += [(PrivacyConfig, "privacy.")]
     tables += [(method_spec(name).options, f"{name}.") for name in method_names()]
     tables += [(options, f"{name}.") for name, options in SERVER_OPTIMIZERS.items()]
     fields = [(f, prefix) for cls, prefix in tables for f in dataclasses.fields(cls)]
