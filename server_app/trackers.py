@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from protocol.config import RoundsConfig, keel_home, tracker_names
 from protocol.files import write_atomically
 from protocol.text import in_one_line
-from server_app.history import HISTORY_FILE, PER_CLIENT, Line
+from server_app.history import HISTORY_FILE, PER_CLIENT, Line, without_clients
 from server_app.observers import RunInfo, RunObserver, scalars
 from server_app.summary import SUMMARY_FILE
 
@@ -37,13 +37,12 @@ MLFLOW_VALUE = 500
 
 def trackers_of(rounds: RoundsConfig) -> list[RunObserver]:
     """The trackers that the config names."""
-    makers: dict[str, Callable[[bool], RunObserver]] = {
+    makers: dict[str, Callable[[], RunObserver]] = {
         "tensorboard": TensorBoardEvents,
         "mlflow": MlflowRun,
         "wandb": WandbRun,
     }
-    names = tracker_names(rounds)
-    return [Tracked(name, makers[name](rounds.tracker_clients)) for name in names]
+    return [Tracked(n, makers[n](), rounds.tracker_clients) for n in tracker_names(rounds)]
 
 
 def check_trackers(rounds: RoundsConfig) -> None:
@@ -61,10 +60,13 @@ def check_trackers(rounds: RoundsConfig) -> None:
 
 
 class Tracked:
-    """Runs a tracker in a thread: the run neither waits for it nor ends because of it."""
+    """Runs a tracker in a thread: the run neither waits for it nor ends because of it.
 
-    def __init__(self, name: str, tracker: RunObserver) -> None:
-        self.name, self.tracker = name, tracker
+    with_clients: the tracker gets each client's accuracies too.
+    """
+
+    def __init__(self, name: str, tracker: RunObserver, with_clients: bool = False) -> None:
+        self.name, self.tracker, self.with_clients = name, tracker, with_clients
         self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self.info: RunInfo | None = None  # until the tracker has started
@@ -78,7 +80,8 @@ class Tracked:
 
     def on_round(self, line: Line) -> None:
         """Pass the round on."""
-        self.calls.put(lambda: self.tracker.on_round(line))
+        shown = line if self.with_clients else without_clients(line)
+        self.calls.put(lambda: self.tracker.on_round(shown))
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
         """Pass the end on, and wait for the tracker for at most `END_TIMEOUT_S`."""
@@ -107,13 +110,12 @@ class Tracked:
             log.warning("tracker %s: %s; the run directory has everything", self.name, problem)
 
 
-def figures(line: Line, with_clients: bool) -> dict[str, float]:
-    """A round's figures by name; `with_clients` adds each client's accuracies."""
+def figures(line: Line) -> dict[str, float]:
+    """A round's figures by name, with each client's accuracies if the line has them."""
     found = scalars(line)
-    if with_clients:
-        for key in PER_CLIENT:
-            clients = line.get(key, {}).get("clients", {})
-            found |= {f"client/{name}/{key}": value for name, value in clients.items()}
+    for key in PER_CLIENT:
+        clients = line.get(key, {}).get("clients", {})
+        found |= {f"client/{name}/{key}": value for name, value in clients.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -136,9 +138,6 @@ class TensorBoardEvents:
 
     writer: "SummaryWriter"
 
-    def __init__(self, with_clients: bool = False) -> None:
-        self.with_clients = with_clients
-
     def on_run_start(self, info: RunInfo) -> None:
         """Open the event file; events of rounds that a resume repeats are superseded."""
         from torch.utils.tensorboard import SummaryWriter
@@ -150,7 +149,7 @@ class TensorBoardEvents:
 
     def on_round(self, line: Line) -> None:
         """Write the round's scalars."""
-        for name, value in figures(line, self.with_clients).items():
+        for name, value in figures(line).items():
             self.writer.add_scalar(name, value, line["round"])
         self.writer.flush()
 
@@ -162,9 +161,6 @@ class TensorBoardEvents:
 class MlflowRun:
     """A run of MLflow: at $MLFLOW_TRACKING_URI, else in mlflow.db in Keel's home."""
 
-    def __init__(self, with_clients: bool = False) -> None:
-        self.with_clients = with_clients
-
     def on_run_start(self, info: RunInfo) -> None:
         """Create the run with the config as parameters, or reopen that of an interrupted run."""
         from mlflow.entities import Param
@@ -172,10 +168,8 @@ class MlflowRun:
 
         uri, folder = os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:
-            uri, folder = (
-                f"sqlite:///{keel_home() / 'mlflow.db'}",
-                (keel_home() / "mlruns").as_uri(),
-            )
+            uri = f"sqlite:///{keel_home() / 'mlflow.db'}"
+            folder = (keel_home() / "mlruns").as_uri()
         self.client, self.directory = MlflowClient(tracking_uri=uri), info.directory
 
         def create() -> str:
@@ -202,8 +196,7 @@ class MlflowRun:
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        found = figures(line, self.with_clients).items()
-        metrics = [Metric(name, value, now, line["round"]) for name, value in found]
+        metrics = [Metric(name, value, now, line["round"]) for name, value in figures(line).items()]
         for i in range(0, len(metrics), 10 * MLFLOW_BATCH):
             self.client.log_batch(self.run_id, metrics=metrics[i : i + 10 * MLFLOW_BATCH])
 
@@ -218,9 +211,6 @@ class MlflowRun:
 
 class WandbRun:
     """A run of Weights & Biases; offline in the run directory where there is no login."""
-
-    def __init__(self, with_clients: bool = False) -> None:
-        self.with_clients = with_clients
 
     def on_run_start(self, info: RunInfo) -> None:
         """Create the run, or continue that of an interrupted run."""
@@ -243,7 +233,7 @@ class WandbRun:
 
     def on_round(self, line: Line) -> None:
         """Log the round's metrics."""
-        self.run.log({"round": line["round"], **figures(line, self.with_clients)})
+        self.run.log({"round": line["round"], **figures(line)})
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
         """Save the files and end the run."""

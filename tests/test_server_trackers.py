@@ -43,12 +43,12 @@ class Failing:
         self.note("end")
 
 
-def followed(tracker, tmp_path, num_rounds=3):
+def followed(tracker, tmp_path, num_rounds=3, line=LINE, with_clients=False):
     info = RunInfo(tmp_path, *("m", "o", "s"), 1, 1, (1, 2, 3), 2, "net", 5, 2, 2, num_rounds)
-    tracked = Tracked("mlflow", tracker)
+    tracked = Tracked("mlflow", tracker, with_clients)
     tracked.on_run_start(info)
     for number in range(1, num_rounds + 1):
-        tracked.on_round(LINE | {"round": number})
+        tracked.on_round(line | {"round": number})
     tracked.on_run_end({"status": "finished"})
 
 
@@ -84,10 +84,15 @@ def test_the_id_of_a_tracker_run_survives_a_resume(tmp_path):
     assert tracker_id(tmp_path, "a", lambda: "3") == ("3", True)
 
 
-def test_clients_are_sent_only_where_they_are_asked_for():
+def test_clients_are_sent_only_where_they_are_asked_for(tmp_path):
     line = LINE | {"personal": {"mean": 0.5, "worst_decile": 0.1, "clients": {"a": 0.1, "b": 0.9}}}
-    assert "client/a/personal" not in figures(line, False)
-    assert figures(line, True)["client/b/personal"] == 0.9
+    tracker, seen = Failing(), []
+    tracker.on_round = lambda line: seen.append(figures(line))
+    followed(tracker, tmp_path, 1, line)
+    followed(tracker, tmp_path, 1, line, with_clients=True)
+    without, with_clients = seen
+    assert with_clients.keys() - without.keys() == {"client/a/personal", "client/b/personal"}
+    assert with_clients["client/b/personal"] == 0.9
 
 
 @pytest.mark.parametrize(
