@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import ArrayRecord, MessageType
 from flwr.serverapp import Grid
 
-from client_app.evaluation import Score, evaluate
+from client_app.evaluation import evaluate
 from client_app.method import Method
 from client_app.methods import method_of
 from client_app.samples import Samples
@@ -61,7 +61,7 @@ from server_app.manifest import (
 )
 from server_app.observers import RunInfo, RunObserver
 from server_app.preflight import checked_workers, worker_warnings
-from server_app.record import client_fields, score_fields, training_fields
+from server_app.record import client_fields, training_fields
 from server_app.report import Reporter, plot_split
 from server_app.roster import (
     evaluated_clients,
@@ -81,13 +81,9 @@ from server_app.run_directory import (
     save_arrays,
 )
 from server_app.simulated_roster import (
-    KnownLabelCounts,
-    PartitionSizes,
+    ByName,
     Roster,
     SimulatedRoster,
-    digest_of,
-    is_logical,
-    num_train,
     shown_entries,
     simulated_roster,
 )
@@ -220,14 +216,14 @@ def prepare(
         roster = gather_roster(grid, config, query, source)
     listed = roster if isinstance(roster, dict) else {}
     registry = ClientRegistry(grid, config, query, source, listed)
-    if resumed and not is_logical(roster):
+    if resumed and not isinstance(roster, SimulatedRoster):
         registry.note = AuditLog(resumed.path).note
         registry.gather()
     strategy.roster = roster
     entries = shown_entries(roster)
     is_simulated = any(entry.num_partitions for entry in entries)
     if isinstance(roster, SimulatedRoster):
-        strategy.partition_sizes = PartitionSizes(roster)
+        strategy.partition_sizes = ByName(roster, lambda entry: entry.num_examples)
     elif is_simulated:
         strategy.partition_sizes = partition_sizes(config, entries)
     cohort = len(strategy.sample(1))
@@ -269,7 +265,7 @@ def prepare(
         log.warning("%s", audit_fault)
     for path in directory.skipped:
         log.warning("%s is damaged: skipped, the run continues from round %d", path, start.round)
-    known = KnownLabelCounts(roster) if isinstance(roster, SimulatedRoster) else None
+    known = roster.label_counts if isinstance(roster, SimulatedRoster) else None
     warnings = [*roster_warnings(config, entries, known), *config_warnings(config, overrides)]
     for warning in warnings + worker_warnings(workers, device):
         log.warning("%s", warning)
@@ -278,11 +274,12 @@ def prepare(
         # a resume with another number of simulated clients would split the data anew
         overrides = {**overrides, "num-clients": len(roster)}
     directory.save_config(resolve_config(overrides), overrides)
-    is_whole = len(entries) == len(roster)
-    split = split_digest(config, entries) if is_whole else digest_of(roster)
-    has_no_sites = all(entry.num_partitions for entry in entries)
+    if isinstance(roster, SimulatedRoster) and len(entries) < len(roster):
+        split = roster.digest()
+    else:
+        split = split_digest(config, entries)
     about = companions.about if companions else {}
-    begin_manifest(directory.path, config, len(roster), has_no_sites, split, workers, about)
+    begin_manifest(directory.path, config, len(roster), is_simulated, split, workers, about)
     memory = StateMemory()
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):
         memories[directory.path] = memory
@@ -315,8 +312,8 @@ def prepare(
 
 def run_rounds(
     run: Run,
-    at_exit: Callable[[Callable[[], None]], None] = lambda note: None,
-    observers: Sequence[RunObserver] = (),
+    at_exit: Callable[[Callable[[], None]], None],
+    observers: Sequence[RunObserver],
 ) -> None:
     """All rounds from the first or the checkpoint's, then the final model and the report."""
     config, path = run.config, run.directory.path
@@ -369,7 +366,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     seconds: dict[str, float] = {}
 
     started = time.perf_counter()
-    if not is_logical(run.roster):
+    if not isinstance(run.roster, SimulatedRoster):
         strategy.away = run.registry.absent(run.registry.refresh())
     if run.registry.has_changed:
         save_roster(run.directory.path / ROSTER_FILE, run.roster)
@@ -440,7 +437,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         seconds["diagnostics"] = time.perf_counter() - started
         started = time.perf_counter()
     if is_evaluated and rounds.evaluate_global and run.method.has_global_model:
-        line["global"] = score_fields(global_score(run, following))
+        line["global"] = global_score(run, following)
     if evaluated != "none":
         scored: list[TrainReply] = list(report.accepted) if scores_in_replies else []
         clients: Set[str] = {reply.client for reply in report.accepted}
@@ -450,7 +447,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         clients = clients - {reply.client for reply in scored}
         nodes = strategy.nodes_of(sorted(clients - strategy.away))
         if is_in_process_grid(run.grid) and scores_in_replies:
-            run.scores |= {reply.client: scores_alone(reply) for reply in report.accepted}
+            run.scores |= {r.client: replace(r, arrays={}, extra={}) for r in report.accepted}
         if nodes:
             evaluation = evaluate_on_clients(run, server_round, following, nodes)
             scored += evaluation.accepted
@@ -490,11 +487,6 @@ def oldest_checkpoint(server_round: int, interval: int) -> int:
     return max(0, newest - (NUM_CHECKPOINTS - 1) * interval)
 
 
-def scores_alone(reply: TrainReply) -> TrainReply:
-    """The reply without its arrays."""
-    return replace(reply, arrays={}, extra={})
-
-
 def scores_in(history: Sequence[Line]) -> dict[str, TrainReply]:
     """The newest score of each client's own model since it last trained."""
     scores: dict[str, TrainReply] = {}
@@ -515,11 +507,12 @@ def name_for_clients(run: Run) -> str:
     return str(path) if is_in_process_grid(run.grid) else path.name
 
 
-def global_score(run: Run, arrays: ArrayRecord) -> Score:
-    """The global model on the source's test set."""
+def global_score(run: Run, arrays: ArrayRecord) -> dict[str, float]:
+    """Accuracy and loss of the global model on the source's test set."""
     device = run.test_samples.labels.device
     run.model.to(device).load_state_dict(run.initial_weights | tensors(arrays))
-    return evaluate(run.model, run.test_samples, run.config.train.precision)
+    score = evaluate(run.model, run.test_samples, run.config.train.precision)
+    return {"accuracy": score.accuracy, "loss": score.loss}
 
 
 def evaluate_on_clients(
@@ -545,13 +538,18 @@ def evaluate_on_clients(
 
 def info_of(run: Run, history: Sequence[Line]) -> RunInfo:
     """What the observers are told at the start."""
-    config, source = run.config, run.source
+    config, source, roster = run.config, run.source, run.roster
+    num_train = (
+        roster.num_train
+        if isinstance(roster, SimulatedRoster)
+        else sum(entry.num_examples for entry in roster.values())
+    )
     return RunInfo(
         directory=run.directory.path,
         method=config.rounds.method,
         server_optimizer=config.rounds.server_optimizer,
         source=config.data.source,
-        num_train=num_train(run.roster),
+        num_train=num_train,
         num_test=len(source.test.labels),
         image_shape=source.image_shape,
         num_classes=source.num_classes,

@@ -13,12 +13,10 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 
 import client_app.app
 from client_app.handlers import Train, answer_together, clients_per_step, train_together
@@ -26,6 +24,7 @@ from protocol.flower_compat import assign_message_id, begin_task
 from protocol.options import OptionValue
 from server_app.app import log_to_stdout
 from server_app.federation import run_federation
+from server_app.logical_clients import OwnGrid
 from server_app.observers import RunObserver, SummaryTable
 
 MAX_NODES = 1000
@@ -45,13 +44,12 @@ class Companions:
     is_own: Callable[[logging.LogRecord], bool] = lambda record: True
 
 
-class InlineGrid(Grid):
+class InlineGrid(OwnGrid):
     """Clients in this process, which answer one after the other, in the order of the messages.
 
     companions: the runs with which this one trains, if any.
     """
 
-    is_in_process: ClassVar[bool] = True
     stacks_clients: ClassVar[bool] = True
     has_own_clients: ClassVar[bool] = True
     simulates_clients = False  # each node is one client, unless `run_inline` changes this
@@ -70,18 +68,6 @@ class InlineGrid(Grid):
             for node, config in enumerate(node_configs, start=2)
         }
         self.waiting: dict[str, Message] = {}
-
-    def set_run(self, run: Any) -> None:
-        """Does nothing: there is one run."""
-
-    @property
-    def run(self) -> Any:
-        """The part of Flower's Run that Keel reads."""
-        return SimpleNamespace(override_config={})
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """Deprecated in Flower: use Message itself."""
-        raise NotImplementedError("use flwr.app.Message")
 
     def get_node_ids(self) -> Iterable[int]:
         """2, 3, ... in the order of the node configs."""
@@ -110,17 +96,9 @@ class InlineGrid(Grid):
             return self.answer_together(messages)
         return [self.answer(messages[0])]
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        """All replies; none can be late."""
-        ids = list(self.push_messages(messages))
-        return [reply for _ in ids for reply in self.pull_messages(ids)]
-
     def answer(self, message: Message) -> Message:
         """The client's reply to one message."""
-        context = self.contexts[message.metadata.dst_node_id]
-        return self.app(message, context)
+        return self.app(message, self.contexts[message.metadata.dst_node_id])
 
     def answer_together(self, messages: Sequence[Message]) -> list[Message]:
         """The replies of clients that train together, with those of other runs if there are."""

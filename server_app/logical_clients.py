@@ -9,6 +9,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from flwr.app import ArrayRecord, Error, Message, MessageType, MetricRecord, RecordDict
@@ -69,14 +70,34 @@ class Summing:
     take: Callable[[Collection[int], Arrays], None]
 
 
-class LogicalGrid(Grid):
+class OwnGrid(Grid):
+    """A grid without what Flower's processes ask of it and Keel does not."""
+
+    is_in_process = True
+
+    def set_run(self, run: Any) -> None:
+        """Does nothing: there is one run."""
+
+    @property
+    def run(self) -> Any:
+        """The part of Flower's Run that Keel reads."""
+        return SimpleNamespace(override_config={})
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        """Deprecated in Flower: use Message itself."""
+        raise NotImplementedError("use flwr.app.Message")
+
+    def send_and_receive(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
+        """Not used: `Exchange` pushes and pulls."""
+        raise NotImplementedError("use server_app.exchange.Exchange")
+
+
+class LogicalGrid(OwnGrid):
     """A grid of `num_clients` nodes, simulated by the nodes of another grid.
 
     expected_time: of a node's client, in any unit; set once the roster is known. How many seconds a
     unit takes each worker is measured. summing: None if workers send each client's arrays.
     """
-
-    is_in_process = True
 
     def __init__(self, grid: Grid, num_clients: int) -> None:
         self.grid, self.num_clients = grid, num_clients
@@ -90,18 +111,6 @@ class LogicalGrid(Grid):
         self.sent: dict[str, tuple[list[Message], Summing | None]] = {}
         self.carrier: dict[str, str] = {}  # id of a client's message to that of the worker's
         self.arrived: dict[str, Message] = {}  # replies by the id of the client's message
-
-    def set_run(self, run: Any) -> None:
-        """Does nothing: the grid below knows its run."""
-
-    @property
-    def run(self) -> Any:
-        """The run of the grid below."""
-        return self.grid.run
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """Deprecated in Flower: use Message itself."""
-        raise NotImplementedError("use flwr.app.Message")
 
     def get_node_ids(self) -> Iterable[int]:
         """One node per client."""
@@ -198,12 +207,6 @@ class LogicalGrid(Grid):
         if units:
             known = self.seconds_per_unit.get(worker, seconds / units)
             self.seconds_per_unit[worker] = (known + seconds / units) / 2
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        """Not used: `Exchange` pushes and pulls."""
-        raise NotImplementedError("use server_app.exchange.Exchange")
 
 
 def with_logical_clients(grid: Grid, num_clients: int) -> Grid:

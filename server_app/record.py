@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from client_app.evaluation import Score
 from protocol.messages import TrainReply
 from strategies.average import RoundReport
 
@@ -41,11 +40,6 @@ def training_fields(
             sum(r.metrics.get("cpu-seconds", 0.0) for r in report.accepted), 4
         ),
     }
-
-
-def score_fields(score: Score) -> dict[str, float]:
-    """A score as fields of the history."""
-    return {"accuracy": score.accuracy, "loss": score.loss}
 
 
 def client_fields(replies: list[TrainReply]) -> dict[str, Any]:

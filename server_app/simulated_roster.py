@@ -6,8 +6,9 @@ Values over all clients are computed from arrays.
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
 import flwr
 import numpy as np
@@ -30,6 +31,7 @@ from server_app.roster import MAX_LISTED, evaluated_clients, no_test_part
 from strategies.sampling import FIRST_NODE, ClientNames, name_of
 
 CACHED_ENTRIES = 4096
+T = TypeVar("T")
 
 
 class SimulatedRoster(Mapping[int, RosterEntry]):
@@ -59,10 +61,6 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
         if node not in self:
             raise KeyError(node)
         return self._entry(node - FIRST_NODE)
-
-    def node_of(self, name: str) -> int:
-        """The node of a client."""
-        return FIRST_NODE + self.names.number(name)
 
     def _made(self, number: int) -> RosterEntry:
         config, source = self.config, self.source
@@ -112,38 +110,20 @@ class SimulatedRoster(Mapping[int, RosterEntry]):
             hashed.update(array.astype("<i8").tobytes())
         return hashed.hexdigest()[:16]
 
-    def class_totals(self) -> list[int]:
-        """Samples of each class over all clients, of local test parts too."""
-        labels = np.asarray(self.source.train.labels)[self.parts.indices]
-        return np.bincount(labels, minlength=self.source.num_classes).tolist()  # type: ignore[no-any-return]
+    @property
+    def label_counts(self) -> "ByName[list[int]]":
+        """Each client's training samples of each class, by name."""
+        return ByName(self, lambda entry: entry.label_counts)
 
 
-class KnownLabelCounts(Mapping[str, list[int]]):
-    """Client name to its training samples of each class, computed when read."""
+class ByName(Mapping[str, T]):
+    """Client name to what `read` takes from its entry, computed when read."""
 
-    def __init__(self, roster: SimulatedRoster) -> None:
-        self.roster = roster
+    def __init__(self, roster: SimulatedRoster, read: Callable[[RosterEntry], T]) -> None:
+        self.roster, self.read = roster, read
 
-    def __getitem__(self, name: str) -> list[int]:
-        return self.roster[self.roster.node_of(name)].label_counts
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.roster.names)
-
-    def __len__(self) -> int:
-        return len(self.roster)
-
-
-class PartitionSizes(Mapping[str, int]):
-    """Client name to its number of training samples, computed when read."""
-
-    def __init__(self, roster: SimulatedRoster) -> None:
-        self.roster = roster
-
-    def __getitem__(self, name: str) -> int:
-        if name not in self.roster.names:
-            raise KeyError(name)
-        return self.roster[self.roster.node_of(name)].num_examples
+    def __getitem__(self, name: str) -> T:
+        return self.read(self.roster[FIRST_NODE + self.roster.names.number(name)])  # or KeyError
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.roster.names)
@@ -170,16 +150,14 @@ def check_simulated_roster(roster: SimulatedRoster, evaluates_clients: bool) -> 
     if not sizes[:, 0].all():
         client = name_of(int(np.argmin(sizes[:, 0])))
         raise ValueError(f"client {client} has no training samples")
-    totals = roster.class_totals()
+    labels = np.asarray(roster.source.train.labels)[roster.parts.indices]
+    totals = np.bincount(labels, minlength=roster.source.num_classes).tolist()
     if 0 in totals:
         raise ValueError(f"no client has samples of class {totals.index(0)}: it cannot be learnt")
     if evaluates_clients and not sizes[:, 1].all():
         client = name_of(int(np.argmin(sizes[:, 1])))
         raise no_test_part(client, roster.config, method_of(roster.config))
 
-
-# --- a roster of either kind
-# -----------------------------------------------------------------------------
 
 Roster = dict[int, RosterEntry] | SimulatedRoster
 
@@ -190,31 +168,13 @@ def simulated_roster(config: RunConfig, source: Source, grid: LogicalGrid) -> Si
     method = method_of(config)
     check_simulated_roster(roster, evaluated_clients(config, method) != "none")
     if type(method).check_roster is not Method.check_roster:
-        method.check_roster(KnownLabelCounts(roster))
+        method.check_roster(roster.label_counts)
     num_samples = roster.sizes[:, 0]
     grid.expected_time = lambda node: 1.0 + float(num_samples[node - FIRST_NODE])
     return roster
-
-
-def is_logical(roster: Roster) -> bool:
-    """Whether its clients are logical clients."""
-    return isinstance(roster, SimulatedRoster)
 
 
 def shown_entries(roster: Roster) -> list[RosterEntry]:
     """All entries; of more than `MAX_LISTED` simulated clients the first thousand."""
     nodes = list(itertools.islice(roster, len(roster) if len(roster) <= MAX_LISTED else 1000))
     return [roster[node] for node in nodes]
-
-
-def num_train(roster: Roster) -> int:
-    """Training samples of all clients."""
-    if isinstance(roster, SimulatedRoster):
-        return roster.num_train
-    return sum(entry.num_examples for entry in roster.values())
-
-
-def digest_of(roster: Roster) -> str:
-    """The digest of a split over more than `MAX_LISTED` clients."""
-    assert isinstance(roster, SimulatedRoster)
-    return roster.digest()

@@ -189,5 +189,5 @@ class Client:
         """The reply to a message with this content."""
         (node,) = self.grid.get_node_ids()
         message = Message(content, dst_node_id=node, message_type=kind)
-        (reply,) = self.grid.send_and_receive([message])
+        (reply,) = self.grid.pull_messages(self.grid.push_messages([message]))
         return reply
