@@ -14,7 +14,7 @@ sys.path.insert(0, str(repository))
 import click  # noqa: E402
 
 from keel.cli import main as command_line  # noqa: E402
-from keel.cli.catalog import option_rows  # noqa: E402
+from keel.cli.catalog import CONFIG_GROUPS, option_rows  # noqa: E402
 from keel.tables import markdown as table  # noqa: E402
 from protocol import catalogue, config  # noqa: E402
 from protocol.server_optimizers import SERVER_OPTIMIZERS  # noqa: E402
@@ -46,20 +46,17 @@ unlisted = {"--help", "--install-completion", "--show-completion"}
 
 def config_page() -> str:
     """Every key that is not a method's."""
-    groups = [
-        ("The run, aggregation and evaluation", config.RoundsConfig, ""),
-        ("Data", config.DataConfig, ""),
-        ("Model", config.ModelConfig, ""),
-        ("Local training", config.TrainConfig, ""),
-        ("Differential privacy", config.PrivacyConfig, "privacy."),
-    ]
+    titles = (
+        *("The run, aggregation and evaluation", "Data", "Model", "Local training"),
+        "Differential privacy",
+    )
     parts = [
         "# Config keys",
         "Any key can be set on the command line: `keel run KEY=VALUE ...`. A preset overrides the "
         "defaults; keys given explicitly override the preset. A method's options are on the page "
         "[Methods](methods.md).",
     ]
-    for title, options, prefix in groups:
+    for title, (options, prefix) in zip(titles, CONFIG_GROUPS, strict=True):
         parts += [f"## {title}", options_table(options, prefix)]
     parts.append("## Server optimizers")
     parts.append("`server-optimizer` selects one of these.")

@@ -6,7 +6,6 @@ the run's state.
 
 import fcntl
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -145,16 +144,6 @@ class SavedRun:
         """When the run last wrote a round or began, as a POSIX time; 0 if nothing can be read."""
         files = [self.directory / name for name in (HISTORY_FILE, CONFIG_FILE)]
         return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since the last change."""
-        return time.time() - self.last_change
-
-    @property
-    def pid(self) -> int | None:
-        """The process that writes the run; None if there is none or it cannot be told."""
-        return lock_holder(self.directory / LOCK_FILE) if self.is_running else None
 
 
 def is_locked(path: Path) -> bool:

@@ -66,7 +66,10 @@ def bench(
     8 minutes: repeat the command to continue with the rest.
     """
     if lines:
-        print_lines()
+        count = source_lines(app_folder)
+        for package, number in sorted(count.items()):
+            print(f"{number:7,} {package}")
+        print(f"{count.total() - count['tests']:7,} without tests")
         return
     from keel.benchmarks.report import BenchOptions, Row, earlier_rows, table, write
 
@@ -102,11 +105,3 @@ def source_lines(root: Path) -> Counter[str]:
         if (root / name).is_file():
             count[package] += len((root / name).read_text().splitlines())
     return count
-
-
-def print_lines() -> None:
-    """Print source lines by package; the total excludes the tests."""
-    count = source_lines(app_folder)
-    for package, number in sorted(count.items()):
-        print(f"{number:7,} {package}")
-    print(f"{sum(n for package, n in count.items() if package != 'tests'):7,} without tests")

@@ -38,6 +38,7 @@ from protocol.config import (
     ModelConfig,
     PrivacyConfig,
     RoundsConfig,
+    RunConfig,
     TrainConfig,
     app_folder,
     default_config,
@@ -245,7 +246,7 @@ not_measured = "–: not measured yet; --measure measures all"
 
 def model_row(name: str, again: bool = False, needed: bool = True) -> Row:
     """Norms, input, parameters and speed of a model; measured if `needed`, else if known."""
-    spec, speed = model_spec(name), model_speed(name, again) if needed else known_speed(name)
+    spec, speed = model_spec(name), model_speed(name, again, needed)
     size = spec.input.image_size
     return {
         "name": name,
@@ -258,27 +259,22 @@ def model_row(name: str, again: bool = False, needed: bool = True) -> Row:
     }
 
 
-def speed_key() -> list[str]:
-    """What a measured speed depends on."""
-    return [platform.node(), version("torch"), digest_of("models/*.py")]
+def model_speed(name: str, again: bool = False, needed: bool = True) -> Row | None:
+    """What `keel.benchmarks.model_speed.measure` found on this machine, from the cache.
 
+    None if that was not measured before and is not `needed`.
+    """
 
-def known_speed(name: str) -> Row | None:
-    """The model's speed if it was measured before."""
-    speed: Row | None = cached(f"speed-{name}", speed_key(), lambda: None)
-    return speed
-
-
-def model_speed(name: str, again: bool = False) -> Row:
-    """What `keel.benchmarks.model_speed.measure` found on this machine, from the cache."""
-
-    def compute() -> Row:
+    def compute() -> Row | None:
+        if not needed:
+            return None
         from keel.benchmarks.model_speed import measure
 
         Console(stderr=True).print(f"measuring {name} ...", style="dim")
         return measure(name)
 
-    speed: Row = cached(f"speed-{name}", speed_key(), compute, again)
+    key = [platform.node(), version("torch"), digest_of("models/*.py")]
+    speed: Row | None = cached(f"speed-{name}", key, compute, again)
     return speed
 
 
@@ -425,8 +421,8 @@ estimated_how = (
 def preset_row(name: str, again: bool = False, needed: bool = True) -> Row:
     """Method, data, model, clients, rounds and expected time; measured if `needed`."""
     config = resolve_config({"preset": name})
-    is_known = needed or known_speed(config.model.model) is not None
-    seconds = expected_seconds(name, again) if is_known else None
+    speed = model_speed(config.model.model, again, needed)
+    seconds = expected_seconds(config, speed) if speed else None
     return {
         "name": name,
         "method": config.rounds.method,
@@ -439,17 +435,13 @@ def preset_row(name: str, again: bool = False, needed: bool = True) -> Row:
     }
 
 
-def expected_seconds(preset: str, again: bool = False) -> float:
-    """An estimate of the preset's time on this machine; `estimated_how` describes it."""
-    from data.sources import list_sources
+def expected_seconds(config: RunConfig, speed: Row) -> float:
+    """An estimate of a run's time on this machine; `estimated_how` describes it."""
+    from data.readers import READERS
 
-    config = resolve_config({"preset": preset})
     rounds, data, spec = config.rounds, config.data, model_spec(config.model.model).input
-    [info] = [info for info in list_sources() if info.name == data.source]
-    assert info.num_train
-    assert info.num_test
-    assert info.image_shape
-    speed = model_speed(config.model.model, again)
+    info = READERS[data.source].published
+    assert info is not None
     pixels = data.image_size or spec.image_size or info.image_shape[1]
     area = (pixels / (spec.image_size or 32)) ** 2
     extra = re.match(r"\d+", method_spec(rounds.method).extra_forwards)

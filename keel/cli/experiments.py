@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -121,7 +121,7 @@ def run_command(
     from keel.experiments.tasks import Resources
 
     console, folder = new_console(), output_folder(output)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         resources = Resources(workers, cpus_per_run, gpus_per_run, ray)
         failed = run_recipe(loaded, cells, options, folder, resources, console)
@@ -138,10 +138,6 @@ def run_command(
     console.print(f"results: {folder}; keel experiments report --output {folder}")
     archive_into(pack, folder)
     raise typer.Exit(1 if failed else 0)
-
-
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 @app.command("report")

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from keel.runs import (
     DAMAGE,
+    LOCK_FILE,
     RUNNING,
     SavedRun,
     all_runs,
@@ -125,7 +126,7 @@ def list_command(
         "rounds": [f"{row['rounds']}/{row['num_rounds']}" for row in rows],
         "accuracy": [percent(row["accuracy"]) for row in rows],
         "state": [state_text(row["state"]) for row in rows],
-        "age": [" ".join(duration(run.age_s).split()[:2]) for run in shown],
+        "age": [" ".join(duration(time.time() - run.last_change).split()[:2]) for run in shown],
     }
     if rows:
         print_runs(columns, ["data", "method", "age", "accuracy"])
@@ -198,7 +199,7 @@ def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:
     if not saved.is_running:
         raise ValueError(f"{saved.name} is not running: {saved.state}")
     engine_lock = keel_home() / "flower" / saved.name / ".lock"
-    pid = lock_holder(engine_lock) if is_locked(engine_lock) else saved.pid
+    pid = lock_holder(engine_lock if is_locked(engine_lock) else saved.directory / LOCK_FILE)
     if pid is None:
         raise RuntimeError(f"cannot determine which process writes {saved.directory}")
     if is_flower(pid):

@@ -1,9 +1,9 @@
 """`keel ui`: live pages on the runs of this machine."""
 
 import secrets
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -46,7 +46,10 @@ def ui(
 
     nodes = None
     if federation:
-        nodes = SuperLinkNodes(superlink_nodes(federation, root_certificates))
+        from keel.deployment.superlink import SuperLinkClient
+
+        home = Path(tempfile.mkdtemp(prefix="keel-ui-")) if ":" in federation else None
+        nodes = SuperLinkNodes(SuperLinkClient(home, federation, root_certificates).nodes)
     token = secrets.token_urlsafe(24)
     with listening(port) as at:
         store = Store(roots)
@@ -54,15 +57,3 @@ def ui(
         print(f"http://127.0.0.1:{at.getsockname()[1]}/?token={token}", flush=True)
         print(f"{found} runs in {', '.join(map(str, roots))}; Ctrl-C stops the server", flush=True)
         serve(create_app(store, token, nodes), at)
-
-
-def superlink_nodes(
-    federation: str, root_certificates: Path | None
-) -> Callable[[], list[dict[str, Any]]]:
-    """A function that returns the nodes of this SuperLink."""
-    import tempfile
-
-    from keel.deployment.superlink import SuperLinkClient
-
-    home = Path(tempfile.mkdtemp(prefix="keel-ui-")) if ":" in federation else None
-    return SuperLinkClient(home, federation, root_certificates).nodes

@@ -57,21 +57,12 @@ def settings_of(
                 differing[RENAMED_KEYS.get(key, key)] = None
     flats = list(pairs.values())
     found = []
-    for name, value in (("data", source_of), ("split", split_of)):
-        found.append(setting(name, [(value(ours), value(paper)) for ours, paper in flats]))
+    entries = [[Entry("", "", Path(), config=flat) for flat in pair] for pair in flats]
+    found.append(setting("data", [(ours.source, paper.source) for ours, paper in entries]))
+    found.append(setting("split", [(ours.split, paper.split) for ours, paper in entries]))
     for key in dict.fromkeys([*SHOWN, *(key for key in differing if key not in WHERE)]):
         found.append(setting(key, [(ours.get(key), paper.get(key)) for ours, paper in flats]))
     return found
-
-
-def source_of(flat: Mapping[str, Any]) -> str:
-    """The data source, without folders."""
-    return Entry("", "", Path(), config=flat).source
-
-
-def split_of(flat: Mapping[str, Any]) -> str:
-    """The partition with its parameter."""
-    return Entry("", "", Path(), config=flat).split
 
 
 def setting(name: str, pairs: Sequence[tuple[Any, Any]]) -> Setting:

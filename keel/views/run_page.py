@@ -13,9 +13,9 @@ from keel.views.store import (
     MAX_BYTES,
     ROSTER_FILE,
     Entry,
+    last_lines,
     number,
     read_json,
-    tail,
     text_of,
 )
 from server_app.history import CURVES, PER_CLIENT, HistoryReader, Line, duration
@@ -23,6 +23,7 @@ from server_app.history import CURVES, PER_CLIENT, HistoryReader, Line, duration
 MAX_ROUNDS = 40  # columns of the clients' heat map: each costs the reading of a whole line
 MAX_CLIENTS = 40  # its rows: the worst
 MAX_EVENTS = 200  # rows of the table of clients left out
+MAX_LOG_LINES = 200  # the last
 RECENT = 50  # rounds whose mean gives the time left
 MAX_COUNT = 1 << 53  # samples that a float counts exactly
 MAX_SPLIT = 250  # columns of the label distribution: with more clients, several share one
@@ -72,24 +73,19 @@ def points_of(lines: Sequence[Line], key: str, name: str) -> list[tuple[int, flo
     return found
 
 
+def curve_of(lines: Sequence[Line], key: str, name: str, text: str, factor: float = 1) -> Curve:
+    """`points_of` as a curve called `text`, each value times `factor`."""
+    points = points_of(lines, key, name)
+    return Curve(text, [r for r, _ in points], [factor * v for _, v in points])
+
+
 def main_charts(entry: Entry, reader: HistoryReader) -> dict[str, Figure]:
     """The charts that need no line as a whole."""
     lines = reader.lines
-    accuracy = [
-        Curve(description, [r for r, _ in points], [100 * v for _, v in points])
-        for key, name, description in CURVES
-        if (points := points_of(lines, key, name))
-    ]
-    names = dict.fromkeys(name for line in lines for name in line["losses"])
-    losses = [
-        Curve(name, [r for r, _ in points], [v for _, v in points])
-        for name in names
-        if (points := points_of(lines, "losses", name))
-    ]
-    if points := points_of(lines, "global", "loss"):
-        losses.append(
-            Curve("global model, test set", [r for r, _ in points], [v for _, v in points])
-        )
+    accuracy = [curve_of(lines, *each, factor=100) for each in CURVES]
+    terms = dict.fromkeys(name for line in lines for name in line["losses"])
+    losses = [curve_of(lines, "losses", name, name) for name in terms]
+    losses.append(curve_of(lines, "global", "loss", "global model, test set"))
     rounds = [line["round"] for line in lines]
     figures = {
         "accuracy": curves(accuracy, "round", "accuracy (%)"),
@@ -297,7 +293,8 @@ def is_plain(path: Any) -> bool:
 
 def log_tail(entry: Entry) -> list[str]:
     """The last lines of the run's log."""
-    return tail(entry.directory / LOG_FILE)
+    lines = last_lines(entry.directory / LOG_FILE, 64 << 10)[-MAX_LOG_LINES:]
+    return [text_of(line.decode(errors="replace"), 400) for line in lines]
 
 
 def config_rows(entry: Entry) -> list[tuple[str, str, bool]]:

@@ -221,14 +221,13 @@ def read_json(path: Path, max_bytes: int) -> Any:
     return None
 
 
-def tail(path: Path, num_bytes: int = 64 << 10, max_lines: int = 200) -> list[str]:
-    """The last lines of a text file, each printable; [] if it cannot be read."""
+def last_lines(path: Path, num_bytes: int) -> list[bytes]:
+    """The lines in the last bytes of a file; [] if it is a link or cannot be read."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return []
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
-            lines = file.read().decode(errors="replace").splitlines()
+            return file.read().splitlines()
     except OSError:
         return []
-    return [text_of(line, 400) for line in lines[-max_lines:]]

@@ -16,7 +16,7 @@ from rich.text import Text
 from keel.runs import RUNNING
 from keel.tables import terminal_console
 from keel.views.run_page import events, points_of, progress
-from keel.views.store import AUDIT_FILE, Entry, Store, text_of
+from keel.views.store import AUDIT_FILE, Entry, Store, last_lines, text_of
 from server_app.history import CURVES, HistoryReader, Line
 
 POLL_S = 0.5
@@ -41,16 +41,7 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
 
 def clients_at_work(directory: Path, done: int) -> tuple[int, list[str]]:
     """(the round under way, its cohort), from the audit log; (0, []) between rounds."""
-    path = directory / AUDIT_FILE
-    try:
-        if path.is_symlink() or not path.is_file():
-            return 0, []
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return 0, []
-    for text in reversed(lines):
+    for text in reversed(last_lines(directory / AUDIT_FILE, TAIL_BYTES)):
         try:
             line = json.loads(text)
             if line["event"] == "sent" and line["kind"] == "train":

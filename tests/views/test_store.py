@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from keel.views.store import Store, number, read_json, tail
+from keel.views.run_page import log_tail
+from keel.views.store import Entry, Store, number, read_json
 from tests.tools.run_directories import make_run
 
 OLD_RUN = Path(__file__).parents[1] / "data" / "run-0.1"
@@ -87,7 +88,7 @@ def test_a_json_file_that_is_too_large_or_a_link_is_not_read(tmp_path):
 
 
 def test_the_tail_of_a_log_has_no_control_characters(tmp_path):
-    (tmp_path / "log").write_text("one\n\x1b[31mtwo\x07\n" + "x" * 1000 + "\n")
-    lines = tail(tmp_path / "log", max_lines=2)
-    assert lines[0] == "two"
-    assert len(lines[1]) == 400
+    (tmp_path / "run.log").write_text("one\n\x1b[31mtwo\x07\n" + "x" * 1000 + "\n")
+    lines = log_tail(Entry("", "", tmp_path))
+    assert lines[:2] == ["one", "two"]
+    assert len(lines[2]) == 400
