@@ -40,17 +40,6 @@ class StockLoopback(Loopback):
         self.start(f"executor-{name}", name, command, env)
 
 
-def cost(local: Loopback, rounds: int) -> tuple[float, dict[str, int]]:
-    """(seconds a round, bytes of all rounds as the SuperLink counts them) of one run."""
-    run_id = local.superlink.submit(CONFIG | {"num-rounds": rounds})
-    status = local.superlink.wait(run_id, run_limit_s)
-    if status != "finished:completed":
-        raise RuntimeError(f"run {run_id}: {status}")
-    [path] = (local.root / "server" / "keel" / "runs").glob("*/history.jsonl")
-    training_s = [line["seconds"]["training"] for line in read_history(path)[1:]]
-    return statistics.median(training_s), local.superlink.run_info(run_id)["network-traffic"]
-
-
 def round_cost(options: BenchOptions) -> Iterator[Row]:
     """One row for each set of processes, with two clients."""
     for name, kind in (("Keel", Loopback), ("Flower's own", StockLoopback)):
@@ -58,9 +47,16 @@ def round_cost(options: BenchOptions) -> Iterator[Row]:
             tempfile.TemporaryDirectory(prefix="keel-cost-") as folder,
             running(Path(folder), partitions(2), kind=kind) as local,
         ):
-            seconds, traffic = cost(local, 2 if options.is_quick else max(10, options.rounds))
+            rounds = 2 if options.is_quick else max(10, options.rounds)
+            run_id = local.superlink.submit(CONFIG | {"num-rounds": rounds})
+            status = local.superlink.wait(run_id, run_limit_s)
+            if status != "finished:completed":
+                raise RuntimeError(f"run {run_id}: {status}")
+            [path] = (local.root / "server" / "keel" / "runs").glob("*/history.jsonl")
+            training_s = [line["seconds"]["training"] for line in read_history(path)[1:]]
+            traffic = local.superlink.run_info(run_id)["network-traffic"]  # of all rounds
         yield {
             "what": f"deployed round, processes: {name}",
-            "wall_seconds": round(seconds, 2),
+            "wall_seconds": round(statistics.median(training_s), 2),
             "bytes": traffic,
         }

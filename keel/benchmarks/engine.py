@@ -63,14 +63,20 @@ def processes(mark: str) -> list[Process]:
         try:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             stat = (folder / "stat").read_text().rpartition(")")[2].split()
-            status = (folder / "status").read_text()
         except OSError:  # it has ended
             continue
         cpu_s = sum(int(stat[n]) for n in (11, 12, 13, 14)) / ticks  # with ended children
-        # anonymous memory only: mapped files are shared
-        own_kb = sum(int(line.split()[1]) for line in status.splitlines() if "RssAnon" in line)
-        found.append(Process(pid, command, cpu_s, own_kb / 1024, int(stat[7])))
+        found.append(Process(pid, command, cpu_s, own_mb(pid), int(stat[7])))
     return found
+
+
+def own_mb(pid: int | str = "self") -> float:
+    """A process's anonymous memory, in MB (mapped files are shared); 0 once it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return sum(int(line.split()[1]) for line in status if "RssAnon" in line) / 1024
 
 
 @dataclass
@@ -346,15 +352,6 @@ def untrained(options: BenchOptions) -> Iterator[Row]:
             "written_each_round": costs[0],
             "snapshot_every_1000": costs[1],
         }
-
-
-def own_mb(pid: int | str = "self") -> float:
-    """A process's anonymous memory, in MB; 0 once it has ended."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return sum(int(line.split()[1]) for line in status if "RssAnon" in line) / 1024
 
 
 def memory(options: BenchOptions) -> Iterator[Row]:

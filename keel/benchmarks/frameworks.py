@@ -242,21 +242,6 @@ def seconds_of(line: dict[str, Any]) -> float:
     return float(sum(line["seconds"].values()))
 
 
-def inline_rounds(keys: Keys) -> list[RoundCost]:
-    """The cost of every round but the first."""
-    clock = RoundClock()
-    lines = history_of(keys, bare.num_clients, [clock])
-    return [
-        RoundCost(
-            seconds_of(line),
-            after - before,
-            mb_down=line["bytes_down"] / 1e6,
-            mb_up=line["bytes_up"] / 1e6,
-        )
-        for line, (before, after) in zip(lines[1:], itertools.pairwise(clock.at), strict=True)
-    ]
-
-
 def rounds(options: BenchOptions) -> Iterator[Measurement]:
     """W1 and W2: the inline engine in one process, against the others on the same device."""
     count = 2 if options.is_quick else options.rounds
@@ -269,7 +254,13 @@ def rounds(options: BenchOptions) -> Iterator[Measurement]:
 
     @lru_cache(maxsize=1)
     def inline(name: str) -> list[RoundCost]:
-        return inline_rounds({**WORKLOADS[name], **common})
+        clock = RoundClock()
+        lines = history_of({**WORKLOADS[name], **common}, bare.num_clients, [clock])
+        costs = []
+        for line, (before, after) in zip(lines[1:], itertools.pairwise(clock.at), strict=True):
+            sent = {"mb_down": line["bytes_down"] / 1e6, "mb_up": line["bytes_up"] / 1e6}
+            costs.append(RoundCost(seconds_of(line), after - before, **sent))
+        return costs
 
     def measure(workload: str, other: Callable[[], list[RoundCost]]) -> Row:
         both = inline(workload), other()

@@ -66,13 +66,8 @@ def training(options: BenchOptions) -> Iterator[Measurement]:
 
     def measure(keys: Keys, precision: str) -> Row:
         count = operations(local_training({**keys, "precision": "fp32", "compile": False}))
-        run = local_training(keys)
-        seconds, peak_mb = seconds_and_memory(run, device, 1 if quick else 3)
-        return {
-            "steps_a_second": round(num_steps(run) / seconds, 1),
-            "busy_share": round(busy_share(run, device), 3),
-            "peak_mb": peak_mb,
-            "wall_seconds": round(seconds, 4),
+        seconds, row = measured(local_training(keys), options)
+        return row | {
             "samples_a_second": round(epochs * num / seconds),
             "share_of_bound": round(count / rate_of(precision) / seconds, 3),
         }
@@ -103,12 +98,19 @@ def num_steps(run: Run) -> int:
     return sum(update.num_steps for update in updates)
 
 
-def seconds_and_memory(run: Run, device: str, repetitions: int) -> tuple[float, int | None]:
-    """Fewest wall seconds, and the GPU memory in MB that the runs took at most; None on a CPU."""
+def measured(run: Run, options: BenchOptions) -> tuple[float, Row]:
+    """The fewest wall seconds of a run, and its row; peak_mb, of the GPU, is None on a CPU."""
+    device = options.device
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds = min_seconds(run, device, repetitions)
-    return seconds, torch.cuda.max_memory_allocated() >> 20 if device == "cuda" else None
+    seconds = min_seconds(run, device, 1 if options.is_quick else 3)
+    peak_mb = torch.cuda.max_memory_allocated() >> 20 if device == "cuda" else None
+    return seconds, {
+        "steps_a_second": round(num_steps(run) / seconds, 1),
+        "busy_share": round(busy_share(run, device), 3),
+        "peak_mb": peak_mb,
+        "wall_seconds": round(seconds, 4),
+    }
 
 
 def clients_together(keys: Keys, num_clients: int, is_stacked: bool) -> Run:
@@ -150,18 +152,11 @@ STACKED = (  # network, method, batch size, clients
 
 def stacking(options: BenchOptions) -> Iterator[Measurement]:
     """Client steps a second of several clients: one after the other, and as one batched model."""
-    device, quick = options.device, options.is_quick
+    quick = options.is_quick
     num_batches = 1 if quick else 8  # of each client
 
     def measure(keys: Keys, num_clients: int, is_stacked: bool) -> Row:
-        run = clients_together(keys, num_clients, is_stacked)
-        seconds, peak_mb = seconds_and_memory(run, device, 1 if quick else 3)
-        return {
-            "steps_a_second": round(num_steps(run) / seconds, 1),
-            "busy_share": round(busy_share(run, device), 3),
-            "peak_mb": peak_mb,
-            "wall_seconds": round(seconds, 4),
-        }
+        return measured(clients_together(keys, num_clients, is_stacked), options)[1]
 
     for model, name, batch, num_clients in STACKED:
         if quick:
@@ -172,7 +167,7 @@ def stacking(options: BenchOptions) -> Iterator[Measurement]:
             "method": name,
             "batch-size": batch,
             "local-epochs": 1,
-            "device": device,
+            "device": options.device,
         }
         for is_stacked, way in ((False, "eager"), (True, "stacked")):
             what = f"{num_clients} clients, {model}, batch {batch}: {name}, {way}"
@@ -214,11 +209,7 @@ def time_to_target(options: BenchOptions) -> Row:
             best = max(best, line["personal"]["mean"])
         if reached is None and best >= target_accuracy:
             reached = (line["round"], round(spent_s, 1))
-    return {
-        "round_and_seconds": reached,
-        "best": round(best, 4),
-        "wall_seconds": round(spent_s, 1),
-    }
+    return {"round_and_seconds": reached, "best": round(best, 4), "wall_seconds": round(spent_s, 1)}
 
 
 def measurements(options: BenchOptions) -> Iterator[Measurement]:

@@ -12,6 +12,8 @@ from keel.benchmarks.steps import Run, ratios
 from server_app.inline import run_inline
 from server_app.stacked_runs import run_stacked
 
+FORMS = {"one after the other": False, "stacked": True}  # whether it is stacked
+
 
 def runs_together(keys: Keys, num_runs: int, is_stacked: bool) -> Run:
     """Runs of 10 clients with different seeds, one after the other or stacked."""
@@ -43,13 +45,9 @@ def stacked(options: BenchOptions) -> Iterator[Row]:
             "local-epochs": 1,
             "device": "cpu",
         }
-        forms = {
-            name: clients_together(keys, 10, is_stacked)
-            for name, is_stacked in (("one after the other", False), ("stacked", True))
-        }
-        yield from ratios(
-            f"{10 * num_batches} steps of 10 clients, {model}, batch {batch}", forms, repetitions
-        )
+        forms = {name: clients_together(keys, 10, each) for name, each in FORMS.items()}
+        what = f"{10 * num_batches} steps of 10 clients, {model}, batch {batch}"
+        yield from ratios(what, forms, repetitions)
     keys = {
         "source": "digits",
         "partition": "iid",
@@ -59,10 +57,6 @@ def stacked(options: BenchOptions) -> Iterator[Row]:
         "device": "cpu",
         "threads": 1,
     }
-    forms = {
-        name: runs_together(keys, 3, is_stacked)
-        for name, is_stacked in (("one after the other", False), ("stacked", True))
-    }
-    yield from ratios(
-        "3 runs of cnn-fedreco on digits, batch 10", forms, 1 if options.is_quick else 2
-    )
+    forms = {name: runs_together(keys, 3, each) for name, each in FORMS.items()}
+    what = "3 runs of cnn-fedreco on digits, batch 10"
+    yield from ratios(what, forms, 1 if options.is_quick else 2)
