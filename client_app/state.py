@@ -42,10 +42,28 @@ class ResetNeeded(ValueError):
 
 
 class StateMemory:
-    """The newest version of each client's state of one run since the last `write`."""
+    """The newest version of each client's state of one run since the last `write`.
+
+    replaced: the versions before those of the newest round, which a client may train twice.
+    """
 
     def __init__(self) -> None:
         self.newest: dict[Path, tuple[int, Groups]] = {}  # client's folder to (round, state)
+        self.replaced: dict[Path, tuple[int, Groups]] = {}
+        self.round = 0  # the newest
+
+    def load(self, folder: Path, before_round: int) -> Groups | None:
+        """The newest version of a round < `before_round`; None if it is not in memory."""
+        versions = self.newest.get(folder), self.replaced.get(folder)
+        return next((groups for r, groups in filter(None, versions) if r < before_round), None)
+
+    def save(self, folder: Path, round_: int, groups: Groups) -> None:
+        """Hold this version in memory."""
+        if round_ > self.round:
+            self.round, self.replaced = round_, {}
+        if (known := self.newest.get(folder)) and known[0] < round_:
+            self.replaced[folder] = known
+        self.newest[folder] = (round_, groups)
 
     def write(self, checkpoint_round: int) -> None:
         """Write all to files, prune those as `StateFolder.prune`, and forget them."""
@@ -53,7 +71,7 @@ class StateMemory:
             folder = StateFolder(path)
             folder.save(round_, groups)
             folder.prune(checkpoint_round)
-        self.newest = {}
+        self.newest, self.replaced = {}, {}
 
 
 # By run directory: client state in memory, of runs whose server is in this process.
@@ -81,8 +99,8 @@ class StateFolder:
         trained: lost state is never replaced silently. A file `reset-state` in the folder allows
         either once; the round that follows renames it, and may be trained again.
         """
-        if self.memory and self.folder in self.memory.newest:
-            return self.memory.newest[self.folder][1]
+        if self.memory and (groups := self.memory.load(self.folder, before_round)) is not None:
+            return groups
         newest = max((round_ for round_, _ in self._versions()), default=0)
         if newest - before_round >= self.max_ahead:
             behind = (
@@ -144,7 +162,7 @@ class StateFolder:
         Versions newer than that are renamed to `*.set-aside`. Do not modify the arrays later.
         """
         if self.memory is not None:
-            self.memory.newest[self.folder] = (round_, groups)
+            self.memory.save(self.folder, round_, groups)
             return
         flat = {
             f"{group}{separator}{name}": array

@@ -392,7 +392,6 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
             run.audit.note("released", round=server_round, clients=clients, **privacy)
             run.directory.append_releases(server_round, clients)
 
-    note_releases(*(message.metadata.dst_node_id for message in messages))
     backed_off = sorted(strategy.backed_off(server_round))
     what, timeout_s = f"round {server_round}", rounds.round_timeout
     if isinstance(run.grid, LogicalGrid):
@@ -400,14 +399,23 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         like = strategy.expected(strategy.current)
         summing = Summing(shares, strategy.limits, like, strategy.take_sum)
         run.grid.summing = summing if shares else None
-    run.exchange.ask(
-        messages,
-        timeout_s,
-        what,
-        max_bytes=strategy.max_reply_bytes(),
-        before_resend=note_releases,
-        on_reply=lambda reply: strategy.accept(server_round, reply),
-    )
+
+    to_ask = messages
+    while to_ask:
+        note_releases(*(message.metadata.dst_node_id for message in to_ask))
+        run.exchange.ask(
+            to_ask,
+            timeout_s,
+            what,
+            max_bytes=strategy.max_reply_bytes(),
+            before_resend=note_releases,
+            on_reply=lambda reply: strategy.accept(server_round, reply),
+        )
+        again = strategy.to_ask_again()
+        to_ask = [message for message in messages if message.metadata.dst_node_id in again]
+        if to_ask:
+            text = "%s: %d clients train again, as their updates were summed with a rejected one"
+            log.warning(text, what, len(to_ask))
     seconds["training"] = time.perf_counter() - started
 
     started = time.perf_counter()

@@ -82,6 +82,7 @@ class Average(Strategy):
         self.running: RunningMean | None = None  # where its replies are summed as they come
         self.workers_sum = False  # replies have no arrays; `take_sum` brings the arrays' sums
         self.sums: list[tuple[set[str], Arrays]] = []  # until the replies of their clients are here
+        self.unused: set[str] = set()  # valid clients whose sum has one that is not
         self.keeps_updates = False  # each update of the next round is needed, for diagnostics
         self.current: Arrays = {}
         self.sent: Arrays = {}
@@ -388,18 +389,29 @@ class Average(Strategy):
             self.running.add(client, reply.arrays)
             validation.accepted[client] = replace(reply, arrays={})
 
+    def to_ask_again(self) -> set[int]:
+        """The nodes of valid clients rejected because of others; their rejections are withdrawn."""
+        clients, self.unused = self.unused, set()
+        if self.validation:
+            self.validation.rejected = {
+                c: why for c, why in self.validation.rejected.items() if c not in clients
+            }
+        return set(self.nodes_of(sorted(clients)))
+
     def _begin_round(self, server_round: int) -> tuple[Validation, RunningMean | None]:
         """Prepare for the replies to `configure_train`."""
         expected, extra = self.expected(self.current), self.expected_extra()
         self.validation = self._validation(server_round, expected, extra)
         weights = {} if self.outliers else self.streamed_weights()
         self.running = RunningMean(weights, self.limits) if weights else None
+        self.unused = set()
         return self.validation, self.running
 
     def _merge_sums(self, validation: Validation, running: RunningMean) -> None:
         """Add each worker's sum once the replies of all its clients are here.
 
-        If one of the replies is not valid, the sum is not used, and all its clients are rejected.
+        If one of the replies is not valid, the sum is not used, and all its clients are rejected,
+        also those that `to_ask_again` returns.
         """
         accepted = validation.accepted
         here = accepted.keys() | validation.rejected.keys() | validation.failed.keys()
@@ -413,6 +425,7 @@ class Average(Strategy):
             for client in clients & accepted.keys() - running.added:
                 reason = f"its update was summed with that of {min(bad)}, which cannot be used"
                 validation.reject(client, reason)
+                self.unused.add(client)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -9,6 +9,7 @@ from run_fixtures import NUM_CLIENTS, SMALL, all_models, history_of, same_bits, 
 import strategies.average
 from server_app.inline import InlineGrid, run_inline
 from strategies.aggregation import RunningMean
+from strategies.scaffold import ScaffoldServer
 
 KEYS = {"fraction-train": 0.5, "local-test-fraction": 0.2, "num-rounds": 3}
 # an objective, a stateful one, a procedure with arrays beside the model, a personal one, one whose
@@ -66,6 +67,27 @@ def test_bits_do_not_depend_on_who_sums_large_updates(run, tmp_path, method, mon
         assert without_times(history_of(other)) == without_times(history_of(whole))
     for name, array in all_models(small).items():
         torch.testing.assert_close(all_models(whole)[name], array)
+
+
+@pytest.mark.parametrize("snapshot_every", [1, 3])
+def test_a_client_whose_extra_is_rejected_takes_no_other_with_it(
+    run, tmp_path, monkeypatch, snapshot_every
+):
+    """The others of its worker train again, from the same state."""
+    monkeypatch.setattr(strategies.average, "STREAM_BYTES", 1)
+    monkeypatch.setattr(
+        ScaffoldServer,
+        "extra_reason",
+        lambda half, reply: "it is odd" * (reply.client == "client-0002" and reply.round > 1),
+    )
+    keys = SMALL | {"method": "scaffold", "num-rounds": 3, "output-dir": str(tmp_path)}
+    keys["snapshot-every"] = snapshot_every
+    whole = run(keys)
+    for num_workers in (1, 2, 3):
+        other = run_inline(keys, NUM_CLIENTS, num_workers=num_workers)
+        left_out = [line["left_out"] for line in history_of(other)]
+        assert left_out == [{}, *[{"client-0002": "it is odd"}] * 2]
+        assert same_bits(all_models(other), all_models(whole))
 
 
 def last_first(pull):
