@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -13,11 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 import typer
-from run_fixtures import final_model, history_of, same_bits, without_times
+from run_fixtures import final_model, history_of, same_bits, summary_of, without_times
 
 from keel.cli import experiments as command_line
 from keel.experiments.rendering import write_report
@@ -28,7 +30,11 @@ from server_app.inline import run_inline
 
 root = Path(__file__).parent.parent.parent
 sweep = root / "docs" / "sweep.yaml"
-ONCE = ("--seeds", "1", "--only", "heterogeneous")
+NUM_ROUNDS = 20  # long enough to be interrupted
+ONCE = (
+    *("--seeds", "1", "--only", "heterogeneous"),
+    *("--set", f"num-rounds={NUM_ROUNDS}", "--set", "data-fraction=0.4"),
+)
 wait_s = 120.0
 
 
@@ -51,83 +57,9 @@ def main(*arguments: str) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-@pytest.fixture(scope="module")
-def runners(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """The output folder after half of the documented example, two runs of three rounds, which two
-    runners have shared, and what each of them printed.
-    """
-    output = tmp_path_factory.mktemp("experiments")
-    command = [sys.executable, "-m", "keel.cli.experiments", "run", str(sweep), "--output"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(output), *ONCE, "--workers", "1"],
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    printed = [process.communicate(timeout=2 * wait_s)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
-    return output, printed
-
-
-@pytest.fixture(scope="module")
-def swept(runners: tuple[Path, list[str]]) -> Path:
-    """The output folder of `runners`."""
-    return runners[0]
-
-
 def folders(output: Path) -> list[Path]:
     """The folders of all attempts, by the name of their run."""
     return [path.parent for path in sorted(output.glob("runs/*/*/config.json"))]
-
-
-def test_the_documented_sweep_gives_what_the_same_runs_give_by_hand(swept, tmp_path):
-    assert len(folders(swept)) == 2
-    for folder in folders(swept):
-        given = json.loads((folder / "config.json").read_text())["overrides"]
-        assert given["alpha"] == 0.5
-        by_hand = run_inline({**given, "output-dir": str(tmp_path)}, 4)
-        assert same_bits(final_model(folder), final_model(by_hand))
-
-
-def test_what_is_finished_is_not_run_again(swept, monkeypatch, capsys):
-    monkeypatch.setattr(RayTasks, "connect", lambda self: pytest.fail("Ray was started"))
-    assert main("run", str(sweep), "--output", str(swept), *ONCE) == 0
-    assert "2 runs are already finished" in capsys.readouterr().out
-
-
-def test_a_run_that_diverges_is_survived_named_and_not_run_again(swept, tmp_path, capsys):
-    text = sweep.read_text().replace("[0.01, 1.0]", "[0.01, 1.0e+30]")
-    recipe = tmp_path / "diverging.yaml"
-    recipe.write_text(text)
-    before = folders(swept)
-    assert main("run", str(recipe), "--output", str(swept), *ONCE) == 0
-    message = capsys.readouterr().out
-    assert re.search(r"diverged fedprox\.mu = \S+, heterogeneous, seed 0: ", message)
-    assert "values that are not finite" in message
-    assert "1 runs are already finished" in message  # the sweep's own, shared
-    (new,) = set(folders(swept)) - set(before)
-    assert main("run", str(recipe), "--output", str(swept), *ONCE) == 0
-    assert "2 runs are already finished" in capsys.readouterr().out
-    assert "| fedprox.mu = 1e+30 | –; diverged 1/1 |" in write_report(swept)[1].read_text()
-    shutil.rmtree(new.parent)
-    (job,) = swept.glob("jobs/diverging*")
-    job.unlink()
-
-
-def long_recipe(folder: Path, seeds: int = 1) -> Path:
-    """A recipe of one run a seed, long enough to be interrupted."""
-    path = folder / "long.yaml"
-    path.write_text(
-        "config: {source: digits, data-fraction: 0.4, model: cnn-fedreco, num-clients: 4, "
-        "num-rounds: 20, lr: 0.05}\n"
-        f"seeds: {seeds}\n"
-        "rows:\n  FedAvg: {method: fedavg}\n"
-    )
-    return path
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -141,7 +73,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 @contextlib.contextmanager
 def started(recipe: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
     """A runner in a process and a process group of its own, one run at a time."""
-    words = ["run", str(recipe), "--output", str(output), "--workers", "1"]
+    words = ["run", str(recipe), "--output", str(output), *ONCE, "--workers", "1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "keel.cli.experiments", *words],
         cwd=root,
@@ -212,12 +144,14 @@ def assert_only_who_has_the_token_joins(worker: int) -> None:
     assert [each.communicate(timeout=wait_s)[0] for each in joining] == ["", "", "in\n"]
 
 
-def test_killed_runs_and_stopped_and_killed_runners_are_resumed_bit_for_bit(tmp_path):
-    """Three runners, in one test because each starts Ray: the first is interrupted by Ctrl-C in a
-    terminal, which reaches every process of the group; the second is killed; the third finishes.
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The output folder of two runners that did not finish, and the history of the run that they
+    began: the first was interrupted by Ctrl-C in a terminal, which reaches every process of the
+    group, after its run had been killed; the second was killed itself.
     """
-    recipe, output = long_recipe(tmp_path, seeds=2), tmp_path / "out"
-    with started(recipe, output) as process:
+    output = tmp_path_factory.mktemp("experiments")
+    with started(sweep, output) as process:
         os.kill(worker_of(output), signal.SIGKILL)
         worker = worker_of(output, rounds_in(output) + 1)
         session = session_of(worker)
@@ -228,14 +162,14 @@ def test_killed_runs_and_stopped_and_killed_runners_are_resumed_bit_for_bit(tmp_
         message, _ = process.communicate(timeout=wait_s)
     assert message.count("seed 0: its process was killed, possibly out of memory; it is") == 1
     assert (process.returncode, "interrupted" in message) == (130, True), message
-    assert 2 <= rounds_in(output) < 20, "it was over before it was interrupted"
+    assert 2 <= rounds_in(output) < NUM_ROUNDS, "it was over before it was interrupted"
     assert not is_alive(worker)
     assert not session.exists()
     (attempt,) = folders(output)  # the killed run was resumed, not started from scratch
-    assert json.loads((attempt / "summary.json").read_text())["status"] == "stopped"
+    assert summary_of(attempt)["status"] == "stopped"
     before = history_of(attempt)
 
-    with started(recipe, output) as process:
+    with started(sweep, output) as process:
         worker = worker_of(output, len(before) + 1)
         session = session_of(worker)
         os.kill(worker, signal.SIGSTOP)
@@ -246,34 +180,80 @@ def test_killed_runs_and_stopped_and_killed_runners_are_resumed_bit_for_bit(tmp_
     shutil.rmtree(session)
     [lock] = output.glob("runs/*/.lock")
     assert not is_locked(lock)
+    return output, before
 
-    assert main("run", str(recipe), "--output", str(output), "--workers", "1") == 0
-    assert attempt in folders(output)  # resumed, not started from scratch
-    assert len(folders(output)) == 2
-    # Only rounds in flight were run again: such a line may be there before its checkpoint is.
-    after = history_of(attempt)[: len(before)]
+
+@pytest.fixture(scope="module")
+def shared(interrupted: tuple[Path, list[dict[str, Any]]]) -> tuple[list[str], str]:
+    """What two runners printed that have finished these runs at once, and a third run, which
+    diverges; and the report's text. What came of the third run is removed.
+    """
+    output, _ = interrupted
+    recipe = output / "diverging.yaml"
+    recipe.write_text(sweep.read_text().replace("[0.01, 1.0]", "[0.01, 1.0, 1.0e+30]"))
+    with started(recipe, output) as one, started(recipe, output) as other:
+        printed = [process.communicate(timeout=2 * wait_s)[0] for process in (one, other)]
+    assert [one.returncode, other.returncode] == [0, 0], printed
+    with pytest.MonkeyPatch.context() as patch:  # a run that diverged is not run again
+        patch.setattr(RayTasks, "connect", lambda self: pytest.fail("Ray was started"))
+        assert main("run", str(recipe), "--output", str(output), *ONCE) == 0
+    _, text = write_report(output)
+    report = text.read_text()
+    for folder in folders(output):
+        if summary_of(folder)["status"] != "finished":
+            shutil.rmtree(folder.parent)
+    (job,) = output.glob("jobs/diverging*")
+    job.unlink()
+    return printed, report
+
+
+@pytest.fixture(scope="module")
+def swept(interrupted: tuple[Path, list[dict[str, Any]]], shared: tuple[list[str], str]) -> Path:
+    """The output folder of half of the documented example, of more rounds: two finished runs."""
+    return interrupted[0]
+
+
+def test_the_documented_sweep_gives_what_the_same_runs_give_by_hand(swept, tmp_path):
+    """Also of the run that was killed twice and interrupted once."""
+    assert len(folders(swept)) == 2
+    for folder in folders(swept):
+        given = json.loads((folder / "config.json").read_text())["overrides"]
+        assert given["alpha"] == 0.5
+        by_hand = run_inline({**given, "output-dir": str(tmp_path)}, 4)
+        assert same_bits(final_model(folder), final_model(by_hand))
+        assert [line["round"] for line in history_of(folder)] == list(range(1, NUM_ROUNDS + 1))
+
+
+def test_what_is_finished_is_not_run_again(swept, monkeypatch, capsys):
+    """Though another recipe has finished it."""
+    monkeypatch.setattr(RayTasks, "connect", lambda self: pytest.fail("Ray was started"))
+    assert main("run", str(sweep), "--output", str(swept), *ONCE) == 0
+    assert "2 runs are already finished" in capsys.readouterr().out
+
+
+def test_only_rounds_in_flight_were_run_again(interrupted, swept):
+    """Such a line may be there before its checkpoint is."""
+    _, before = interrupted
+    [after] = [h for f in folders(swept) if (h := history_of(f)[: len(before)])[0] == before[0]]
     assert after[:-1] == before[:-1]
     assert without_times(after[-1:]) == without_times(before[-1:])
-    for each in folders(output):
-        assert [line["round"] for line in history_of(each)] == list(range(1, 21))
-        assert_as_inline(each, tmp_path)
 
 
-def assert_as_inline(attempt: Path, folder: Path) -> None:
-    """The run has the bits of one in this process that nothing interrupted."""
-    given = json.loads((attempt / "config.json").read_text())["overrides"]
-    whole = run_inline({**given, "output-dir": str(folder / "whole")}, 4)
-    assert same_bits(final_model(attempt), final_model(whole))
-
-
-def test_two_runners_share_the_runs_of_a_recipe(runners):
+def test_two_runners_share_the_runs_of_a_recipe(swept, shared):
     """Each run once; both return when all have ended."""
-    output, printed = runners
-    attempts = folders(output)
+    printed, _ = shared
+    attempts = folders(swept)
     assert len(attempts) == len({path.parent for path in attempts}) == 2
     for path in attempts:
-        assert json.loads((path / "summary.json").read_text())["status"] == "finished"
+        assert summary_of(path)["status"] == "finished"
     assert all("seed 0" in text for text in printed)  # each names what the other has done
+
+
+def test_a_run_that_diverges_is_survived_and_named(shared):
+    printed, report = shared
+    [message] = [text for text in printed if "values that are not finite" in text]
+    assert re.search(r"diverged fedprox\.mu = \S+, heterogeneous, seed 0: ", message)
+    assert "| fedprox.mu = 1e+30 | –; diverged 1/1 |" in report
 
 
 class Cells(HTMLParser):
@@ -309,7 +289,8 @@ def test_the_report_holds_the_numbers_of_the_histories(swept):
     cells.feed(page.read_text())
     for folder in folders(swept):
         mu = json.loads((folder / "config.json").read_text())["overrides"]["fedprox.mu"]
-        mean = statistics.fmean(100 * line["global"]["accuracy"] for line in history_of(folder)[1:])
+        last = history_of(folder)[-math.ceil(NUM_ROUNDS * 2 / 3) :]  # "mean 2" of three rounds
+        mean = statistics.fmean(100 * line["global"]["accuracy"] for line in last)
         (row,) = [row for row in cells.rows if row and row[0] == f"fedprox.mu = {mu}"]
         assert row[1:] == [f"{mean:.2f}"]  # a sweep has no numbers of a paper
         assert f"| fedprox.mu = {mu} | {mean:.2f} |\n" in text.read_text()
