@@ -1,8 +1,9 @@
 """W1 and W2 in the inline engine, the bare loop and other frameworks: `keel bench frameworks`.
 
-W1 also with pfl, and with Flower's own strategy and simulation, where each client has a share of
-the GPU if there is one. All use the in-memory data and the network of bare.py, and Flower also its
-training loop, so only the framework differs. Frameworks that are not installed are left out.
+W1 also with pfl and fluke, and with Flower's own strategy and simulation, where each client has a
+share of the GPU if there is one. All use the in-memory data and the network of bare.py, and Flower
+also its training loop, so only the framework differs. Frameworks that are not installed are left
+out.
 """
 
 import contextlib
@@ -135,6 +136,49 @@ def with_pfl(data: bare.Data, source: str, device: str, rounds: int, clock: Cloc
     )
 
 
+def with_fluke(data: bare.Data, source: str, device: str, rounds: int, clock: Clock) -> None:
+    """W1 with fluke's FedAVG, its own evaluation off."""
+    from fluke import DDict, FlukeENV
+    from fluke.algorithms.fedavg import FedAVG
+    from fluke.data import FastDataLoader
+    from fluke.utils import FederationObserver
+
+    class Parts:
+        """What fluke calls a splitter: the clients' training data, and no test data."""
+
+        def assign(self, num_clients: int, batch_size: int) -> Any:
+            loaders = [
+                FastDataLoader(
+                    data.x[part], data.y[part], num_labels=10, batch_size=batch_size, shuffle=True
+                )
+                for part in data.parts
+            ]
+            return (loaders, [None] * num_clients), None
+
+    class Rounds(FederationObserver):  # type: ignore[misc]  # without fluke, its base is Any
+        def end_round(self, round: int) -> None:
+            clock.end(algorithm.server.model.to(device))
+
+    environment = FlukeENV()
+    environment.set_seed(0)
+    environment.set_device(device)
+    environment.set_inmemory(True)
+    environment.set_eval_cfg(pre_fit=False, post_fit=False, server=False, locals=False)
+    client = {
+        "batch_size": bare.batch_size,
+        "local_epochs": 1,
+        "loss": nn.CrossEntropyLoss,
+        "optimizer": {"name": "SGD", "lr": 0.01, "momentum": 0.9, "weight_decay": 1e-5},
+        "scheduler": {"name": "StepLR", "step_size": 1, "gamma": 1},
+    }
+    server = {"weighted": True}
+    keys = DDict(client=DDict(client), server=DDict(server), model=bare.PlainCNN())
+    algorithm = FedAVG(bare.num_clients, Parts(), keys)
+    algorithm.set_callbacks(Rounds())
+    clock.start()
+    algorithm.run(rounds, 1.0)
+
+
 @lru_cache(maxsize=1)
 def data_of(source: str, device: str) -> bare.Data:
     """The data of a worker of Flower's simulation, read once."""
@@ -200,7 +244,11 @@ def with_flower(data: bare.Data, source: str, device: str, rounds: int, clock: C
     )
 
 
-FRAMEWORKS = {"pfl": (with_pfl, "pfl"), "Flower with Ray": (with_flower, "ray")}
+FRAMEWORKS = {
+    "pfl": (with_pfl, "pfl"),
+    "fluke": (with_fluke, "fluke"),
+    "Flower with Ray": (with_flower, "ray"),
+}
 
 
 def main(name: str, source: str, device: str, rounds: int) -> None:

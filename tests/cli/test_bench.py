@@ -116,14 +116,19 @@ def test_a_device_that_cannot_be_measured_is_refused_in_one_line(capsys):
     assert "--device = 'cuda:1' is unknown" in capsys.readouterr().err
 
 
-def test_a_framework_that_is_not_installed_is_left_out_in_one_line(tmp_path, monkeypatch, capsys):
+def test_frameworks_that_are_not_installed_are_left_out_in_a_line_each(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(frameworks.importlib.util, "find_spec", lambda name: name == "ray" or None)
     names = [what for what, _ in frameworks.rounds(BenchOptions(tmp_path, True, device="cpu"))]
-    assert [what for what in names if "pfl" in what] == []
+    assert [what for what in names if "pfl" in what or "fluke" in what] == []
     assert [what for what in names if "Flower" in what] == [
         "W1: inline engine / Flower with Ray, s a round"
     ]
-    assert capsys.readouterr().out == "pfl is left out: pfl is not installed\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "pfl is left out: pfl is not installed",
+        "fluke is left out: fluke is not installed",
+    ]
 
 
 @pytest.mark.end_to_end
