@@ -57,10 +57,6 @@ class SiteLimits:
     is_set: bool
 
 
-KEYS = (*DEFAULTS, "privacy-metrics")
-NO_LIMITS = SiteLimits(0.0, math.inf, math.inf, SMALL_DELTA, False, False)
-
-
 @lru_cache
 def variable_of(key: str) -> str:
     """The environment variable of a key: privacy-metrics is KEEL_PRIVACY_METRICS."""
@@ -69,8 +65,6 @@ def variable_of(key: str) -> str:
 
 def site_limits(node_config: NodeConfig) -> SiteLimits:
     """The limits in node config and environment; PrivacyRefused for one that is not > 0."""
-    if not any(key in node_config or variable_of(key) in os.environ for key in KEYS):
-        return NO_LIMITS
     values, is_set = [], False
     for key, default in DEFAULTS.items():
         found = [node_config.get(key), os.environ.get(variable_of(key)) or None]

@@ -16,18 +16,6 @@ from client_app.privacy import privatise
 from client_app.round import RoundContext
 
 
-def private_update(update: Update, ctx: RoundContext) -> Update:
-    """The update; if epsilon > 0, with its difference to the received model clipped and noised.
-
-    Applies to parameters: the config refuses privacy for networks with BatchNorm's buffers.
-    """
-    if ctx.config.privacy.epsilon == 0:
-        return update
-    difference = {name: array - ctx.received[name] for name, array in update.arrays.items()}
-    private = privatise(difference, ctx)
-    return replace(update, arrays={name: ctx.received[name] + d for name, d in private.items()})
-
-
 @dataclass(frozen=True)
 class FedAvg(LocalObjective):
     """Local SGD on the clients' own labels."""
@@ -36,5 +24,12 @@ class FedAvg(LocalObjective):
     paper: ClassVar[str] = "McMahan et al. 2017"
 
     def finish(self, update: Update, ctx: RoundContext) -> Update:
-        """The update, private if `privacy.epsilon` > 0."""
-        return private_update(update, ctx)
+        """The update; if epsilon > 0, with its difference to the received model clipped and noised.
+
+        Applies to parameters: the config refuses privacy for networks with BatchNorm's buffers.
+        """
+        if ctx.config.privacy.epsilon == 0:
+            return update
+        difference = {name: array - ctx.received[name] for name, array in update.arrays.items()}
+        private = privatise(difference, ctx)
+        return replace(update, arrays={name: ctx.received[name] + d for name, d in private.items()})

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from client_app.method import Update
-from client_app.methods.fedavg import private_update
-from client_app.objective import LocalObjective
+from client_app.methods.fedavg import FedAvg
 from client_app.round import RoundContext
 from client_app.split_model import part_phase
 from client_app.trainer import train_phase
@@ -22,10 +20,9 @@ from protocol.options import at_least, one_of, option
 
 
 @dataclass(frozen=True)
-class FedAvgFT(LocalObjective):
+class FedAvgFT(FedAvg):
     """Fine-tuning at evaluation."""
 
-    supports_privacy: ClassVar[bool] = True
     is_personal: ClassVar[bool] = True
     is_adapted_from_global: ClassVar[bool] = True
     paper: ClassVar[str] = "Collins et al. 2022"
@@ -35,10 +32,6 @@ class FedAvgFT(LocalObjective):
         at_least(0), "epochs of tuning at evaluation", source="the code of FedRep and FedCR: 10"
     )
     lr: float = option(at_least(0), "learning rate of tuning; 0: the run's")
-
-    def finish(self, update: Update, ctx: RoundContext) -> Update:
-        """The update, private if `privacy.epsilon` > 0."""
-        return private_update(update, ctx)
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received model, tuned on this client's training samples."""
