@@ -128,11 +128,13 @@ def no_test_part(client: str, config: RunConfig, method: Method) -> ValueError:
     )
 
 
-def check_widths(config: RunConfig, entries: Sequence[RosterEntry], source: Source) -> None:
-    """ValueError with all widths where a client's representation does not fit the run's model."""
+def check_widths(config: RunConfig, widths: Counter[tuple[str, int]], source: Source) -> None:
+    """ValueError with all widths where a client's representation does not fit the run's model.
+
+    widths: the number of clients with each (network, width).
+    """
     run_model = config.model.model
-    widths = Counter((entry.model, entry.representation_width) for entry in entries)
-    if len(widths) == 1 and (run_model, entries[0].representation_width) in widths:
+    if [model for model, _ in widths] == [run_model]:
         return  # every client has the run's model, and so its width
     own = representation_width(config, model_for(config, source))
     if any(width != own for _, width in widths):
@@ -221,7 +223,8 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
             f"client {others[0].client} trains {others[0].model}, the run {config.model.model}: "
             f"methods that allow several architectures: {able}"
         )
-    check_widths(config, by_name, source)
+    widths = Counter((entry.model, entry.representation_width) for entry in by_name)
+    check_widths(config, widths, source)
     if not are_withheld:
         totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
         if 0 in totals:

@@ -6,6 +6,7 @@ Values over all clients are computed from arrays.
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import TypeVar
@@ -27,7 +28,7 @@ from data.sources import Source
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry
 from server_app.logical_clients import LogicalGrid
-from server_app.roster import MAX_LISTED, evaluated_clients, no_test_part
+from server_app.roster import MAX_LISTED, check_widths, evaluated_clients, no_test_part
 from strategies.sampling import FIRST_NODE, ClientNames, name_of
 
 CACHED_ENTRIES = 4096
@@ -137,15 +138,12 @@ def check_simulated_roster(roster: SimulatedRoster, evaluates_clients: bool) -> 
 
     Image shapes and classes, which that function compares, are the source's for all clients here.
     """
-    widths = roster.widths
-    first, *others = widths
-    for name in others:
-        if widths[name] != widths[first]:
-            raise ValueError(
-                f"client {name_of(roster.config.client_models.index(name))} ({name}): "
-                f"representation width {widths[name]}, client {name_of(0)} ({first}) has "
-                f"{widths[first]}: they have to agree"
-            )
+    config, source = roster.config, roster.source
+    networks = config.client_models or [config.model.model]
+    widths: Counter[tuple[str, int]] = Counter()
+    for i, name in enumerate(networks[: roster.num_clients]):
+        widths[name, roster.widths[name]] += len(range(i, roster.num_clients, len(networks)))
+    check_widths(config, widths, source)
     sizes = roster.sizes
     if not sizes[:, 0].all():
         client = name_of(int(np.argmin(sizes[:, 0])))

@@ -245,6 +245,22 @@ def test_the_computed_roster_is_what_clients_would_answer(keys):
             check_simulated_roster(roster, True)
 
 
+@pytest.mark.parametrize(
+    ("networks", "found"),
+    [
+        ("cnn-fedreco", "cnn-fedreco 84 (6 clients)"),
+        ("cnn-fedreco,resnet20", "cnn-fedreco 84 (3 clients), resnet20 64 (3 clients)"),
+    ],
+)
+def test_networks_that_do_not_fit_the_runs_model_are_refused_with_all_widths(networks, found):
+    keys = {"method": "fedreco", "model": "resnet20", "norm": "group", "client-models": networks}
+    config = resolve_config(SMALL | keys)
+    roster = SimulatedRoster(config, open_source(config), 6)
+    with pytest.raises(ValueError, match="widths differ") as refused:
+        check_simulated_roster(roster, False)
+    assert f"{found}; the run's model resnet20 has 64" in str(refused.value)
+
+
 def test_a_message_from_a_server_with_other_code_is_refused(monkeypatch):
     config = resolve_config(SMALL)
     source = open_source(config)
