@@ -17,7 +17,7 @@ from keel.experiments.plan import load_job, narrowed, results_of
 from keel.experiments.recipe import Claim, Recipe, load_recipe, shipped_recipes
 from keel.experiments.rendering import template_environment
 from keel.experiments.runs import Options, history_in
-from keel.experiments.settings import code_sentences, machine_sentences
+from keel.experiments.settings import code_sentences, machine_sentences, package_sentences
 from protocol.config import resolve_config
 from protocol.files import write_atomically
 
@@ -66,13 +66,14 @@ class Evidence:
 
     @property
     def about(self) -> str:
-        """Code, machines, wall time and processor time."""
+        """Code, with Keel's commit, machines, wall time and processor time."""
         results = list(self.results.values())
         directories = {path for result in results for _, path in result.finished}
         cores = sum(
             sum(history_in(path).clocks.get("client_cpu_seconds", ())) for path in directories
         )
-        words = [*code_sentences(results), *machine_sentences(results)]
+        words = [*code_sentences(results), *package_sentences(results)]
+        words += machine_sentences(results)
         return " ".join([*words, f"Processor time of the clients: {cores / 3600:.1f} core hours."])
 
 
@@ -120,7 +121,9 @@ def headlines(evidence: Sequence[Evidence], pictures: dict[str, str]) -> Iterato
             if not judged:
                 yield Headline(empty, in_full(claim, recipe), command)
                 continue
-            best, each = max(judged, key=lambda p: (p[0].verdict != NOT_TESTED, p[0].share))
+            best, each = max(
+                judged, key=lambda p: (p[0].verdict != NOT_TESTED, p[0].share, p[0].seeds)
+            )
             name = f"{recipe.name}-{number}.svg"
             pictures[name] = drawing(claim, each)
             yield Headline(best, in_full(claim, recipe), command, each, f"{PICTURES}/{name}")
@@ -203,7 +206,8 @@ def write_summary(archive: Path, page: Path, readme: Path) -> list[Path]:
     with unpacked(archive) as output:
         evidence = evidence_in(output)
         found = list(headlines(evidence, pictures))
-        content = {"headlines": found, "evidence": evidence}
+        recipes = [load_recipe(name) for name in dict.fromkeys(h.claim.recipe for h in found)]
+        content = {"headlines": found, "evidence": evidence, "recipes": recipes}
         text = environment.get_template("papers.md.j2").render(content)
         table = environment.get_template("claims.md.j2").render(content)
         text = text.replace("{claims}", table.strip())

@@ -27,6 +27,7 @@ from protocol.config import RENAMED_KEYS, RENAMED_VALUES, presets, resolve_confi
 from server_app.checks import check_config
 
 root = Path(__file__).parent.parent.parent
+OURS = (" eq. (5)", " alone")  # endings of rows that the papers do not have
 PAPER = Options("paper", {}, [0], full_grid=True)
 
 wanted = {
@@ -97,12 +98,12 @@ def presets_of_0_1(monkeypatch):
 def test_the_expanded_recipes_are_those_of_0_1(name, tmp_path):
     """Every row x column x candidate at two scales: configs, numbers, readings and old run names.
 
-    recipes_0_1.json was computed with Keel 0.1, which had no columns without cache and no rows for
-    eq. (5) of FedRCL.
+    recipes_0_1.json was computed with Keel 0.1, which had no columns without cache, no rows for
+    eq. (5) of FedRCL and no control for FedProc.
     """
     recipe, expected = load_recipe(name), recorded["recipes"][name]
     assert (list(recipe.seeds), recipe.shows) == (expected["seeds"], expected["shows"])
-    rows = [row.name for row in recipe.rows if not row.name.endswith(" eq. (5)")]
+    rows = [row.name for row in recipe.rows if not row.name.endswith(OURS)]
     assert rows == list(expected["rows"])
     known = {}
     for row, digests in expected["rows"].items():
@@ -273,7 +274,7 @@ def test_the_papers_numbers_are_those_printed_on_the_rows_line(name, title):
     recipe, text = load_recipe(name), text_of(title)
     left_out = absent.get(title, "") if name == "fedcka-table-2" else ""
     for row in recipe.rows:
-        if row.name.endswith(" eq. (5)"):  # a row of ours
+        if row.name.endswith(OURS):
             continue
         label = printed.get(row.name, row.name)
         bare = row.name == "FedAvg"  # not "FedAvg + FitNet"

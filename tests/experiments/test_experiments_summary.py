@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import zipfile
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,7 +14,15 @@ from keel.experiments.archive import pack, unpacked
 from keel.experiments.plan import runs_needed, selected
 from keel.experiments.recipe import load_recipe
 from keel.experiments.runs import Options
-from keel.experiments.summary import BEGIN, END, evidence_in, in_full, svg_of, write_summary
+from keel.experiments.summary import (
+    BEGIN,
+    END,
+    evidence_in,
+    headlines,
+    in_full,
+    svg_of,
+    write_summary,
+)
 from protocol.config import resolve_config
 
 root = Path(__file__).parent.parent.parent
@@ -47,6 +56,7 @@ def output(tmp_path: Path) -> Path:
         folder = run.folder / "attempt"
         folder.mkdir(parents=True)
         manifest = {"code": [OTHER], "machines": ["cpu: some"], "split": "abc"}
+        manifest["keel"] = ["0.2.0 51716e2fbfa1"]
         for name, content in (
             ("config.json", {"config": flat, "overrides": {}}),
             ("summary.json", {"status": "finished", "directory": str(folder)}),
@@ -89,6 +99,37 @@ def test_verdict_and_effect_of_an_archive_are_those_of_the_runs(output):
     )
 
 
+@pytest.mark.parametrize(
+    ("leads", "verdict", "half_width"),
+    # 12.7062 sd / sqrt(2): the t quantile of one degree of freedom is tan(0.475 pi)
+    [((8.0, 9.0), "reproduced", 6.3531), ((8.0, 24.0), "inconclusive", 101.65)],
+)
+def test_two_seeds_decide_where_they_agree(output, leads, verdict, half_width):
+    for path in output.glob("runs/fedcka-*/attempt/history.jsonl"):
+        if "seed2-" in str(path):
+            shutil.rmtree(path.parent)
+            continue
+        seed = 1 if "seed1-" in str(path) else 0
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines[-1]["global"]["accuracy"] = 0.6 + 0.01 * seed + leads[seed] / 100
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = evidence_in(output)
+    (claim,) = [c for c in found.claims if c.text == "FedCKA above FedAvg in alpha 5"]
+    assert (claim.verdict, claim.seeds) == (verdict, 2)
+    mean = sum(leads) / 2
+    assert claim.interval == pytest.approx((mean - half_width, mean + half_width), abs=0.01)
+
+
+def test_of_two_archived_jobs_the_one_with_more_seeds_counts(output):
+    """Three seeds in the fixture's job, two of them in another."""
+    job = next((output / "jobs").glob("*.json"))
+    about = json.loads(job.read_text()) | {"seeds": [0, 1]}
+    (output / "jobs" / "a.json").write_text(json.dumps(about))
+    found = {e.text: e for e in headlines(evidence_in(output), {})}
+    claim = found["FedCKA above FedAvg on CIFAR-10, alpha 5"].claim
+    assert claim.seeds == 3
+
+
 def test_the_page_and_the_table_say_what_an_archive_holds(output):
     pack(output, output / "histories")
     page, readme = output / "papers.md", output / "README.md"
@@ -105,7 +146,9 @@ def test_the_page_and_the_table_say_what_an_archive_holds(output):
     assert f"| {other} (FedRCL Table 1) | +5.07 | –" in text
     assert "6 runs on cpu: some: 41 min 0 s of rounds, the longest 6 min 50 s." in text
     assert "Processor time of the clients: 246.0 core hours." in text
-    assert f"Code: {OTHER}." in text
+    assert f"Code: {OTHER}. Packages: keel 0.2.0 51716e2fbfa1." in text
+    assert "alpha 5: reproduced.** Difference +3.00 [+3.00, +3.00]" in text
+    assert "num-rounds 41 (paper: 100); source cifar10-jpg (paper: cifar10)" in text
     assert "| FedCKA | 67.86 | 64.00 ± 1.00 (5) |" in text
     assert f"](curves/{picture.name})" in text
     assert (
