@@ -33,11 +33,8 @@ class StockLoopback(Loopback):
         del env["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"]
         supernode = self.supernode_command(name, node_config)
         self.start(f"supernode-{name}", name, ["flower-supernode", *supernode[3:]], env)
-        secret = str(self.credentials / name / "executor.secret")
-        address = f"127.0.0.1:{self.runtime_ports[name]}"
-        command = ["flower-superexec", "--insecure", "--runtime-api-address", address]
-        command += ["--superexec-auth-secret-file", secret]
-        self.start(f"executor-{name}", name, command, env)
+        executor = self.executor_command(name, self.runtime_ports[name], "--insecure")
+        self.start(f"executor-{name}", name, ["flower-superexec", *executor[3:]], env)
 
 
 def round_cost(options: BenchOptions) -> Iterator[Row]:

@@ -121,8 +121,7 @@ def run(
     if overrides.get("resume"):
         raise ValueError(f"resume: use `keel resume {overrides['resume']}`")
     options = EngineOptions(
-        *(engine, clients, cpus_per_client, gpus_per_client, federation, root_certificates),
-        ray=ray,
+        engine, clients, cpus_per_client, gpus_per_client, federation, root_certificates, ray
     )
     return executed(overrides, options)
 
@@ -149,8 +148,7 @@ def resume(
     if changed := sorted(overrides.keys() - {"num-rounds"}):
         raise ValueError(f"{changed[0]}: cannot change in a resumed run; only num-rounds can")
     options = EngineOptions(
-        *(engine, None, cpus_per_client, gpus_per_client, federation, root_certificates),
-        ray=ray,
+        engine, None, cpus_per_client, gpus_per_client, federation, root_certificates, ray
     )
     if engine is Engine.deployment:  # the run is on the server, which checks the rest
         if not run:

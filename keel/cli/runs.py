@@ -1,4 +1,4 @@
-"""`keel status`, `list`, `stop`, `compare`, `predict` and `export`: commands on runs."""
+"""`keel status`, `list`, `watch`, `stop`, `compare`, `predict`, `diagnose`, `export`: on runs."""
 
 import csv
 import json
@@ -43,7 +43,7 @@ RunName = Annotated[str, typer.Argument()]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-# --- status and list -----------------------------------------------------------------------------
+# --- status, list, watch --------------------------------------------------------------------------
 
 
 def status(
@@ -183,6 +183,20 @@ def print_runs(columns: Mapping[str, Sequence[str]], least: Sequence[str]) -> No
 
 
 COLOURS = {"finished": "green", "running": "cyan", "stopped": "yellow", "interrupted": "yellow"}
+
+
+def watch(
+    run: Annotated[str, typer.Argument(show_default=False)] = "",
+    once: Annotated[bool, typer.Option("--once", help="Show the run as it is and exit.")] = False,
+) -> None:
+    """Follow a run: rounds, curves as sparklines, clients at work; without RUN, the newest.
+
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one. It ends with the run;
+    Ctrl-C ends only the view. Where the output is no terminal, the run is shown once.
+    """
+    from keel.views.terminal import watch_run
+
+    watch_run(find_run(run).directory, once)
 
 
 # --- stop ----------------------------------------------------------------------------------------
@@ -363,6 +377,34 @@ def read_image(path: Path) -> Any:
         raise ValueError(f"{path} does not exist") from None
     except Exception as error:  # each of Pillow's decoders has its own
         raise ValueError(f"{path} is not a readable image: {error}") from error
+
+
+def diagnose(
+    run: RunName,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help="Client, checkpoint or model.safetensors."),
+    ] = None,
+    only: Annotated[str, typer.Option(help="Comma-separated names of diagnostics.")] = "all",
+    samples: Annotated[int, typer.Option(help="Size of the probe, from the test set.")] = 2000,
+    output: Annotated[
+        Path | None, typer.Option(help="New directory; default RUN/diagnostics-models.")
+    ] = None,
+) -> None:
+    """Measure the representations of a run's models.
+
+    Compares them with the run's final global model and with each other. A MODEL is a client's name
+    (its own model), a checkpoint of the run, or another run's model.safetensors; by default all
+    clients that have a model. Writes numbers.json, cka.png and features.png.
+
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
+    """
+    directory = find_run(run).directory
+    output = (output or directory / "diagnostics-models").expanduser().absolute()
+    from keel.model_diagnostics import write_diagnostics
+
+    write_diagnostics(directory, models or [], only, samples, output)
+    print(output)
 
 
 class Format(StrEnum):

@@ -32,11 +32,9 @@ poll_s = 0.1
 class LocalProcess:
     """A command and the process that runs it; `watch` restarts it when it ends."""
 
-    def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path = app_folder
-    ) -> None:
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         """log: the file to which the process's output is appended."""
-        self.command, self.env, self.log, self.cwd = list(command), env, log, cwd
+        self.command, self.env, self.log = list(command), env, log
         self.starts, self.restart_at = 0, 0.0
         self.start()
 
@@ -46,7 +44,7 @@ class LocalProcess:
             self.process = subprocess.Popen(
                 self.command,
                 env=self.env,
-                cwd=self.cwd,
+                cwd=app_folder,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -156,27 +154,19 @@ class Loopback:
         home, own = self.root / "server", self.credentials / "server"
         home.mkdir(parents=True, exist_ok=True)
         env, ca = self.environment("server"), str(own / "ca.pem")
-        secret = ["--superexec-auth-secret-file", str(own / "executor.secret")]
         superlink = [
             *(sys.executable, "-m", "keel.deployment.superlink_server", "--isolation", "process"),
             *("--host", "127.0.0.1", "--port", str(self.http_port)),
             *("--fleet-api-address", f"{self.host}:{self.fleet_port}"),
             *("--ssl-ca-certfile", ca, "--ssl-certfile", str(own / "server.pem")),
             *("--ssl-keyfile", str(own / "server.key"), "--enable-supernode-auth"),
-            *("--database", str(home / "superlink.db"), *secret),
+            *("--database", str(home / "superlink.db")),
+            *("--superexec-auth-secret-file", str(own / "executor.secret")),
         ]
-        executor = [
-            sys.executable,
-            "-m",
-            "keel.deployment.executor",
-            "--root-certificates",
-            ca,
-            *secret,
-        ]
-        executor += ["--runtime-api-address", f"127.0.0.1:{self.http_port}"]
         self.start("superlink", "server", superlink, env)
         # runs are rare, and each look costs the SuperLink time
         env = env | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1"}
+        executor = self.executor_command("server", self.http_port, "--root-certificates", ca)
         self.start("serverapp-executor", "server", executor, env)
         for address in (f"127.0.0.1:{self.http_port}", f"{self.host}:{self.fleet_port}"):
             self.wait_for_server(address)
@@ -212,16 +202,19 @@ class Loopback:
         """Start SuperNode, executor and resident worker of one client."""
         env = self.environment(name) | {worker_variable: str(self.worker_socket(name))}
         (self.root / name).mkdir(parents=True, exist_ok=True)
-        executor = [
-            *(sys.executable, "-m", "keel.deployment.executor"),
-            "--insecure",  # on loopback; the secret authenticates it
-            *("--runtime-api-address", f"127.0.0.1:{self.runtime_ports[name]}"),
-            *("--superexec-auth-secret-file", str(self.credentials / name / "executor.secret")),
-        ]
         worker = [sys.executable, "-m", "client_app.worker_server"]
+        executor = self.executor_command(name, self.runtime_ports[name], "--insecure")
         self.start(f"worker-{name}", name, worker, env)
         self.start(f"supernode-{name}", name, self.supernode_command(name, node_config), env)
         self.start(f"executor-{name}", name, executor, env)
+
+    def executor_command(self, owner: str, port: int, *security: str) -> list[str]:
+        """The command of an executor, which its secret authenticates at this port."""
+        return [
+            *(sys.executable, "-m", "keel.deployment.executor", *security),
+            *("--runtime-api-address", f"127.0.0.1:{port}"),
+            *("--superexec-auth-secret-file", str(self.credentials / owner / "executor.secret")),
+        ]
 
     def supernode_command(self, name: str, node_config: Mapping[str, OptionValue]) -> list[str]:
         """The command of a client's SuperNode."""

@@ -4,6 +4,7 @@ A copy holds what a report reads: the config without folders, the outcome, the c
 and per round the accuracies and times.
 """
 
+import io
 import json
 import tempfile
 import zipfile
@@ -82,14 +83,11 @@ def lines(history: Sequence[Line]) -> Iterator[dict[str, Any]]:
 def write_zip(path: Path, files: Mapping[str, str]) -> None:
     """The same files give the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile() as file:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-            for name, text in sorted(files.items()):
-                about = zipfile.ZipInfo(name)
-                about.compress_type = zipfile.ZIP_DEFLATED
-                archive.writestr(about, text)
-        file.seek(0)
-        write_atomically(path, file.read())
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, text in sorted(files.items()):
+            archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
+    write_atomically(path, content.getvalue())
 
 
 @contextmanager

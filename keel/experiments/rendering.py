@@ -83,11 +83,6 @@ class Section:
         return "The paper's setting, as far as the paper states it."
 
     @property
-    def is_scaled(self) -> bool:
-        """The setting differs from the paper's."""
-        return any(setting.paper for setting in self.settings)
-
-    @property
     def reading(self) -> str:
         """How the numbers are read from the runs, and over which seeds."""
         if self.recipe.shows == "labels":
@@ -156,11 +151,6 @@ class Section:
             return ""
         return {0: "best", 1: "second"}.get(means.index(result.mean), "")
 
-    @property
-    def tally(self) -> str:
-        """The verdicts, counted."""
-        return tally(self.claims)
-
     @cached_property
     def exports(self) -> dict[str, str]:
         """The table in each of FORMATS."""
@@ -205,16 +195,9 @@ def template_environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {
-        **{
-            "number": shown,
-            "ours": ours,
-            "absence": absence,
-            "missing": missing,
-            "effect": shown_effect,
-        },
-        **{"data_uri": data_uri, "text_uri": text_uri},
-    }
+    environment.filters |= {"number": shown, "ours": ours, "absence": absence, "missing": missing}
+    environment.filters |= {"data_uri": data_uri, "text_uri": text_uri}
+    environment.filters |= {"effect": shown_effect, "tally": tally}
     environment.globals["static"] = lambda name: Markup(static_file(name).read_text())
     return environment
 
