@@ -5,6 +5,12 @@ import math
 import numpy as np
 
 
+def cosine(a, b):
+    """Of two lists of numbers."""
+    dot = sum(x * y for x, y in zip(a, b, strict=True))
+    return dot / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
+
+
 def covariances(phi, y):
     """(Sigma_W, Sigma_B, Sigma_T) as sums of outer products over the samples."""
     phi, y = phi.numpy(), y.numpy()

@@ -3,32 +3,17 @@
 import json
 import logging
 import time
-from dataclasses import replace
 
 import pytest
 from flwr.app import ConfigRecord, Error, Message, MessageType
 from flwr.common.constant import ErrorCode
-from run_fixtures import SMALL
+from roster_fixtures import config_of, entry
 
 import server_app.client_registry
 from client_app.setup import dataset_spec_of, open_source
-from protocol.config import resolve_config
 from protocol.flower_compat import assign_message_id
-from protocol.messages import RosterEntry, RosterRequest, request_record, roster_content
+from protocol.messages import RosterRequest, request_record, roster_content
 from server_app.client_registry import ClientRegistry, ask, gather_roster
-
-versions = "flwr 1.39.0, torch 2.11.0"
-
-
-def entry(name, counts=(10,) * 10, **about):
-    made = RosterEntry(
-        name, list(counts), [1] * 10, [1, 32, 32], "cnn-fedreco", 64, versions, num_partitions=0
-    )
-    return replace(made, **about)
-
-
-def config_of(**given):
-    return resolve_config(SMALL | {k.replace("_", "-"): v for k, v in given.items()})
 
 
 def query_for(config):

@@ -1,17 +1,16 @@
 """Roster entries: what is rejected before round 1, what is warned of, what is saved."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 from flwr.app import ConfigRecord, RecordDict
-from run_fixtures import SMALL
+from roster_fixtures import config_of, entry, versions
 
 from client_app.setup import open_source
-from protocol.config import keel_version, resolve_config
+from protocol.config import keel_version
 from protocol.messages import (
-    RosterEntry,
     protocol_version,
     read_roster,
 )
@@ -21,19 +20,6 @@ from server_app.roster import (
     roster_warnings,
     save_roster,
 )
-
-versions = "flwr 1.39.0, torch 2.11.0"
-
-
-def entry(name, counts=(10,) * 10, **about):
-    made = RosterEntry(
-        name, list(counts), [1] * 10, [1, 32, 32], "cnn-fedreco", 64, versions, num_partitions=0
-    )
-    return replace(made, **about)
-
-
-def config_of(**given):
-    return resolve_config(SMALL | {k.replace("_", "-"): v for k, v in given.items()})
 
 
 def rejected(entries, **given):

@@ -1,24 +1,9 @@
 """A refused run as a command."""
 
-import logging
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def log_handlers_of_their_own() -> Iterator[None]:
-    """`main` logs to the stdout of its moment; the next test has another one."""
-    logger = logging.getLogger("keel")
-    before = list(logger.handlers), logger.level, logger.propagate
-    logger.handlers.clear()
-    yield
-    logger.handlers[:], logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
 
 
 def test_the_command_ends_with_one_line_and_exit_code_1(tmp_path, keel_home):

@@ -7,6 +7,7 @@ import statistics
 import pytest
 import torch
 from client_fixtures import batch_of
+from method_fixtures import random
 
 from client_app.method import ModelParts
 from client_app.methods.fedcka import SIMILARITIES, FedCKA, cka_contrast
@@ -16,13 +17,8 @@ from models import build_model
 CKA_NAMES = ["linear-cka", "kernel-cka"]
 
 
-def random_rep(*shape, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
 def random_rotation(width, seed):
-    rotation, _ = torch.linalg.qr(random_rep(width, width, seed=seed))
+    rotation, _ = torch.linalg.qr(random(width, width, seed=seed))
     return rotation
 
 
@@ -88,26 +84,26 @@ AS_PRINTED = {
 @pytest.mark.parametrize(("size", "width"), [(2, 3), (5, 4), (8, 4), (16, 20), (9, 4), (16, 3)])
 @pytest.mark.parametrize("name", AS_PRINTED)
 def test_similarity_equals_its_formula_as_printed(name, size, width):
-    x, y = random_rep(size, width, seed=1), 3 + random_rep(size, width, seed=2)  # 3: centring
+    x, y = random(size, width, seed=1), 3 + random(size, width, seed=2)  # 3: centring
     assert alike(name, x, y).item() == pytest.approx(AS_PRINTED[name](x, y), rel=1e-11)
 
 
 @pytest.mark.parametrize(("p", "q"), [(4, 9), (20, 3)])
 def test_linear_cka_compares_layers_of_unequal_width(p, q):
-    x, y = random_rep(6, p, seed=1), 3 + random_rep(6, q, seed=2)
+    x, y = random(6, p, seed=1), 3 + random(6, q, seed=2)
     assert alike("linear-cka", x, y).item() == pytest.approx(linear_cka_as_printed(x, y), rel=1e-12)
 
 
 def test_a_narrow_layer_is_compared_by_its_features_and_a_wide_one_by_its_gram_matrix():
     view = SIMILARITIES["linear-cka"].view
-    assert view(random_rep(9, 4, seed=1)).shape == (9, 4)
-    assert view(random_rep(9, 5, seed=1)).shape == (9, 9)
+    assert view(random(9, 4, seed=1)).shape == (9, 4)
+    assert view(random(9, 5, seed=1)).shape == (9, 9)
 
 
 @pytest.mark.parametrize("width", [3, 20])
 @pytest.mark.parametrize("name", CKA_NAMES)
 def test_cka_is_one_for_itself_and_invariant_to_rotation_scale_and_shift(name, width):
-    x, y = random_rep(12, width, seed=1), 3 + random_rep(12, width, seed=2)
+    x, y = random(12, width, seed=1), 3 + random(12, width, seed=2)
     same = alike(name, x, y).item()
     assert 0 < same < 0.99
     assert alike(name, x, x).item() == pytest.approx(1, rel=1e-12)
@@ -115,7 +111,7 @@ def test_cka_is_one_for_itself_and_invariant_to_rotation_scale_and_shift(name, w
     assert alike(name, -7 * x, 0.01 * y).item() == pytest.approx(same, rel=1e-9)
     rotation = random_rotation(width, seed=3)
     assert alike(name, x @ rotation, y).item() == pytest.approx(same, rel=1e-9)
-    shift = random_rep(1, width, seed=4)
+    shift = random(1, width, seed=4)
     assert alike(name, x + shift, y).item() == pytest.approx(same, rel=1e-9)
     stretched = x * torch.linspace(1, 9, width, dtype=torch.float64)  # not invariant to this
     assert abs(alike(name, stretched, y).item() - same) > 1e-3
@@ -125,14 +121,14 @@ def test_cka_is_one_for_itself_and_invariant_to_rotation_scale_and_shift(name, w
 @pytest.mark.parametrize("name", CKA_NAMES)
 def test_cka_lies_between_zero_and_one(name, width):
     for seed in range(20):
-        x, y = random_rep(10, width, seed=seed), random_rep(10, width, seed=100 + seed) ** 3
+        x, y = random(10, width, seed=seed), random(10, width, seed=100 + seed) ** 3
         assert 0 <= alike(name, x, y).item() <= 1
 
 
 @pytest.mark.parametrize("offset", [0, 3, 30, 1e3])  # uncentred products would cancel
 def test_gram_matrix_in_float32_and_its_gradient_are_those_of_centred_features(offset):
-    a = (offset + random_rep(12, 40, seed=1)).float()
-    weights = random_rep(12, 12, seed=2)  # not symmetric
+    a = (offset + random(12, 40, seed=1)).float()
+    weights = random(12, 12, seed=2)  # not symmetric
     exact = a.double().requires_grad_()
     x = exact - exact.mean(0)
     ((x @ x.T) * weights).sum().backward()
@@ -154,7 +150,7 @@ def test_linear_cka_of_features_that_do_not_correlate_is_zero():
 @pytest.mark.parametrize("width", [3, 9])
 @pytest.mark.parametrize("name", SIMILARITIES)
 def test_gradient_is_that_of_the_penalty(name, width):
-    a, g, p = (random_rep(7, width, seed=s) for s in (1, 2, 3))
+    a, g, p = (random(7, width, seed=s) for s in (1, 2, 3))
     similarity = SIMILARITIES[name]
     assert torch.autograd.gradcheck(
         lambda z: cka_contrast([z], [g], [p], similarity), a.requires_grad_()
@@ -164,7 +160,7 @@ def test_gradient_is_that_of_the_penalty(name, width):
 @pytest.mark.parametrize("name", SIMILARITIES)
 def test_penalty_equals_equation_2_as_printed(name):
     reps, reps_global, reps_previous = (
-        [random_rep(6, 2, 2, 2, seed=s), 2 + random_rep(6, 5, seed=s + 1)] for s in (1, 3, 5)
+        [random(6, 2, 2, 2, seed=s), 2 + random(6, 5, seed=s + 1)] for s in (1, 3, 5)
     )
     expected = 0.0
     for a, a_g, a_p in zip(reps, reps_global, reps_previous, strict=True):
@@ -178,7 +174,7 @@ def test_penalty_equals_equation_2_as_printed(name):
 
 @pytest.mark.parametrize("name", SIMILARITIES)
 def test_first_participation_has_no_say(name):
-    a, g = random_rep(8, 4, seed=1).requires_grad_(), random_rep(8, 4, seed=2)
+    a, g = random(8, 4, seed=1).requires_grad_(), random(8, 4, seed=2)
     loss = cka_contrast([a, a], [g, g], [g, g], SIMILARITIES[name])
     loss.backward()
     assert loss.item() == pytest.approx(math.log(2))
@@ -187,7 +183,7 @@ def test_first_participation_has_no_say(name):
 
 @pytest.mark.parametrize("name", SIMILARITIES)
 def test_a_step_against_the_gradient_moves_towards_the_global_layer(name):
-    a, g, p = (random_rep(8, 4, seed=s) for s in (1, 2, 3))
+    a, g, p = (random(8, 4, seed=s) for s in (1, 2, 3))
     a.requires_grad_()
     cka_contrast([a], [g], [p], SIMILARITIES[name]).backward()
 
@@ -199,7 +195,7 @@ def test_a_step_against_the_gradient_moves_towards_the_global_layer(name):
 
 @pytest.mark.parametrize("name", SIMILARITIES)
 def test_mu_of_zero_adds_exactly_nothing_and_frozen_layers_get_no_gradient(name):
-    a, g, p = (random_rep(8, 4, seed=s).requires_grad_() for s in (1, 2, 3))
+    a, g, p = (random(8, 4, seed=s).requires_grad_() for s in (1, 2, 3))
     penalty = fedcka(mu=0.0, num_layers=1, similarity=name).penalty(batch_of([a], [g], [p]))
     penalty.backward()
     assert penalty.item() == 0
@@ -212,10 +208,10 @@ def test_mu_of_zero_adds_exactly_nothing_and_frozen_layers_get_no_gradient(name)
 @pytest.mark.parametrize("has_outlier", [False, True])
 def test_gradient_in_float32_holds_where_frozen_models_nearly_agree(name, has_outlier):
     """It is of the difference of two Gram matrices: digits lost in them would be all of it."""
-    shared = 15 + random_rep(64, 300, seed=1)
+    shared = 15 + random(64, 300, seed=1)
     if has_outlier:
         shared[1:] = 15 + 0.05 * (shared[1:] - 15)
-    a, g, p = (shared + 1e-2 * random_rep(64, 300, seed=s) for s in (2, 3, 4))
+    a, g, p = (shared + 1e-2 * random(64, 300, seed=s) for s in (2, 3, 4))
     gradients = []
     for dtype in (torch.float32, torch.float64):
         z = a.float().to(dtype).requires_grad_()
@@ -227,12 +223,12 @@ def test_gradient_in_float32_holds_where_frozen_models_nearly_agree(name, has_ou
 
 
 DEGENERATE = {
-    "one sample": random_rep(1, 4, seed=1),
+    "one sample": random(1, 4, seed=1),
     "all units dead": torch.zeros(9, 4),
     "all units dead, few of them": torch.zeros(9, 2),
     "the same for every sample": torch.full((7, 40), 0.1),  # 7 * 0.1 / 7 is not 0.1 in binary
     "the same for every sample, few units": torch.full((7, 3), 0.1),
-    "the same for every sample, nearly dead": random_rep(1, 100, seed=1).mul(1e-5).repeat(64, 1),
+    "the same for every sample, nearly dead": random(1, 100, seed=1).mul(1e-5).repeat(64, 1),
 }
 
 
@@ -243,9 +239,9 @@ DEGENERATE = {
 def test_a_constant_layer_is_like_nothing_and_gets_no_gradient(name, dtype, kind, is_exact):
     a = DEGENERATE[kind].clone().to(dtype)
     if not is_exact:  # the last bit, as a matrix product may leave it
-        a *= 1 + torch.finfo(dtype).eps * random_rep(*a.shape, seed=4).sign().to(dtype)
+        a *= 1 + torch.finfo(dtype).eps * random(*a.shape, seed=4).sign().to(dtype)
     a.requires_grad_()
-    g, p = (random_rep(*a.shape, seed=s).to(dtype) for s in (2, 3))
+    g, p = (random(*a.shape, seed=s).to(dtype) for s in (2, 3))
     assert alike(name, a, g).item() == 0
     assert alike(name, g, a).item() == 0
     loss = cka_contrast([a], [g], [p], SIMILARITIES[name])
@@ -260,28 +256,28 @@ def test_a_constant_layer_is_like_nothing_and_gets_no_gradient(name, dtype, kind
 def test_a_layer_that_is_dead_but_for_one_entry_gets_a_finite_gradient(name, entry):
     a = torch.zeros(16, 100)
     a[3, 7] = entry
-    g, p = (random_rep(*a.shape, seed=s).float() for s in (2, 3))
+    g, p = (random(*a.shape, seed=s).float() for s in (2, 3))
     cka_contrast([a.requires_grad_()], [g], [p], SIMILARITIES[name]).backward()
     assert a.grad.isfinite().all()
 
 
 def test_cosine_of_dead_units_is_zero_with_no_gradient():
     a = torch.zeros(4, 3, requires_grad=True)
-    g, p = random_rep(4, 3, seed=1).float(), random_rep(4, 3, seed=2).float()
+    g, p = random(4, 3, seed=1).float(), random(4, 3, seed=2).float()
     cka_contrast([a], [g], [p], SIMILARITIES["cosine"]).backward()
     assert alike("cosine", a, g).item() == 0
     assert (a.grad == 0).all()
 
 
 def test_a_dead_frozen_layer_leaves_the_other_comparison():
-    a, g, p = random_rep(6, 8, seed=1), random_rep(6, 8, seed=2), torch.zeros(6, 8).double()
+    a, g, p = random(6, 8, seed=1), random(6, 8, seed=2), torch.zeros(6, 8).double()
     expected = -math.log(1 / (1 + math.exp(-linear_cka_as_printed(a, g))))
     assert cka_contrast([a], [g], [p]).item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", CKA_NAMES)
 def test_tiny_and_huge_layers_are_still_compared(name):
-    x, y = random_rep(9, 20, seed=1), random_rep(9, 20, seed=2)
+    x, y = random(9, 20, seed=1), random(9, 20, seed=2)
     want = alike(name, x, y).item()
     for scale in (1e-8, 1e8):
         got = alike(name, (scale * x).float(), (scale * y).float()).item()
@@ -289,7 +285,7 @@ def test_tiny_and_huge_layers_are_still_compared(name):
 
 
 def test_kernel_cka_where_most_samples_coincide_tells_the_others_apart_at_any_scale():
-    g, p = random_rep(8, 3, seed=1).float(), random_rep(8, 3, seed=2).float()
+    g, p = random(8, 3, seed=1).float(), random(8, 3, seed=2).float()
     found = []
     for scale in (1e-4, 1.0, 1e4):
         x = torch.zeros(8, 3)
@@ -343,7 +339,7 @@ def test_with_a_side_branch_the_projected_outputs_are_compared():
         build_model("cnn-fedintr", seed=seed, head_stages=(None, 2), **about).double()
         for seed in (1, 2, 3)
     ]
-    x = random_rep(6, 3, 32, 32, seed=4)
+    x = random(6, 3, 32, 32, seed=4)
     reps = [method.represent(m, m.run(x, method.layers(m))[1]) for m in models]
     total = 0.0
     for name in ("conv1", "conv2"):

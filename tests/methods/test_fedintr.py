@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from client_fixtures import batch_of
+from printed_formulas import cosine
 from torch import nn
 
 from client_app.method import ModelParts
@@ -57,11 +58,6 @@ def scene(batch_size=5, same_previous=False):
 def penalty_of(method, local, outputs, z_g, z_p):
     """The penalty of a batch with these outputs of the local model's layers."""
     return method.penalty(batch_of(method.represent(local, outputs), z_g, z_p))
-
-
-def cosine(a, b):
-    dot = sum(x * y for x, y in zip(a, b, strict=True))
-    return dot / math.sqrt(sum(x * x for x in a)) / math.sqrt(sum(y * y for y in b))
 
 
 def similarities(z, z_other):

@@ -8,16 +8,13 @@ import torch
 from client_fixtures import batch_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from method_fixtures import random
+from printed_formulas import cosine
 
 from client_app.methods.fedrcl import MINING, FedRCL, rcl_all, rcl_hard
 from client_app.methods.fedscl import FedSCL
 from client_app.similarity import unit_features
 from models import build_model
-
-
-def random_rep(*shape, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def penalty_of(method, outputs, y):
@@ -28,11 +25,6 @@ def penalty_of(method, outputs, y):
 def fedrcl(**options):
     defaults = {"tau": 0.05, "threshold": 0.7, "beta": 1.0, "mining": "all", "levels": "all"}
     return FedRCL(**(defaults | {"pre_activation": True} | options))
-
-
-def cosine(a, b):
-    dot = sum(p * q for p, q in zip(a, b, strict=True))
-    return dot / math.sqrt(sum(p * p for p in a) * sum(q * q for q in b))
 
 
 def similarities(features):
@@ -102,7 +94,7 @@ LABELS = {
 @pytest.mark.parametrize("mining", AS_PRINTED)
 def test_loss_equals_the_formula_in_loops(mining, beta, threshold, labels):
     rcl, as_printed = AS_PRINTED[mining]
-    features, y = random_rep(len(labels), 3, seed=1), torch.tensor(labels)
+    features, y = random(len(labels), 3, seed=1), torch.tensor(labels)
     expected = as_printed(features, labels, 0.2, threshold, beta)
     got = rcl(unit_features(features), y, 0.2, threshold, beta).item()
     assert got == pytest.approx(expected, rel=1e-11, abs=1e-12)
@@ -116,7 +108,7 @@ def test_loss_equals_the_formula_in_loops(mining, beta, threshold, labels):
 )
 def test_loss_equals_the_formula_for_any_labels(labels, seed, mining):
     rcl, as_printed = AS_PRINTED[mining]
-    features, y = random_rep(len(labels), 3, seed=seed), torch.tensor(labels)
+    features, y = random(len(labels), 3, seed=seed), torch.tensor(labels)
     expected = as_printed(features, labels, 0.05, 0.7, 1.0)
     got = rcl(unit_features(features), y, 0.05, 0.7, 1.0).item()
     assert got == pytest.approx(expected, rel=1e-11, abs=1e-12)
@@ -127,13 +119,13 @@ def test_loss_equals_the_formula_for_any_labels(labels, seed, mining):
 def test_gradient_is_that_of_the_loss(mining, labels):
     y = torch.tensor(labels)
     rcl, _ = AS_PRINTED[mining]
-    rep = random_rep(len(labels), 3, 2, 2, seed=2).requires_grad_()
+    rep = random(len(labels), 3, 2, 2, seed=2).requires_grad_()
     assert torch.autograd.gradcheck(lambda t: rcl(unit_features(t), y, 0.3, 0.1, 1.0), rep)
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2], [4]])
 def test_a_batch_without_any_positive_contributes_nothing(labels):
-    rep = random_rep(len(labels), 4, seed=1).requires_grad_()
+    rep = random(len(labels), 4, seed=1).requires_grad_()
     penalty = penalty_of(fedrcl(), [rep, rep], torch.tensor(labels))
     penalty.backward()
     assert penalty.item() == 0
@@ -186,7 +178,7 @@ def test_the_penalty_pushes_apart_only_what_is_more_alike_than_the_threshold(min
 
 @pytest.mark.parametrize("mining", AS_PRINTED)
 def test_the_papers_temperature_does_not_overflow_in_single_precision(mining):
-    rep = random_rep(8, 4, seed=1).float().requires_grad_()
+    rep = random(8, 4, seed=1).float().requires_grad_()
     y = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
     penalty = penalty_of(fedrcl(mining=mining, tau=0.005), [rep], y)  # e^200
     penalty.backward()
@@ -196,7 +188,7 @@ def test_the_papers_temperature_does_not_overflow_in_single_precision(mining):
 
 @pytest.mark.parametrize("mining", AS_PRINTED)
 def test_penalty_is_the_mean_over_levels_of_pooled_features_of_length_one(mining):
-    outputs = [random_rep(6, 3, 2, 4, seed=1), 5 * random_rep(6, 7, seed=2)]
+    outputs = [random(6, 3, 2, 4, seed=1), 5 * random(6, 7, seed=2)]
     labels = [0, 1, 0, 1, 1, 2]
     pooled = torch.tensor(
         [[sum(c.flatten().tolist()) / 8 for c in sample] for sample in outputs[0]],
@@ -211,7 +203,7 @@ def test_penalty_is_the_mean_over_levels_of_pooled_features_of_length_one(mining
 
 @pytest.mark.parametrize("mining", AS_PRINTED)
 def test_a_sample_whose_units_are_all_dead_gives_nothing(mining):
-    rep = random_rep(5, 3, seed=1)
+    rep = random(5, 3, seed=1)
     rep[2] = 0
     rep.requires_grad_()
     y = torch.tensor([0, 0, 0, 1, 1])

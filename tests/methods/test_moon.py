@@ -14,6 +14,7 @@ from client_fixtures import (
     make_config,
     make_round,
 )
+from printed_formulas import cosine
 
 from client_app.method import ModelParts
 from client_app.methods import method_of
@@ -31,11 +32,6 @@ def moon(**options):
     defaults = {"mu": 1.0, "tau": 0.5, "projection": "none", "first_use": "received"}
     defaults["reduction"] = "sample"
     return MOON(**(defaults | options))
-
-
-def cosine(a, b):
-    dot = sum(x * y for x, y in zip(a, b, strict=True))
-    return dot / math.sqrt(sum(x * x for x in a)) / math.sqrt(sum(y * y for y in b))
 
 
 def loss_as_printed(z, z_g, z_p, tau):
