@@ -16,13 +16,16 @@ from server_app.inline import MAX_NODES
 from server_app.roster import evaluated_clients
 
 
-def check_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options, output: Path) -> None:
+def check_recipe(
+    recipe: Recipe, cells: Sequence[Cell], options: Options, output: Path
+) -> list[RunConfig]:
     """Check each run's config, data (read, and downloaded, once), split and model.
 
-    ValueError naming the recipe's line.
+    Returns a config for each data set. ValueError naming the recipe's line.
     """
     refuse_overriding(cells, options.changes)
     checked: set[object] = set()
+    with_data = []
 
     def is_new(what: object) -> bool:
         if what in checked:
@@ -38,6 +41,8 @@ def check_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options, output
             clients = config.rounds.num_clients
             if is_new((config.data, clients, config.rounds.seed)):
                 client_indices(config, 0, clients)
+            if is_new((config.data.source, config.data.data_dir)):
+                with_data.append(config)
         if recipe.shows != "labels":
             check_reading(cell, runs[0], configs[0])
             if is_new((runs[0].name, "model")):
@@ -52,6 +57,7 @@ def check_recipe(recipe: Recipe, cells: Sequence[Cell], options: Options, output
                     f"{recipe.path}, {recipe.lines_of(cell, str(error))} "
                     f"({cell.row.name}; {cell.column.name}): {error}"
                 ) from error
+    return with_data
 
 
 def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue]) -> None:

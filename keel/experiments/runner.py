@@ -182,11 +182,11 @@ def run_recipe(
     failed: dict[str, str] = {}
     begun = time.time()
     with locked(output):
-        check_recipe(recipe, cells, options, output)
+        with_data = check_recipe(recipe, cells, options, output)
         options = replace(options, tuned_on=save_job(recipe, options, output, cells)[0])
     with (
         progress_bars(console) as progress,
-        RayTasks(resources or Resources(), output) as tasks,
+        RayTasks(resources or Resources(), output, with_data) as tasks,
     ):
         running: list[ActiveRun] = []
         own: set[str] = set()  # runs that were started here

@@ -27,7 +27,7 @@ from keel.deployment.cluster import Node, cluster_nodes, living_nodes
 from keel.experiments.runs import Run
 from keel.experiments.stack import num_together, run_together
 from keel.runs import LOCK_FILE, is_locked
-from protocol.config import app_folder
+from protocol.config import RunConfig, app_folder
 from protocol.flower_compat.simulation import CPU_WORKERS, worker_variables
 from protocol.options import OptionValue
 from protocol.ray_start import skip_unused_processes
@@ -83,11 +83,14 @@ class KilledError(RuntimeError):
 class RayTasks:
     """Executes runs as tasks of Ray, which is started, or connected to, for the first of them.
 
-    On the way out, runs under way are interrupted, and can be resumed.
+    with_data: a config for each data set. On the way out, runs under way are interrupted, and can
+    be resumed.
     """
 
-    def __init__(self, resources: Resources, output: Path) -> None:
-        self.resources, self.output = resources, output
+    def __init__(
+        self, resources: Resources, output: Path, with_data: Sequence[RunConfig] = ()
+    ) -> None:
+        self.resources, self.output, self.with_data = resources, output, with_data
         self.pending: dict[Any, Run] = {}
         self.slots = 1  # at least, until Ray is there
         self._remote: Any = None
@@ -120,7 +123,7 @@ class RayTasks:
         self.slots, gpus = self.resources.slots_on(nodes), self.resources.gpus_on(nodes)
         gpus = int(1e4 * gpus) / 1e4  # Ray's resolution
         if self.resources.address:
-            check_machines(self.output)
+            check_machines(self.output, self.with_data)
         # not Ray's retries: they are silent, and without end where the memory is too small
         self._remote = ray.remote(num_cpus=self.resources.cpus, num_gpus=gpus, max_retries=0)(
             execute_all
@@ -218,8 +221,9 @@ def kill_leftovers(folder: str) -> None:
                 os.kill(int(process.name), signal.SIGKILL)
 
 
-def check_machines(output: Path) -> None:
+def check_machines(output: Path, with_data: Sequence[RunConfig]) -> None:
     """ValueError naming a machine of the cluster that cannot execute runs."""
+    data = [(config, digest_of_data(config)) for config in with_data]
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -229,7 +233,7 @@ def check_machines(output: Path) -> None:
         for node in living_nodes():
             place: Any = NodeAffinitySchedulingStrategy(node.id, soft=False)
             check = ray.remote(num_cpus=0, scheduling_strategy=place)(unfit)
-            asked[node.address] = check.remote(Path(folder), code_version())
+            asked[node.address] = check.remote(Path(folder), code_version(), data)
         for address, task in asked.items():
             try:
                 reason = ray.get(task)
@@ -325,13 +329,30 @@ def claimed(run: Run) -> TextIO | None:
     return file
 
 
-def unfit(folder: Path, code: str) -> str:
-    """Why this machine cannot execute runs in this folder; empty if it can. code: the runner's."""
+def unfit(folder: Path, code: str, data: Sequence[tuple[RunConfig, str]] = ()) -> str:
+    """Why this machine cannot execute runs in this folder; empty if it can.
+
+    code, data: the runner's; of data, the digest for each config.
+    """
     if not folder.is_dir():
         return f"does not see {folder.parent}: set --output to a folder that all machines share"
     if code != code_version():
         return f"runs {code_version()}, this one {code}: install the same on all"
+    for config, digest in data:
+        if (found := digest_of_data(config)) != digest:
+            return (
+                f"has other data for source = {config.data.source!r}, with the digest {found}, "
+                f"this one {digest}: copy this one's to it"
+            )
     return ""
+
+
+def digest_of_data(config: RunConfig) -> str:
+    """The digest of this machine's copy of a run's data."""
+    from client_app.machine import data_digest
+    from client_app.setup import open_source
+
+    return data_digest(open_source(config))
 
 
 def overrides_of(run: Run) -> dict[str, OptionValue]:

@@ -114,21 +114,28 @@ def test_a_node_with_other_code_is_refused(cluster, tmp_path):
     assert not run_of(cluster, "refused-code").exists()
 
 
-def test_a_node_with_other_data_is_refused(cluster, tmp_path):
+@pytest.fixture
+def two_data_sets(tmp_path):
+    """Folders with a set.npz of the same shape each."""
     import numpy as np
 
     rng = np.random.default_rng(0)
     arrays = {
-        "x_train": rng.integers(0, 255, (200, 28, 28), dtype=np.uint8),
-        "y_train": np.arange(200) % 10,
+        "x_train": rng.integers(0, 255, (400, 28, 28), dtype=np.uint8),
+        "y_train": np.arange(400) % 10,
         "x_test": rng.integers(0, 255, (50, 28, 28), dtype=np.uint8),
         "y_test": np.arange(50) % 10,
     }
-    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
-    for folder in (mine, theirs):
+    folders = tmp_path / "mine", tmp_path / "theirs"
+    for folder in folders:
         folder.mkdir()
         np.savez(folder / "set.npz", **arrays)
-        arrays["x_train"] = arrays["x_train"][::-1]  # of the same shape
+        arrays["x_train"] = arrays["x_train"][::-1]
+    return folders
+
+
+def test_a_node_with_other_data_is_refused(cluster, two_data_sets):
+    mine, theirs = two_data_sets
     cluster.start(1, [f"mount --bind {theirs} {mine}"])
     keys = SMALL | {"source": f"npz:{mine / 'set.npz'}"}
     code, _, err = cluster.run(*words(keys, "refused-data"))
@@ -225,10 +232,11 @@ def test_workers_larger_than_any_node_are_refused_in_a_line(cluster):
 # --- a recipe -----------------------------------------------------------------------------------
 
 
-def experiments(cluster, folder, num_rounds=3):
+def experiments(cluster, folder, **given):
     """`keel experiments run` of two runs on the cluster, and its output folder."""
     recipe, output = folder / "recipe.yaml", cluster.home / folder.name
-    keys = {**SMALL, "num-clients": NUM_CLIENTS, "num-rounds": num_rounds}
+    own = {name.replace("_", "-"): value for name, value in given.items()}
+    keys = {**SMALL, "num-clients": NUM_CLIENTS, "num-rounds": 3} | own
     recipe.write_text(json.dumps({"config": keys, "seeds": 2, "rows": {"A": {"method": "moon"}}}))
     words = ("run", str(recipe), "--output", str(output), "--ray", cluster.ray)
     return cluster.keel("experiments", *words), output
@@ -271,5 +279,16 @@ def test_a_node_that_does_not_see_the_output_folder_is_refused(cluster, tmp_path
     _, err = process.communicate(timeout=200)
     assert process.returncode == 2
     assert f"{cluster.address(1)} does not see {output}: set --output" in err
+    assert err.count("\n") == 1
+    assert not list(output.glob("runs/*/*/config.json"))
+
+
+def test_a_node_with_other_data_executes_no_run(cluster, tmp_path, two_data_sets):
+    mine, theirs = two_data_sets
+    cluster.start(1, [f"mount --bind {theirs} {mine}"])
+    process, output = experiments(cluster, tmp_path, source=f"npz:{mine / 'set.npz'}")
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 2
+    assert f"{cluster.address(1)} has other data for source = 'npz:" in err
     assert err.count("\n") == 1
     assert not list(output.glob("runs/*/*/config.json"))

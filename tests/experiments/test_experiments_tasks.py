@@ -11,12 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from client_app.machine import data_digest
+from client_app.setup import open_source
 from keel.deployment.cluster import Node
 from keel.experiments import tasks
 from keel.experiments.plan import runs_needed
 from keel.experiments.recipe import load_recipe
 from keel.experiments.runs import Options
 from keel.experiments.tasks import Resources, claimed, connected, execute, printing_to, unfit
+from protocol.config import resolve_config
 from server_app.sources import code_version
 
 NODES = [Node("10.0.0.1", 8, 2), Node("10.0.0.2", 4, 0)]
@@ -58,6 +61,14 @@ def test_a_machine_with_other_code_or_without_the_folder_is_unfit(tmp_path):
     assert unfit(tmp_path, code_version()) == ""
     assert unfit(tmp_path, "sources x").startswith(f"runs {code_version()}, this one sources x")
     assert unfit(tmp_path / "no", code_version()).startswith(f"does not see {tmp_path}: set ")
+
+
+def test_a_machine_with_other_data_is_unfit(tmp_path):
+    config = resolve_config({"source": "digits"})
+    digest = data_digest(open_source(config))
+    assert unfit(tmp_path, code_version(), [(config, digest)]) == ""
+    reason = unfit(tmp_path, code_version(), [(config, "0" * 16)])
+    assert reason.startswith(f"has other data for source = 'digits', with the digest {digest}, ")
 
 
 @pytest.fixture
