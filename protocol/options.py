@@ -150,25 +150,11 @@ def types_of(cls: type) -> dict[str, Any]:
 
 
 @functools.cache
-def _columns(cls: type) -> tuple[tuple[str, str, Any, Constraint, str], ...]:
-    """(field, key, type, constraint, its description) of each field; recipes parse thousands of
-    configs.
-    """
+def _columns(cls: type) -> list[tuple[str, str, Any, Constraint]]:
+    """(field, key, type, constraint) of each field; recipes parse thousands of configs."""
     types = types_of(cls)
-    return tuple(
-        (f.name, key_of(f), types[f.name], constraint, constraint.describe(types[f.name]))
-        for f in dataclasses.fields(cls)
-        for constraint in [f.metadata["constraint"]]
-    )
-
-
-@functools.cache
-def _accepted(cls: type, prefix: str) -> dict[str, OptionValue]:
-    """The last accepted value of each key, filled by `parse_options`.
-
-    Most keys have the same default object in every config, which is then checked only once.
-    """
-    return {}
+    columns = dataclasses.fields(cls)
+    return [(f.name, key_of(f), types[f.name], f.metadata["constraint"]) for f in columns]
 
 
 def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str = "") -> T:
@@ -178,23 +164,23 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
     if a key is missing, of another type, or out of range.
     """
     parsed: dict[str, Any] = {}
-    accepted = _accepted(cls, prefix)  # type: ignore[arg-type]
-    for name, own_key, expected, constraint, allowed in _columns(cls):  # type: ignore[arg-type]
+    for name, own_key, expected, constraint in _columns(cls):  # type: ignore[arg-type]
         key = prefix + own_key
         if key not in values:
-            raise ValueError(f"{key} is missing from the config: expected {allowed}")
+            raise ValueError(
+                f"{key} is missing from the config: expected {constraint.describe(expected)}"
+            )
         value = values[key]
-        if key in accepted and accepted[key] is value:
-            parsed[name] = value
-            continue
         if expected is float and type(value) is int:
             value = float(value)
+        if type(value) is expected and constraint.holds(value):
+            parsed[name] = value
+            continue
+        allowed = constraint.describe(expected)
         if type(value) is not expected:
             if type_names[int] not in allowed and expected is not float:
                 allowed = f"{type_names[expected]} ({allowed})"
             raise ValueError(f"{key} = {value!r}: expected {allowed}, not {type(value).__name__}")
-        if not constraint.holds(value):
-            hint = did_you_mean(str(value), constraint.choices)
-            raise ValueError(f"{key} = {value!r}: expected {allowed}{hint}")
-        parsed[name] = accepted[key] = value
+        hint = did_you_mean(str(value), constraint.choices)
+        raise ValueError(f"{key} = {value!r}: expected {allowed}{hint}")
     return cls(**parsed)
