@@ -19,7 +19,7 @@ from protocol.seeds import seed_of
 
 def open_source(config: RunConfig, spec: str = "") -> Source:
     """The run's data source (or `spec`), memory-mapped; decoded once on each machine."""
-    data, expected = config.data, model_spec(config.model.model).input
+    data, expected = config.data, model_spec(config.model.model)
     return _open_source(
         spec or data.source,
         Path(data.data_dir).expanduser() if data.data_dir else keel_home() / "data",

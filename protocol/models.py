@@ -4,25 +4,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class InputSpec:
-    """The input that a model's paper uses; 0: as the data source has it."""
-
-    image_size: int = 0
-    channels: int = 0
-
-
-@dataclass(frozen=True)
 class ModelSpec:
     """norms: the norm layers to choose from, the default first ("": none); () for no choice.
 
     projection: what is added before the classifier where the method adds none.
-    width: channels of the first stage where `width` may change them, else 0.
+    width: channels of the first stage where `width` may change them, else 0. image_size, channels:
+    of the images that the model's paper uses; 0: as the data source has them.
     """
 
     norms: tuple[str, ...] = ()
     projection: str = "none"
     width: int = 0
-    input: InputSpec = InputSpec()
+    image_size: int = 0
+    channels: int = 0
 
     def norm_layer(self, norm: str) -> str:
         """The norm layer under the config's `norm`; "" for none."""
@@ -42,7 +36,7 @@ class ModelSpec:
 
 
 MODELS: dict[str, ModelSpec] = {
-    "cnn-fedintr": ModelSpec(norms=("", "group"), input=InputSpec(image_size=32, channels=3)),
+    "cnn-fedintr": ModelSpec(norms=("", "group"), image_size=32, channels=3),
     "cnn-fedcka": ModelSpec(norms=("", "group")),
     "cnn-fedreco": ModelSpec(norms=("", "group")),
     "resnet20": ModelSpec(norms=("batch", "group"), width=16),

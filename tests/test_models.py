@@ -393,7 +393,7 @@ def test_tap_heads_take_every_layer_to_256(name):
 
 
 def test_only_the_fedintr_cnn_asks_for_other_images_than_the_sources():
-    inputs = {name: (spec.input.image_size, spec.input.channels) for name, spec in MODELS.items()}
+    inputs = {name: (spec.image_size, spec.channels) for name, spec in MODELS.items()}
     assert inputs.pop("cnn-fedintr") == (32, 3)
     assert set(inputs.values()) == {(0, 0)}
 

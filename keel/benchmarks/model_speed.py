@@ -21,7 +21,7 @@ budget_s = 0.5  # repetitions stop after it
 
 def input_of(name: str) -> tuple[int, int, int]:
     """(channels, height, width) of the images that the model is measured and described with."""
-    spec = model_spec(name).input
+    spec = model_spec(name)
     channels, pixels = spec.channels or DEFAULT_INPUT[0], spec.image_size or DEFAULT_INPUT[1]
     return channels, pixels, pixels
 

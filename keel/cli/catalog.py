@@ -247,11 +247,11 @@ not_measured = "–: not measured yet; --measure measures all"
 def model_row(name: str, again: bool = False, needed: bool = True) -> Row:
     """Norms, input, parameters and speed of a model; measured if `needed`, else if known."""
     spec, speed = model_spec(name), model_speed(name, again, needed)
-    size = spec.input.image_size
+    size = spec.image_size
     return {
         "name": name,
         "norms": ", ".join(norm or "none" for norm in spec.norms) or "none",
-        "input": f"{spec.input.channels} x {size} x {size}" if size else "as the data",
+        "input": f"{spec.channels} x {size} x {size}" if size else "as the data",
         "parameters": sum(row["parameters"] for row in all_layers()[name]),
         "forward ms": speed and speed["forward_ms"],
         "step ms": speed and speed["step_ms"],
@@ -439,7 +439,7 @@ def expected_seconds(config: RunConfig, speed: Row) -> float:
     """An estimate of a run's time on this machine; `estimated_how` describes it."""
     from data.readers import READERS
 
-    rounds, data, spec = config.rounds, config.data, model_spec(config.model.model).input
+    rounds, data, spec = config.rounds, config.data, model_spec(config.model.model)
     info = READERS[data.source].published
     assert info is not None
     pixels = data.image_size or spec.image_size or info.image_shape[1]

@@ -35,7 +35,7 @@ def data_size(config: RunConfig) -> SourceInfo | None:
         raise ValueError(f"source = {name!r}: {path} does not exist")
     if colon and not is_cached(f"{kind}:{Path(path).expanduser()}", cache_dir):
         return None
-    preferred = MODELS[config.model.model].input
+    preferred = MODELS[config.model.model]
     return source_info(
         name,
         Path(data.data_dir).expanduser() if data.data_dir else keel_home() / "data",

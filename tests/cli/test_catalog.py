@@ -187,7 +187,7 @@ def test_a_measurement_is_reused_until_its_key_changes(tmp_path, monkeypatch):
 
 def test_inputs_are_the_papers_or_colour_images_of_32_pixels():
     for name in model_names():
-        spec = model_spec(name).input
+        spec = model_spec(name)
         assert input_of(name) == (spec.channels or 3, *[spec.image_size or 32] * 2)
 
 
