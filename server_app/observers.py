@@ -74,16 +74,19 @@ class RunInfo:
 
 
 class RunObserver(Protocol):
-    """Follows one run."""
+    """Follows one run. A subclass has only the methods that it needs."""
 
     def on_run_start(self, info: RunInfo) -> None:
         """All checks have passed and round 1 (or the first after a resume) begins."""
+        return
 
     def on_round(self, line: Line) -> None:
         """A round is done; `line` is its line in history.jsonl."""
+        return
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
         """The run ended, for whatever reason; `summary` is the content of summary.json."""
+        return
 
 
 @runtime_checkable
@@ -157,7 +160,7 @@ def scalars(line: Line) -> dict[str, float]:
     return found | {"left_out": len(line["left_out"])}
 
 
-class SummaryTable:
+class SummaryTable(RunObserver):
     """Prints the results as a table when the run has ended."""
 
     title = ""
@@ -165,9 +168,6 @@ class SummaryTable:
     def on_run_start(self, info: RunInfo) -> None:
         """Remember the title."""
         self.title = info.title
-
-    def on_round(self, line: Line) -> None:
-        """Nothing to print."""
 
     def on_run_end(self, summary: Mapping[str, Any]) -> None:
         """Print the table."""

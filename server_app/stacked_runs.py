@@ -150,9 +150,6 @@ class Member(RunObserver):
             self.requests.put(Request(self.num_rounds + 1))
             self._take()
 
-    def on_run_end(self, summary: Mapping[str, Any]) -> None:
-        """Nothing is left to do."""
-
 
 def trained_together(requests: Sequence[Request]) -> list[Trained | Exception]:
     """The answer to each of these requests of one round."""

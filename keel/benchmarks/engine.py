@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from protocol.config import app_folder
 from server_app.history import Line, read_history
 from server_app.inline import run_inline
 from server_app.manifest import NUM_NOTED_ROUNDS
-from server_app.observers import RunInfo
+from server_app.observers import RunObserver
 
 ticks = os.sysconf("SC_CLK_TCK")
 run_limit_s = 900.0
@@ -291,21 +290,15 @@ UNTRAINED = (
 )
 
 
-class RoundClock:
+class RoundClock(RunObserver):
     """Observes a run: processor seconds of this process at the end of each round."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
 
-    def on_run_start(self, info: RunInfo) -> None:
-        """Nothing to note: the first round is a warm-up."""
-
     def on_round(self, line: Line) -> None:
         """Note the time."""
         self.at.append(time.process_time())
-
-    def on_run_end(self, summary: Mapping[str, Any]) -> None:
-        """Nothing to note."""
 
     def median_ms(self) -> float:
         """Median processor milliseconds of a round.
