@@ -18,13 +18,7 @@ from pathlib import Path
 
 from safetensors.torch import load
 
-from protocol.files import (
-    RESET_FILE,
-    digest,
-    digest_of_pieces,
-    remove_parts,
-    write_atomically,
-)
+from protocol.files import RESET_FILE, digest, remove_parts, write_atomically
 from protocol.messages import UNREADABLE, Arrays, with_current_names
 from protocol.packing import packed_pieces
 
@@ -173,7 +167,7 @@ class StateFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_parts(self.folder)
         replaced = [(r, path) for r, path in self._versions() if r >= round_]
-        path = self.folder / f"round-{round_:05d}-{digest_of_pieces(pieces)}.safetensors"
+        path = self.folder / f"round-{round_:05d}-{digest(*pieces)}.safetensors"
         write_atomically(path, *pieces)
         for r, stale in replaced:
             if r - round_ >= self.max_ahead:

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,8 @@ from typing import Any
 RESET_FILE = "reset-state"
 
 
-def digest(content: bytes) -> str:
-    """The first 16 hex digits of the content's SHA-256."""
-    return digest_of_pieces([content])
-
-
-def digest_of_pieces(pieces: Sequence[Any]) -> str:
-    """`digest` of the joined pieces, bytes or arrays of bytes, without joining them."""
+def digest(*pieces: Any) -> str:
+    """The first 16 hex digits of the SHA-256 of the joined pieces, bytes or arrays of bytes."""
     found = hashlib.sha256()
     for piece in pieces:
         found.update(piece)

@@ -20,7 +20,7 @@ from client_app.state import StateMemory, memories
 from data.sources import Source
 from models import StagedModel
 from protocol.config import RunConfig, resolve_config
-from protocol.files import digest_of_pieces, private_files
+from protocol.files import digest, private_files
 from protocol.flower_compat import has_own_clients, is_in_process_grid, watch_superlink
 from protocol.messages import (
     Arrays,
@@ -484,7 +484,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         checkpoint_digest = run.directory.save_checkpoint(checkpoint, config.model.model)
         note_round(run.directory.path, server_round, checkpoint_digest)
     elif server_round <= NUM_NOTED_ROUNDS:
-        checkpoint_digest = digest_of_pieces(checkpoint.pieces(config.model.model))
+        checkpoint_digest = digest(*checkpoint.pieces(config.model.model))
         note_round(run.directory.path, server_round, checkpoint_digest)
     return following, line
 

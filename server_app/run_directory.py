@@ -13,6 +13,7 @@ manifest.json       versions; digests of split, files and first rounds (manifest
 import fcntl
 import json
 import logging
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from client_app.methods import method_of
 from protocol.chained import append_chained, read_chained
 from protocol.config import RunConfig, keel_home, resolve_config
-from protocol.files import digest, digest_of_pieces, remove_parts, write_atomically
+from protocol.files import digest, remove_parts, write_atomically
 from protocol.messages import UNREADABLE, Arrays, with_current_names
 from protocol.options import OptionValue
 from protocol.packing import Pieces, packed_pieces
@@ -173,7 +174,7 @@ class RunDirectory:
         directory = self.path / "checkpoints"
         directory.mkdir(exist_ok=True)
         pieces = checkpoint.pieces(model)
-        content_digest = digest_of_pieces(pieces)
+        content_digest = digest(*pieces)
         name = f"round-{checkpoint.round:05d}-{content_digest}.safetensors"
         write_atomically(directory / name, *pieces)
         oldest = checkpoint.round - (NUM_CHECKPOINTS - 1) * self.checkpoint_interval
@@ -196,17 +197,15 @@ class RunDirectory:
 
         keeps_personal: except the newest of each, from which personal models are made.
         """
-        folders = [self.path / "checkpoints", *(self.path / "clients").glob("*")]
-        for folder in folders:
-            files = sorted(folder.glob("*"))
-            versions = sorted(folder.glob("round-*.safetensors"))
-            for path in files:
-                if not (keeps_personal and path in versions[-1:]):
-                    path.unlink()
-            if not keeps_personal and folder.exists():
-                folder.rmdir()
-        if not keeps_personal and (self.path / "clients").exists():
-            (self.path / "clients").rmdir()
+        checkpoints, clients = self.path / "checkpoints", self.path / "clients"
+        if not keeps_personal:
+            for folder in filter(Path.exists, (checkpoints, clients)):
+                shutil.rmtree(folder)
+            return
+        for folder in (checkpoints, *clients.glob("*")):
+            newest = sorted(folder.glob("round-*.safetensors"))[-1:]
+            for path in {*folder.glob("*")}.difference(newest):
+                path.unlink()
 
     def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:
         """The newest intact checkpoint, of those whose round is in the history if there are any.
@@ -285,13 +284,8 @@ def runs_directory(config: RunConfig) -> Path:
 def new_run_directory(config: RunConfig) -> RunDirectory:
     """A new, empty directory: `run-name`, else time, method and data; never an existing one."""
     base, named = runs_directory(config), named_directory(config)
-    stem = "-".join(
-        (
-            time.strftime("%Y%m%d-%H%M%S"),
-            config.rounds.method,
-            config.data.source.partition(":")[0],
-        )
-    )
+    started, kind = time.strftime("%Y%m%d-%H%M%S"), config.data.source.partition(":")[0]
+    stem = f"{started}-{config.rounds.method}-{kind}"
     for attempt in range(1000):
         path = named or base / (f"{stem}-{attempt}" if attempt else stem)
         try:
