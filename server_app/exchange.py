@@ -134,7 +134,12 @@ class Exchange:
         def sent_again(node: int, to: int) -> bool:
             before_resend(node)
             sent: dict[str, int] = {}
-            if self.push([copy_for(asked[node], to, deadline - time.monotonic())], sent):
+            about, ttl = asked[node].metadata, max(1.0, deadline - time.monotonic())
+            again = Message(
+                asked[node].content, dst_node_id=to, message_type=about.message_type, ttl=ttl
+            )
+            again.metadata.group_id = about.group_id
+            if self.push([again], sent):
                 return False
             node_now[node] = to
             waiting.update(dict.fromkeys(sent, node))
@@ -311,14 +316,6 @@ def watch(stops: weakref.ref[Stops]) -> None:
         noted.note()
         del noted
         time.sleep(TICK_S)
-
-
-def copy_for(message: Message, node: int, ttl_s: float) -> Message:
-    """The same message to this node, which lives for `ttl_s`."""
-    kind = message.metadata.message_type
-    again = Message(message.content, dst_node_id=node, message_type=kind, ttl=max(1.0, ttl_s))
-    again.metadata.group_id = message.metadata.group_id
-    return again
 
 
 def failure(message: Message, reason: str, code: int = NO_REPLY) -> Message:

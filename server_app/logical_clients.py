@@ -29,29 +29,19 @@ TAIL_SHARE = 8  # the last 1 / 8 of the clients are sent in messages of their ow
 MIN_TAIL = 4  # clients per worker, at least, for such messages
 
 
-def assigned(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[int]:
-    """The worker of each of these jobs: in their order, the one that would finish it first."""
-    free_s = [0.0] * len(seconds_per_unit)
-    chosen = []
-    for time in times:
-        done_s = [s + time * rate for s, rate in zip(free_s, seconds_per_unit, strict=True)]
-        worker = min(range(len(done_s)), key=done_s.__getitem__)
-        free_s[worker] = done_s[worker]
-        chosen.append(worker)
-    return chosen
-
-
 def place(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[list[int]]:
-    """The places in `times` that each worker takes, longest expected time first.
+    """The places in `times` that each worker takes: it would finish them first, longest ones first.
 
     seconds_per_unit: of `times`, by worker. The makespan is at most 4/3 - 1/(3 W) of the optimum if
     all are equal (Graham 1969), 5/3 if not (Friesen 1987).
     """
     shares: list[list[int]] = [[] for _ in seconds_per_unit]
-    longest_first = sorted(range(len(times)), key=lambda i: (-times[i], i))
-    workers = assigned([times[i] for i in longest_first], seconds_per_unit)
-    for place_, worker in zip(longest_first, workers, strict=True):
-        shares[worker].append(place_)
+    free_s = [0.0] * len(seconds_per_unit)
+    for i in sorted(range(len(times)), key=lambda i: (-times[i], i)):
+        done_s = [s + times[i] * rate for s, rate in zip(free_s, seconds_per_unit, strict=True)]
+        worker = min(range(len(done_s)), key=done_s.__getitem__)
+        free_s[worker] = done_s[worker]
+        shares[worker].append(i)
     return shares
 
 

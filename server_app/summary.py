@@ -8,6 +8,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def summarise(
                 "best": max(values),
                 f"mean of last {num_last}": statistics.fmean(values[-num_last:]),
                 f"median of last {num_last}": statistics.median(values[-num_last:]),
-                "EMA 0.9": moving_average(values),
+                # over all evaluations, as FedRCL reports it
+                "EMA 0.9": reduce(lambda ema, value: 0.9 * ema + (1 - 0.9) * value, values),
             }
     seconds = sum(sum(line.get("seconds", {}).values()) for line in history)
     return {
@@ -80,14 +82,6 @@ def headline(results: Mapping[str, Any]) -> dict[str, Any]:
         "final_accuracy": found.get("final"),
         "best_accuracy": found.get("best"),
     }
-
-
-def moving_average(values: Sequence[float], decay: float = 0.9) -> float:
-    """The exponential moving average over all evaluations, as FedRCL reports it."""
-    average = values[0]
-    for value in values[1:]:
-        average = decay * average + (1 - decay) * value
-    return average
 
 
 def read_config_file(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -133,9 +127,7 @@ def read_summary(directory: Path) -> dict[str, Any]:
     if it is damaged.
     """
     path = directory / SUMMARY_FILE
-    saved: dict[str, Any] = {"status": "starting"}
-    if path.exists():
-        saved = read_object(path)
+    saved = read_object(path) if path.exists() else dict[str, Any](status="starting")
     summary = {RENAMED_FIELDS.get(key, key): value for key, value in saved.items()}
     if "num_rounds" not in summary:  # before 0.2, or not yet written
         config, _ = read_config_file(directory)

@@ -109,16 +109,11 @@ class ClusterBackend(RayBackend):
         try:
             super().__init__(backend_config)
         except Exception as error:
-            failed = RuntimeError(self.start_failure(error))
+            address, reason = os.environ.get("RAY_ADDRESS", ""), " ".join(str(error).split())
+            what = f"Ray cluster {address}" if address else "Ray did not start"
+            failed = RuntimeError(f"{what}: {reason}")
             started.ask.set_exception(failed)
             raise failed from None
-
-    @staticmethod
-    def start_failure(error: Exception) -> str:
-        """Why Ray did not start, in one line."""
-        address = os.environ.get("RAY_ADDRESS", "")
-        reason = " ".join(str(error).split())
-        return f"Ray cluster {address}: {reason}" if address else f"Ray did not start: {reason}"
 
     def init_ray(self, backend_config: BackendConfig) -> None:
         """As Flower's; on a cluster with the environment.

@@ -9,7 +9,6 @@ way.
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
 
 from protocol.flower_compat import replace
 from protocol.flower_compat.simulation import WorkerThreads, is_replaced, started, vce_api_name
@@ -21,17 +20,12 @@ def replace_backend() -> None:
     if module is None or is_replaced():
         return
     try:
-        replace_in(module)
+        from flwr.server.superlink.fleet.vce.backend import raybackend
+
+        from protocol.flower_compat.ray_backend import ClusterBackend
+
+        replace(raybackend, "RayBackend", ClusterBackend, ClusterBackend.__base__)
+        replace(module, "ThreadPoolExecutor", WorkerThreads, ThreadPoolExecutor)
     except BaseException as error:  # the ServerApp waits for the backend
         started.ask.set_exception(RuntimeError(f"Flower's simulation: {error}"))
         raise
-
-
-def replace_in(vce_api: ModuleType) -> None:
-    """Do so, in the module of Flower's that runs the simulation."""
-    from flwr.server.superlink.fleet.vce.backend import raybackend
-
-    from protocol.flower_compat.ray_backend import ClusterBackend
-
-    replace(raybackend, "RayBackend", ClusterBackend, ClusterBackend.__base__)
-    replace(vce_api, "ThreadPoolExecutor", WorkerThreads, ThreadPoolExecutor)
