@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from client_app.evaluation import evaluate
 from client_app.method import Method
 from client_app.methods import method_of
+from client_app.precision import resolved
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of
 from client_app.stacked import check_stackable
@@ -279,7 +280,11 @@ def prepare(
     else:
         split = split_digest(config, entries)
     about = companions.about if companions else {}
-    begin_manifest(directory.path, config, len(roster), is_simulated, split, workers, about)
+    is_auto = is_simulated and config.train.precision == "auto"
+    precision = resolved("auto", model, device) if is_auto else ""
+    begin_manifest(
+        directory.path, config, len(roster), is_simulated, split, workers, about, precision
+    )
     memory = StateMemory()
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):
         memories[directory.path] = memory

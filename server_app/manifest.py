@@ -76,12 +76,14 @@ def begin_manifest(
     split: str,
     workers: Sequence[WorkerOnNode] = (),
     stacked: Mapping[str, Any] | None = None,
+    precision: str = "",
 ) -> None:
     """Write the manifest before the first round, or update it on a resume.
 
     A damaged one does not stop a resume. Versions stay those of the noted rounds. code, keel,
     machines: all that worked on the run; the machines of sites are not known here. workers: those
     of Flower's simulation. stacked: the runs that this one trains with (stacked_runs.py).
+    precision: what "auto" is for a simulation here; empty if the run has another value.
     """
     try:
         before = read_manifest(directory)
@@ -101,6 +103,8 @@ def begin_manifest(
     }
     if stacked:
         fields["stacked"] = stacked
+    if precision:
+        fields["precision"] = appended(before.get("precision", []), precision)
     if fields["simulated"]:
         here = machine(device_for(config.train.device))
         names = [*before.get("machines", []), here, *(each.report.machine for each in workers)]

@@ -21,7 +21,7 @@ from protocol.files import write_atomically
 from server_app.history import CURVES, Line, read_history
 
 PRIVATE = ("output-dir", "data-dir", "resume", "run-name")
-MANIFEST = ("code", "keel", "machines", "simulated", "versions")
+MANIFEST = ("code", "keel", "machines", "precision", "simulated", "versions")
 MAX_STATUS = 200  # characters
 
 

@@ -60,8 +60,9 @@ class JudgedClaim:
 def judge_claims(recipe: Recipe, results: Results, options: Options) -> list[JudgedClaim]:
     """Each claim of the recipe, judged by the differences of its two sides, paired over seeds.
 
-    - Not tested: without runs of both sides; if runs of the table are of different code; if the
-      runs end before the local steps from which the paper makes the claim.
+    - Not tested: without runs of both sides; if runs of the table are of different code, or the
+      claim's in different precision; if the runs end before the local steps from which the paper
+      makes the claim.
     - Otherwise as `judge` says. The seed that chose a side's candidate is left out: it favours it.
     - A pair whose left side diverged or failed is the worst there is for the claim; if only the
       right side did, the pair counts as no difference.
@@ -99,6 +100,8 @@ def _judged(
         machines = sorted({name for side in sides for name in side.machines})
         if is_mixed:
             detail = f"no verdict on runs of different code; {detail}"
+        elif len({name for side in sides for name in side.precision}) > 1:
+            detail = f"no verdict on runs in different precision; {detail}"
         elif sides[0].cell.take.is_time and len(machines) > 1:
             verdict, detail = INCONCLUSIVE, f"different machines: {', '.join(machines)}"
         elif share < 1:

@@ -16,6 +16,7 @@ from keel.experiments.runs import (
     code_of,
     history_in,
     machines_of,
+    precision_of,
     read_json,
     run_of,
 )
@@ -108,7 +109,8 @@ class Result:
     """A cell's outcome: one number a finished seed, of one candidate. A time never reached is inf.
 
     num_seeds: how many were asked for. finished: the runs of the numbers, with their directories.
-    failures: `diverged` or `failed`, by seed. code: of all runs that were read, the tuning's too.
+    failures: `diverged` or `failed`, by seed. code, and precision where it was "auto": of all runs
+    that were read, the tuning's too.
     tuned_on: the seed that chose the candidate, if there are several; `num_tried` have been run.
     outdated: why the first run that does not count does not: its config, or its code.
     """
@@ -124,6 +126,7 @@ class Result:
     outdated: str = ""
     failures: Mapping[int, str] = field(default_factory=dict)
     code: Collection[str] = ()
+    precision: Collection[str] = ()
 
     @property
     def reached(self) -> list[float]:
@@ -132,8 +135,9 @@ class Result:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the finite numbers; None where runs of different code would be mixed."""
-        return statistics.fmean(self.reached) if self.reached and len(self.code) < 2 else None
+        """Mean of the finite numbers; None where runs of different code or precision would mix."""
+        is_one = len(self.code) < 2 and len(self.precision) < 2
+        return statistics.fmean(self.reached) if self.reached and is_one else None
 
     @property
     def deviation(self) -> float | None:
@@ -174,6 +178,7 @@ def result_of(cell: Cell, options: Options, output: Path) -> Result:
         outdated=next(filter(None, (run.outdated() for run in [*tried, *runs])), ""),
         failures={seed: word for seed, word in failures.items() if word},
         code=sorted({code for directory in read for code in code_of(directory)}),
+        precision=sorted({name for directory in read for name in precision_of(directory)}),
     )
 
 

@@ -275,6 +275,8 @@ def absence(result: Result) -> str:
     """What is shown where there is no mean."""
     if len(result.code) > 1:
         return "runs of different code"
+    if len(result.precision) > 1:
+        return "runs in different precision"
     return "not reached" if result.by_seed else "–"
 
 

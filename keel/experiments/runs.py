@@ -277,6 +277,11 @@ def code_of(directory: Path) -> tuple[str, ...]:
     return tuple(manifest.get("code", [then]))  # `code` is not in manifests before 0.2
 
 
+def precision_of(directory: Path) -> list[str]:
+    """What `precision = "auto"` was in the run; empty if the run had another value."""
+    return list(manifest_in(directory).get("precision", []))
+
+
 @lru_cache(maxsize=4096)
 def history_in(directory: Path) -> History:
     """The history of a finished run. ValueError naming the file if a line is damaged."""

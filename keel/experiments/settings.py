@@ -84,6 +84,8 @@ def code_sentences(results: Sequence[Result]) -> Iterator[str]:
         yield f"Runs of different code, never averaged or judged together: {'; '.join(found)}."
     elif found:
         yield f"Code: {found[0]}."
+    if precision := sorted({name for result in results for name in result.precision}):
+        yield f"Precision: {', '.join(precision)}."
 
 
 def package_sentences(results: Sequence[Result]) -> Iterator[str]:

@@ -7,13 +7,14 @@ import subprocess
 
 import numpy as np
 import pytest
+import torch
 
 import protocol.code
 import server_app.manifest
 import server_app.sources
 from client_app.setup import client_indices, open_source
 from data.partitions import partition_indices, stratified_share
-from keel.experiments.runs import machines_of
+from keel.experiments.runs import machines_of, precision_of
 from keel.experiments.verify import differing_versions, round_check
 from protocol.code import code_digest, run_by_worker
 from protocol.config import app_folder, resolve_config
@@ -182,3 +183,11 @@ def test_a_manifest_of_before_says_its_kind_of_processor(tmp_path):
         versions = {"cpu": "x86_64 AVX2", "gpu": gpu}
         (tmp_path / "manifest.json").write_text(json.dumps({"versions": versions}))
         assert machines_of(tmp_path) == [expected]
+
+
+@pytest.mark.parametrize(("precision", "noted"), [("auto", ["bf16"]), ("fp32", [])])
+def test_what_auto_precision_was_is_noted(precision, noted, run, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.setattr("client_app.precision.auto_min_parameters", 0)
+    folder = run({"precision": precision, "num-rounds": 1, "device": "cpu"}, 2)
+    assert precision_of(folder) == noted

@@ -304,6 +304,28 @@ def test_runs_of_different_code_are_not_averaged_and_not_judged(tmp_path):
     assert f"Runs of different code, never averaged or judged together: {named}." in text
 
 
+@pytest.mark.parametrize(
+    ("precisions", "verdict", "row"),  # of the runs: FedAvg and FedProx with seeds 0, 1 and 2
+    [
+        (6 * ["bf16"], "reproduced", "61.00 ± 1.00"),
+        (["bf16", "fp32", *4 * ["bf16"]], "not tested", "runs in different precision"),
+        (3 * ["bf16", "fp32"], "not tested", "61.00 ± 1.00"),
+    ],
+)
+def test_runs_in_different_precision_are_not_judged(precisions, verdict, row, tmp_path):
+    """`precision = "auto"` is bf16 on one machine, or for one network, and fp32 on another."""
+    how = options(seeds=[0, 1, 2])
+    recipe, runs = all_run(tmp_path, how)
+    for run, precision in zip(runs, precisions, strict=True):
+        manifest = {"code": [code_version()], "precision": [precision]}
+        (run.folder / "attempt" / "manifest.json").write_text(json.dumps(manifest))
+    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    assert claim.verdict == verdict
+    text = write_report(tmp_path)[1].read_text()
+    assert f"Precision: {', '.join(sorted(set(precisions)))}." in text
+    assert f"| FedProx | {row} |" in text
+
+
 def test_runs_that_all_are_of_one_older_code_are_reported_and_it_is_named(tmp_path):
     how = options(seeds=[0, 1, 2])
     _, runs = all_run(tmp_path, how, code=6 * [OTHER])
