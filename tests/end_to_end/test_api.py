@@ -18,7 +18,7 @@ SMALL = {"data-fraction": 0.4, "model": "cnn-fedreco", "num-rounds": 2, "lr": 0.
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def home(tmp_path, monkeypatch, no_pictures):
     """A Keel home of its own."""
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     return tmp_path

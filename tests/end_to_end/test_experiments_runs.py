@@ -213,7 +213,7 @@ def swept(interrupted: tuple[Path, list[dict[str, Any]]], shared: tuple[list[str
     return interrupted[0]
 
 
-def test_the_documented_sweep_gives_what_the_same_runs_give_by_hand(swept, tmp_path):
+def test_the_documented_sweep_gives_what_the_same_runs_give_by_hand(swept, tmp_path, no_pictures):
     """Also of the run that was killed twice and interrupted once."""
     assert len(folders(swept)) == 2
     for folder in folders(swept):

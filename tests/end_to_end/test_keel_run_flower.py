@@ -57,7 +57,7 @@ def assert_all_end(home):
     assert started_by(home) == []
 
 
-def test_a_flower_run_is_stopped_by_ctrl_c_and_resumed_to_the_same_bits(tmp_path):
+def test_a_flower_run_is_stopped_by_ctrl_c_and_resumed_to_the_same_bits(tmp_path, no_pictures):
     home = tmp_path / "home"
     home.mkdir()
     process = start(home, "run", *words, "num-rounds=1000", "run-name=cut", "--engine", "flower",

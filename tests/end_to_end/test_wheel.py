@@ -82,7 +82,7 @@ def test_a_run_finishes_and_the_other_listings_have_their_data(keel, tmp_path):
     """In one process, as two of them import torch."""
     shown = {
         "run --clients 2 num-rounds=1 model=cnn-fedreco data-fraction=0.4 run-name=smoke": "smoke",
-        "models cnn-fedreco": "conv1",  # all would be timed, for half a minute
+        "models": "cnn-fedreco",
         "datasets": "digits",
         "presets": "fedreco",
     }

@@ -20,6 +20,13 @@ readme = (repository / "README.md").read_text()
 packages = ["client_app", "data", "keel", "models", "protocol", "server_app", "strategies"]
 written = {"gentle-pull": [], "damped-pull": ["--server-half"]}  # words of `keel new-method`
 
+# pictures of runs take longer than the runs
+CONFTEST = """
+import server_app.report
+
+for picture in ("plot_accuracy", "plot_label_distribution"):
+    setattr(server_app.report, picture, lambda *what: None)
+"""
 README_TEST = """
 from server_app.history import read_history
 from server_app.inline import run_inline
@@ -68,6 +75,7 @@ def copy_and_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
         shutil.copytree(repository / package, copy / package)
     shutil.copy(repository / "pyproject.toml", copy)
     (copy / "tests").mkdir()
+    (copy / "tests" / "conftest.py").write_text(CONFTEST)
     for name, words in written.items():
         made = run(copy, "keel", "new-method", name, *words)
         assert made.returncode == 0, made.stderr
