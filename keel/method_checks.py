@@ -168,12 +168,15 @@ class Float64Pixels(Pixels):
 class Loss:
     """The loss of a local objective on one batch in round 2, in float64, as a function of w."""
 
-    def __init__(self, subject: Subject, batch_size: int = 8) -> None:
-        config = subject.config(batch_size=batch_size)
+    def __init__(self, subject: Subject) -> None:
+        config = subject.config()
         objective = method_of(config)
         if not isinstance(objective, LocalObjective):
             raise NotApplicable("a local procedure is not one loss on one model")
-        state = as_float64_groups(subject.trained(config).state)
+        state = {
+            group: {n: a.double() if a.is_floating_point() else a for n, a in arrays.items()}
+            for group, arrays in subject.trained(config).state.items()
+        }
         with in_float64():
             ctx = subject.round(config, 2, state)
             pixels = ctx.train_samples.pixels
@@ -197,14 +200,6 @@ class Loss:
             terms = self.terms_of(step or self.step).values()
         self.is_float64 = all(term.dtype is torch.float64 for term in terms)
         return torch.stack([term.double() for term in terms]).sum()
-
-
-def as_float64_groups(state: Mapping[str, Arrays]) -> dict[str, Arrays]:
-    """The state with floating arrays in float64."""
-    return {
-        group: {n: a.double() if a.is_floating_point() else a for n, a in arrays.items()}
-        for group, arrays in state.items()
-    }
 
 
 def gradient_is_correct(subject: Subject) -> None:

@@ -68,9 +68,6 @@ DATA_FILES = {
 }
 
 
-# --- methods ---------------------------------------------------------------------------------
-
-
 def methods(
     name: NameArgument = None,
     as_json: JsonOption = False,
@@ -217,9 +214,6 @@ def traffic(name: str) -> float:
     return round(sum(map(size_bytes, exchanged)) / (2 * size_bytes(build().state_dict())), 4)
 
 
-# --- models ----------------------------------------------------------------------------------
-
-
 def models(
     name: NameArgument = None, as_json: JsonOption = False, measure: MeasureOption = False
 ) -> None:
@@ -329,9 +323,6 @@ def layers_of(name: str) -> list[Row]:
     return [*rows, classifier | {"width": None}]
 
 
-# --- data sets -------------------------------------------------------------------------------
-
-
 def datasets(name: NameArgument = None, as_json: JsonOption = False) -> None:
     """List the data sets, or show one: its classes and pixel statistics."""
     from data.sources import list_sources, load_source
@@ -392,9 +383,6 @@ def availability(name: str, data_dir: Path, cache_dir: Path) -> str:
     return f"put it in {place}" if name == "tiny-imagenet" else f"download, or put it in {place}"
 
 
-# --- presets ---------------------------------------------------------------------------------
-
-
 def presets(
     name: NameArgument = None, as_json: JsonOption = False, measure: MeasureOption = False
 ) -> None:
@@ -452,9 +440,6 @@ def expected_seconds(config: RunConfig, speed: Row) -> float:
     workers = (os.cpu_count() or 1) if speed["device"].startswith("cpu") else 1
     milliseconds = rounds.num_rounds * area * (training_ms + evaluation_ms) / workers
     return float(milliseconds / 1e3)
-
-
-# --- config keys -----------------------------------------------------------------------------
 
 
 def keys(name: NameArgument = None, as_json: JsonOption = False) -> None:

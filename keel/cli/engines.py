@@ -81,9 +81,6 @@ class Job:
         return " ".join(f"{key}={value}" for key, value in settings.items() if value)
 
 
-# --- inline --------------------------------------------------------------------------------------
-
-
 def run_in_process(job: Job, terminal: Terminal) -> None:
     """Execute the run in this process, one client after the other."""
     terminal.phase("loading PyTorch")
@@ -91,9 +88,6 @@ def run_in_process(job: Job, terminal: Terminal) -> None:
 
     terminal.phase("reading data")
     run_inline(job.overrides, job.num_clients, observers=[terminal])
-
-
-# --- Flower's simulation -------------------------------------------------------------------------
 
 
 def run_on_flower(job: Job, terminal: Terminal) -> None:
@@ -168,9 +162,6 @@ def follow(directory: Path, last_round: int, terminal: Terminal, flower: "Flower
         terminal.on_run_end(summary)
 
 
-# --- a deployment --------------------------------------------------------------------------------
-
-
 def run_on_deployment(job: Job, terminal: Terminal) -> None:
     """Submit the run to a running SuperLink and follow its log; Ctrl-C stops the run there."""
     with app_directory() as app, tempfile.TemporaryDirectory(prefix="keel-") as folder:
@@ -208,9 +199,6 @@ def resume_command(directory: str, job: Job) -> str:
 def is_from_keel(line: str) -> bool:
     """Whether a line of the run's log is Keel's own: they begin with a time."""
     return re.match(r"\d\d:\d\d:\d\d ", line) is not None
-
-
-# --- flwr ----------------------------------------------------------------------------------------
 
 
 class FlowerRun:

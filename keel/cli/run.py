@@ -154,7 +154,8 @@ def resume(
         if not run:
             raise ValueError("--engine deployment: name the run, as its log on the server does")
         return executed({"resume": run} | overrides, options)
-    saved = find_run(run) if run else unfinished_run()
+    unfinished = [] if run else [r for r in all_runs() if not r.is_running and r.state != FINISHED]
+    saved = find_run(run) if run else only_run(unfinished, "can be resumed", "keel resume")
     if saved.is_running:
         raise ValueError(f"{saved.name} is running: `keel status {saved.name}` shows it")
     expected = int(overrides.get("num-rounds", saved.config["num-rounds"]))
@@ -166,12 +167,6 @@ def resume(
             f"num-rounds={2 * saved.rounds}"
         )
     return executed({"resume": str(saved.directory)} | overrides, options)
-
-
-def unfinished_run() -> SavedRun:
-    """The only run that is neither finished nor running; ValueError if there is not exactly one."""
-    found = [run for run in all_runs() if not run.is_running and run.state != FINISHED]
-    return only_run(found, "can be resumed", "keel resume")
 
 
 def executed(overrides: Mapping[str, OptionValue], options: EngineOptions) -> int:

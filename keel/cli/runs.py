@@ -43,9 +43,6 @@ RunName = Annotated[str, typer.Argument()]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-# --- status, list, watch --------------------------------------------------------------------------
-
-
 def status(
     run: Annotated[str, typer.Argument(show_default=False)] = "",
     as_json: JsonOption = False,
@@ -199,9 +196,6 @@ def watch(
     watch_run(find_run(run).directory, once)
 
 
-# --- stop ----------------------------------------------------------------------------------------
-
-
 def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:
     """Stop a running run cleanly, as Ctrl-C in its terminal does; `keel resume` continues it.
 
@@ -237,9 +231,6 @@ def is_flower(pid: int) -> bool:
     except OSError:
         return False
     return any(Path(part).name.startswith(("flower-", "flwr-")) for part in command[:2])
-
-
-# --- compare -------------------------------------------------------------------------------------
 
 
 def compare(
@@ -331,8 +322,6 @@ def percent(value: float | None) -> str:
     """A share as a percentage."""
     return "" if value is None else f"{100 * value:.2f} %"
 
-
-# --- the model -----------------------------------------------------------------------------------
 
 ClientName = Annotated[
     str, typer.Option(help="The personal model of this client, such as client-0000.")

@@ -155,7 +155,6 @@ def check_runtime(
         yield from check_worker(worker)
 
 
-# --- simulation ------------------------------------------------------------------------------
 @check
 def check_memory() -> Iterator[Finding]:
     """There is memory for a simulation, and shared memory for Ray."""

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from keel.deployment.superlink import captured
 from protocol.processes import num_shares
 
 CONNECT_TIMEOUT_S = 5.0
@@ -48,14 +49,7 @@ def cluster_nodes(address: str) -> list[Node]:
     environment = {**os.environ, "RAY_LOG_TO_DRIVER": "0"}
     environment.pop("RAY_ADDRESS", None)
     try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=LIST_TIMEOUT_S,
-            check=False,
-        )
+        done = captured(command, environment, LIST_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise ValueError(f"--ray {address}: no answer in {LIST_TIMEOUT_S:g} s") from None
     lines = done.stdout.splitlines()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from client_app.worker_socket import worker_status, worker_variable
 from keel.deployment.credentials import make_credentials
-from keel.deployment.superlink import SuperLinkClient, environment, free_ports, run_config
+from keel.deployment.superlink import SuperLinkClient, captured, environment, free_ports, run_config
 from protocol.config import app_folder
 from protocol.options import OptionValue
 from protocol.processes import end_with_parent
@@ -187,14 +187,7 @@ class Loopback:
         command = [*self.prefixes.get("server", ()), sys.executable, "-m", "keel"]
         command += ["deploy", "register", "--credentials", str(self.credentials / "server")]
         command += ["--superlink", f"127.0.0.1:{self.http_port}"]
-        done = subprocess.run(
-            command,
-            env=self.environment("server"),
-            cwd=app_folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = captured(command, self.environment("server"))
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
 

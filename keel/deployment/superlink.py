@@ -45,6 +45,15 @@ def free_ports(count: int) -> Sequence[int]:
     return ports
 
 
+def captured(
+    words: Sequence[str], env: Mapping[str, str], timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command of these words once it has ended. TimeoutExpired after `timeout` s."""
+    return subprocess.run(
+        words, env=env, cwd=app_folder, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
 class SuperLinkClient:
     """Talks to the SuperLink at `address` (its HTTP API) through `flwr`."""
 
@@ -76,15 +85,8 @@ class SuperLinkClient:
     def flwr(self, *arguments: str) -> str:
         """The output of `flwr`; RuntimeError, with that output, if it fails or takes too long."""
         try:
-            done = subprocess.run(
-                [*self.prefix, "flwr", *arguments],
-                env=self.environment,
-                cwd=app_folder,
-                capture_output=True,
-                text=True,
-                timeout=command_timeout_s,
-                check=False,
-            )
+            command = [*self.prefix, "flwr", *arguments]
+            done = captured(command, self.environment, command_timeout_s)
         except subprocess.TimeoutExpired:
             raise CommandTimeout(f"flwr {' '.join(arguments)}: timed out") from None
         if done.returncode:

@@ -90,9 +90,6 @@ def old_names(node: Any) -> Iterator[tuple[int, str, str]]:
             yield from old_names(value)
 
 
-# --- the types of values ----------------------------------------------------------------------
-
-
 def _config_key(key: str) -> str:
     known = default_config()
     if key not in known:
@@ -200,9 +197,6 @@ class RecipeFile(Reading):
     grid: ConfigLists = {}
     claims: Texts = []
     headlines: Texts = []
-
-
-# --- reading ----------------------------------------------------------------------------------
 
 
 def read_recipe_file(text: str) -> tuple[RecipeFile, Lines]:

@@ -248,9 +248,6 @@ def label_of(recipe: Recipe, options: Options) -> str:
     return ", ".join(filter(None, [label, grid]))
 
 
-# --- cells --------------------------------------------------------------------------------------
-
-
 def shown(value: float | None, sign: str = "") -> str:
     """A number with two digits, or a dash."""
     return "–" if value is None else f"{value:{sign}.2f}"
@@ -293,9 +290,6 @@ def missing(result: Result) -> Iterator[str]:
         yield f"{result.num_tried} of {result.num_candidates} values tried"
     if result.outdated:
         yield f"a run does not count: {result.outdated}"
-
-
-# --- exports ------------------------------------------------------------------------------------
 
 
 def records(section: Section) -> Iterator[dict[str, object]]:

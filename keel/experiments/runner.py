@@ -48,9 +48,6 @@ OTHERS_POLL_S = 5.0  # between two looks at what other runners have done
 HEADLINE_CURVES = (("personal", "mean"), ("local_global", "mean"), ("global", "accuracy"))
 
 
-# --- the output folder ------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def locked(output: Path) -> Iterator[None]:
     """Create the output folder; hold its lock, for which other runners wait.
@@ -113,9 +110,6 @@ def save_job(
     return seeds
 
 
-# --- one run ----------------------------------------------------------------------------------
-
-
 @dataclass
 class ActiveRun:
     """A run under way: its task, its progress bar, and the history that it is writing."""
@@ -157,9 +151,6 @@ def outcome(directory: Path) -> str:
         if points := history_in(directory).points(curve):
             return f"{100 * points[-1][1]:.2f} % ({curve}), {duration}"
     return duration
-
-
-# --- all runs ---------------------------------------------------------------------------------
 
 
 def run_recipe(

@@ -18,8 +18,6 @@ from protocol.options import OptionValue
 from server_app.history import HISTORY_FILE, HistoryReader
 from server_app.sources import code_version
 
-# --- identity ---------------------------------------------------------------------------------
-#
 # The name of a run ends in a hash of the keys that its result depends on, where they differ from
 # the defaults: a key that is new in Keel changes no name. Keys and values are hashed under their
 # names of Keel 0.1; runs finished then are also looked for under the name of 0.1, which took 10 and
@@ -76,9 +74,6 @@ def hash_of(relevant: Keys, is_0_1: bool = False) -> str:
         if value != defaults[key]
     }
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:12]
-
-
-# --- runs -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -238,9 +233,6 @@ def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, output: Pat
     """The run of one cell with one tuned value and one seed."""
     keys = {**cell.keys, **candidate}
     return make_run(keys, seed, options, output, cell.read_at, cell.is_timed, cell.only_last)
-
-
-# --- what a run directory says ----------------------------------------------------------------
 
 
 def read_json(path: Path) -> dict[str, Any]:

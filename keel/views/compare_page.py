@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from keel.views.charts import Curve, Figure, curves, smoothed
 from keel.views.exports import harmless, latex, latex_table
@@ -143,18 +142,16 @@ def choices(runs: Sequence[Run]) -> list[tuple[str, str]]:
     return found + [(f"loss.{term}", f"loss: {text_of(term, 60)}") for term in terms]
 
 
-# --- tables and exports ---------------------------------------------------------------------------
-
 HEADER = ("group", "seeds", "rounds", "final (%)", "± sd", "best (%)", "MB", "seconds")
 
 
 def result_rows(groups: Sequence[Group], view: View) -> list[list[str]]:
     """A row of HEADER for each group: means over its runs."""
-    rows = []
+    rows, best_of = [], min if view.curve.startswith("loss.") else max
     for group in groups:
         found = [values_of(reader.lines, view) for _, reader in group.runs]
         final = [points[-1][1] for points in found if points]
-        best = [best_of(view)(value for _, value in points) for points in found if points]
+        best = [best_of(value for _, value in points) for points in found if points]
         ends = [
             [max(x_of(reader.lines, axis).values(), default=0.0) for _, reader in group.runs]
             for axis in ("round", "bytes", "seconds")
@@ -175,11 +172,6 @@ def result_rows(groups: Sequence[Group], view: View) -> list[list[str]]:
 def as_latex(groups: Sequence[Group], view: View) -> str:
     """The table of results."""
     return latex_table(HEADER, [[latex(cell) for cell in row] for row in result_rows(groups, view)])
-
-
-def best_of(view: View) -> Any:
-    """The lowest loss or the highest accuracy."""
-    return min if view.curve.startswith("loss.") else max
 
 
 def config_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:

@@ -156,9 +156,6 @@ def events(lines: Sequence[Line]) -> tuple[list[tuple[int, str, str, str]], int]
     return found[:MAX_EVENTS], sum(line[kind] for line in lines for kind in kinds)
 
 
-# --- clients --------------------------------------------------------------------------------------
-
-
 def client_charts(reader: HistoryReader) -> dict[str, Figure]:
     """Accuracy on each client's local test part: over rounds, and how it is spread."""
     figures: dict[str, Figure] = {}
@@ -268,9 +265,6 @@ def label_chart(entry: Entry) -> dict[str, Figure]:
     return {"labels": figure, "totals": totals}
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-
 def pictures(entry: Entry) -> list[str]:
     """Names of the run's PNGs, relative to its directory: plain files only, links never."""
     found = []
@@ -279,16 +273,12 @@ def pictures(entry: Entry) -> list[str]:
         try:
             if folder and (directory.is_symlink() or not directory.is_dir()):
                 continue
-            names = sorted(path.name for path in directory.glob("*.png") if is_plain(path))
+            found_here = [p for p in directory.glob("*.png") if p.is_file() and not p.is_symlink()]
+            names = sorted(path.name for path in found_here)
         except OSError:
             continue
         found += [f"{folder}/{name}" if folder else name for name in names]
     return found
-
-
-def is_plain(path: Any) -> bool:
-    """Whether this is a file, and no link."""
-    return path.is_file() and not path.is_symlink()
 
 
 def log_tail(entry: Entry) -> list[str]:
@@ -326,9 +316,6 @@ def privacy_rows(entry: Entry) -> list[tuple[str, str]]:
             else:
                 rows.append((text_of(key, 60), text_of(value)))
     return rows
-
-
-# --- sites of a deployment ------------------------------------------------------------------------
 
 
 def is_deployed(entry: Entry) -> bool:
