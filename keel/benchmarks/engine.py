@@ -300,13 +300,13 @@ class RoundClock(RunObserver):
         """Note the time."""
         self.at.append(time.process_time())
 
-    def median_ms(self) -> float:
-        """Median processor milliseconds of a round.
+    def rounds_s(self) -> list[float]:
+        """Processor seconds of each round.
 
         Without the last, which always has a checkpoint, and the first, whose digests are noted.
         """
         rounds = [after - before for before, after in itertools.pairwise(self.at)]
-        return 1000 * statistics.median(rounds[NUM_NOTED_ROUNDS - 1 : -1])
+        return rounds[NUM_NOTED_ROUNDS - 1 : -1]
 
 
 def untrained(options: BenchOptions) -> Iterator[Row]:
@@ -339,12 +339,46 @@ def untrained(options: BenchOptions) -> Iterator[Row]:
                 path = run_inline({**keys, "output-dir": folder}, num_clients, observers=[clock])
                 if failed := [line["left_out"] for line in read_history(path) if line["left_out"]]:
                     raise RuntimeError(f"clients failed in a round: {failed[0]}")
-            costs.append(round(clock.median_ms()))
+            costs.append(round(1000 * statistics.median(clock.rounds_s())))
         yield {
             "what": f"{method}, {model}, {num_clients} clients, nothing trained: CPU ms a round",
             "written_each_round": costs[0],
             "snapshot_every_1000": costs[1],
         }
+
+
+def personal(options: BenchOptions) -> Iterator[Row]:
+    """Processor seconds to evaluate 2,000 personal models, over those of the rest of a round.
+
+    FedReCo, inline, 10 clients sampled; 16 training and 4 test samples a client. Every second round
+    is evaluated; clients that have trained keep their score.
+    """
+    num_clients = 100 if options.is_quick else 2000
+    keys: Keys = {
+        "source": random_source(options.home, 20 * num_clients),
+        "partition": "iid",
+        "method": "fedreco",
+        "model": "cnn-fedreco",
+        "fraction-train": 10 / num_clients,
+        "local-test-fraction": 0.2,
+        "evaluate-every": 2,
+        "num-rounds": NUM_NOTED_ROUNDS + (3 if options.is_quick else 7),
+        "device": "cpu",
+    }
+    with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder:
+        clock = RoundClock()
+        path = run_inline({**keys, "output-dir": folder}, num_clients, observers=[clock])
+        num = len(read_history(path)[1]["personal"]["clients"])
+    rounds = dict(enumerate(clock.rounds_s(), start=NUM_NOTED_ROUNDS + 1))
+    evaluated, rest = (
+        statistics.median(cost for number, cost in rounds.items() if number % 2 == odd)
+        for odd in (0, 1)
+    )
+    yield {
+        "what": f"evaluation of {num} personal models / the rest of a round, 10 trained: CPU s",
+        "ratio": round((evaluated - rest) / rest, 2),
+        "cpu_seconds": [round(evaluated - rest, 2), round(rest, 2)],
+    }
 
 
 def memory(options: BenchOptions) -> Iterator[Row]:

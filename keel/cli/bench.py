@@ -18,6 +18,7 @@ PARTS = {
     "engine": ("engine", "against_bare"),
     "scale": ("engine", "scale"),
     "untrained": ("engine", "untrained"),
+    "personal": ("engine", "personal"),
     "memory": ("engine", "memory"),
     "splits": ("engine", "splits"),
     "resnet50": ("steps", "resnet50_overheads"),
@@ -58,12 +59,13 @@ def bench(
     """Measure speed on this machine, as ratios within one run.
 
     steps: local training by method. engine: whole rounds against bare loops. scale: up to 100,000
-    clients. untrained: rounds without training. memory: of large models. splits: partitions.
-    resnet50: steps of a large model (12 minutes). operators: where a method spends its time.
-    deployment: cost of a deployed round. precisions: a step in bf16 and fp32. stacked: clients, and
-    runs, that train as one model. frameworks: rounds in one process against a bare loop, pfl and
-    Flower's simulation, as far as they are installed. gpu: on a GPU; it starts no measurement after
-    8 minutes: repeat the command to continue with the rest.
+    clients. untrained: rounds without training. personal: evaluation of 2,000 personal models.
+    memory: of large models. splits: partitions. resnet50: steps of a large model (12 minutes).
+    operators: where a method spends its time. deployment: cost of a deployed round. precisions: a
+    step in bf16 and fp32. stacked: clients, and runs, that train as one model. frameworks: rounds
+    in one process against a bare loop, pfl and Flower's simulation, as far as they are installed.
+    gpu: on a GPU; it starts no measurement after 8 minutes: repeat the command to continue with the
+    rest.
     """
     if lines:
         count = source_lines(app_folder)

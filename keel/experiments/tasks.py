@@ -232,7 +232,7 @@ def check_machines(output: Path, with_data: Sequence[RunConfig]) -> None:
         asked = {}
         for node in living_nodes():
             place: Any = NodeAffinitySchedulingStrategy(node.id, soft=False)
-            check = ray.remote(num_cpus=0, scheduling_strategy=place)(unfit)
+            check: Any = ray.remote(num_cpus=0, scheduling_strategy=place)(unfit)
             asked[node.address] = check.remote(Path(folder), code_version(), data)
         for address, task in asked.items():
             try:

@@ -31,6 +31,13 @@ def test_rounds_without_training(tmp_path):
 
 
 @pytest.mark.slow
+def test_evaluation_of_personal_models(tmp_path):
+    [row] = bench(tmp_path, "personal")
+    assert "evaluation of 100 personal models" in row["what"]
+    assert row["ratio"] > 0
+
+
+@pytest.mark.slow
 def test_memory(tmp_path):
     rows = bench(tmp_path, "memory")
     assert len(rows) == 2
