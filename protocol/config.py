@@ -383,6 +383,26 @@ class RunConfig:
         """The networks of `client-models`; [] where all clients train the run's."""
         return names_in(self.model.client_models)
 
+    @property
+    def evaluated_clients(self) -> str:
+        """Whose local test parts are evaluated on: none, cohort or all."""
+        if self.privacy.withholds_metrics:
+            return "none"
+        choice = self.rounds.evaluate_clients
+        if choice != "auto":
+            return choice
+        return "all" if self.method_options().is_personal else "none"
+
+    def no_test_part(self, client: str) -> ValueError:
+        """The error for a client without the local test part on which it is to be evaluated."""
+        why = f"evaluate-clients = {self.rounds.evaluate_clients!r}"
+        if self.rounds.evaluate_clients == "auto":
+            why = f"{self.rounds.method} has personal models, which are evaluated on it"
+        return ValueError(
+            f"client {client} has no local test part ({why}): set local-test-fraction, such as "
+            "0.2, or put images under test/ in the client's own data"
+        )
+
     def table(self, name: str, cls: type[T]) -> T:
         """The options dataclass `cls` from the keys `name.*`, of a method or server optimizer."""
         return parse_options(cls, self.flat, prefix=f"{name}.")

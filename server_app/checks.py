@@ -7,7 +7,6 @@ from protocol.catalogue import method_names
 from protocol.config import RunConfig
 from protocol.options import OptionValue
 from protocol.server_optimizers import SERVER_OPTIMIZERS
-from server_app.roster import evaluated_clients
 from server_app.trackers import check_trackers
 
 
@@ -28,7 +27,7 @@ def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> 
         table, dot, _ = key.partition(".")
         if dot and table in tables and table not in in_use.values():
             lines.append(f"{key} has no effect: {tables[table]} is {in_use[tables[table]]}")
-    on_clients = evaluated_clients(config, method) != "none"
+    on_clients = config.evaluated_clients != "none"
     if config.privacy.withholds_metrics:
         what = "no losses and no accuracies of clients"
         if not method.has_global_model:

@@ -65,7 +65,6 @@ from server_app.preflight import checked_workers, worker_warnings
 from server_app.record import client_fields, training_fields
 from server_app.report import Reporter, plot_split
 from server_app.roster import (
-    evaluated_clients,
     partition_sizes,
     read_saved_roster,
     roster_warnings,
@@ -365,7 +364,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     rounds = config.rounds
     is_last = server_round == rounds.num_rounds
     is_evaluated = is_last or server_round % rounds.evaluate_every == 0
-    evaluated = evaluated_clients(config, run.method) if is_evaluated else "none"
+    evaluated = config.evaluated_clients if is_evaluated else "none"
     # a client's own model does not change between training and evaluation: one message does both
     scores_in_replies = evaluated != "none" and run.has_own_models
     seconds: dict[str, float] = {}

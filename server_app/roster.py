@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from client_app.method import Method
 from client_app.methods import method_of
 from client_app.setup import client_indices, model_for, representation_width
 from data.sources import Source
@@ -104,28 +103,6 @@ def shortened(names: Sequence[str], max_names: int = 5) -> str:
     """The first names, separated by commas, and how many more there are."""
     more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
     return ", ".join(names[:max_names]) + more
-
-
-def evaluated_clients(config: RunConfig, method: Method) -> str:
-    """Whose local test parts are evaluated on: none, cohort or all."""
-    choice = config.rounds.evaluate_clients
-    if config.privacy.withholds_metrics:
-        return "none"
-    if choice != "auto":
-        return choice
-    return "all" if method.is_personal else "none"
-
-
-def no_test_part(client: str, config: RunConfig, method: Method) -> ValueError:
-    """The error for a client without the local test part on which it is to be evaluated."""
-    rounds = config.rounds
-    why = f"evaluate-clients = {rounds.evaluate_clients!r}"
-    if rounds.evaluate_clients == "auto":
-        why = f"{rounds.method} has personal models, which are evaluated on it"
-    return ValueError(
-        f"client {client} has no local test part ({why}): set local-test-fraction, such as 0.2, or "
-        "put images under test/ in the client's own data"
-    )
 
 
 def check_widths(config: RunConfig, widths: Counter[tuple[str, int]], source: Source) -> None:
@@ -232,7 +209,7 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
                 f"no client has samples of class {totals.index(0)}: it cannot be learnt"
             )
     method.check_roster(known_label_counts(entries))
-    if evaluated_clients(config, method) != "none":
+    if config.evaluated_clients != "none":
         for entry in entries:
             if not entry.num_test_examples:
-                raise no_test_part(entry.client, config, method)
+                raise config.no_test_part(entry.client)

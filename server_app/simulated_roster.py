@@ -28,7 +28,7 @@ from data.sources import Source
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry
 from server_app.logical_clients import LogicalGrid
-from server_app.roster import MAX_LISTED, check_widths, evaluated_clients, no_test_part
+from server_app.roster import MAX_LISTED, check_widths
 from strategies.sampling import FIRST_NODE, ClientNames, name_of
 
 CACHED_ENTRIES = 4096
@@ -154,7 +154,7 @@ def check_simulated_roster(roster: SimulatedRoster, evaluates_clients: bool) -> 
         raise ValueError(f"no client has samples of class {totals.index(0)}: it cannot be learnt")
     if evaluates_clients and not sizes[:, 1].all():
         client = name_of(int(np.argmin(sizes[:, 1])))
-        raise no_test_part(client, roster.config, method_of(roster.config))
+        raise roster.config.no_test_part(client)
 
 
 Roster = dict[int, RosterEntry] | SimulatedRoster
@@ -164,7 +164,7 @@ def simulated_roster(config: RunConfig, source: Source, grid: LogicalGrid) -> Si
     """The checked roster of a grid's logical clients; sets the grid's expected times."""
     roster = SimulatedRoster(config, source, grid.num_clients)
     method = method_of(config)
-    check_simulated_roster(roster, evaluated_clients(config, method) != "none")
+    check_simulated_roster(roster, config.evaluated_clients != "none")
     if type(method).check_roster is not Method.check_roster:
         method.check_roster(roster.label_counts)
     num_samples = roster.sizes[:, 0]

@@ -22,7 +22,9 @@ def credentials(
         list[str] | None, typer.Option(help="Name of a client; repeat it, or use commas.")
     ] = None,
     folder: Annotated[Path, typer.Option(help="Directory to write them to.")] = Path("credentials"),
-    days: Annotated[int, typer.Option(help="Validity of the server's certificate.")] = 825,
+    days: Annotated[
+        int, typer.Option(min=1, help="Days that the server's certificate is valid.")
+    ] = 825,
     renew: Annotated[
         bool, typer.Option("--renew", help="Replace the server's certificate; keep all keys.")
     ] = False,
@@ -85,7 +87,7 @@ def loopback(
 
     Example: keel deploy loopback --clients 3 method=fedintr num-rounds=5
     """
-    from keel.cli.overrides import checked_config, parse_overrides
+    from keel.cli.overrides import check_simulated, checked_config, parse_overrides
     from keel.deployment.superlink import app_directory
     from protocol.config import keel_home
 
@@ -97,7 +99,7 @@ def loopback(
         ) from None
 
     keys = {"output-dir": str(keel_home() / "runs")} | parse_overrides(overrides or [])
-    checked_config(keys)  # a mistake shows here rather than in a log
+    check_simulated(checked_config(keys))  # a mistake shows here rather than in a log
     with app_directory() as app:
         finished, log = deploy_and_run(app, keys, clients, folder, timeout)
     print(log)

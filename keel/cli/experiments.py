@@ -18,6 +18,7 @@ from protocol.options import OptionValue
 app = typer.Typer(
     help="Run, report and verify the papers' tables and figures, and sweeps of your own.",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 RUNS_TOGETHER = 8  # `stacked-runs` of `--stack`
@@ -155,15 +156,20 @@ def archive_command(
     output: Output = None,
 ) -> None:
     """Archive the configs and histories of finished runs, in one small zip per table."""
-    archive_into(folder, output_folder(output))
+    if not archive_into(folder, output_folder(output)):
+        raise ValueError(
+            f"--output {output_folder(output)}: no run of a recipe has ended there yet"
+        )
 
 
-def archive_into(folder: Path | None, output: Path) -> None:
+def archive_into(folder: Path | None, output: Path) -> list[Path]:
     """Archive the finished runs of an output directory into `folder`; nothing for None."""
     from keel.experiments.archive import pack
 
-    for path in pack(output, folder) if folder else []:
+    written = pack(output, folder) if folder else []
+    for path in written:
         print(path)
+    return written
 
 
 @app.command("summary")

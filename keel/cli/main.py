@@ -109,8 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="keel", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:  # typer has printed the help
+        return error.exit_code
     except click.ClickException as error:
-        print(f"error: {one_line(error.format_message() + hint_for(error))}", file=sys.stderr)
+        print(f"error: {one_line(explained(error))}", file=sys.stderr)
         return error.exit_code
     except click.Abort:
         return 130
@@ -123,20 +125,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def hint_for(error: click.ClickException) -> str:
-    """What the user may have meant: a config key in place of an option, or the nearest choice."""
+def explained(error: click.ClickException) -> str:
+    """What is wrong and what the user may have meant: a config key, or the nearest choice."""
+    text = error.format_message()
     if isinstance(error, click.NoSuchOption):
         from protocol.config import default_config
 
         key = error.option_name.lstrip("-")
-        return f" Config keys have no dashes: {key}=VALUE." if key in default_config() else ""
+        hint = f"{error.message} Config keys have no dashes: {key}=VALUE."
+        return hint if key in default_config() else text
     found = re.fullmatch(r"'(.*)' is not one of (.*)\.", error.message)
     if not found:
-        return ""
+        return text
     from protocol.options import did_you_mean
 
     near = did_you_mean(found[1], re.findall("'(.*?)'", found[2])).removeprefix("; did")
-    return f" Did{near}" if near else ""
+    return f"{text} Did{near}" if near else text
 
 
 def described(error: Exception) -> str:

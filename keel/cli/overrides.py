@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Mapping, Sequence
 
+from keel.cli.sizes import data_size
 from protocol.config import (
     NUMBER_WORDS,
     RENAMED_KEYS,
@@ -12,6 +13,7 @@ from protocol.config import (
     resolve_config,
 )
 from protocol.options import OptionValue, type_names
+from server_app.trackers import check_trackers
 
 MAX_MISTAKES = 5
 DECIDING_KEYS = {
@@ -90,3 +92,11 @@ def checked_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
     if mistakes:
         raise ValueError(" | ".join(mistakes))
     return config
+
+
+def check_simulated(config: RunConfig) -> None:
+    """ValueError, one line, for what clients that share the run's data would refuse after torch."""
+    check_trackers(config.rounds)
+    data_size(config)
+    if config.evaluated_clients != "none" and not config.data.local_test_fraction:
+        raise config.no_test_part("client-0000")

@@ -1,5 +1,6 @@
 """`keel run` and `keel resume`: validate, show what will run, execute it on an engine."""
 
+import os
 import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keel.cli.interrupts import INTERRUPTED_CODE, interruptible
-from keel.cli.overrides import checked_config, parse_overrides
+from keel.cli.overrides import check_simulated, checked_config, parse_overrides
 from keel.runs import FINISHED, SavedRun, all_runs, find_run, only_run, runs_directory
 from protocol.config import RunConfig
 from protocol.options import OptionValue
@@ -233,6 +234,15 @@ def prepared(
     overrides, num_clients = with_clients(overrides, config, options.clients, resumed)
     config = config_of(overrides, resumed)
 
+    from keel.deployment.superlink import check_connection
+
+    directory = None
+    if is_remote:
+        check_connection(options.federation)
+    elif not resumed:
+        check_simulated(config)
+        directory = new_directory(config)
+
     from keel.cli import engines
     from keel.cli.plan import flwr_line, plan_rows
     from keel.cli.progress import Terminal
@@ -251,8 +261,7 @@ def prepared(
         rows = [("resume", name), ("same as", flwr_line(job))]
     else:
         rows = plan_rows(config, job, resumed.rounds if resumed else 0)
-    if options.engine is Engine.flower and not resumed:
-        directory = new_directory(config)
+    if options.engine is Engine.flower and directory:
         named = {**overrides, "run-name": directory.name}
         job = replace(job, overrides=named, directory=directory)
     terminal.shown = dict(rows)
@@ -288,7 +297,10 @@ def with_clients(
 
 
 def new_directory(config: RunConfig) -> Path:
-    """A new run directory, named by run-name, else by time, method and data."""
+    """A path for a run directory, named by run-name, else by time, method and data.
+
+    ValueError if it exists or cannot be made.
+    """
     rounds = config.rounds
     base = Path(rounds.output_dir).expanduser() if rounds.output_dir else runs_directory()
     source = config.data.source.partition(":")[0]
@@ -297,5 +309,14 @@ def new_directory(config: RunConfig) -> Path:
     while path.exists() and not rounds.run_name:
         path, number = base / f"{stem}-{number}", number + 1
     if path.exists():
-        raise ValueError(f"run-name = {rounds.run_name!r}: {path} exists; choose another name")
+        raise ValueError(
+            f"run-name = {rounds.run_name!r}: {path} exists: choose another name, or continue that "
+            f"run with `keel resume {rounds.run_name}`"
+        )
+    parent = next(folder for folder in path.parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(
+            f"output-dir: {path} cannot be made: {parent} is not a directory that you can write "
+            "to; set output-dir or KEEL_HOME to another"
+        )
     return path

@@ -73,9 +73,9 @@ def status_lines(run: SavedRun) -> list[str]:
     left = config["num-rounds"] - run.rounds
     progress = f"{run.rounds} of {config['num-rounds']}"
     if seconds:
-        progress += f", {duration(sum(seconds))} so far"
+        progress += f", {duration(sum(seconds))}"
         if run.state == RUNNING:
-            progress += f", {duration(left * sum(seconds) / len(seconds))} left"
+            progress += f" so far, {duration(left * sum(seconds) / len(seconds))} left"
     optimizer = config["server-optimizer"]
     server = "" if optimizer == "fedavg" else f", server optimizer {optimizer}"
     lines = [
@@ -103,7 +103,9 @@ def status_lines(run: SavedRun) -> list[str]:
 
 def list_command(
     base: Annotated[Path | None, typer.Argument(metavar="[DIRECTORY]")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", help="Number of runs shown; 0: all.")] = 30,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=0, help="Number of runs; 0: all.")
+    ] = 30,
     as_json: JsonOption = False,
 ) -> None:
     """List the runs of a directory, by default $KEEL_HOME/runs, most recently changed first."""

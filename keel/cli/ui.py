@@ -41,13 +41,13 @@ def ui(
         if directories and not root.is_dir():
             raise ValueError(f"{root} is not a directory; name one that contains run directories")
 
+    from keel.deployment.superlink import SuperLinkClient, check_connection
     from keel.views.server import SuperLinkNodes, create_app, listening, serve
     from keel.views.store import Store
 
     nodes = None
     if federation:
-        from keel.deployment.superlink import SuperLinkClient
-
+        check_connection(federation)
         home = Path(tempfile.mkdtemp(prefix="keel-ui-")) if ":" in federation else None
         nodes = SuperLinkNodes(SuperLinkClient(home, federation, root_certificates).nodes)
     token = secrets.token_urlsafe(24)

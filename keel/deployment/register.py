@@ -25,7 +25,12 @@ def register(credentials: Path, address: str, wait_s: float) -> list[str]:
         raise FileNotFoundError(
             f"{ca} is missing: expected the server's directory of `keel deploy credentials`"
         )
-    wait_for_server(address, ca, wait_s)
+    try:
+        wait_for_server(address, ca, wait_s)
+    except OSError as error:
+        raise RuntimeError(
+            f"--superlink {address}: no SuperLink with a certificate of {ca} answers: {error}"
+        ) from error
     keys = {
         path.stem: path.read_bytes() for path in sorted((credentials / "clients").glob("*.pub"))
     }

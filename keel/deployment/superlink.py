@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -173,6 +174,23 @@ def environment(flwr_home: Path | None) -> dict[str, str]:
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "COLUMNS": "400",  # long lines stay whole
     }
+
+
+def check_connection(name: str) -> None:
+    """ValueError if `name` is neither HOST:PORT nor a SuperLink in the user's config.toml."""
+    path = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
+    if ":" in name or not path.exists():  # without the file Flower makes one
+        return
+    try:
+        found = tomllib.loads(path.read_text()).get("superlink", {})
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    known = sorted(key for key, value in found.items() if isinstance(value, dict))
+    if name not in known:
+        raise ValueError(
+            f"--federation {name}: expected HOST:PORT, or a connection in {path}: "
+            f"{', '.join(known)}"
+        )
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from protocol.config import RunConfig, resolve_config
 from protocol.options import OptionValue
 from server_app.checks import check_config
 from server_app.inline import MAX_NODES
-from server_app.roster import evaluated_clients
 
 
 def check_recipe(
@@ -103,7 +102,7 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
             f"evaluate-every = {every} skips"
         )
     method = method_of(config)
-    evaluates = evaluated_clients(config, method) != "none"
+    evaluates = config.evaluated_clients != "none"
     has_curve = {
         "global.accuracy": method.has_global_model and config.rounds.evaluate_global,
         "local_global.mean": method.has_global_model and evaluates,

@@ -20,6 +20,7 @@ LIGHT = {
     "run method=fedckaa": 2,
     "run mehtod=fedcka": 2,
     "run alpha=-1": 2,
+    "run method=fedrep": 2,
     "list": 0,
     "status": 2,
     "nonsense": 2,
@@ -115,6 +116,21 @@ def test_mistyped_commands_and_options_are_one_line(capsys):
     assert main(["run", "--client", "3"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "--clients" in line
+
+
+@pytest.mark.parametrize("name", ["experiments", "deploy"])
+def test_a_group_without_a_command_shows_its_help_alone(name, capsys):
+    assert main([name]) == 2
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert f"keel {name} [OPTIONS] COMMAND" in said.out
+    assert "completion" not in said.out
+
+
+def test_an_option_that_is_a_config_key_is_not_likened_to_an_option(capsys):
+    assert main(["run", "--alpha", "3"]) == 2
+    line = "error: No such option '--alpha'. Config keys have no dashes: alpha=VALUE.\n"
+    assert capsys.readouterr().err == line
 
 
 def test_ctrl_c_while_keel_is_imported_is_no_traceback(monkeypatch):

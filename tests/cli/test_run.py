@@ -74,6 +74,33 @@ def test_options_that_do_not_fit_are_one_line(home, capsys, words, line):
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["method=fedrep"], "client client-0000 has no local test part"),
+        (["--engine", "flower", "evaluate-clients=all"], "client client-0000 has no local test"),
+        (["tracker=wandb"], "tracker = 'wandb': the package wandb is not installed"),
+        (["run-name=old"], "run-name = 'old': {home}/runs/old exists: choose another name"),
+        (["output-dir={home}/file/runs"], "output-dir: {home}/file/runs/"),
+        (
+            ["--engine", "deployment", "--federation", "mine"],
+            "--federation mine: expected HOST:PORT, or a connection in {home}/config.toml: ours",
+        ),
+    ],
+)
+def test_what_is_known_beforehand_is_refused_without_a_plan(home, capsys, monkeypatch, words, line):
+    (home / "runs" / "old").mkdir(parents=True)
+    (home / "file").touch()
+    (home / "config.toml").write_text('[superlink]\n[superlink.ours]\naddress = "x:1"\n')
+    monkeypatch.setenv("FLWR_HOME", str(home))
+    monkeypatch.setattr("server_app.trackers.find_spec", lambda _: None)
+    assert main(["run", *(word.format(home=home) for word in words)]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {line.format(home=home)}")
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
 def test_ctrl_c_before_the_run_starts_says_that_nothing_was_saved(home, capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt

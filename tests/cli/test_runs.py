@@ -104,6 +104,8 @@ def test_the_status_names_recent_failures_and_changes_nothing(run, failing, caps
     points = ", ".join(f"{value:.2f} % ({n})" for n, value in enumerate(accuracies, start=1))
     assert shown[0] == f"run       {directory}"
     assert shown[1] == "config    fedavg, digits, cnn-fedreco"
+    assert shown[3].startswith("round     3 of 3, ")
+    assert "so far" not in shown[3]  # it has finished
     assert f"accuracy  global model, test set: {points}" in shown
     assert "left out  round 2: client-0001: ValueError: no power" in shown
     files = [path for path in directory.rglob("*") if path.is_file()]
@@ -173,7 +175,7 @@ def test_a_damaged_manifest_is_set_aside_on_a_resume(home, trained, no_pictures,
 def test_a_directory_that_cannot_be_written_names_its_variable(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("KEEL_HOME", str(tmp_path / "file" / "home"))
-    assert main(["run", "source=digits", "num-rounds=1"]) == 1
+    assert main(["run", "source=digits", f"output-dir={tmp_path}/runs"]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"error: {tmp_path}/file/home")
     assert "set KEEL_HOME" in error
@@ -207,6 +209,7 @@ def test_the_list_shows_method_data_rounds_accuracy_and_state(two, capsys):
     assert main(["list", "--json", "--limit", "1"]) == 0
     [row] = json.loads(capsys.readouterr().out)
     assert (row["method"], row["rounds"], row["state"]) == ("fedavg", 2, "finished")
+    assert main(["list", "--limit", "-1"]) == 2
 
 
 DAMAGE = {

@@ -24,7 +24,7 @@ from keel.deployment.credentials import (
 )
 from keel.deployment.reach import handshake
 from keel.deployment.register import register
-from keel.deployment.superlink import app_folder
+from keel.deployment.superlink import app_folder, free_ports
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +220,19 @@ def test_the_umask_does_not_open_private_files(tmp_path):
 def test_registering_without_credentials_names_the_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"ca\.pem is missing: expected the server's"):
         register(tmp_path, "localhost:1", 0.0)
+
+
+def test_registering_where_nothing_listens_names_the_address(tmp_path):
+    make_credentials(tmp_path, ["localhost"], ["x"])
+    address = f"localhost:{free_ports(1)[0]}"
+    with pytest.raises(RuntimeError, match=rf"--superlink {address}: no SuperLink .* refused"):
+        register(tmp_path / "server", address, 0.0)
+
+
+def test_a_certificate_that_is_never_valid_is_refused(tmp_path):
+    words = ["--folder", str(tmp_path), "--name", "a.org", "--days", "0"]
+    assert CliRunner().invoke(app, ["credentials", *words]).exit_code == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command_takes_names_repeated_or_with_commas(tmp_path):

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from keel.cli.main import main
 from keel.experiments import runner
 from keel.experiments.archive import pack, unpacked
 from keel.experiments.plan import runs_needed, selected
@@ -80,6 +81,11 @@ def test_an_archive_is_small_says_nothing_of_the_machines_folders_and_is_always_
     assert pack(output, output / "histories") == [path]
     assert path.read_bytes() == content
     assert pack(root / "tests" / "experiments" / "none", output) == []
+
+
+def test_an_archive_of_nothing_is_refused(tmp_path, capsys):
+    assert main(["experiments", "archive", str(tmp_path), "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --output {tmp_path}: no run of a recipe")
 
 
 def test_verdict_and_effect_of_an_archive_are_those_of_the_runs(output):
