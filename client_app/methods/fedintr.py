@@ -53,11 +53,6 @@ def similarity_weights(s_g: Tensor, tau: float) -> Tensor:
     return torch.softmax(s_g / tau, dim=0)
 
 
-def average_weights(s_g: Tensor) -> Tensor:
-    """alpha_k = 1/K, eq. (6), [K, ...]."""
-    return torch.full_like(s_g, 1 / len(s_g))
-
-
 @dataclass(frozen=True)
 class FedIntR(LocalObjective):
     """Contrast at every stage, each through its own projection head."""
@@ -121,7 +116,7 @@ class FedIntR(LocalObjective):
         if self.layer_weights == "similarity":
             alpha = similarity_weights(s_g, self.tau)
         else:
-            alpha = average_weights(s_g)
+            alpha = torch.full_like(s_g, 1 / len(s_g))  # eq. (6)
         if self.detach:
             alpha = alpha.detach()
         losses = representation_losses(s_g, s_p, self.tau)

@@ -126,7 +126,10 @@ class FedReCo(Method):
         """Algorithm 1, lines 6 to 18."""
         model = self.personal_model(ctx, ctx.state).train().requires_grad_(True)
         split = self.split_stage(model)
-        u_i, u_0 = Extractor(model, split), self.shared_extractor(ctx)
+        shared = ctx.network("global", ctx.config.model.model)
+        u_i, u_0 = Extractor(model, split), Extractor(shared, self.split_stage(shared))
+        u_0.load_state_dict(ctx.received)
+        u_0.eval().requires_grad_(False)
         u = u_i.weights
         in_u = {id(p) for p in u}
         v = [p for p in model.weights if id(p) not in in_u]
@@ -178,10 +181,3 @@ class FedReCo(Method):
         num_steps = head.num_steps + extractor.num_steps
         state = {"model": copy_of(model)}
         return Update(privatise(g_i, ctx), num_steps, extractor.terms, state=state)
-
-    def shared_extractor(self, ctx: RoundContext) -> Extractor:
-        """The received u_0, in eval mode and without gradient."""
-        shared = ctx.network("global", ctx.config.model.model)
-        u_0 = Extractor(shared, self.split_stage(shared))
-        u_0.load_state_dict(ctx.received)
-        return u_0.eval().requires_grad_(False)
