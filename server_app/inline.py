@@ -4,14 +4,12 @@ For tests, debugging, benchmarks, and machines too small for Ray. Messages are F
 which pass tensors without a copy. On one CPU the model is bit-identical to that of `flwr run`.
 """
 
-import argparse
 import logging
 import secrets
-import signal
 import sys
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,10 +20,9 @@ import client_app.app
 from client_app.handlers import Train, answer_together, clients_per_step, train_together
 from protocol.flower_compat import assign_message_id, begin_task
 from protocol.options import OptionValue
-from server_app.app import log_to_stdout
 from server_app.federation import run_federation
 from server_app.logical_clients import OwnGrid
-from server_app.observers import RunObserver, SummaryTable
+from server_app.observers import RunObserver
 
 MAX_NODES = 1000
 NodeConfig = dict[str, OptionValue]
@@ -147,45 +144,7 @@ def run_inline(
     return run_federation(grid, overrides, observers=observers).path
 
 
-# --- `python -m server_app.inline`, until Keel 0.3
-# -------------------------------------------------
-
-
-def parse_overrides(assignments: Sequence[str]) -> dict[str, OptionValue]:
-    """Flat keys from TOML assignments such as 'method="fedintr"' and fedintr.mu=5."""
-    flat: dict[str, OptionValue] = {}
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        try:
-            flat[key.strip()] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError as error:
-            hint = f'{key}="{value}"' if equals else f"{key}=VALUE"
-            raise ValueError(
-                f"{assignment!r} is not a TOML assignment; did you mean {hint}?"
-            ) from error
-    return flat
-
-
-def main() -> int:
-    """The deprecated command line; `keel run --engine inline` replaces it."""
-    parser = argparse.ArgumentParser(prog="python -m server_app.inline", description=main.__doc__)
-    parser.add_argument("--num-clients", type=int, default=2)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_args()
-    log_to_stdout()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # status "stopped"
-    print(
-        "python -m server_app.inline works until Keel 0.3; use: keel run --engine inline "
-        f"--clients {arguments.num_clients} KEY=VALUE ..."
-    )
-    try:
-        overrides = parse_overrides(arguments.overrides)
-        run_inline(overrides, arguments.num_clients, observers=[SummaryTable()])
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # the command line of Keel 0.1; nothing here may import keel
+    words = [word.replace("--num-clients", "--clients") for word in sys.argv[1:]]
+    sys.argv[1:] = ["--clients", "2", *words]  # of two numbers the last counts
+    import_module("keel.legacy").forward("server_app.inline", "run", "--engine", "inline")

@@ -1,8 +1,6 @@
-"""`python -m server_app.status` works until Keel 0.3; `keel status [RUN]` replaces it."""
+"""`python -m server_app.status` is now `keel status`."""
 
-import os
-import sys
+from importlib import import_module  # nothing here may import keel
 
 if __name__ == "__main__":
-    print("python -m server_app.status works until Keel 0.3; use: keel status", file=sys.stderr)
-    os.execv(sys.executable, [sys.executable, "-m", "keel", "status", *sys.argv[1:]])
+    import_module("keel.legacy").forward("server_app.status", "status")

@@ -132,14 +132,6 @@ def test_without_a_name_the_status_is_of_the_run_that_changed_last(two, capsys):
         assert capsys.readouterr().out.startswith(f"run       {two / name}\n")
 
 
-@pytest.mark.end_to_end
-def test_the_old_command_still_works_and_names_the_new_one(trained):
-    command = [sys.executable, "-m", "server_app.status", str(trained)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "use: keel status" in done.stderr
-    assert done.stdout.splitlines() == status_lines(SavedRun(trained))
-
-
 def test_runs_are_found_by_path_name_and_unique_beginning(two, tmp_path):
     assert find_run(two / "one").directory == find_run("one").directory == two / "one"
     assert find_run("ot").name == "other"

@@ -16,6 +16,8 @@ OLD_LINES = {
     "deployment.register": "keel deploy register",
     "deployment.loopback": "keel deploy loopback",
     "deployment.doctor": "keel doctor",
+    "server_app.inline": "keel run --engine inline",
+    "server_app.status": "keel status",
     "server_app.method_table": "keel methods --markdown",
 }
 

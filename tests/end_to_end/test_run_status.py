@@ -122,7 +122,7 @@ def test_a_run_that_is_ended_from_outside(tmp_path, number):
     words = [f"{k}={json.dumps(v)}" for k, v in (SMALL | quick | {"num-rounds": 10_000}).items()]
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "server_app.inline", "--num-clients", "2"),
+            *(sys.executable, "-m", "keel", "run", "--engine", "inline", "--clients", "2"),
             *(*words, f"output-dir={json.dumps(str(tmp_path))}"),
         ],
         cwd=root,
