@@ -4,7 +4,6 @@ FedReCo, Sections 4.2 and 6.2: (epsilon, delta)-local differential privacy of ea
 """
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -42,19 +41,6 @@ def granularity(privacy: PrivacyConfig, num_entries: int) -> float:
     return 2.0 ** math.floor(math.log2(min(by_noise, by_signal)))
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The (epsilon, delta) that `releases` releases of one client cost together.
-
-    epsilon_at_small_delta: the epsilon at `SMALL_DELTA`, whatever the run's delta.
-    """
-
-    releases: int
-    epsilon: float
-    delta: float
-    epsilon_at_small_delta: float
-
-
 @lru_cache
 def composed_epsilon(multiplier: float, delta: float) -> float:
     """Epsilon at delta of one Gaussian release of this noise / sensitivity, by Renyi accounting.
@@ -68,35 +54,34 @@ def composed_epsilon(multiplier: float, delta: float) -> float:
     return float(accountant.get_epsilon(delta))
 
 
-def composed_budget(privacy: PrivacyConfig, releases: int) -> Budget:
-    """The total over `releases` releases by Renyi accounting (dp-accounting).
+def composed_budget(privacy: PrivacyConfig, releases: int) -> tuple[float, float]:
+    """Epsilon of `releases` releases of one client, at the run's delta and at `SMALL_DELTA`.
 
-    Tighter than the sum of the releases' budgets. At the run's delta at least the epsilon of one
-    release: a large delta alone would cover many releases with an epsilon near 0, as it allows that
-    everything is disclosed with that probability. The epsilon at a small delta says what they cost.
+    By Renyi accounting (dp-accounting), tighter than the sum of the releases' budgets. Twice at the
+    run's delta if that is smaller. At the run's delta at least the epsilon of one release: a large
+    delta alone would cover many releases with an epsilon near 0, as it allows that everything is
+    disclosed with that probability. The epsilon at a small delta says what they cost.
     """
     if releases == 0:
-        return Budget(0, 0.0, privacy.delta, 0.0)
+        return 0.0, 0.0
     multiplier = noise_multiplier(privacy.epsilon, privacy.delta) / math.sqrt(releases)
-    return Budget(
-        releases,
+    return (
         max(privacy.epsilon, composed_epsilon(multiplier, privacy.delta)),
-        privacy.delta,
         max(privacy.epsilon, composed_epsilon(multiplier, min(privacy.delta, SMALL_DELTA))),
     )
 
 
 def privacy_statement(privacy: PrivacyConfig, num_entries: int, releases: int) -> dict[str, Any]:
     """What a run spent and what the guarantee covers, for summary.json."""
-    budget = composed_budget(privacy, releases)
+    epsilon, epsilon_at_small_delta = composed_budget(privacy, releases)
     is_local = privacy.sensitivity == "local"
     measured = ["losses", "accuracies", "label counts", "times"]
     return {
         "per_release": {"epsilon": privacy.epsilon, "delta": privacy.delta},
-        "releases": budget.releases,
-        "composed": {"epsilon": budget.epsilon, "delta": budget.delta},
+        "releases": releases,
+        "composed": {"epsilon": epsilon, "delta": privacy.delta},
         "composed_at_small_delta": {
-            "epsilon": budget.epsilon_at_small_delta,
+            "epsilon": epsilon_at_small_delta,
             "delta": min(privacy.delta, SMALL_DELTA),
         },
         "guarantee": {
