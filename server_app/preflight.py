@@ -33,6 +33,7 @@ from protocol.messages import (
 from server_app.logical_clients import LogicalGrid
 
 log = logging.getLogger("keel.server")
+START_TIMEOUT_S = 600.0  # for Ray and its workers to start
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def checked_workers(
             request = PreflightRequest(config, data, str(path), token, reads_data)
             return RecordDict({"round": request_record(request)})
 
-        replies = started.ask_workers(content)
+        replies = started.result(START_TIMEOUT_S)(content)
     is_stateful = method_of(config).is_stateful
     workers = workers_in(replies, lambda: data_digest(source), directory if is_stateful else None)
     for text in devices_of(workers):

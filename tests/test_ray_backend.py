@@ -103,7 +103,7 @@ def test_the_serverapp_waits_for_a_backend_that_is_not_there_yet():
         "print(has_own_backend(object.__new__(InMemoryGrid)), is_replaced()); "
         f"sys.modules['{vce_api_name}'].ThreadPoolExecutor = None\n"
         "try:\n    import client_app.app\n"
-        "except SystemExit:\n    print(started.ask.exception(0))"
+        "except SystemExit:\n    print(started.exception(0))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True
@@ -205,7 +205,7 @@ def backend(monkeypatch):
         found = ClusterBackend()
         found.idle, found.lock, found.is_over = SimpleQueue(), threading.Lock(), False
         found.workers, found.client_resources = [], {"num_cpus": 1}
-        monkeypatch.setattr(ray_backend.started, "ask", Future())
+        monkeypatch.setattr(ray_backend, "started", Future())
         found.build(lambda: None)
         return found, fake
 

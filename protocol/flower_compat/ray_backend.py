@@ -112,7 +112,7 @@ class ClusterBackend(RayBackend):
             address, reason = os.environ.get("RAY_ADDRESS", ""), " ".join(str(error).split())
             what = f"Ray cluster {address}" if address else "Ray did not start"
             failed = RuntimeError(f"{what}: {reason}")
-            started.ask.set_exception(failed)
+            started.set_exception(failed)
             raise failed from None
 
     def init_ray(self, backend_config: BackendConfig) -> None:
@@ -161,11 +161,11 @@ class ClusterBackend(RayBackend):
                 "(client-resources-num-cpus, -num-gpus; --cpus-per-client, --gpus-per-client): "
                 + "; ".join(shares)
             )
-            started.ask.set_exception(failed)
+            started.set_exception(failed)
             raise failed
         for worker in self.workers:
             self.idle.put(worker)
-        started.ask.set_result(self.ask_workers)
+        started.set_result(self.ask_workers)
 
     def new_worker(self, node: Mapping[str, Any], number: int) -> Worker:
         """A worker on this node."""

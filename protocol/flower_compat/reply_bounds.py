@@ -151,30 +151,23 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
         self, message: Message, object_tree: ObjectTree, session_id: str
     ) -> tuple[bool, list[str]]:
         """As Flower's; a reply must be small enough to be stored, as far as can be seen yet."""
+        about, node = message.metadata, message.metadata.src_node_id
         with writing.lock:
-            return self._store_message(message, object_tree, session_id)
-
-    def _store_message(
-        self, message: Message, object_tree: ObjectTree, session_id: str
-    ) -> tuple[bool, list[str]]:
-        about = message.metadata
-        bound = self.bound_of(about.reply_to_message_id)
-        if bound is not None:
-            self.delete_partial_replies(about.src_node_id, but=about.message_id)
-            if self.num_replies(about.src_node_id, about.run_id) >= MAX_REPLIES:
-                log.warning(
-                    "node %d has %d replies stored: refused", about.src_node_id, MAX_REPLIES
-                )
-                return False, []
-            num_objects = sum(1 for _ in iterate_object_tree(object_tree))
-            max_objects = MAX_OBJECTS + bound // 2**20
-            if num_objects > max_objects:
-                self.answer(about, f"{TOO_LARGE} {max_objects} objects")
-                return False, []
-            if message_to_proto(message).ByteSize() > bound:
-                self.answer(about, f"{TOO_LARGE} {bound} bytes")
-                return False, []
-        return super().store_message_and_object_tree(message, object_tree, session_id)
+            bound = self.bound_of(about.reply_to_message_id)
+            if bound is not None:
+                self.delete_partial_replies(node, but=about.message_id)
+                if self.num_replies(node, about.run_id) >= MAX_REPLIES:
+                    log.warning("node %d has %d replies stored: refused", node, MAX_REPLIES)
+                    return False, []
+                num_objects = sum(1 for _ in iterate_object_tree(object_tree))
+                max_objects = MAX_OBJECTS + bound // 2**20
+                if num_objects > max_objects:
+                    self.answer(about, f"{TOO_LARGE} {max_objects} objects")
+                    return False, []
+                if message_to_proto(message).ByteSize() > bound:
+                    self.answer(about, f"{TOO_LARGE} {bound} bytes")
+                    return False, []
+            return super().store_message_and_object_tree(message, object_tree, session_id)
 
     def store_object(
         self, run_id: int, session_id: str, object_id: str, object_content: bytes

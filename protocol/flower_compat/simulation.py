@@ -13,7 +13,6 @@ from typing import Any
 from flwr.app import RecordDict
 
 MAX_WORKERS = 4096
-START_TIMEOUT_S = 600.0  # for Ray and its workers to start
 # variables that workers on other nodes get: Keel's, and those of the libraries that compute
 shared_prefixes = ("KEEL_", "OMP_", "MKL_", "TORCH", "CUBLAS_", "CUDNN_")
 own_variables = ("KEEL_ENGINE", "KEEL_WORKER")  # of the process that has them
@@ -40,21 +39,9 @@ class WorkerThreads(ThreadPoolExecutor):
         super().__init__(max_workers=MAX_WORKERS)
 
 
-class Started:
-    """The backend of this process's simulation, once it has started or failed to."""
-
-    def __init__(self) -> None:
-        self.ask: Future[Ask] = Future()
-
-    def ask_workers(self, content: Callable[[int], RecordDict]) -> Sequence[WorkerReply]:
-        """Every worker's answer to a query with `content(n)`, n its number on its node.
-
-        RuntimeError, one line, if Ray or the workers could not be started.
-        """
-        return self.ask.result(START_TIMEOUT_S)(content)
-
-
-started = Started()
+# `ClusterBackend.ask_workers` of this process's simulation, once it has started; RuntimeError, one
+# line, if Ray or the workers could not be started
+started: Future[Ask] = Future()
 
 
 def is_replaced() -> bool:

@@ -27,5 +27,5 @@ def replace_backend() -> None:
         replace(raybackend, "RayBackend", ClusterBackend, ClusterBackend.__base__)
         replace(module, "ThreadPoolExecutor", WorkerThreads, ThreadPoolExecutor)
     except BaseException as error:  # the ServerApp waits for the backend
-        started.ask.set_exception(RuntimeError(f"Flower's simulation: {error}"))
+        started.set_exception(RuntimeError(f"Flower's simulation: {error}"))
         raise
