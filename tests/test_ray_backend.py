@@ -218,6 +218,16 @@ def asked(task_identity):
     return message, Context(1, 2, {"partition-id": 7}, RecordDict(), {})
 
 
+def test_workers_larger_than_any_node_are_an_error_of_one_line_for_the_serverapp_too(backend):
+    with pytest.raises(RuntimeError) as error:
+        backend(node("10.0.0.1", 0), node("10.0.0.2", 0.5))
+    assert str(error.value).startswith("no node has the 1 CPUs and 0 GPUs of one worker ")
+    assert str(error.value).endswith(
+        ": 10.0.0.1 has 0 CPUs and 0 GPUs; 10.0.0.2 has 0.5 CPUs and 0 GPUs"
+    )
+    assert ray_backend.started.ask.exception() is error.value
+
+
 def test_a_message_is_played_again_on_another_worker_and_the_dead_one_is_replaced(backend, asked):
     found, ray = backend(node("a", 1), node("b", 1))
     ray.dies = {"a"}

@@ -191,7 +191,8 @@ def test_the_clients_of_a_node_killed_in_a_round_are_played_again(cluster, tmp_p
     assert_as_inline(folder, keys, tmp_path)
 
 
-def test_a_worker_that_dies_on_each_message_ends_the_run_with_a_line(cluster):
+def test_a_worker_that_dies_on_each_message_ends_the_run_with_a_line(cluster, tmp_path):
+    """A resume on two nodes then has the bits of the inline engine."""
     name = "dying"
     if node := cluster.nodes.pop(1, None):
         node.kill()
@@ -216,9 +217,13 @@ def test_a_worker_that_dies_on_each_message_ends_the_run_with_a_line(cluster):
     assert summary_of(folder)["status"].startswith("failed: ")
     assert "the worker died 3 times on this message" in (folder / "run.log").read_text()
     done = len(history_of(folder))
-    resumed = cluster.keel("resume", name, f"num-rounds={done + 1}")
-    out, err = resumed.communicate(timeout=120)
+    cluster.start(1)
+    given = (f"num-rounds={done + 1}", "--engine", "flower", "--ray", cluster.ray)
+    resumed = cluster.keel("resume", name, *given)
+    out, err = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, (out, err)
+    inline = run_inline(keys | {"num-rounds": done + 1, "output-dir": str(tmp_path)}, NUM_CLIENTS)
+    assert same_bits(all_models(folder), all_models(inline))
 
 
 def test_workers_larger_than_any_node_are_refused_in_a_line(cluster):
