@@ -140,10 +140,7 @@ def source_is_named(subject: Subject) -> None:
     cls = METHODS[subject.name]
     text = f"{inspect.getdoc(inspect.getmodule(cls))} {cls.paper}"
     left = [each for each in placeholders() if each in text]
-    require(
-        not left,
-        f"{', '.join(left)} in {inspect.getfile(cls)}: name the source there",
-    )
+    require(not left, f"{', '.join(left)} in {inspect.getfile(cls)}: name the source there")
 
 
 @contextlib.contextmanager

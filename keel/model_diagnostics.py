@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -11,11 +12,7 @@ from client_app.setup import build_network, device_for, open_source
 from models import StagedModel
 from protocol.files import write_atomically
 from protocol.messages import Arrays
-from server_app.diagnostics.comparison import (
-    Comparison,
-    chosen_diagnostics,
-    probe_of,
-)
+from server_app.diagnostics.comparison import Comparison, chosen_diagnostics, probe_of
 from server_app.diagnostics.plots import plot_models
 from server_app.history import finite_or_null
 from server_app.run_directory import read_arrays
@@ -42,13 +39,11 @@ def write_diagnostics(
     config = read_run_config(run_dir)
     source = open_source(config)
     device = device_for(config.train.device)
-    networks: dict[str, StagedModel] = {}
 
+    @cache
     def network(name: str) -> StagedModel:
-        if name not in networks:
-            shape, num_classes = source.image_shape, source.num_classes
-            networks[name] = build_network(config, shape, num_classes, name).to(device)
-        return networks[name]
+        shape, num_classes = source.image_shape, source.num_classes
+        return build_network(config, shape, num_classes, name).to(device)
 
     w_g, _ = read_arrays(run_dir / "model.safetensors")
     probe = probe_of(config, source, device, num_samples)

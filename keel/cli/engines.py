@@ -145,7 +145,7 @@ def follow(directory: Path, last_round: int, terminal: Terminal, flower: "Flower
     has_begun, is_over, replies = False, False, flower.replies
     reader = HistoryReader(directory / HISTORY_FILE)
     while not is_over:
-        is_over = not flower.wait(POLL_S)  # read once more after the end
+        is_over = flower.ended.wait(POLL_S)  # read once more after the end
         if not has_begun and (directory / "summary.json").exists() and flower.run_id:
             has_begun = True
             terminal.begin(directory, last_round)
@@ -157,8 +157,7 @@ def follow(directory: Path, last_round: int, terminal: Terminal, flower: "Flower
                 if line["round"] > last_round:
                     last_round = line["round"]
                     terminal.on_round(line)
-    summary = SavedRun(directory).summary
-    if summary:
+    if summary := SavedRun(directory).summary:
         terminal.on_run_end(summary)
 
 
@@ -171,7 +170,7 @@ def run_on_deployment(job: Job, terminal: Terminal) -> None:
         flower.start(job, [])
         terminal.phase(f"running on {job.federation}")
         try:
-            for line in flower.lines():
+            for line in iter(flower.printed.get, None):
                 if found := DIRECTORY.match(line):
                     terminal.resume_command = resume_command(found[1], job)
                 if REPLIES.match(line):
@@ -240,15 +239,6 @@ class FlowerRun:
                 self.printed.put(line.rstrip())
         self.printed.put(None)
         self.ended.set()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait at most this long; whether the run is still in progress."""
-        return not self.ended.wait(seconds)
-
-    def lines(self) -> Iterator[str]:
-        """The lines that flwr prints, as they arrive."""
-        while (line := self.printed.get()) is not None:
-            yield line
 
     def stop(self) -> None:
         """`flwr stop`, then wait until the run has written its summary and the log has ended."""

@@ -38,9 +38,7 @@ def export_model(directory: Path, client: str, to: str, path: Path) -> None:
         raise ValueError(f"--to onnx needs {' and '.join(missing)}: pip install 'keel[export]'")
     model = load_model(directory, client)
     classifier = Classifier(model).eval()
-    example = torch.zeros(
-        2, *model.network.input_shape
-    )  # the exporter would make a batch of 1 constant
+    example = torch.zeros(2, *model.network.input_shape)  # a batch of 1 would become a constant
     classes = json.dumps(model.class_names)
     if to == "torchscript":
         with warnings.catch_warnings(), torch.no_grad():

@@ -16,12 +16,7 @@ from protocol.options import OptionValue, type_names
 from server_app.trackers import check_trackers
 
 MAX_MISTAKES = 5
-DECIDING_KEYS = {
-    "preset",
-    "method",
-    "server-optimizer",
-    "model",
-}  # other keys are checked against these
+DECIDING_KEYS = {"preset", "method", "server-optimizer", "model"}  # which decide on the others
 
 
 def parse_overrides(assignments: Sequence[str]) -> dict[str, OptionValue]:

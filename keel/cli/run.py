@@ -25,12 +25,7 @@ DEFAULT_CLIENTS = 10
 NOT_STARTED = "stopped before the run started: nothing was saved"
 
 
-class Engine(StrEnum):
-    """What executes a run."""
-
-    inline = "inline"
-    flower = "flower"
-    deployment = "deployment"
+Engine = StrEnum("Engine", ["inline", "flower", "deployment"])  # what executes a run
 
 
 @dataclass(frozen=True)

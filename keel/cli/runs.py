@@ -398,12 +398,7 @@ def diagnose(
     print(output)
 
 
-class Format(StrEnum):
-    """What a run is exported to."""
-
-    csv = "csv"
-    onnx = "onnx"
-    torchscript = "torchscript"
+Format = StrEnum("Format", ["csv", "onnx", "torchscript"])  # what a run is exported to
 
 
 def export(

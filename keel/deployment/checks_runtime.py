@@ -27,7 +27,8 @@ GiB = 2**30
 def check_versions(code: str = "") -> Iterator[Finding]:
     """Python and the packages that Keel requires and, if given, the digest of Keel's code."""
     is_right = True
-    for required in requirements():
+    project = tomllib.loads(project_file().read_text())["project"]
+    for required in map(Requirement, project["dependencies"]):
         try:
             version = metadata.version(required.name)
         except metadata.PackageNotFoundError:
@@ -49,12 +50,6 @@ def check_versions(code: str = "") -> Iterator[Finding]:
             f"versions: Python {'.'.join(map(str, sys.version_info[:3]))}, {names}; "
             f"Keel's client code is {code_digest()}"
         )
-
-
-def requirements() -> list[Requirement]:
-    """The packages that Keel needs."""
-    project = tomllib.loads(project_file().read_text())["project"]
-    return [Requirement(line) for line in project["dependencies"]]
 
 
 @check

@@ -9,16 +9,12 @@ from protocol.files import write_atomically
 from protocol.flower_compat.registration import register_keys
 
 
-def registry_file(credentials: Path) -> Path:
-    """$KEEL_CLIENT_REGISTRY, which the ServerApp reads; else `clients.json` in `credentials`."""
-    return Path(os.environ.get("KEEL_CLIENT_REGISTRY") or credentials / "clients.json")
-
-
 def register(credentials: Path, address: str, wait_s: float) -> list[str]:
     """Register each credentials/clients/NAME.pub that this SuperLink does not know; a line for all.
 
-    Records in `registry_file`, for every name, its key and the node id that the SuperLink gave this
-    key: a client is who its key says. The SuperLink has `wait_s` to start.
+    Records in $KEEL_CLIENT_REGISTRY, which the ServerApp reads, else in `clients.json` there, for
+    every name, its key and the node id that the SuperLink gave this key: a client is who its key
+    says. The SuperLink has `wait_s` to start.
     """
     ca = credentials / "ca.pem"
     if not ca.exists():
@@ -39,7 +35,7 @@ def register(credentials: Path, address: str, wait_s: float) -> list[str]:
         name: {"node": str(node), "key": " ".join(keys[name].decode().split()[:2])}
         for name, (node, _) in nodes.items()
     }
-    path = registry_file(credentials)
+    path = Path(os.environ.get("KEEL_CLIENT_REGISTRY") or credentials / "clients.json")
     write_atomically(path, (json.dumps(clients, indent=1) + "\n").encode())
     return [
         f"{'registered' if is_new else 'known':10s}  {name}  node {node}"

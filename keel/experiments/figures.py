@@ -159,10 +159,7 @@ def measure_figures(runs: Mapping[str, Sequence[Finished]]) -> Iterator[tuple[st
 
 def label_pictures(recipe: Recipe, options: Options, output: Path, stem: str) -> Iterator[Picture]:
     """The label distribution over clients of each cell, from the split; nothing is trained."""
-    from client_app.setup import (
-        client_indices,
-        open_source,
-    )  # torch takes as much memory as all else
+    from client_app.setup import client_indices, open_source  # torch takes half of the memory
 
     for number, cell in enumerate(recipe.cells):
         run = run_of(cell, {}, options.seeds[0], options, output)

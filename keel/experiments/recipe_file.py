@@ -20,12 +20,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from keel.experiments.measure import Curve, Take, parse_take
-from protocol.config import (
-    RENAMED_KEYS,
-    default_config,
-    refuse_unknown,
-    with_current_names,
-)
+from protocol.config import RENAMED_KEYS, default_config, refuse_unknown, with_current_names
 from protocol.options import OptionValue, did_you_mean
 
 RUNNER_KEYS = {"seed", "resume", "output-dir", "run-name"}

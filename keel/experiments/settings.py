@@ -7,14 +7,7 @@ from typing import Any
 
 from keel.experiments.plan import Result
 from keel.experiments.recipe import Recipe
-from keel.experiments.runs import (
-    Options,
-    identity,
-    machines_of,
-    manifest_in,
-    run_of,
-    wall_seconds,
-)
+from keel.experiments.runs import Options, identity, machines_of, manifest_in, run_of, wall_seconds
 from keel.views.store import Entry
 from protocol.config import RENAMED_KEYS, resolve_config
 from server_app.history import duration

@@ -129,18 +129,13 @@ def curves(
         data.append(trace)
     xaxis: dict[str, Any] = {"type": "log"} if log_x else {}
     if x == "round":
+        lengths = [trace["x"][-1] - trace["x"][0] for trace in data if "name" in trace]
         xaxis |= {} if log_x else {"tickformat": "d", "rangemode": "normal"}
-        longest = max(
-            (trace["x"][-1] - trace["x"][0] for trace in data if "name" in trace), default=0
-        )
-        if 0 < longest < 8 and not log_x:
+        if 0 < max(lengths, default=0) < 8 and not log_x:
             xaxis["dtick"] = 1
-    return {
-        "data": data,
-        "layout": layout(
-            x, y, xaxis=xaxis, yaxis={"type": "log"} if log_y else {}, showlegend=True
-        ),  # a curve alone has a name too
-    }
+    yaxis = {"type": "log"} if log_y else {}
+    # a curve alone has a name too
+    return {"data": data, "layout": layout(x, y, xaxis=xaxis, yaxis=yaxis, showlegend=True)}
 
 
 def stacked(

@@ -169,11 +169,11 @@ def test_following_a_run_reads_each_line_once_and_reports_the_rounds_after_the_l
         new = next(looks)
         with (run / "history.jsonl").open("a") as file:
             file.writelines(new)
-        return new[-1] is not lines[-1]
+        return new[-1] is lines[-1]
 
     condensed = history.condensed
     monkeypatch.setattr(history, "condensed", lambda text: parsed.append(text) or condensed(text))
-    flower = SimpleNamespace(wait=wait, run_id="1", replies=("", 0, 0))
+    flower = SimpleNamespace(ended=SimpleNamespace(wait=wait), run_id="1", replies=("", 0, 0))
     follow(run, 1, terminal, flower)
     assert [number for number, _ in reported] == [2, 3, 4, 5]
     assert "2 left out" in reported[-1][1]
