@@ -140,18 +140,6 @@ def test_scaffolds_first_round_is_fedavgs():
     assert differ(model_after(run("scaffold"), 2), model_after(run("fedavg"), 2))
 
 
-def test_fedavgm_without_momentum_is_fedavg():
-    path = run("fedavg", server_optimizer="fedavgm", fedavgm__beta=0.0)
-    for name, array in model_after(path).items():
-        torch.testing.assert_close(array, model_after(run("fedavg"))[name], rtol=0, atol=1e-6)
-
-
-def test_fedacgs_first_round_is_fedavgs_where_beta_is_0():
-    path = run("fedavg", server_optimizer="fedacg", fedacg__beta=0.0)
-    assert_same_bits(model_after(path, 1), model_after(run("fedavg"), 1))
-    assert differ(model_after(path, 2), model_after(run("fedavg"), 2))
-
-
 def test_fedavg_ft_of_no_epochs_is_judged_as_the_global_model():
     for line in history(run("fedavg-ft", **{"fedavg-ft__epochs": 0})):
         assert line["personal"] == line["local_global"]

@@ -9,7 +9,6 @@ from client_fixtures import (
 )
 from method_fixtures import (
     random,
-    trains_as_fedavg,
 )
 
 from client_app.methods.feddecorr import FedDecorr, decorrelation
@@ -77,8 +76,3 @@ def test_feddecorrs_penalty_is_beta_times_that_of_the_classifiers_input():
     expected = 0.3 * decorrelation_in_loops(z, "code")
     assert method.penalty(batch_of([z])).item() == pytest.approx(expected, rel=1e-9)
     assert method.layers(None) == ["features"]
-
-
-def test_with_its_term_alone_it_differs_from_fedavg():
-    assert trains_as_fedavg("feddecorr", feddecorr__beta=0.0)
-    assert not trains_as_fedavg("feddecorr")

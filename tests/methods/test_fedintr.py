@@ -160,14 +160,6 @@ def test_first_participation_has_no_effect(layer_weights, reduction):
     assert all(p.grad.abs().max() < 1e-12 for p in local.projection_heads.parameters())
 
 
-def test_mu_of_zero_adds_exactly_nothing():
-    local, outputs, z_g, z_p = scene()
-    penalty = penalty_of(fedintr(mu=0.0), local, outputs, z_g, z_p)
-    penalty.backward()
-    assert penalty.item() == 0
-    assert all((p.grad == 0).all() for p in local.projection_heads.parameters())
-
-
 def test_a_step_against_the_gradient_moves_towards_the_global_representations():
     local, outputs, z_g, z_p = scene()
     for h in outputs:

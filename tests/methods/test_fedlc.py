@@ -10,7 +10,7 @@ from client_fixtures import (
     make_config,
     make_round,
 )
-from method_fixtures import cross_entropy, labels, random, trains_as_fedavg
+from method_fixtures import cross_entropy, labels, random
 
 from client_app.methods.fedlc import FedLC, calibrated, loss_without_true_class, margins
 
@@ -85,8 +85,3 @@ def test_the_papers_fedlc_has_no_true_class_in_its_gradient_of_the_sum():
         lambda a: loss_without_true_class(a, torch.tensor([0, 2])),
         random(2, 3, seed=1).requires_grad_(),
     )
-
-
-def test_with_its_term_alone_it_differs_from_fedavg():
-    assert trains_as_fedavg("fedlc", fedlc__tau=0.0)
-    assert not trains_as_fedavg("fedlc")

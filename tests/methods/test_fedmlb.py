@@ -11,7 +11,7 @@ from client_fixtures import (
     make_config,
     train,
 )
-from method_fixtures import cross_entropy, kl, labels, random, softmax, trains_as_fedavg
+from method_fixtures import cross_entropy, kl, labels, random, softmax
 
 from client_app.methods.fedmlb import FedMLB, hybrid_cross_entropy, pathway_divergence
 from client_app.setup import build_network
@@ -104,8 +104,3 @@ def test_fedmlbs_first_step_is_of_two_cross_entropies_on_the_lower_stages():
     config = make_config(method="fedmlb", batch_size=100, fedmlb__lambda1=0.6)
     update = train(config, received=initial(config, seed=5))
     assert update.terms["penalty"] == pytest.approx(0.6 * update.terms["supervised"], rel=1e-5)
-
-
-def test_with_its_term_alone_it_differs_from_fedavg():
-    assert trains_as_fedavg("fedmlb", fedmlb__lambda1=0.0, fedmlb__lambda2=0.0)
-    assert not trains_as_fedavg("fedmlb")

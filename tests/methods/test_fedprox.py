@@ -118,14 +118,6 @@ def test_first_step_does_not_depend_on_mu():
     assert all((p.grad == 0).all() for p in network.parameters())  # NaN would not be equal
 
 
-def test_mu_of_zero_adds_exactly_nothing():
-    network, network_g = small_network(1), small_network(2)
-    penalty = fedprox(mu=0.0, half=True).penalty(batch_for(network, network_g.state_dict()))
-    penalty.backward()
-    assert penalty.item() == 0
-    assert all((p.grad == 0).all() for p in network.parameters())
-
-
 def test_without_data_sgd_shrinks_the_drift_by_one_minus_lr_mu_a_step():
     mu, lr, num_steps = 0.7, 0.1, 5
     network, network_g = small_network(1), small_network(2)

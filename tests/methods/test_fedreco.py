@@ -485,9 +485,3 @@ def test_a_duration_that_is_none_is_refused_by_key_and_value(key, text):
 def test_near_misses_of_a_duration_are_refused(text):
     with pytest.raises(ValueError, match="expected like"):
         method_of(reco(fedreco__k_u=text))
-
-
-def test_an_unknown_split_is_refused_with_the_stages_there_are():
-    config = reco(fedreco__split="conv9")
-    with pytest.raises(ValueError, match=r"conv9.*conv1, conv2, fc1, fc2"):
-        FedReCoServer(config, build_network(config, SHAPE, NUM_CLASSES))

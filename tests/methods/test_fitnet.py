@@ -11,7 +11,7 @@ from client_fixtures import (
     make_config,
     train,
 )
-from method_fixtures import random, trains_as_fedavg
+from method_fixtures import random
 
 from client_app.methods.fitnet import FitNet, feature_distance
 from client_app.setup import build_network
@@ -71,11 +71,6 @@ def test_fitnets_levels_are_all_stages_before_their_activation_and_the_logits(wi
     layers = fitnet(logits=with_logits).layers(model)
     assert layers[:4] == ["conv1:pre", "conv2:pre", "fc1:pre", "fc2:pre"]
     assert layers[4:] == (["logits"] if with_logits else [])
-
-
-def test_with_its_term_alone_it_differs_from_fedavg():
-    assert trains_as_fedavg("fitnet", fitnet__lambda=0.0)
-    assert not trains_as_fedavg("fitnet")
 
 
 def test_distilling_from_the_model_it_starts_from_leaves_the_first_step():

@@ -71,14 +71,6 @@ def test_first_participation_has_no_say():
     assert z.grad.abs().max() < 1e-15
 
 
-def test_mu_of_zero_adds_exactly_nothing():
-    z, z_g, z_p = (random_features(5, 4, seed) for seed in (1, 2, 3))
-    penalty = moon(mu=0.0).penalty(batch_of([z.requires_grad_()], [z_g], [z_p]))
-    penalty.backward()
-    assert penalty.item() == 0
-    assert z.grad.abs().max() == 0
-
-
 def test_a_step_against_the_gradient_moves_towards_the_global_features():
     z, z_g, z_p = (random_features(5, 4, seed) for seed in (1, 2, 3))
     moon().penalty(batch_of([z.requires_grad_()], [z_g], [z_p])).backward()
