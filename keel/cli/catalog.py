@@ -150,12 +150,8 @@ def in_words(flags: Row) -> str:
 
     def named(prefixes: tuple[str, ...], value: bool) -> str:
         """The flags with one of these prefixes and this value, without `is_` and `supports_`."""
-        names = [name for name, is_on in flags.items() if is_on is value]
-        return ", ".join(
-            re.sub("^(is|supports)_", "", name).replace("_", " ")
-            for name in names
-            if name.startswith(prefixes)
-        )
+        names = [n for n, is_on in flags.items() if is_on is value and n.startswith(prefixes)]
+        return ", ".join(re.sub("^(is|supports)_", "", n).replace("_", " ") for n in names)
 
     parts = {
         "": named(("is_", "has_", "sends_"), value=True),

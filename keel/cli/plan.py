@@ -86,11 +86,9 @@ def rounds_text(config: RunConfig, done: int) -> str:
     """The rounds, and what a client does in one."""
     train = config.train
     epochs = f"{train.local_epochs} local epoch{'s' if train.local_epochs != 1 else ''}"
-    batches = (
-        f"{train.batches_per_epoch} batches per epoch"
-        if train.batches_per_epoch
-        else f"batch size {train.batch_size}"
-    )
+    batches = f"batch size {train.batch_size}"
+    if train.batches_per_epoch:
+        batches = f"{train.batches_per_epoch} batches per epoch"
     past = f" ({done} of them done)" if done else ""
     return f"{config.rounds.num_rounds}{past}; {epochs}, {batches}, lr {train.lr:g}"
 

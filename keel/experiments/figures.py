@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,22 +18,8 @@ from protocol.config import resolve_config
 MAX_POINTS = 240  # of a curve: a report may have hundreds
 Results = Mapping[tuple[str, str], Result]
 Finished = tuple[Run, Path]  # with the run directory that counts
-
-
-@dataclass(frozen=True)
-class Picture:
-    """An image file of the report."""
-
-    title: str
-    path: Path
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A Plotly figure of the report."""
-
-    title: str
-    figure: Figure
+Picture = tuple[str, Path]  # of the report: title, image file
+Chart = tuple[str, Figure]  # likewise, a Plotly figure
 
 
 def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
@@ -59,9 +44,9 @@ def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
             if result.finished
         ]
         figure = curves(lines, "round", "accuracy (%)", max_points=MAX_POINTS)
-        yield Chart(f"{title}: accuracy over rounds{average}", figure)
+        yield f"{title}: accuracy over rounds{average}", figure
         for measure, figure in measure_figures(finished):
-            yield Chart(f"{title}: {measure}, mean over clients and of the global model", figure)
+            yield f"{title}: {measure}, mean over clients and of the global model", figure
 
 
 def columns_by_runs(recipe: Recipe, results: Results) -> list[list[Entry]]:
@@ -112,7 +97,7 @@ def run_pictures(recipe: Recipe, results: Results, output: Path, stem: str) -> I
                     copy.write_bytes(path.read_bytes())
                     is_split = path.stem == "labels"
                     what = "samples of each class by client" if is_split else path.stem
-                    yield Picture(f"{cell.row.name}, {cell.column.name}: {what}", copy)
+                    yield f"{cell.row.name}, {cell.column.name}: {what}", copy
 
 
 def curve_of(cell: Cell, runs: Sequence[Finished]) -> list[tuple[int, float, float]]:
@@ -174,5 +159,4 @@ def label_pictures(recipe: Recipe, options: Options, output: Path, stem: str) ->
         ]
         path = output / "figures" / f"{stem}-{number}.png"
         plot_label_distribution(counts, source.class_names, path)
-        title = f"{cell.row.name}, {cell.column.name}: samples of each class by client"
-        yield Picture(title, path)
+        yield f"{cell.row.name}, {cell.column.name}: samples of each class by client", path

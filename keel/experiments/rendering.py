@@ -29,7 +29,7 @@ from keel.experiments.claims import (
 )
 from keel.experiments.figures import Chart, Picture, label_pictures, run_charts, run_pictures
 from keel.experiments.plan import Result, load_job, results_of
-from keel.experiments.recipe import Cell, Recipe
+from keel.experiments.recipe import Recipe
 from keel.experiments.runs import Options
 from keel.experiments.settings import (
     Setting,
@@ -233,15 +233,12 @@ def label_of(recipe: Recipe, options: Options) -> str:
     "As in the recipe" where that is a sweep of no paper and nothing is changed.
     """
 
-    def only_papers_best(cell: Cell) -> bool:
-        return bool(cell.paper_candidate) and not options.full_grid
-
     tuned = [cell for cell in recipe.cells if len(cell.candidates) > 1]
+    at_best = [cell for cell in tuned if cell.paper_candidate and not options.full_grid]
     grid = "full grid" if tuned else ""
-    if any(map(only_papers_best, tuned)):
+    if at_best:
         grid = "the paper's best of the tuned values"
-        if not all(map(only_papers_best, tuned)):
-            grid += ", all values where it names none"
+        grid += ", all values where it names none" if len(at_best) < len(tuned) else ""
     label = options.label
     if not recipe.paper and options.scale == "paper":
         label = label.removeprefix("scale paper").removeprefix(", ") or "as in the recipe"

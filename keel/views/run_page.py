@@ -173,13 +173,13 @@ def client_charts(reader: HistoryReader) -> dict[str, Figure]:
         for _, found in by_round:
             newest |= found
         worst = sorted(newest, key=lambda client: (newest[client], client))[:MAX_CLIENTS]
-        what = (
-            f"{len(worst)} worst of {len(newest):,} clients"
-            if len(newest) > len(worst)
-            else "client"
-        )
+        are_all = len(newest) == len(worst)
+        what = "client" if are_all else f"{len(worst)} worst of {len(newest):,} clients"
         figures[f"clients-{key}"] = heat_map(
-            [[percent(found.get(client)) for _, found in by_round] for client in worst],
+            [
+                [None if (v := found.get(client)) is None else 100 * v for _, found in by_round]
+                for client in worst
+            ],
             *(rounds, worst, "round", what, "accuracy (%)"),
         )
         figures[f"clients-{key}"]["layout"]["height"] = 140 + 16 * len(worst)
@@ -219,11 +219,6 @@ def accuracies_in(line: Line, key: str) -> Mapping[str, float]:
     if set(map(type, found.values())) == {float} and math.isfinite(sum(found.values())):
         return found  # as Keel writes it; thousands are fast
     return {str(k): value for k, v in found.items() if (value := number(v)) is not None}
-
-
-def percent(value: float | None) -> float | None:
-    """A share in percent."""
-    return None if value is None else 100 * value
 
 
 def label_chart(entry: Entry) -> dict[str, Figure]:

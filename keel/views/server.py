@@ -192,9 +192,8 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
     @app.get("/")
     def runs() -> HTMLResponse:
         html, version = run_table()
-        return page(
-            "runs.html.j2", rows=Markup(html), version=version, roots=[str(r) for r in store.roots]
-        )
+        roots = map(str, store.roots)
+        return page("runs.html.j2", rows=Markup(html), version=version, roots=roots)
 
     @app.get("/rows")
     def rows(version: str = "") -> Response:
@@ -259,10 +258,9 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             now = digest_of(reader.version)
             if now == version:
                 return unchanged()
-            try:
+            charts: dict[str, Any] = {}
+            with suppress(*UNREADABLE):  # if it was replaced meanwhile, the next look reads it anew
                 charts = {} if entry.problem else run_page.client_charts(reader)
-            except UNREADABLE:
-                charts = {}  # the file was replaced meanwhile: the next look reads it anew
             return answer({"version": now, "charts": charts})
 
     @app.get("/run/{run_id}/labels")
@@ -321,13 +319,8 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             now = digest_of([content["results"], content["config"], view])
             if now == request.query_params.get("version"):
                 return unchanged()
-            return answer(
-                {
-                    "version": now,
-                    "html": html,
-                    "charts": {"compare": compare_page.chart(groups, view)},
-                }
-            )
+            charts = {"compare": compare_page.chart(groups, view)}
+            return answer({"version": now, "html": html, "charts": charts})
 
     @app.get("/compare.csv")
     def compare_csv(request: Request, ids: list[str] = Ids) -> Response:
@@ -349,9 +342,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
         found: list[tuple[Entry, str, list[dict[str, str]]]] = []
         online = nodes.online if nodes else None
         for entry in store.runs().values():
-            if entry.problem or len(found) == 5:
-                continue
-            if not run_page.is_deployed(entry):
+            if entry.problem or len(found) == 5 or not run_page.is_deployed(entry):
                 continue
             try:
                 rows = run_page.site_rows(entry, store.history(entry), online)

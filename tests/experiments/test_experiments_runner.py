@@ -708,11 +708,11 @@ def test_measures_of_features_are_compared_over_rows_on_one_axis(tmp_path):
             measured = {"vci": {"mean": i + seed, "global": None, "clients": {}}}
             line = json.loads(path.read_text()) | {"diagnostics": measured}
             path.write_text(json.dumps(line) + "\n")
-    *_, chart = run_charts(recipe, results_of(recipe, how, tmp_path))
-    shown = [(trace["name"], trace["x"], trace["y"]) for trace in chart.figure["data"]]
+    *_, (title, figure) = run_charts(recipe, results_of(recipe, how, tmp_path))
+    shown = [(trace["name"], trace["x"], trace["y"]) for trace in figure["data"]]
     assert shown == [("FedAvg", [2], [0.5]), ("FedProx", [2], [1.5])]  # the mean over seeds
-    assert chart.title == "result: vci, mean over clients and of the global model"
-    assert chart.title in write_report(tmp_path)[0].read_text()
+    assert title == "result: vci, mean over clients and of the global model"
+    assert title in write_report(tmp_path)[0].read_text()
 
 
 def test_a_report_says_which_of_the_tuned_values_were_tried(tmp_path):
