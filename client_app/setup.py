@@ -11,15 +11,15 @@ from client_app.samples import Pixels
 from data.partitions import Parts, partition_indices, split_local_test, stratified_share
 from data.sources import Source, load_source
 from models import StagedModel, build_model
-from protocol.catalogue import model_spec
 from protocol.config import RunConfig, keel_home
 from protocol.messages import DatasetSpec
+from protocol.models import MODELS
 from protocol.seeds import seed_of
 
 
 def open_source(config: RunConfig, spec: str = "") -> Source:
     """The run's data source (or `spec`), memory-mapped; decoded once on each machine."""
-    data, expected = config.data, model_spec(config.model.model)
+    data, expected = config.data, MODELS[config.model.model]
     return _open_source(
         spec or data.source,
         Path(data.data_dir).expanduser() if data.data_dir else keel_home() / "data",

@@ -1,4 +1,4 @@
-"""Every method and model by name, with its options, without importing torch.
+"""Every method by name, with its options, without importing torch.
 
 A method is one file, client_app/methods/<name>.py, and that file imports torch. What the config and
 the command line need of it (options, capability flags, documentation) is read from its syntax tree:
@@ -14,8 +14,6 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-from protocol.models import MODELS, ModelSpec
 
 app_folder = Path(__file__).resolve().parent.parent
 methods_folder = app_folder / "client_app" / "methods"
@@ -70,18 +68,6 @@ def method_names() -> tuple[str, ...]:
     """All methods, in alphabetical order: one a file of client_app/methods."""
     stems = (path.stem for path in methods_folder.glob("*.py"))
     return tuple(sorted(stem.replace("_", "-") for stem in stems if not stem.startswith("_")))
-
-
-def model_names() -> tuple[str, ...]:
-    """All models."""
-    return tuple(MODELS)
-
-
-def model_spec(name: str) -> ModelSpec:
-    """What is known of a model without building it."""
-    if name not in MODELS:
-        raise ValueError(f"model = {name!r}: expected one of {', '.join(MODELS)}")
-    return MODELS[name]
 
 
 @lru_cache(maxsize=64)

@@ -19,12 +19,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from protocol.catalogue import (
-    method_names,
-    method_spec,
-    model_names,
-    model_spec,
-)
+from protocol.catalogue import method_names, method_spec
+from protocol.models import MODELS
 from protocol.options import (
     Constraint,
     OptionValue,
@@ -566,12 +562,12 @@ def _validate_names(config: RunConfig) -> None:
         )
     refuse_unknown("method", rounds.method, list(method_names()))
     refuse_unknown("server-optimizer", rounds.server_optimizer, list(SERVER_OPTIMIZERS))
-    refuse_unknown("model", model.model, list(model_names()))
+    refuse_unknown("model", model.model, list(MODELS))
     for name in config.client_models:
-        refuse_unknown("client-models", name, list(model_names()))
+        refuse_unknown("client-models", name, list(MODELS))
     for name in names_in(rounds.diagnostics):
         refuse_unknown("diagnostics", name, ["all", *DIAGNOSTICS])
-    model_spec(model.model).check(model.model, model.norm, model.width)
+    MODELS[model.model].check(model.model, model.norm, model.width)
     parse_source(config.data.source)
 
 
@@ -579,7 +575,7 @@ def _validate_method(config: RunConfig) -> None:
     """What the run asks of its method against the method's capability flags."""
     rounds, model, epsilon = config.rounds, config.model, config.privacy.epsilon
     name, method, server = rounds.method, config.method_options(), config.server_optimizer_options()
-    has_batch_norm = model_spec(model.model).norm_layer(model.norm) == "batch"
+    has_batch_norm = MODELS[model.model].norm_layer(model.norm) == "batch"
     if epsilon >= 1:
         raise ValueError(
             f"privacy.epsilon = {epsilon}: the Gaussian mechanism's formula needs a number below 1 "

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models import StagedModel, build_model
-from protocol.catalogue import model_spec
 from protocol.models import MODELS
 
 each_model = pytest.mark.parametrize("name", MODELS)
@@ -438,5 +437,3 @@ def test_unknown_layers_and_stages_are_refused_with_the_known_ones():
     ):
         with pytest.raises(ValueError, match=f"stage 'features': cnn-fedreco has {stages}$"):
             call()
-    with pytest.raises(ValueError, match="model = 'resnet'"):
-        model_spec("resnet")

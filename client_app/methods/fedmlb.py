@@ -25,8 +25,8 @@ from torch import Tensor
 
 from client_app.objective import Batch, LocalObjective
 from models import StagedModel
-from protocol.catalogue import model_spec
 from protocol.config import RunConfig
+from protocol.models import MODELS
 from protocol.options import at_least, more_than, option, true_or_false
 
 
@@ -74,7 +74,7 @@ class FedMLB(LocalObjective):
     def warning(self, config: RunConfig, num_samples: Mapping[str, int]) -> str:
         """A warning if the network has no normalisation."""
         name, norm = config.model.model, config.model.norm
-        if model_spec(name).norm_layer(norm):
+        if MODELS[name].norm_layer(norm):
             return ""
         return (
             f"fedmlb on {name}, which has no norm layer: its activations grow and the model "

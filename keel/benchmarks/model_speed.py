@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from client_app.setup import device_for
 from models import StagedModel, build_model
-from protocol.catalogue import model_spec
+from protocol.models import MODELS
 
 BATCH, NUM_CLASSES = 64, 10
 DEFAULT_INPUT = (3, 32)  # (channels, pixels) of a model whose paper names none
@@ -21,7 +21,7 @@ budget_s = 0.5  # repetitions stop after it
 
 def input_of(name: str) -> tuple[int, int, int]:
     """(channels, height, width) of the images that the model is measured and described with."""
-    spec = model_spec(name)
+    spec = MODELS[name]
     channels, pixels = spec.channels or DEFAULT_INPUT[0], spec.image_size or DEFAULT_INPUT[1]
     return channels, pixels, pixels
 

@@ -30,8 +30,6 @@ from protocol.catalogue import (
     method_names,
     method_spec,
     method_stem,
-    model_names,
-    model_spec,
 )
 from protocol.config import (
     DataConfig,
@@ -48,6 +46,7 @@ from protocol.config import (
 )
 from protocol.config import presets as known_presets
 from protocol.files import write_atomically
+from protocol.models import MODELS
 from protocol.options import key_of, parse_options
 from protocol.server_optimizers import SERVER_OPTIMIZERS
 from server_app.history import duration
@@ -215,11 +214,11 @@ def models(
 ) -> None:
     """List the models with their speed on this machine, or show one with its layers."""
     if name is None:
-        rows = [model_row(each, measure, needed=measure) for each in model_names()]
+        rows = [model_row(each, measure, needed=measure) for each in MODELS]
         caption = f"{measured_how}; {not_measured}, `keel models NAME` one."
         show(rows, as_json, "Models", caption, ["device"], ["norms", "input"])
         return
-    refuse_unknown("model", name, list(model_names()))
+    refuse_unknown("model", name, list(MODELS))
     show_one(model_row(name, measure), {"layers": layer_rows(name)}, as_json)
     if not as_json:
         print(
@@ -236,7 +235,7 @@ not_measured = "–: not measured yet; --measure measures all"
 
 def model_row(name: str, again: bool = False, needed: bool = True) -> Row:
     """Norms, input, parameters and speed of a model; measured if `needed`, else if known."""
-    spec, speed = model_spec(name), model_speed(name, again, needed)
+    spec, speed = MODELS[name], model_speed(name, again, needed)
     size = spec.image_size
     return {
         "name": name,
@@ -284,9 +283,9 @@ def layer_rows(name: str) -> list[Row]:
 
 def all_layers() -> dict[str, list[Row]]:
     """The rows of `layers_of` of every model, from the cache."""
-    key = [version("torch"), digest_of("models/*.py"), model_names()]
+    key = [version("torch"), digest_of("models/*.py"), list(MODELS)]
     found: dict[str, list[Row]] = cached(
-        "layers", key, lambda: {each: layers_of(each) for each in model_names()}
+        "layers", key, lambda: {each: layers_of(each) for each in MODELS}
     )
     return found
 
@@ -423,7 +422,7 @@ def expected_seconds(config: RunConfig, speed: Row) -> float:
     """An estimate of a run's time on this machine; `estimated_how` describes it."""
     from data.readers import READERS
 
-    rounds, data, spec = config.rounds, config.data, model_spec(config.model.model)
+    rounds, data, spec = config.rounds, config.data, MODELS[config.model.model]
     info = READERS[data.source].published
     assert info is not None
     pixels = data.image_size or spec.image_size or info.image_shape[1]

@@ -13,8 +13,9 @@ import keel.benchmarks.model_speed
 from keel.benchmarks.model_speed import build, input_of
 from keel.cli import catalog
 from keel.cli.main import main
-from protocol.catalogue import method_names, method_spec, model_names, model_spec
+from protocol.catalogue import method_names, method_spec
 from protocol.config import app_folder, default_config, presets
+from protocol.models import MODELS
 from protocol.options import key_of
 
 README = app_folder / "README.md"
@@ -145,7 +146,7 @@ def test_layers_add_up_to_the_model_and_name_their_widths():
 
 @pytest.mark.end_to_end
 def test_models_that_fit_have_equal_feature_widths():
-    widths = {name: build(name, "meta").feature_width for name in model_names()}
+    widths = {name: build(name, "meta").feature_width for name in MODELS}
     for name in ("resnet18", "cnn-fedreco"):
         [features] = [r for r in catalog.layer_rows(name) if r["layer"] == "features"]
         assert set(features["fits"]) == {
@@ -186,8 +187,8 @@ def test_a_measurement_is_reused_until_its_key_changes(tmp_path, monkeypatch):
 
 
 def test_inputs_are_the_papers_or_colour_images_of_32_pixels():
-    for name in model_names():
-        spec = model_spec(name)
+    for name in MODELS:
+        spec = MODELS[name]
         assert input_of(name) == (spec.channels or 3, *[spec.image_size or 32] * 2)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from keel.cli.main import main
 from keel.cli.overrides import checked_config, parse_overrides
-from protocol.catalogue import method_names, method_spec, model_names
+from protocol.catalogue import method_names, method_spec
 from protocol.config import (
     DIAGNOSTICS,
     DataConfig,
@@ -20,6 +20,7 @@ from protocol.config import (
     default_config,
     presets,
 )
+from protocol.models import MODELS
 from protocol.options import key_of
 from protocol.server_optimizers import SERVER_OPTIMIZERS
 from protocol.source_spec import SOURCE_NAMES
@@ -103,9 +104,9 @@ def enumerated_options():
     tables += [(options, f"{name}.") for name, options in SERVER_OPTIMIZERS.items()]
     fields = [(f, prefix) for cls, prefix in tables for f in dataclasses.fields(cls)]
     found = {p + key_of(f): f.metadata["constraint"].choices for f, p in fields}
-    found |= {"source": SOURCE_NAMES, "method": method_names(), "model": model_names()}
+    found |= {"source": SOURCE_NAMES, "method": method_names(), "model": MODELS}
     found |= {"preset": tuple(presets()), "server-optimizer": tuple(SERVER_OPTIMIZERS)}
-    found |= {"client-models": model_names(), "diagnostics": DIAGNOSTICS}
+    found |= {"client-models": MODELS, "diagnostics": DIAGNOSTICS}
     return [(key, max(names, key=len)) for key, names in found.items() if names]
 
 
