@@ -174,14 +174,6 @@ class SummaryTable(RunObserver):
         print_summary(summary, self.title)
 
 
-def at_small_delta(privacy: Mapping[str, Any]) -> str:
-    """The composed epsilon at a small delta, where the run's own is larger."""
-    small = privacy.get("composed_at_small_delta")  # None of runs before 0.3
-    if not small or small["delta"] == privacy["composed"]["delta"]:
-        return ""
-    return f" (epsilon {small['epsilon']:.2f} at delta {small['delta']})"
-
-
 def print_summary(summary: Mapping[str, Any], title: str) -> None:
     """A summary for a person: accuracies, time, traffic, privacy, the run directory."""
     console = Console(width=100, highlight=False)
@@ -199,11 +191,13 @@ def print_summary(summary: Mapping[str, Any], title: str) -> None:
         f"{summary['seconds_per_round']:.2f} s a round, "
         f"{summary['bytes_down'] / 1e6:.1f} MB sent, {summary['bytes_up'] / 1e6:.1f} MB received"
     )
-    if summary["privacy"]:
-        release, composed = summary["privacy"]["per_release"], summary["privacy"]["composed"]
+    if privacy := summary["privacy"]:
+        release, composed = privacy["per_release"], privacy["composed"]
+        small = privacy["composed_at_small_delta"]
+        at_small_delta = f" (epsilon {small['epsilon']:.2f} at delta {small['delta']})"
         console.print(
             f"privacy: epsilon {release['epsilon']}, delta {release['delta']} a release; composed "
-            f"over {summary['privacy']['releases']} releases: epsilon {composed['epsilon']:.2f}, "
-            f"delta {composed['delta']}{at_small_delta(summary['privacy'])}"
+            f"over {privacy['releases']} releases: epsilon {composed['epsilon']:.2f}, delta "
+            f"{composed['delta']}{at_small_delta * (small['delta'] < composed['delta'])}"
         )
     console.print(f"run directory: {summary['directory']}", soft_wrap=True)

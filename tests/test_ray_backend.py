@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import subprocess
 import sys
 import threading
@@ -25,8 +26,8 @@ from protocol.flower_compat.ray_backend import (
 from protocol.flower_compat.simulation import (
     MAX_WORKERS,
     WorkerThreads,
-    shared_variables,
     vce_api_name,
+    worker_variables,
 )
 
 
@@ -149,7 +150,7 @@ def test_where_no_gpus_are_asked_for_each_worker_has_one_if_there_are_any():
     assert gpu_share([cpu, gpu], {"KEEL_CPU_WORKERS": "1"}) == 0
 
 
-def test_workers_get_the_variables_of_keel_and_of_the_libraries_that_compute():
+def test_workers_get_the_variables_of_keel_and_of_the_libraries_that_compute(monkeypatch):
     environment = {
         "KEEL_HOME": "/a",
         "KEEL_WORKER": "/socket",
@@ -158,7 +159,9 @@ def test_workers_get_the_variables_of_keel_and_of_the_libraries_that_compute():
         "HOME": "/root",
         "AWS_SECRET_ACCESS_KEY": "x",
     }
-    assert shared_variables(environment) == {"KEEL_HOME": "/a", "OMP_NUM_THREADS": "2"}
+    monkeypatch.setattr("os.environ", environment)
+    shared = {"KEEL_HOME": "/a", "OMP_NUM_THREADS": "2"}
+    assert worker_variables() == {"PYTHONPATH": os.pathsep.join([*sys.path, ""])} | shared
 
 
 # --- workers that die ----------------------------------------------------------------------------

@@ -180,10 +180,6 @@ class ClusterBackend(RayBackend):
         """Number of workers."""
         return len(self.workers)
 
-    def is_worker_idle(self) -> bool:
-        """Whether one waits for a message."""
-        return not self.idle.empty()
-
     def next_idle(self) -> Worker:
         """The next idle worker; RuntimeError if there is none left."""
         while True:

@@ -5,7 +5,7 @@ The ServerApp is a thread of the process that has the workers; see `simulation_p
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -62,16 +62,8 @@ def is_cluster() -> bool:
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
-def shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those that workers on other nodes get."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(shared_prefixes) and name not in own_variables
-    }
-
-
 def worker_variables() -> dict[str, str]:
     """The environment of workers on other nodes; they import what this process imports."""
     path = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
-    return {"PYTHONPATH": path} | shared_variables(os.environ)
+    names = [n for n in os.environ if n.startswith(shared_prefixes) and n not in own_variables]
+    return {"PYTHONPATH": path} | {name: os.environ[name] for name in names}
