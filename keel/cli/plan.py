@@ -21,12 +21,15 @@ def plan_rows(config: RunConfig, job: Job, done: int = 0) -> list[tuple[str, str
 
     done: finished rounds of a run to resume.
     """
-    size = data_size(config)
+    is_remote = bool(job.federation)  # with data of its own, and real clients
+    size = None if is_remote else data_size(config)
+    num_clients = config.rounds.num_clients if is_remote else job.num_clients
+    of_the_server = f"{config.data.source} of the server; each client has its own"
     return [
         ("method", method_text(config)),
-        ("data", data_text(config.data, size)),
+        ("data", of_the_server if is_remote else data_text(config.data, size)),
         ("model", model_text(config, size)),
-        ("clients", clients_text(config, job.num_clients)),
+        ("clients", clients_text(config, num_clients)),
         ("rounds", rounds_text(config, done)),
         ("same as", flwr_line(job)),
     ]
@@ -75,10 +78,12 @@ def model_text(config: RunConfig, size: SourceInfo | None) -> str:
 
 
 def clients_text(config: RunConfig, num_clients: int) -> str:
-    """How many clients there are, and how many train in a round."""
-    fraction = config.rounds.fraction_train
+    """How many clients there are (0: as many as are connected), and how many train in a round."""
+    fraction, who = config.rounds.fraction_train, num_clients or "those that are connected"
     if fraction == 1:
-        return f"{num_clients}, all of them in every round"
+        return f"{who}, all of them in every round"
+    if not num_clients:
+        return f"{who}, {100 * fraction:g} % of them in a round"
     return f"{num_clients}, {max(1, round(fraction * num_clients))} in a round"
 
 

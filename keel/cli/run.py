@@ -57,6 +57,11 @@ class EngineOptions:
             raise ValueError(f"--ray needs --engine flower; this is --engine {self.engine}")
         if self.clients is not None and self.clients < 1:
             raise ValueError(f"--clients {self.clients}: expected a number >= 1")
+        if self.clients is not None and self.engine is Engine.deployment:
+            raise ValueError(
+                f"--clients {self.clients}: the clients of a deployment are not simulated; "
+                f"num-clients={self.clients} waits for as many"
+            )
         if bool(self.federation) != (self.engine is Engine.deployment):
             raise ValueError(
                 "--engine deployment and --federation go together; --federation is the name of a "
@@ -83,7 +88,10 @@ Federation = Annotated[
     typer.Option(help="With --engine deployment: a name in Flower's config.toml, or HOST:PORT."),
 ]
 RootCertificates = Annotated[
-    Path | None, typer.Option(help="The deployment's ca.pem, with --federation HOST:PORT.")
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, help="The deployment's ca.pem, with --federation HOST:PORT."
+    ),
 ]
 Ray = Annotated[
     str,

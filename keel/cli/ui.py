@@ -24,7 +24,12 @@ def ui(
         ),
     ] = "",
     root_certificates: Annotated[
-        Path | None, typer.Option(help="The deployment's ca.pem, with --federation HOST:PORT.")
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="The deployment's ca.pem, with --federation HOST:PORT.",
+        ),
     ] = None,
 ) -> None:
     """Show runs in a browser, live: all runs, one run, a comparison, a deployment's sites.

@@ -26,6 +26,18 @@ class Take:
         """The result is in seconds, not in percent."""
         return self.how.startswith("seconds")
 
+    def of(self, curve: str) -> str:
+        """What is read of a curve, in words."""
+        if self.how == "seconds a round":
+            return self.how
+        text = {
+            "seconds to": f"seconds to {self.number:g} % of",
+            "ema": f"moving average ({self.number:g}) of",
+            "mean": f"mean over the last {self.number:g} rounds of",
+            "median": f"median over the last {self.number:g} rounds of",
+        }.get(self.how, self.how)
+        return f"{text} {curve}" + (", in %" if not self.is_time else "")
+
     @property
     def reads_earlier(self) -> bool:
         """Accuracies before the last one are read."""

@@ -87,8 +87,7 @@ class Section:
         """How the numbers are read from the runs, and over which seeds."""
         if self.recipe.shows == "labels":
             return f"{self.label}; the split of seed {self.options.seeds[0]}."
-        takes = sorted({(c.take.how, c.take.number, c.of) for c in self.recipe.cells})
-        read = "; ".join(f"{how}{f' {n:g}' if n else ''} of {of}" for how, n, of in takes)
+        read = "; ".join(sorted({cell.take.of(cell.of) for cell in self.recipe.cells}))
         return f"{self.label}; seeds {', '.join(map(str, self.options.seeds))}; {read}."
 
     @property

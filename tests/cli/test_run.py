@@ -52,6 +52,10 @@ def test_data_that_does_not_fit_is_refused_with_code_2(home, capsys):
         (["--gpus-per-client", "0.5"], "--gpus-per-client needs --engine flower"),
         (["--engine", "deployment"], "--engine deployment and --federation go together"),
         (["--federation", "x"], "--engine deployment and --federation go together"),
+        (
+            ["--engine", "deployment", "--federation", "a:1", "--clients", "3"],
+            "--clients 3: the clients of a deployment are not simulated; num-clients=3 waits for",
+        ),
         (["--preset", "nope"], "preset = 'nope' is unknown"),
         (["num-clients=3", "--clients", "4"], "--clients 4: num-clients is 3; remove one of them"),
         (["resume=/x"], "resume: use `keel resume /x`"),
@@ -99,6 +103,17 @@ def test_what_is_known_beforehand_is_refused_without_a_plan(home, capsys, monkey
     assert said.err.startswith(f"error: {line.format(home=home)}")
     assert said.err.count("\n") == 1
     assert said.out == ""
+
+
+def test_the_plan_of_a_deployment_says_nothing_of_this_machine_s_data(home, capsys, monkeypatch):
+    monkeypatch.setattr("keel.cli.engines.run_on_deployment", lambda *_: None)
+    words = ["--engine", "deployment", "--federation", "a:1", "source=folder:/nowhere/data"]
+    assert main(["run", *words]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["data"] == "folder:/nowhere/data of the server; each client has its own"
+    assert rows["clients"].startswith("those that are connected, all of them")
+    assert main(["run", *words, "num-clients=10", "fraction-train=0.2"]) == 0
+    assert "clients     10, 2 in a round\n" in capsys.readouterr().out
 
 
 def test_ctrl_c_before_the_run_starts_says_that_nothing_was_saved(home, capsys, monkeypatch):

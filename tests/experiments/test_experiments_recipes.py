@@ -783,6 +783,16 @@ history = [
 ]
 
 
+def test_a_report_says_in_words_what_is_read():
+    assert [parse_take(text).of("global.accuracy") for text in ("final", "mean 2", "ema 0.9")] == [
+        "final global.accuracy, in %",
+        "mean over the last 2 rounds of global.accuracy, in %",
+        "moving average (0.9) of global.accuracy, in %",
+    ]
+    assert parse_take("seconds to 80").of("personal.mean") == "seconds to 80 % of personal.mean"
+    assert parse_take("seconds a round").of("global.accuracy") == "seconds a round"
+
+
 @pytest.mark.parametrize(
     ("take", "at", "shrink", "expected"),
     [
