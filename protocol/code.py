@@ -1,11 +1,14 @@
-"""The digest of the code that clients run, by which server and clients know that it is the same."""
+"""The code that a run is made with: digests of its sources, and torch's version. Needs no torch."""
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
+from importlib.metadata import version
 
 from protocol.config import app_folder
 
 run_by_worker = ("client_app", "data", "models", "protocol")  # packages
+SERVER_PACKAGES = ("server_app", "strategies")  # beside those of the clients
 
 
 @lru_cache(maxsize=1)
@@ -16,8 +19,25 @@ def code_digest() -> str:
     of a simulation from wherever their Python found them: nobody trains with code other than the
     server's.
     """
-    digest = hashlib.sha256()
-    for package in run_by_worker:
+    return _digest_of(run_by_worker)
+
+
+@lru_cache(maxsize=1)
+def sources_digest() -> str:
+    """The same of all sources that a run depends on, in a checkout as in the app made from it."""
+    return _digest_of(SERVER_PACKAGES, code_digest())
+
+
+def _digest_of(packages: Sequence[str], before: str = "") -> str:
+    digest = hashlib.sha256(before.encode())
+    for package in packages:
         for path in sorted((app_folder / package).rglob("*.py")):
             digest.update(str(path.relative_to(app_folder)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+@lru_cache(maxsize=64)  # a report asks for it thousands of times
+def code_version(sources: str = "", torch: str = "") -> str:
+    """One line naming sources and torch, by default the installed ones; without torch's build."""
+    torch = (torch or version("torch")).partition("+")[0]
+    return f"sources {sources or sources_digest()}, torch {torch}"

@@ -18,12 +18,12 @@ from typing import Any
 
 from client_app.machine import machine, package_versions, processors
 from client_app.setup import client_indices, device_for
+from protocol.code import code_version, sources_digest
 from protocol.config import RunConfig, app_folder, keel_version
 from protocol.files import digest, write_atomically
 from protocol.messages import RosterEntry
 from server_app.audit import audit_end
 from server_app.preflight import WorkerOnNode
-from server_app.sources import code_version, sources_digest
 from server_app.summary import read_object
 
 log = logging.getLogger("keel.server")

@@ -13,10 +13,10 @@ from keel.experiments.measure import History
 from keel.experiments.recipe import Cell
 from keel.experiments.scale import SCALES, Keys, scaled
 from protocol.catalogue import method_spec
+from protocol.code import code_version
 from protocol.config import RENAMED_KEYS, RENAMED_VALUES, RunConfig, default_config, resolve_config
 from protocol.options import OptionValue
 from server_app.history import HISTORY_FILE, HistoryReader
-from server_app.sources import code_version
 
 # The name of a run ends in a hash of the keys that its result depends on, where they differ from
 # the defaults: a key that is new in Keel changes no name. Keys and values are hashed under their

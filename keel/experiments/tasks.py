@@ -27,12 +27,12 @@ from keel.deployment.cluster import Node, cluster_nodes, living_nodes
 from keel.experiments.runs import Run
 from keel.experiments.stack import num_together, run_together
 from keel.runs import LOCK_FILE, is_locked
+from protocol.code import code_version
 from protocol.config import RunConfig, app_folder
 from protocol.flower_compat.simulation import CPU_WORKERS, worker_variables
 from protocol.options import OptionValue
 from protocol.ray_start import skip_unused_processes
 from protocol.text import in_one_line
-from server_app.sources import code_version
 
 LOG_FILE = "log.txt"
 START_ATTEMPTS = 3  # a busy machine may miss a deadline of Ray's own

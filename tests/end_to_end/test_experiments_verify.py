@@ -9,10 +9,10 @@ import server_app.manifest
 from client_app.setup import client_indices, open_source
 from keel.experiments.runs import machines_of
 from keel.experiments.verify import checks
+from protocol.code import sources_digest
 from protocol.config import keel_version, resolve_config
 from protocol.files import digest
 from server_app.manifest import begin_manifest, read_manifest, versions
-from server_app.sources import sources_digest
 
 keys = {"source": "digits", "model": "cnn-fedreco", "num-clients": 4}
 

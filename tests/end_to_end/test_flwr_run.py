@@ -25,9 +25,9 @@ from superlink_fixtures import SuperLink
 
 import strategies.average
 from client_app.methods import METHODS
+from protocol.code import sources_digest
 from protocol.options import OptionValue
 from server_app.inline import run_inline
-from server_app.sources import sources_digest
 
 num_supernodes = 4
 half = SMALL | {"fraction-train": 0.5, "local-test-fraction": 0.2, "cache-mb": 64}

@@ -5,9 +5,8 @@ import sys
 
 import pytest
 
-from protocol.code import run_by_worker
+from protocol.code import SERVER_PACKAGES, run_by_worker
 from protocol.config import app_folder
-from server_app.sources import SERVER_PACKAGES
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,11 @@ import torch
 
 import protocol.code
 import server_app.manifest
-import server_app.sources
 from client_app.setup import client_indices, open_source
 from data.partitions import partition_indices, stratified_share
 from keel.experiments.runs import machines_of, precision_of
 from keel.experiments.verify import differing_versions, round_check
-from protocol.code import code_digest, run_by_worker
+from protocol.code import SERVER_PACKAGES, code_digest, run_by_worker, sources_digest
 from protocol.config import app_folder, resolve_config
 from protocol.seeds import seed_of
 from server_app.manifest import (
@@ -25,7 +24,6 @@ from server_app.manifest import (
     note_round,
     read_manifest,
 )
-from server_app.sources import SERVER_PACKAGES, sources_digest
 
 keys = {"source": "digits", "model": "cnn-fedreco", "num-clients": 4}
 
@@ -142,8 +140,7 @@ def test_an_app_bundle_is_the_same_place_as_the_checkout_and_changed_sources_are
     ours = sources_digest()
     for package in {*run_by_worker, *SERVER_PACKAGES}:
         shutil.copytree(app_folder / package, tmp_path / package)
-    for module in (server_app.sources, protocol.code):
-        monkeypatch.setattr(module, "app_folder", tmp_path)
+    monkeypatch.setattr(protocol.code, "app_folder", tmp_path)
 
     def again():
         code_digest.cache_clear()

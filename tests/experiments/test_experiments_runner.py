@@ -27,8 +27,8 @@ from keel.experiments.recipe import Claim, Recipe, parse_recipe
 from keel.experiments.rendering import write_report
 from keel.experiments.runs import Options, Run, code_of, run_of
 from keel.experiments.tasks import KilledError, claimed, overrides_of
+from protocol.code import code_version
 from protocol.config import resolve_config
-from server_app.sources import code_version
 
 root = Path(__file__).parent.parent.parent
 sweep = root / "docs" / "sweep.yaml"

@@ -19,8 +19,8 @@ from keel.experiments.plan import runs_needed
 from keel.experiments.recipe import load_recipe
 from keel.experiments.runs import Options
 from keel.experiments.tasks import Resources, claimed, connected, execute, printing_to, unfit
+from protocol.code import code_version
 from protocol.config import resolve_config
-from server_app.sources import code_version
 
 NODES = [Node("10.0.0.1", 8, 2), Node("10.0.0.2", 4, 0)]
 sweep = Path(__file__).parent.parent.parent / "docs" / "sweep.yaml"

@@ -16,8 +16,8 @@ from typing import Any
 from keel.experiments.plan import candidates_of, runs_needed, selected
 from keel.experiments.recipe import load_recipe
 from keel.experiments.runs import Options, run_of
+from protocol.code import code_version
 from protocol.config import default_config, resolve_config
-from server_app.sources import code_version
 
 METHODS = ("fedavg", "fedprox", "moon", "fedintr", "fedcka")
 
