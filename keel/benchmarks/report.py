@@ -29,7 +29,6 @@ class BenchOptions:
     rounds: int = 4
     device: str = "cuda"
     cifar10: str = ""
-    method: str = "fedcka"
     done: frozenset[str] = frozenset()  # measurements of an earlier call
     max_seconds: float = 480.0  # after which the gpu part begins no further measurement
 

@@ -22,7 +22,6 @@ PARTS = {
     "memory": ("engine", "memory"),
     "splits": ("engine", "splits"),
     "resnet50": ("steps", "resnet50_overheads"),
-    "operators": ("operators", "operators"),
     "deployment": ("deployment", "round_cost"),
     "precisions": ("steps", "precisions"),
     "stacked": ("stacked", "stacked"),
@@ -47,7 +46,6 @@ def bench(
     rounds: Annotated[
         int, typer.Option(min=2, help="Rounds per measurement; the first is a warm-up.")
     ] = 4,
-    method: Annotated[str, typer.Option(help="Method of the operators part.")] = "fedcka",
     device: Annotated[str, typer.Option(help="Device of the gpu part.")] = "cuda",
     cifar10: Annotated[
         Path | None, typer.Option(help="Images in train/CLASS/ and test/CLASS/, for the gpu part.")
@@ -61,11 +59,10 @@ def bench(
     steps: local training by method. engine: whole rounds against bare loops. scale: up to 100,000
     clients. untrained: rounds without training. personal: evaluation of 2,000 personal models.
     memory: of large models. splits: partitions. resnet50: steps of a large model (12 minutes).
-    operators: where a method spends its time. deployment: cost of a deployed round. precisions: a
-    step in bf16 and fp32. stacked: clients, and runs, that train as one model. frameworks: rounds
-    in one process against a bare loop, pfl and Flower's simulation, as far as they are installed.
-    gpu: on a GPU; it starts no measurement after 8 minutes: repeat the command to continue with the
-    rest.
+    deployment: cost of a deployed round. precisions: a step in bf16 and fp32. stacked: clients, and
+    runs, that train as one model. frameworks: rounds in one process against a bare loop, pfl and
+    Flower's simulation, as far as they are installed. gpu: on a GPU; it starts no measurement after
+    8 minutes: repeat the command to continue with the rest.
     """
     if lines:
         count = source_lines(app_folder)
@@ -77,9 +74,7 @@ def bench(
 
     chosen = [str(part) for part in parts or []] + ["gpu"] * gpu
     to = out or Path("-".join(["bench", *chosen]))
-    options = BenchOptions(
-        keel_home(), quick, repetitions, rounds, device, str(cifar10 or ""), method
-    )
+    options = BenchOptions(keel_home(), quick, repetitions, rounds, device, str(cifar10 or ""))
     rows: list[Row] = earlier_rows(to, options) if set(chosen) == {"gpu"} else []
     options = replace(options, done=frozenset(str(row["what"]) for row in rows))
     options.home.mkdir(parents=True, exist_ok=True)

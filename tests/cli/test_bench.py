@@ -26,7 +26,7 @@ def bench(tmp_path, *words):
 
 
 def test_every_part_is_tested():
-    short = {"splits", "steps", "resnet50", "operators", "untrained", "personal", "memory"}
+    short = {"splits", "steps", "resnet50", "untrained", "personal", "memory"}
     assert set(PARTS) == {*short, "precisions", "stacked", *LONG}
 
 

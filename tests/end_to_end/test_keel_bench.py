@@ -10,7 +10,7 @@ LONG = {
     "engine": "bare", "scale": "clients", "deployment": "deployed round", "frameworks": "bare",
     "gpu": "fedavg",
 }  # fmt: skip
-SLOW = ("resnet50", "operators", "precisions", "stacked")
+SLOW = ("resnet50", "precisions", "stacked")
 
 
 def bench(tmp_path, *words):
