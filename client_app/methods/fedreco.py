@@ -117,9 +117,8 @@ class FedReCo(Method):
         if "model" in state:
             model.load_state_dict(state["model"])
             return model
-        model.load_state_dict(ctx.initial_weights())
-        if model.name == ctx.config.model.model:
-            Extractor(model, self.split_stage(model)).load_state_dict(ctx.received)
+        is_alike = model.name == ctx.config.model.model
+        model.load_state_dict({**ctx.initial_weights(), **(ctx.received if is_alike else {})})
         return model
 
     def phases(self, ctx: RoundContext) -> Phases:
