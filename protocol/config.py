@@ -111,8 +111,8 @@ class DataConfig:
         "partition = dirichlet-balanced: clients draw in turn, or client after client as in "
         "FedRCL's released splits, which is more skewed",
     )
-    classes_per_client: int = option(at_least(1), "for partition = classes")
-    shards_per_client: int = option(at_least(1), "for partition = shards")
+    classes_per_client: int = option(at_least(1), "classes of each client, for partition = classes")
+    shards_per_client: int = option(at_least(1), "shards of each client, for partition = shards")
     min_samples: int = option(
         at_least(1), "partition = dirichlet is redrawn until every client has this many samples"
     )
@@ -159,7 +159,8 @@ class TrainConfig:
         between(0, 1, open_low=True), "the learning rate is lr * lr-decay ** (round - 1)"
     )
     lr_decay_epoch: float = option(
-        between(0, 1, open_low=True), "... * lr-decay-epoch ** (local epoch, from 0)"
+        between(0, 1, open_low=True),
+        "the learning rate is also multiplied by lr-decay-epoch ** (local epoch, from 0)",
     )
     momentum: float = option(between(0, 1, open_high=True), "momentum of SGD")
     weight_decay: float = option(at_least(0), "weight decay of SGD")
@@ -173,8 +174,8 @@ class TrainConfig:
     )
     precision: str = option(
         one_of("fp32", "tf32", "bf16", "auto"),
-        "of training: fp32; tf32: matrix products on a GPU; bf16: forward passes; auto: bf16 for "
-        "more than a million parameters, on a GPU or a CPU with bfloat16 products, else fp32",
+        "precision of training: fp32; tf32: matrix products on a GPU; bf16: forward passes; "
+        "auto: bf16 for more than a million parameters, on a GPU or a CPU with bfloat16 products, else fp32",
     )
     compile: bool = option(true_or_false(), "torch.compile the networks; pays off in long GPU runs")
     clients_per_step: int = option(
@@ -201,8 +202,10 @@ class TrainConfig:
 class PrivacyConfig:
     """Clipping and Gaussian noise on what a client sends; epsilon and delta are per release."""
 
-    epsilon: float = option(at_least(0), "of one release, below 1; 0: no noise, no clipping")
-    delta: float = option(between(0, 1, open_low=True, open_high=True), "of one release")
+    epsilon: float = option(
+        at_least(0), "epsilon of one release, below 1; 0: no noise, no clipping"
+    )
+    delta: float = option(between(0, 1, open_low=True, open_high=True), "delta of one release")
     clip_norm: float = option(more_than(0), "C: a release is scaled down to this norm")
     sensitivity: str = option(
         one_of("local", "central"),
@@ -261,8 +264,8 @@ class RoundsConfig:
     server_optimizer: str = option(any_text(), "the server's update rule")
     weighting: str = option(
         one_of("auto", "examples", "uniform"),
-        "of the clients' updates; auto: the paper's, or uniform with norm-bound or a robust "
-        "aggregation",
+        "weights of the clients' updates; auto: the paper's, or uniform with norm-bound or a "
+        "robust aggregation",
     )
     max_weight_share: float = option(
         between(0, 1, open_low=True),
@@ -270,7 +273,7 @@ class RoundsConfig:
         "check; 1: no cap",
     )
     seed: int = option(
-        at_least(0), "of all randomness: weights, partition, sampling, batch order, dropout"
+        at_least(0), "seed of all randomness: weights, partition, sampling, batch order, dropout"
     )
     num_rounds: int = option(at_least(1), "number of rounds")
     num_clients: int = option(
@@ -294,7 +297,8 @@ class RoundsConfig:
         more_than(0), "fixed: the largest norm; median: factor on the round's median norm"
     )
     aggregation: str = option(
-        one_of("mean", "median", "trimmed-mean", "krum", "multi-krum"), "of the clients' updates"
+        one_of("mean", "median", "trimmed-mean", "krum", "multi-krum"),
+        "how the clients' updates are combined",
     )
     trim_fraction: float = option(
         between(0, 0.5, open_low=True, open_high=True),

@@ -221,7 +221,7 @@ def models(
     refuse_unknown("model", name, list(MODELS))
     show_one(model_row(name, measure), {"layers": layer_rows(name)}, as_json)
     if not as_json:
-        print(
+        terminal_console().print(
             "Width: entries of one image's representation if the model is split after this layer.\n"
             "Fits: models that may train together in FedReCo at this split (equal widths)."
         )
@@ -391,7 +391,7 @@ def presets(
     keys: list[Row] = [{"key": k, "value": v} for k, v in known_presets()[name].items()]
     show_one(preset_row(name, measure), {"keys": keys}, as_json)
     if not as_json:
-        print(estimated_how)
+        terminal_console().print(estimated_how)
 
 
 estimated_how = (
