@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from data.partitions import partition_indices
-from keel.benchmarks.report import BenchOptions, Row
-from keel.benchmarks.sources import Keys, random_source, workload_source
+from keel.benchmarks.report import BenchOptions, Keys, Row, random_source, workload_source
 from keel.deployment.simulation import MARK, marked_processes, simulation_superlink
 from keel.deployment.superlink import app_directory, run_config
 from protocol.config import app_folder

@@ -37,8 +37,7 @@ from keel.benchmarks.engine import (
     processes,
     round_costs,
 )
-from keel.benchmarks.report import BenchOptions, Row
-from keel.benchmarks.sources import Keys, workload_source
+from keel.benchmarks.report import BenchOptions, Keys, Row, workload_source
 from keel.deployment.simulation import MARK, marked_processes
 from server_app.history import read_history
 from server_app.inline import run_inline

@@ -19,8 +19,7 @@ from client_app.process_cache import ProcessCache
 from client_app.stacked import train_stacked
 from keel.benchmarks.frameworks import Measurement, history_of, rounds, seconds_of
 from keel.benchmarks.model_speed import min_seconds
-from keel.benchmarks.report import BenchOptions, Row
-from keel.benchmarks.sources import Keys, random_source
+from keel.benchmarks.report import BenchOptions, Keys, Row, random_source
 from keel.benchmarks.steps import Run, frozen_passes, local_training, round_of
 from protocol.config import refuse_unknown, resolve_config
 from protocol.text import in_one_line

@@ -1,4 +1,4 @@
-"""Options, rows and output files of all benchmarks."""
+"""Options, data, rows and output files of all benchmarks."""
 
 import json
 import os
@@ -7,12 +7,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from keel.tables import markdown
 from protocol.files import write_atomically
+from protocol.options import OptionValue
 
 Row = dict[str, object]
+Keys = dict[str, OptionValue]
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,22 @@ class BenchOptions:
     cifar10: str = ""
     done: frozenset[str] = frozenset()  # measurements of an earlier call
     max_seconds: float = 480.0  # after which the gpu part begins no further measurement
+
+
+def random_source(folder: Path, num: int) -> str:
+    """The `source` key of `num` random 32 x 32 colour images in 10 classes, stored in `folder`."""
+    path = folder / f"random-{num}.npz"
+    if not path.exists():
+        rng = np.random.default_rng(0)
+        images = rng.integers(0, 256, (num, 32, 32, 3), dtype=np.uint8)
+        labels = np.arange(num) % 10
+        np.savez(path, x_train=images, y_train=labels, x_test=images[:50], y_test=labels[:50])
+    return f"npz:{path}"
+
+
+def workload_source(options: BenchOptions) -> str:
+    """The `source` key of W1 and W2: Fashion-MNIST; for --quick a few random images."""
+    return random_source(options.home, 600) if options.is_quick else "fashion-mnist"
 
 
 def machine() -> Row:

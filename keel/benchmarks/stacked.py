@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from keel.benchmarks.gpu import clients_together
-from keel.benchmarks.report import BenchOptions, Row
-from keel.benchmarks.sources import Keys, random_source
+from keel.benchmarks.report import BenchOptions, Keys, Row, random_source
 from keel.benchmarks.steps import Run, ratios
 from server_app.inline import run_inline
 from server_app.stacked_runs import run_stacked

@@ -20,8 +20,7 @@ from client_app.round import RoundContext
 from client_app.setup import dataset_spec_of, model_for, open_source
 from keel.benchmarks import bare
 from keel.benchmarks.engine import W1
-from keel.benchmarks.report import BenchOptions, Row
-from keel.benchmarks.sources import Keys, random_source, workload_source
+from keel.benchmarks.report import BenchOptions, Keys, Row, random_source, workload_source
 from models import StagedModel
 from protocol.config import RunConfig, resolve_config
 from protocol.messages import TrainRequest

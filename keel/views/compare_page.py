@@ -174,14 +174,13 @@ def as_latex(groups: Sequence[Group], view: View) -> str:
     return latex_table(HEADER, [[latex(cell) for cell in row] for row in result_rows(groups, view)])
 
 
-def config_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """(labels of the groups, a row for each config key that differs between them)."""
+def config_rows(groups: Sequence[Group]) -> list[list[str]]:
+    """A row for each config key that differs between the groups: the key, and each one's value."""
     heads = [group.runs[0][0] for group in groups]
-    rows = [
+    return [
         [key, *(text_of(head.config.get(key, ""), 80) for head in heads)]
         for key in differing_keys(heads)
     ]
-    return [group.label for group in groups], rows
 
 
 def as_csv(groups: Sequence[Group], view: View) -> str:

@@ -286,13 +286,11 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
     def compared(ids: Sequence[str], view: View) -> tuple[dict[str, Any], list[Group]]:
         chosen = selected(ids)
         groups = grouped(chosen, view.by_seed)
-        labels, config = compare_page.config_table(groups) if groups else ([], [])
         content = {
             "groups": groups,
             "header": compare_page.HEADER,
             "results": compare_page.result_rows(groups, view),
-            "labels": labels,
-            "config": config,
+            "config": compare_page.config_rows(groups),
             "choices": compare_page.choices(chosen),
             "view": view,
             "axes": compare_page.AXES,

@@ -10,7 +10,7 @@ from keel.views.compare_page import (
     View,
     as_csv,
     chart,
-    config_table,
+    config_rows,
     curve_of,
     grouped,
     result_rows,
@@ -56,9 +56,8 @@ def test_the_table_has_one_row_a_group_and_the_keys_that_differ(runs):
     groups = grouped(runs)
     rows = {row[0]: row for row in result_rows(groups, View())}
     assert rows["moon"][1:3] == ["3", "4–6"]
-    labels, differing = config_table(groups)
-    assert [row[0] for row in differing] == ["method"]
-    assert set(labels) == {"fedavg", "moon"}
+    assert {group.label for group in groups} == {"fedavg", "moon"}
+    assert config_rows(groups) == [["method", *(group.label for group in groups)]]
 
 
 def test_the_csv_has_every_point(runs):
