@@ -191,16 +191,24 @@ def test_a_readme_without_markers_is_refused(tmp_path):
 
 
 def test_a_picture_has_both_curves_and_the_papers_values():
-    """Two rounds from 0 to 100 %: the first curve runs from the lower left to the upper right."""
-    curves = {"a < b": ([(0, 0.0, 0), (2, 100.0, 0)], 50.0), "c": ([], None)}
+    """From 0 % in round 1 to 100 % in round 2: from the bottom's middle to the upper right."""
+    curves = {"a < b": ([(1, 0.0, 0), (2, 100.0, 0)], 50.0), "c": ([], None)}
     tree = ElementTree.fromstring(svg_of(curves, "t"))
     name = "{http://www.w3.org/2000/svg}"
     first, second = tree.iter(f"{name}polyline")
-    assert first.get("points") == "34.0,116.0 386.0,34.0"
+    assert first.get("points") == "210.0,116.0 386.0,34.0"
     assert second.get("points") == ""
     (path,) = tree.iter(f"{name}path")
     assert path.get("d") == "M34.0,75.0 L386.0,75.0"
     assert "a < b" in [each.text for each in tree.iter(f"{name}text")]
+
+
+def test_a_picture_is_cut_where_the_first_rounds_are_lower_than_all_later_ones():
+    curves = {"a": ([(1, 10.0, 0), (10, 80.0, 0), (100, 90.0, 0)], None), "c": ([], None)}
+    tree = ElementTree.fromstring(svg_of(curves, "t"))
+    first, _ = tree.iter("{http://www.w3.org/2000/svg}polyline")
+    heights = [point.split(",")[1] for point in first.get("points").split()]
+    assert heights == ["116.0", "116.0", "34.0"]  # bottom, bottom, top
 
 
 def test_page_table_and_curves_of_this_repository_are_those_of_its_archive(tmp_path):
