@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from protocol.config import RoundsConfig, keel_home, tracker_names
 from protocol.files import write_atomically
@@ -22,9 +22,6 @@ from protocol.text import in_one_line
 from server_app.history import HISTORY_FILE, PER_CLIENT, Line, without_clients
 from server_app.observers import RunInfo, RunObserver, scalars
 from server_app.summary import SUMMARY_FILE
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger("keel.server")
 TRACKERS_FILE = "trackers.json"
@@ -136,14 +133,13 @@ def tracker_id(directory: Path, name: str, new: Callable[[], str]) -> tuple[str,
 class TensorBoardEvents:
     """Writes every figure of a round as TensorBoard events in the run directory's tensorboard/."""
 
-    writer: "SummaryWriter"
-
     def on_run_start(self, info: RunInfo) -> None:
         """Open the event file; events of rounds that a resume repeats are superseded."""
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = info.last_round + 1 if info.last_round else None
-        self.writer = SummaryWriter(str(info.directory / "tensorboard"), purge_step=purge_step)
+        folder = str(info.directory / "tensorboard")
+        self.writer: Any = SummaryWriter(folder, purge_step=purge_step)
         rows = "".join(f"| {key} | {value} |\n" for key, value in info.config.items())
         self.writer.add_text("config", f"| key | value |\n|---|---|\n{rows}", info.last_round)
 

@@ -261,9 +261,8 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
         """
         with self.session() as session:
             is_its = MessageRes.src_node_id == uint64_to_int64(node)
-            rows = session.scalars(select(MessageRes).where(is_its)).all()
-            replies = {str(row.message_id) for row in rows} - {but}
-        partial = {reply for reply in replies if not is_complete(reply, self.object_store)}
+            replies = {*map(str, session.scalars(select(MessageRes.message_id).where(is_its)))}
+        partial = {reply for reply in replies - {but} if not is_complete(reply, self.object_store)}
         for reply in partial:
             self.object_store.delete(reply)
         if partial:

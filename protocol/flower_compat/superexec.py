@@ -74,13 +74,12 @@ class ForkingExecutor(SubprocessExecutor):
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
         """Start the process of one task."""
-        if spec.runtime_dependency_install:
+        own_types = (TaskType.SERVER_APP, TaskType.CLIENT_APP)
+        if spec.runtime_dependency_install or spec.task_type not in own_types:
             return super().launch(spec)
         if spec.task_type == TaskType.SERVER_APP:
             self.specs[subprocess.Popen(server_app_command(spec)).pid] = spec
             return LaunchResult.accepted()
-        if spec.task_type != TaskType.CLIENT_APP:
-            return super().launch(spec)
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
