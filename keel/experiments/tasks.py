@@ -147,7 +147,7 @@ class RayTasks:
         return list(ray.wait(list(self.pending), timeout=seconds)[0])
 
     def result(self, task: Any) -> str | None:
-        """What `execute` has returned. KilledError if its process did not live to return it."""
+        """What `execute` has returned for the run. KilledError if its process was killed."""
         import ray
         from ray import exceptions
 
@@ -247,42 +247,18 @@ def check_machines(output: Path, with_data: Sequence[RunConfig]) -> None:
 
 
 def execute_all(runs: Sequence[Run], code: str) -> Any:
-    """What `execute` returns, of each of several runs that train together."""
-    if num_together(runs[0]) == 1:
-        return execute(runs[0], code)
-    results = execute_together(runs, code)
+    """What `execute` returns; of a single run, without the list."""
+    results = execute(runs, code)
     return results if len(results) > 1 else results[0]
 
 
-def execute(run: Run, code: str) -> str | None:
-    """Resume the run's newest attempt, or start one, in this process.
+def execute(runs: Sequence[Run], code: str) -> list[str | None]:
+    """Resume each run's newest attempt, or start one, in this process; several train together.
 
-    Returns why it failed, empty if it is done, None if another runner has it. code: the runner's.
+    Returns why each failed, empty if it is done, None if another runner has it. Several share the
+    first one's log. code: the runner's.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell had it ignored
-    if reason := unfit(run.folder, code):
-        return f"its machine {reason}"
-    lock = claimed(run)
-    if lock is None:
-        return None
-    with lock, chdir(app_folder), printing_to(run.folder / LOG_FILE):
-        if run.is_done():  # since the runner looked at it
-            return ""
-        from server_app.app import log_to_stdout
-        from server_app.inline import run_inline
-        from server_app.observers import SummaryTable
-
-        log_to_stdout()
-        try:
-            run_inline(overrides_of(run), run.clients, observers=[SummaryTable()])
-        except Exception as error:
-            return logged(error)
-    return ""
-
-
-def execute_together(runs: Sequence[Run], code: str) -> list[str | None]:
-    """`execute` of each of these runs, which train together; they share the first one's log."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     if reason := unfit(runs[0].folder, code):
         return [f"its machine {reason}"] * len(runs)
     with ExitStack() as stack:
@@ -294,12 +270,24 @@ def execute_together(runs: Sequence[Run], code: str) -> list[str | None]:
         from server_app.app import log_to_stdout
 
         log_to_stdout()
-        left = [run for run in runs if not run.is_done()]
-        ended = dict(zip((run.name for run in left), run_together(left), strict=True))
+        left = [run for run in runs if not run.is_done()]  # since the runner looked at them
+        outcomes = run_together(left) if num_together(runs[0]) > 1 else map(run_alone, left)
+        ended = dict(zip((run.name for run in left), outcomes, strict=True))
         return [
             logged(error) if isinstance(error := ended.get(run.name), BaseException) else ""
             for run in runs
         ]
+
+
+def run_alone(run: Run) -> Path | BaseException:
+    """The directory of the run once it has finished, or the error that ended it."""
+    from server_app.inline import run_inline
+    from server_app.observers import SummaryTable
+
+    try:
+        return run_inline(overrides_of(run), run.clients, observers=[SummaryTable()])
+    except Exception as error:
+        return error
 
 
 def logged(error: BaseException) -> str:
