@@ -35,7 +35,7 @@ Part = StrEnum("Part", list(PARTS))  # type: ignore[misc]  # from the table
 def bench(
     parts: Annotated[
         list[Part] | None,
-        typer.Argument(metavar="[PART]...", help=f"Default: {' '.join(DEFAULT_PARTS)}."),
+        typer.Argument(metavar="[PART]..."),
     ] = None,
     lines: Annotated[bool, typer.Option("--lines", help="Count source lines instead.")] = False,
     gpu: Annotated[bool, typer.Option("--gpu", help="The same as the part gpu.")] = False,
@@ -54,11 +54,11 @@ def bench(
         Path | None, typer.Option(help="Write OUT.json and OUT.md; default bench or bench-PART.")
     ] = None,
 ) -> None:
-    """Measure speed on this machine, as ratios within one run.
+    """Measure speed on this machine, as ratios within one run; by default the first four parts.
 
     steps: local training by method. engine: whole rounds against bare loops. scale: up to 100,000
-    clients. untrained: rounds without training. personal: evaluation of 2,000 personal models.
-    memory: of large models. splits: partitions. resnet50: steps of a large model (12 minutes).
+    clients. splits: partitions. untrained: rounds without training. personal: evaluation of 2,000
+    personal models. memory: of large models. resnet50: steps of a large model (12 minutes).
     deployment: cost of a deployed round. precisions: a step in bf16 and fp32. stacked: clients, and
     runs, that train as one model. frameworks: rounds in one process against a bare loop, pfl and
     Flower's simulation, as far as they are installed. gpu: on a GPU; it starts no measurement after
@@ -74,6 +74,8 @@ def bench(
 
     chosen = [str(part) for part in parts or []] + ["gpu"] * gpu
     to = out or Path("-".join(["bench", *chosen]))
+    if not to.absolute().parent.is_dir():
+        raise ValueError(f"--out {to}: {to.absolute().parent} is not a directory")
     options = BenchOptions(keel_home(), quick, repetitions, rounds, device, str(cifar10 or ""))
     rows: list[Row] = earlier_rows(to, options) if set(chosen) == {"gpu"} else []
     options = replace(options, done=frozenset(str(row["what"]) for row in rows))

@@ -10,7 +10,7 @@ from protocol.catalogue import method_names
 from protocol.config import refuse_unknown
 
 
-def check_method(name: Annotated[str, typer.Argument(help="Name of a method.")]) -> int:
+def check_method(name: Annotated[str, typer.Argument()]) -> int:
     """Check a method: options, gradients, state, determinism, resuming, flags.
 
     Prints one line per check and exits with 1 if any fails. Takes a few seconds.

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
 
 from keel.deployment.findings import Finding
@@ -110,9 +111,11 @@ def server(
 
 
 def required(credentials: Path | None, fleet: str) -> tuple[Path, str]:
-    """Both options; BadParameter if one is missing."""
+    """Both options; UsageError if one is missing."""
     if credentials is None or not fleet:
-        raise typer.BadParameter("--credentials and --fleet are required without --inside")
+        raise click.UsageError(
+            "--credentials and --fleet are required; --inside checks the code's environment alone"
+        )
     return credentials, fleet
 
 

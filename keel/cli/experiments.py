@@ -55,7 +55,7 @@ def parse_changes(assignments: Sequence[str]) -> dict[str, OptionValue]:
 
 @app.command("run")
 def run_command(
-    recipe: Annotated[str, typer.Argument(help="Name of a recipe, or path of a YAML file.")],
+    recipe: Annotated[str, typer.Argument()],
     scale: Scale = "paper",
     only: Annotated[
         list[str] | None,
@@ -152,7 +152,7 @@ def report_command(output: Output = None) -> None:
 
 @app.command("archive")
 def archive_command(
-    folder: Annotated[Path, typer.Argument(help="Directory for the zip files.")] = HISTORIES,
+    folder: Annotated[Path, typer.Argument()] = HISTORIES,
     output: Output = None,
 ) -> None:
     """Archive the configs and histories of finished runs, in one small zip per table."""
@@ -187,12 +187,12 @@ def summary_command(
 
 @app.command("verify")
 def verify_command(
-    run: Annotated[str, typer.Argument(help="A run, or a directory of several.")],
+    run: Annotated[str, typer.Argument()],
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to replay.")] = 2,
 ) -> None:
     """Verify finished runs against their manifests, and replay their first rounds.
 
-    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one; or a directory of several.
     """
     directory = Path(run).expanduser()
     if not directory.is_dir():

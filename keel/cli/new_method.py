@@ -30,9 +30,7 @@ SERVER_DEFAULT = "eta = 1.0                      # server learning rate\n"
 
 
 def new_method(
-    name: Annotated[
-        str, typer.Argument(help="Lower case, as in `method=NAME`: fedprox, fedavg-ft.")
-    ],
+    name: Annotated[str, typer.Argument()],
     server_half: Annotated[
         bool, typer.Option("--server-half", help="Write the server half in strategies/ too.")
     ] = False,
@@ -42,9 +40,10 @@ def new_method(
 ) -> None:
     """Write the files of a new method: client half, test, config table.
 
-    They are a complete example, the squared distance of the features to the global model's: change
-    it into your method. They pass `make check` unchanged; check yours with
-    `keel check-method NAME`, which fails until the placeholders for the source are replaced.
+    NAME is in lower case, as in `method=NAME`: fedprox, fedavg-ft. The files are a complete example,
+    the squared distance of the features to the global model's: change it into your method. They
+    pass `make check` unchanged; check yours with `keel check-method NAME`, which fails until the
+    placeholders for the source are replaced.
     """
     files = method_files(name, server_half, paper)
     pyproject = app_folder / "pyproject.toml"

@@ -374,7 +374,7 @@ def diagnose(
     run: RunName,
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODEL]...", help="Client, checkpoint or model.safetensors."),
+        typer.Argument(metavar="[MODEL]..."),
     ] = None,
     only: Annotated[str, typer.Option(help="Comma-separated names of diagnostics.")] = "all",
     samples: Annotated[int, typer.Option(help="Size of the probe, from the test set.")] = 2000,

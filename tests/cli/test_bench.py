@@ -30,6 +30,12 @@ def test_every_part_is_tested():
     assert set(PARTS) == {*short, "precisions", "stacked", *LONG}
 
 
+def test_results_that_could_not_be_written_are_refused_at_once(tmp_path, capsys):
+    assert main(["bench", "engine", "--out", str(tmp_path / "none" / "bench")]) == 2
+    line = f"error: --out {tmp_path}/none/bench: {tmp_path}/none is not a directory\n"
+    assert capsys.readouterr() == ("", line)
+
+
 def test_lines_counts_what_git_tracks(capsys):
     assert main(["bench", "--lines"]) == 0
     *packages, total = capsys.readouterr().out.splitlines()
