@@ -40,7 +40,7 @@ def new_method(
 ) -> None:
     """Write the files of a new method: client half, test, config table.
 
-    NAME is in lower case, as in `method=NAME`: fedprox, fedavg-ft. The files are a complete example,
+    NAME is in lower case, as in `method=NAME`: fedavg-ft. The files are a complete example,
     the squared distance of the features to the global model's: change it into your method. They
     pass `make check` unchanged; check yours with `keel check-method NAME`, which fails until the
     placeholders for the source are replaced.
