@@ -9,7 +9,6 @@ torch: a mistake is refused in a fraction of a second.
 import json
 import logging
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -224,14 +223,6 @@ class PrivacyConfig:
         return self.epsilon > 0 and self.metrics == "withheld"
 
 
-RUN_NAME_RULE = "1 to 64 of the characters A-Z a-z 0-9 . _ -, not beginning with a dot"
-
-
-def is_run_name(name: str) -> bool:
-    """Whether `name` can name a run directory; "" leaves the choice to Keel."""
-    return not name or re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) is not None
-
-
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 DIAGNOSTICS = (  # server_app.diagnostics.comparison computes them
     *("cka-global", "cka-clients", "effective-rank", "vci", "within-class-trace"),
@@ -242,12 +233,6 @@ DIAGNOSTICS = (  # server_app.diagnostics.comparison computes them
 def names_in(text: str) -> list[str]:
     """The names in a value such as "drift, vci"."""
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def is_tracker_list(text: str) -> bool:
-    """Whether `text` is a value of `tracker`."""
-    names = [name.strip() for name in text.split(",")]
-    return names == ["none"] or (bool(names) and set(names) <= set(TRACKERS))
 
 
 def tracker_names(rounds: "RoundsConfig") -> list[str]:
@@ -313,7 +298,7 @@ class RoundsConfig:
     )
     tracker: str = option(
         Constraint(
-            is_tracker_list,
+            lambda v: v.strip() == "none" or {n.strip() for n in v.split(",")} <= {*TRACKERS},
             "none, or some of tensorboard, mlflow, wandb, with commas",
             ("none", *TRACKERS),
         ),
@@ -337,7 +322,10 @@ class RoundsConfig:
     tensorboard: bool = option(true_or_false(), "the same as tracker = tensorboard, beside others")
     output_dir: str = option(any_text(), 'parent of run directories; "": $KEEL_HOME/runs')
     run_name: str = option(
-        Constraint(is_run_name, RUN_NAME_RULE),
+        matching(
+            r"|[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}",
+            "1 to 64 of the characters A-Z a-z 0-9 . _ -, not beginning with a dot",
+        ),
         'name of the run directory, which must not exist; "": time, method and data',
     )
     resume: str = option(any_text(), "run directory to resume")
