@@ -251,7 +251,9 @@ def status_of(directory: Path) -> str:
     status = str(read_json(directory / "summary.json").get("status", ""))
     if status.startswith(FAILED):
         return DIVERGED if any(sign in status for sign in DIVERGENCE) else FAILED
-    return status if status == "finished" else ""
+    # killed between its last summary and its manifest: a resume completes it
+    is_cut = read_json(directory / "manifest.json").get("files") == {}
+    return status if status == "finished" and not is_cut else ""
 
 
 def manifest_in(directory: Path) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def unfinished(directory: Path) -> str:
         manifest = read_manifest(directory)
     except ValueError:
         return ""
-    if "files" not in manifest:
+    if not manifest.get("files"):
         return "the run has not ended: its manifest is incomplete"
     path = directory / "summary.json"
     if not path.is_file() or digest(path.read_bytes()) != manifest["files"].get(path.name):

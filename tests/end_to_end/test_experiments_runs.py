@@ -30,7 +30,7 @@ from server_app.inline import run_inline
 
 root = Path(__file__).parent.parent.parent
 sweep = root / "docs" / "sweep.yaml"
-NUM_ROUNDS = 20  # long enough to be interrupted
+NUM_ROUNDS = 40  # for seconds: a worker takes two to end after its runner was killed
 ONCE = (
     *("--seeds", "1", "--only", "heterogeneous"),
     *("--set", f"num-rounds={NUM_ROUNDS}", "--set", "data-fraction=0.4"),

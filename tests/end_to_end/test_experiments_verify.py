@@ -4,11 +4,13 @@ import hashlib
 import json
 
 import numpy as np
+from run_fixtures import resume, summary_of
 
+import server_app.federation
 import server_app.manifest
 from client_app.setup import client_indices, open_source
-from keel.experiments.runs import machines_of
-from keel.experiments.verify import checks
+from keel.experiments.runs import machines_of, status_of
+from keel.experiments.verify import checks, unfinished
 from protocol.code import sources_digest
 from protocol.config import keel_version, resolve_config
 from protocol.files import digest
@@ -111,3 +113,17 @@ def test_another_commit_of_the_same_sources_is_the_same_place(run, monkeypatch):
     )
     *_, found = (check.found for check in checks(folder, 1) if "versions" in check.found)
     assert found.startswith(f"versions: sources {sources_digest()}, here {'f' * 16} (")
+
+
+def test_a_run_that_was_killed_at_its_very_end_is_resumed_and_not_called_changed(run, monkeypatch):
+    """Between its last summary and its manifest, which has the files of an earlier ending."""
+    folder = run({"num-rounds": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(server_app.federation, "finish_manifest", lambda path: None)
+        resume(folder, num_rounds=3)
+    assert summary_of(folder)["status"] == "finished"
+    assert unfinished(folder) == "the run has not ended: its manifest is incomplete"
+    assert status_of(folder) == ""  # `keel experiments run` goes on with it
+    resume(folder)
+    assert status_of(folder) == "finished"
+    assert all(check.passed for check in checks(folder, 1))
