@@ -30,6 +30,7 @@ NOT_A_SETTING = {
     *("tracker", "tracker-clients", "tensorboard"),
 }
 ANYTHING = (*DAMAGE, RecursionError)  # raised by the content of a file
+text_of = in_one_line  # any value as one printable line
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,6 @@ def number(value: Any) -> float | None:
             return None
         return value if abs(value) < float("inf") else None
     return None
-
-
-def text_of(value: Any, max_length: int = 300) -> str:
-    """Any value as one printable line."""
-    return in_one_line(value, max_length)
 
 
 class Store:
