@@ -72,11 +72,7 @@ def dirichlet_partition(
     _check_alpha(alpha)
     if min_size < 1:
         raise ValueError(f"min-samples = {min_size}: expected at least 1")
-    if min_size * num_clients > len(labels):
-        raise ValueError(
-            f"min-samples = {min_size} for {num_clients} clients needs {min_size * num_clients} "
-            f"samples, but there are {len(labels)}; lower one of them"
-        )
+    check_dirichlet(len(labels), num_clients, min_size)
     rng = _rng(seed)
     classes, class_sizes = np.unique(labels, return_counts=True)
     max_draws = min(MAX_DRAWS, max(1, MAX_NUMBERS // (len(classes) * num_clients)))
@@ -145,17 +141,7 @@ def classes_partition(
     """
     _check(labels, num_clients)
     classes, class_sizes = np.unique(labels, return_counts=True)
-    if not 1 <= classes_per_client <= len(classes):
-        raise ValueError(
-            f"classes-per-client = {classes_per_client}: expected 1 to {len(classes)}, the "
-            "number of classes in the data"
-        )
-    if num_clients * classes_per_client < len(classes):
-        raise ValueError(
-            f"classes-per-client = {classes_per_client} for {num_clients} clients leaves some of "
-            f"the {len(classes)} classes without a client; expected at least "
-            f"{math.ceil(len(classes) / num_clients)}"
-        )
+    check_classes(len(classes), num_clients, classes_per_client)
     rng = _rng(seed)
     holds = np.zeros((num_clients, len(classes)), dtype=bool)
     holders = np.zeros(len(classes), dtype=np.int64)
@@ -220,12 +206,8 @@ def shards_partition(
     McMahan et al. 2017. Shard sizes differ by at most 1, client sizes by `shards_per_client`.
     """
     _check(labels, num_clients)
+    check_shards(len(labels), num_clients, shards_per_client)
     num_shards = num_clients * shards_per_client
-    if not 1 <= shards_per_client <= len(labels) // num_clients:
-        raise ValueError(
-            f"shards-per-client = {shards_per_client} for {num_clients} clients: expected "
-            f"1 to {len(labels) // num_clients}, so that no shard of {len(labels)} samples is empty"
-        )
     rng = _rng(seed)
     shuffled = rng.permutation(len(labels))
     by_label = shuffled[np.argsort(labels[shuffled], kind="stable")]
@@ -233,6 +215,39 @@ def shards_partition(
     owners = np.empty(num_shards, dtype=np.int64)
     owners[dealt] = np.repeat(np.arange(num_clients), shards_per_client)
     return Parts(by_label, np.repeat(owners, _split(len(labels), num_shards)), num_clients)
+
+
+def check_dirichlet(num_samples: int, num_clients: int, min_size: int) -> None:
+    """ValueError if there are too few samples for `min_size` each."""
+    if min_size * num_clients > num_samples:
+        raise ValueError(
+            f"min-samples = {min_size} for {num_clients} clients needs {min_size * num_clients} "
+            f"samples, but there are {num_samples}; lower one of them"
+        )
+
+
+def check_classes(num_classes: int, num_clients: int, classes_per_client: int) -> None:
+    """ValueError if clients cannot hold so many classes, or a class would be held by none."""
+    if not 1 <= classes_per_client <= num_classes:
+        raise ValueError(
+            f"classes-per-client = {classes_per_client}: expected 1 to {num_classes}, the "
+            "number of classes in the data"
+        )
+    if num_clients * classes_per_client < num_classes:
+        raise ValueError(
+            f"classes-per-client = {classes_per_client} for {num_clients} clients leaves some of "
+            f"the {num_classes} classes without a client; expected at least "
+            f"{math.ceil(num_classes / num_clients)}"
+        )
+
+
+def check_shards(num_samples: int, num_clients: int, shards_per_client: int) -> None:
+    """ValueError if a shard would be empty."""
+    if not 1 <= shards_per_client <= num_samples // num_clients:
+        raise ValueError(
+            f"shards-per-client = {shards_per_client} for {num_clients} clients: expected "
+            f"1 to {num_samples // num_clients}, so that no shard of {num_samples} samples is empty"
+        )
 
 
 # Each partition function and the options it takes.

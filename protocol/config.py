@@ -73,7 +73,7 @@ def with_current_names(flat: Mapping[str, OptionValue], warn: bool = True) -> Fl
             if warn:
                 log.warning("%s is now called %s; the old name works until Keel 0.3", key, name)
         new_value = RENAMED_VALUES.get((name, str(value)), value)
-        if new_value != value and warn:
+        if new_value is not value and warn:
             log.warning("%s = %r is now called %r", name, value, new_value)
         renamed[name] = NUMBER_WORDS.get((name, str(new_value)), new_value)
     return renamed
@@ -351,6 +351,25 @@ class RoundsConfig:
     def checkpoint_interval(self) -> int:
         """Rounds between checkpoints; the last round always has one."""
         return self.checkpoint_every or self.snapshot_every
+
+    def check_cohort(self, cohort: int) -> None:
+        """ValueError, one line, if a round of this number of clients cannot be aggregated."""
+        if self.aggregation == "trimmed-mean" and int(self.trim_fraction * cohort) == 0:
+            raise ValueError(
+                f"trim-fraction = {self.trim_fraction:g}: of {cohort} clients a round it trims "
+                f"none; expected at least {1 / cohort:.2g}"
+            )
+        min_cohort = 2 * self.num_malicious + 3
+        if self.aggregation in ("krum", "multi-krum") and cohort < min_cohort:
+            raise ValueError(
+                f"num-malicious = {self.num_malicious}: {self.aggregation} needs "
+                f"2 * {self.num_malicious} + 3 = {min_cohort} clients a round, there are {cohort}"
+            )
+        if self.min_replies > cohort:
+            raise ValueError(
+                f"min-replies = {self.min_replies}: only {cohort} clients train in a round; "
+                "lower it, or raise fraction-train"
+            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,7 +88,6 @@ from server_app.simulated_roster import (
     simulated_roster,
 )
 from strategies import Average, strategy_for
-from strategies.aggregation import check_aggregation
 from strategies.average import RoundReport, TooFewRepliesError
 from strategies.validation import RECORD_BYTES
 
@@ -227,12 +226,7 @@ def prepare(
     elif is_simulated:
         strategy.partition_sizes = partition_sizes(config, entries)
     cohort = len(strategy.sample(1))
-    check_aggregation(config.rounds, cohort)
-    if config.rounds.min_replies > cohort:
-        raise ValueError(
-            f"min-replies = {config.rounds.min_replies}: only {cohort} clients train in a round; "
-            "lower it, or raise fraction-train"
-        )
+    config.rounds.check_cohort(cohort)
     monitor = None
     if config.rounds.diagnostics:
         everyone = list(roster.values())

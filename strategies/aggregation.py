@@ -129,21 +129,6 @@ def mean_metrics(replies: Sequence[TrainReply]) -> MetricRecord:
     return MetricRecord(dict(means))
 
 
-def check_aggregation(rounds: RoundsConfig, cohort: int) -> None:
-    """ValueError, one line, if the aggregation is undefined for this number of clients a round."""
-    if rounds.aggregation == "trimmed-mean" and int(rounds.trim_fraction * cohort) == 0:
-        raise ValueError(
-            f"trim-fraction = {rounds.trim_fraction:g}: of {cohort} clients a round it trims none; "
-            f"expected at least {1 / cohort:.2g}"
-        )
-    min_cohort = 2 * rounds.num_malicious + 3
-    if rounds.aggregation in ("krum", "multi-krum") and cohort < min_cohort:
-        raise ValueError(
-            f"num-malicious = {rounds.num_malicious}: {rounds.aggregation} needs "
-            f"2 * {rounds.num_malicious} + 3 = {min_cohort} clients a round, there are {cohort}"
-        )
-
-
 def coordinate_wise(replies: Sequence[TrainReply], rounds: RoundsConfig) -> Arrays:
     """The median or trimmed mean of every coordinate; integers are rounded."""
     found: Arrays = {}

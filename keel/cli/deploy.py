@@ -99,7 +99,7 @@ def loopback(
         ) from None
 
     keys = {"output-dir": str(keel_home() / "runs")} | parse_overrides(overrides or [])
-    check_simulated(checked_config(keys))  # a mistake shows here rather than in a log
+    check_simulated(checked_config(keys), clients)  # a mistake shows here rather than in a log
     with app_directory() as app:
         finished, log = deploy_and_run(app, keys, clients, folder, timeout)
     print(log)

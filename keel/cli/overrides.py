@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Mapping, Sequence
 
+from data.partitions import check_classes, check_dirichlet, check_shards
 from keel.cli.sizes import data_size
 from protocol.config import (
     NUMBER_WORDS,
@@ -89,9 +90,19 @@ def checked_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
     return config
 
 
-def check_simulated(config: RunConfig) -> None:
+def check_simulated(config: RunConfig, num_clients: int) -> None:
     """ValueError, one line, for what clients that share the run's data would refuse after torch."""
-    check_trackers(config.rounds)
-    data_size(config)
-    if config.evaluated_clients != "none" and not config.data.local_test_fraction:
+    rounds, data = config.rounds, config.data
+    check_trackers(rounds)
+    rounds.check_cohort(max(1, round(rounds.fraction_train * num_clients)))
+    size = data_size(config)
+    if size and size.num_train and size.num_classes and data.data_fraction == 1:
+        match data.partition:
+            case "dirichlet":
+                check_dirichlet(size.num_train, num_clients, data.min_samples)
+            case "classes":
+                check_classes(size.num_classes, num_clients, data.classes_per_client)
+            case "shards":
+                check_shards(size.num_train, num_clients, data.shards_per_client)
+    if config.evaluated_clients != "none" and not data.local_test_fraction:
         raise config.no_test_part("client-0000")

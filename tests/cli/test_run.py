@@ -83,6 +83,12 @@ def test_options_that_do_not_fit_are_one_line(home, capsys, words, line):
     [
         (["method=fedrep"], "client client-0000 has no local test part"),
         (["--engine", "flower", "evaluate-clients=all"], "client client-0000 has no local test"),
+        (["min-replies=11"], "min-replies = 11: only 10 clients train in a round"),
+        (["aggregation=krum", "num-malicious=9"], "num-malicious = 9: krum needs 2 * 9 + 3 = 21"),
+        (["min-samples=5000"], "min-samples = 5000 for 10 clients needs 50000 samples"),
+        (["partition=classes", "classes-per-client=11"], "classes-per-client = 11: expected 1 to"),
+        (["partition=shards", "shards-per-client=999"], "shards-per-client = 999 for 10 clients"),
+        (["--engine", "flower", "clients-per-step=2"], "clients-per-step = 2: only --engine inl"),
         (["tracker=wandb"], "tracker = 'wandb': the package wandb is not installed"),
         (["run-name=old"], "run-name = 'old': {home}/runs/old exists: choose another name"),
         (["output-dir={home}/file/runs"], "output-dir: {home}/file/runs/"),
@@ -114,6 +120,12 @@ def test_the_plan_of_a_deployment_says_nothing_of_this_machine_s_data(home, caps
     assert rows["clients"].startswith("those that are connected, all of them")
     assert main(["run", *words, "num-clients=10", "fraction-train=0.2"]) == 0
     assert "clients     10, 2 in a round\n" in capsys.readouterr().out
+
+
+def test_nan_is_not_said_to_be_renamed(home, capsys, caplog):
+    assert main(["run", "alpha=nan"]) == 2
+    assert capsys.readouterr().err == "error: alpha = nan: expected a finite number > 0\n"
+    assert caplog.text == ""
 
 
 def test_ctrl_c_before_the_run_starts_says_that_nothing_was_saved(home, capsys, monkeypatch):
