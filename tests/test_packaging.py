@@ -23,7 +23,7 @@ packages = [
 ]
 # Packages that are part of a declared one: flwr's extra [simulation], pydantic's compiled half.
 BROUGHT_ALONG = {"flwr": {"ray"}, "pydantic": {"pydantic-core"}, "mlflow-skinny": {"mlflow"}}
-USED_IF_THERE = {"pandas", "pfl"}
+USED_IF_THERE = {"pandas", "pfl", "fluke"}
 
 
 def declared():

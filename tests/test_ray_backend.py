@@ -228,7 +228,7 @@ def test_workers_larger_than_any_node_are_an_error_of_one_line_for_the_serverapp
     assert str(error.value).endswith(
         ": 10.0.0.1 has 0 CPUs and 0 GPUs; 10.0.0.2 has 0.5 CPUs and 0 GPUs"
     )
-    assert ray_backend.started.ask.exception() is error.value
+    assert ray_backend.started.exception() is error.value
 
 
 def test_a_message_is_played_again_on_another_worker_and_the_dead_one_is_replaced(backend, asked):
