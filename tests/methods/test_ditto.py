@@ -21,7 +21,7 @@ def ditto(**keys):
 
 def test_dittos_personal_steps_are_the_formula_around_the_rounds_first_model():
     config = ditto(ditto__personal_epochs=2)
-    w, v = initial(config, seed=5), initial(config, seed=6)
+    w, v = initial(config, seed=5), initial(config, seed=7)  # with 6, pixels of a pool nearly tie
     update = train(config, received=w, state={"personal": v})
 
     def term(leaves):  # its gradient is lambda (v - w)
@@ -37,7 +37,7 @@ def test_dittos_personal_steps_are_the_formula_around_the_rounds_first_model():
 def test_dittos_step_with_eta_lambda_1_lands_beside_w():
     """v = w - eta grad CE(v_old)."""
     config = ditto(ditto__lambda=20.0, batch_size=100)  # lr = 0.05
-    w, v = initial(config, seed=5), initial(config, seed=6)
+    w, v = initial(config, seed=5), initial(config, seed=7)  # as above
     update = train(config, received=w, state={"personal": v})
     (batch,) = batches_of(config, "personal", 1)
     moved = sgd_by_hand(config, v, [batch], sorted(v), lr=0.05)
