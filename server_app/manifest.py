@@ -100,7 +100,7 @@ def begin_manifest(
         "clients": num_clients,
         "simulated": is_simulated,
         "split": split,
-        "files": {},  # until the run ends; a resumed one has those of its last ending no more
+        "files": {},  # until the run ends; a resume clears those of its last end
     }
     if stacked:
         fields["stacked"] = stacked
