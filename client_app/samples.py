@@ -38,7 +38,9 @@ class Pixels:
 @lru_cache(maxsize=8)
 def _scale_and_shift(pixels: Pixels, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """1 / (255 std) and mean / std of a row, [W * C]: cached, because a copy to a device waits."""
-    std, mean = (torch.tensor(v, device=device) for v in (pixels.std, pixels.mean))
+    std, mean = (
+        torch.tensor(v, dtype=torch.float32, device=device) for v in (pixels.std, pixels.mean)
+    )
     return (1 / (255 * std)).repeat(width), (mean / std).repeat(width)
 
 

@@ -167,6 +167,29 @@ def run(tmp_path: Path, no_pictures: None) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Networks and batches of the clients in float64.
+
+    In float32, two pixels of a pool can tie on one processor and not on another, and a training
+    that is compared with a formula then differs from it by a thousand roundings.
+    """
+    import torch
+
+    import client_app.process_cache
+    from client_app.samples import Pixels
+    from client_app.setup import build_network
+
+    normalise, before = Pixels.normalise, torch.get_default_dtype()
+    monkeypatch.setattr(Pixels, "normalise", lambda *a: normalise(*a).double())
+    monkeypatch.setattr(
+        client_app.process_cache, "build_network", lambda *a: build_network(*a).double()
+    )
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture
 def task_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Flower's runtimes set before an app starts; a Message cannot be made without."""
     from flwr.supercore.task_identity import TaskIdentity

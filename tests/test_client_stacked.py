@@ -43,20 +43,6 @@ STACKABLE = [name for name, cls in METHODS.items() if cls.train is Method.train]
 SIZES = (3, 14, 16)  # batches of 8: 1 + 2 + 2 an epoch, the last ones of 3, 6 and 8
 
 
-@pytest.fixture
-def in_float64(monkeypatch):
-    """Networks, batches and received arrays in float64."""
-    normalise = Pixels.normalise
-    monkeypatch.setattr(Pixels, "normalise", lambda *a: normalise(*a).double())
-    monkeypatch.setattr(
-        client_app.process_cache, "build_network", lambda *a: build_network(*a).double()
-    )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
-
-
 def double(arrays):
     return {n: a.double() if a.is_floating_point() else a for n, a in arrays.items()}
 

@@ -48,8 +48,7 @@ def sgd_by_hand(now):
     t = now.config.train
     network = build_network(now.config, SHAPE, NUM_CLASSES).double()
     network.load_state_dict(now.received)
-    mean, std = now.train_samples.pixels.mean[0], now.train_samples.pixels.std[0]
-    images = (now.train_samples.images.double() / 255 - mean) / std
+    images = now.train_samples.pixels.normalise(now.train_samples.images).double()
     labels = now.train_samples.labels
     weights = list(network.parameters())
     velocity = [torch.zeros_like(w) for w in weights]
@@ -60,7 +59,7 @@ def sgd_by_hand(now):
             loss = F.cross_entropy(network(images[index]), labels[index])
             gradients = torch.autograd.grad(loss, weights)
             length = math.sqrt(sum(float((g * g).sum()) for g in gradients))
-            shrink = min(1.0, t.clip_norm / length) if t.clip_norm else 1.0
+            shrink = min(1.0, t.clip_norm / (length + 1e-6)) if t.clip_norm else 1.0
             with torch.no_grad():
                 for w, g, m in zip(weights, gradients, velocity, strict=True):
                     m.copy_(t.momentum * m + shrink * g + t.weight_decay * w)
@@ -80,13 +79,13 @@ def sgd_by_hand(now):
     ],
     ids=["plain", "momentum and decay", "clipped", "decayed rates", "batches per epoch"],
 )
-def test_fedavg_is_sgd_written_out(keys):
+def test_fedavg_is_sgd_written_out(keys, in_float64):
     config = make_config(**keys)
     now = make_round(config, number=3)
     update = method_of(config).train(now)
     weights, mean_loss = sgd_by_hand(now)
     assert update.num_steps == sum(len(batches) for batches in seen_batches(now))
-    assert_close(update.arrays, weights, rtol=0, atol=2e-6)
+    assert_close(update.arrays, weights, rtol=0, atol=1e-12)
     assert update.terms == {"supervised": pytest.approx(mean_loss, rel=1e-5)}
     assert update.state == {}
     # 8 is asked for, or a fourth of 30 rounded up; the smaller last batch weighs less in the mean
@@ -223,7 +222,10 @@ def test_a_cached_frozen_model_says_what_a_fresh_one_does(method, flip, monkeypa
     other = train(recomputed, state=state)
     assert sum(rows) == num_frozen * 2 * 30
     assert_close(update.arrays, other.arrays, rtol=0, atol=1e-6)
-    assert update.terms == {k: pytest.approx(v, rel=1e-5) for k, v in other.terms.items()}
+    # a divergence near zero is a difference of logarithms: each is off by float32's 1e-7
+    assert update.terms == {
+        k: pytest.approx(v, rel=1e-5, abs=1e-7) for k, v in other.terms.items()
+    }
 
 
 @pytest.mark.parametrize("keys", [{"crop_padding": 2}, {"rotation": 10.0}])

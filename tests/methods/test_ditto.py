@@ -19,9 +19,9 @@ def ditto(**keys):
     return make_config(method="ditto", **base | keys)
 
 
-def test_dittos_personal_steps_are_the_formula_around_the_rounds_first_model():
+def test_dittos_personal_steps_are_the_formula_around_the_rounds_first_model(in_float64):
     config = ditto(ditto__personal_epochs=2)
-    w, v = initial(config, seed=5), initial(config, seed=7)  # with 6, pixels of a pool nearly tie
+    w, v = initial(config, seed=5), initial(config, seed=7)
     update = train(config, received=w, state={"personal": v})
 
     def term(leaves):  # its gradient is lambda (v - w)
@@ -30,19 +30,19 @@ def test_dittos_personal_steps_are_the_formula_around_the_rounds_first_model():
     batches = batches_of(config, "personal", 2)
     expected = sgd_by_hand(config, v, batches, sorted(v), lr=0.05, term=term)
     assert len(batches) == 8
-    assert_close(update.state["personal"], expected, rtol=0, atol=2e-6)
+    assert_close(update.state["personal"], expected, rtol=0, atol=1e-12)
     assert update.num_steps == 4 + 8
 
 
-def test_dittos_step_with_eta_lambda_1_lands_beside_w():
+def test_dittos_step_with_eta_lambda_1_lands_beside_w(in_float64):
     """v = w - eta grad CE(v_old)."""
     config = ditto(ditto__lambda=20.0, batch_size=100)  # lr = 0.05
-    w, v = initial(config, seed=5), initial(config, seed=7)  # as above
+    w, v = initial(config, seed=5), initial(config, seed=7)
     update = train(config, received=w, state={"personal": v})
     (batch,) = batches_of(config, "personal", 1)
     moved = sgd_by_hand(config, v, [batch], sorted(v), lr=0.05)
     expected = {n: w[n] + moved[n] - v[n] for n in v}
-    assert_close(update.state["personal"], expected, rtol=0, atol=2e-6)
+    assert_close(update.state["personal"], expected, rtol=0, atol=1e-12)
 
 
 def test_dittos_global_model_is_fedavgs_for_any_lambda():
@@ -54,7 +54,7 @@ def test_dittos_global_model_is_fedavgs_for_any_lambda():
         assert_same_bits(update.arrays, plain.arrays)
 
 
-def test_ditto_without_lambda_is_local_training():
+def test_ditto_without_lambda_is_local_training(in_float64):
     """One batch an epoch, so that the order of samples does not matter."""
     keys = {"batch_size": 100, "momentum": 0.5, "weight_decay": 0.0}
     config = ditto(ditto__lambda=0.0, ditto__personal_epochs=3, **keys)
@@ -64,7 +64,7 @@ def test_ditto_without_lambda_is_local_training():
         about = {"number": number, "received": initial(config, seed=number + 5)}
         mine = train(config, state=mine, **about).state
         state = train(alone, number=number, received={}, state=state).state
-    assert_close(mine["personal"], state["model"], rtol=0, atol=1e-6)
+    assert_close(mine["personal"], state["model"], rtol=0, atol=1e-12)
     assert differ(mine["personal"], initial(config))
 
 

@@ -16,7 +16,7 @@ from client_app.methods import method_of
 
 @pytest.mark.parametrize(("part", "moved"), [("head", HEAD), ("full", None)])
 @pytest.mark.parametrize(("lr", "rate"), [(0.02, 0.02), (0.0, 0.05)])
-def test_fedavg_ft_tunes_a_part_of_the_received_model(part, moved, lr, rate):
+def test_fedavg_ft_tunes_a_part_of_the_received_model(part, moved, lr, rate, in_float64):
     """By SGD as in training, at a rate of its own; with 0 at the run's."""
     options = {"fedavg-ft__part": part, "fedavg-ft__epochs": 2, "fedavg-ft__lr": lr}
     config = make_config(method="fedavg-ft", **options, **MOVING)
@@ -25,7 +25,7 @@ def test_fedavg_ft_tunes_a_part_of_the_received_model(part, moved, lr, rate):
     names = sorted(moved or w)
     batches = batches_of(config, "fine-tuning", 2)
     by_hand = sgd_by_hand(config, w, batches, names, lr=rate, **MOVING)
-    assert_close(tuned, by_hand, rtol=0, atol=1e-5)
+    assert_close(tuned, by_hand, rtol=0, atol=1e-12)
     assert set(differ(tuned, w)) == set(names)
 
 

@@ -16,7 +16,7 @@ from client_app.methods import method_of
 
 
 @pytest.mark.parametrize("part", ["full", "head", "extractor"])
-def test_fedbabus_tuning_moves_the_part_that_is_asked_for(part):
+def test_fedbabus_tuning_moves_the_part_that_is_asked_for(part, in_float64):
     config = make_config(method="fedbabu", fedbabu__part=part, fedbabu__epochs=1)
     w = initial(config)
     body = body_part(initial(config, seed=5))
@@ -25,7 +25,7 @@ def test_fedbabus_tuning_moves_the_part_that_is_asked_for(part):
     assert set(differ(tuned, w | body)) == wanted
     batches = batches_of(config, "fine-tuning", 1)
     by_hand = sgd_by_hand(config, w | body, batches, sorted(wanted), lr=0.001, momentum=0.9)
-    assert_close(tuned, by_hand, rtol=0, atol=1e-6)
+    assert_close(tuned, by_hand, rtol=0, atol=1e-12)
 
 
 def test_a_fedper_like_fedbabu_trains_head_and_body_together_and_keeps_the_head():

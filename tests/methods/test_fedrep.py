@@ -20,7 +20,7 @@ from protocol.messages import TrainReply
 from strategies import Average
 
 
-def test_fedrep_trains_the_head_then_the_body():
+def test_fedrep_trains_the_head_then_the_body(in_float64):
     config = make_config(
         method="fedrep", fedrep__head_epochs=2, fedrep__extractor_epochs=3, lr_decay=0.5, **MOVING
     )
@@ -34,8 +34,8 @@ def test_fedrep_trains_the_head_then_the_body():
         by_hand = sgd_by_hand(config, by_hand, batches, sorted(names), lr=lr, **MOVING)
     assert update.arrays.keys() == set(w) - HEAD
     assert update.state.keys() == {"head"}
-    assert_close(update.arrays, by_hand, rtol=0, atol=5e-6)
-    assert_close(update.state["head"], by_hand, rtol=0, atol=5e-6)
+    assert_close(update.arrays, by_hand, rtol=0, atol=1e-12)
+    assert_close(update.state["head"], by_hand, rtol=0, atol=1e-12)
     assert update.state["head"].keys() == HEAD
     assert update.num_steps == 20
 
