@@ -24,8 +24,6 @@ from client_app.method import Method, Update
 from client_app.methods import METHODS, method_of
 from client_app.methods.fedrep import FedRep
 from client_app.process_cache import ProcessCache
-from client_app.samples import Pixels
-from client_app.setup import build_network
 from client_app.split_model import head_of, with_own_head
 from client_app.stacked import (
     Stack,

@@ -223,9 +223,7 @@ def test_a_cached_frozen_model_says_what_a_fresh_one_does(method, flip, monkeypa
     assert sum(rows) == num_frozen * 2 * 30
     assert_close(update.arrays, other.arrays, rtol=0, atol=1e-6)
     # a divergence near zero is a difference of logarithms: each is off by float32's 1e-7
-    assert update.terms == {
-        k: pytest.approx(v, rel=1e-5, abs=1e-7) for k, v in other.terms.items()
-    }
+    assert update.terms == {k: pytest.approx(v, rel=1e-5, abs=1e-7) for k, v in other.terms.items()}
 
 
 @pytest.mark.parametrize("keys", [{"crop_padding": 2}, {"rotation": 10.0}])
