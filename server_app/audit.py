@@ -15,6 +15,7 @@ their number and the last digest.
 import datetime
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,19 @@ class AuditLog:
 
     def note(self, event: str, **fields: Any) -> None:
         """Append a line and sync it to disk."""
+        self.note_all(event, [fields])
+
+    def note_all(self, event: str, several: Iterable[dict[str, Any]]) -> None:
+        """Append a line for each of these fields, all or none, and sync once."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        line = {"time": now, "event": event, **fields, "previous": self.previous}
-        line["digest"] = line_digest(json.loads(json.dumps(line)))
-        append_line(self.path, json.dumps(line))
-        self.previous = line["digest"]
+        previous, lines = self.previous, []
+        for fields in several:
+            line = {"time": now, "event": event, **fields, "previous": previous}
+            line["digest"] = previous = line_digest(json.loads(json.dumps(line)))
+            lines.append(json.dumps(line))
+        if lines:
+            append_line(self.path, "\n".join(lines))
+        self.previous = previous
 
 
 def audit_end(directory: Path) -> dict[str, Any]:

@@ -251,9 +251,8 @@ def prepare(
     if isinstance(roster, SimulatedRoster):
         audit.note("joined", simulated=len(roster))
     else:
-        for node, entry in sorted(roster.items(), key=lambda pair: pair[1].client):
-            if entry.client not in registry.missing:
-                audit.note("joined", client=entry.client, node=node)
+        present = [(e.client, n) for n, e in roster.items() if e.client not in registry.missing]
+        audit.note_all("joined", ({"client": c, "node": n} for c, n in sorted(present)))
     directory.start_log(companions.is_own if companions else None)
     if audit_fault:
         log.warning("%s", audit_fault)

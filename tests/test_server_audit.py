@@ -35,6 +35,19 @@ def test_a_chain_that_nobody_touched_is_whole_over_restarts(log):
     assert len(log.read_text().splitlines()) == 6
 
 
+def test_several_lines_go_on_with_the_chain_and_take_one_sync(log, monkeypatch):
+    syncs = []
+    monkeypatch.setattr("os.fsync", syncs.append)
+    audit = AuditLog(log.parent)
+    audit.note_all("joined", [{"client": name, "node": 7} for name in "abc"])
+    audit.note_all("joined", [])
+    assert len(syncs) == 1
+    audit.note("ended", status="finished")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line.get("client") for line in lines[5:]] == ["a", "b", "c", None]
+    assert audit_problem(log.parent, audit_end(log.parent)) == ""
+
+
 @pytest.mark.parametrize("number", [0, 2, 4])
 def test_an_edited_line_is_found(log, number):
     def edit(lines):
