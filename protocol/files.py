@@ -56,7 +56,7 @@ def write_atomically(path: Path, *pieces: Any) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line, or several, and sync to disk, whole or not at all; ends an incomplete line first.
+    """Append a line, or several, whole or not at all, and sync; ends an incomplete line first.
 
     OSError, naming the file, if the disk is full.
     """
