@@ -186,10 +186,13 @@ class RunDirectory:
     def has_checkpoint(self, interval: int) -> bool:
         """Whether there is, or should be, a checkpoint to resume from: one is due per interval.
 
-        A run that was interrupted before the first starts again.
+        A round's line comes before its checkpoint, so only a later line proves that there was one.
+        A run that was interrupted before the first starts again; ValueError for one that removed
+        them at its end.
         """
+        check_has_state(self.path)
         lines, faults = whole_lines(self.path)
-        is_due = bool(faults) or any(line["round"] >= interval for line in lines)
+        is_due = bool(faults) or any(line["round"] > interval for line in lines)
         return is_due or any((self.path / "checkpoints").glob("round-*"))
 
     def remove_state(self, keeps_personal: bool) -> None:
@@ -222,7 +225,6 @@ class RunDirectory:
                 with suppress(SafetensorError):  # damaged before it was written
                     return read_checkpoint(path, expected, model)
             self.skipped.append(path)
-        check_has_state(self.path)
         found_text = f"{len(paths)} are damaged" if paths else "there is none"
         raise ValueError(
             f"resume = {str(self.path)!r}: no intact checkpoint ({found_text}): restore "

@@ -401,11 +401,11 @@ def test_between_snapshots_nothing_of_a_client_is_written(run, crash, tmp_path):
     assert names == {"round-00003"}
 
 
-@pytest.mark.parametrize("method", ["moon", "fedpac"])
-def test_a_finished_run_gives_up_its_state_but_not_its_models(run, method):
-    kept = run({"method": method, "local-test-fraction": 0.2})
-    default = default_config()["keep-state"]
-    removed = run({"method": method, "local-test-fraction": 0.2, "keep-state": default})
+@pytest.mark.parametrize(("method", "num_rounds"), [("moon", 1), ("fedpac", 2)])
+def test_a_finished_run_gives_up_its_state_but_not_its_models(run, method, num_rounds):
+    keys = {"method": method, "num-rounds": num_rounds, "local-test-fraction": 0.2}
+    kept = run(keys)
+    removed = run(keys | {"keep-state": default_config()["keep-state"]})
     assert same_bits(final_model(kept), final_model(removed))
     personal = method == "fedpac"
     assert (removed / "checkpoints").exists() == (removed / "clients").exists() == personal
@@ -534,18 +534,22 @@ def test_no_readable_checkpoint_is_one_line_and_nothing_is_touched(run, damage):
     ("owner", "step"),
     [(RunDirectory, "save_checkpoint"), (server_app.federation, "append_history")],
 )
-def test_a_crash_while_a_round_is_recorded_loses_no_line(run, monkeypatch, owner, step):
-    whole = run({"num-rounds": 4})
+@pytest.mark.parametrize("server_round", [1, 3])
+def test_a_crash_while_a_round_is_recorded_loses_no_line(
+    run, monkeypatch, owner, step, server_round
+):
+    keys = {"method": "moon", "num-rounds": 4}
+    whole = run(keys)
     record = getattr(owner, step)
 
     def record_or_die(place, what, *more):
-        if (what["round"] if isinstance(what, dict) else what.round) == 3:
+        if (what["round"] if isinstance(what, dict) else what.round) == server_round:
             raise KeyboardInterrupt
         return record(place, what, *more)
 
     monkeypatch.setattr(owner, step, record_or_die)
     with pytest.raises(KeyboardInterrupt):
-        run({"num-rounds": 4})
+        run(keys)
     monkeypatch.setattr(owner, step, record)
     [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
     resume(broken)
