@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def write_atomically(path: Path, *pieces: Any) -> None:
     entry are on the disk when this returns. OSError, naming the file, if the disk is full; the old
     file stays.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # random: threads, and containers whose process ids are alike, may write the same file at once
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
             for piece in pieces:

@@ -1,0 +1,58 @@
+"""Atomic writes beside each other, and the removal of what killed processes left of them."""
+
+import os
+import subprocess
+import threading
+
+from protocol import files
+from protocol.files import remove_parts, write_atomically
+
+
+def test_threads_that_write_the_same_file_do_not_disturb_each_other(tmp_path, monkeypatch):
+    path, fsync = tmp_path / "a.json", os.fsync
+    is_writing, may_go_on = threading.Event(), threading.Event()
+
+    def fsync_slowly(descriptor):
+        if threading.current_thread() is slow:
+            is_writing.set()
+            assert may_go_on.wait(60)
+        fsync(descriptor)
+
+    failures = []
+
+    def write():
+        try:
+            write_atomically(path, b"of the slow thread")
+        except OSError as error:
+            failures.append(error)
+
+    monkeypatch.setattr(files.os, "fsync", fsync_slowly)
+    slow = threading.Thread(target=write)
+    slow.start()
+    assert is_writing.wait(60)
+    write_atomically(path, b"of the fast thread")
+    assert path.read_bytes() == b"of the fast thread"
+    may_go_on.set()
+    slow.join()
+    assert not failures
+    assert path.read_bytes() == b"of the slow thread"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_only_the_parts_of_processes_that_have_ended_are_removed(tmp_path):
+    """A process that was killed in the middle of a write, and one that is in it."""
+    below = tmp_path / "clients"
+    below.mkdir()
+    program = "import os, sys, pathlib; from protocol.files import *; os.fsync = lambda _: {}; "
+    program += "write_atomically(pathlib.Path(sys.argv[1]), b'1')"
+    killed = ["python", "-c", program.format("os._exit(9)"), str(below / "killed")]
+    assert subprocess.run(killed, check=False).returncode == 9
+    waiting = "(print(flush=True), sys.stdin.read())"
+    writing = ["python", "-c", program.format(waiting), str(below / "writing")]
+    with subprocess.Popen(writing, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert len(list(below.iterdir())) == 2
+        remove_parts(tmp_path)
+        assert [path.name.split(".")[1] for path in below.iterdir()] == ["writing"]
+        process.communicate()
+    assert [path.name for path in below.iterdir()] == ["writing"]
