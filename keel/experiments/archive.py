@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keel.experiments.measure import CLOCKS
+from keel.experiments.measure import CLOCKS, is_divergence
 from keel.experiments.plan import load_job, runs_needed
 from keel.experiments.runs import manifest_in, name_of, read_json
 from protocol.config import resolve_config
-from protocol.files import write_atomically
+from protocol.files import digest, write_atomically
 from server_app.history import CURVES, Line, read_history
 
 PRIVATE = ("output-dir", "data-dir", "resume", "run-name")
@@ -26,8 +26,11 @@ MAX_STATUS = 200  # characters
 
 
 def pack(output: Path, archive: Path) -> list[Path]:
-    """Copy every job of an output folder that has runs into `archive`; returns the zips."""
-    written = []
+    """Copy every job of an output folder that has runs into `archive`; returns the zips.
+
+    ValueError, before anything is written, if this would remove a run from one that is there.
+    """
+    written: dict[Path, dict[str, str]] = {}
     for job in sorted((output / "jobs").glob("*.json")):
         recipe, options = load_job(job)
         files: dict[str, str] = {}
@@ -40,9 +43,26 @@ def pack(output: Path, archive: Path) -> list[Path]:
             about = read_json(job)
             about |= {"recipe": recipe.path.name, "changes": without_folders(about["changes"])}
             files[f"jobs/{job.name}"] = json.dumps(about, indent=1)
-            written.append(archive / f"{job.stem}.zip")
-            write_zip(written[-1], files)
-    return written
+            path = archive / f"{job.stem}.zip"
+            refuse_loss(path, files, output)
+            written[path] = files
+    for path, files in written.items():
+        write_zip(path, files)
+    return list(written)
+
+
+def refuse_loss(path: Path, files: Mapping[str, str], output: Path) -> None:
+    """ValueError if the zip at this path has a run directory that `output` does not have."""
+    if path.exists():
+        with zipfile.ZipFile(path) as before:
+            gone = {Path(name).parent for name in before.namelist() if name.startswith("runs/")}
+        gone -= {Path(name).parent for name in files}
+        gone = {run for run in gone if not list(output.glob(f"runs/*/{run.name}"))}
+        if gone:
+            raise ValueError(
+                f"--output {output}: lacks {len(gone)} runs that {path} has, such as {min(gone)}: "
+                "put them there, or remove the file"
+            )
 
 
 def without_folders(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +70,8 @@ def without_folders(keys: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in keys.items() if key not in PRIVATE}
     if "/" in str(kept.get("source", "")):
         kind, _, path = str(kept["source"]).partition(":")
-        kept["source"] = f"{kind}:/data/{path.rstrip('/').rpartition('/')[2]}"
+        name = path.rstrip("/").rpartition("/")[2]
+        kept["source"] = f"{kind}:/data/{digest(path.encode())[:6]}/{name}"  # never one of others
     return kept
 
 
@@ -71,7 +92,9 @@ def copies(directory: Path) -> Iterator[tuple[str, str]]:
 def lines(history: Sequence[Line]) -> Iterator[dict[str, Any]]:
     """The accuracies and times of each round, rounded; nothing of single clients."""
     for line in history:
-        small: dict[str, Any] = {"round": line["round"], "losses": {}, "left_out": {}}
+        small: dict[str, Any] = {"round": line["round"], "losses": {}}
+        reasons = sorted("not finite" * is_divergence(r) for r in line["left_out"].values())
+        small["left_out"] = dict(zip(map(str, range(len(reasons))), reasons, strict=True))
         small |= {key: round(line[key], 2) for key in CLOCKS if key in line}
         small["seconds"] = {"all": round(sum(line["seconds"].values()), 2)}
         for key, name, _ in CURVES:

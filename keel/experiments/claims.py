@@ -6,15 +6,15 @@ Plain data: what a report, a page or a figure shows of a claim is a field of `Ju
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import scipy  # loads submodules on first use: scipy.stats takes a second
 
-from keel.experiments.plan import Result, last_round_read
+from keel.experiments.plan import Result, keys_not_read, last_round_read
 from keel.experiments.recipe import Claim, Recipe
-from keel.experiments.runs import Options, Run, identity, run_of
+from keel.experiments.runs import UNKNOWN, Options, Run, identity, run_of
 from keel.experiments.scale import steps_per_round
 from protocol.config import RENAMED_KEYS, resolve_config
 
@@ -35,7 +35,8 @@ class JudgedClaim:
     is the 95 % t interval of the mean; None where there is no number.
     seeds: pairs of runs that were judged, failed ones included. share: the local steps of the runs
     over those from which the paper makes the claim. deviations: keys that differ from
-    the paper's. decide: what would decide an open claim; empty for a decided one.
+    the paper's, and updates that were left out. failures: sides of which a run diverged or failed.
+    decide: what would decide an open claim; empty for a decided one.
     runs: equal for claims that read the same numbers of the same runs, each at its round `read_at`.
     """
 
@@ -51,6 +52,7 @@ class JudgedClaim:
     share: float
     scale: str
     deviations: Sequence[str]
+    failures: str
     decide: str
     is_headline: bool
     runs: tuple[str, ...] = ()
@@ -60,21 +62,20 @@ class JudgedClaim:
 def judge_claims(recipe: Recipe, results: Results, options: Options) -> list[JudgedClaim]:
     """Each claim of the recipe, judged by the differences of its two sides, paired over seeds.
 
-    - Not tested: without runs of both sides; if runs of the table are of different code, or the
-      claim's in different precision; if the runs end before the local steps from which the paper
-      makes the claim.
+    - Not tested: without runs of both sides, or where `lacking` names a reason; if the runs end
+      before the local steps from which the paper makes the claim.
     - Otherwise as `judge` says. The seed that chose a side's candidate is left out: it favours it.
-    - A pair whose left side diverged or failed is the worst there is for the claim; if only the
-      right side did, the pair counts as no difference.
+    - A pair is the worst there is for the claim if the side that it puts ahead diverged or failed;
+      if only the other did, the pair counts as no difference.
     - A time that is never reached is longer than any other. Times of different machines are not
       compared.
     """
-    is_mixed = len({code for result in results.values() for code in result.code}) > 1
-    return [_judged(claim, recipe, results, options, is_mixed) for claim in recipe.claims]
+    code = {code for result in results.values() for code in result.code}
+    return [_judged(claim, recipe, results, options, code) for claim in recipe.claims]
 
 
 def _judged(
-    claim: Claim, recipe: Recipe, results: Results, options: Options, is_mixed: bool
+    claim: Claim, recipe: Recipe, results: Results, options: Options, code: Collection[str]
 ) -> JudgedClaim:
     names = sides_of(claim, recipe)
     sides = [results[name] for name in names if name in results]
@@ -84,31 +85,37 @@ def _judged(
     verdict, detail = NOT_TESTED, "not run"
     differences: list[float] = []
     leads: list[float] = []
+    failures, decide = "", "runs of both sides at the paper's setting"
     deviations: dict[str, None] = {}
     share, read_at = 0.0, 0
     identity: tuple[str, ...] = (recipe.name, claim.text)
     if len(sides) == 2:
         differences, leads, detail = compared(claim, *sides)
+        failures = failures_of(claim, sides)
         runs = [run_of(s.cell, s.candidate or {}, 0, options, Path()) for s in sides]
         both = list(zip(sides, runs, strict=True))
         deviations = dict.fromkeys(d for side, run in both for d in deviations_of(side, run))
+        deviations |= {s.left_out: None for s in sides if s.left_out}
         share = min(share_of_steps(claim, side, run) for side, run in both)
         read_at = max(last_round_read(side.cell, run) for side, run in both)
         identity = tuple(f"{run.name} {s.cell.of} {s.cell.take}" for s, run in both)
-    interval = interval_of(differences)
     if detail != "not run":
         machines = sorted({name for side in sides for name in side.machines})
-        if is_mixed:
-            detail = f"no verdict on runs of different code; {detail}"
-        elif len({name for side in sides for name in side.precision}) > 1:
-            detail = f"no verdict on runs in different precision; {detail}"
+        lacks = lacking(sides, runs, code)
+        if lacks:
+            detail, decide, differences = f"no verdict on {lacks[0]}; {detail}", lacks[1], []
         elif sides[0].cell.take.is_time and len(machines) > 1:
             verdict, detail = INCONCLUSIVE, f"different machines: {', '.join(machines)}"
+            decide = "runs on one machine"
         elif share < 1:
             percent = "under 1%" if share < 0.01 else f"{share:.0%}"
-            detail = f"at {percent} of the paper's local steps; {detail}"
+            is_round = sides[0].cell.take.how == "seconds a round"
+            what = "samples a round" if is_round else "local steps"
+            detail = f"at {percent} of the paper's {what}; {detail}"
+            decide = f"{1 / share:.2g} times the {what}"
         else:
             verdict = judge(leads)
+            decide = what_decides(differences, paper_effect, failures)
     return JudgedClaim(
         paper=f"{recipe.paper} {recipe.item}".strip(),
         recipe=recipe.name,
@@ -116,17 +123,39 @@ def _judged(
         verdict=verdict,
         detail=detail,
         effect=statistics.fmean(differences) if differences else None,
-        interval=interval,
+        interval=interval_of(differences),
         paper_effect=paper_effect,
         seeds=len(leads),
         share=share,
         scale=options.scale,
         deviations=list(deviations),
-        decide="" if verdict in VERDICTS[:2] else what_decides(differences, paper_effect, share),
+        failures=failures,
+        decide="" if verdict in VERDICTS[:2] else decide,
         is_headline=claim.is_headline,
         runs=identity,
         read_at=read_at,
     )
+
+
+def lacking(
+    sides: Sequence[Result], runs: Sequence[Run], code: Collection[str]
+) -> tuple[str, str] | None:
+    """(the runs on which there is no verdict, what would decide); None where there can be one.
+
+    code: of all runs of the table.
+    """
+    if len(code) > 1:
+        return "runs of different code", "runs of one code"
+    if any(UNKNOWN in each for each in code):
+        return "runs whose code is not recorded", "runs of today's code"
+    if len({name for side in sides for name in side.precision}) > 1:
+        return "runs in different precision", "runs in one precision"
+    if any(side.num_tried < side.num_candidates for side in sides):
+        return "values of which some were not tried", "the other values under `tune`"
+    is_time = sides[0].cell.take.is_time
+    if is_time and any(resolve_config(run.keys).train.stacked_runs > 1 for run in runs):
+        return "seconds of runs that trained together", "runs one after the other"
+    return None
 
 
 def sides_of(claim: Claim, recipe: Recipe) -> list[tuple[str, str]]:
@@ -144,16 +173,17 @@ def compared(claim: Claim, left: Result, right: Result) -> tuple[list[float], li
     tuned_on = [s for s in dict.fromkeys((left.tuned_on, right.tuned_on)) if s in seeds]
     judged = [seed for seed in seeds if seed not in tuned_on]
     sign = 1 if claim.is_above else -1
+    ahead = left if claim.is_above != left.cell.take.is_time else right
     differences, leads = [], []
     for seed in judged:
         ours, theirs = left.by_seed.get(seed), right.by_seed.get(seed)
         if ours is None or theirs is None:
-            leads.append(-math.inf if ours is None else 0.0)
+            leads.append(0.0 if seed in ahead.by_seed else -math.inf)
             continue
         leads.append(sign * (ours - theirs) if ours != theirs else 0.0)  # both may be infinite
         if math.isfinite(leads[-1]) and math.isfinite(ours):
             differences.append(ours - theirs)
-    words = [failures_of(name, side) for name, side in ((claim.left, left), (claim.right, right))]
+    words = [failures_of(claim, (left, right))]
     is_time = left.cell.take.how == "seconds to"
     if is_time and any(s.by_seed.get(n) == math.inf for n in judged for s in (left, right)):
         num = [
@@ -169,11 +199,13 @@ def compared(claim: Claim, left: Result, right: Result) -> tuple[list[float], li
     return differences, leads, ", ".join(filter(None, words))
 
 
-def failures_of(name: str, side: Result) -> str:
-    """`FedReCo diverged 2/3`, of the seeds that ended; empty if none failed."""
-    counts = Counter(side.failures.values())
-    ended = len({*side.by_seed, *side.failures})
-    return f"{name} {failed_share(counts, ended)}" if counts else ""
+def failures_of(claim: Claim, sides: Sequence[Result]) -> str:
+    """`FedReCo diverged 2/3`, of the seeds that ended, for each side of which any failed."""
+    words = []
+    for name, side in zip((claim.left, claim.right), sides, strict=True):
+        if counts := Counter(side.failures.values()):
+            words.append(f"{name} {failed_share(counts, len({*side.by_seed, *side.failures}))}")
+    return ", ".join(words)
 
 
 def failed_share(counts: Mapping[str, int], ended: int) -> str:
@@ -184,26 +216,28 @@ def failed_share(counts: Mapping[str, int], ended: int) -> str:
 def share_of_steps(claim: Claim, side: Result, run: Run) -> float:
     """Local steps of the run where it is read / those of the paper from which it makes the claim.
 
-    1 for seconds a round, which do not depend on the number of rounds.
+    For seconds a round, which do not depend on the number of rounds: the samples of a round.
     """
-    if side.cell.take.how == "seconds a round":
-        return 1.0
     paper = resolve_config({**side.cell.keys, **(side.candidate or {})})
+    ours, source = resolve_config(run.keys), paper.data.source
+    steps, theirs = (steps_per_round(config, source) for config in (ours, paper))
+    if side.cell.take.how == "seconds a round":
+        return steps * ours.train.batch_size / (theirs * paper.train.batch_size)
     read_at = side.cell.at or run.paper_rounds
-    source = paper.data.source
-    steps = last_round_read(side.cell, run) * steps_per_round(resolve_config(run.keys), source)
-    return steps / (min(claim.from_round or read_at, read_at) * steps_per_round(paper, source))
+    first = min(claim.from_round or read_at, read_at)
+    return last_round_read(side.cell, run) * steps / (first * theirs)
 
 
 def deviations_of(side: Result, run: Run) -> Iterator[str]:
-    """The keys of the run that differ from the paper's, with both values; no folders."""
+    """The keys of the run that differ from the paper's, with both values; of paths the end."""
     cell = side.cell
     paper = identity(resolve_config({**cell.keys, **(side.candidate or {})}).flat, cell.is_timed)
-    for key in sorted(run.identity.keys() - {"seed", "evaluate-every"}):
+    for key in sorted(run.identity.keys() - keys_not_read(cell)):
         ours, theirs = run.identity[key], paper.get(key)
         if ours != theirs:
-            name = RENAMED_KEYS.get(key, key)
-            yield f"{name} {str(ours).rpartition('/')[2]} (paper: {theirs})"
+            kind, _, name = str(ours).rpartition("/")[0].partition(":")
+            shown = f"{kind}:{str(ours).rpartition('/')[2]}" if name else ours
+            yield f"{RENAMED_KEYS.get(key, key)} {shown} (paper: {theirs})"
 
 
 def interval_of(numbers: Sequence[float]) -> tuple[float, float] | None:
@@ -239,16 +273,23 @@ def judge(leads: Sequence[float]) -> str:
     return REPRODUCED if low > 0 else NOT_REPRODUCED if high < 0 else INCONCLUSIVE
 
 
-def what_decides(differences: Sequence[float], paper_effect: float | None, share: float) -> str:
-    """What an open claim lacks: runs, local steps, or a number of seeds at the spread found."""
+def what_decides(
+    differences: Sequence[float], paper_effect: float | None, failures: str = ""
+) -> str:
+    """What an inconclusive claim lacks: runs that finish, or seeds, at the spread and effect found.
+
+    The effect is the paper's if that is the smaller one.
+    """
+    if failures:
+        return f"runs that finish: {failures}"
     if not differences:
-        return "runs of both sides at the paper's setting"
-    if share < 1:
-        return f"{1 / share:.0f} times the local steps"
-    effect = abs(statistics.fmean(differences) if paper_effect is None else paper_effect)
-    deviation = statistics.stdev(differences) if len(differences) > 1 else 0.0
-    enough = (n for n in range(3, MAX_SEEDS) if half_width_of(deviation, n) < effect)
-    seeds = next(enough, None)
+        return "more seeds"
+    if len(differences) == 1:
+        return "a second seed, to know the spread"
+    effects = [statistics.fmean(differences), *([] if paper_effect is None else [paper_effect])]
+    effect, deviation = min(map(abs, effects)), statistics.stdev(differences)
+    more = range(len(differences) + 1, MAX_SEEDS)
+    seeds = next((n for n in more if half_width_of(deviation, n) < effect), None)
     return f"{seeds} seeds" if seeds else f"more than {MAX_SEEDS} seeds"
 
 

@@ -60,19 +60,27 @@ def parse_take(text: object) -> Take:
 
 
 CLOCKS = ("client_seconds", "client_cpu_seconds")
+DIVERGENCE = ("not finite", "bound on values")  # in why an update was left out, or a run failed
+
+
+def is_divergence(reason: str) -> bool:
+    """Whether an update was left out, or a run failed, for values not finite or too large."""
+    return any(sign in reason for sign in DIVERGENCE)
 
 
 class History:
     """What tables and curves read of a history's lines, as arrays: 50 bytes a round, not 3 kB.
 
     rounds: of the lines. wall_s: their durations. clocks: those of CLOCKS that every line has.
-    diagnostics: (round, measures) where they were taken.
+    diagnostics: (round, measures) where they were taken. num_left_out: updates that were not
+    aggregated; rounds_not_finite: rounds with one whose values were not finite, or too large.
     """
 
     def __init__(self, lines: Iterable[Mapping[str, Any]]) -> None:
         self.rounds, self.wall_s = array("l"), array("d")
         self.clocks = {name: array("d") for name in CLOCKS}
         self.diagnostics: list[tuple[int, Mapping[str, Any]]] = []
+        self.num_left_out = self.rounds_not_finite = 0
         self._points: dict[str, tuple[array[int], array[float]]] = {
             curve: (array("l"), array("d")) for curve in CURVES
         }
@@ -80,6 +88,9 @@ class History:
             number = line["round"]
             self.rounds.append(number)
             self.wall_s.append(sum(line.get("seconds", {}).values()))
+            left_out = line.get("left_out", {})
+            self.num_left_out += line.get("num_left_out", len(left_out))
+            self.rounds_not_finite += any(map(is_divergence, left_out.values()))
             for name in CLOCKS:
                 if name in line:
                     self.clocks[name].append(line[name])

@@ -38,6 +38,12 @@ def last_round_read(cell: Cell, run: Run) -> int:
     return scaled_round(cell.at, run.paper_rounds, run.rounds) if cell.at else run.rounds
 
 
+def keys_not_read(cell: Cell) -> set[str]:
+    """Keys that change no number of the cell: `evaluate-every` if it reads the last round alone."""
+    same = {"seed", "diagnostics-every"}
+    return same if cell.take.reads_earlier else same | {"evaluate-every"}
+
+
 def number_of(cell: Cell, run: Run) -> float | None:
     """The cell's number from one run; None if it is not finished or does not contain it."""
     directory = run.finished()
@@ -150,6 +156,15 @@ class Result:
         """The mean minus the paper's number."""
         paper = self.cell.paper
         return None if paper is None or self.mean is None else self.mean - paper
+
+    @property
+    def left_out(self) -> str:
+        """How many updates of its runs were not aggregated; empty if all were."""
+        found = [history_in(path) for _, path in self.finished]
+        number = sum(history.num_left_out for history in found)
+        rounds = sum(history.rounds_not_finite for history in found)
+        why = f", in {rounds} rounds for values not finite or too large" if rounds else ""
+        return f"updates left out: {number}{why}" if number else ""
 
     @property
     def machines(self) -> list[str]:

@@ -132,8 +132,10 @@ class Section:
 
     @cached_property
     def _means(self) -> dict[str, list[float]]:
-        """The different means of each column, best first."""
+        """The different means of each column, best first; none of runs of different code."""
         found: dict[str, set[float]] = {}
+        if len({code for result in self.results.values() for code in result.code}) > 1:
+            return {}
         times = set()
         for result in self.results.values():
             name = result.cell.column.name
@@ -280,6 +282,8 @@ def missing(result: Result) -> Iterator[str]:
         yield failed_share(Counter(result.failures.values()), ended)
     if 0 < len(result.reached) < len(result.by_seed):
         yield f"reached by {len(result.reached)} of {len(result.by_seed)} seeds"
+    if result.left_out:
+        yield result.left_out
     if 0 < ended < result.num_seeds:
         yield f"{ended} of {result.num_seeds} seeds"
     if 0 < result.num_tried < result.num_candidates:

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from keel.experiments.measure import History
+from keel.experiments.measure import History, is_divergence
 from keel.experiments.recipe import Cell
 from keel.experiments.scale import SCALES, Keys, scaled
 from protocol.catalogue import method_spec
@@ -32,7 +32,7 @@ IRRELEVANT = {
 }
 RELEVANT_TO_SECONDS = {"device", "cache-mb"}  # and `threads`, on which the bits depend too
 DIVERGED, FAILED = "diverged", "failed"
-DIVERGENCE = ("not finite", "bound on values")  # in the status of a run that ended so
+UNKNOWN = "not recorded"  # code that a manifest does not name
 
 
 def with_old_names(flat: Keys) -> dict[str, OptionValue]:
@@ -250,7 +250,7 @@ def status_of(directory: Path) -> str:
     """`finished`, `diverged` (values not finite or too large), `failed`; empty if it may go on."""
     status = str(read_json(directory / "summary.json").get("status", ""))
     if status.startswith(FAILED):
-        return DIVERGED if any(sign in status for sign in DIVERGENCE) else FAILED
+        return DIVERGED if is_divergence(status) else FAILED
     # killed between its last summary and its manifest: a resume completes it
     is_cut = read_json(directory / "manifest.json").get("files") == {}
     return status if status == "finished" and not is_cut else ""
@@ -266,8 +266,7 @@ def code_of(directory: Path) -> tuple[str, ...]:
     """The code that worked on the run, one `code_version` each; several after a resume."""
     manifest = manifest_in(directory)
     versions = manifest.get("versions", {})
-    unknown = "not recorded"
-    then = code_version(versions.get("sources", unknown), versions.get("torch", unknown))
+    then = code_version(versions.get("sources", UNKNOWN), versions.get("torch", UNKNOWN))
     return tuple(manifest.get("code", [then]))  # `code` is not in manifests before 0.2
 
 

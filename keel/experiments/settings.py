@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.experiments.plan import Result
+from keel.experiments.plan import Result, keys_not_read
 from keel.experiments.recipe import Recipe
 from keel.experiments.runs import Options, identity, machines_of, manifest_in, run_of, wall_seconds
 from keel.views.store import Entry
@@ -18,7 +18,6 @@ SHOWN = (
     *("lr-decay", "momentum", "weight-decay", "model"),
 )
 WHERE = {"source", "partition", "alpha", "classes-per-client", "shards-per-client"}
-SAME_TABLE = {"seed", "evaluate-every", "diagnostics-every"}  # change no number that is read
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def settings_of(
         paper = resolve_config({**cell.keys, **chosen})
         pairs[run.name] = resolve_config(run.keys).flat, paper.flat
         theirs = identity(paper.flat, cell.is_timed)
-        for key in sorted(run.identity.keys() - SAME_TABLE):
+        for key in sorted(run.identity.keys() - keys_not_read(cell)):
             if run.identity[key] != theirs.get(key):
                 differing[RENAMED_KEYS.get(key, key)] = None
     flats = list(pairs.values())

@@ -663,16 +663,61 @@ def test_a_judged_claim_says_what_it_rests_on():
     assert "num-rounds 20 (paper: 100)" in claim.deviations
     assert "lr 0.05 (paper: 0.1)" in claim.deviations
     assert claim.decide == "41 times the local steps"  # 16,400 / 400
+    almost = first_claim(
+        "fedcka-table-2", "FedCKA above FedAvg in alpha 0.1", "paper", {"num-rounds": 30}
+    )
+    assert almost.decide == "1.4 times the local steps"  # 41 / 30
     decided = first_claim("fedcka-table-2", "FedCKA above FedAvg in alpha 0.1", "paper", {})
     assert (decided.deviations, decided.decide) == ([], "")
 
 
+@pytest.mark.parametrize(
+    ("name", "start", "found"),
+    [
+        (
+            "fedintr-table-3",
+            "FedIntR above FedAvg in CIFAR-10, beta 0.1",
+            True,
+        ),  # median of the last ten
+        ("fedreco-table-1", "FedReCo above FedAvg in Fashion-MNIST", False),  # the last round
+    ],
+)
+def test_evaluations_left_out_are_a_deviation_where_they_are_read(name, start, found):
+    claim = first_claim(name, start, "paper", {"evaluate-every": 100})
+    assert ("evaluate-every 100 (paper: 1)" in claim.deviations) == found
+
+
 def test_the_seeds_that_would_decide_are_computed_from_the_spread():
     """FedIntR, +0.25: t(0.975, 22) = 2.074, and 2.074 * 0.57 / 23**0.5 < 0.25."""
-    spread = [-0.57, 0.0, 0.57]
+    spread = [0.03, 0.6, 1.17]
     assert statistics.stdev(spread) == pytest.approx(0.57)
-    assert what_decides(spread, 0.25, 1.0) == "23 seeds"
-    assert what_decides([], 0.25, 0.0) == "runs of both sides at the paper's setting"
+    assert what_decides(spread, 0.25) == "23 seeds"
+    assert what_decides(spread, -0.25) == "23 seeds"
+    assert what_decides([x - 0.35 for x in spread], 0.6) == what_decides(spread, 0.25)
+    # at the paper's effect three seeds would be enough, and there are three
+    assert int(what_decides([-0.5, 0.5, 1.5], 7.71).split()[0]) > 3
+    assert what_decides([4.31], 7.71) == "a second seed, to know the spread"
+    assert what_decides([], 0.25) == "more seeds"
+    assert what_decides(spread, 0.25, "FedIntR diverged 1/4") == (
+        "runs that finish: FedIntR diverged 1/4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("scale", "changes", "detail"),
+    [
+        ("paper", {}, "+0.00"),
+        ("day", {}, "at 50% of the paper's samples a round"),
+        ("minutes", {}, "at 1% of"),  # a tenth of the epochs, a twentieth of the data
+        ("paper", {"data-fraction": 0.01, "batch-size": 1}, "at under 1% of"),
+        ("paper", {"num-rounds": 1}, "+0.00"),  # seconds a round
+        ("paper", {"stacked-runs": 8}, "no verdict on seconds of runs that trained together"),
+    ],
+)
+def test_seconds_are_judged_where_a_round_has_as_much_work_as_the_papers(scale, changes, detail):
+    claim = first_claim("fedcka-table-4", "FedCKA below MOON in 50", scale, changes)
+    assert claim.detail.startswith(detail)
+    assert (claim.verdict == "not tested") == (detail != "+0.00")
 
 
 def test_a_claim_may_name_its_round_and_a_headline_is_one_of_the_claims():

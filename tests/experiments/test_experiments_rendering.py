@@ -22,13 +22,13 @@ from tests.tools.run_directories import line_of, make_table
 ROOT = Path(__file__).parent.parent.parent
 
 
-def section(means, paper=None, is_time=False):
+def section(means, paper=None, is_time=False, code="abc"):
     results = {}
     for name, mean in means.items():
         cell = SimpleNamespace(
             column=SimpleNamespace(name="c"), take=SimpleNamespace(is_time=is_time), paper=paper
         )
-        results[name, "c"] = SimpleNamespace(cell=cell, mean=mean)
+        results[name, "c"] = SimpleNamespace(cell=cell, mean=mean, code=(code or name,))
     return Section(None, None, "", results, [])
 
 
@@ -41,6 +41,8 @@ def test_the_best_of_a_column_and_the_second_are_marked():
     assert ranks(section(means)) == {"a": "", "b": "", "c": "best", "d": "second"}
     assert ranks(section(means, is_time=True)) == {"a": "best", "b": "", "c": "", "d": "second"}
     assert ranks(section({"a": 1.0, "b": None})) == {"a": "", "b": ""}
+    of_different_code = section(means, code="")
+    assert set(ranks(of_different_code).values()) == {""}
     assert ranks(section({"a": 1.0, "b": 1.0, "c": 0.0})) == {
         **{"a": "best", "b": "best", "c": "second"}
     }

@@ -145,6 +145,7 @@ def fake_run(
     cpu_seconds: float = 1.0,
     status: str = "finished",
     code: str = "",
+    left_out: dict[str, str] | None = None,
 ) -> Path:
     """Leave the folder of a run that ended so, with this accuracy after its last round."""
     folder = run.folder / name
@@ -154,8 +155,8 @@ def fake_run(
     (folder / "summary.json").write_text(json.dumps({"status": status}))
     (folder / "manifest.json").write_text(json.dumps({"code": [code or code_version()]}))
     times = {"client_seconds": 60.0, "client_cpu_seconds": cpu_seconds, "seconds": {"all": 90.0}}
-    line = {"round": run.rounds, "global": {"accuracy": accuracy}, "losses": {}, "left_out": {}}
-    line |= times
+    line = {"round": run.rounds, "global": {"accuracy": accuracy}, "losses": {}}
+    line |= times | {"left_out": left_out or {}}
     (folder / "history.jsonl").write_text(json.dumps(line) + "\n")
     return folder
 
@@ -380,6 +381,40 @@ def test_divergence_and_failure_are_results_that_count_against_the_claim(
     (row,) = [line for line in text.splitlines() if line.startswith(f"| {side} |")]
     assert share in row
     assert "not run" not in text
+
+
+@pytest.mark.parametrize("ends", [["finished", FINITE], [FINITE, "finished"]])
+def test_below_is_above_the_other_way_round(ends, tmp_path):
+    """The side that a claim puts ahead counts against it where it diverges, on either side."""
+    recipe, _ = all_run(tmp_path, options(seeds=[0, 1, 2]), status=3 * ends)
+    how, claim = options(seeds=[0, 1, 2]), Claim("", "FedProx", "FedAvg", True, "result")
+    turned = Claim("", "FedAvg", "FedProx", False, "result")
+    both = replace(recipe, claims=[claim, turned])
+    one, two = judge_claims(both, results_of(recipe, how, tmp_path), how)
+    assert one.verdict == two.verdict == ("not reproduced" if ends[1] == FINITE else "inconclusive")
+    assert one.failures == f"{'FedAvg' if ends[0] == FINITE else 'FedProx'} diverged 3/3"
+
+
+def test_updates_that_were_left_out_are_named_beside_the_number_and_the_claim(tmp_path):
+    lost = {"a": "local training left values that are not finite in 'w'", "b": "no answer"}
+    how = options(seeds=[0, 1, 2])
+    recipe, _ = all_run(tmp_path, how, left_out=[lost, *5 * [{}]])
+    text = write_report(tmp_path)[1].read_text()
+    words = "updates left out: 2, in 1 rounds for values not finite or too large"
+    assert f"| FedAvg | 51.00 ± 1.00; {words} |" in text
+    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    assert words in claim.deviations
+
+
+def test_runs_whose_code_is_not_recorded_are_not_judged(tmp_path):
+    recipe, runs = all_run(tmp_path, options(seeds=[0, 1, 2]))
+    for run in runs:
+        (run.folder / "attempt" / "manifest.json").write_text("{}")
+    how = options(seeds=[0, 1, 2], any_code=True)
+    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    assert (claim.verdict, claim.effect) == ("not tested", None)
+    assert claim.detail.startswith("no verdict on runs whose code is not recorded; +10.00")
+    assert claim.decide == "runs of today's code"
 
 
 def test_a_run_that_diverged_is_not_run_again_and_one_that_failed_is(tmp_path, monkeypatch):
@@ -656,9 +691,11 @@ def test_a_table_says_what_is_missing_in_a_cell(tmp_path):
     assert "| FedAvg | 50.00 ± 0.00; 2 of 3 seeds |" in page
     assert "as in the recipe, full grid; " in page
     # seed 0 chose mu: its +20 says nothing of FedProx
-    assert (
-        "| inconclusive | +10.00, one seed; without seed 0, which chose the tuned value |" in page
-    )
+    without = "+10.00, one seed; without seed 0, which chose the tuned value |"
+    # mu = 1 may have been better
+    assert f"| not tested | no verdict on values of which some were not tried; {without}" in page
+    fake_run(run_of(tried, {"fedprox.mu": 1}, 0, how, tmp_path), 0.6)
+    assert f"| inconclusive | {without}" in write_report(tmp_path)[1].read_text()
 
 
 def test_what_a_set_makes_alike_is_reported_where_it_was_asked_for_alone(tmp_path):

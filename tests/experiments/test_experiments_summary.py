@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import zipfile
+from dataclasses import fields
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,7 +12,9 @@ import pytest
 
 from keel.cli.main import main
 from keel.experiments import runner
-from keel.experiments.archive import pack, unpacked
+from keel.experiments.archive import copies, pack, unpacked, without_folders
+from keel.experiments.claims import JudgedClaim
+from keel.experiments.measure import History
 from keel.experiments.plan import runs_needed, selected
 from keel.experiments.recipe import load_recipe
 from keel.experiments.runs import Options
@@ -22,9 +25,11 @@ from keel.experiments.summary import (
     headlines,
     in_full,
     svg_of,
+    weight,
     write_summary,
 )
 from protocol.config import resolve_config
+from protocol.files import digest
 
 root = Path(__file__).parent.parent.parent
 RESULTS = root / "docs" / "results"
@@ -76,7 +81,7 @@ def test_an_archive_is_small_says_nothing_of_the_machines_folders_and_is_always_
     with zipfile.ZipFile(path) as archive:
         text = "".join(archive.read(name).decode() for name in archive.namelist())
     assert str(output) not in text
-    assert "folder:/data/cifar10-jpg" in text
+    assert re.search("folder:/data/[0-9a-f]{6}/cifar10-jpg", text)
     assert "participants" not in text
     assert pack(output, output / "histories") == [path]
     assert path.read_bytes() == content
@@ -97,11 +102,12 @@ def test_verdict_and_effect_of_an_archive_are_those_of_the_runs(output):
     assert claim.effect == pytest.approx(3.0, abs=0.01)
     assert claim.deviations == [
         "num-rounds 41 (paper: 100)",
-        "source cifar10-jpg (paper: cifar10)",
+        "source folder:cifar10-jpg (paper: cifar10)",
     ]
+    folder = digest(f"{output}/private/cifar10-jpg".encode())[:6]
     assert found.command == (
         "keel experiments run fedcka-table-2 --only 'FedAvg;FedCKA;alpha 5' "
-        "--set num-rounds=41 --set source=folder:/data/cifar10-jpg"
+        f"--set num-rounds=41 --set source=folder:/data/{folder}/cifar10-jpg"
     )
 
 
@@ -136,6 +142,58 @@ def test_of_two_archived_jobs_the_one_with_more_seeds_counts(output):
     assert claim.seeds == 3
 
 
+def judged(**changed):
+    """A judged claim of which these fields count."""
+    empty = dict.fromkeys((field.name for field in fields(JudgedClaim)), None)
+    return JudgedClaim(**{**empty, "share": 1.0, "seeds": 2, "deviations": []} | changed)
+
+
+@pytest.mark.parametrize(
+    ("more", "less"),
+    [
+        ({"verdict": "inconclusive"}, {"verdict": "not tested", "seeds": 5, "share": 9.0}),
+        ({}, {"deviations": ["lr 1 (paper: 2)"], "seeds": 5, "share": 9.0}),
+        ({"seeds": 3}, {"share": 40.0}),
+        ({"share": 0.9}, {"share": 0.8, "seeds": 3}),
+    ],
+)
+def test_the_papers_own_setting_counts_more_than_steps_and_seeds(more, less):
+    assert weight(judged(**more)) > weight(judged(**less))
+
+
+def test_runs_on_folders_of_one_name_stay_apart(tmp_path):
+    one, two = (without_folders({"source": f"folder:/{p}/cifar10"})["source"] for p in ("a", "b"))
+    assert one != two
+    assert one == without_folders({"source": "folder:/a/cifar10"})["source"]
+
+
+def test_an_archive_does_not_lose_a_run_to_another_output_directory(output):
+    (path,) = pack(output, output / "histories")
+    before = path.read_bytes()
+    for attempt in output.glob("runs/*/attempt"):
+        attempt.rename(attempt.with_name("another"))
+    with pytest.raises(ValueError, match=r"lacks 6 runs that .* has, such as runs/fedavg-.*: put"):
+        pack(output, output / "histories")
+    assert path.read_bytes() == before
+    for attempt in list(output.glob("runs/*/another")):  # both: the newer one counts
+        shutil.copytree(attempt, attempt.with_name("attempt"))
+        attempt.rename(attempt.with_name("later"))
+    pack(output, output / "histories")
+    with zipfile.ZipFile(path) as archive:
+        assert sum("/later/history" in name for name in archive.namelist()) == 6
+
+
+def test_a_copy_counts_the_updates_that_were_left_out_and_names_no_client(output):
+    (path, *_) = sorted(output.glob("runs/*/attempt/history.jsonl"))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[3]["left_out"] = {"site-a": "values that are not finite", "site-b": "no answer"}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    texts = dict(copies(path.parent))
+    assert "site-" not in texts["history.jsonl"]
+    found = History(map(json.loads, texts["history.jsonl"].splitlines()))
+    assert (found.num_left_out, found.rounds_not_finite) == (2, 1)
+
+
 def test_the_page_and_the_table_say_what_an_archive_holds(output):
     pack(output, output / "histories")
     page, readme = output / "papers.md", output / "README.md"
@@ -143,8 +201,8 @@ def test_the_page_and_the_table_say_what_an_archive_holds(output):
     *_, picture = write_summary(output / "histories", page, readme)
     row = "| FedCKA above FedAvg on CIFAR-10, alpha 5 (FedCKA Table 2) "
     row += "| +3.49 | +3.00 [+3.00, +3.00] | 3 "
-    assert f"{row}| reproduced |" in page.read_text()
-    assert f"{row}| reproduced |" in readme.read_text()
+    for made in (page, readme):
+        assert f"{row}| reproduced; not the paper's setting |" in made.read_text()
     assert readme.read_text().startswith(f"before\n{BEGIN}\n| claim")
     assert readme.read_text().endswith(f"{END}\nafter\n")
     text = page.read_text()
@@ -154,7 +212,7 @@ def test_the_page_and_the_table_say_what_an_archive_holds(output):
     assert "Processor time of the clients: 246.0 core hours." in text
     assert f"Code: {OTHER}. Packages: keel 0.2.0 51716e2fbfa1." in text
     assert "alpha 5: reproduced.** Difference +3.00 [+3.00, +3.00]" in text
-    assert "num-rounds 41 (paper: 100); source cifar10-jpg (paper: cifar10)" in text
+    assert "num-rounds 41 (paper: 100); source folder:cifar10-jpg (paper: cifar10)" in text
     assert "| FedCKA | 67.86 | 64.00 ± 1.00 (5) |" in text
     assert f"](curves/{picture.name})" in text
     assert (
