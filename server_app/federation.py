@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -121,14 +121,19 @@ class Run:
     start: Checkpoint
     monitor: Monitor | None
     memory: StateMemory
-    # the newest score of each client's own model, which holds until it trains again
-    scores: dict[str, TrainReply] = field(default_factory=dict)
+    # by client whose newest update was aggregated: its own model's score since, if known
+    scores: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def has_own_models(self) -> bool:
         """Whether clients are evaluated with models that change when they train, and then only."""
         method = self.method
         return method.is_personal and not (method.is_adapted_from_global or method.has_global_model)
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether `scores` holds: in a deployment, a client may lose or reset its state."""
+        return self.has_own_models and is_in_process_grid(self.grid)
 
 
 @private_files()
@@ -315,8 +320,9 @@ def run_rounds(
     """All rounds from the first or the checkpoint's, then the final model and the report."""
     config, path = run.config, run.directory.path
     history = truncate_history(path / HISTORY_FILE, run.start.round)
-    if run.has_own_models and is_in_process_grid(run.grid):
-        run.scores = scores_in(history)
+    for line in history if run.keeps_scores else ():
+        forget_scores(run.scores, line)
+        note_scores(run.scores, line)
     reporter = Reporter(config, info_of(run, history), observers, lambda: privacy_spent(run))
     at_exit(reporter.interrupted)
     run.exchange.progress = reporter.replied
@@ -429,12 +435,11 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         )
     seconds["aggregation"] = time.perf_counter() - started
 
-    for client in cohort:  # its model has changed
-        run.scores.pop(client, None)
     started = time.perf_counter()
     weights = strategy.counts(report.accepted)
     line = training_fields(server_round, report, bytes_down, weights)
     line["backed_off"] = backed_off
+    forget_scores(run.scores, line)
     if run.monitor and is_measured:
         line["diagnostics"] = run.monitor.measure(
             server_round, tensors(arrays), report.accepted, run.directory.path
@@ -448,11 +453,14 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         clients: Set[str] = {reply.client for reply in report.accepted}
         if evaluated == "all":
             clients = strategy.clients
-        scored += [reply for name, reply in run.scores.items() if name in clients]
+        if run.keeps_scores:
+            scored += [
+                TrainReply(client, server_round, {}, {}, {"personal-accuracy": score})
+                for client, score in run.scores.items()
+                if score is not None and client in clients
+            ]
         clients = clients - {reply.client for reply in scored}
         nodes = strategy.nodes_of(sorted(clients - strategy.away))
-        if is_in_process_grid(run.grid) and scores_in_replies:
-            run.scores |= {r.client: replace(r, arrays={}, extra={}) for r in report.accepted}
         if nodes:
             evaluation = evaluate_on_clients(run, server_round, following, nodes)
             scored += evaluation.accepted
@@ -462,6 +470,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
             line["evaluation_bytes_down"] = evaluation.bytes_down
             line["evaluation_bytes_up"] = evaluation.bytes_up
         line |= client_fields(sorted(scored, key=lambda reply: reply.client))
+        note_scores(run.scores, line)
     seconds["evaluation"] = time.perf_counter() - started
 
     strategy.report = RoundReport()  # this round's updates are not held during the next
@@ -492,18 +501,20 @@ def oldest_checkpoint(server_round: int, interval: int) -> int:
     return max(0, newest - (NUM_CHECKPOINTS - 1) * interval)
 
 
-def scores_in(history: Sequence[Line]) -> dict[str, TrainReply]:
-    """The newest score of each client's own model since it last trained."""
-    scores: dict[str, TrainReply] = {}
-    for line in history:
-        for client in [*line["participants"], *line["left_out"]]:
-            scores.pop(client, None)
-        accuracies = line.get("personal", {}).get("clients", {})
-        for client in line["participants"]:
-            if client in accuracies:
-                metrics = {"personal-accuracy": accuracies[client]}
-                scores[client] = TrainReply(client, line["round"], {}, {}, metrics)
-    return scores
+def forget_scores(scores: dict[str, float | None], line: Line) -> None:
+    """Forget the scores of the clients that trained in this round.
+
+    A client whose update was not aggregated may still be training: its score does not hold.
+    """
+    for client in line["left_out"]:
+        scores.pop(client, None)
+    scores |= dict.fromkeys(line["participants"])
+
+
+def note_scores(scores: dict[str, float | None], line: Line) -> None:
+    """Note the scores in the line, less those of models that clients make from the newest u_0."""
+    accuracies = line.get("personal", {}).get("clients", {})
+    scores |= {client: accuracies[client] for client in scores.keys() & accuracies.keys()}
 
 
 def name_for_clients(run: Run) -> str:

@@ -4,9 +4,19 @@ import json
 
 import pytest
 import torch
-from run_fixtures import NUM_CLIENTS, SMALL, all_models, history_of, same_bits, without_times
+from flwr.app import Error, Message
+from run_fixtures import (
+    NUM_CLIENTS,
+    SMALL,
+    all_models,
+    history_of,
+    resume,
+    same_bits,
+    without_times,
+)
 
 import strategies.average
+from server_app.federation import Run
 from server_app.inline import InlineGrid, run_inline
 from strategies.aggregation import RunningMean
 from strategies.scaffold import ScaffoldServer
@@ -118,23 +128,40 @@ def test_nothing_is_asked_of_clients_that_are_not_sampled(run, tmp_path, monkeyp
     assert lines[1]["simulated"] == 1400
 
 
-def test_scores_of_clients_that_did_not_train_are_kept(run, monkeypatch):
-    asked, answer = [], InlineGrid.answer
+@pytest.mark.parametrize("every", [1, 2])
+def test_no_client_is_asked_twice_for_the_same_score(run, monkeypatch, every):
+    """A reply that is lost in round 3 may have changed its client's model."""
+    asked, answer = {}, InlineGrid.answer
 
     def recorded(grid, message):
-        if message.metadata.message_type == "evaluate":
-            number = message.content.config_records["round"]["round"]
-            asked.append((number, grid.contexts[message.metadata.dst_node_id]))
-        return answer(grid, message)
+        kind, reply = message.metadata.message_type, answer(grid, message)
+        number = message.content["round"]["round"] if kind != "query" else 0
+        if kind == "evaluate":
+            place = grid.contexts[message.metadata.dst_node_id].node_config["partition-id"]
+            asked.setdefault(number, set()).add(f"client-{place:04d}")
+        elif number == 3 and not hasattr(grid, "has_lost"):
+            grid.has_lost = True
+            return Message(Error(1, "lost"), reply_to=message)
+        return reply
 
     monkeypatch.setattr(InlineGrid, "answer", recorded)
-    folder = run(KEYS | {"method": "fedreco", "num-rounds": 5})
-    lines = history_of(folder)
+    keys = KEYS | {"method": "fedreco", "num-rounds": 10, "evaluate-every": every}
+    whole = history_of(run(keys))
+    assert whole[2]["left_out"]
     trained: set[str] = set()
-    for line in lines:
-        trained |= set(line["participants"])
-        clients = {
-            f"client-{c.node_config['partition-id']:04d}" for n, c in asked if n == line["round"]
-        }
-        assert clients == set(line["personal"]["clients"]) - trained
-        assert len(line["personal"]["clients"]) == NUM_CLIENTS
+    known: set[str] = set()
+    for line in whole:
+        trained = trained - set(line["left_out"]) | set(line["participants"])
+        known -= {*line["left_out"], *line["participants"]}
+        if line["round"] % every == 0:
+            everyone = {f"client-{k:04d}" for k in range(NUM_CLIENTS)}
+            assert set(line["personal"]["clients"]) == everyone
+            known |= set(line["participants"])  # in the replies
+            assert asked.pop(line["round"], set()) == everyone - known
+            known = set(trained)
+
+    part = run(keys | {"num-rounds": 6})
+    assert without_times(history_of(resume(part, num_rounds=10))) == without_times(whole)
+    monkeypatch.setattr(Run, "keeps_scores", False)  # then everybody is asked each time
+    again = history_of(run(keys))
+    assert [line.get("personal") for line in again] == [line.get("personal") for line in whole]
