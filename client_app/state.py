@@ -39,9 +39,11 @@ class StateMemory:
     """The newest version of each client's state of one run since the last `write`.
 
     replaced: the versions before those of the newest round, which a client may train twice.
+    max_ahead: as of `StateFolder`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_ahead: int) -> None:
+        self.max_ahead = max_ahead
         self.newest: dict[Path, tuple[int, Groups]] = {}  # client's folder to (round, state)
         self.replaced: dict[Path, tuple[int, Groups]] = {}
         self.round = 0  # the newest
@@ -62,7 +64,7 @@ class StateMemory:
     def write(self, checkpoint_round: int) -> None:
         """Write all to files, prune those as `StateFolder.prune`, and forget them."""
         for path, (round_, groups) in self.newest.items():
-            folder = StateFolder(path)
+            folder = StateFolder(path, self.max_ahead)
             folder.save(round_, groups)
             folder.prune(checkpoint_round)
         self.newest, self.replaced = {}, {}

@@ -17,7 +17,7 @@ from client_app.precision import resolved
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of
 from client_app.stacked import check_stackable
-from client_app.state import StateMemory, memories
+from client_app.state import NUM_REPEATED, StateMemory, memories
 from data.sources import Source
 from models import StagedModel
 from protocol.config import RunConfig, resolve_config
@@ -282,7 +282,7 @@ def prepare(
     begin_manifest(
         directory.path, config, len(roster), is_simulated, split, workers, about, precision
     )
-    memory = StateMemory()
+    memory = StateMemory(NUM_REPEATED * config.rounds.checkpoint_interval)
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):
         memories[directory.path] = memory
     exchange = Exchange(grid, lambda n: roster[n].client if n in roster else f"on node {n}")

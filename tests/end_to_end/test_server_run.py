@@ -557,6 +557,17 @@ def test_a_crash_while_a_round_is_recorded_loses_no_line(
     assert same_bits(final_model(broken), final_model(whole))
 
 
+def test_a_resume_that_repeats_two_snapshots_sets_no_state_aside(run, monkeypatch, tmp_path):
+    keys = {"method": "moon", "fraction-train": 1.0, "snapshot-every": 2, "checkpoint-every": 4}
+    with monkeypatch.context() as patch:
+        patch.delattr(RunDirectory, "save_checkpoint")
+        with pytest.raises(AttributeError):  # in round 4, whose state is written already
+            run(keys | {"num-rounds": 5, "run-name": "cut"})
+    assert {p.name[:11] for p in tmp_path.glob("cut/clients/*/*")} == {"round-00002", "round-00004"}
+    resume(tmp_path / "cut")
+    assert not list(tmp_path.rglob("*.set-aside"))
+
+
 def test_a_checkpoint_ahead_of_the_history_is_passed_over(run):
     """As after a power cut that took the history's last line and left the checkpoint."""
     whole, broken = run({"num-rounds": 4}), run({"num-rounds": 3})
