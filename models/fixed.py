@@ -68,10 +68,7 @@ class FixedModule(nn.Module):
         if assign or not is_whole or any(state_dict[k].shape != own[k].shape for k in own):
             self._forget()
             return super().load_state_dict(state_dict, strict, assign)  # names what is wrong
-        for parameter in self.weights:
-            if is_borrowed(parameter):
-                parameter.data = torch.empty_like(parameter.data)
-                parameter.is_borrowed = False  # type: ignore[attr-defined]
+        give_back(self.weights)
         with torch.no_grad():
             torch._foreach_copy_(list(own.values()), [state_dict[name] for name in own])
         return nn.modules.module._IncompatibleKeys([], [])
@@ -94,8 +91,10 @@ class FixedModule(nn.Module):
             elif is_laid_out_like(array, tensor):
                 tensor.data = array.detach()
                 tensor.is_borrowed = True  # type: ignore[attr-defined]
+                vars(tensor).pop("copied_from", None)  # its _version stays the same
             elif not is_copy_of(array, tensor):
                 new[name] = array
+        give_back(own[name] for name in new)
         with torch.no_grad():
             if new:  # torch refuses empty lists
                 torch._foreach_copy_([own[name] for name in new], list(new.values()))
@@ -122,6 +121,14 @@ class FixedModule(nn.Module):
 def is_borrowed(parameter: Tensor) -> bool:
     """Whether its memory belongs to somebody else too."""
     return getattr(parameter, "is_borrowed", False)
+
+
+def give_back(parameters: Iterable[Tensor]) -> None:
+    """Replace the memory of those that are borrowed by new memory without values."""
+    for parameter in parameters:
+        if is_borrowed(parameter):
+            parameter.data = torch.empty_like(parameter.data)
+            parameter.is_borrowed = False  # type: ignore[attr-defined]
 
 
 def own_memory(parameters: Iterable[Tensor]) -> None:

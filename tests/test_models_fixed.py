@@ -83,15 +83,24 @@ def test_a_borrowing_model_shares_what_is_laid_out_alike_until_it_is_loaded():
     assert all(torch.equal(lent[k], a) for k, a in arrays(1).items())
 
 
+def unaligned(arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    weight = torch.cat([torch.zeros(1), arrays["linear.weight"].flatten()])[1:].view(2, 4)
+    return arrays | {"linear.weight": weight}
+
+
 def test_an_array_that_is_not_aligned_is_copied():
-    lent = arrays(1)
-    lent["linear.weight"] = torch.cat([torch.zeros(1), lent["linear.weight"].flatten()])[1:].view(
-        2, 4
-    )
-    model = network()
+    model, lent = network(), unaligned(arrays(1))
     model.borrow(lent)
     assert_has(model, lent)
     assert model.linear.weight.data_ptr() != lent["linear.weight"].data_ptr()
+
+
+def test_an_array_is_copied_anew_after_another_was_borrowed_and_not_into_the_other():
+    model, copied, lent = network(), unaligned(arrays(1)), arrays(2)
+    for given, seed in ((copied, 1), (lent, 2), (copied, 1)):
+        model.borrow(given)
+        assert_has(model, arrays(seed))
+    assert all(torch.equal(lent[k], a) for k, a in arrays(2).items())
 
 
 def test_what_has_changed_is_borrowed_again():
@@ -110,7 +119,7 @@ def test_what_has_changed_is_borrowed_again():
     assert not model.conv.weight.any()
 
 
-@pytest.mark.parametrize("then", ["load", "train"])
+@pytest.mark.parametrize("then", ["load", "borrow", "train"])
 def test_what_was_handed_over_stays_as_it_was(then):
     model = network()
     model.load_state_dict(arrays(1))
@@ -119,6 +128,9 @@ def test_what_was_handed_over_stays_as_it_was(then):
     assert all(array.is_contiguous() for array in given.values())
     if then == "load":
         model.load_state_dict(arrays(2))
+    elif then == "borrow":
+        model.borrow(unaligned(arrays(2)))
+        assert_has(model, arrays(2))
     else:
         own_memory(model.parameters())
         assert_has(model, arrays(1))
