@@ -145,3 +145,15 @@ def test_a_ray_that_does_not_start_leaves_no_process(monkeypatch):
     with pytest.raises(RuntimeError, match="Ray did not start: 30 s"), connected(Resources()):
         pass
     assert [process.wait(10) for process in started] == [-signal.SIGKILL] * tasks.START_ATTEMPTS
+
+
+def test_a_worker_has_imported_the_code_that_its_digest_is_of():
+    """A file that is edited between two runs of a worker would otherwise count as the old one."""
+    code = "import sys, keel.experiments.tasks, server_app.inline; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    root = Path(__file__).parent.parent.parent
+    needed = [*root.glob("strategies/*.py"), *root.glob("client_app/methods/*.py")]
+    names = {f"{path.parent.relative_to(root)}/{path.stem}".replace("/", ".") for path in needed}
+    assert len(names) > 30
+    names = {name.removesuffix(".__init__") for name in names}
+    assert names - set(found.stdout.split()) == set()
