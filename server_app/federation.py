@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord, MessageType
 from flwr.serverapp import Grid
 
 from client_app.evaluation import evaluate
+from client_app.machine import data_digest
 from client_app.method import Method
 from client_app.methods import method_of
 from client_app.precision import resolved
@@ -56,6 +57,7 @@ from server_app.logical_clients import LogicalGrid, Summing, with_logical_client
 from server_app.manifest import (
     NUM_NOTED_ROUNDS,
     begin_manifest,
+    check_same_data,
     finish_manifest,
     note_round,
     split_digest,
@@ -241,6 +243,13 @@ def prepare(
     workers = checked_workers(grid, config, data, source, parent)
     if isinstance(grid, LogicalGrid) and workers:
         del grid.workers[len(workers) :]  # nodes that no worker would play
+    if isinstance(roster, SimulatedRoster) and len(entries) < len(roster):
+        split = roster.digest()
+    else:
+        split = split_digest(config, entries)
+    data_of_run = data_digest(source) if is_in_process_grid(grid) else ""
+    if resumed and data_of_run:
+        check_same_data(resumed.path, config, data_of_run, split)
     start = Checkpoint(0, strategy.initial_arrays(model), {})
     if resumed and resumed.has_checkpoint(config.rounds.checkpoint_interval):
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
@@ -272,15 +281,12 @@ def prepare(
         # a resume with another number of simulated clients would split the data anew
         overrides = {**overrides, "num-clients": len(roster)}
     directory.save_config(resolve_config(overrides), overrides)
-    if isinstance(roster, SimulatedRoster) and len(entries) < len(roster):
-        split = roster.digest()
-    else:
-        split = split_digest(config, entries)
     about = companions.about if companions else {}
     is_auto = is_simulated and config.train.precision == "auto"
     precision = resolved("auto", model, device) if is_auto else ""
     begin_manifest(
-        directory.path, config, len(roster), is_simulated, split, workers, about, precision
+        *(directory.path, config, len(roster), is_simulated, split),
+        *(data_of_run, workers, about, precision),
     )
     memory = StateMemory(NUM_REPEATED * config.rounds.checkpoint_interval)
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):

@@ -1,8 +1,8 @@
 """manifest.json: what a run consisted of, so that it can be verified.
 
-Digests of Keel's sources, of the split, of the first rounds' checkpoints and, once the run has
-ended, of its files; package versions; the number of clients. For information: Keel's version and
-commit, and the machines of a simulation. `keel experiments verify` reads it.
+Digests of Keel's sources, of a simulation's data, of the split, of the first rounds' checkpoints
+and, once the run has ended, of its files; package versions; the number of clients. For information:
+Keel's version and commit, and the machines of a simulation. `keel experiments verify` reads it.
 """
 
 import hashlib
@@ -68,12 +68,35 @@ def split_digest(config: RunConfig, roster: Sequence[RosterEntry]) -> str:
     return hashed.hexdigest()[:16]
 
 
+def check_same_data(directory: Path, config: RunConfig, data: str, split: str) -> None:
+    """ValueError if the data set, or its split, is no longer that of the run in `directory`.
+
+    Scores and client state of the rounds before would be of other samples. A digest that is not in
+    the manifest, as that of the data in runs of earlier versions, is not compared.
+    """
+    try:
+        before = read_manifest(directory)
+    except ValueError:  # `begin_manifest` warns of it
+        return
+    for key, what, found in (
+        ("data", "the data", data),
+        ("split", "the split over clients", split),
+    ):
+        if before.get(key, found) != found:
+            raise ValueError(
+                f"resume = {str(directory)!r}: {what} of source = {config.data.source!r} has "
+                f"changed since the run began: its digest was {before[key]}, is {found}: restore "
+                "the data, or start a new run"
+            )
+
+
 def begin_manifest(
     directory: Path,
     config: RunConfig,
     num_clients: int,
     is_simulated: bool,
     split: str,
+    data: str = "",
     workers: Sequence[WorkerOnNode] = (),
     stacked: Mapping[str, Any] | None = None,
     precision: str = "",
@@ -81,9 +104,10 @@ def begin_manifest(
     """Write the manifest before the first round, or update it on a resume.
 
     A damaged one does not stop a resume. Versions stay those of the noted rounds. code, keel,
-    machines: all that worked on the run; the machines of sites are not known here. workers: those
-    of Flower's simulation. stacked: the runs that this one trains with (stacked_runs.py).
-    precision: what "auto" is for a simulation here; empty if the run has another value.
+    machines: all that worked on the run; the machines of sites are not known here. data: the digest
+    of a simulation's data set. workers: those of Flower's simulation. stacked: the runs that this
+    one trains with (stacked_runs.py). precision: what "auto" is for a simulation here; empty if the
+    run has another value.
     """
     try:
         before = read_manifest(directory)
@@ -102,6 +126,8 @@ def begin_manifest(
         "split": split,
         "files": {},  # until the run ends; a resume clears those of its last end
     }
+    if data:
+        fields["data"] = data
     if stacked:
         fields["stacked"] = stacked
     if precision:

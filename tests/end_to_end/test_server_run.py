@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from data_fixtures import make_npz, random_images
 from flwr.app import Message, MessageType
 from run_fixtures import (
     NUM_CLIENTS,
@@ -31,6 +32,7 @@ from run_fixtures import (
     without_times,
 )
 
+import client_app.setup
 import protocol.files
 import server_app.client_registry
 import server_app.federation
@@ -46,6 +48,7 @@ from protocol.config import default_config, resolve_config
 from protocol.seeds import seed_of
 from server_app.federation import DivergedError
 from server_app.inline import InlineGrid, run_inline
+from server_app.manifest import read_manifest
 from server_app.run_directory import Checkpoint, RunDirectory, read_arrays
 from server_app.trained import load_model
 from strategies.average import TooFewRepliesError
@@ -528,6 +531,37 @@ def test_no_readable_checkpoint_is_one_line_and_nothing_is_touched(run, damage):
     after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     for name in ("history.jsonl", "model.safetensors", "summary.json"):
         assert after[folder / name] == before[folder / name]
+
+
+@pytest.mark.parametrize("changed", ["labels", "pixels", "nothing"])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_resume_on_changed_data_is_refused_and_changes_nothing(run, tmp_path, changed, is_old):
+    """is_old: a run whose manifest has no digest of the data: its split alone is compared."""
+    images, labels = random_images(40, 28, 28), np.arange(40) % 2
+    test = {"x_test": images[:4], "y_test": labels[:4]}
+    spec = make_npz(tmp_path / "a.npz", x_train=images, y_train=labels, **test)
+    keys = {"source": spec, "method": "local", "data-fraction": 1.0, "local-epochs": 0}
+    folder = run(keys | {"local-test-fraction": 0.2})
+    if is_old:
+        manifest = read_manifest(folder)
+        del manifest["data"]
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    images, labels = {"labels": (images, 1 - labels), "pixels": (255 - images, labels)}.get(
+        changed, (images, labels)
+    )
+    make_npz(tmp_path / "a.npz", x_train=images, y_train=labels, **test)
+    client_app.setup._open_source.cache_clear()  # as in a new process
+    client_app.setup.split_over_clients.cache_clear()
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    if changed == "nothing" or (is_old and changed == "pixels"):
+        resume(folder, num_rounds=3)
+        return
+    what = "the split over clients" if is_old else "the data"
+    expected = f"resume = '{folder}': {what} of source = '{spec}' has changed"
+    with pytest.raises(ValueError, match=re.escape(expected)) as refusal:
+        resume(folder, num_rounds=3)
+    assert "\n" not in str(refusal.value)
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
 
 
 @pytest.mark.parametrize(
