@@ -37,26 +37,32 @@ class ScaffoldServer(Average):
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """Lines 16 and 17; buffers are averaged."""
         average = super().next_arrays(current, replies)
-        weights = self.control_weights()
-        total = sum(weights.values())
+        weights, total = self.control_weights(replies)
         for name in self.c:
-            for reply in replies:
+            for reply, weight in zip(replies, weights, strict=True):
                 dc = reply.extra[f"dc.{name}"]
-                self.c[name] = self.c[name] + dc * weights[reply.client] / total
+                self.c[name] = self.c[name] + dc * weight / total
         eta_g = self.options.lr_global
         stepped = {n: current[n] + eta_g * (average[n] - current[n]) for n in self.trainable}
         return average | stepped
 
-    def control_weights(self) -> dict[str, float]:
-        """p_i of every client, by name, up to a common factor; the same in every round."""
-        entries = list(self.roster.values())
+    def control_weights(self, replies: list[TrainReply]) -> tuple[list[float], float]:
+        """p_i of the replies' clients, and the sum of all clients', up to a common factor.
+
+        The same in every round.
+        """
+        clients = [reply.client for reply in replies]
         chosen = self.options.control_weighting
         if chosen == "uniform" or (chosen == "auto" and not self.is_weighted_by_examples):
-            return {entry.client: 1.0 for entry in entries}
+            return [1.0] * len(clients), float(len(self.roster))
+        if total := getattr(self.roster, "num_train", None):  # a roster of logical clients has it
+            return [float(self.partition_sizes[client]) for client in clients], float(total)
+        entries = list(self.roster.values())
         counts = [float(entry.num_examples) for entry in entries]
         checked = [self.partition_sizes.get(e.client) == e.num_examples for e in entries]
         counts = capped_counts(counts, checked, self.config.rounds.max_weight_share)
-        return {entry.client: n for entry, n in zip(entries, counts, strict=True)}
+        weights = {entry.client: n for entry, n in zip(entries, counts, strict=True)}
+        return [weights[client] for client in clients], sum(counts)
 
     def own_state(self) -> Arrays:
         """c."""

@@ -16,11 +16,11 @@ from flwr.app import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from run_fixtures import SMALL
+from run_fixtures import SMALL, same_bits
 
 import client_app.app
 import client_app.handlers
-from client_app.setup import dataset_spec_of, open_source
+from client_app.setup import dataset_spec_of, model_for, open_source
 from protocol.config import resolve_config
 from protocol.exact_sum import ExactSum
 from protocol.flower_compat import begin_task
@@ -39,7 +39,8 @@ from protocol.messages import (
 from server_app.client_registry import gather_roster
 from server_app.inline import InlineGrid, simulated_nodes
 from server_app.logical_clients import LogicalGrid, Summing, place, with_logical_clients
-from server_app.simulated_roster import SimulatedRoster, check_simulated_roster
+from server_app.simulated_roster import ByName, SimulatedRoster, check_simulated_roster
+from strategies import strategy_for
 from strategies.sampling import ClientNames, name_order, sample_cohort, sample_numbers
 
 
@@ -243,6 +244,34 @@ def test_the_computed_roster_is_what_clients_would_answer(keys):
     if not config.data.local_test_fraction:
         with pytest.raises(ValueError, match="client client-0000 has no local test part"):
             check_simulated_roster(roster, True)
+
+
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+def test_scaffold_weighs_without_an_entry_of_each_client(weighting):
+    given = {"method": "scaffold", "scaffold.control-weighting": weighting}
+    config = resolve_config(SMALL | given | {"local-test-fraction": 0.3})
+    source = open_source(config)
+    roster, model = SimulatedRoster(config, source, 6), model_for(config, source)
+    made, entry = [], roster._entry
+    roster._entry = lambda number: made.append(number) or entry(number)
+    current = {name: array.clone() for name, array in model.state_dict().items()}
+    sizes = ByName(roster, lambda each: each.num_examples)
+    replies = []
+    for k in (1, 4):
+        torch.manual_seed(k)
+        dc = {f"dc.{name}": torch.randn_like(p) for name, p in model.named_parameters()}
+        metrics = {"num-examples": roster[2 + k].num_examples}
+        replies.append(TrainReply(f"client-{k:04d}", 1, current, dc, metrics))
+
+    def next_c(entries):
+        server = strategy_for(config, model)
+        server.roster, server.partition_sizes = entries, sizes
+        server.next_arrays(current, replies)
+        return server.own_state()
+
+    computed = next_c(roster)
+    assert set(made) == {1, 4}
+    assert same_bits(computed, next_c(dict(roster)))
 
 
 @pytest.mark.parametrize(
