@@ -232,6 +232,8 @@ def prepare(
         strategy.partition_sizes = ByName(roster, lambda entry: entry.num_examples)
     elif is_simulated:
         strategy.partition_sizes = partition_sizes(config, entries)
+    known = roster.label_counts if isinstance(roster, SimulatedRoster) else None
+    notes = roster_warnings(config, entries, known)  # raises where the method cannot train
     cohort = len(strategy.sample(1))
     config.rounds.check_cohort(cohort)
     monitor = None
@@ -272,10 +274,9 @@ def prepare(
         log.warning("%s", audit_fault)
     for path in directory.skipped:
         log.warning("%s is damaged: skipped, the run continues from round %d", path, start.round)
-    known = roster.label_counts if isinstance(roster, SimulatedRoster) else None
-    warnings = [*roster_warnings(config, entries, known), *config_warnings(config, overrides)]
-    for warning in warnings + worker_warnings(workers, device):
-        log.warning("%s", warning)
+    notes += [*config_warnings(config, overrides), *worker_warnings(workers, device)]
+    for note in notes:
+        log.warning("%s", note)
     save_roster(directory.path / ROSTER_FILE, roster)
     if is_simulated:
         # a resume with another number of simulated clients would split the data anew

@@ -15,8 +15,6 @@ import flwr
 import numpy as np
 import torch
 
-from client_app.method import Method
-from client_app.methods import method_of
 from client_app.node_config import own_architecture
 from client_app.setup import (
     client_indices,
@@ -163,10 +161,7 @@ Roster = dict[int, RosterEntry] | SimulatedRoster
 def simulated_roster(config: RunConfig, source: Source, grid: LogicalGrid) -> SimulatedRoster:
     """The checked roster of a grid's logical clients; sets the grid's expected times."""
     roster = SimulatedRoster(config, source, grid.num_clients)
-    method = method_of(config)
     check_simulated_roster(roster, config.evaluated_clients != "none")
-    if type(method).check_roster is not Method.check_roster:
-        method.check_roster(roster.label_counts)
     num_samples = roster.sizes[:, 0]
     grid.expected_time = lambda node: 1.0 + float(num_samples[node - FIRST_NODE])
     return roster

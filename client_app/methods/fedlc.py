@@ -63,8 +63,10 @@ class FedLC(LocalObjective):
 
     def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:
         """ValueError if a client has one class under the paper's loss: an empty denominator."""
+        if not self.exclude_true or self.tau <= 0:
+            return ""
         alone = sorted(c for c, counts in label_counts.items() if sum(n > 0 for n in counts) == 1)
-        if self.exclude_true and self.tau > 0 and alone:
+        if alone:
             raise ValueError(
                 f"fedlc.exclude-true = true: {len(alone)} clients have samples of one class only, "
                 f"the first is {alone[0]}: their loss has an empty denominator; set it to false"

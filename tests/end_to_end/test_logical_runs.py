@@ -15,9 +15,11 @@ from run_fixtures import (
     without_times,
 )
 
+import server_app.federation
 import strategies.average
 from server_app.federation import Run
 from server_app.inline import InlineGrid, run_inline
+from server_app.simulated_roster import ByName
 from strategies.aggregation import RunningMean
 from strategies.scaffold import ScaffoldServer
 
@@ -126,6 +128,20 @@ def test_nothing_is_asked_of_clients_that_are_not_sampled(run, tmp_path, monkeyp
     lines = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines][:2] == ["started", "joined"]
     assert lines[1]["simulated"] == 1400
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_read"), [({"method": "fedlc"}, 0), ({"method": "fedpac"}, NUM_CLIENTS)]
+)
+def test_the_start_reads_no_clients_counts_twice(tmp_path, monkeypatch, keys, num_read):
+    read, get = [], ByName.__getitem__
+    monkeypatch.setattr(
+        ByName, "__getitem__", lambda self, name: read.append(name) or get(self, name)
+    )
+    monkeypatch.setattr(server_app.federation, "run_rounds", lambda *run: None)
+    keys = SMALL | KEYS | keys | {"output-dir": str(tmp_path)}
+    run_inline(keys, NUM_CLIENTS, num_workers=1)
+    assert len(read) == num_read
 
 
 @pytest.mark.parametrize("every", [1, 2])
