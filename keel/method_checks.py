@@ -23,6 +23,7 @@ from client_app.samples import Pixels, Step
 from client_app.setup import dataset_spec_of, model_for, open_source
 from client_app.state import StateFolder
 from keel.cli.new_method import placeholders
+from protocol.catalogue import FLAGS, method_spec
 from protocol.config import RunConfig, default_config, resolve_config
 from protocol.messages import Arrays, TrainRequest
 from protocol.options import OptionValue, keys_of, parse_options
@@ -359,6 +360,14 @@ def flags_are_consistent(subject: Subject) -> None:
     """What the capability flags allow works, and what they rule out is refused."""
     config = subject.config()
     method, name = method_of(config), subject.name
+    cls, spec = METHODS[name], method_spec(name)
+    for flag in FLAGS:
+        of_class, of_file = getattr(cls, flag), getattr(spec, flag)
+        require(
+            of_class == of_file,
+            f"{cls.__name__}.{flag} is {of_class!r}, but {of_file!r} where the server reads the "
+            "file without importing it: set it to a literal in the body of the class",
+        )
     server_half(name)
     update, ctx = subject.trained(config), subject.round(config, 2, {})
     is_personal = method.personal_model(ctx, update.state) is not None

@@ -2,7 +2,7 @@
 
 A method is one file, client_app/methods/<name>.py, and that file imports torch. What the config and
 the command line need of it (options, capability flags, documentation) is read from its syntax tree:
-`options_class` rebuilds the class with its annotated fields and `__post_init__`, without its other
+`options_class` rebuilds the class with its fields, flags and `__post_init__`, without its other
 functions. Options and flags therefore have to be literals or calls to `protocol.options`.
 """
 
@@ -10,10 +10,12 @@ import ast
 import copy
 import importlib
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from protocol.options import did_you_mean
 
 app_folder = Path(__file__).resolve().parent.parent
 methods_folder = app_folder / "client_app" / "methods"
@@ -58,6 +60,9 @@ class MethodSpec:
         return self.documentation.partition("\n")[0]
 
 
+FLAGS = tuple(f.name for f in fields(MethodSpec))[4:]
+
+
 def method_stem(name: str) -> str:
     """The file stem of a method: `fedavg-ft` is `fedavg_ft`."""
     return name.replace("-", "_")
@@ -86,14 +91,16 @@ def method_spec(name: str) -> MethodSpec:
         )
     options = options_class(path, names[0])
     documentation = ast.get_docstring(tree) or ""
-    own = {"name", "class_name", "documentation", "options"}
-    flags = {f.name: getattr(options, f.name) for f in fields(MethodSpec) if f.name not in own}
+    flags = {flag: getattr(options, flag) for flag in FLAGS}
     return MethodSpec(name, names[0], documentation, options, **flags)
 
 
 @lru_cache(maxsize=64)
 def options_class(path: Path, name: str) -> type[Any]:
-    """Class `name` of a source file, reduced to its annotated fields and `__post_init__`."""
+    """Class `name` of a source file, reduced to its fields, flags and `__post_init__`.
+
+    ValueError if a method's class has a public attribute that is neither an option nor a flag.
+    """
     tree = _parsed(path)
     bases = _bases(path, name)
     namespace = _names_without_torch(tree)
@@ -110,6 +117,16 @@ def options_class(path: Path, name: str) -> type[Any]:
             "protocol.options, because the config is checked before torch is imported"
         ) from None
     found: type[Any] = namespace[name]
+    own = {each for each in vars(found) if not each.startswith("_")}
+    inherited = {each for base in found.__mro__[1:] for each in vars(base)}
+    options = {field.name for field in fields(found)} if is_dataclass(found) else set()
+    if path.parent == methods_folder and (unknown := sorted(own - inherited - options)):
+        flags = [each for each in inherited if not each.startswith("_")]
+        raise ValueError(
+            f"{path}: {name}.{unknown[0]}: neither an option (NAME: TYPE = option(...)) nor a flag "
+            "of client_app/method.py; move a constant out of the class, or begin its name with _"
+            + did_you_mean(unknown[0], flags)
+        )
     return found
 
 
@@ -146,10 +163,10 @@ def _is_method(path: Path, name: str) -> bool:
 
 
 def _is_declaration(node: ast.stmt) -> bool:
-    """A docstring, an annotated field or flag, or `__post_init__`."""
+    """A docstring, a field or flag, or `__post_init__`."""
     is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     is_check = isinstance(node, ast.FunctionDef) and node.name == "__post_init__"
-    return is_docstring or is_check or isinstance(node, ast.AnnAssign)
+    return is_docstring or is_check or isinstance(node, ast.AnnAssign | ast.Assign)
 
 
 def _names_without_torch(tree: ast.Module) -> dict[str, Any]:

@@ -14,20 +14,19 @@ from strategies.average import Average
 
 
 def server_half(method: str) -> type[Average]:
-    """The class of a method's server half. ValueError where its own is missing."""
-    if not method_spec(method).has_own_server_half:
-        return Average
-    stem = method_stem(method)
+    """The class of a method's server half. ValueError where its own is missing or not announced."""
+    has_own, stem = method_spec(method).has_own_server_half, method_stem(method)
     halves: list[type[Average]] = []
     if module := sys.modules.get(f"{__name__}.{stem}"):
         classes = [value for value in vars(module).values() if isinstance(value, type)]
         halves = [c for c in classes if issubclass(c, Average) and c.__module__ == module.__name__]
-    if len(halves) != 1:
+    if len(halves) != has_own:
         raise ValueError(
-            f"method {method} has has_own_server_half = True, and strategies/{stem}.py defines "
-            f"{len(halves)} subclasses of Average: expected one"
+            f"method {method} has has_own_server_half = {has_own} (client_app/methods/{stem}.py), "
+            f"and strategies/{stem}.py defines {len(halves)} subclasses of Average: "
+            f"expected {int(has_own)}"
         )
-    return halves[0]
+    return halves[0] if halves else Average
 
 
 def strategy_for(config: RunConfig, model: StagedModel) -> Average:

@@ -95,6 +95,15 @@ def test_what_is_broken_fails_and_nothing_else(broken, few_checks, monkeypatch, 
     assert [(r.check.startswith(check), reason in r.reason) for r in failed] == [(True, True)]
 
 
+def test_a_flag_that_only_the_class_has_is_named(monkeypatch, tmp_path):
+    only = {name: check for name, check in keel.method_checks.CHECKS.items() if "flags" in name}
+    monkeypatch.setattr(keel.method_checks, "CHECKS", only)
+    monkeypatch.setattr(METHODS["fedprox"], "shared_part", "extractor")
+    [result] = check_method("fedprox", tmp_path)
+    assert result.outcome == "FAIL"
+    assert result.reason.startswith("FedProx.shared_part is 'extractor', but 'model' where")
+
+
 def test_a_failure_is_exit_code_1(few_checks, monkeypatch, capsys):
     monkeypatch.setattr(FitNet, "penalty", WithOrder.penalty)
     assert main(["check-method", "fitnet"]) == 1

@@ -27,13 +27,12 @@ from client_app.method import Method, Update
 from client_app.methods import METHODS, method_of
 from client_app.objective import LocalObjective
 from client_app.setup import build_network
-from protocol.catalogue import MethodSpec, method_names, method_spec
+from protocol.catalogue import FLAGS, method_names, method_spec
 from protocol.config import default_config
 from protocol.messages import read_reply
 from protocol.options import key_of
 from strategies import Average, server_half, strategy_for
 
-FLAGS = [f.name for f in dataclasses.fields(MethodSpec)][4:]
 each_method = pytest.mark.parametrize("name", METHODS)
 
 
@@ -228,6 +227,38 @@ def test_an_option_that_needs_torch_to_be_read_is_refused(folder):
     write(folder, "mine", constraint="one_of(*torch.names)")
     with pytest.raises(ValueError, match=r"mine\.py: .*use literals and the functions"):
         method_spec("mine")
+
+
+def with_line(folder, line):
+    """A method whose class body has this line too."""
+    write(folder, "my_method", module="objective", base="LocalObjective")
+    path = folder / "my_method.py"
+    path.write_text(f"{path.read_text()}    {line}\n")
+
+
+def test_a_flag_needs_no_annotation(folder):
+    with_line(folder, 'supports_weighting, default_weighting = False, "uniform"')
+    spec = method_spec("my-method")
+    assert (spec.supports_weighting, spec.default_weighting) == (False, "uniform")
+    assert [f.name for f in dataclasses.fields(spec.options)] == ["mu"]
+
+
+@pytest.mark.parametrize("annotation", [": ClassVar[bool]", ""])
+def test_a_misspelt_flag_is_refused(folder, annotation):
+    with_line(folder, f"has_own_server_hlaf{annotation} = True")
+    with pytest.raises(
+        ValueError, match=r"MyMethod\.has_own_server_hlaf: .* did you mean has_own_server_half\?"
+    ):
+        method_spec("my-method")
+
+
+def test_a_server_half_without_its_flag_is_refused(monkeypatch):
+    spec = dataclasses.replace(method_spec("fedreco"), has_own_server_half=False)
+    monkeypatch.setattr(strategies, "method_spec", lambda name: spec)
+    with pytest.raises(
+        ValueError, match=r"has_own_server_half = False .*, and strategies/fedreco\.py defines 1"
+    ):
+        server_half("fedreco")
 
 
 def test_a_server_half_that_is_missing_is_named(monkeypatch):
