@@ -452,8 +452,7 @@ def keys(name: NameArgument = None, as_json: JsonOption = False) -> None:
         show(rows, as_json, "Config keys", "Set one with `keel run KEY=VALUE`.", ["source"])
         return
     for row in rows:  # a line each, to be searched
-        value = json.dumps(row["default"]).strip('"')
-        print(f"{row['key']}={value}  ({row['range']}) {row['description']}")
+        print(f"{row['key']}={typed(row['default'])}  ({row['range']}) {row['description']}")
 
 
 def key_rows() -> list[Row]:
@@ -499,10 +498,10 @@ def show(
         for name in shown:
             is_number = all(isinstance(row[name], int | float | None) for row in rows)
             justify: Literal["left", "right"] = "right" if is_number else "left"
-            cells = [text_of(row[name]) for row in rows]
+            cells = [cell(name, row[name]) for row in rows]
             add_column(table, name, cells, justify, is_whole=name == shown[0])
         for row in rows:
-            table.add_row(*(text_of(row[name]) for name in shown))
+            table.add_row(*(cell(name, row[name]) for name in shown))
         return table
 
     if "description" in columns and is_too_wide(build(columns)):
@@ -517,8 +516,7 @@ def list_options(rows: Sequence[Row], columns: Sequence[str]) -> None:
     """Each option's key, default and range in a line, its description and source indented below."""
     console = terminal_console()
     for row in rows:
-        value = json.dumps(row["default"]).strip('"')
-        key = (f"{row[columns[0]]}={value}", "bold")
+        key = (f"{row[columns[0]]}={typed(row['default'])}", "bold")
         console.print(Text.assemble(key, f"  ({row['range']})"))
         about = [row[name] for name in ("description", "source") if name in columns and row[name]]
         console.print(Padding("; ".join(about), (0, 0, 0, 4)), markup=False)
@@ -538,8 +536,18 @@ def show_one(facts: Row, tables: Mapping[str, Sequence[Row]], as_json: bool) -> 
             show(rows, False, title)
 
 
+def cell(column: str, value: Any) -> str:
+    """A cell of a table; values of config keys are shown as they are typed."""
+    return typed(value) if column in ("default", "value") else text_of(value)
+
+
+def typed(value: Any) -> str:
+    """A config value as `keel run` takes it: true, 1000, 0.1, text without quotes."""
+    return json.dumps(value).strip('"')
+
+
 def text_of(value: Any) -> str:
-    """A cell: yes and no, thousands separated, lists with commas, a dash for None."""
+    """A text for people: yes and no, thousands separated, lists with commas, a dash for None."""
     if value is None:
         return "–"
     if isinstance(value, bool):

@@ -13,6 +13,7 @@ import keel.benchmarks.model_speed
 from keel.benchmarks.model_speed import build, input_of
 from keel.cli import catalog
 from keel.cli.main import main
+from keel.cli.overrides import parse_overrides
 from protocol.catalogue import method_names, method_spec
 from protocol.config import app_folder, default_config, presets
 from protocol.models import MODELS
@@ -63,6 +64,28 @@ def test_a_method_shows_every_option_with_default_and_range(capsys):
     assert options["fedprox.mu"]["type"] == "float"
     assert ">= 0" in options["fedprox.mu"]["range"]
     assert (app_folder / shown["file"]).is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["presets", "fedrcl-table1-cifar10"], presets()["fedrcl-table1-cifar10"]),
+        (
+            ["methods", "fedprox"],
+            {k: v for k, v in default_config().items() if k.startswith("fedprox.")},
+        ),
+        (["keys", "flip"], {"flip": default_config()["flip"]}),
+    ],
+)
+def test_values_are_shown_as_they_are_typed(words, expected, speed, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "240")
+    assert main(words) == 0
+    text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    rows = [line.split() for line in text.splitlines() if line.strip()]
+    at = 2 if words[0] != "presets" else 1  # the type comes before a default
+    shown = [f"{row[0]}={row[at]}" for row in rows if row[0] in expected]
+    assert parse_overrides(shown) == expected
 
 
 def test_the_markdown_table_has_one_row_a_method(capsys):
