@@ -56,24 +56,20 @@ def print_table(
 ) -> None:
     """Print the table of these columns; to a pipe without the blanks that fill its lines.
 
-    least: columns that are left out, the first first, where the terminal is too narrow. If it is
-    too narrow even then, the first column is broken anywhere.
+    least: columns that are left out, the first first, where the terminal is too narrow. Then the
+    others are, from the right, but never the first: its cells are names to copy.
     """
     console, shown, left_out = terminal_console(), list(columns), []
-    for name in least:
+    for name in (*least, *(name for name in shown[:0:-1] if name not in least)):
         if is_too_wide(build(shown)):
             shown.remove(name)
             left_out.append(name)
     table = build(shown)
-    if is_too_wide(table):
-        first = table.columns[0]
-        first.no_wrap, first.min_width, first.overflow = False, None, "fold"
     if console.is_terminal:
-        console.print(table)
-        if left_out:
-            text = f"{console.width} columns are too few for: {', '.join(left_out)}"
-            console.print(text, style="dim")
-        return
-    with console.capture() as captured:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+        console.print(table, width=PIPE_WIDTH if is_too_wide(table) else None, crop=False)
+    else:
+        with console.capture() as captured:
+            console.print(table)
+        print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    if left_out:
+        console.print(f"Hidden at this width: {', '.join(left_out)}", style="dim")

@@ -385,7 +385,8 @@ def presets(
     if name is None:
         rows = [preset_row(each, measure, needed=measure) for each in known_presets()]
         caption = f"{estimated_how} {not_measured}, `keel presets NAME` one."
-        show(rows, as_json, "Presets", caption, ["expected seconds"], ["method", "model"])
+        least = ["method", "model", "expected time"]
+        show(rows, as_json, "Presets", caption, ["expected seconds"], least)
         return
     refuse_unknown("preset", name, list(known_presets()))
     keys: list[Row] = [{"key": k, "value": v} for k, v in known_presets()[name].items()]
@@ -484,8 +485,8 @@ def show(
 ) -> None:
     """Rows with equal keys as JSON, or as a table without the hidden columns.
 
-    Where the terminal is too narrow, the `least` columns are left out, the first first; options are
-    listed then, one below the other.
+    Where the terminal is too narrow, the `least` columns are left out, those without a value first;
+    options are listed then, one below the other.
     """
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -507,6 +508,7 @@ def show(
     if "description" in columns and is_too_wide(build(columns)):
         list_options(rows, columns)
     else:
+        least = sorted(least, key=lambda name: any(row[name] is not None for row in rows))
         print_table(build, columns, least)
     if caption:
         terminal_console().print(caption, highlight=False)

@@ -268,3 +268,17 @@ def test_eighty_columns_cut_no_word(words, speed, monkeypatch, capsys):
         assert re.search(rf"^ ?{re.escape(first)}[ =]", text, re.MULTILINE)
         for word in row["description"].split() if "default" in row else ():
             assert word in text
+
+
+@pytest.mark.parametrize("width", [20, 40, 60])
+def test_a_narrow_terminal_shows_whole_names(width, monkeypatch, capsys):
+    monkeypatch.setattr(catalog, "model_speed", lambda *_: None)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["presets"]) == 0
+    text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    rows = [line.split() for line in text.splitlines() if line.strip()]
+    assert [row[0] for row in rows if row[0] in presets()] == list(presets())
+    if width == 60:  # without the column that has no time yet, the others fit
+        assert next(row for row in rows if row[0] == "fedcka-table1-cifar10")[1] == "cifar10"
+    assert "Hidden at this width: expected time, method, model" in " ".join(text.split())

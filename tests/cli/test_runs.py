@@ -340,7 +340,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_name(two, monkeypatch, 
         assert "finished" in row
         assert "…" not in row
         assert f"{100 * history_of(two / long)[-1]['global']['accuracy']:.2f}" in row
-        assert any(line.startswith("80 columns are too few for: ") for line in lines)
+        assert any(line.startswith("Hidden at this width: ") for line in lines)
     assert f"{long}: lr=0.1" in lines
 
 
