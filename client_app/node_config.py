@@ -140,5 +140,5 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
     if is_path and path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"run-dir = {sent[:200]!r}: is not a run directory (no config.json)")
-        return StateFolder(path / "clients" / client, max_ahead, memories.get(path))
+        return StateFolder(path / "clients" / client, max_ahead, memories.get(path), path)
     return StateFolder(clients_folder() / run / client, max_ahead)

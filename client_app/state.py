@@ -11,6 +11,7 @@ A run of the inline engine with `snapshot-every` > 1 has the newest versions in 
 them in the rounds that it may resume from.
 """
 
+import json
 import logging
 import re
 from contextlib import suppress
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from safetensors.torch import load
 
-from protocol.files import RESET_FILE, digest, remove_parts, write_atomically
+from protocol.files import HISTORY_FILE, RESET_FILE, digest, remove_parts, write_atomically
 from protocol.messages import UNREADABLE, Arrays, with_current_names
 from protocol.packing import packed_pieces
 
@@ -78,12 +79,18 @@ class StateFolder:
     """The versions of one client's state in one run.
 
     max_ahead: rounds that a resume may repeat. memory: has the newest version, if not None.
+    run_directory: of a simulation, whose workers may train a client while another is late with it.
     """
 
     def __init__(
-        self, folder: Path, max_ahead: int = NUM_REPEATED, memory: StateMemory | None = None
+        self,
+        folder: Path,
+        max_ahead: int = NUM_REPEATED,
+        memory: StateMemory | None = None,
+        run_directory: Path | None = None,
     ) -> None:
         self.folder, self.max_ahead, self.memory = folder, max_ahead, memory
+        self.run_directory = run_directory
 
     def load(self, before_round: int, last_accepted_round: int = 0) -> Groups:
         """The newest version of a round < `before_round`; {} if this client has no state yet.
@@ -156,10 +163,17 @@ class StateFolder:
         """Write the version of this round; it replaces those that a resume repeats.
 
         Versions newer than that are renamed to `*.set-aside`. Do not modify the arrays later.
+        ValueError if there is a newer version and the server has ended this round: it is too late.
         """
         if self.memory is not None:
             self.memory.save(self.folder, round_, groups)
             return
+        replaced = [(r, path) for r, path in self._versions() if r >= round_]
+        if replaced and replaced[-1][0] > round_ and self._has_ended(round_):
+            raise ValueError(
+                f"round {round_} is over, and this client has trained in round {replaced[-1][0]} "
+                "since: its state stays, and what came too late is dropped"
+            )
         flat = {
             f"{group}{separator}{name}": array
             for group, arrays in groups.items()
@@ -168,7 +182,6 @@ class StateFolder:
         pieces = packed_pieces(flat, None)
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_parts(self.folder)
-        replaced = [(r, path) for r, path in self._versions() if r >= round_]
         path = self.folder / f"round-{round_:05d}-{digest(*pieces)}.safetensors"
         write_atomically(path, *pieces)
         for r, stale in replaced:
@@ -179,6 +192,14 @@ class StateFolder:
         for name in reset_markers:
             with suppress(FileNotFoundError):
                 (self.folder / name).rename(self.folder / f"state-was-reset-{round_:05d}")
+
+    def _has_ended(self, round_: int) -> bool:
+        """Whether the server has recorded this round; a resume removes the rounds it repeats."""
+        if self.run_directory is None:
+            return False
+        history = self.run_directory / HISTORY_FILE
+        lines = history.read_bytes().splitlines() if history.exists() else []
+        return bool(lines) and int(json.loads(lines[-1])["round"]) >= round_
 
     def prune(self, checkpoint_round: int) -> None:
         """Delete versions older than the newest one <= checkpoint_round: no resume needs them."""

@@ -11,6 +11,8 @@ from typing import Any
 
 # An operator creates it to give up lost client state; what a client refuses without it names it.
 RESET_FILE = "reset-state"
+# In the run directory: the server adds a round's line when it has ended the round.
+HISTORY_FILE = "history.jsonl"
 
 
 def digest(*pieces: Any) -> str:

@@ -1,4 +1,4 @@
-"""history.jsonl: one line per round. Only this module reads and writes it; needs no torch.
+"""history.jsonl: one line per round. Only this module writes it; needs no torch.
 
 Keys of a line: round, participants (clients whose update was aggregated), left_out (client to
 reason), rejected (number of replies that failed update validation), reset_needed (clients whose
@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from protocol.files import HISTORY_FILE as HISTORY_FILE
 from protocol.files import append_line, write_atomically
 
 log = logging.getLogger("keel.server")
 Line = dict[str, Any]
 
-HISTORY_FILE = "history.jsonl"
 RENAMED_FIELDS = {"refused": "rejected", "resting": "backed_off"}  # names before 0.2
 KINDS: dict[str, type] = {
     "round": int,

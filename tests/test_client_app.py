@@ -38,6 +38,7 @@ from client_app.state import StateFolder
 from models.cnn import _plain_cnn
 from protocol.config import config_from_json
 from protocol.messages import RESET_NEEDED, TrainRequest, read_reply, read_roster
+from server_app.history import append_history, truncate_history
 from server_app.inline import run_inline
 
 
@@ -490,6 +491,28 @@ def test_lost_client_state_is_refused_until_it_is_reset(tmp_path):
     assert not client.ask("train", 2, weights, counted=1).has_error()
     assert not (kept / "reset-state").exists()  # it is for once
     assert not client.ask("train", 3, weights, counted=2).has_error()
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_late_client_does_not_replace_the_state_of_a_newer_round(tmp_path, resumes):
+    """Round 2 timed out while its worker was busy; another worker has trained round 3 meanwhile."""
+    config = make_config(method="moon")
+    client, weights = Client(config, tmp_path), initial(config)
+    history, kept = tmp_path / "history.jsonl", tmp_path / "clients" / "client-0000"
+    client.ask("train", 1, weights)
+    append_history(history, {"round": 1})
+    append_history(history, {"round": 2, "left_out": {"client-0000": "no answer in time"}})
+    client.ask("train", 3, weights, counted=1)
+    before = sorted(kept.iterdir())
+    if resumes:
+        truncate_history(history, 1)
+    reply = client.ask("train", 2, weights, counted=1)
+    if resumes:
+        assert not reply.has_error()
+        assert sorted(path.name[:11] for path in kept.iterdir()) == ["round-00001", "round-00002"]
+    else:
+        assert "round 2 is over" in error_of(reply)
+        assert sorted(kept.iterdir()) == before
 
 
 def test_methods_that_keep_nothing_miss_nothing(tmp_path):
