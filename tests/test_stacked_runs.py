@@ -13,7 +13,6 @@ from client_fixtures import (
 )
 from rich.console import Console
 from run_fixtures import final_model, history_of, same_bits, without_pictures, without_times
-from test_client_stacked import in_float64  # noqa: F401 (used by being here)
 
 import server_app.stacked_runs
 from client_app import handlers
