@@ -97,8 +97,9 @@ class LogicalGrid(OwnGrid):
         self.summing: Summing | None = None
         self.seconds_per_unit: dict[int, float] = {}  # by worker, once it has trained
         self.numbers = itertools.count(1)
-        # id of a worker's message to the clients' messages in it, and how their arrays are summed
-        self.sent: dict[str, tuple[list[Message], Summing | None]] = {}
+        # id of a worker's message to the clients' messages in it, how their arrays are summed, and
+        # whether it measures the worker: its first one does, any that is done may answer the second
+        self.sent: dict[str, tuple[list[Message], Summing | None, bool]] = {}
         self.carrier: dict[str, str] = {}  # id of a client's message to that of the worker's
         self.arrived: dict[str, Message] = {}  # replies by the id of the client's message
 
@@ -132,9 +133,11 @@ class LogicalGrid(OwnGrid):
                 Message(content, dst_node_id=worker, message_type=first.message_type, ttl=first.ttl)
             )
         self.grid.push_messages(wholes)
-        for whole, (_, places) in zip(wholes, parts, strict=True):
-            in_whole = [requests[i] for i in places]
-            self.sent[whole.metadata.message_id] = in_whole, self.summing
+        workers: set[int] = set()
+        for whole, (worker, places) in zip(wholes, parts, strict=True):
+            in_whole, is_first = [requests[i] for i in places], worker not in workers
+            workers.add(worker)
+            self.sent[whole.metadata.message_id] = in_whole, self.summing, is_first
             self.carrier |= {ids[i]: whole.metadata.message_id for i in places}
         return ids
 
@@ -163,13 +166,15 @@ class LogicalGrid(OwnGrid):
         asked = [each for each in message_ids if each in self.carrier or each in self.arrived]
         carriers = {self.carrier[each] for each in asked if each in self.carrier}
         for whole in self.grid.pull_messages(carriers) if carriers else []:
-            messages, summing = self.sent.pop(whole.metadata.reply_to_message_id, ([], None))
+            sent = whole.metadata.reply_to_message_id
+            messages, summing, is_first = self.sent.pop(sent, ([], None, False))
             contents: Sequence[RecordDict | Error] = [
                 whole.error if whole.has_error() else Error(0, "")
             ] * len(messages)
             if not whole.has_error():
                 contents = simulated_replies(whole.content, len(messages))
-                self.learn(whole.metadata.src_node_id, messages, contents)
+                if is_first:
+                    self.learn(whole.metadata.src_node_id, messages, contents)
                 sums = tensors(find_record(whole.content, "sum", ArrayRecord))
                 if sums and summing and summing is self.summing:  # of this round
                     pairs = zip(messages, contents, strict=True)

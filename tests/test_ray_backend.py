@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
-from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -206,13 +205,36 @@ def backend(monkeypatch):
         )
         monkeypatch.setattr(ClusterBackend, "__init__", lambda self: None)
         found = ClusterBackend()
-        found.idle, found.lock, found.is_over = SimpleQueue(), threading.Lock(), False
+        found.changed, found.own, found.is_over = threading.Condition(), {}, False
         found.workers, found.client_resources = [], {"num_cpus": 1}
         monkeypatch.setattr(ray_backend, "started", Future())
         found.build(lambda: None)
         return found, fake
 
     return made
+
+
+# --- which worker gets a message -----------------------------------------------------------------
+
+
+def test_a_node_has_a_worker_of_its_own_and_another_while_that_is_busy(backend):
+    found, _ = backend(node("a", 1), node("b", 1))
+    a, b = found.next_idle(2), found.next_idle(3)
+    for nodes, workers in (((2, 3), (a, b)), ((3, 2), (b, a)), ((2, 2), (a, b)), ((3, 3), (b, a))):
+        found.put_back(b)
+        found.put_back(a)
+        assert [found.next_idle(each) for each in nodes] == list(workers)
+    found.put_back(b)
+    assert found.next_idle(4) is b  # there are fewer workers than nodes
+
+
+def test_a_node_takes_no_others_worker_while_one_is_free(backend):
+    found, _ = backend(node("a", 1), node("b", 1), node("c", 1))
+    a, b = found.next_idle(2), found.next_idle(3)
+    found.put_back(a)
+    assert found.next_idle(3).address == "c"
+    found.put_back(b)
+    assert found.next_idle(2) is a
 
 
 @pytest.fixture
@@ -238,6 +260,21 @@ def test_a_message_is_played_again_on_another_worker_and_the_dead_one_is_replace
     assert ray.asked == ["a", "b"]
     assert found.num_workers == 2
     assert ray.killed == ["a"]
+    ray.dies = set()
+    new = found.next_idle(2)
+    assert new.address == "a"
+    found.put_back(new)
+    assert found.next_idle(2) is new
+
+
+def test_a_message_whose_worker_died_goes_to_the_worker_that_has_waited_longest(backend, asked):
+    found, ray = backend(node("a", 1), node("b", 1))
+    a, b = found.next_idle(2), found.next_idle(3)
+    found.put_back(b)
+    found.put_back(a)
+    ray.dies = {"a"}  # each that is started there
+    assert found.process_message(*asked) == ("reply of b", "context")
+    assert ray.asked == ["a", "b"]
 
 
 def test_a_message_on_which_each_worker_dies_is_an_error_of_one_line(backend, asked):

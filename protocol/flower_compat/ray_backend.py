@@ -9,6 +9,8 @@ Replaces `RayBackend` (see `simulation_patches`), whose options and start of Ray
 - Flower's workers are on any node; here each has a node, so that the preflight can name it.
 - Flower returns a worker that died to its pool, where it fails every message it gets. Here it is
   replaced, and its message is sent again to another worker.
+- Flower gives a message to the worker that has waited longest. Here each of Flower's nodes has one
+  of its own where there are enough, so that how fast it trains can be measured.
 - With `client-resources-num-gpus` unset, Flower's workers either see no GPU or all share the first
   one. Here each has a GPU, if there are any.
 
@@ -17,7 +19,6 @@ No public way for any of these.
 
 import logging
 import os
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,9 +103,10 @@ class ClusterBackend(RayBackend):
     """See the module."""
 
     def __init__(self, backend_config: BackendConfig) -> None:
-        self.idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self.idle: list[Worker] = []  # who has waited longest first
+        self.own: dict[int, Worker] = {}  # by node of Flower's
         self.workers: list[Worker] = []
-        self.lock = threading.Lock()
+        self.changed = threading.Condition()  # of these
         self.is_over = False
         try:
             super().__init__(backend_config)
@@ -163,8 +165,7 @@ class ClusterBackend(RayBackend):
             )
             started.set_exception(failed)
             raise failed
-        for worker in self.workers:
-            self.idle.put(worker)
+        self.idle = list(self.workers)
         started.set_result(self.ask_workers)
 
     def new_worker(self, node: Mapping[str, Any], number: int) -> Worker:
@@ -180,26 +181,43 @@ class ClusterBackend(RayBackend):
         """Number of workers."""
         return len(self.workers)
 
-    def next_idle(self) -> Worker:
-        """The next idle worker; RuntimeError if there is none left."""
-        while True:
-            try:
-                return self.idle.get(timeout=LOOK_S)
-            except queue.Empty:
-                if not self.workers or self.is_over:
-                    raise RuntimeError("no worker of the simulation is left") from None
+    def next_idle(self, node: int | None) -> Worker:
+        """The worker of Flower's node if it is idle, else another; RuntimeError if there is none.
+
+        None: the worker that has waited longest.
+        """
+        with self.changed:
+            while not self.idle:
+                if not self.changed.wait(LOOK_S) and (not self.workers or self.is_over):
+                    raise RuntimeError("no worker of the simulation is left")
+            worker = self.idle[0]
+            if node is not None:
+                free = [each for each in self.idle if each not in self.own.values()]
+                if free:
+                    self.own.setdefault(node, free[0])
+                own = self.own.get(node)
+                worker = own if own in self.idle else (free or self.idle)[0]
+            self.idle.remove(worker)
+            return worker
+
+    def put_back(self, worker: Worker) -> None:
+        """The worker is idle."""
+        with self.changed:
+            self.idle.append(worker)
+            self.changed.notify()
 
     def process_message(self, message: Message, context: Context) -> tuple[Message, Context]:
-        """The reply of the next idle worker; of another one if it dies."""
+        """The reply of an idle worker, the node's own if it can be; of another one if it dies."""
         client = str(context.node_config[PARTITION_ID_KEY])
         num_attempts = 0
+        node: int | None = message.metadata.dst_node_id
         while True:
-            worker = self.next_idle()
+            worker = self.next_idle(node)
             try:
                 future = worker.actor.run.remote(self.app_fn, message, client, context)
                 _, reply, updated = ray.get(future)
             except LOST as error:
-                reason = in_one_line(error)
+                node, reason = None, in_one_line(error)
                 num_attempts += self.replace_lost(worker)
                 if num_attempts == MAX_ATTEMPTS:
                     raise RuntimeError(
@@ -209,22 +227,23 @@ class ClusterBackend(RayBackend):
                     "a worker on %s is lost (%s): its message is sent again", worker.address, reason
                 )
             except BaseException:
-                self.idle.put(worker)
+                self.put_back(worker)
                 raise
             else:
-                self.idle.put(worker)
+                self.put_back(worker)
                 return reply, updated
 
     def replace_lost(self, worker: Worker) -> bool:
         """Start another worker on the node of one that died; whether the node is alive."""
         is_alive = any(n["Alive"] and n["NodeID"] == worker.node["NodeID"] for n in all_nodes())
-        with self.lock:
+        with self.changed:
             self.workers.remove(worker)
+            self.own = {node: own for node, own in self.own.items() if own is not worker}
             if is_alive and not self.is_over:
                 ray.kill(worker.actor)
                 new = self.new_worker(worker.node, worker.number)
                 self.workers.append(new)
-                self.idle.put(new)
+                self.put_back(new)
         return is_alive
 
     def ask_workers(self, content: Callable[[int], RecordDict]) -> Sequence[WorkerReply]:
