@@ -6,9 +6,9 @@ Importing keel imports neither torch nor Flower; the first run or model does.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keel.api import Run, load_model, load_run, run
+    from keel.api import Run, __version__, load_model, load_run, run
 
-__all__ = ["Run", "load_model", "load_run", "run"]
+__all__ = ["Run", "__version__", "load_model", "load_run", "run"]
 
 
 def __getattr__(name: str) -> Any:

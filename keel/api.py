@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keel.runs import SavedRun, find_run
+from protocol.config import keel_version
 from protocol.options import OptionValue
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from server_app.trained import TrainedModel
+
+__version__ = keel_version()
 
 
 class Run:
@@ -129,6 +132,8 @@ def run(
         raise ValueError(
             f"engine = {engine!r}: expected inline or flower; `keel run` offers deployment"
         )
+    if clients is not None and (type(clients) is not int or clients < 1):
+        raise ValueError(f"clients = {clients!r}: expected a whole number >= 1")
     options = EngineOptions(Engine(engine), clients, cpus_per_client, gpus_per_client, ray=ray)
     saved = execute(overrides, options, quiet)
     assert saved is not None

@@ -178,7 +178,7 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
             continue
         allowed = constraint.describe(expected)
         if type(value) is not expected:
-            if type_names[int] not in allowed and expected is not float:
+            if type_names[expected] not in allowed and expected is not float:
                 allowed = f"{type_names[expected]} ({allowed})"
             raise ValueError(f"{key} = {value!r}: expected {allowed}, not {type(value).__name__}")
         hint = did_you_mean(str(value), constraint.choices)

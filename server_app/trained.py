@@ -37,8 +37,9 @@ class TrainedModel:
     def probabilities(self, images: np.ndarray) -> Tensor:
         """[N, num_classes] for uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W] of any size."""
         channels, size, _ = self.network.input_shape
-        if images.dtype != np.uint8:
-            raise ValueError(f"images are {images.dtype}: expected uint8, 0..255")
+        found = images.dtype if isinstance(images, np.ndarray) else type(images).__name__
+        if found != np.uint8:
+            raise ValueError(f"images are {found}: expected a NumPy array of uint8, 0..255")
         x = torch.from_numpy(np.ascontiguousarray(images))
         if x.ndim == 3:
             x = x[:, None]

@@ -86,8 +86,8 @@ def test_a_missing_key_is_named(key):
         ("my.local-steps", "3", "expected a whole number >= 1, not str"),
         ("my.learning-rate", True, "expected a finite number > 0, not bool"),
         ("my.learning-rate", "0.1", "expected a finite number > 0, not str"),
-        ("my.is-on", 1, "expected true or false (true or false), not int"),
-        ("my.is-on", "true", "expected true or false (true or false), not str"),
+        ("my.is-on", 1, "expected true or false, not int"),
+        ("my.is-on", "true", "expected true or false, not str"),
         ("my.kind", 1, "expected a string (one of red, green), not int"),
         # out of range
         ("my.local-steps", 0, "expected a whole number >= 1"),

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -54,13 +55,31 @@ def test_history_model_and_plot(home, capsys, monkeypatch):
     names = run.model().predict(np.zeros((3, 32, 32), np.uint8))
     assert len(names) == 3
     assert names == keel.load_model(run.directory).predict(np.zeros((3, 32, 32), np.uint8))
+    with pytest.raises(ValueError, match=r"^images are str: expected a NumPy array of uint8"):
+        run.model().predict("x.png")
+    with pytest.raises(ValueError, match=r"^images are float64: expected a NumPy array of uint8"):
+        run.model().predict(np.zeros((3, 32, 32)))
     figure = run.plot()
     assert isinstance(figure, Figure)
     [line] = figure.axes[0].lines
     np.testing.assert_allclose(line.get_ydata(), [100 * value for value in accuracies])
 
 
+def test_keel_has_the_version_of_the_project():
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert keel.__version__ == project["version"]
+
+
+@pytest.mark.parametrize("clients", ["3", 0, -1, 2.0, True])
+def test_a_number_of_clients_that_is_none_is_named_as_the_argument(home, clients):
+    with pytest.raises(ValueError) as error:
+        keel.run(clients=clients)
+    assert str(error.value) == f"clients = {clients!r}: expected a whole number >= 1"
+
+
 def test_mistakes_raise_one_line(home):
+    with pytest.raises(ValueError, match=r"^method = 3: expected a string, not int$"):
+        keel.run(method=3)
     with pytest.raises(ValueError, match="'mehtod' is unknown; did you mean method"):
         keel.run(mehtod="fedcka")
     with pytest.raises(ValueError, match="alpha is set twice"):
