@@ -401,15 +401,15 @@ class RunConfig:
             return choice
         return "all" if self.method_options().is_personal else "none"
 
-    def no_test_part(self, client: str) -> ValueError:
+    def no_test_part(self, client: str, has_own_data: bool = False) -> ValueError:
         """The error for a client without the local test part on which it is to be evaluated."""
         why = f"evaluate-clients = {self.rounds.evaluate_clients!r}"
         if self.rounds.evaluate_clients == "auto":
             why = f"{self.rounds.method} has personal models, which are evaluated on it"
-        return ValueError(
-            f"client {client} has no local test part ({why}): set local-test-fraction, such as "
-            "0.2, or put images under test/ in the client's own data"
-        )
+        remedy = "set local-test-fraction, such as local-test-fraction=0.2"
+        if has_own_data:
+            remedy += ", or put images under test/ in the client's own data"
+        return ValueError(f"client {client} has no local test part ({why}): {remedy}")
 
     def table(self, name: str, cls: type[T]) -> T:
         """The options dataclass `cls` from the keys `name.*`, of a method or server optimizer."""

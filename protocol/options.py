@@ -106,9 +106,15 @@ def option(
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """`; did you mean NAME?` with the name that is nearest to `name`; "" if none is near."""
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    """`; did you mean NAME?` with the name that is nearest to `name`; "" if none is near.
+
+    Upper and lower case are the same. A name that begins with `name` is near.
+    """
+    folded, by_folded = name.casefold(), {each.casefold(): each for each in names}
+    near = difflib.get_close_matches(folded, by_folded, n=1)
+    if not near and len(name) > 2:
+        near = [each for each in by_folded if each.startswith(folded)]
+    return f"; did you mean {by_folded[near[0]]}?" if near else ""
 
 
 class OptionFlag:

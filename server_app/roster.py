@@ -212,4 +212,4 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
     if config.evaluated_clients != "none":
         for entry in entries:
             if not entry.num_test_examples:
-                raise config.no_test_part(entry.client)
+                raise config.no_test_part(entry.client, not entry.num_partitions)

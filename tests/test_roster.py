@@ -66,6 +66,14 @@ def test_clients_that_do_not_fit_are_refused_by_name(entries, words):
     assert rejected(entries).startswith(words)
 
 
+@pytest.mark.parametrize("num_partitions", [0, 1])
+def test_only_a_client_with_data_of_its_own_can_add_a_test_part(num_partitions):
+    site = entry("a", test_label_counts=[], num_partitions=num_partitions)
+    line = rejected([site], evaluate_clients="all")
+    assert line.startswith("client a has no local test part (evaluate-clients = 'all'): set local")
+    assert ("test/" in line) == (num_partitions == 0)
+
+
 def test_counts_of_other_classes_are_refused_where_counts_are_withheld():
     """They would reach the split's picture and the method's checks."""
     entries = [entry("a", (), num_train=5), entry("b", (1,) * 100_000)]

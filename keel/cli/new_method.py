@@ -62,8 +62,12 @@ def method_files(name: str, server_half: bool, paper: str = "") -> dict[Path, st
     ValueError if the name is taken, it or the source is not allowed, or this is no checkout.
     """
     stem = method_stem(name)
-    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) or keyword.iskeyword(stem):
+    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise ValueError(f"{name!r}: expected lower-case letters, digits and hyphens, as fedavg-ft")
+    if keyword.iskeyword(stem):
+        raise ValueError(
+            f"{name!r} is a keyword of Python: choose another name, such as fed-{name}"
+        )
     tables = {key.partition(".")[0] for key in default_config()} | set(method_names())
     if name in tables:
         raise ValueError(f"{name!r} exists: methods, server optimizers and config keys share names")

@@ -49,7 +49,10 @@ def parse_overrides(assignments: Sequence[str]) -> dict[str, OptionValue]:
 
 
 def typed_value(key: str, text: str, kind: type[OptionValue]) -> OptionValue:
-    """The value that `text` stands for; ValueError if it is not of type `kind`."""
+    """The value that `text` stands for; ValueError if it is not of type `kind`.
+
+    Numbers may have underscores, as in TOML: 1_000.
+    """
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":
         try:
             value = tomllib.loads(f"value = {text}")["value"]

@@ -278,7 +278,10 @@ def make_credentials(
                 "with --renew"
             )
     elif not names:
-        raise ValueError("no server names: pass the names or addresses that clients connect to")
+        raise ValueError(
+            "no server names: pass the names or addresses that clients connect to, such as "
+            "--name fl.example.org"
+        )
     lines: list[str] = []
 
     def make(path: Path, write: Callable[[], None]) -> None:

@@ -83,6 +83,10 @@ MISTAKES = {
     "tracker=mlfow": "tracker = 'mlfow': expected none, or some of ",
     "diagnostics=drift,cka-globl": "diagnostics = 'cka-globl' is unknown; did you mean cka-global?",
     'alpha="0.1"': 'alpha = "0.1": expected a number, found a string',
+    "METHOD=fedcka": "config key = 'METHOD' is unknown; did you mean method?",
+    "FEDCKA.mu=1": "config key = 'FEDCKA.mu' is unknown; did you mean fedcka.mu?",
+    "method=FEDCKA": "method = 'FEDCKA' is unknown; did you mean fedcka?",
+    "preset=fedcka": "preset = 'fedcka' is unknown; did you mean fedcka-table1-cifar10?",
     "fedcka": "'fedcka': expected KEY=VALUE, such as method=fedintr",
 }
 
@@ -133,6 +137,10 @@ def test_a_mistake_that_others_are_judged_by_is_named_alone():
     with pytest.raises(ValueError, match=r"^preset = 'nope' is unknown") as error:
         checked_config({"preset": "nope", "lr": -1.0})
     assert " | " not in str(error.value)
+
+
+def test_underscores_in_numbers_are_those_of_toml():
+    assert parse_overrides(["num-rounds=1_000"]) == {"num-rounds": 1000}
 
 
 def test_the_same_key_twice_is_a_mistake():

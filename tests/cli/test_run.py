@@ -81,7 +81,11 @@ def test_options_that_do_not_fit_are_one_line(home, capsys, words, line):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["method=fedrep"], "client client-0000 has no local test part"),
+        (
+            ["method=fedrep"],
+            "client client-0000 has no local test part (fedrep has personal models, which are "
+            "evaluated on it): set local-test-fraction, such as local-test-fraction=0.2\n",
+        ),
         (["--engine", "flower", "evaluate-clients=all"], "client client-0000 has no local test"),
         (["min-replies=11"], "min-replies = 11: only 10 clients train in a round"),
         (["aggregation=krum", "num-malicious=9"], "num-malicious = 9: krum needs 2 * 9 + 3 = 21"),
