@@ -55,8 +55,9 @@ def load(name: str) -> click.Command:
         raise click.UsageError(f"this installation of Keel has no command {name!r}") from None
     app = getattr(module, "app", None)
     if app is None:
-        app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        app = typer.Typer(add_completion=False)
         app.command(name)(getattr(module, function, None) or getattr(module, f"{function}_command"))
+    app.rich_markup_mode = "markdown"
     command: click.Command = typer.main.get_command(app)
     if isinstance(command, click.Group) and name in command.commands:
         command = command.commands[name]

@@ -69,13 +69,18 @@ def test_help_names_every_command(capsys):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_loads_and_shows_its_help(name, capsys):
     try:
-        load(name)
+        command = load(name)
     except Exception as error:
         if "this installation of Keel has no command" in str(error):
             pytest.skip(str(error))
         raise
     assert main([name, "--help"]) == 0
-    assert f"keel {name}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"keel {name}" in shown
+    for each in getattr(command, "commands", ()):
+        assert main([name, each, "--help"]) == 0
+        shown += capsys.readouterr().out
+    assert "`" not in shown  # Markdown is rendered
 
 
 def test_a_command_of_a_missing_module_is_one_line(monkeypatch, capsys):
