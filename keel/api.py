@@ -152,7 +152,8 @@ def load_model(run: str | Path, client: str = "") -> "TrainedModel":
     """A run's final global model, or the personal model of one of its clients.
 
     ``model.predict(images)`` takes uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W] of any size
-    and returns class names. ValueError, one line, if the run has no such model.
+    and returns class names. ValueError, one line, if the run has no such model or no
+    finished round.
     """
     from server_app.trained import load_model as load
 

@@ -17,7 +17,7 @@ from server_app.diagnostics.plots import plot_models
 from server_app.history import finite_or_null
 from server_app.run_directory import read_arrays
 from server_app.summary import read_run_config
-from server_app.trained import load_model
+from server_app.trained import check_rounds, read_model
 
 
 def write_diagnostics(
@@ -36,6 +36,7 @@ def write_diagnostics(
         raise ValueError(
             f"{run_dir} has no model.safetensors: it is not the directory of a finished run"
         )
+    check_rounds(run_dir)
     config = read_run_config(run_dir)
     source = open_source(config)
     device = device_for(config.train.device)
@@ -73,7 +74,7 @@ def clients_with_models(run_dir: Path) -> list[str]:
     found = []
     for path in sorted((run_dir / "clients").glob("*")):
         try:
-            load_model(run_dir, client=path.name)
+            read_model(run_dir, client=path.name)
         except ValueError:
             continue
         found.append(path.name)
@@ -86,7 +87,7 @@ def saved_model(run_dir: Path, model: str) -> tuple[str, Arrays]:
     ValueError if there is no such model.
     """
     if (run_dir / "clients" / model).is_dir():
-        network = load_model(run_dir, client=model).network
+        network = read_model(run_dir, client=model).network
         return network.name, network.state_dict()
     path = Path(model).expanduser()
     if not path.is_file():

@@ -4,6 +4,7 @@ model = load_model("~/.keel/runs/20260101-120000-fedintr-digits")
 names = model.predict(images)          # uint8 [N, H, W], [N, H, W, C] or [N, C, H, W]
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,11 @@ from client_app.setup import build_network
 from client_app.state import StateFolder
 from models import StagedModel
 from protocol.messages import Arrays
+from server_app.history import HISTORY_FILE, whole_lines
 from server_app.run_directory import read_arrays
 from server_app.summary import read_run_config
+
+log = logging.getLogger("keel.server")
 
 OWN_STATE = "state/own/"  # prefix in a checkpoint of the state of the method's server half
 
@@ -64,9 +68,34 @@ class TrainedModel:
 def load_model(directory: str | Path, client: str = "") -> TrainedModel:
     """The final global model of a run, or the personal model of one of its clients.
 
-    ValueError, one line, where the run has not finished or has no such model.
+    ValueError, one line, where no round has finished or the run has no such model. A run that has
+    rounds left is named in a warning.
     """
     path = Path(directory).expanduser()
+    model = read_model(path, client)
+    check_rounds(path)
+    return model
+
+
+def check_rounds(path: Path) -> None:
+    """ValueError if a run has a model but no finished round; a warning if it has rounds left."""
+    if not (path / HISTORY_FILE).exists():  # a model that was copied without it
+        return
+    history, _ = whole_lines(path)
+    if not history:
+        raise ValueError(
+            f"{path}: no round has finished, so its model is not trained; continue the run with "
+            f"`keel resume {path.name}`"
+        )
+    done, num_rounds = history[-1]["round"], read_run_config(path).rounds.num_rounds
+    if done < num_rounds:
+        log.warning(
+            "%s has finished %d of %d rounds: its model is not final", path, done, num_rounds
+        )
+
+
+def read_model(path: Path, client: str = "") -> TrainedModel:
+    """As `load_model`, of whatever round. ValueError if the run has no such model."""
     if not (path / "model.safetensors").is_file():
         raise ValueError(f"{path} has no model.safetensors: it is not a run that has ended")
     arrays, about = read_arrays(path / "model.safetensors")

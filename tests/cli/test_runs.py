@@ -377,6 +377,26 @@ def test_predict_says_what_the_model_does(trained, images, capsys):
         assert row["probability"] == pytest.approx(float(probabilities.max()), abs=1e-4)
 
 
+def test_a_model_that_was_never_trained_is_refused(two, images, capsys):
+    (two / "one" / "history.jsonl").write_text("")  # as of a run that was stopped in round 1
+    for words in (["predict", "one", str(images[0])], ["diagnose", "one"]):
+        assert main(words) == 2
+        assert capsys.readouterr() == (
+            "",
+            f"error: {two / 'one'}: no round has finished, so its model is not trained; "
+            "continue the run with `keel resume one`\n",
+        )
+
+
+def test_the_model_of_a_stopped_run_is_named_as_such(two, images, caplog):
+    path = two / "one" / "history.jsonl"
+    assert main(["predict", "one", str(images[0])]) == 0
+    assert caplog.messages == []
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    assert main(["predict", "one", str(images[0])]) == 0
+    assert caplog.messages == [f"{two / 'one'} has finished 1 of 2 rounds: its model is not final"]
+
+
 @pytest.mark.parametrize("content", [None, b"", b"no image"])
 def test_what_is_no_image_is_one_line_naming_it(trained, tmp_path, capsys, content):
     path = tmp_path / "x.png"
