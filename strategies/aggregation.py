@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from flwr.serverapp.strategy.fedtrimmedavg import trim_mean
-from flwr.serverapp.strategy.multikrum import select_multikrum
 
 from protocol.config import RoundsConfig
 from protocol.exact_sum import ExactSum
+from protocol.flower_compat.aggregation import select_multikrum, trim_mean
 from protocol.messages import Arrays, TrainReply
 
 log = logging.getLogger("keel.server")

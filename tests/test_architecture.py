@@ -28,6 +28,9 @@ LAYERS = (
 LAYER_OF = {package: n for n, packages in enumerate(LAYERS) for package in packages}
 WITH_TORCH = {"protocol.exact_sum", "protocol.messages", "protocol.packing"}
 
+# What Keel uses of Flower; all else is in protocol/flower_compat.
+FLOWER = {"flwr", "flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}
+
 
 def module_name(file: Path) -> str:
     parts = file.relative_to(root).with_suffix("").parts
@@ -93,6 +96,22 @@ def test_imports_point_down():
         and LAYER_OF[package] >= LAYER_OF[importer]
     ]
     assert wrong == []
+
+
+def test_only_flower_compat_imports_what_flower_does_not_export():
+    wrong = [
+        f"{name} imports {imported}"
+        for name, file in MODULES.items()
+        if not name.startswith("protocol.flower_compat")
+        for node in imports_of(file)
+        for imported in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [str(node.module)]
+        )
+        if imported.partition(".")[0] == "flwr" and imported not in FLOWER
+    ]
+    assert wrong == ["keel.benchmarks.frameworks imports flwr.simulation"]
 
 
 @pytest.mark.end_to_end

@@ -7,8 +7,16 @@ import time
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
-from flwr.app import Message, MessageType, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.run import RunNotRunningException
@@ -209,3 +217,32 @@ def test_error_codes_have_the_names_that_are_used():
     codes = (flower_compat.NO_REPLY, flower_compat.NODE_UNAVAILABLE, *flower_compat.CRASHED)
     assert len(set(codes)) == len(codes)
     assert all(isinstance(code, int) for code in codes)
+
+
+# --- aggregation ---------------------------------------------------------------------------------
+
+
+def test_the_trimmed_mean_is_without_the_extremes_of_each_coordinate():
+    from protocol.flower_compat.aggregation import trim_mean
+
+    values = np.array([[0.0, 9.0], [1.0, -50.0], [2.0, 3.0], [60.0, 3.0]])
+    assert trim_mean(values, 0.25).tolist() == [1.5, 3.0]
+
+
+def test_multi_krum_takes_those_with_the_nearest_neighbours():
+    from protocol.flower_compat.aggregation import select_multikrum
+
+    contents = [
+        RecordDict(
+            {
+                "arrays": ArrayRecord([np.array([value])]),
+                "config": ConfigRecord({"number": number}),
+                "metrics": MetricRecord({"num-examples": 1}),
+            }
+        )
+        for number, value in enumerate((0.0, 1.0, 1.1, 1.3, 99.0))
+    ]
+    # of 5 with 1 malicious, the sums of squares to the 2 nearest are 2.21, 0.1, 0.05, 0.13, ...
+    for count, expected in ((1, {2}), (2, {1, 2}), (4, {0, 1, 2, 3})):
+        chosen = select_multikrum(contents, num_malicious_nodes=1, num_nodes_to_select=count)
+        assert {content["config"]["number"] for content in chosen} == expected

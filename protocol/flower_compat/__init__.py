@@ -1,7 +1,8 @@
 """What Keel uses of Flower 1.39 beyond its public API, and every patch of Flower's processes.
 
-No other module of Keel imports from `flwr` anything but `flwr.app`, `flwr.serverapp`,
-`flwr.clientapp` and `flwr.__version__`. Each entry says what it replaces, why, and the public way
+No other module of Keel imports from `flwr` anything but `flwr.app`, `flwr.serverapp` and its
+`strategy`, `flwr.clientapp` and `flwr.__version__`; the benchmark of Flower itself also calls
+`flwr.simulation.run_simulation`. Each entry says what it replaces, why, and the public way
 if there is one; tests/test_flower_compat.py and tests/test_flower_processes.py check each against
 the installed Flower.
 
@@ -15,6 +16,7 @@ This module is cheap to import and free of torch. The patched processes have a m
     ray_backend.py   Flower's simulation, on a Ray cluster too, with workers that are replaced
     serverapp.py     flwr-serverapp that installs the app whole
     app_install.py   installs an app whole, or again
+    aggregation.py   functions of Flower's robust strategies
     registration.py  whether a SuperLink knows a client's key, without changing anything there
 """
 
