@@ -4,6 +4,7 @@ import importlib
 import inspect
 import logging
 import time
+import tomllib
 from types import SimpleNamespace
 
 import httpx
@@ -22,6 +23,7 @@ from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 
+from keel.deployment.superlink import FLOWER_CONNECTIONS
 from protocol import flower_compat
 
 # --- server and inline engine --------------------------------------------------------------------
@@ -246,3 +248,14 @@ def test_multi_krum_takes_those_with_the_nearest_neighbours():
     for count, expected in ((1, {2}), (2, {1, 2}), (4, {0, 1, 2, 3})):
         chosen = select_multikrum(contents, num_malicious_nodes=1, num_nodes_to_select=count)
         assert {content["config"]["number"] for content in chosen} == expected
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def test_the_connections_that_flower_makes_are_known():
+    from flwr.cli.constant import DEFAULT_FLOWER_CONFIG_TOML
+
+    made = tomllib.loads(DEFAULT_FLOWER_CONFIG_TOML)["superlink"]
+    named = {name for name, connection in made.items() if isinstance(connection, dict)}
+    assert named == set(FLOWER_CONNECTIONS)

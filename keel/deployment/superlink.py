@@ -21,6 +21,10 @@ from protocol.options import OptionValue
 command_timeout_s = 100.0
 poll_s = 2.0  # each look takes a process a second
 connection = "deployment"  # name of the SuperLink in the configuration of Flower's command line
+FLOWER_CONNECTIONS = (
+    "local",
+    "supergrid",
+)  # of the configuration that Flower makes where there is none
 app_packages = ("client_app", "data", "models", "protocol", "server_app", "strategies")
 max_refusals = 5  # consecutive and identical: then the SuperLink means it
 
@@ -179,13 +183,15 @@ def environment(flwr_home: Path | None) -> dict[str, str]:
 def check_connection(name: str) -> None:
     """ValueError if `name` is neither HOST:PORT nor a SuperLink in the user's config.toml."""
     path = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
-    if ":" in name or not path.exists():  # without the file Flower makes one
+    if ":" in name:
         return
-    try:
-        found = tomllib.loads(path.read_text()).get("superlink", {})
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    known = sorted(key for key, value in found.items() if isinstance(value, dict))
+    known = list(FLOWER_CONNECTIONS)
+    if path.exists():
+        try:
+            found = tomllib.loads(path.read_text()).get("superlink", {})
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+        known = sorted(key for key, value in found.items() if isinstance(value, dict))
     if name not in known:
         raise ValueError(
             f"--federation {name}: expected HOST:PORT, or a connection in {path}: "

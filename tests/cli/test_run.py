@@ -7,6 +7,7 @@ from tools.sizes import as_json, measured_sizes
 from keel.cli.main import main
 from keel.cli.run import NOT_STARTED, EngineOptions, config_of, with_clients
 from keel.cli.sizes import SIZES_FILE, data_size, parameter_count, stored_sizes
+from keel.deployment.superlink import check_connection
 from keel.runs import SavedRun
 from protocol.config import presets, resolve_config
 
@@ -113,6 +114,13 @@ def test_what_is_known_beforehand_is_refused_without_a_plan(home, capsys, monkey
     assert said.err.startswith(f"error: {line.format(home=home)}")
     assert said.err.count("\n") == 1
     assert said.out == ""
+
+
+def test_a_connection_is_checked_before_flower_has_made_its_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    with pytest.raises(ValueError, match=r"^--federation nope: .*/config\.toml: local, supergrid$"):
+        check_connection("nope")
+    check_connection("local")
 
 
 def test_the_plan_of_a_deployment_says_nothing_of_this_machine_s_data(home, capsys, monkeypatch):
