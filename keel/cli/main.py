@@ -4,12 +4,14 @@ To add one: a line in COMMANDS. The module offers a Typer `app` (with one comman
 that name), or a function named after the command, hyphens as underscores.
 """
 
+import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, cast
 
 import click
 import typer
@@ -101,12 +103,51 @@ def keel(
         print(ctx.get_help())
 
 
+class WhileRead:
+    """A stream that discards what is written once nobody reads it (`keel run | head`)."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """As the stream's; its own buffer may be written too."""
+        try:
+            return self.stream.write(text)
+        except BrokenPipeError:
+            self.discard()
+            return len(text)
+
+    def flush(self) -> None:
+        """As the stream's."""
+        try:
+            self.stream.flush()
+        except BrokenPipeError:
+            self.discard()
+
+    def discard(self) -> None:
+        """From now on write to nowhere, also what is buffered."""
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self.stream.fileno())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 1 failed, 2 refused, 130 interrupted.
 
     User errors (ValueError) and system errors (OSError, RuntimeError) are one line on stderr;
-    anything else is a bug in Keel and shows its traceback.
+    anything else is a bug in Keel and shows its traceback. A closed pipe is no error.
     """
+    out, err = (stream and cast(TextIO, WhileRead(stream)) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
+        code = executed(arguments)
+        print(end="", flush=True)
+    return code
+
+
+def executed(arguments: Sequence[str] | None) -> int:
+    """The exit code of a command, with its errors on stderr."""
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="keel", standalone_mode=False)
@@ -117,9 +158,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except click.Abort:
         return 130
-    except BrokenPipeError:  # `keel list | head`
-        sys.stderr.close()
-        return 0
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {one_line(described(error))}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | FileNotFoundError) else 1

@@ -109,6 +109,20 @@ def test_exit_codes(monkeypatch, capsys, error, code):
     assert said == ("" if code == 130 else f"error: {' '.join(str(error).split())}\n")
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_listing_that_nobody_reads_to_its_end_is_no_error(no_reader, monkeypatch, stream):
+    monkeypatch.setattr(sys, stream, no_reader)
+    assert main(["keys"]) == 0
+    assert main(["nonsense"]) == 2
+
+
+@pytest.mark.end_to_end
+def test_a_closed_pipe_is_no_error_of_the_process(no_reader):
+    command = [sys.executable, "-m", "keel", "keys", "lr"]  # less than a buffer: written at the end
+    done = subprocess.run(command, stdout=no_reader, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_mistyped_commands_and_options_are_one_line(capsys):
     assert main(["doktor"]) == 2
     assert capsys.readouterr().err == "error: No such command 'doktor'. Did you mean 'doctor'?\n"

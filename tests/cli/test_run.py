@@ -1,5 +1,7 @@
 """`keel run` and `keel resume` in this process's engine: plan, progress, exit codes, Ctrl-C."""
 
+import sys
+
 import pytest
 from model_fixtures import undrawn
 from tools.sizes import as_json, measured_sizes
@@ -36,6 +38,14 @@ def test_a_run_that_fails_is_one_line_and_code_1(home, capsys):
     assert said.startswith("error: ")
     assert said.count("\n") == 1
     assert SavedRun(only_run(home)).state.startswith("failed: ")
+
+
+@pytest.mark.end_to_end
+def test_a_run_whose_output_nobody_reads_goes_on(home, no_reader, monkeypatch):
+    """`keel run | head -3`"""
+    monkeypatch.setattr(sys, "stdout", no_reader)
+    assert main(["run", *SMALL, "num-clients=2"]) == 0
+    assert SavedRun(only_run(home)).state == "finished"
 
 
 def test_data_that_does_not_fit_is_refused_with_code_2(home, capsys):
