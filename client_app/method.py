@@ -103,7 +103,7 @@ class Method:
     paper: ClassVar[str] = ""
     regularises: ClassVar[str] = "nothing"
     client_state: ClassVar[str] = "nothing"
-    # Forward passes per step in addition to the local model's, before caching.
+    # Forward passes per step in addition to the local model's, without caching.
     extra_forwards: ClassVar[str] = "0"
 
     def check_roster(self, label_counts: Mapping[str, Sequence[int]]) -> str:

@@ -130,7 +130,7 @@ class ModelConfig:
     model: str = option(any_text(), "the network; see `keel models`")
     client_models: str = option(
         any_text(),
-        "networks with commas between: client number i trains entry i modulo their count, "
+        "comma-separated networks: client number i trains entry i modulo their count, "
         "for methods that support mixed architectures",
     )
     norm: str = option(
@@ -173,7 +173,8 @@ class TrainConfig:
     )
     precision: str = option(
         one_of("fp32", "tf32", "bf16", "auto"),
-        "precision of training: fp32; tf32: matrix products on a GPU; bf16: forward passes; "
+        "number format in training: fp32; tf32: TF32 matrix products on a GPU; bf16: bfloat16 "
+        "forward passes; "
         "auto: bf16 for more than a million parameters, on a GPU or a CPU with bfloat16 products, "
         "else fp32",
     )
@@ -299,7 +300,7 @@ class RoundsConfig:
     tracker: str = option(
         Constraint(
             lambda v: v.strip() == "none" or {n.strip() for n in v.split(",")} <= {*TRACKERS},
-            "none, or some of tensorboard, mlflow, wandb, with commas",
+            "none, or some of tensorboard, mlflow, wandb, comma-separated",
             ("none", *TRACKERS),
         ),
         "where the run's figures are copied: tensorboard (in the run directory), mlflow, wandb; "
@@ -343,7 +344,7 @@ class RoundsConfig:
         at_least(1), "the summary's mean and median are over this many last evaluations"
     )
     diagnostics: str = option(
-        any_text(), "measures of the local models: names with commas between, or all"
+        any_text(), "measures of the local models: comma-separated names, or all"
     )
     diagnostics_every: int = option(at_least(1), "rounds between diagnostics")
 

@@ -68,7 +68,9 @@ def run_command(
     ] = None,
     grid: Annotated[
         str,
-        typer.Option(help="Values under `tune`: paper (the best one that it states), or full."),
+        typer.Option(
+            help="Values under `tune`: paper (only those that the paper reports as best), or full."
+        ),
     ] = "paper",
     workers: Annotated[
         int, typer.Option(min=0, help="Concurrent runs. 0: one per GPU, or one per core.")
@@ -93,7 +95,7 @@ def run_command(
         Path | None,
         typer.Option(
             file_okay=False,
-            help="Then archive what has ended into this directory, one small zip per table.",
+            help="When done, archive the completed runs into this directory, one zip per table.",
         ),
     ] = None,
     output: Output = None,

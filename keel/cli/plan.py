@@ -79,11 +79,12 @@ def model_text(config: RunConfig, size: SourceInfo | None) -> str:
 
 def clients_text(config: RunConfig, num_clients: int) -> str:
     """How many clients there are (0: as many as are connected), and how many train in a round."""
-    fraction, who = config.rounds.fraction_train, num_clients or "those that are connected"
-    if fraction == 1:
-        return f"{who}, all of them in every round"
+    fraction = config.rounds.fraction_train
     if not num_clients:
-        return f"{who}, {100 * fraction:g} % of them in a round"
+        share = "all" if fraction == 1 else f"{100 * fraction:g} % of the"
+        return f"{share} connected clients, every round"
+    if fraction == 1:
+        return f"{num_clients}, all of them in every round"
     return f"{num_clients}, {max(1, round(fraction * num_clients))} in a round"
 
 

@@ -123,7 +123,9 @@ def run(
             raise ValueError(f"--preset {preset} and preset={overrides['preset']} differ")
         overrides["preset"] = preset
     if overrides.get("resume"):
-        raise ValueError(f"resume: use `keel resume {overrides['resume']}`")
+        raise ValueError(
+            f"resume is not a key of `keel run`: use `keel resume {overrides['resume']}`"
+        )
     options = EngineOptions(
         engine, clients, cpus_per_client, gpus_per_client, federation, root_certificates, ray
     )

@@ -33,7 +33,7 @@ def key_of(run: Run) -> tuple[object, ...]:
 
 
 def interrupted_group(run: Run) -> str:
-    """The group in which the run's newest attempt was interrupted; "": none, it starts anew."""
+    """The group in which the run's newest attempt was interrupted; "": none, so it restarts."""
     for attempt in run.attempts()[-1:]:
         if not (status_of(attempt) or run.other_default(attempt) or run.other_code(attempt)):
             return str(manifest_in(attempt).get("stacked", {}).get("group", ""))
@@ -53,7 +53,7 @@ def directories_of(group: str, runs: Path) -> list[Path]:
 def run_together(runs: Sequence[Run]) -> list[Path | BaseException]:
     """Run these, or resume their group if they were interrupted; the outcome of each.
 
-    A group that cannot be resumed starts anew.
+    A group that cannot be resumed restarts from round 1.
     """
     if not runs:
         return []
@@ -71,7 +71,7 @@ def run_together(runs: Sequence[Run]) -> list[Path | BaseException]:
             }
             return [of_folder[run.folder] for run in runs]
         except ValueError as error:
-            print(f"started anew: {error}")
+            print(f"restarted from round 1: {error}")
     anew = [{**run.keys, "output-dir": str(run.folder)} for run in runs]
     try:
         return run_stacked(anew, clients, observers)

@@ -1,7 +1,7 @@
 """Runs as Ray tasks: on this machine, or on a cluster that exists.
 
 A run is one task, which is the inline engine in a worker of Ray's: the model is bit-identical to
-that of `keel run`. A worker locks the run's folder while it executes the run, so several
+that of `keel run`. A worker locks the run directory while it executes the run, so several
 runners, on several machines, share the runs of one output folder. A CPU worker goes on to the next
 run, which saves it importing PyTorch; a GPU's ends with its run, which frees the memory.
 """

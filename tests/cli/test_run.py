@@ -69,7 +69,7 @@ def test_data_that_does_not_fit_is_refused_with_code_2(home, capsys):
         ),
         (["--preset", "nope"], "preset = 'nope' is unknown"),
         (["num-clients=3", "--clients", "4"], "--clients 4: num-clients is 3; remove one of them"),
-        (["resume=/x"], "resume: use `keel resume /x`"),
+        (["resume=/x"], "resume is not a key of `keel run`: use `keel resume /x`"),
         (
             ["--engine", "flower", "--cpus-per-client", "0.5"],
             "--cpus-per-client 0.5: expected a whole number >= 1",
@@ -139,9 +139,11 @@ def test_the_plan_of_a_deployment_says_nothing_of_this_machine_s_data(home, caps
     assert main(["run", *words]) == 0
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert rows["data"] == "folder:/nowhere/data of the server; each client has its own"
-    assert rows["clients"].startswith("those that are connected, all of them")
+    assert rows["clients"] == "all connected clients, every round"
     assert main(["run", *words, "num-clients=10", "fraction-train=0.2"]) == 0
     assert "clients     10, 2 in a round\n" in capsys.readouterr().out
+    assert main(["run", *words, "fraction-train=0.2"]) == 0
+    assert "clients     20 % of the connected clients, every round\n" in capsys.readouterr().out
 
 
 def test_nan_is_not_said_to_be_renamed(home, capsys, caplog):

@@ -116,8 +116,10 @@ retired = [
     *(
         "firewall",
         "run folder",
+        "run's folder",
         "roster as",
         "what is kept",
+        "start anew",
         "begin anew",
         "begins anew",
         "begin-anew",

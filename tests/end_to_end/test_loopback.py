@@ -194,7 +194,7 @@ def test_the_doctor_finds_this_server_in_order_and_a_key_that_is_not_registered(
 
 @pytest.fixture(scope="module")
 def endless(deployed):
-    """`keel run` of a thousand rounds, after the first, and the run's folder."""
+    """`keel run` of a thousand rounds, after the first, and the run directory."""
     before = set(runs(deployed))
     keys = words(LOOPBACK_KEYS | {"num-rounds": 1000, "min-replies": 1})
     output = f"output-dir={deployed.root / 'server' / 'keel' / 'runs'}"

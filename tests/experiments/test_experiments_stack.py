@@ -108,7 +108,10 @@ def test_a_stack_that_cannot_be_resumed_starts_anew(tmp_path, capsys):
         checkpoint.unlink()
     with without_pictures():
         outcomes = run_together(stack)
-    assert "started anew: stacked-runs: there is no round of which all" in capsys.readouterr().out
+    assert (
+        "restarted from round 1: stacked-runs: there is no round of which all"
+        in capsys.readouterr().out
+    )
     assert [read_summary(path)["status"] for path in outcomes] == ["finished"] * 2
     assert before not in outcomes
 
