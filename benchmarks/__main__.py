@@ -1,6 +1,6 @@
 """`python -m benchmarks` is now `keel bench`."""
 
-from keel.legacy import forward
+from protocol.legacy import forward
 
 if __name__ == "__main__":
     forward("benchmarks", "bench")

@@ -1,6 +1,6 @@
 """`python -m deployment.doctor` is now `keel doctor`."""
 
-from keel.legacy import forward
+from protocol.legacy import forward
 
 if __name__ == "__main__":
     forward("deployment.doctor", "doctor")

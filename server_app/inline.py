@@ -9,7 +9,6 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ from flwr.clientapp import ClientApp
 import client_app.app
 from client_app.handlers import Train, answer_together, clients_per_step, train_together
 from protocol.flower_compat import assign_message_id, begin_task
+from protocol.legacy import forward
 from protocol.options import OptionValue
 from server_app.federation import run_federation
 from server_app.logical_clients import OwnGrid
@@ -144,7 +144,7 @@ def run_inline(
     return run_federation(grid, overrides, observers=observers).path
 
 
-if __name__ == "__main__":  # the command line of Keel 0.1; nothing here may import keel
+if __name__ == "__main__":  # the command line of Keel 0.1
     words = [word.replace("--num-clients", "--clients") for word in sys.argv[1:]]
     sys.argv[1:] = ["--clients", "2", *words]  # of two numbers the last counts
-    import_module("keel.legacy").forward("server_app.inline", "run", "--engine", "inline")
+    forward("server_app.inline", "run", "--engine", "inline")

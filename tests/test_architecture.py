@@ -1,9 +1,10 @@
 """The layout: no import cycle, arrows that point down, and no torch where none is needed.
 
-Every import counts, also under TYPE_CHECKING and inside functions.
+Every import counts, also under TYPE_CHECKING, inside functions and by `import_module("NAME")`.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ WITH_TORCH = {"protocol.exact_sum", "protocol.messages", "protocol.packing"}
 
 # What Keel uses of Flower; all else is in protocol/flower_compat.
 FLOWER = {"flwr", "flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}
+IMPORT_CALL = re.compile(r"""(?:import_module|__import__)\(\s*["']([\w.]+)["']""")
 
 
 def module_name(file: Path) -> str:
@@ -54,6 +56,7 @@ def imports(name: str) -> Iterator[str]:
                 for alias in node.names
             ]
         yield from (imported for imported in names if imported in MODULES and imported != name)
+    yield from set(IMPORT_CALL.findall(MODULES[name].read_text())) & MODULES.keys()
 
 
 @cache

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from keel.legacy import with_commas
 from protocol.config import app_folder
+from protocol.legacy import with_commas
 
 OLD_LINES = {
     "experiments": "keel experiments",

@@ -1,16 +1,21 @@
 """The command lines of Keel 0.1 (`python -m experiments ...`), which work until 0.3."""
 
+import os
 import sys
+from typing import NoReturn
 
-from keel.cli.main import main
 
+def forward(old: str, *new: str) -> NoReturn:
+    """Name the new command on stderr and become it, with this process's arguments.
 
-def forward(old: str, *new: str) -> None:
-    """Name the new command on stderr, run it with this process's arguments, and exit."""
+    It starts Python anew: the packages below `keel`, which have old commands too, do not import it.
+    """
     command = " ".join(["keel", *new])
-    print(f"python -m {old} is now `{command}`; the old line works until Keel 0.3", file=sys.stderr)
+    line = f"python -m {old} is now `{command}`; the old line works until Keel 0.3"
+    print(line, file=sys.stderr, flush=True)
     arguments = sys.argv[1:]
-    sys.exit(main([*new, *(with_commas(arguments) if "credentials" in new else arguments)]))
+    arguments = with_commas(arguments) if "credentials" in new else arguments
+    os.execv(sys.executable, [sys.executable, "-m", "keel", *new, *arguments])
 
 
 def with_commas(arguments: list[str]) -> list[str]:
