@@ -60,7 +60,7 @@ class MethodSpec:
         return self.documentation.partition("\n")[0]
 
 
-FLAGS = tuple(f.name for f in fields(MethodSpec))[4:]
+FLAGS = tuple(f.name for f in fields(MethodSpec))[4:]  # after `options`
 
 
 def method_stem(name: str) -> str:
