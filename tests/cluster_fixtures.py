@@ -85,6 +85,7 @@ class Cluster:
             "KEEL_HOME": str(home),
             "FLWR_TELEMETRY_ENABLED": "0",
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+            "RAY_TMPDIR": "/tmp",  # whose folder `ray` each node has for itself
         }
         self.environment.pop("RAY_ADDRESS", None)
 

@@ -214,6 +214,26 @@ def backend(monkeypatch):
     return made
 
 
+@pytest.mark.parametrize(
+    ("variable", "given", "address"),
+    [("", {}, "local"), ("", {"address": "auto"}, "auto"), ("10.0.0.1:6379", {}, None)],
+)
+def test_only_a_cluster_that_is_named_is_used(monkeypatch, variable, given, address):
+    """Without an address, Ray takes that of the last `ray start` here, or waits for one gone."""
+    started = []
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.chdir(".")  # it changes the directory
+    monkeypatch.setattr(ray_backend, "skip_unused_processes", lambda **_: None)
+    monkeypatch.setattr("ray.is_initialized", lambda: bool(started))
+    monkeypatch.setattr("ray.init", lambda **options: started.append(options.get("address")))
+    monkeypatch.setattr(ClusterBackend, "__init__", lambda self: None)
+    made = ClusterBackend()
+    made.init_args_key = "init_args"
+    made.init_ray({"init_args": {"log_to_driver": False, **given}})
+    assert started == [address]
+
+
 # --- which worker gets a message -----------------------------------------------------------------
 
 

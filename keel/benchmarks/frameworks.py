@@ -239,7 +239,10 @@ def with_flower(data: bare.Data, source: str, device: str, rounds: int, clock: C
         app,
         client_app(source, device),
         bare.num_clients,
-        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": share}},
+        backend_config={
+            "init_args": {"address": "local"},  # not the cluster of the last `ray start` here
+            "client_resources": {"num_cpus": 1, "num_gpus": share},
+        },
     )
 
 

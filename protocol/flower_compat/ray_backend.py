@@ -126,10 +126,12 @@ class ClusterBackend(RayBackend):
         os.chdir(app_folder)
         options: dict[str, Any] = dict(backend_config.get(self.init_args_key) or {})
         if not is_cluster():
+            # else Ray takes the cluster of the last `ray start` here, or waits for one that is gone
+            options.setdefault("address", "local")
             skip_unused_processes(forwards_output=options.get("log_to_driver", True))
         elif not ray.is_initialized():
             ray.init(runtime_env={"env_vars": worker_variables()}, **options)
-        super().init_ray(backend_config)
+        super().init_ray({**backend_config, self.init_args_key: options})
 
     def _validate_client_resources(self, config: BackendConfig) -> dict[str, int | float]:
         resources = super()._validate_client_resources(config)
