@@ -35,7 +35,7 @@ class JudgedClaim:
     is the 95 % t interval of the mean; None where there is no number.
     seeds: pairs of runs that were judged, failed ones included. share: the local steps of the runs
     over those from which the paper makes the claim. deviations: keys that differ from
-    the paper's, and updates that were left out. failures: sides of which a run diverged or failed.
+    the paper's. failures: sides of which a run diverged, failed or left out updates.
     decide: what would decide an open claim; empty for a decided one.
     runs: equal for claims that read the same numbers of the same runs, each at its round `read_at`.
     """
@@ -86,6 +86,7 @@ def _judged(
     differences: list[float] = []
     leads: list[float] = []
     failures, decide = "", "runs of both sides at the paper's setting"
+    lost: list[str] = []
     deviations: dict[str, None] = {}
     share, read_at = 0.0, 0
     identity: tuple[str, ...] = (recipe.name, claim.text)
@@ -95,7 +96,8 @@ def _judged(
         runs = [run_of(s.cell, s.candidate or {}, 0, options, Path()) for s in sides]
         both = list(zip(sides, runs, strict=True))
         deviations = dict.fromkeys(d for side, run in both for d in deviations_of(side, run))
-        deviations |= {s.left_out: None for s in sides if s.left_out}
+        named = zip((claim.left, claim.right), sides, strict=True)
+        lost = [f"{name}: {side.left_out}" for name, side in named if side.left_out]
         share = min(share_of_steps(claim, side, run) for side, run in both)
         read_at = max(last_round_read(side.cell, run) for side, run in both)
         identity = tuple(f"{run.name} {s.cell.of} {s.cell.take}" for s, run in both)
@@ -129,7 +131,7 @@ def _judged(
         share=share,
         scale=options.scale,
         deviations=list(deviations),
-        failures=failures,
+        failures=", ".join(filter(None, [failures, *lost])),
         decide="" if verdict in VERDICTS[:2] else decide,
         is_headline=claim.is_headline,
         runs=identity,

@@ -39,7 +39,7 @@ def last_round_read(cell: Cell, run: Run) -> int:
 
 
 def keys_not_read(cell: Cell) -> set[str]:
-    """Keys that change no number of the cell: `evaluate-every` if it reads the last round alone."""
+    """Keys that are no part of its setting: `evaluate-every` if it reads the last round alone."""
     same = {"seed", "diagnostics-every"}
     return same if cell.take.reads_earlier else same | {"evaluate-every"}
 
@@ -163,7 +163,8 @@ class Result:
         found = [history_in(path) for _, path in self.finished]
         number = sum(history.num_left_out for history in found)
         rounds = sum(history.rounds_not_finite for history in found)
-        why = f", in {rounds} rounds for values not finite or too large" if rounds else ""
+        in_rounds = f"in {rounds} round{'s' * (rounds > 1)}"
+        why = f", {in_rounds} for values not finite or too large" if rounds else ""
         return f"updates left out: {number}{why}" if number else ""
 
     @property

@@ -6,6 +6,8 @@ Replaces `RayBackend` (see `simulation_patches`), whose options and start of Ray
   environment; here also `worker_variables`.
 - Workers look for modules in the folder of the process that starts them, which is the one that the
   SuperLink was started in; here it is the app's.
+- Without an address, Flower's `ray.init` joins the cluster of the last `ray start` on the machine,
+  or waits for one that is gone. Here a cluster has to be named.
 - Flower's workers are on any node; here each has a node, so that the preflight can name it.
 - Flower returns a worker that died to its pool, where it fails every message it gets. Here it is
   replaced, and its message is sent again to another worker.
@@ -126,7 +128,6 @@ class ClusterBackend(RayBackend):
         os.chdir(app_folder)
         options: dict[str, Any] = dict(backend_config.get(self.init_args_key) or {})
         if not is_cluster():
-            # else Ray takes the cluster of the last `ray start` here, or waits for one that is gone
             options.setdefault("address", "local")
             skip_unused_processes(forwards_output=options.get("log_to_driver", True))
         elif not ray.is_initialized():
