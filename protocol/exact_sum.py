@@ -48,8 +48,12 @@ class ExactSum:
                 total += chunk.double().mul_(factor).round_().long()
 
     def merge(self, sums: Arrays) -> None:
-        """Add the `sums` of another `ExactSum` with the same limits."""
-        for name, each in sums.items():
+        """Add the `sums` of another `ExactSum` with the same limits, and empty them.
+
+        So there is memory for one array more, not for another sum.
+        """
+        for name in [*sums]:
+            each = sums.pop(name)
             if name in self.sums:
                 self.sums[name] += each
             else:

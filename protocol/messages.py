@@ -20,11 +20,13 @@ empty. Tensors are packed when they leave the process: within it the receiver ge
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar, get_type_hints
 
+import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from safetensors import SafetensorError
@@ -280,6 +282,21 @@ class HandedArrays(LazyArray):
         return handed_bytes(shapes)
 
 
+class SummedArrays(HandedArrays):
+    """A worker's sum, which the server reads where Ray has it in shared memory, without a copy."""
+
+    def __reduce__(self) -> Any:
+        """Pickled as NumPy arrays, whose memory Ray does not copy: Keel's processes read it."""
+        arrays: Arrays = self.__dict__["arrays"]
+        return from_shared_memory, ({name: array.numpy() for name, array in arrays.items()},)
+
+
+def from_shared_memory(arrays: Mapping[str, np.ndarray]) -> SummedArrays:
+    """What `SummedArrays.__reduce__` has pickled; its tensors are read-only."""
+    with warnings.catch_warnings(action="ignore"):  # torch warns of arrays that are read-only
+        return SummedArrays({name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
 def array_record(arrays: Arrays, name: str = "arrays") -> ArrayRecord:
     """Tensors as one Flower array called `name`, in the safetensors format; do not modify them.
 
@@ -408,7 +425,10 @@ def shares_in_sum(whole: RecordDict) -> tuple[list[float], dict[str, float], Arr
 
 def simulated_reply(replies: Sequence[RecordDict | Error], sums: Arrays) -> RecordDict:
     """One reply's content from those of several clients, and the sums of their arrays, or {}."""
-    whole = RecordDict({"sum": array_record(sums)} if sums else {})
+    whole, total = RecordDict(), ArrayRecord()
+    if sums:
+        total["arrays"] = SummedArrays(sums)
+        whole["sum"] = total
     for k, reply in enumerate(replies):
         if isinstance(reply, Error):
             whole[f"error-{k}"] = ConfigRecord({"code": reply.code, "reason": reply.reason or ""})

@@ -1,4 +1,4 @@
-"""Processes: ending with the parent, and how many share a GPU."""
+"""Processes: ending with the parent, giving memory back, and how many share a GPU."""
 
 import ctypes
 import signal
@@ -14,6 +14,15 @@ def end_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def give_back_freed_memory() -> None:
+    """Return the memory that this process has freed to the system, where malloc is glibc's.
+
+    A server's threads have a heap each, which would keep the arrays of the round before.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def num_shares(available: float, share: float) -> int:

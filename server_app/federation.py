@@ -39,6 +39,7 @@ from protocol.messages import (
 )
 from protocol.options import OptionValue
 from protocol.privacy import privacy_statement
+from protocol.processes import give_back_freed_memory
 from server_app.audit import AuditLog, audit_problem
 from server_app.checks import check_config, config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
@@ -340,6 +341,8 @@ def run_rounds(
         for server_round in range(run.start.round + 1, config.rounds.num_rounds + 1):
             arrays, line = one_round(run, server_round, arrays)
             reporter.round_done(line)
+            if not has_own_clients(run.grid):  # they use it again
+                give_back_freed_memory()
         status = "finished"
     except (TooFewRepliesError, DivergedError) as error:
         status = f"failed: {error}"

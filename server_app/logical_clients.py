@@ -176,6 +176,7 @@ class LogicalGrid(OwnGrid):
                 if is_first:
                     self.learn(whole.metadata.src_node_id, messages, contents)
                 sums = tensors(find_record(whole.content, "sum", ArrayRecord))
+                whole.content.pop("sum", None)  # Flower's simulation still holds the message
                 if sums and summing and summing is self.summing:  # of this round
                     pairs = zip(messages, contents, strict=True)
                     answered = [m for m, content in pairs if isinstance(content, RecordDict)]

@@ -46,7 +46,7 @@ class RunningMean:
         self.added.add(client)
 
     def merge(self, clients: Iterable[str], sums: Arrays) -> None:
-        """Add what a worker has summed of these clients."""
+        """Add what a worker has summed of these clients, and empty `sums`."""
         self.sum.merge(sums)
         self.added.update(clients)
 

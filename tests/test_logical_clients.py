@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import pickle
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import (
@@ -34,6 +36,7 @@ from protocol.messages import (
     request_record,
     simulated_content,
     simulated_replies,
+    simulated_reply,
     tensors,
 )
 from server_app.client_registry import gather_roster
@@ -330,6 +333,24 @@ def test_a_sum_of_an_earlier_round_is_not_taken():
     assert taken == []
     list(grid.pull_messages(asked(grid, [2])))
     assert taken == [("now", [2])]
+
+
+def test_a_sum_is_read_from_shared_memory_and_then_let_go():
+    """Ray keeps what is pickled out of band in shared memory; Flower still holds the message."""
+    sent = simulated_reply([RecordDict()], {"w": torch.arange(10_000), "b": torch.tensor(3)})
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(sent, protocol=5, buffer_callback=buffers.append)
+    assert len(pickled) < 2000
+    shared = [memoryview(bytes(each.raw())) for each in buffers]
+    whole, sums, below = pickle.loads(pickled, buffers=shared), [], Nodes(1)
+    below.answer = lambda message: Message(whole, reply_to=message)
+    grid = LogicalGrid(below, 40)
+    grid.summing = Summing({2: 1.0}, {}, {}, lambda nodes, arrays: sums.append(arrays))
+    list(grid.pull_messages(asked(grid, [2])))
+    assert sums[0]["b"] == 3
+    assert torch.equal(sums[0]["w"], torch.arange(10_000))
+    assert sums[0]["w"].data_ptr() in {np.frombuffer(each, np.uint8).ctypes.data for each in shared}
+    assert "sum" not in whole
 
 
 def test_a_worker_sums_its_clients_arrays_and_leaves_out_what_the_server_would_reject(monkeypatch):

@@ -311,7 +311,10 @@ class LazyArray(Array):
     slice_array, deflate = of_plain("slice_array"), of_plain("deflate")
 
     def __reduce__(self) -> Any:
-        return Array, (self.dtype, self.shape, self.stype, self.data)
+        if "plain" in self.__dict__:
+            return Array, (self.dtype, self.shape, self.stype, self.data)
+        data = b"".join(self.pieces())  # not kept: Ray has a copy from here on
+        return Array, (self.dtype, (len(data),), self.stype, data)
 
 
 def on_process_exit(function: Any) -> None:
