@@ -95,10 +95,12 @@ def build_model(
         elif projection != "none":
             trunk = _projected(trunk, PROJECTION_TAILS[projection]())
         model = StagedModel(name, input_shape, num_classes, trunk)
-        if projection_heads:
-            model.projection_heads = _projection_heads(model, projection_heads, head_stages)
         if init:
             fan_in_(model)
+        if projection_heads:
+            model.projection_heads = _projection_heads(model, projection_heads, head_stages)
+            if init:
+                fan_in_(model.projection_heads)
     return model
 
 

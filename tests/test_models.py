@@ -275,6 +275,9 @@ def test_fan_in_draws_all_layers_and_heads_with_variance_2_over_fan_in():
         )
     assert torch.equal(model.classifier.bias, own.classifier.bias)
     assert not torch.equal(model.classifier.weight, own.classifier.weight)
+    without = build_model("resnet20", seed=0, init="fan-in", **about | {"projection_heads": 0})
+    for key, array in without.state_dict().items():
+        assert torch.equal(array, model.state_dict()[key]), key
     with pytest.raises(ValueError, match="init = 'zero': expected fan-in"):
         build_model("resnet20", init="zero", **about)
 
