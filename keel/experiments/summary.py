@@ -13,7 +13,7 @@ from pathlib import Path
 from keel.experiments.archive import unpacked
 from keel.experiments.claims import NOT_TESTED, JudgedClaim, Results, judge_claims, sides_of
 from keel.experiments.figures import curve_of
-from keel.experiments.plan import load_job, narrowed, results_of
+from keel.experiments.plan import last_round_read, load_job, narrowed, results_of
 from keel.experiments.recipe import Claim, Recipe, load_recipe, shipped_recipes
 from keel.experiments.rendering import template_environment
 from keel.experiments.runs import Options, history_in
@@ -48,14 +48,23 @@ class Evidence:
     claims: Sequence[JudgedClaim]
 
     @property
-    def command(self) -> str:
-        """The command that runs it."""
+    def commands(self) -> list[str]:
+        """The commands that run it: one for each set of columns that rows of it have."""
+        columns: dict[str, list[str]] = {}
+        for row, column in self.results:
+            columns.setdefault(row, []).append(column)
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for row, names in columns.items():
+            rows.setdefault(tuple(names), []).append(row)
+        return [self._command(some, names) for names, some in rows.items()]
+
+    def _command(self, rows: Sequence[str], columns: Sequence[str]) -> str:
         whole = load_recipe(self.recipe.name)
         words = ["keel", "experiments", "run", self.recipe.name]
         if self.options.scale != "paper":
             words += ["--scale", self.options.scale]
-        axes = ((whole.rows, self.recipe.rows), (whole.columns, self.recipe.columns))
-        only = [entry.name for every, some in axes if len(some) < len(every) for entry in some]
+        axes = ((whole.rows, rows), (whole.columns, columns))
+        only = [name for every, some in axes if len(some) < len(every) for name in some]
         words += ["--only", ";".join(only)] if only else []
         for key, value in sorted(self.options.changes.items()):
             words += ["--set", f"{key}={value}"]
@@ -82,7 +91,7 @@ class Headline:
     """A headline claim with the best evidence there is: None where nothing is archived.
 
     text: the claim with the data set that it is about. command: runs its two sides at the paper's
-    setting.
+    setting. picture: empty for a claim about seconds, of which a curve of accuracies shows nothing.
     """
 
     claim: JudgedClaim
@@ -122,9 +131,12 @@ def headlines(evidence: Sequence[Evidence], pictures: dict[str, str]) -> Iterato
                 yield Headline(empty, in_full(claim, recipe), command)
                 continue
             best, each = max(judged, key=lambda pair: weight(pair[0]))
-            name = f"{recipe.name}-{number}.svg"
-            pictures[name] = drawing(claim, each)
-            yield Headline(best, in_full(claim, recipe), command, each, f"{PICTURES}/{name}")
+            picture = ""
+            if not recipe.cell(*sides_of(claim, recipe)[0]).take.is_time:
+                name = f"{recipe.name}-{number}.svg"
+                pictures[name] = drawing(claim, each)
+                picture = f"{PICTURES}/{name}"
+            yield Headline(best, in_full(claim, recipe), command, each, picture)
 
 
 def weight(claim: JudgedClaim) -> tuple[bool, bool, float, int]:
@@ -148,12 +160,16 @@ def in_full(claim: Claim, recipe: Recipe) -> str:
 
 
 def drawing(claim: Claim, evidence: Evidence) -> str:
-    """The curves of a claim's two sides, each with the paper's end value as a dashed line."""
+    """The curves of a claim's two sides up to the round that it reads, each with the paper's value
+    there as a dashed line."""
+    curves: dict[str, tuple[Curve, float | None]] = {}
     sides = [evidence.results[name] for name in sides_of(claim, evidence.recipe)]
-    curves = {
-        name: (curve_of(side.cell, side.finished) if side.finished else [], side.cell.paper)
-        for name, side in zip((claim.left, claim.right), sides, strict=True)
-    }
+    for name, side in zip((claim.left, claim.right), sides, strict=True):
+        curve: Curve = []
+        if side.finished:
+            last = last_round_read(side.cell, side.finished[0][0])
+            curve = [point for point in curve_of(side.cell, side.finished) if point[0] <= last]
+        curves[name] = curve, side.cell.paper
     return svg_of(curves, claim.text)
 
 

@@ -30,6 +30,7 @@ from keel.experiments.summary import (
 )
 from protocol.config import resolve_config
 from protocol.files import digest
+from tests.tools.run_directories import make_table
 
 root = Path(__file__).parent.parent.parent
 RESULTS = root / "docs" / "results"
@@ -105,10 +106,26 @@ def test_verdict_and_effect_of_an_archive_are_those_of_the_runs(output):
         "source folder:cifar10-jpg (paper: cifar10)",
     ]
     folder = digest(f"{output}/private/cifar10-jpg".encode())[:6]
-    assert found.command == (
+    assert found.commands == [
         "keel experiments run fedcka-table-2 --only 'FedAvg;FedCKA;alpha 5' "
         f"--set num-rounds=41 --set source=folder:/data/{folder}/cifar10-jpg"
-    )
+    ]
+
+
+def test_a_job_whose_rows_have_different_columns_has_a_page_and_a_command_for_each_set(output):
+    (job,) = (output / "jobs").glob("*.json")
+    about = json.loads(job.read_text())
+    about["cells"].append(["FedAvg", "alpha 0.1"])
+    job.write_text(json.dumps(about))
+    pack(output, output / "histories")
+    page, readme = output / "papers.md", output / "README.md"
+    readme.write_text(f"{BEGIN}\n{END}\n")
+    write_summary(output / "histories", page, readme)
+    text = page.read_text()
+    for only in ("'FedAvg;alpha 5;alpha 0.1'", "'FedCKA;alpha 5'"):
+        assert f"keel experiments run fedcka-table-2 --only {only} --set" in text
+    assert "| FedCKA | 67.86 | 64.00 ± 1.00 (5) | | |\n" in text
+    assert re.search(r"\| FedAvg \| 64.37 \| 61.00 ± 1.00 \| 50.43 \| – \|\n", text)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +241,30 @@ def test_the_page_and_the_table_say_what_an_archive_holds(output):
         path.unlink()
     assert write_summary(output / "histories", page, readme) == [page, readme]
     assert not picture.exists()
+
+
+def shown(folder: Path, name: str, only: list[str], text: str):
+    """The headline with this text of two seeds of these cells, and its picture."""
+    make_table(folder, name, only, seeds=2)
+    pictures = {}
+    (found,) = [e for e in headlines(evidence_in(folder), pictures) if e.text == text]
+    return found, list(pictures.values())
+
+
+def test_a_claim_about_seconds_has_no_picture_of_accuracies(tmp_path):
+    only = ["FedCKA", "MOON", "50 layers, without cache"]
+    text = "FedCKA faster than MOON on Tiny ImageNet, 50 layers, without cache"
+    found, pictures = shown(tmp_path, "fedcka-table-4", only, text)
+    assert found.evidence
+    assert (found.picture, pictures) == ("", [])
+
+
+def test_a_picture_ends_at_the_round_that_the_claim_reads(tmp_path):
+    only = ["FedRCL", "FedAvg", "CIFAR-10, alpha 0.6, 500R"]
+    text = "FedRCL above FedAvg on CIFAR-10, alpha 0.6, 500 rounds"
+    found, (picture,) = shown(tmp_path, "fedrcl-table-1", only, text)
+    assert found.claim.read_at == 500
+    assert ">round 500<" in picture
 
 
 @pytest.mark.parametrize(
