@@ -154,6 +154,10 @@ def lacking(
         return "runs in different precision", "runs in one precision"
     if any(side.num_tried < side.num_candidates for side in sides):
         return "values of which some were not tried", "the other values under `tune`"
+    for side, run in zip(sides, runs, strict=True):
+        ours, paper = (resolve_config(keys).data.source for keys in (run.keys, side.cell.keys))
+        if ours != paper and ":" not in ours:  # a folder may hold the paper's data
+            return f"runs on {ours}", f"runs on {paper}"
     is_time = sides[0].cell.take.is_time
     if is_time and any(resolve_config(run.keys).train.stacked_runs > 1 for run in runs):
         return "seconds of runs that trained together", "runs one after the other"
@@ -218,7 +222,8 @@ def failed_share(counts: Mapping[str, int], ended: int) -> str:
 def share_of_steps(claim: Claim, side: Result, run: Run) -> float:
     """Local steps of the run where it is read / those of the paper from which it makes the claim.
 
-    For seconds a round, which do not depend on the number of rounds: the samples of a round.
+    For seconds a round, which do not depend on the number of rounds: the samples of a round. Runs
+    of another data set, which have no verdict, count as if on the paper's.
     """
     paper = resolve_config({**side.cell.keys, **(side.candidate or {})})
     ours, source = resolve_config(run.keys), paper.data.source

@@ -654,6 +654,25 @@ def test_below_the_local_steps_from_which_the_paper_makes_it_a_claim_is_not_test
         assert claim.detail.startswith(f"at {share} of the paper's local steps; +1.00")
 
 
+@pytest.mark.parametrize(
+    ("source", "detail"),
+    [
+        ("digits", "no verdict on runs on digits; +1.00"),
+        ("cifar100", "no verdict on runs on cifar100; +1.00"),
+        ("folder:/data/cifar10-jpg", "+1.00"),  # the paper's data from a folder: a deviation
+    ],
+)
+def test_runs_on_another_data_set_say_nothing_of_a_papers_claim(source, detail):
+    changes = {"source": source}
+    claim = first_claim("fedcka-table-2", "FedCKA above FedAvg in alpha 5", "paper", changes)
+    assert claim.detail.startswith(detail)
+    if detail == "+1.00":
+        assert (claim.verdict, claim.decide) == ("reproduced", "")
+    else:
+        assert (claim.verdict, claim.decide) == ("not tested", "runs on cifar10")
+    assert any(each.startswith("source ") for each in claim.deviations)
+
+
 def test_a_judged_claim_says_what_it_rests_on():
     claim = first_claim("fedcka-table-2", "FedCKA above FedAvg in alpha 0.1", "hour", {"lr": 0.05})
     assert (claim.paper, claim.recipe) == ("FedCKA Table 2", "fedcka-table-2")
