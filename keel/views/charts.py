@@ -28,15 +28,16 @@ SCALE = "Cividis"  # perceptually uniform, the same for the colour-blind
 
 @dataclass(frozen=True)
 class Curve:
-    """A named line. spread: half the height of the band around it; note: of each point, on hover.
+    """A named line. spread: half the height of the band around it, None where there is no band.
 
+    note: of each point, on hover.
     references: (x, value) of a paper, drawn as dotted lines up to x.
     """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
-    spread: Sequence[float] | None = None
+    spread: Sequence[float | None] | None = None
     note: Sequence[str] | None = None
     references: Sequence[tuple[float, float]] = ()
 
@@ -97,11 +98,12 @@ def curves(
         colour, dash = PALETTE[number % len(PALETTE)], DASHES[number // len(PALETTE) % len(DASHES)]
         group = f"curve {number}"
         if curve.spread and any(curve.spread):
-            spread = [curve.spread[i] for i in kept]
-            edges = [rounded(v + s) for v, s in zip(ys, spread, strict=True)]
-            edges += [rounded(v - s) for v, s in zip(reversed(ys), reversed(spread), strict=True)]
+            inside = [(i, s) for i in kept if (s := curve.spread[i]) is not None]
+            around = [rounded(curve.x[i]) for i, _ in inside]
+            edges = [rounded(curve.y[i] + s) for i, s in inside]
+            edges += [rounded(curve.y[i] - s) for i, s in reversed(inside)]
             band: dict[str, Any] = {
-                **{"type": "scatter", "mode": "lines", "x": xs + xs[::-1], "y": edges},
+                **{"type": "scatter", "mode": "lines", "x": around + around[::-1], "y": edges},
                 **{"fill": "toself", "fillcolor": colour + BAND_ALPHA, "line": {"width": 0}},
             }
             data.append(band | {"hoverinfo": "skip", "showlegend": False, "legendgroup": group})

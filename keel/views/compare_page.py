@@ -3,10 +3,12 @@
 import csv
 import io
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from keel.runs import FINISHED
 from keel.views.charts import Curve, Figure, curves, smoothed
 from keel.views.exports import harmless, latex, latex_table
 from keel.views.run_page import points_of, seconds_of
@@ -36,10 +38,39 @@ class View:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ only in the seed, with what is shown of them."""
+    """Runs that differ only in the seed.
+
+    counted: the runs that means are of: the finished ones; all, if none is. repeats: runs of a seed
+    that another stands for. unfinished: how many of the seeds' runs are not, such as `failed 1/3`.
+    """
 
     label: str
     runs: Sequence[Run]
+    counted: Sequence[Run]
+    repeats: Sequence[Entry]
+    num_seeds: int
+    unfinished: str
+
+
+def group_of(label: str, runs: Sequence[Run]) -> Group:
+    """The runs as a group; of several with a seed one counts, finished rather than new."""
+    states = {entry.id: entry.state for entry, _ in runs}
+    by_seed: dict[str, Run] = {}
+    for run in sorted(runs, key=lambda run: (states[run[0].id] == FINISHED, run[0].changed)):
+        by_seed[text_of(run[0].config.get("seed"))] = run
+    chosen = {entry.id for entry, _ in by_seed.values()}
+    found = [run for run in runs if run[0].id in chosen]
+    finished = [run for run in found if states[run[0].id] == FINISHED]
+    others = Counter(text_of(states[each].partition(":")[0], 40) for each in chosen)
+    others.pop(FINISHED, None)
+    return Group(
+        label,
+        runs,
+        counted=finished or found,
+        repeats=[entry for entry, _ in runs if entry.id not in chosen],
+        num_seeds=len(found),
+        unfinished=", ".join(f"{word} {n}/{len(found)}" for word, n in sorted(others.items())),
+    )
 
 
 def differing_keys(entries: Sequence[Entry]) -> list[str]:
@@ -73,7 +104,7 @@ def grouped(runs: Sequence[Run], by_seed: bool = False) -> list[Group]:
         name = names[i]
         if by_seed or names.count(name) > 1:
             name += f", {heads[i].name}"
-        found.append(Group(name, group))
+        found.append(group_of(name, group))
     return found
 
 
@@ -109,25 +140,31 @@ def x_of(lines: Sequence[Line], axis: str) -> dict[int, float]:
 
 
 def curve_of(group: Group, view: View) -> Curve:
-    """Mean over the group's runs at the rounds that all of them have, with ± one deviation."""
-    values = [dict(values_of(reader.lines, view)) for _, reader in group.runs]
-    places = [x_of(reader.lines, view.x) for _, reader in group.runs]
-    pairs = [(v, p) for v, p in zip(values, places, strict=True) if v]
-    if not pairs:
-        return Curve(group.label, [], [])
-    rounds = sorted(set.intersection(*(set(v) for v, _ in pairs)))
-    smooth = [smoothed([v[r] for r in rounds], view.smoothing) for v, _ in pairs]
-    each = list(zip(*smooth, strict=True))
-    mean = [statistics.fmean(several) for several in each]
-    spread = [statistics.stdev(several) if len(several) > 1 else 0.0 for several in each]
-    x = [statistics.fmean(p[r] for _, p in pairs) for r in rounds]
-    note = [f"± {s:.2f} ({len(pairs)} seeds)" for s in spread] if len(pairs) > 1 else None
-    return Curve(group.label, x, mean, spread if len(pairs) > 1 else None, note)
+    """Mean over the runs that have a round, with ± one deviation where several have it."""
+    label = f"{group.label} ({group.unfinished})" if group.unfinished else group.label
+    found = []  # of each run: round to (place, value)
+    for _, reader in group.counted:
+        points, places = values_of(reader.lines, view), x_of(reader.lines, view.x)
+        smooth = smoothed([value for _, value in points], view.smoothing)
+        found.append({r: (places[r], v) for (r, _), v in zip(points, smooth, strict=True)})
+    found = [each for each in found if each]
+    x, mean, spread, note = [], [], [], []
+    for r in sorted(set().union(*found)):
+        there, values = zip(*(each[r] for each in found if r in each), strict=True)
+        x.append(statistics.fmean(there))
+        mean.append(statistics.fmean(values))
+        spread.append(statistics.stdev(values) if len(values) > 1 else None)
+        of_all = "" if len(values) == len(found) else f"{len(values)} of "
+        band = "" if spread[-1] is None else f"± {spread[-1]:.2f} "
+        note.append(f"{band}({of_all}{len(found)} seeds)")
+    if len(found) < 2:
+        return Curve(label, x, mean)
+    return Curve(label, x, mean, spread, note)
 
 
 def chart(groups: Iterable[Group], view: View) -> Figure:
     """The chosen curve of every group."""
-    y = "loss" if view.curve.startswith("loss.") else "accuracy (%)"
+    y = "loss" if is_loss(view) else "accuracy (%)"
     found = [curve_of(group, view) for group in groups]
     return curves(found, AXES[view.x], y, view.log_x, view.log_y)
 
@@ -136,30 +173,44 @@ def choices(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """(value, description) of the curves that some run has."""
     found = [(HEADLINE_CHOICE, "accuracy (personal, else global)")]
     for key, name, description in CURVES:
-        if any(points_of(reader.lines[-1:], key, name) for _, reader in runs):
+        if any(points_of(reader.lines, key, name) for _, reader in runs):
             found.append((f"{key}.{name}", description))
-    terms = dict.fromkeys(t for _, r in runs for line in r.lines[-1:] for t in line["losses"])
+    terms = dict.fromkeys(t for _, r in runs for line in r.lines for t in line["losses"])
     return found + [(f"loss.{term}", f"loss: {text_of(term, 60)}") for term in terms]
 
 
-HEADER = ("group", "seeds", "rounds", "final (%)", "± sd", "best (%)", "MB", "seconds")
+def is_loss(view: View) -> bool:
+    """Whether the chosen curve is a loss: no percentage, and the lowest is the best."""
+    return view.curve.startswith("loss.")
+
+
+def header(view: View) -> list[str]:
+    """The headings of the table of results."""
+    unit = "" if is_loss(view) else " (%)"
+    about = ["group", "seeds", "not finished", "rounds"]
+    return [*about, f"final{unit}", "± sd", f"best{unit}", "MB", "seconds"]
 
 
 def result_rows(groups: Sequence[Group], view: View) -> list[list[str]]:
-    """A row of HEADER for each group: means over its runs."""
-    rows, best_of = [], min if view.curve.startswith("loss.") else max
+    """A row under `header` for each group: means over the runs that count.
+
+    The final and best values are up to the last round that all of them have.
+    """
+    rows, best_of = [], min if is_loss(view) else max
     for group in groups:
-        found = [values_of(reader.lines, view) for _, reader in group.runs]
-        final = [points[-1][1] for points in found if points]
-        best = [best_of(value for _, value in points) for points in found if points]
+        found = [dict(values_of(reader.lines, view)) for _, reader in group.counted]
+        found = [each for each in found if each]
+        common = sorted(set.intersection(*map(set, found))) if found else []
+        final = [each[common[-1]] for each in found] if common else []
+        best = [best_of(each[r] for r in common) for each in found] if common else []
         ends = [
-            [max(x_of(reader.lines, axis).values(), default=0.0) for _, reader in group.runs]
+            [max(x_of(reader.lines, axis).values(), default=0.0) for _, reader in group.counted]
             for axis in ("round", "bytes", "seconds")
         ]
         rounds = "–".join(dict.fromkeys(f"{value:.0f}" for value in (min(ends[0]), max(ends[0]))))
         rows.append(
             [
-                *(group.label, str(len(group.runs)), rounds),
+                *(group.label, str(group.num_seeds), group.unfinished, rounds),
                 f"{statistics.fmean(final):.2f}" if final else "",
                 f"{statistics.stdev(final):.2f}" if len(final) > 1 else "",
                 f"{statistics.fmean(best):.2f}" if best else "",
@@ -171,7 +222,8 @@ def result_rows(groups: Sequence[Group], view: View) -> list[list[str]]:
 
 def as_latex(groups: Sequence[Group], view: View) -> str:
     """The table of results."""
-    return latex_table(HEADER, [[latex(cell) for cell in row] for row in result_rows(groups, view)])
+    rows = [[latex(cell) for cell in row] for row in result_rows(groups, view)]
+    return latex_table(header(view), rows)
 
 
 def config_rows(groups: Sequence[Group]) -> list[list[str]]:
@@ -187,16 +239,16 @@ def as_csv(groups: Sequence[Group], view: View) -> str:
     """The table of results, a blank line, and every point of every curve."""
     out = io.StringIO()
     writer = csv.writer(out)
-    writer.writerow(HEADER)
+    writer.writerow(header(view))
     writer.writerows([harmless(cell) for cell in row] for row in result_rows(groups, view))
     writer.writerow([])
-    writer.writerow(["group", "run", "seed", "round", "MB", "seconds", view.curve])
+    writer.writerow(["group", "run", "seed", "state", "round", "MB", "seconds", view.curve])
     for group in groups:
         for entry, reader in group.runs:
             sent, spent = x_of(reader.lines, "bytes"), x_of(reader.lines, "seconds")
-            seed = text_of(entry.config.get("seed", ""))
+            seed, state = text_of(entry.config.get("seed", "")), text_of(entry.state)
+            about = [harmless(cell) for cell in (group.label, entry.name, seed, state)]
             for r, value in values_of(reader.lines, view):
-                about = [harmless(group.label), harmless(entry.name), harmless(seed)]
                 writer.writerow([*about, r, f"{sent[r]:.6g}", f"{spent[r]:.6g}", f"{value:.6g}"])
     return out.getvalue()
 

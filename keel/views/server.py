@@ -288,10 +288,9 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
         groups = grouped(chosen, view.by_seed)
         content = {
             "groups": groups,
-            "header": compare_page.HEADER,
+            "header": compare_page.header(view),
             "results": compare_page.result_rows(groups, view),
             "config": compare_page.config_rows(groups),
-            "choices": compare_page.choices(chosen),
             "view": view,
             "axes": compare_page.AXES,
             "ids": [entry.id for entry, _ in chosen],
@@ -305,8 +304,9 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
     @app.get("/compare")
     def compare(request: Request, ids: list[str] = Ids) -> HTMLResponse:
         with store.lock:
-            content, _ = compared(ids, view_of(request.query_params))
-            return page("compare.html.j2", **content)
+            content, groups = compared(ids, view_of(request.query_params))
+            choices = compare_page.choices([run for group in groups for run in group.runs])
+            return page("compare.html.j2", choices=choices, **content)
 
     @app.get("/compare/data")
     def compare_data(request: Request, ids: list[str] = Ids) -> Response:

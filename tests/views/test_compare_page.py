@@ -2,6 +2,8 @@
 
 import csv
 import io
+import json
+import os
 import statistics
 
 import pytest
@@ -9,10 +11,13 @@ import pytest
 from keel.views.compare_page import (
     View,
     as_csv,
+    as_latex,
     chart,
+    choices,
     config_rows,
     curve_of,
     grouped,
+    header,
     result_rows,
     view_of,
     x_of,
@@ -37,11 +42,63 @@ def test_runs_that_differ_in_the_seed_are_one_curve_with_mean_and_deviation(runs
     groups = sorted(grouped(runs), key=lambda group: group.label)
     assert [group.label for group in groups] == ["fedavg", "moon"]
     curve = curve_of(groups[0], View())
-    assert list(curve.x) == [1, 2, 3, 4]  # the rounds that all three have
+    assert list(curve.x) == [1, 2, 3, 4, 5, 6]
+    assert [note.partition("(")[2] for note in curve.note[3:]] == [
+        *("3 seeds)", "2 of 3 seeds)", "1 of 3 seeds)")
+    ]
+    assert curve.spread[5] is None  # no band around one run
     values = [reader.lines[3]["global"]["accuracy"] for _, reader in groups[0].runs]
     assert curve.y[3] == pytest.approx(100 * statistics.fmean(values))
     assert curve.spread[3] == pytest.approx(100 * statistics.stdev(values))
     assert [len(group.runs) for group in grouped(runs, by_seed=True)] == [1] * 6
+
+
+@pytest.fixture
+def uneven(tmp_path):
+    """One setting: seed 0 finished twice and stopped once, 1 finished, 2 diverged, 3 is cut off."""
+    for name, seed, num_written, status in (
+        *(("old", 0, 10, "finished"), ("new", 0, 10, "finished"), ("newest", 0, 3, "stopped")),
+        *(("one", 1, 10, "finished"), ("two", 2, 2, "failed: diverged"), ("cut", 3, 4, "running")),
+    ):
+        keys = {"method": "fedavg", "seed": seed}
+        directory = make_run(tmp_path / name, keys, 10, num_written=num_written, status=status)
+        age = ["newest", "new", "old"].index(name) if seed == 0 else 0
+        os.utime(directory / "history.jsonl", (1000 - age, 1000 - age))
+        os.utime(directory / "config.json", (0, 0))
+    store = Store([tmp_path])
+    return {entry.name: (entry, store.history(entry)) for entry in store.runs().values()}
+
+
+def final_of(run, number=10):
+    return 100 * run[1].lines[number - 1]["global"]["accuracy"]
+
+
+def test_a_mean_is_of_finished_runs_one_a_seed_and_says_which_others_there_are(uneven):
+    groups = grouped(list(uneven.values()))
+    (row,) = result_rows(groups, View())
+    found = dict(zip(header(View()), row, strict=True))
+    values = [final_of(uneven["new"]), final_of(uneven["one"])]
+    assert found["final (%)"] == f"{statistics.fmean(values):.2f}"
+    assert found["± sd"] == f"{statistics.stdev(values):.2f}"
+    assert (found["seeds"], found["rounds"]) == ("4", "10")
+    assert found["not finished"] == "failed 1/4, interrupted 1/4"
+    assert {entry.name for entry in groups[0].repeats} == {"old", "newest"}
+    curve = curve_of(groups[0], View())
+    assert (curve.name, len(curve.x)) == ("fedavg (failed 1/4, interrupted 1/4)", 10)
+    assert curve.y[-1] == pytest.approx(statistics.fmean(values))
+    assert as_latex(groups, View()).count("failed 1/4, interrupted 1/4") == 1
+    table = list(csv.DictReader(as_csv(groups, View()).partition("\r\n\r\n")[2].splitlines()))
+    assert {row["run"]: row["state"] for row in table}["two"] == "failed: diverged"
+
+
+def test_where_no_run_finished_the_mean_is_at_the_last_round_that_all_have(uneven):
+    groups = grouped([uneven["newest"], uneven["two"]])
+    (row,) = result_rows(groups, View())
+    found = dict(zip(header(View()), row, strict=True))
+    values = [final_of(uneven[name], 2) for name in ("newest", "two")]
+    assert found["final (%)"] == f"{statistics.fmean(values):.2f}"
+    assert (found["rounds"], found["not finished"]) == ("2–3", "failed 1/2, stopped 1/2")
+    assert list(curve_of(groups[0], View()).x) == [1, 2, 3]
 
 
 def test_bytes_and_seconds_add_up_over_rounds(runs):
@@ -55,7 +112,7 @@ def test_bytes_and_seconds_add_up_over_rounds(runs):
 def test_the_table_has_one_row_a_group_and_the_keys_that_differ(runs):
     groups = grouped(runs)
     rows = {row[0]: row for row in result_rows(groups, View())}
-    assert rows["moon"][1:3] == ["3", "4–6"]
+    assert rows["moon"][1:4] == ["3", "", "4–6"]
     assert {group.label for group in groups} == {"fedavg", "moon"}
     assert config_rows(groups) == [["method", *(group.label for group in groups)]]
 
@@ -65,7 +122,7 @@ def test_the_csv_has_every_point(runs):
     table = list(csv.reader(io.StringIO(as_csv(groups, View()))))
     points = table[table.index([]) + 2 :]
     assert len(points) == sum(len(reader.lines) for _, reader in runs)
-    _, run, _, r, *_, value = points[0]
+    _, run, _, _, r, *_, value = points[0]
     reader = next(reader for entry, reader in runs if entry.name == run)
     expected = 100 * reader.lines[int(r) - 1]["global"]["accuracy"]
     assert float(value) == pytest.approx(expected, rel=1e-5)
@@ -84,6 +141,26 @@ def test_latex_is_escaped():
 @pytest.mark.parametrize("query", [{"smooth": "nan"}, {"smooth": "x"}, {"x": "y", "curve": "z"}])
 def test_a_choice_that_is_unknown_has_its_default(query):
     assert view_of(query) == View()
+
+
+def test_a_loss_is_no_percentage(runs):
+    view = View(curve="loss.contrastive")
+    heading, *_ = csv.reader(as_csv(grouped(runs), view).splitlines())
+    assert {"final", "best"} < set(heading)
+    assert r"\%" not in as_latex(grouped(runs), view)
+    assert r"final (\%)" in as_latex(grouped(runs), View())
+
+
+def test_a_curve_that_the_last_round_lacks_is_offered(tmp_path):
+    path = make_run(tmp_path / "a", {}, 3) / "history.jsonl"
+    *before, last = path.read_text().splitlines()
+    line = {**json.loads(last), "losses": {}}
+    del line["global"]
+    path.write_text("\n".join([*before, json.dumps(line), ""]))
+    store = Store([tmp_path])
+    runs = [(entry, store.history(entry)) for entry in store.runs().values()]
+    offered = [value for value, _ in choices(runs)]
+    assert offered == ["headline", "global.accuracy", "loss.supervised", "loss.contrastive"]
 
 
 def test_losses_have_their_own_axis(runs):
