@@ -132,23 +132,29 @@ class Section:
 
     @cached_property
     def _means(self) -> dict[str, list[float]]:
-        """The different means of each column, best first; none of runs of different code."""
+        """The different means of each column, best first, of cells without failed seeds.
+
+        Empty where runs are of different code or precision.
+        """
         found: dict[str, set[float]] = {}
-        if len({code for result in self.results.values() for code in result.code}) > 1:
+        results = self.results.values()
+        codes = {code for result in results for code in result.code}
+        precisions = {name for result in results for name in result.precision}
+        if len(codes) > 1 or len(precisions) > 1:
             return {}
         times = set()
-        for result in self.results.values():
+        for result in results:
             name = result.cell.column.name
             if result.cell.take.is_time:
                 times.add(name)
-            if result.mean is not None:
+            if result.mean is not None and not result.failures:
                 found.setdefault(name, set()).add(result.mean)
         return {name: sorted(each, reverse=name not in times) for name, each in found.items()}
 
     def rank(self, result: Result) -> str:
         """`best` or `second` of its column, by the mean; "" for others, and for one row alone."""
         means = self._means.get(result.cell.column.name, [])
-        if result.mean is None or len(means) < 2:
+        if result.mean is None or result.failures or len(means) < 2:
             return ""
         return {0: "best", 1: "second"}.get(means.index(result.mean), "")
 
@@ -345,6 +351,8 @@ def as_latex(section: Section) -> str:
                     text += f" {{\\scriptsize $\\pm$ {result.deviation:.2f}}}"
             if result and result.cell.paper is not None:
                 text += f" ({result.cell.paper:.2f})"
+            if result and (lacks := "; ".join(missing(result))):
+                text += f" {{\\scriptsize {latex(lacks)}}}"
             cells.append(text)
         rows.append(cells)
     about = " ".join(f"{section.title}. {section.deviation} {section.reading}".split())

@@ -22,13 +22,16 @@ from tests.tools.run_directories import line_of, make_table
 ROOT = Path(__file__).parent.parent.parent
 
 
-def section(means, paper=None, is_time=False, code="abc"):
+def section(means, paper=None, is_time=False, code="abc", precision=(), failed=()):
     results = {}
     for name, mean in means.items():
         cell = SimpleNamespace(
             column=SimpleNamespace(name="c"), take=SimpleNamespace(is_time=is_time), paper=paper
         )
-        results[name, "c"] = SimpleNamespace(cell=cell, mean=mean, code=(code or name,))
+        results[name, "c"] = SimpleNamespace(
+            cell=cell, mean=mean, code=(code or name,), precision=precision and (name,),
+            failures={0: "diverged"} if name in failed else {},
+        )  # fmt: skip
     return Section(None, None, "", results, [])
 
 
@@ -43,6 +46,8 @@ def test_the_best_of_a_column_and_the_second_are_marked():
     assert ranks(section({"a": 1.0, "b": None})) == {"a": "", "b": ""}
     of_different_code = section(means, code="")
     assert set(ranks(of_different_code).values()) == {""}
+    assert set(ranks(section(means, precision="each its own")).values()) == {""}
+    assert ranks(section(means, failed="c")) == {"a": "second", "b": "", "c": "", "d": "best"}
     assert ranks(section({"a": 1.0, "b": 1.0, "c": 0.0})) == {
         **{"a": "best", "b": "best", "c": "second"}
     }
@@ -111,6 +116,9 @@ def test_a_diverged_seed_is_shown_in_its_cell_and_in_the_exports(report):
     assert {r["row"]: (r["seeds"], r["diverged"]) for r in found} == {
         "FedAvg": ("3", "0"), "MOON": ("2", "1"), "FedRCL": ("3", "0"),
     }  # fmt: skip
+    lines = table(report, "fedrcl", "tex").splitlines()
+    assert [line.count("diverged 1/3") for line in lines if line.startswith("MOON")] == [4]
+    assert sum(line.count("diverged") for line in lines) == 4
 
 
 def test_exports_hold_the_numbers_of_the_table(report):
