@@ -136,9 +136,10 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
         )
     max_ahead = NUM_REPEATED * request.config.rounds.checkpoint_interval
     if "state-dir" in node_config:
-        return StateFolder(Path(str(node_config["state-dir"])) / run / client, max_ahead)
+        folder = Path(str(node_config["state-dir"])) / run / client
+        return StateFolder(folder, max_ahead, run_id=request.run_id)
     if is_path and path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"run-dir = {sent[:200]!r}: is not a run directory (no config.json)")
         return StateFolder(path / "clients" / client, max_ahead, memories.get(path), path)
-    return StateFolder(clients_folder() / run / client, max_ahead)
+    return StateFolder(clients_folder() / run / client, max_ahead, run_id=request.run_id)

@@ -5,7 +5,7 @@ written under another name and renamed, so that an interrupted process leaves th
 intact; the digest of its content is in its name, so that damage is noticed. Versions that a resume
 of the server may need are not deleted: an earlier round can be trained again, with the same result.
 A server that requests a round before those has lost its run directory or checkpoints: it is
-refused.
+refused, as is another run of the same name. In deployment the file `run-id` says whose state it is.
 
 A run of the inline engine with `snapshot-every` > 1 has the newest versions in memory and writes
 them in the rounds that it may resume from.
@@ -29,11 +29,12 @@ version_name = re.compile(r"round-(\d+)-([0-9a-f]{16})\.(safetensors|damaged)")
 reset_markers = (RESET_FILE, "begin-anew")  # the second is its old name
 reset_record = re.compile(r"(?:state-was-reset|begun-anew)-(\d+)")  # the round that followed
 NUM_REPEATED = 2  # intervals that a resume may repeat: the server keeps as many checkpoints
+RUN_ID_FILE = "run-id"
 separator = "/"  # between group and array name; no parameter name has one
 
 
 class ResetNeeded(ValueError):
-    """A client's state is lost, or ahead of the server: its operator restores or resets it."""
+    """A client's state is lost, ahead of the server or another run's: restore or reset it."""
 
 
 class StateMemory:
@@ -80,6 +81,7 @@ class StateFolder:
 
     max_ahead: rounds that a resume may repeat. memory: has the newest version, if not None.
     run_directory: of a simulation, whose workers may train a client while another is late with it.
+    run_id: of a deployment's run, whose name alone another run directory may have; "": not known.
     """
 
     def __init__(
@@ -88,23 +90,35 @@ class StateFolder:
         max_ahead: int = NUM_REPEATED,
         memory: StateMemory | None = None,
         run_directory: Path | None = None,
+        run_id: str = "",
     ) -> None:
         self.folder, self.max_ahead, self.memory = folder, max_ahead, memory
-        self.run_directory = run_directory
+        self.run_directory, self.run_id = run_directory, run_id
 
     def load(self, before_round: int, last_accepted_round: int = 0) -> Groups:
         """The newest version of a round < `before_round`; {} if this client has no state yet.
 
         last_accepted_round: the last round in which this client's update was aggregated; 0: none.
-        ResetNeeded if a version is newer by more rounds than a resume repeats: the server has lost
-        its state. A damaged version is renamed to `*.damaged` and the next older one is read, with
-        a warning. ResetNeeded if only damaged versions are left, or none although the client has
-        trained: lost state is never replaced silently. A file `reset-state` in the folder allows
-        either once; the round that follows renames it, and may be trained again.
+        ResetNeeded if a version is newer by more rounds than a resume repeats, or another run's:
+        the server has lost its state. A damaged version is renamed to `*.damaged` and the next
+        older one is read, with a warning. ResetNeeded if only damaged versions are left, or none
+        although the client has trained: lost state is never replaced silently. A file `reset-state`
+        in the folder allows either once; the round that follows renames it, and may be trained
+        again.
         """
         if self.memory and (groups := self.memory.load(self.folder, before_round)) is not None:
             return groups
         newest = max((round_ for round_, _ in self._versions()), default=0)
+        if newest and self._is_of_another_run():
+            other = f"{self.folder} has state of another run of this name, up to round {newest}"
+            if not self._is_reset_allowed():
+                raise ResetNeeded(
+                    f"{other}: restore that run's directory on the server and resume it, choose "
+                    f"another run-name, or create the file {self.folder / reset_markers[0]} on "
+                    "this client's machine to set that state aside"
+                )
+            log.warning("%s: it is set aside, as an operator has allowed", other)
+            return {}
         if newest - before_round >= self.max_ahead:
             behind = (
                 f"the server is behind: it asks for round {before_round}, this client has round "
@@ -162,12 +176,17 @@ class StateFolder:
     def save(self, round_: int, groups: Groups) -> None:
         """Write the version of this round; it replaces those that a resume repeats.
 
-        Versions newer than that are renamed to `*.set-aside`. Do not modify the arrays later.
+        Versions newer than that, or of another run, are renamed to `*.set-aside`. Do not modify the
+        arrays later.
         ValueError if there is a newer version and the server has ended this round: it is too late.
         """
         if self.memory is not None:
             self.memory.save(self.folder, round_, groups)
             return
+        if self._is_of_another_run():
+            for path in [*self.folder.iterdir()]:
+                if version_name.fullmatch(path.name) or reset_record.fullmatch(path.name):
+                    path.rename(path.with_suffix(".set-aside"))
         replaced = [(r, path) for r, path in self._versions() if r >= round_]
         if replaced and replaced[-1][0] > round_ and self._has_ended(round_):
             raise ValueError(
@@ -182,6 +201,8 @@ class StateFolder:
         pieces = packed_pieces(flat, None)
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_parts(self.folder)
+        if self.run_id and self._saved_run_id() != self.run_id:
+            write_atomically(self.folder / RUN_ID_FILE, self.run_id.encode())
         path = self.folder / f"round-{round_:05d}-{digest(*pieces)}.safetensors"
         write_atomically(path, *pieces)
         for r, stale in replaced:
@@ -192,6 +213,15 @@ class StateFolder:
         for name in reset_markers:
             with suppress(FileNotFoundError):
                 (self.folder / name).rename(self.folder / f"state-was-reset-{round_:05d}")
+
+    def _saved_run_id(self) -> str:
+        path = self.folder / RUN_ID_FILE
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _is_of_another_run(self) -> bool:
+        """Whether this folder is known to be of another run than `run_id`."""
+        saved = self._saved_run_id()
+        return bool(self.run_id and saved) and saved != self.run_id
 
     def _has_ended(self, round_: int) -> bool:
         """Whether the server has recorded this round; a resume removes the rounds it repeats."""

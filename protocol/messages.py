@@ -92,6 +92,7 @@ class TrainRequest:
     or later is not pruned. evaluate: reply with the accuracies on the local test part as well.
     run_dir: the path of the run directory in simulation, where it holds the clients' state; its
         name in deployment.
+    run_id: of the run directory; another one of the same name has another.
     """
 
     config: RunConfig
@@ -100,6 +101,7 @@ class TrainRequest:
     checkpoint_round: int
     evaluate: bool
     run_dir: str
+    run_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class EvaluateRequest:
     data: DatasetSpec
     round: int
     run_dir: str
+    run_id: str = ""
 
 
 @dataclass(frozen=True)

@@ -389,7 +389,8 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     is_measured = run.monitor is not None and run.monitor.is_due(server_round)
     strategy.keeps_updates = is_measured
     request = TrainRequest(
-        config, run.data, server_round, checkpoint_round, scores_in_replies, run_dir
+        *(config, run.data, server_round, checkpoint_round, scores_in_replies, run_dir),
+        run.directory.id,
     )
     messages = list(
         strategy.configure_train(server_round, arrays, request_record(request), run.grid)
@@ -545,7 +546,8 @@ def evaluate_on_clients(
     run: Run, server_round: int, arrays: ArrayRecord, nodes: Sequence[int]
 ) -> RoundReport:
     """The replies of these nodes to an evaluate message, and who gave none."""
-    request = EvaluateRequest(run.config, run.data, server_round, name_for_clients(run))
+    run_dir = name_for_clients(run)
+    request = EvaluateRequest(run.config, run.data, server_round, run_dir, run.directory.id)
     record = request_record(request)
     messages = run.strategy.messages(MessageType.EVALUATE, nodes, arrays, record)
     what = f"the evaluation of round {server_round}"

@@ -1,6 +1,6 @@
 """The run directory: enough to plot, compare, verify and resume a run bit for bit.
 
-config.json         the resolved config, and the keys that the user set
+config.json         the resolved config, the keys that the user set, and an id (`RunDirectory.id`)
 roster.json         the clients: samples per class, model, versions
 history.jsonl       one line a round (history.py); run.log: the log, with times
 checkpoints/        the newest two: model, server state, round (safetensors)
@@ -13,6 +13,7 @@ manifest.json       versions; digests of split, files and first rounds (manifest
 import fcntl
 import json
 import logging
+import secrets
 import shutil
 import time
 from collections import Counter
@@ -32,7 +33,7 @@ from protocol.files import digest, remove_parts, write_atomically
 from protocol.messages import UNREADABLE, Arrays, with_current_names
 from protocol.options import OptionValue
 from protocol.packing import Pieces, packed_pieces
-from server_app.history import whole_lines
+from server_app.history import DAMAGE, whole_lines
 from server_app.summary import check_has_state, read_config_file
 
 log = logging.getLogger("keel.server")
@@ -57,10 +58,14 @@ class Checkpoint:
 
 
 class RunDirectory:
-    """One run's directory, locked: one process at a time may write it."""
+    """One run's directory, locked: one process at a time may write it.
+
+    id: random, made with the directory; clients of a deployment know by it whose state they hold.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.id = saved_id(path) or secrets.token_hex(8)
         self.checkpoint_interval = 1  # rounds between checkpoints
         self._lock: TextIO = (path / ".lock").open("w")
         self._log: logging.Handler | None = None
@@ -107,7 +112,8 @@ class RunDirectory:
 
     def save_config(self, config: RunConfig, overrides: Mapping[str, OptionValue]) -> None:
         """Write config.json; `overrides` are the keys that the user set."""
-        text = json.dumps({"config": dict(config.flat), "overrides": dict(overrides)}, indent=2)
+        content = {"config": dict(config.flat), "overrides": dict(overrides), "id": self.id}
+        text = json.dumps(content, indent=2)
         write_atomically(self.path / "config.json", text.encode())
 
     def append_releases(self, server_round: int, clients: list[str]) -> None:
@@ -230,6 +236,16 @@ class RunDirectory:
             f"resume = {str(self.path)!r}: no intact checkpoint ({found_text}): restore "
             f"{self.path / 'checkpoints'} from a backup, or start a new run"
         )
+
+
+def saved_id(directory: Path) -> str:
+    """The id in a run's config.json; "" in a new directory, and for a run of before there was one.
+
+    A damaged config.json is refused elsewhere.
+    """
+    with suppress(OSError, *DAMAGE):
+        return str(json.loads((directory / "config.json").read_text()).get("id", ""))
+    return ""
 
 
 def round_of(checkpoint: Path) -> int:

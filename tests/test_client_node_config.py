@@ -10,9 +10,13 @@ from protocol.config import resolve_config
 NODE = {"name": "site-a"}
 
 
+def state_of(run_dir, **node):
+    request = SimpleNamespace(run_dir=str(run_dir), run_id="0a1b", config=resolve_config({}))
+    return state_folder(request, NODE | node)
+
+
 def folder_of(run_dir, **node):
-    request = SimpleNamespace(run_dir=str(run_dir), config=resolve_config({}))
-    return state_folder(request, NODE | node).folder
+    return state_of(run_dir, **node).folder
 
 
 @pytest.fixture
@@ -71,3 +75,8 @@ def test_the_state_of_a_simulation_is_in_a_run_directory(home, tmp_path):
     (run / "config.json").touch()
     assert folder_of(run) == run / "clients/site-a"
     assert folder_of(run, **{"state-dir": "/volume"}).as_posix() == "/volume/20260101-moon/site-a"
+
+
+def test_a_deployed_clients_state_is_that_of_the_runs_id(home, tmp_path):
+    for own in ({}, {"state-dir": str(tmp_path / "own")}):
+        assert state_of("20260101-moon", **own).run_id == "0a1b"

@@ -44,6 +44,10 @@ def rounds(state):
     return [int(name.split("-")[1]) for name in files(state)]
 
 
+def rounds_of(state, kind="safetensors"):
+    return sorted(int(path.name.split("-")[1]) for path in state.folder.glob(f"round-*.{kind}"))
+
+
 def test_a_version_that_was_damaged_before_its_digest_was_taken_is_set_aside_too(state):
     state.save(1, groups(1))
     content = b"no tensors"
@@ -269,6 +273,51 @@ def test_a_server_that_lost_its_place_is_refused_and_destroys_nothing(state, cap
     assert files(state)[1:4] == [name.replace("safetensors", "set-aside") for name in before]
     assert_is(state.load(before_round=2, last_accepted_round=1), 1)
     assert state.load(before_round=1) == {}  # round 1 again, as after a kill of the server
+
+
+@pytest.mark.parametrize("interval", [25, 50])
+@pytest.mark.parametrize("asked", [1, 30])
+def test_another_run_of_the_same_name_is_refused_and_destroys_nothing(
+    tmp_path, interval, asked, caplog
+):
+    """As after the run directory was lost; with checkpoints so far apart, round 1 may be asked."""
+
+    def of(run_id):
+        return StateFolder(tmp_path / "a", NUM_REPEATED * interval, run_id=run_id)
+
+    for n in (1, 2, 50):
+        of("first").save(n, groups(n))
+    (tmp_path / "a" / "state-was-reset-00040").touch()
+    before = files(of("first"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"has state of another run of this name, up to round "
+                           r"50: .*restore .*run-name.*reset-state"):  # fmt: skip
+            of("second").load(asked)
+    assert files(of("second")) == before
+    assert_is(of("first").load(51, last_accepted_round=50), 50)  # restored after all
+
+    (tmp_path / "a" / "reset-state").touch()
+    assert of("second").load(asked) == {}  # nothing of the first run
+    assert "another run" in caplog.text
+    of("second").save(asked, groups(7))
+    assert rounds_of(of("second"), "set-aside") == [1, 2, 50]
+    assert rounds_of(of("second")) == [asked]
+    assert_is(of("second").load(asked + 1, last_accepted_round=asked), 7)
+    assert of("second").load(asked) == {}  # the round again, as after a kill of the server
+    (path,) = (tmp_path / "a").glob("*.safetensors")
+    path.unlink()
+    with pytest.raises(ValueError, match="holds no state"):  # the first run's reset does not count
+        of("second").load(asked + 1, last_accepted_round=asked)
+
+
+def test_state_of_a_run_without_an_id_is_used_and_belongs_to_the_run_from_then_on(tmp_path):
+    """That of Keel 0.2, whose run directory gets an id with the resume."""
+    StateFolder(tmp_path / "a").save(5, groups(5))
+    resumed = StateFolder(tmp_path / "a", run_id="one")
+    assert_is(resumed.load(6, last_accepted_round=5), 5)
+    resumed.save(6, groups(6))
+    with pytest.raises(ValueError, match="another run"):
+        StateFolder(tmp_path / "a", run_id="two").load(6)
 
 
 @pytest.mark.parametrize("asked", [49, 50, 51])

@@ -404,6 +404,25 @@ def test_between_snapshots_nothing_of_a_client_is_written(run, crash, tmp_path):
     assert names == {"round-00003"}
 
 
+def test_messages_carry_the_runs_id_which_a_resume_keeps_and_a_new_run_does_not(run, monkeypatch):
+    answer, seen = InlineGrid.answer, []
+
+    def noted(grid: InlineGrid, message: Message) -> Message | None:
+        if message.metadata.message_type != MessageType.QUERY:
+            seen.append(message.content.config_records["round"]["run-id"])
+        return answer(grid, message)
+
+    monkeypatch.setattr(InlineGrid, "answer", noted)
+    keys = half_of_them | {"num-rounds": 1, "run-name": "a", "evaluate-clients": "all"}
+    resume(folder := run(keys), num_rounds=2)
+    assert len(seen) > 2
+    assert len(set(seen)) == 1
+    assert seen[0]
+    shutil.rmtree(folder)
+    run(keys)
+    assert len(set(seen)) == 2
+
+
 @pytest.mark.parametrize(("method", "num_rounds"), [("moon", 1), ("fedpac", 2)])
 def test_a_finished_run_gives_up_its_state_but_not_its_models(run, method, num_rounds):
     keys = {"method": method, "num-rounds": num_rounds, "local-test-fraction": 0.2}
