@@ -377,10 +377,15 @@ class Training:
 
 
 def begin_training(message: Message, context: Context, turns: ExitStack) -> Training:
-    """Reads the message and the client state, then takes the turn."""
+    """Read the message and the client state, charge the release, then take the turn.
+
+    Charged before data is read: every answer that may depend on it is counted, a failure too.
+    """
     started, cpu_started = time.perf_counter(), time.process_time()
     request = read_request(message, TrainRequest)
     begin = prepare(request, message, context, before_round=request.round)
+    node, run = context.node_config, Path(request.run_dir).name
+    charge_release(request.config, node, client_name(node), run, request.round)
     started += turns.enter_context(turn())
     ctx, method = begin(), method_of(request.config)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
@@ -406,7 +411,9 @@ def measure_training(
 ) -> dict[str, float]:
     """Check the update; its metrics.
 
-    Where metrics are withheld these are the numbers of samples and of steps, which follows from it.
+    Where metrics are withheld these are the numbers of samples and of steps, which follows from it,
+    and state that is not finite is replaced by that before this round: a refusal would reveal
+    something about the data, and so would the lack of a version for this round in the next.
     seconds, cpu_seconds: of training; this client's share where several train together.
     """
     request, ctx, method = training.request, training.ctx, training.method
@@ -419,6 +426,13 @@ def measure_training(
         metrics |= {f"loss.{name}": value for name, value in update.terms.items()}
         metrics["seconds"] = training.seconds + seconds
         metrics["cpu-seconds"] = training.cpu_seconds + cpu_seconds
+    elif not all(map(all_finite, update.state.values())):
+        log.warning(
+            "round %d: client %s: local training left values that are not finite; the client state "
+            "is unchanged. A smaller lr, or clip-norm, may help",
+            *(request.round, ctx.client),
+        )
+        update.state = ctx.state
     refuse_unless_finite(request.round, {"update": update.arrays, "extra": update.extra})
     refuse_unless_finite(request.round, update.state)
     if request.evaluate:
@@ -427,13 +441,12 @@ def measure_training(
 
 
 def finish_training(training: Training, update: Update, metrics: dict[str, float]) -> RecordDict:
-    """Save the client state and charge the release; the reply."""
-    request, node, client = training.request, training.context.node_config, training.ctx.client
-    if update.state:
-        folder = state_folder(request, node)
+    """Save the client state; the reply."""
+    request, client = training.request, training.ctx.client
+    if training.method.is_stateful:
+        folder = state_folder(request, training.context.node_config)
         folder.save(request.round, update.state)
         folder.prune(request.checkpoint_round)
-    charge_release(request.config, node, client, Path(request.run_dir).name, request.round)
     return reply_content(TrainReply(client, request.round, update.arrays, update.extra, metrics))
 
 

@@ -197,7 +197,7 @@ class Ledger:
             )
 
     def charge(self, config: RunConfig, node_config: NodeConfig, about: Mapping[str, Any]) -> None:
-        """Record a release that is about to leave; PrivacyRefused if it no longer fits."""
+        """Record a release that is about to be made; PrivacyRefused if it no longer fits."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (self.path.parent / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two runs may use the same data, or share a budget

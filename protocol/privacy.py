@@ -95,7 +95,7 @@ def privacy_statement(privacy: PrivacyConfig, num_entries: int, releases: int) -
                 "server, the noise is half of what epsilon asks for"
             ),
             "covers": "the clipped and noised arrays of every reply",
-            "public": "numbers of training and test samples, network, versions, whether it fails",
+            "public": "numbers of training and test samples, network, versions, when it answers",
             "withheld": measured if privacy.withholds_metrics else [],
             "exempt": [] if privacy.withholds_metrics else measured,
         },

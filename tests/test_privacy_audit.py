@@ -21,12 +21,14 @@ from client_fixtures import (
 )
 
 import client_app.privacy as mechanism
+from client_app.site_privacy import Ledger
 from protocol.discrete_gaussian import discrete_gaussian
 from protocol.messages import tensors
 from protocol.privacy import noise_sigma
 from server_app.inline import run_inline
 
 METHODS = ("fedavg", "fedavg-ft", "fedreco")
+DIVERGING = {"fedreco__eta_u": 1e30, "fedreco__eta_v": 1e30}  # with a large lr
 pytestmark = pytest.mark.end_to_end  # real local trainings, whole runs and thousands of draws
 
 
@@ -45,6 +47,14 @@ def sites(tmp_path_factory):
     return sources
 
 
+def received_by(config):
+    """What a server of this method sends."""
+    received = initial(config, seed=5)
+    if config.rounds.method == "fedreco":
+        received = {n: a for n, a in received.items() if not n.startswith("classifier")}
+    return received
+
+
 def sent_by(source, run_dir, **keys):
     """Everything in the replies of a site: query, and train and evaluate of two rounds."""
     keys = {"method": "fedavg", "privacy__epsilon": 0.5} | keys
@@ -52,9 +62,7 @@ def sent_by(source, run_dir, **keys):
     client = Client(
         config, run_dir, {"name": "site-a", "source": source, "state-dir": str(run_dir)}
     )
-    received = initial(config, seed=5)
-    if config.rounds.method == "fedreco":
-        received = {n: a for n, a in received.items() if not n.startswith("classifier")}
+    received = received_by(config)
     yield client.ask("query").content
     for number in (1, 2):
         yield client.ask("train", number, received, evaluate=True).content
@@ -72,6 +80,12 @@ def facts_of(contents: Iterator) -> list[object]:
             else:
                 seen.append((name, type(record).__name__, sorted(record.items())))
     return seen
+
+
+def num_charged(source):
+    """Releases of this source in its ledger."""
+    path = Ledger({"source": source}).path
+    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -98,18 +112,32 @@ def test_a_failure_names_nothing_of_the_data(sites, tmp_path):
     """The reason of an error may quote the data: it stays in the client's log."""
     config = make_config(privacy__epsilon=0.5)
     node = {"name": "a", "source": sites[0], "state-dir": str(tmp_path)}
+    before = num_charged(sites[0])
     reply = Client(config, tmp_path, node).ask("train", 1, {"no": torch.zeros(1)})
     expected = "failed; privacy.metrics = 'withheld': the reason is in this client's log"
     assert reply.error.reason == expected
+    assert num_charged(sites[0]) == before + 1  # counted before the data is read
     config = make_config(privacy__epsilon=0.5, privacy__metrics="exact")
     reply = Client(config, tmp_path, node).ask("train", 1, {"no": torch.zeros(1)})
     assert reply.error.reason != expected
 
 
-def test_training_that_diverged_is_released_as_noise(sites, tmp_path):
-    (_, train, *_) = sent_by(sites[0], tmp_path, lr=1e30)
-    arrays = tensors(train["arrays"])
-    assert all(array.isfinite().all() for array in arrays.values())
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("first", [1, 2], ids=["at once", "after a round"])
+def test_training_that_diverged_is_released_as_noise(method, first, sites, tmp_path):
+    """An error, in this round or the next, would be an exact bit about the data."""
+    home = {"name": "site-a", "source": sites[0], "state-dir": str(tmp_path)}
+    config = make_config(method=method, privacy__epsilon=0.5, lr=1e30, **DIVERGING)
+    calm = make_config(method=method, privacy__epsilon=0.5)
+    received, before = received_by(config), num_charged(sites[0])
+    for number in (1, 2, 3):
+        client = Client(config if number >= first else calm, tmp_path, home)
+        train = client.ask("train", number, received, counted=number - 1)
+        assert not train.has_error(), train.error.reason
+        arrays = tensors(train.content["arrays"])
+        assert all(array.isfinite().all() for array in arrays.values())
+        assert not client.ask("evaluate", number, received, counted=number).has_error()
+    assert num_charged(sites[0]) == before + 3
 
 
 # --- the attack -----------------------------------------------------------------------------------
