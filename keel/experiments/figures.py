@@ -109,8 +109,7 @@ def curve_of(cell: Cell, runs: Sequence[Finished]) -> list[tuple[int, float, flo
     for run, directory in runs:
         points = history_in(directory).points(cell.of)
         if cell.take.how == "ema":
-            shrink = run.rounds / run.paper_rounds
-            found.append(dict(moving_average(points, cell.take.number, shrink)))
+            found.append(dict(moving_average(points, cell.take.number, run.shrink)))
         else:
             found.append({number: 100 * value for number, value in points})
     curve = []

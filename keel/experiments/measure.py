@@ -113,8 +113,8 @@ def measure(
 ) -> float | None:
     """The reported number in percent or seconds; None if the history does not contain it.
 
-    at: the last round that counts. shrink: rounds of the run / rounds of the paper. The window of a
-    median or mean and the memory of a moving average are scaled by it.
+    at: the last round that counts. shrink: rounds of the run / rounds of the paper that they stand
+    for. The window of a median or mean and the memory of a moving average are scaled by it.
     Seconds are summed over clients (`clock` is the history's key), as if one device trained them in
     turn; infinite if the run never reached the accuracy.
     """

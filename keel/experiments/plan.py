@@ -34,8 +34,10 @@ def candidates_of(cell: Cell, options: Options) -> Sequence[Keys]:
 
 
 def last_round_read(cell: Cell, run: Run) -> int:
-    """The last round that counts for the cell's number."""
-    return scaled_round(cell.at, run.paper_rounds, run.rounds) if cell.at else run.rounds
+    """The last round that counts for the cell's number: its last at most."""
+    if cell.at and run.is_scaled:
+        return scaled_round(cell.at, run.paper_rounds, run.rounds)
+    return min(cell.at or run.rounds, run.rounds)
 
 
 def keys_not_read(cell: Cell) -> set[str]:
@@ -51,8 +53,8 @@ def number_of(cell: Cell, run: Run) -> float | None:
         return None
     on_cpu = all(name.startswith("cpu:") for name in machines_of(directory))
     clock = "client_cpu_seconds" if on_cpu else "client_seconds"  # other runs share the cores
-    at, shrink = last_round_read(cell, run), run.rounds / run.paper_rounds
-    return measure(history_in(directory), cell.of, cell.take, at, shrink, clock)
+    at = last_round_read(cell, run)
+    return measure(history_in(directory), cell.of, cell.take, at, run.shrink, clock)
 
 
 def best_candidate(

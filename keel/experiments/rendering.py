@@ -294,6 +294,9 @@ def missing(result: Result) -> Iterator[str]:
         yield f"{ended} of {result.num_seeds} seeds"
     if 0 < result.num_tried < result.num_candidates:
         yield f"{result.num_tried} of {result.num_candidates} values tried"
+    for run, _ in result.finished[:1]:
+        if not run.is_scaled and run.rounds < result.cell.at:
+            yield f"at round {run.rounds} instead of {result.cell.at}"
     if result.outdated:
         yield f"a run does not count: {result.outdated}"
 

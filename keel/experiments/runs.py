@@ -116,6 +116,7 @@ class Run:
     """One run: its config keys, and the folders that hold the run directories of its attempts.
 
     folders: the first is the one to write to; another, where 0.1 gave it another name, is read.
+    is_scaled: the scale maps the paper's rounds onto fewer; otherwise they are the run's.
     is_timed, only_last: as in `Cell`. any_code: as in `Options`.
     """
 
@@ -125,6 +126,7 @@ class Run:
     clients: int
     name: str
     folders: Sequence[Path]
+    is_scaled: bool = False
     is_timed: bool = False
     only_last: bool = False
     any_code: bool = False
@@ -133,6 +135,11 @@ class Run:
     def folder(self) -> Path:
         """The folder of its new attempts."""
         return self.folders[0]
+
+    @property
+    def shrink(self) -> float:
+        """Rounds of the run / rounds of the paper that they stand for."""
+        return self.rounds / self.paper_rounds if self.is_scaled else 1.0
 
     @cached_property
     def identity(self) -> dict[str, OptionValue]:
@@ -223,6 +230,7 @@ def make_run(
         clients=config.rounds.num_clients,
         name=names[0],
         folders=[output / "runs" / name for name in names],
+        is_scaled=options.scale != "paper",
         is_timed=is_timed,
         only_last=only_last,
         any_code=options.any_code,

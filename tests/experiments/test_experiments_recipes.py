@@ -18,13 +18,22 @@ from data.partitions import partition_indices, stratified_share
 from keel.experiments import preflight
 from keel.experiments.claims import JudgedClaim, judge_claims, what_decides
 from keel.experiments.measure import History, measure, parse_take
-from keel.experiments.plan import Result, last_round_read, seeds_for, selected
+from keel.experiments.plan import (
+    Result,
+    last_round_read,
+    number_of,
+    result_of,
+    seeds_for,
+    selected,
+)
 from keel.experiments.preflight import check_reading, check_recipe, refuse_overriding
 from keel.experiments.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
+from keel.experiments.rendering import ours
 from keel.experiments.runs import Options, make_run, run_of
 from keel.experiments.scale import SCALES, Keys, scaled
 from protocol.config import RENAMED_KEYS, RENAMED_VALUES, presets, resolve_config
 from server_app.checks import check_config
+from tests.tools.run_directories import make_run as make_run_directory
 
 root = Path(__file__).parent.parent.parent
 OURS = (" eq. (5)", " alone")  # endings of rows that the papers do not have
@@ -624,10 +633,24 @@ def first_claim(name: str, start: str, scale: str, changes: Keys) -> JudgedClaim
             *("fedrcl-table-1", "FedRCL above FedAvg in CIFAR-10, alpha 0.6, 1000R"),
             *("day", {"num-rounds": 30}, "9%"),
         ),
-        # a quarter of the rounds at the paper's epochs: round 250 instead of 140
+        # a quarter of the rounds, the paper's steps in each: round 250 instead of 140
         (
             *("fedrcl-table-1", "FedRCL above FedAvg in CIFAR-10, alpha 0.05, 1000R"),
             *("paper", {"num-rounds": 250}, None),
+        ),
+        # read at its round 250 as well, not 125
+        (
+            *("fedrcl-table-1", "FedRCL above FedAvg in CIFAR-10, alpha 0.05, 500R"),
+            *("paper", {"num-rounds": 250}, None),
+        ),
+        # round 500 of 500 is the paper's; 300 are too few
+        (
+            *("fedrcl-table-2", "FedRCL above FedAvg in CIFAR-10, 100 clients, 500R"),
+            *("paper", {"num-rounds": 500}, None),
+        ),
+        (
+            *("fedrcl-table-2", "FedRCL above FedAvg in CIFAR-10, 100 clients, 500R"),
+            *("paper", {"num-rounds": 300}, "60%"),
         ),
         # FedCKA: from round 41 of 10 x 40; hour: 20 rounds of 2 x 10 steps = 400 of 16,400
         ("fedcka-table-2", "FedCKA above FedAvg in alpha 5", "hour", {}, "2%"),
@@ -764,6 +787,23 @@ def test_every_round_that_a_cell_is_read_at_is_evaluated(scale, tmp_path):
             check_reading(cell, run, resolve_config(run.keys))
             expected = cell.at * run.rounds / run.paper_rounds
             assert abs(last_round_read(cell, run) - expected) <= 0.5, cell.column.name
+
+
+def test_round_500_of_a_shorter_run_with_the_papers_rounds_is_the_papers_round_500(tmp_path):
+    """The same curve, once for 1,000 rounds and once cut after 500: the same moving average."""
+    recipe = load_recipe("fedrcl-table-1")
+    early, late = (recipe.cell("FedAvg", f"CIFAR-10, alpha 0.05, {n}R") for n in (500, 1000))
+    found = []
+    for changes in ({}, {"num-rounds": 500}):
+        how = Options("paper", changes, [0], full_grid=False, any_code=True)
+        run = run_of(early, {}, 0, how, tmp_path)
+        make_run_directory(run.folder / "attempt", resolve_config(run.keys).flat, run.rounds)
+        found.append(number_of(early, run))
+    assert found[0] == found[1] is not None
+    assert last_round_read(late, run) == 500  # its last
+    result = result_of(late, how, tmp_path)
+    assert ours(result).endswith("; at round 500 instead of 1000")
+    assert "instead" not in ours(result_of(early, how, tmp_path))
 
 
 def test_what_the_notes_say_of_shards_at_minutes_is_so(tmp_path):
