@@ -118,6 +118,7 @@ class HistoryReader:
         self.faults: list[str] = []
         self._spans: list[tuple[int, int]] = []  # of each line: its first byte, and how many
         self._offset = self._number = 0
+        self._last = b""  # the line before the offset: another file, or one rewritten, has another
         self.generation += 1
 
     @property
@@ -130,10 +131,11 @@ class HistoryReader:
         before = self.version
         try:
             with self.path.open("rb", buffering=READ_BYTES) as file:
-                about = os.fstat(file.fileno())
-                if self._inode not in (-1, about.st_ino) or about.st_size < self._offset:
+                inode = os.fstat(file.fileno()).st_ino
+                file.seek(self._offset - len(self._last))
+                if self._inode not in (-1, inode) or file.read(len(self._last)) != self._last:
                     self._restart()
-                self._inode = about.st_ino
+                self._inode = inode
                 file.seek(self._offset)
                 for text in file:
                     if not text.endswith(b"\n"):  # being written
@@ -153,6 +155,7 @@ class HistoryReader:
             if len(self.faults) < MAX_NAMED:
                 self.faults.append(f"{self.path.name}, line {self._number} is damaged: {error}")
         self._offset += len(text)
+        self._last = text
 
     def full(self, index: int) -> Line:
         """The line behind `lines[index]`, with every client. ValueError if the file has changed."""

@@ -319,6 +319,19 @@ def test_a_reader_begins_again_when_a_resume_replaces_the_file(tmp_path):
     assert reader.lines == []
 
 
+def test_a_reader_begins_again_where_a_resumed_run_wrote_other_lines_into_the_same_inode(tmp_path):
+    path = tmp_path / "history.jsonl"
+    for number in (1, 2, 3):
+        append_history(path, client_line(number, ["a"]))
+    reader = HistoryReader(path)
+    reader.update()
+    lines = [client_line(1, ["a"]), *(client_line(number, ["bb"]) for number in (2, 3, 4))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))  # the inode stays
+    assert reader.update()
+    assert [reader.full(i)["participants"] for i in range(4)] == [["a"], ["bb"], ["bb"], ["bb"]]
+    assert reader.faults == []
+
+
 @pytest.mark.parametrize(
     "names",
     [
