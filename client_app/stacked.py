@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from client_app.method import Method, Phases, Update
@@ -41,7 +42,7 @@ from protocol.options import types_of
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
-Key = tuple[int, float, Hashable]  # batch size, learning rate, kind of phase
+Key = tuple[int, float, Hashable, int]  # batch size, learning rate, kind, place if it steps alone
 StepResult = tuple[set[str], Any]  # of g clients: names of the loss terms; observed, [g, ...]
 
 
@@ -277,6 +278,16 @@ class Stack:
         self.gradient_offsets = stacked([list(p.gradient_offsets) for p in phases])
         self.step_offsets = stacked([list(p.step_offsets) for p in phases])
         self.sums: dict[str, Tensor] = {}  # of each loss term over samples, [k]
+        self.has_batch_norm = any(isinstance(m, _BatchNorm) for m in self.models[0].modules())
+
+    def steps_alone(self, batch_size: int) -> bool:
+        """Whether a client with a batch of this size steps by itself, without vmap.
+
+        In the one-sample batches that vmap makes, the batch dimension's stride fits no memory
+        format, and torch's BatchNorm (2.15, on a CPU) then returns a wrong input gradient, in
+        either mode. Other layers do not, nor does BatchNorm outside vmap, as in evaluation.
+        """
+        return batch_size == 1 and self.has_batch_norm
 
     def rows(self, places: list[int]) -> slice | Tensor:
         """The index of clients at these ascending places: a slice, which gives views, if it can."""
@@ -316,7 +327,8 @@ class Stack:
             arrays |= {f"frozen.{n}.{name}": a[rows] for name, a in self.frozen[n].items()}
         options = {name: values[rows] for name, values in self.options.items()}
         try:
-            made = torch.func.vmap(one)(arrays, tensors, constants, options)
+            mapped = by_itself(one) if self.steps_alone(batch_size) else torch.func.vmap(one)
+            made = mapped(arrays, tensors, constants, options)
         except RuntimeError as error:
             if not options or isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -350,6 +362,16 @@ class Stack:
         """Give each model the weights and buffers of its client."""
         for n, model in enumerate(self.models):
             model.load_state_dict({name: array[n] for name, array in self.arrays.items()})
+
+
+def by_itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.func.vmap` for one client, whose tensors are [1, ...]."""
+
+    def called(*stacks: Any) -> Any:
+        made = function(*pytree.tree_map(operator.itemgetter(0), stacks))
+        return pytree.tree_map(lambda tensor: tensor[None], made)
+
+    return called
 
 
 def common_config(ctxs: Sequence[RoundContext]) -> RunConfig:
@@ -421,14 +443,15 @@ def train_phases(
     taken, names = [0] * len(ctxs), [set[str]() for _ in ctxs]
 
     def key_of(n: int) -> Key:
-        return len(plans[n].index[taken[n]]), rates[n][taken[n]], phases[n].kind
+        size = len(plans[n].index[taken[n]])
+        return size, rates[n][taken[n]], phases[n].kind, n if stack.steps_alone(size) else -1
 
     with products(precision):
         while waiting := [n for n in range(len(ctxs)) if taken[n] < len(rates[n])]:
             groups: dict[Key, list[int]] = defaultdict(list)
             for n in waiting:
                 groups[key_of(n)].append(n)
-            (size, rate, _), places = max(groups.items(), key=lambda item: len(item[1]))
+            (size, rate, *_), places = max(groups.items(), key=lambda item: len(item[1]))
             steps = [ctxs[n].train_samples.step(plans[n], taken[n]) for n in places]
             with forward_in(precision, device):
                 inputs = [phases[n].inputs(s) for n, s in zip(places, steps, strict=True)]

@@ -195,6 +195,13 @@ def test_clients_without_a_common_batch_size_are_trained_too(in_float64, monkeyp
     assert len(groups) < 2 * (1 + 2 + 2 + 2)
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fedmlb"])  # fedmlb's gradients pass frozen layers
+def test_batches_of_one_sample_under_batch_norm(method, in_float64):
+    """All three clients have one: torch's gradient is wrong where they are mapped together."""
+    keys = {"model": "resnet20", "width": 4, "norm": "batch"}
+    assert_same_updates(*both_ways(subject_of(method), (9, 9, 1), **keys))
+
+
 OBSTACLES = {
     "networks": (
         {"client_models": "resnet20,vgg9"},
