@@ -259,6 +259,7 @@ class Stack:
     ) -> None:
         self.methods, self.ctxs, self.config = methods, ctxs, common_config(ctxs)
         self.models, self.train = [ctx.model for ctx in ctxs], ctxs[0].config.train
+        self.precision, self.device = ctxs[0].precision, ctxs[0].device
         trained = [names_of(*pair) for pair in zip(self.models, phases, strict=True)]
         alike = {
             (tuple(n), p.momentum, p.weight_decay) for n, p in zip(trained, phases, strict=True)
@@ -328,7 +329,8 @@ class Stack:
         options = {name: values[rows] for name, values in self.options.items()}
         try:
             mapped = by_itself(one) if self.steps_alone(batch_size) else torch.func.vmap(one)
-            made = mapped(arrays, tensors, constants, options)
+            with forward_in(self.precision, self.device):
+                made = mapped(arrays, tensors, constants, options)
         except RuntimeError as error:
             if not options or isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -455,8 +457,8 @@ def train_phases(
             steps = [ctxs[n].train_samples.step(plans[n], taken[n]) for n in places]
             with forward_in(precision, device):
                 inputs = [phases[n].inputs(s) for n, s in zip(places, steps, strict=True)]
-                with replaced(guard, {"is_up": True}):
-                    made, observed = stack.step(places, rate, inputs, size)
+            with replaced(guard, {"is_up": True}):
+                made, observed = stack.step(places, rate, inputs, size)
             for row, (n, step) in enumerate(zip(places, steps, strict=True)):
                 taken[n] += 1
                 names[n] |= made

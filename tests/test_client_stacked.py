@@ -202,6 +202,25 @@ def test_batches_of_one_sample_under_batch_norm(method, in_float64):
     assert_same_updates(*both_ways(subject_of(method), (9, 9, 1), **keys))
 
 
+def test_gradients_of_losses_are_float32_under_bf16(monkeypatch):
+    """Autocast computes the backward pass too in bfloat16 where it runs inside."""
+    seen, backward = [], torch.Tensor.backward
+
+    def recorded(self):
+        seen.append((self.dtype, torch.is_autocast_enabled("cpu")))
+        backward(self)
+
+    monkeypatch.setattr(torch.Tensor, "backward", recorded)
+    subject = subject_of("fedavg")
+    config = subject.config(local_epochs=1, precision="bf16")
+    method = method_of(config)
+    ctxs = rounds_of(subject, config, ProcessCache())
+    for ctx in ctxs:
+        ctx.received.update({n: a.float() for n, a in ctx.received.items()})
+    together_of(method, ctxs)
+    assert set(seen) == {(torch.float32, False)}
+
+
 OBSTACLES = {
     "networks": (
         {"client_models": "resnet20,vgg9"},
