@@ -137,19 +137,25 @@ class Result:
     precision: Collection[str] = ()
 
     @property
+    def counted(self) -> Mapping[int, float]:
+        """The numbers that the mean is of: without the seed that chose the candidate, which favours
+        it, if there are others."""
+        return {s: n for s, n in self.by_seed.items() if s != self.tuned_on} or self.by_seed
+
+    @property
     def reached(self) -> list[float]:
-        """The finite numbers."""
-        return [number for number in self.by_seed.values() if math.isfinite(number)]
+        """The finite ones of `counted`."""
+        return [number for number in self.counted.values() if math.isfinite(number)]
 
     @property
     def mean(self) -> float | None:
-        """Mean of the finite numbers; None where runs of different code or precision would mix."""
+        """Mean of `reached`; None where runs of different code or precision would mix."""
         is_one = len(self.code) < 2 and len(self.precision) < 2
         return statistics.fmean(self.reached) if self.reached and is_one else None
 
     @property
     def deviation(self) -> float | None:
-        """Standard deviation of the finite numbers; None if there are fewer than two."""
+        """Standard deviation of `reached`; None if there are fewer than two."""
         is_one = len(self.reached) > 1 and self.mean is not None
         return statistics.stdev(self.reached) if is_one else None
 

@@ -88,7 +88,10 @@ class Section:
         if self.recipe.shows == "labels":
             return f"{self.label}; the split of seed {self.options.seeds[0]}."
         read = "; ".join(sorted({cell.take.of(cell.of) for cell in self.recipe.cells}))
-        return f"{self.label}; seeds {', '.join(map(str, self.options.seeds))}; {read}."
+        seeds = f"seeds {', '.join(map(str, self.options.seeds))}"
+        for seed in sorted({s for r in self.results.values() if (s := r.tuned_on) is not None}):
+            seeds += f"; tuned cells without seed {seed}, which chose their values"
+        return f"{self.label}; {seeds}; {read}."
 
     @property
     def scale(self) -> str:
@@ -286,8 +289,8 @@ def missing(result: Result) -> Iterator[str]:
     ended = len(result.by_seed) + len(result.failures)
     if result.failures:
         yield failed_share(Counter(result.failures.values()), ended)
-    if 0 < len(result.reached) < len(result.by_seed):
-        yield f"reached by {len(result.reached)} of {len(result.by_seed)} seeds"
+    if 0 < len(result.reached) < len(result.counted):
+        yield f"reached by {len(result.reached)} of {len(result.counted)} seeds"
     if result.left_out:
         yield result.left_out
     if 0 < ended < result.num_seeds:
@@ -308,7 +311,7 @@ def records(section: Section) -> Iterator[dict[str, object]]:
         yield {
             **{"row": row, "column": column, "paper": result.cell.paper, "mean": result.mean},
             **{"sd": result.deviation, "difference": result.difference},
-            **{"seeds": len(result.by_seed), "diverged": failures["diverged"]},
+            **{"seeds": len(result.counted), "diverged": failures["diverged"]},
             **{"failed": failures["failed"], "tuned": tuned_value(result)},
             "remark": "; ".join([absence(result)] * (result.mean is None) + [*missing(result)]),
         }
