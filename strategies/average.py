@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -67,7 +68,11 @@ class Average(Strategy):
     """Weighted average and server optimizer, for every method without a server half of its own.
 
     roster: node id to the client behind it; may change between rounds (a restarted SuperNode).
+    needs_only_average: of the replies' arrays, only their average is used, so that large updates
+    can be summed as they come; `reply.arrays` is then empty. Each subclass declares it for itself.
     """
+
+    needs_only_average: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         self.config = config
@@ -342,12 +347,14 @@ class Average(Strategy):
     def streamed_weights(self) -> dict[str, float]:
         """The weight of each client asked, by name, if replies are summed as they come; else {}.
 
-        They are in large rounds if the weights do not depend on who replies and nothing compares
-        updates with each other.
+        They are in large rounds if the weights do not depend on who replies and nothing reads a
+        single update.
         """
         rounds, clients = self.config.rounds, sorted(self.addressed)
         entries = [self.roster[node] for node in self.nodes_of(clients)]
         if not self.is_large or rounds.norm_bound != "off" or self.keeps_updates:
+            return {}
+        if not vars(type(self)).get("needs_only_average"):  # not a base class's
             return {}
         if not self.is_weighted_by_examples:
             return dict.fromkeys(clients, 1.0)

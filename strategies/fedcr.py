@@ -7,6 +7,8 @@ class that no client saw keeps its Gaussian, initially N(0, I). The average of t
 uniform.
 """
 
+from typing import ClassVar
+
 import torch
 
 from models import StagedModel
@@ -31,6 +33,8 @@ def product_of_gaussians(
 
 class FedCRServer(Average):
     """Stores the global Gaussian of every class."""
+
+    needs_only_average: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)

@@ -13,6 +13,7 @@ head, as in the authors' code.
 """
 
 import logging
+from typing import ClassVar
 
 import numpy as np
 import scipy  # loads submodules on first use
@@ -52,6 +53,8 @@ def head_mix(i: int, h: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 class FedPACServer(Average):
     """Stores the prototypes and every client's mixed head; sends each client its own."""
+
+    needs_only_average: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)

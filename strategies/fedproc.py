@@ -5,6 +5,8 @@ sum of their counts, as in the authors' code; a class that no client reports kee
 initially zeros.
 """
 
+from typing import ClassVar
+
 import torch
 
 from models import StagedModel
@@ -16,6 +18,8 @@ from strategies.prototypes import Prototypes
 
 class FedProcServer(Average):
     """Sends the prototypes beside the model; receives class sums and counts."""
+
+    needs_only_average: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)

@@ -6,6 +6,8 @@ the uniform mean over the M clients that replied. The server never sees a client
 Client half: client_app/methods/fedreco.py.
 """
 
+from typing import ClassVar
+
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, TrainReply
@@ -14,6 +16,8 @@ from strategies.average import Average
 
 class FedReCoServer(Average):
     """Steps on u_0; the arrays are u_0's parameters and buffers, the replies its gradients."""
+
+    needs_only_average: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)

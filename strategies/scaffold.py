@@ -12,6 +12,8 @@ round in which its update was aggregated. The exception is a client whose lost c
 last contribution stays in c.
 """
 
+from typing import ClassVar
+
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, TrainReply
@@ -21,6 +23,8 @@ from strategies.average import Average
 
 class ScaffoldServer(Average):
     """Stores c, by parameter name, and sends it."""
+
+    needs_only_average: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig, model: StagedModel) -> None:
         super().__init__(config, model)

@@ -65,13 +65,18 @@ def roster_of(names: dict[int, str], counts: list[int]) -> dict[int, RosterEntry
     }
 
 
-def average_of(num_clients: int = 5, counts: list[int] | None = None, **keys: object) -> Average:
+def average_of(
+    num_clients: int = 5,
+    counts: list[int] | None = None,
+    half: type[Average] = Average,
+    **keys: object,
+) -> Average:
     """The strategy over clients named client-0, ... on nodes 100, 101, ...
 
-    counts: their training samples; 10, 11, ... if not given.
+    counts: their training samples; 10, 11, ... if not given. half: the server half.
     """
     config = resolve_config({name.replace("_", "-"): value for name, value in keys.items()})
-    strategy = Average(config, network())
+    strategy = half(config, network())
     names = {100 + i: f"client-{i}" for i in range(num_clients)}
     strategy.roster = roster_of(names, counts or [10 + i for i in range(num_clients)])
     strategy.partition_sizes = {e.client: e.num_examples for e in strategy.roster.values()}
@@ -542,6 +547,24 @@ def test_updates_summed_as_they_come_leave_out_a_bad_one(monkeypatch, kind):
     assert [r.client for r in strategy.report.accepted] == [r.client for r in good]
     for name, array in tensors(following).items():
         torch.testing.assert_close(array, expected[name])
+
+
+def test_a_server_half_that_reads_the_updates_has_them_in_a_large_round_too(monkeypatch):
+    class LargestServer(Average):
+        def next_arrays(self, current, replies):
+            return {
+                name: torch.stack([r.arrays[name] for r in replies]).amax(0) for name in current
+            }
+
+    monkeypatch.setattr(strategies.average, "STREAM_BYTES", 0)
+    current = network().state_dict()
+    strategy = average_of(half=LargestServer)
+    messages = [answer(*each) for each in all_answers(strategy, current)]
+    assert strategy.begin_sums(1) == {}
+    following, _ = strategy.aggregate_train(1, messages)
+    replies = [reply for _, reply in all_answers(average_of(), current)]
+    for name, array in tensors(following).items():
+        assert torch.equal(array, torch.stack([r.arrays[name] for r in replies]).amax(0))
 
 
 def summed_by_workers(
