@@ -63,7 +63,14 @@ def checked_workers(
             request = PreflightRequest(config, data, str(path), token, reads_data)
             return RecordDict({"round": request_record(request)})
 
-        replies = started.result(START_TIMEOUT_S)(content)
+        try:
+            ask = started.result(START_TIMEOUT_S)
+        except TimeoutError:
+            raise RuntimeError(
+                f"Ray and its workers did not start in {START_TIMEOUT_S:g} s: see the log of "
+                "flwr-simulation"
+            ) from None
+        replies = ask(content)
     is_stateful = method_of(config).is_stateful
     workers = workers_in(replies, lambda: data_digest(source), directory if is_stateful else None)
     for text in devices_of(workers):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +29,7 @@ from protocol.flower_compat.simulation import (
     vce_api_name,
     worker_variables,
 )
+from server_app.preflight import START_TIMEOUT_S
 
 
 def node(address, cpus, gpus=0.0, alive=True):
@@ -166,14 +168,35 @@ def test_workers_get_the_variables_of_keel_and_of_the_libraries_that_compute(mon
 # --- workers that die ----------------------------------------------------------------------------
 
 
-class FakeRay:
-    """Actors that answer, or die while they are asked. `dies`: the addresses that do."""
+@dataclass(eq=False)
+class FakeFuture:
+    address: str
+    starts: bool
 
-    def __init__(self, nodes):
+
+class FakeRay:
+    """Actors that answer, or die while they are asked. `dies`: the addresses that do.
+
+    late: the numbers, in the order in which they were asked for, of actors that never start.
+    """
+
+    def __init__(self, nodes, late):
         self.all_nodes, self.dies, self.asked, self.killed = nodes, set(), [], []
+        self.late, self.num_actors, self.waited_s = late, 0, 0
 
     def nodes(self):
         return self.all_nodes
+
+    def actor(self, address):
+        future = FakeFuture(address, self.num_actors not in self.late)
+        self.num_actors += 1
+        method = SimpleNamespace(remote=lambda *args: future)
+        return SimpleNamespace(address=address, run=method, __ray_ready__=method)
+
+    def wait(self, futures, num_returns, timeout):
+        late = [future for future in futures if not future.starts]
+        self.waited_s += timeout if late else 0
+        return [future for future in futures if future.starts], late
 
     def get(self, future):
         self.asked.append(future.address)
@@ -185,23 +208,17 @@ class FakeRay:
         self.killed.append(actor.address)
 
 
-def fake_actor(address):
-    future = SimpleNamespace(address=address)
-    run = SimpleNamespace(remote=lambda *args: future)
-    return SimpleNamespace(address=address, run=run)
-
-
 @pytest.fixture
 def backend(monkeypatch):
-    """backend(nodes...) -> (a backend with a worker on each, its Ray)."""
+    """backend(nodes...) -> (a backend with as many workers on each as it has CPUs, its Ray)."""
 
-    def made(*nodes):
-        fake = FakeRay(list(nodes))
+    def made(*nodes, late=()):
+        fake = FakeRay(list(nodes), late)
         monkeypatch.setattr(ray_backend, "ray", fake)
         monkeypatch.setattr(
             ClusterBackend,
             "new_worker",
-            lambda self, node, number: Worker(fake_actor(node["NodeID"]), node, number),
+            lambda self, node: Worker(fake.actor(node["NodeID"]), node),
         )
         monkeypatch.setattr(ClusterBackend, "__init__", lambda self: None)
         found = ClusterBackend()
@@ -271,6 +288,29 @@ def test_workers_larger_than_any_node_are_an_error_of_one_line_for_the_serverapp
         ": 10.0.0.1 has 0 CPUs and 0 GPUs; 10.0.0.2 has 0.5 CPUs and 0 GPUs"
     )
     assert ray_backend.started.exception() is error.value
+
+
+def test_workers_whose_cpus_another_job_has_are_left_out_and_named(backend, caplog, task_identity):
+    """They waited for the other job's end, and so did the run, without a word."""
+    found, ray = backend(node("10.0.0.1", 1), node("10.0.0.2", 2), late={1})
+    assert [worker.address for worker in found.workers] == ["10.0.0.1", "10.0.0.2"]
+    assert found.idle == found.workers
+    assert ray.killed == ["10.0.0.2"]
+    assert 0 < ray.waited_s < START_TIMEOUT_S
+    assert ray_backend.started.done()
+    [line] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert line.startswith("1 of 3 workers did not start in ")
+    assert "on 10.0.0.2" in line
+    numbers = []
+    ray.get = lambda _: (None, Message(RecordDict(), 1, "query"), None)
+    found.ask_workers(lambda number: numbers.append(number) or RecordDict())
+    assert numbers == [0, 0]  # one on each machine reads the data
+
+
+def test_a_cluster_without_a_free_cpu_is_an_error_of_one_line(backend):
+    with pytest.raises(RuntimeError, match=r"^none of the 2 workers started in .*: other jobs"):
+        backend(node("10.0.0.1", 2), late={0, 1})
+    assert ray_backend.started.exception() is not None
 
 
 def test_a_message_is_played_again_on_another_worker_and_the_dead_one_is_replaced(backend, asked):

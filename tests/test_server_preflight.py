@@ -1,5 +1,6 @@
 """What is refused, and what is a warning, of the machines of a simulation."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,7 @@ from data.sources import ImageSplit, Source
 from protocol.config import resolve_config
 from protocol.flower_compat.simulation import WorkerReply
 from protocol.messages import MachineReport, PreflightRequest, machine_content, machine_report
+from server_app import preflight
 from server_app.inline import InlineGrid
 from server_app.preflight import (
     WorkerOnNode,
@@ -172,3 +174,11 @@ def test_the_inline_engine_has_no_workers_to_ask(tmp_path, task_identity):
     config = resolve_config(SMALL)
     assert checked_workers(grid, config, FACTS, source([], []), tmp_path / "runs") == []
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_simulation_that_does_not_start_is_an_error_with_a_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "has_own_backend", lambda grid: True)
+    monkeypatch.setattr(preflight, "started", Future())
+    monkeypatch.setattr(preflight, "START_TIMEOUT_S", 0.01)
+    with pytest.raises(RuntimeError, match=r"^Ray and its workers did not start in 0\.01 s"):
+        checked_workers(None, resolve_config(SMALL), FACTS, source([], []), tmp_path)

@@ -9,6 +9,8 @@ Replaces `RayBackend` (see `simulation_patches`), whose options and start of Ray
 - Without an address, Flower's `ray.init` joins the cluster of the last `ray start` on the machine,
   or waits for one that is gone. Here a cluster has to be named.
 - Flower's workers are on any node; here each has a node, so that the preflight can name it.
+- Flower waits without end for workers whose CPUs another job on the cluster has. Here the run goes
+  on without them.
 - Flower returns a worker that died to its pool, where it fails every message it gets. Here it is
   replaced, and its message is sent again to another worker.
 - Flower gives a message to the worker that has waited longest. Here each of Flower's nodes has one
@@ -22,6 +24,7 @@ No public way for any of these.
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,17 +53,17 @@ from protocol.ray_start import skip_unused_processes
 
 log = logging.getLogger("keel.server")
 MAX_ATTEMPTS = 3  # of a message whose worker dies, on nodes that are alive
+SOON_S, LATE_S = 20.0, 100.0  # for workers to start, without a word and after one
 LOOK_S = 1.0  # between two looks whether any worker is left
 LOST = (RayActorError, ObjectLostError)  # the worker, or its node, is gone
 
 
 @dataclass(eq=False)
 class Worker:
-    """An actor and the node that it is on. number: on that node, from 0."""
+    """An actor and the node that it is on."""
 
     actor: Any
     node: Mapping[str, Any]
-    number: int = 0
 
     @property
     def address(self) -> str:
@@ -149,10 +152,20 @@ class ClusterBackend(RayBackend):
     def build(self, app_fn: Callable[[], ClientApp]) -> None:
         """Start as many workers on each node as fit."""
         self.app_fn = app_fn
+        try:
+            self.start_workers()
+        except RuntimeError as error:
+            started.set_exception(error)
+            raise
+        self.idle = list(self.workers)
+        started.set_result(self.ask_workers)
+
+    def start_workers(self) -> None:
+        """Start them. RuntimeError, one line, if there is none."""
         nodes = all_nodes()
         for node in nodes:
-            for number in range(workers_on(node, self.client_resources)):
-                self.workers.append(self.new_worker(node, number))
+            for _ in range(workers_on(node, self.client_resources)):
+                self.workers.append(self.new_worker(node))
         if not self.workers:
             shares = [
                 f"{n['NodeManagerAddress']} has {n['Resources'].get('CPU', 0):g} CPUs and "
@@ -160,24 +173,51 @@ class ClusterBackend(RayBackend):
                 for n in nodes
                 if n["Alive"]
             ]
-            failed = RuntimeError(
+            raise RuntimeError(
                 f"no node has the {self.client_resources['num_cpus']:g} CPUs and "
                 f"{self.client_resources.get('num_gpus', 0):g} GPUs of one worker "
                 "(client-resources-num-cpus, -num-gpus; --cpus-per-client, --gpus-per-client): "
                 + "; ".join(shares)
             )
-            started.set_exception(failed)
-            raise failed
-        self.idle = list(self.workers)
-        started.set_result(self.ask_workers)
+        self.drop_late_workers()
 
-    def new_worker(self, node: Mapping[str, Any], number: int) -> Worker:
+    def drop_late_workers(self) -> None:
+        """Wait for the workers, and drop those that do not start: other jobs have their CPUs."""
+        num = len(self.workers)
+        starting = {worker.actor.__ray_ready__.remote(): worker for worker in self.workers}
+        _, late = ray.wait(list(starting), num_returns=num, timeout=SOON_S)
+        if late:
+            log.info(
+                "%d of %d workers have not started yet: waiting up to %g s for other jobs' CPUs "
+                "and GPUs",
+                *(len(late), num, LATE_S),
+            )
+            _, late = ray.wait(late, num_returns=len(late), timeout=LATE_S)
+        for future in late:
+            ray.kill(starting[future].actor)
+            self.workers.remove(starting[future])
+        if not self.workers:
+            raise RuntimeError(
+                f"none of the {num} workers started in {SOON_S + LATE_S:g} s: other jobs use the "
+                "cluster's CPUs or GPUs: start the run when they have ended (`ray status` shows "
+                "what is free)"
+            )
+        if late:
+            addresses = sorted({starting[future].address for future in late})
+            shown = ", ".join(addresses[:5]) + ", ..." * (len(addresses) > 5)
+            log.warning(
+                "%d of %d workers did not start in %g s, as other jobs use the CPUs or GPUs on %s: "
+                "the run goes on with %d",
+                *(len(late), num, SOON_S + LATE_S, shown, len(self.workers)),
+            )
+
+    def new_worker(self, node: Mapping[str, Any]) -> Worker:
         """A worker on this node."""
         place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         actor = ClientAppActor.options(  # type: ignore[attr-defined]
             **self.client_resources, scheduling_strategy=place
         ).remote()
-        return Worker(actor, node, number)
+        return Worker(actor, node)
 
     @property
     def num_workers(self) -> int:
@@ -244,7 +284,7 @@ class ClusterBackend(RayBackend):
             self.own = {node: own for node, own in self.own.items() if own is not worker}
             if is_alive and not self.is_over:
                 ray.kill(worker.actor)
-                new = self.new_worker(worker.node, worker.number)
+                new = self.new_worker(worker.node)
                 self.workers.append(new)
                 self.put_back(new)
         return is_alive
@@ -252,9 +292,12 @@ class ClusterBackend(RayBackend):
     def ask_workers(self, content: Callable[[int], RecordDict]) -> Sequence[WorkerReply]:
         """Every worker's answer to a query with `content(n)`, n its number on its node."""
         asked = []
+        counts: Counter[str] = Counter()
         for worker in list(self.workers):
-            message = Message(content(worker.number), dst_node_id=1, message_type=MessageType.QUERY)
-            assign_message_id(message, f"preflight-{worker.address}-{worker.number}")
+            number = counts[worker.address]
+            counts[worker.address] += 1
+            message = Message(content(number), dst_node_id=1, message_type=MessageType.QUERY)
+            assign_message_id(message, f"preflight-{worker.address}-{number}")
             context = Context(message.metadata.run_id, 1, {}, RecordDict(), {})
             asked.append(worker.actor.run.remote(self.app_fn, message, "", context))
         replies = []
