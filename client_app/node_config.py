@@ -46,10 +46,12 @@ def own_splits(
     """(training, local test) images and labels of this client; labels alone without `with_images`.
 
     From its own data if its node config names a `source`; otherwise its partition of the run's data
-    set. Labels are the run's (`data`). ValueError, naming what differs, if the two disagree.
+    set. Labels are the run's (`data`), and where nothing measured on data may leave the client, so
+    is the shape of its images. ValueError, naming what differs, if the two disagree.
     """
     if "source" in node_config:
-        source = open_source(config, str(node_config["source"]))
+        shape = data.image_shape if config.privacy.withholds_metrics else None
+        source = open_source(config, str(node_config["source"]), shape)
         labels = labels_in_run(client_name(node_config), source, data)
         train, test = (
             ImageSplit(split.images, labels[split.labels]) for split in (source.train, source.test)

@@ -17,15 +17,23 @@ from protocol.models import MODELS
 from protocol.seeds import seed_of
 
 
-def open_source(config: RunConfig, spec: str = "") -> Source:
-    """The run's data source (or `spec`), memory-mapped; decoded once on each machine."""
+def open_source(
+    config: RunConfig, spec: str = "", shape: tuple[int, int, int] | None = None
+) -> Source:
+    """The run's data source (or `spec`), memory-mapped; decoded once on each machine.
+
+    shape: (channels, pixels, pixels) that its images take; None: as the config says.
+    """
     data, expected = config.data, MODELS[config.model.model]
+    size, channels = data.image_size or expected.image_size, data.channels or expected.channels
+    if shape:
+        channels, size, _ = shape
     return _open_source(
         spec or data.source,
         Path(data.data_dir).expanduser() if data.data_dir else keel_home() / "data",
         keel_home() / "cache",
-        data.image_size or expected.image_size,
-        data.channels or expected.channels,
+        size,
+        channels,
     )
 
 

@@ -95,7 +95,8 @@ def privacy_statement(privacy: PrivacyConfig, num_entries: int, releases: int) -
                 "server, the noise is half of what epsilon asks for"
             ),
             "covers": "the clipped and noised arrays of every reply",
-            "public": "numbers of training and test samples, network, versions, when it answers",
+            "public": "numbers of training and test samples, names of the classes that occur, "
+            "network, versions, device, when it answers",
             "withheld": measured if privacy.withholds_metrics else [],
             "exempt": [] if privacy.withholds_metrics else measured,
         },

@@ -17,6 +17,7 @@ from client_fixtures import (
     pictures,
 )
 from flwr.app import ArrayRecord, Context, Message, RecordDict
+from PIL import Image
 
 from client_app.handlers import answer
 from client_app.site_privacy import Ledger, PrivacyRefused, check_limits, site_limits, variable_of
@@ -259,6 +260,25 @@ def test_a_site_says_nothing_of_its_data_or_files_before_round_1(
         assert "only a simulation's worker answers that" in reply.reason
         # without its source: forged by code that came with the run; the worker knows better
         monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
+
+
+@pytest.mark.parametrize("odd", ["colour", "size"])
+def test_the_form_of_one_image_is_not_told(odd, tmp_path):
+    """A shape that all images decide, or a refusal of one that differs, would be exact."""
+    told = []
+    for is_odd in (False, True):
+        folder = tmp_path / f"site-{is_odd}"
+        for part, num in (("train", 9), ("test", 3)):
+            for n, (pixels, label) in enumerate(zip(*pictures(num, seed=3), strict=True)):
+                image = Image.fromarray(pixels)
+                if is_odd and (part, n) == ("train", 4):
+                    image = image.convert("RGB") if odd == "colour" else image.resize((30, 29))
+                (folder / part / str(label)).mkdir(parents=True, exist_ok=True)
+                image.save(folder / part / str(label) / f"{n}.png")
+        client = site(f"folder:{folder}", private(), privacy_max_clip_norm=2.0)
+        told.append(client.ask("query").content["roster"]["entry"])
+        assert train(client) == ""
+    assert told[0] == told[1]
 
 
 def test_a_site_plays_no_simulated_clients(source, monkeypatch, task_identity):
