@@ -12,11 +12,11 @@ from pathlib import Path
 
 import scipy  # loads submodules on first use: scipy.stats takes a second
 
-from keel.experiments.plan import Result, keys_not_read, last_round_read
+from keel.experiments.plan import Result, differing, last_round_read
 from keel.experiments.recipe import Claim, Recipe
-from keel.experiments.runs import UNKNOWN, Options, Run, identity, run_of
+from keel.experiments.runs import UNKNOWN, Options, Run, run_of
 from keel.experiments.scale import steps_per_round
-from protocol.config import RENAMED_KEYS, resolve_config
+from protocol.config import resolve_config
 
 CONFIDENCE = 0.95
 MAX_SEEDS = 1000  # where the search for a sufficient number ends
@@ -237,14 +237,10 @@ def share_of_steps(claim: Claim, side: Result, run: Run) -> float:
 
 def deviations_of(side: Result, run: Run) -> Iterator[str]:
     """The keys of the run that differ from the paper's, with both values; of paths the end."""
-    cell = side.cell
-    paper = identity(resolve_config({**cell.keys, **(side.candidate or {})}).flat, cell.is_timed)
-    for key in sorted(run.identity.keys() - keys_not_read(cell)):
-        ours, theirs = run.identity[key], paper.get(key)
-        if ours != theirs:
-            kind, _, name = str(ours).rpartition("/")[0].partition(":")
-            shown = f"{kind}:{str(ours).rpartition('/')[2]}" if name else ours
-            yield f"{RENAMED_KEYS.get(key, key)} {shown} (paper: {theirs})"
+    for key, ours, paper in differing(side.cell, side.candidate or {}, run):
+        kind, _, name = str(ours).rpartition("/")[0].partition(":")
+        shown = f"{kind}:{str(ours).rpartition('/')[2]}" if name else ours
+        yield f"{key} {shown} (paper: {paper})"
 
 
 def interval_of(numbers: Sequence[float]) -> tuple[float, float] | None:

@@ -15,13 +15,16 @@ from keel.experiments.runs import (
     Run,
     code_of,
     history_in,
+    identity,
     machines_of,
     precision_of,
     read_json,
     run_of,
 )
 from keel.experiments.scale import Keys, scaled_round
-from protocol.options import did_you_mean
+from protocol.config import RENAMED_KEYS, resolve_config
+from protocol.models import MODELS
+from protocol.options import OptionValue, did_you_mean
 
 TUNED_SEEDS = 5  # that judge a tuned side, beside the one that tuned it
 
@@ -42,8 +45,30 @@ def last_round_read(cell: Cell, run: Run) -> int:
 
 def keys_not_read(cell: Cell) -> set[str]:
     """Keys that are no part of its setting: `evaluate-every` if it reads the last round alone."""
-    same = {"seed", "diagnostics-every"}
+    same = {"seed", "diagnostics-every", "stacked-runs"}
+    if not cell.is_timed:
+        same |= {"threads", "compile"}
     return same if cell.take.reads_earlier else same | {"evaluate-every"}
+
+
+def with_own_width(flat: Keys) -> dict[str, OptionValue]:
+    """A flat config with the model's own width where it says 0."""
+    return {**flat, "width": flat["width"] or MODELS[str(flat["model"])].width}
+
+
+def differing(
+    cell: Cell, candidate: Keys, run: Run
+) -> Iterator[tuple[str, OptionValue, OptionValue | None]]:
+    """(key, the run's value, the paper's) where the setting of the run is another.
+
+    `precision = fp32` never is: the papers state none.
+    """
+    configs = (resolve_config(keys) for keys in (run.keys, {**cell.keys, **candidate}))
+    ours, paper = (identity(with_own_width(config.flat), cell.is_timed) for config in configs)
+    for key in sorted(ours.keys() - keys_not_read(cell)):
+        is_plain = key == "precision" and ours[key] == "fp32"
+        if ours[key] != paper.get(key) and not is_plain:
+            yield RENAMED_KEYS.get(key, key), ours[key], paper.get(key)
 
 
 def number_of(cell: Cell, run: Run) -> float | None:

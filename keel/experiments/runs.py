@@ -30,6 +30,8 @@ IRRELEVANT = {
     *("preset", "output-dir", "data-dir", "resume", "run-name", "last-rounds"),
     *("tracker", "tracker-clients"),
 }
+KEPT_FILES = ("keep-state", "checkpoint-every", "snapshot-every")  # in names until 0.2.0
+IRRELEVANT |= set(KEPT_FILES)
 RELEVANT_TO_SECONDS = {"device", "cache-mb"}  # and `threads`, on which the bits depend too
 DIVERGED, FAILED = "diverged", "failed"
 UNKNOWN = "not recorded"  # code that a manifest does not name
@@ -103,11 +105,17 @@ class Options:
         return ", ".join([f"scale {self.scale}", *changed])
 
 
-def name_of(config: RunConfig, is_timed: bool, is_0_1: bool = False) -> str:
-    """The name of the run with this config: method, source, seed and the hash."""
+def name_of(
+    config: RunConfig, is_timed: bool, is_0_1: bool = False, more: Sequence[str] = ()
+) -> str:
+    """The name of the run with this config: method, source, seed and the hash.
+
+    more: keys that were once part of the name.
+    """
     source = config.data.source.rpartition("/")[2]
     stem = re.sub(r"[^a-z0-9]+", "-", f"{config.rounds.method}-{source}".lower())
     seed, relevant = config.rounds.seed, identity(config.flat, is_timed)
+    relevant |= {key: config.flat[key] for key in more}
     return f"{stem}-seed{seed}-{hash_of(relevant, is_0_1)}"
 
 
@@ -217,12 +225,13 @@ def make_run(
     config = resolve_config(full)
     if not config.rounds.num_clients:
         raise ValueError("num-clients = 0: expected the recipe to set the number of clients")
-    old_name = name_of(config, is_timed, is_0_1=True)
+    name_0_1 = name_of(config, is_timed, is_0_1=True)
     method = method_spec(config.rounds.method)
     if only_last and method.is_adapted_from_global and method.is_stateful is not True:
         full |= {"evaluate-every": config.rounds.num_rounds, **options.changes}
         config = resolve_config(full)
-    names = list(dict.fromkeys([name_of(config, is_timed), old_name]))
+    own = [name_of(config, is_timed, more=more) for more in ((), KEPT_FILES)]
+    names = list(dict.fromkeys([*own, name_0_1]))
     return Run(
         keys=full,
         rounds=config.rounds.num_rounds,

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.experiments.plan import Result, keys_not_read
+from keel.experiments.plan import Result, differing, with_own_width
 from keel.experiments.recipe import Recipe
-from keel.experiments.runs import Options, identity, machines_of, manifest_in, run_of, wall_seconds
+from keel.experiments.runs import Options, machines_of, manifest_in, run_of, wall_seconds
 from keel.views.store import Entry
-from protocol.config import RENAMED_KEYS, resolve_config
+from protocol.config import resolve_config
 from server_app.history import duration
 
 # always shown; further keys where they differ from the paper's
@@ -34,25 +34,22 @@ def settings_of(
 ) -> list[Setting]:
     """Data, split and the keys SHOWN, and every other key whose value is not the paper's."""
     pairs: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
-    differing: dict[str, None] = {}
+    others: dict[str, None] = {}
     for cell in recipe.cells:
         result = results.get((cell.row.name, cell.column.name))
         chosen = (result and result.candidate) or cell.paper_candidate or cell.candidates[0]
         run = run_of(cell, chosen, options.seeds[0], options, Path())
         if run.name in pairs:
             continue
-        paper = resolve_config({**cell.keys, **chosen})
-        pairs[run.name] = resolve_config(run.keys).flat, paper.flat
-        theirs = identity(paper.flat, cell.is_timed)
-        for key in sorted(run.identity.keys() - keys_not_read(cell)):
-            if run.identity[key] != theirs.get(key):
-                differing[RENAMED_KEYS.get(key, key)] = None
+        ours, paper = (resolve_config(keys).flat for keys in (run.keys, {**cell.keys, **chosen}))
+        pairs[run.name] = with_own_width(ours), with_own_width(paper)
+        others |= dict.fromkeys(key for key, *_ in differing(cell, chosen, run))
     flats = list(pairs.values())
     found = []
     entries = [[Entry("", "", Path(), config=flat) for flat in pair] for pair in flats]
     found.append(setting("data", [(ours.source, paper.source) for ours, paper in entries]))
     found.append(setting("split", [(ours.split, paper.split) for ours, paper in entries]))
-    for key in dict.fromkeys([*SHOWN, *(key for key in differing if key not in WHERE)]):
+    for key in dict.fromkeys([*SHOWN, *(key for key in others if key not in WHERE)]):
         found.append(setting(key, [(ours.get(key), paper.get(key)) for ours, paper in flats]))
     return found
 

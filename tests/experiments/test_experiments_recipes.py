@@ -31,6 +31,7 @@ from keel.experiments.recipe import Recipe, load_recipe, parse_recipe, shipped_r
 from keel.experiments.rendering import ours
 from keel.experiments.runs import Options, make_run, run_of
 from keel.experiments.scale import SCALES, Keys, scaled
+from keel.experiments.settings import settings_of
 from protocol.config import RENAMED_KEYS, RENAMED_VALUES, presets, resolve_config
 from server_app.checks import check_config
 from tests.tools.run_directories import make_run as make_run_directory
@@ -711,6 +712,32 @@ def test_a_judged_claim_says_what_it_rests_on():
     assert almost.decide == "1.4 times the local steps"  # 41 / 30
     decided = first_claim("fedcka-table-2", "FedCKA above FedAvg in alpha 0.1", "paper", {})
     assert (decided.deviations, decided.decide) == ([], "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"threads": 2, "stacked-runs": 3, "keep-state": True}, []),
+        ({"compile": True}, []),
+        ({"precision": "fp32"}, []),  # the paper states none; the preset: auto
+        ({"precision": "bf16"}, ["precision bf16 (paper: auto)"]),
+        ({"width": 16}, ["width 16 (paper: 64)"]),
+        ({"width": 64}, []),
+    ],
+)
+def test_how_a_run_is_computed_is_no_deviation_and_widths_are_those_of_the_models(changes, found):
+    start = "FedRCL above FedAvg in CIFAR-10, alpha 0.05, 500R"
+    claim = first_claim("fedrcl-table-1", start, "paper", changes)
+    assert claim.deviations == found
+    recipe, how = load_recipe("fedrcl-table-1"), Options("paper", changes, [0], full_grid=False)
+    differing = [s for s in settings_of(recipe, {}, how) if s.paper]
+    assert [f"{s.name} {s.ours} (paper: {s.paper})" for s in differing] == found
+
+
+def test_threads_and_compile_are_deviations_where_seconds_are_read():
+    changes = {"threads": 2}
+    claim = first_claim("fedcka-table-4", "FedCKA below MOON in 50", "paper", changes)
+    assert claim.deviations == ["threads 2 (paper: 1)"]
 
 
 @pytest.mark.parametrize(

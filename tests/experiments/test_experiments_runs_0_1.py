@@ -20,8 +20,17 @@ from keel.experiments.overview import (
 )
 from keel.experiments.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
 from keel.experiments.rendering import write_report
-from keel.experiments.runs import Options, Run, identity, machines_of, make_run, run_of
+from keel.experiments.runs import (
+    Options,
+    Run,
+    hash_of,
+    identity,
+    machines_of,
+    make_run,
+    run_of,
+)
 from protocol.config import app_folder, default_config, resolve_config
+from tests.tools.run_directories import make_run as make_run_directory
 
 PAPER = Options("paper", {}, [0], full_grid=True, any_code=True)
 RECIPE = """\
@@ -84,8 +93,24 @@ def test_keys_that_change_no_result_are_no_part_of_the_name():
     same = flat | {"output-dir": "/x", "device": "cuda", "moon.mu": 3.0, "run-name": "a"}
     assert identity(flat) == identity(same)
     assert identity(flat) == identity(flat | {"tracker": "mlflow", "tracker-clients": True})
+    kept = {"keep-state": True, "checkpoint-every": 4, "snapshot-every": 2}
+    assert identity(flat) == identity(flat | kept)
     for key, value in (("fedprox.mu", 3.0), ("privacy.epsilon", 1.0), ("seed", 3)):
         assert identity(flat) != identity(flat | {key: value})
+
+
+def test_a_run_whose_name_had_what_it_kept_is_found(tmp_path):
+    (cell, _) = parse_recipe(RECIPE, Path("r.yaml")).cells
+    how = replace(PAPER, changes={"keep-state": True, "snapshot-every": 2, "lr": 1})
+    run = run_of(cell, {}, 0, how, tmp_path)
+    was = hash_of(run.identity | {"keep-state": True, "snapshot-every": 2})
+    make_run_directory(
+        tmp_path / "runs" / f"fedavg-digits-seed0-{was}" / "attempt",
+        resolve_config(run.keys).flat,
+        run.rounds,
+    )
+    assert was not in run.name
+    assert run.finished()
 
 
 def test_changes_need_no_quotes_and_may_have_old_names(caplog):
