@@ -101,6 +101,10 @@ class Turn:
             self._lock.release()
 
 
+class GpuLost(Error):
+    """An error after which this process can use the GPU no more."""
+
+
 process_caches, turn = ProcessCaches(), Turn()
 
 
@@ -181,7 +185,8 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
         reason = "failed; privacy.metrics = 'withheld': the reason is in this client's log"
     if message.metadata.message_type == MessageType.QUERY:  # the server does not know its name yet
         reason = f"client {client}: {reason}"
-    return Error(RESET_NEEDED if isinstance(error, ResetNeeded) else client_failed, reason)
+    kind = GpuLost if "CUDA error" in str(error) else Error
+    return kind(RESET_NEEDED if isinstance(error, ResetNeeded) else client_failed, reason)
 
 
 def clients_per_step(message: Message) -> int:

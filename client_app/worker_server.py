@@ -36,7 +36,7 @@ import flwr
 import torch
 from flwr.app import Context, Error, Message, MessageType
 
-from client_app.handlers import answer, turn
+from client_app.handlers import GpuLost, answer, turn
 from client_app.node_config import client_name, clients_folder
 from client_app.old_state import OldState
 from client_app.setup import device_for
@@ -181,7 +181,7 @@ class WorkerProcess:
         with self.limits.limited(request.limit_s):
             content = answer(message, context)
         if isinstance(content, Error):
-            request.is_last = "CUDA error" in str(content.reason)  # the GPU context is lost
+            request.is_last = isinstance(content, GpuLost)
             return error_frames(str(content.reason), content.code)
         if message.metadata.message_type == MessageType.TRAIN:
             metrics = content.metric_records["metrics"]  # without the time where it is withheld

@@ -11,13 +11,14 @@ import time
 
 import pytest
 import torch
-from flwr.app import Context, Message, MessageType, RecordDict
+from client_fixtures import make_config
+from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import client_app.handlers
 import client_app.worker_server
-from client_app.worker_server import TimeLimits, WorkerProcess, cap_gpu_memory
+from client_app.worker_server import Request, TimeLimits, WorkerProcess, cap_gpu_memory
 from client_app.worker_socket import (
     connected,
     exchange,
@@ -142,6 +143,25 @@ def test_a_client_out_of_gpu_memory_is_an_error_of_one_line_and_the_worker_goes_
     assert "\n" not in reason
     assert not worker.is_broken.is_set()
     assert_serves(worker)
+
+
+@pytest.mark.parametrize("withheld", [False, True])
+def test_a_worker_ends_after_a_cuda_error(worker, withheld, monkeypatch):
+    """Also where its text stays at the client."""
+
+    def fail(message, context):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(client_app.worker_server, "answer", client_app.handlers.answer)
+    monkeypatch.setitem(client_app.handlers.handlers, MessageType.TRAIN, fail)
+    privacy = {"privacy__epsilon": 0.5, "privacy__clip_norm": 1.0} if withheld else {}
+    config = make_config(method="fedavg", **privacy)
+    content = RecordDict({"round": ConfigRecord({"config": config.to_json()})})
+    message = Message(content, dst_node_id=1, message_type=MessageType.TRAIN)
+    request = Request(None, message, Context(1, 1, {"partition-id": 0}, RecordDict(), {}), 10.0)
+    [reply] = worker.answer_to(request)
+    assert ("illegal" in json.loads(reply)["error"]["reason"]) is not withheld
+    assert request.is_last
 
 
 def test_the_gpu_memory_of_a_worker_is_capped_and_the_cap_logged(monkeypatch):
