@@ -52,7 +52,6 @@ from client_app.worker_socket import (
     max_header_bytes,
     receive_frame,
     send_frames,
-    worker_status,
     worker_variable,
 )
 from protocol.code import code_digest
@@ -292,18 +291,30 @@ def is_closed(peer: socket.socket) -> bool:
         return True
 
 
+def is_listening(path: Path) -> bool:
+    """Whether a process listens at this socket, even if it is too busy to accept."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:  # its backlog is full
+            return True
+        except ConnectionRefusedError:
+            return False
+    return True
+
+
 def listen(path: Path) -> socket.socket:
     """A listening socket at `path`, for this user alone. ValueError if a worker listens there."""
     if len(os.fsencode(path)) > max_path_bytes:
         raise ValueError(f"{path}: expected a path of at most {max_path_bytes} bytes for a socket")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        try:
-            other = worker_status(str(path), 0.5)
-        except (ConnectionError, TimeoutError):
-            path.unlink()  # left by a worker that was killed
-        else:
-            raise ValueError(f"{path}: the worker with process id {other['pid']} listens there")
+    if path.is_socket():
+        if is_listening(path):
+            raise ValueError(
+                f"{path}: another worker listens there: end it, or pass another --socket"
+            )
+        path.unlink()  # left by a worker that was killed
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
