@@ -313,22 +313,15 @@ def privacy_rows(entry: Entry) -> list[tuple[str, str]]:
     return rows
 
 
-def is_deployed(entry: Entry) -> bool:
-    """Whether a run may be a deployment's: a simulation stores its clients' state, if any, here."""
-    return not (entry.directory / "clients").is_dir()
-
-
 def site_rows(
     entry: Entry, reader: HistoryReader, online: Mapping[int, str] | None
 ) -> list[dict[str, str]]:
-    """A row for each real site of a run; [] for a simulation. online: node id to status.
+    """A row for each site of a deployment's run. online: node id to status.
 
     Without `online`, a site's connection is as the newest round found it.
     """
     roster = read_json(entry.directory / ROSTER_FILE, MAX_BYTES[ROSTER_FILE])
     rows = [row for row in roster if isinstance(row, Mapping)] if isinstance(roster, list) else []
-    if not rows or any(number(row.get("num_partitions")) for row in rows):
-        return []
     last_round: Counter[str] = Counter()
     trouble_of: dict[str, tuple[int, str]] = {}
     reset_of: Counter[str] = Counter()  # the last round in which a reset was needed

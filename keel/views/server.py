@@ -38,6 +38,7 @@ from protocol.config import keel_version
 LOCAL_HOSTS = {"127.0.0.1", "localhost", "::1"}
 STATIC = ("page.css", "page.js", "tables.js", "charts.js", "plotly.js")
 POLL_NODES_S = 15.0
+MAX_DEPLOYMENTS = 5  # shown: the last changed
 # what reading a file raises that is damaged, or was replaced meanwhile
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 HEADERS = {
@@ -340,13 +341,14 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
         found: list[tuple[Entry, str, list[dict[str, str]]]] = []
         online = nodes.online if nodes else None
         for entry in store.runs().values():
-            if entry.problem or len(found) == 5 or not run_page.is_deployed(entry):
+            if entry.problem or len(found) == MAX_DEPLOYMENTS or entry.is_simulated:
                 continue
             try:
                 rows = run_page.site_rows(entry, store.history(entry), online)
             except UNREADABLE as error:
                 rows = [{"site": f"cannot be read: {text_of(error)}"}]
-            found.append((entry, entry.state, rows))
+            if rows:
+                found.append((entry, entry.state, rows))
         return {"runs": found, "nodes": nodes, "problem": nodes.problem if nodes else ""}
 
     @app.get("/deployment")

@@ -61,6 +61,14 @@ class Entry:
         text = repr(sorted(keys.items()))
         return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
+    @cached_property
+    def is_simulated(self) -> bool:
+        """Whether the roster is of simulated clients; False while there is none."""
+        roster = read_json(self.directory / ROSTER_FILE, MAX_BYTES[ROSTER_FILE])
+        if isinstance(roster, list):
+            return any(isinstance(r, Mapping) and number(r.get("num_partitions")) for r in roster)
+        return isinstance(roster, Mapping)  # of very many clients it has the number only
+
     @property
     def split(self) -> str:
         """The partition with its parameter, such as `dirichlet 0.5`."""

@@ -1,6 +1,7 @@
 """What the page of one run shows."""
 
 import json
+import os
 from random import Random
 
 import pytest
@@ -142,5 +143,13 @@ def test_sites_show_who_takes_part_who_is_away_and_whose_state_is_lost(tmp_path)
     assert "away or in backoff" in Pages(tmp_path).get("/deployment").text
     with (run / "history.jsonl").open("a") as file:
         file.write(json.dumps(line_of(3, Random(0)) | {"participants": ["lost"]}) + "\n")
+    for i in range(6):  # newer simulations do not hide it
+        make_run(tmp_path / f"simulation-{i}", {"method": "fedavg"}, 1)
+    (tmp_path / "simulation-0" / "roster.json").write_text('{"simulated": 20000}')
+    for name in ("config.json", "history.jsonl"):
+        os.utime(run / name, (0, 0))
+    page = Pages(tmp_path).get("/deployment").text
+    assert "Sites of a" in page
+    assert "Sites of simulation" not in page
     reader.update()
     assert {row["pending reset"] for row in run_page.site_rows(entry, reader, None)} == {"no"}
