@@ -40,6 +40,7 @@ from protocol.source_spec import SOURCE_NAMES, parse_source
 FlatConfig = dict[str, OptionValue]
 T = TypeVar("T")
 log = logging.getLogger("keel.config")
+MIN_ROBUST_REPLIES = 3  # of two, neither is an outlier
 app_folder = Path(__file__).resolve().parent.parent
 
 # Names of keys and values before 0.2: accepted until 0.3, with a warning. `flwr run` refuses a key
@@ -295,7 +296,8 @@ class RoundsConfig:
         at_least(0), "krum, multi-krum: f, the number of malicious clients a round to tolerate"
     )
     num_selected: int = option(
-        at_least(0), "multi-krum: number of updates that are averaged; 0: all but num-malicious"
+        at_least(0),
+        "multi-krum: number of updates that are averaged, at most all but num-malicious; 0: these",
     )
     tracker: str = option(
         Constraint(
@@ -353,19 +355,42 @@ class RoundsConfig:
         """Rounds between checkpoints; the last round always has one."""
         return self.checkpoint_every or self.snapshot_every
 
+    @property
+    def fewest_replies(self) -> int:
+        """A round with fewer accepted replies ends the run."""
+        return max(self.min_replies, 1 if self.aggregation == "mean" else MIN_ROBUST_REPLIES)
+
+    @property
+    def fewest_replies_text(self) -> str:
+        """What `fewest_replies` comes from."""
+        if self.fewest_replies == self.min_replies:
+            return f"min-replies = {self.min_replies}"
+        return f"aggregation = {self.aggregation!r} needs {self.fewest_replies}"
+
+    def aggregation_problem(self, num_clients: int) -> str:
+        """Why `aggregation` tolerates no malicious client among so few; "" if it does."""
+        if self.aggregation == "trimmed-mean" and int(self.trim_fraction * num_clients) == 0:
+            return (
+                f"trim-fraction = {self.trim_fraction:g}: of {num_clients} clients a round it "
+                f"trims none; expected at least {1 / num_clients:.2g}"
+            )
+        needed = 2 * self.num_malicious + 3
+        if self.aggregation in ("krum", "multi-krum") and num_clients < needed:
+            return (
+                f"num-malicious = {self.num_malicious}: {self.aggregation} needs "
+                f"2 * {self.num_malicious} + 3 = {needed} clients a round, there are {num_clients}"
+            )
+        if self.aggregation != "mean" and num_clients < MIN_ROBUST_REPLIES:
+            return (
+                f"aggregation = {self.aggregation!r}: needs {MIN_ROBUST_REPLIES} clients a round, "
+                f"there are {num_clients}"
+            )
+        return ""
+
     def check_cohort(self, cohort: int) -> None:
         """ValueError, one line, if a round of this number of clients cannot be aggregated."""
-        if self.aggregation == "trimmed-mean" and int(self.trim_fraction * cohort) == 0:
-            raise ValueError(
-                f"trim-fraction = {self.trim_fraction:g}: of {cohort} clients a round it trims "
-                f"none; expected at least {1 / cohort:.2g}"
-            )
-        min_cohort = 2 * self.num_malicious + 3
-        if self.aggregation in ("krum", "multi-krum") and cohort < min_cohort:
-            raise ValueError(
-                f"num-malicious = {self.num_malicious}: {self.aggregation} needs "
-                f"2 * {self.num_malicious} + 3 = {min_cohort} clients a round, there are {cohort}"
-            )
+        if problem := self.aggregation_problem(cohort):
+            raise ValueError(problem)
         if self.min_replies > cohort:
             raise ValueError(
                 f"min-replies = {self.min_replies}: only {cohort} clients train in a round; "

@@ -136,7 +136,7 @@ class ClientRegistry:
         """Wait up to 90 seconds for the clients of a resumed run.
 
         The run continues with those that are connected; others may return in any later round.
-        TimeoutError if fewer than `min-replies` are connected.
+        TimeoutError if too few for a round are connected.
         """
         rounds = self.config.rounds
         deadline = time.monotonic() + min(RETURN_TIMEOUT_S, rounds.start_timeout)
@@ -147,9 +147,9 @@ class ClientRegistry:
                 break
             time.sleep(SETTLE_S)
         num_connected = len(self.roster) - len(self.missing)
-        if num_connected < rounds.min_replies:
+        if num_connected < rounds.fewest_replies:
             raise TimeoutError(
-                f"min-replies = {rounds.min_replies}: {num_connected} clients of this run are "
+                f"{rounds.fewest_replies_text}: {num_connected} clients of this run are "
                 f"connected; missing: {shortened(sorted(self.missing))}"
             )
         if self.missing:

@@ -9,6 +9,7 @@ use Flower's functions.
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -106,7 +107,13 @@ def aggregate(
     rounds: RoundsConfig,
     update_of: Callable[[TrainReply], Arrays],
 ) -> Arrays:
-    """The replies' arrays combined as `aggregation` says. update_of: new minus old arrays."""
+    """The replies' arrays combined as `aggregation` says. update_of: new minus old arrays.
+
+    With replies missing, trimmed mean and Krum may have too few: then the median is used.
+    """
+    if problem := rounds.aggregation_problem(len(replies)):
+        log.warning("%s: instead, the coordinate-wise median of the replies is taken", problem)
+        rounds = replace(rounds, aggregation="median")
     if rounds.aggregation in ("median", "trimmed-mean"):
         return coordinate_wise(replies, rounds)
     if rounds.aggregation in ("krum", "multi-krum"):
@@ -147,7 +154,7 @@ def coordinate_wise(replies: Sequence[TrainReply], rounds: RoundsConfig) -> Arra
 def krum_selection(updates: Sequence[Arrays], rounds: RoundsConfig) -> list[int]:
     """Indices of the updates that Krum (one) or Multi-Krum (`num-selected`) selects, ascending.
 
-    num-selected = 0: all but `num-malicious`.
+    num-selected = 0, or more than that: all but `num-malicious`.
     """
     # double precision, because distances come from differences of squares
     contents = [
@@ -161,6 +168,7 @@ def krum_selection(updates: Sequence[Arrays], rounds: RoundsConfig) -> list[int]
     ]
     f, count = rounds.num_malicious, 1
     if rounds.aggregation == "multi-krum":
-        count = rounds.num_selected or max(1, len(updates) - f)
+        count = max(1, len(updates) - f)
+        count = min(rounds.num_selected or count, count)
     chosen = select_multikrum(contents, num_malicious_nodes=f, num_nodes_to_select=count)
     return sorted(int(c.config_records["which"]["which"]) for c in chosen)  # type: ignore[arg-type]

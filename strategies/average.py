@@ -269,13 +269,13 @@ class Average(Strategy):
     def backed_off(self, server_round: int) -> set[str]:
         """Clients that are not sampled in this round: disconnected, or failed too often.
 
-        Neither kind is left out where fewer than `min-replies` clients would remain.
+        Neither kind is left out where fewer than `fewest_replies` clients would remain.
         """
-        clients, min_replies = self.clients, self.config.rounds.min_replies
+        clients, fewest = self.clients, self.config.rounds.fewest_replies
         if not self.away:
-            return self.backoff.backed_off(server_round, clients, min_replies)
-        away = self.away if len(clients - self.away) >= max(1, min_replies) else set()
-        return away | self.backoff.backed_off(server_round, clients - away, min_replies)
+            return self.backoff.backed_off(server_round, clients, fewest)
+        away = self.away if len(clients - self.away) >= fewest else set()
+        return away | self.backoff.backed_off(server_round, clients - away, fewest)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -437,7 +437,7 @@ class Average(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The next global arrays. TooFewRepliesError if fewer than `min-replies` are accepted.
+        """The next global arrays. TooFewRepliesError if too few replies are accepted.
 
         replies: those that `accept` has not seen. `report` then says who was accepted and who was
         left out, and why.
@@ -457,11 +457,11 @@ class Average(Strategy):
                 "round %d: client %s failed %d times in a row; it is not sampled for %d rounds",
                 *(server_round, client, self.backoff.failures[client], rounds.backoff_rounds),
             )
-        if len(accepted) < rounds.min_replies:
+        if len(accepted) < rounds.fewest_replies:
             reasons = "; ".join(f"{c}: {why}" for c, why in sorted(self.report.left_out.items()))
             raise TooFewRepliesError(
-                f"round {server_round}: {len(accepted)} accepted replies, min-replies = "
-                f"{rounds.min_replies}. {reasons}"
+                f"round {server_round}: {len(accepted)} accepted replies, "
+                f"{rounds.fewest_replies_text}. {reasons}"
             )
         following = self.next_arrays(self.current, accepted)
         self.running = None

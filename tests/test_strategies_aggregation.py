@@ -14,7 +14,13 @@ from run_fixtures import random_arrays, same_bits, sent
 from protocol.config import resolve_config
 from protocol.exact_sum import ExactSum
 from protocol.messages import TrainReply
-from strategies.aggregation import RunningMean, coordinate_wise, krum_selection, weighted_mean
+from strategies.aggregation import (
+    RunningMean,
+    aggregate,
+    coordinate_wise,
+    krum_selection,
+    weighted_mean,
+)
 
 shapes = {"conv": (2, 3, 1), "fc": (4,)}
 
@@ -159,6 +165,36 @@ def test_multi_krum_takes_all_but_the_malicious_by_default():
     assert chosen == sorted(np.argsort(krum_scores(updates, 2))[:5])
 
 
+@pytest.mark.parametrize(
+    ("keys", "num_honest"),
+    [
+        ({"aggregation": "trimmed-mean", "trim_fraction": 0.2}, 3),
+        ({"aggregation": "krum", "num_malicious": 1}, 3),
+        ({"aggregation": "krum", "num_malicious": 1}, 2),
+        ({"aggregation": "multi-krum", "num_malicious": 1}, 3),
+        ({"aggregation": "multi-krum", "num_malicious": 1, "num_selected": 4}, 2),
+    ],
+)
+def test_with_replies_missing_the_median_tolerates_the_liar_that_is_left(keys, num_honest, caplog):
+    """Trimmed mean and Krum were the plain mean then, or the liar's update alone."""
+    values = [-100.0, *(1 + 0.01 * i for i in range(num_honest))]
+    replies = [
+        TrainReply(f"c{i}", 1, {"w": torch.tensor([v])}, {}, {"num-examples": 1.0})
+        for i, v in enumerate(values)
+    ]
+    found = aggregate(replies, [1.0] * len(replies), rounds_of(**keys), lambda r: r.arrays)
+    assert float(found["w"]) == pytest.approx(np.median(values))
+    assert "clients a round" in caplog.text
+    assert "instead, the coordinate-wise median" in caplog.text
+
+
+def test_multi_krum_never_takes_as_many_as_may_be_malicious():
+    """One of six replies is missing: num-selected = 5 would take the liar's too."""
+    updates = [{"w": torch.tensor([v])} for v in (-100.0, 1.0, 1.01, 1.02, 1.03)]
+    rounds = rounds_of(aggregation="multi-krum", num_malicious=1, num_selected=5)
+    assert krum_selection(updates, rounds) == [1, 2, 3, 4]
+
+
 def test_whole_numbers_are_rounded_and_keep_their_type():
     counts = [
         TrainReply("c", 1, {"steps": torch.tensor([n, -n])}, {}, {"num-examples": 1.0})
@@ -181,6 +217,10 @@ def test_whole_numbers_are_rounded_and_keep_their_type():
         (
             {"aggregation": "trimmed-mean"},
             "trim-fraction = 0.2: of 4 clients a round it trims none",
+        ),
+        (
+            {"aggregation": "median", "fraction-train": 0.5},
+            "aggregation = 'median': needs 3 clients a round, there are 2",
         ),
         ({"aggregation": "mode"}, "aggregation = 'mode': expected one of mean, median"),
         ({"norm-bound": "mean"}, "norm-bound = 'mean': expected one of off, fixed, median"),

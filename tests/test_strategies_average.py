@@ -715,6 +715,22 @@ def test_too_few_good_replies_end_the_round_with_one_line_that_names_them_all():
     )
 
 
+def test_of_two_replies_a_robust_aggregation_takes_neither():
+    """Their median is their mean: one liar would steer it."""
+    strategy = average_of(num_clients=3, aggregation="median")
+    (m0, r0), (m1, r1), _ = all_answers(strategy, network().state_dict())
+    with pytest.raises(TooFewRepliesError, match=r"2 accepted replies, aggregation = 'median' nee"):
+        strategy.aggregate_train(1, [answer(m0, r0), answer(m1, r1)])
+
+
+def test_clients_in_backoff_are_asked_where_a_robust_aggregation_needs_them():
+    strategy = average_of(num_clients=4, aggregation="median", backoff_after=1)
+    strategy.away = {"client-0"}
+    assert strategy.backed_off(1) == {"client-0"}
+    strategy.away = {"client-0", "client-1"}
+    assert strategy.backed_off(1) == set()
+
+
 def test_the_report_counts_the_bytes_of_all_that_arrived():
     strategy = average_of(num_clients=2)
     current = network().state_dict()
