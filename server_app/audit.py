@@ -4,12 +4,12 @@ A line is a JSON object with the time (UTC), the event and its fields, the diges
 (`previous`; empty for the first) and its own (`digest`, SHA-256 of the line without this field). So
 a line that was edited, removed, inserted or moved is found. Lines cut off at the end are found by
 the rounds of the history that they are about, and once the run has ended: the manifest then has
-their number and the last digest.
+their number and the last digest. What a resume finds is a line, too.
 
     started    round (the first to come)          joined    client, node
     refused    node, reason                       sent      round, kind, clients, bytes
     released   round, clients, epsilon, delta     rejected  round, kind, clients (name to reason)
-    ended      status
+    ended      status                             fault     reason (what a resume found)
 """
 
 import datetime
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.files import append_line
+from protocol.text import in_one_line
 from server_app.history import DAMAGE, whole_lines
 
 AUDIT_FILE = "audit.jsonl"
@@ -72,15 +73,18 @@ def audit_end(directory: Path) -> dict[str, Any]:
     return {"lines": len(lines), "digest": json.loads(lines[-1])["digest"]}
 
 
-def audit_problem(directory: Path, end: dict[str, Any] | None = None) -> str:
+def audit_problem(
+    directory: Path, end: dict[str, Any] | None = None, is_resumed: bool = False
+) -> str:
     """What is wrong with a run's audit log, naming the line; empty if the chain is intact.
 
-    end: what `audit_end` returned when the run ended.
+    end: what `audit_end` returned when the run ended. is_resumed: there may be lines after it.
     """
     path = directory / AUDIT_FILE
     if not path.is_file():
         return f"{AUDIT_FILE} is missing"
-    previous, number = "", 0
+    previous, number, fault = "", 0, ""
+    ends: list[tuple[int, str]] = []  # which `end` may be
     sent: set[object] = set()  # rounds
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -93,9 +97,13 @@ def audit_problem(directory: Path, end: dict[str, Any] | None = None) -> str:
         if before != previous:
             return f"{AUDIT_FILE}: what was before line {number} was removed, added or moved"
         previous = written
+        if line.get("event") == "fault":
+            fault = fault or in_one_line(line.get("reason"))
+        ends.append((number, written))
         sent |= {line.get("round")} if line.get("event") == "sent" else set()
     if missing := sorted({line["round"] for line in whole_lines(directory)[0]} - sent):
         return f"{AUDIT_FILE}: round {missing[0]} of the history is not in it: its end was cut off"
-    if end and (number, previous) != (end["lines"], end["digest"]):
-        return f"{AUDIT_FILE}: {number} lines, expected {end['lines']}: its end was changed"
-    return ""
+    ends = ends if is_resumed else ends[-1:]
+    if end and (end.get("lines"), end.get("digest")) not in ends:
+        return f"{AUDIT_FILE}: {number} lines, expected {end.get('lines')}: its end was changed"
+    return fault

@@ -40,7 +40,7 @@ from protocol.messages import (
 from protocol.options import OptionValue
 from protocol.privacy import privacy_statement
 from protocol.processes import give_back_freed_memory
-from server_app.audit import AuditLog, audit_problem
+from server_app.audit import AuditLog
 from server_app.checks import check_config, config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
@@ -57,6 +57,7 @@ from server_app.history import (
 from server_app.logical_clients import LogicalGrid, Summing, with_logical_clients
 from server_app.manifest import (
     NUM_NOTED_ROUNDS,
+    audit_fault,
     begin_manifest,
     check_same_data,
     finish_manifest,
@@ -262,17 +263,19 @@ def prepare(
     directory = resumed or new_run_directory(config)
     directory.checkpoint_interval = config.rounds.checkpoint_interval
     audit = AuditLog(directory.path)
-    audit_fault = audit_problem(directory.path) if audit.path.exists() else ""
+    fault = audit_fault(directory.path)
     registry.note = audit.note
     audit.note("started", round=start.round + 1)
+    if fault:
+        audit.note("fault", reason=fault)
     if isinstance(roster, SimulatedRoster):
         audit.note("joined", simulated=len(roster))
     else:
         present = [(e.client, n) for n, e in roster.items() if e.client not in registry.missing]
         audit.note_all("joined", ({"client": c, "node": n} for c, n in sorted(present)))
     directory.start_log(companions.is_own if companions else None)
-    if audit_fault:
-        log.warning("%s", audit_fault)
+    if fault:
+        log.warning("%s", fault)
     for path in directory.skipped:
         log.warning("%s is damaged: skipped, the run continues from round %d", path, start.round)
     notes += [*config_warnings(config, overrides), *worker_warnings(workers, device)]

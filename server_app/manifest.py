@@ -22,7 +22,7 @@ from protocol.code import code_version, sources_digest
 from protocol.config import RunConfig, app_folder, keel_version
 from protocol.files import digest, write_atomically
 from protocol.messages import RosterEntry
-from server_app.audit import audit_end
+from server_app.audit import AUDIT_FILE, audit_end, audit_problem
 from server_app.preflight import WorkerOnNode
 from server_app.summary import read_object
 
@@ -174,6 +174,20 @@ def finish_manifest(directory: Path) -> None:
     states = sorted(directory.glob("clients/*/round-*.safetensors"))  # the newest comes last
     kept = {path.parent.name: path.name for path in states}
     update(directory, files=files, kept=kept, audit=audit_end(directory))
+
+
+def audit_fault(directory: Path) -> str:
+    """What is wrong with the audit log of a run that is resumed; "" without one, as before 0.2.
+
+    As `finish_manifest` replaces the end by which it is found, the caller notes it in the log.
+    """
+    end = None
+    with suppress(ValueError):  # `begin_manifest` warns of a damaged manifest
+        found = read_manifest(directory).get("audit")
+        end = found if isinstance(found, dict) else None
+    if not end and not (directory / AUDIT_FILE).exists():
+        return ""
+    return audit_problem(directory, end, is_resumed=True)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

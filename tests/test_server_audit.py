@@ -90,6 +90,37 @@ def test_a_resume_says_that_the_audit_log_was_cut_off(run):
     assert "audit.jsonl: round 1 of the history is not in it" in (folder / "run.log").read_text()
 
 
+@pytest.mark.parametrize("left", [-1, 0])
+def test_an_end_that_was_cut_off_before_a_resume_is_not_forgotten(run, left):
+    """Cut behind the last round's `sent`, the history knows nothing of it; or the log was deleted.
+
+    What is cut off may say who was refused, and how often a client was asked for a release.
+    """
+    folder = run(SMALL | {"method": "fedavg", "num-rounds": 1, "keep-state": True})
+    log = folder / "audit.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    if left:
+        log.write_text("".join(lines[:left]))
+        found = f"audit.jsonl: {len(lines) - 1} lines, expected {len(lines)}: its end was changed"
+    else:
+        log.unlink()
+        found = "audit.jsonl is missing"
+    resume(folder, **{"num-rounds": 2})
+    assert found in (folder / "run.log").read_text()
+    resume(folder, **{"num-rounds": 3})
+    cut = found if left else "audit.jsonl: round 1 of the history is not in it"
+    assert audit_problem(folder, read_manifest(folder)["audit"]).startswith(cut)
+
+
+def test_a_log_that_went_on_since_the_last_end_is_whole(run):
+    """As after a resume that was killed."""
+    folder = run(SMALL | {"method": "fedavg", "num-rounds": 1, "keep-state": True})
+    AuditLog(folder).note("started", round=2)
+    resume(folder, **{"num-rounds": 2})
+    assert audit_problem(folder, read_manifest(folder)["audit"]) == ""
+    assert "audit.jsonl" not in (folder / "run.log").read_text()
+
+
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_removed_a_repeated_and_a_moved_line_are_found(log, number):
     whole = log.read_text()
