@@ -52,7 +52,6 @@ from server_app.history import (
     append_history,
     finite_or_null,
     truncate_history,
-    without_clients,
 )
 from server_app.logical_clients import LogicalGrid, Summing, with_logical_clients
 from server_app.manifest import (
@@ -330,10 +329,15 @@ def run_rounds(
 ) -> None:
     """All rounds from the first or the checkpoint's, then the final model and the report."""
     config, path = run.config, run.directory.path
-    history = truncate_history(path / HISTORY_FILE, run.start.round)
-    for line in history if run.keeps_scores else ():
-        forget_scores(run.scores, line)
-        note_scores(run.scores, line)
+
+    def replay(line: Line) -> None:
+        if run.keeps_scores:
+            forget_scores(run.scores, line)
+            note_scores(run.scores, line)
+
+    history = truncate_history(path / HISTORY_FILE, run.start.round, replay)
+    if len(history) < run.start.round:  # who trained in the lost rounds is not known
+        run.scores.clear()
     reporter = Reporter(config, info_of(run, history), observers, lambda: privacy_spent(run))
     at_exit(reporter.interrupted)
     run.exchange.progress = reporter.replied
@@ -589,7 +593,7 @@ def info_of(run: Run, history: Sequence[Line]) -> RunInfo:
         num_clients=len(run.roster),
         clients_per_round=run.cohort_size,
         num_rounds=config.rounds.num_rounds,
-        history=tuple(without_clients(line) for line in history),
+        history=tuple(history),
         config=dict(config.flat),
     )
 

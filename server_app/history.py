@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +67,23 @@ def read_history(path: Path) -> list[Line]:
 
 def whole_lines(path: Path) -> tuple[list[Line], list[str]]:
     """(lines, faults): as `read_history`, with a sentence for each damaged line."""
+    faults: list[str] = []
+    return list(each_line(path, faults)), faults
+
+
+def each_line(path: Path, faults: list[str]) -> Iterator[Line]:
+    """The lines of `whole_lines`, one at a time; adds a sentence to `faults` for each damaged."""
     path = path / HISTORY_FILE if path.is_dir() else path
     if not path.exists():
-        return [], []
+        return
     complete, _, _ = path.read_bytes().rpartition(b"\n")
-    lines, faults = [], []
     for number, text in enumerate(complete.split(b"\n") if complete else [], start=1):
         try:
-            lines.append(parsed_line(text))
+            line = parsed_line(text)
         except DAMAGE as error:
             faults.append(f"{path}, line {number} is damaged: {error}")
-    return lines, faults
+        else:
+            yield line
 
 
 def parsed_line(text: bytes, load: Callable[[bytes], Any] = json.loads) -> Line:
@@ -222,22 +228,32 @@ def append_history(path: Path, line: Mapping[str, Any]) -> None:
     append_line(path, json.dumps(finite_or_null(line), allow_nan=False))
 
 
-def truncate_history(path: Path, last_round: int) -> list[Line]:
-    """Drop the lines of rounds after `last_round`, which a resume repeats; return the others.
+def truncate_history(
+    path: Path, last_round: int, replay: Callable[[Line], None] = lambda line: None
+) -> list[Line]:
+    """Drop the lines of rounds after `last_round`, which a resume repeats.
+
+    Returns the others `without_clients`, whose accuracies are most of a history; replay: is given
+    each of them whole.
 
     A damaged history does not stop a resume: it is saved as `history.jsonl.damaged`, and its intact
     lines are used. A warning says what is missing.
     """
-    lines, faults = whole_lines(path)
+    faults: list[str] = []
+    lines, texts = [], []
+    for line in each_line(path, faults):
+        if line["round"] <= last_round:
+            replay(line)
+            lines.append(without_clients(line))
+            texts.append(json.dumps(line).encode() + b"\n")
     if faults:
         aside = path.with_name(f"{path.name}.damaged")
         write_atomically(aside, path.read_bytes())
         log.warning("%s; the intact lines are used, the file is saved as %s", faults[0], aside)
-    lines = [line for line in lines if line["round"] <= last_round]
     missing = last_round - len({line["round"] for line in lines})
     if missing > 0:
         log.warning("%s: the lines of %d of %d rounds are lost", path, missing, last_round)
-    write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    write_atomically(path, *texts)
     return lines
 
 

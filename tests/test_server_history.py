@@ -93,9 +93,22 @@ def test_a_line_of_another_form_is_refused_and_a_resume_drops_it(tmp_path, line,
 
 def test_truncation_drops_the_rounds_after_the_last_and_renames_the_others(old_run):
     path = old_run / "history.jsonl"
-    [line] = truncate_history(path, 1)
+    truncate_history(path, 1)
+    [line] = read_history(path)
     assert json.loads(path.read_text()) == line
     assert "rejected" in line
+
+
+def test_truncation_gives_whole_lines_one_at_a_time_and_returns_them_without_clients(tmp_path):
+    """What is held for the rest of a run does not grow with the number of clients."""
+    path = tmp_path / "history.jsonl"
+    whole = [client_line(number, ["a", "b"]) for number in (1, 2, 3)]
+    for line in whole:
+        append_history(path, line)
+    seen: list[dict[str, object]] = []
+    assert truncate_history(path, 2, seen.append) == [without_clients(line) for line in whole[:2]]
+    assert seen == whole[:2]
+    assert "participants" not in without_clients(whole[0])
 
 
 def test_a_line_without_clients_does_not_grow_with_their_number():

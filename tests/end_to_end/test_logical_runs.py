@@ -181,3 +181,34 @@ def test_no_client_is_asked_twice_for_the_same_score(run, monkeypatch, every):
     monkeypatch.setattr(Run, "keeps_scores", False)  # then everybody is asked each time
     again = history_of(run(keys))
     assert [line.get("personal") for line in again] == [line.get("personal") for line in whole]
+
+
+class StopInRound7:
+    """An observer that interrupts the run."""
+
+    def on_run_start(self, info):
+        """Nothing."""
+
+    def on_round(self, line):
+        if line["round"] == 7:
+            raise KeyboardInterrupt
+
+    def on_run_end(self, summary):
+        """Nothing."""
+
+
+def test_scores_that_a_damaged_history_may_not_know_to_be_old_are_not_used(run, tmp_path):
+    keys = KEYS | {"method": "local", "lr": 0.1, "local-epochs": 3, "local-test-fraction": 0.3}
+    keys |= {"num-rounds": 8, "evaluate-every": 4}
+    whole = run(keys)
+    with pytest.raises(KeyboardInterrupt):
+        run_inline(
+            SMALL | keys | {"output-dir": str(tmp_path), "run-name": "part"},
+            NUM_CLIENTS,
+            observers=[StopInRound7()],
+        )
+    path = tmp_path / "part" / "history.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:4], "{damaged\n", "{damaged\n", *lines[6:]]))
+    resume(path.parent)
+    assert history_of(path.parent)[-1]["personal"] == history_of(whole)[-1]["personal"]
