@@ -367,9 +367,11 @@ def run_rounds(
         finally:
             reporter.finish(status)
             run.audit.note("ended", status=status)
-        if status == "finished" and not config.rounds.keep_state:
+        removes_state = status == "finished" and not config.rounds.keep_state
+        keeps_clients = run.method.is_personal or not removes_state
+        finish_manifest(path, keeps_clients)  # first: without state, no resume could complete it
+        if removes_state:
             run.directory.remove_state(keeps_personal=run.method.is_personal)
-        finish_manifest(path)
         if run.monitor:
             plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
 

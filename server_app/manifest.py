@@ -164,15 +164,15 @@ def note_round(directory: Path, server_round: int, checkpoint_digest: str) -> No
     update(directory, rounds=rounds)
 
 
-def finish_manifest(directory: Path) -> None:
+def finish_manifest(directory: Path, keeps_clients: bool) -> None:
     """Record the digests of a finished run's files.
 
-    In simulation also each client's newest state, which holds the personal models: its digest is in
-    the file's name.
+    keeps_clients: in simulation also each client's newest state, which holds the personal models:
+    its digest is in the file's name.
     """
     files = {name: digest((directory / name).read_bytes()) for name in signed_files}
-    states = sorted(directory.glob("clients/*/round-*.safetensors"))  # the newest comes last
-    kept = {path.parent.name: path.name for path in states}
+    states = sorted(directory.glob("clients/*/round-*.safetensors")) if keeps_clients else []
+    kept = {path.parent.name: path.name for path in states}  # the newest comes last
     update(directory, files=files, kept=kept, audit=audit_end(directory))
 
 

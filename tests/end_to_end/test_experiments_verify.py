@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import shutil
 
 import numpy as np
+import pytest
 from run_fixtures import resume, summary_of
 
 import server_app.federation
@@ -119,7 +121,7 @@ def test_a_run_that_was_killed_at_its_very_end_is_resumed_and_not_called_changed
     """Between its last summary and its manifest, which has the files of an earlier ending."""
     folder = run({"num-rounds": 2})
     with monkeypatch.context() as patch:
-        patch.setattr(server_app.federation, "finish_manifest", lambda path: None)
+        patch.setattr(server_app.federation, "finish_manifest", lambda *given: None)
         resume(folder, num_rounds=3)
     assert summary_of(folder)["status"] == "finished"
     assert unfinished(folder) == "the run has not ended: its manifest is incomplete"
@@ -127,3 +129,26 @@ def test_a_run_that_was_killed_at_its_very_end_is_resumed_and_not_called_changed
     resume(folder)
     assert status_of(folder) == "finished"
     assert all(check.passed for check in checks(folder, 1))
+
+
+@pytest.mark.parametrize("place", ["federation.finish_manifest", "run_directory.shutil.rmtree"])
+def test_a_run_that_is_killed_as_its_state_is_to_be_removed_is_not_lost(run, tmp_path, place):
+    """It is complete, or can be resumed; its status is finished already."""
+
+    def killed(path, *keeps_clients):
+        if path.name == "checkpoints":
+            real_rmtree(path)
+        raise KeyboardInterrupt
+
+    real_rmtree = shutil.rmtree
+    keys = {"method": "moon", "keep-state": False, "num-rounds": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"server_app.{place}", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(keys | {"output-dir": str(tmp_path), "run-name": "a"})
+    folder = tmp_path / "a"
+    assert summary_of(folder)["status"] == "finished"
+    if unfinished(folder):
+        resume(folder)
+    assert all(check.passed for check in checks(folder, 1))
+    assert read_manifest(folder)["kept"] == {}
