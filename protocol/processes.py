@@ -1,6 +1,7 @@
-"""Processes: ending with the parent, giving memory back, and how many share a GPU."""
+"""Processes: ending with the parent, giving memory back, and how many a machine has room for."""
 
 import ctypes
+import os
 import signal
 import sys
 
@@ -23,6 +24,13 @@ def give_back_freed_memory() -> None:
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use: fewer than the machine's under taskset or Slurm."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def num_shares(available: float, share: float) -> int:

@@ -29,6 +29,7 @@ from protocol.flower_compat.simulation import (
     vce_api_name,
     worker_variables,
 )
+from protocol.flower_compat.simulation_patches import limit_workers
 from server_app.preflight import START_TIMEOUT_S
 
 
@@ -143,6 +144,58 @@ def test_a_node_has_as_many_workers_as_fit(each, cpus, gpus, expected):
     assert workers_on(node("a", cpus, gpus, alive=False), each) == 0
 
 
+def test_a_worker_that_asks_for_nothing_is_refused_and_a_node_has_no_more_than_threads(backend):
+    assert workers_on(node("a", 8), {"num_cpus": 0}) == 0  # it was 1,000,000,000
+    assert workers_on(node("a", 1e9), {"num_cpus": 1}) == MAX_WORKERS
+    with pytest.raises(RuntimeError, match=r"^no node .* 0 CPUs and 0 GPUs .*-num-cpus"):
+        backend(node("a", 8), resources={"num_cpus": 0})
+
+
+def test_a_worker_starts_for_each_node_of_flowers_at_most_spread_over_the_machines(backend):
+    nodes = node("a", 3), node("b", 1), node("c", 3)
+    for num, expected in ((1, "a"), (4, "aabc"), (100, "aaabccc")):
+        found, _ = backend(*nodes, max_workers=num)
+        assert "".join(worker.address for worker in found.workers) == expected
+
+
+def test_flower_is_asked_how_many_nodes_a_simulation_has():
+    """The number of its nodes is what the backend that it makes is limited to."""
+    vce_api = importlib.import_module(vce_api_name)
+    source = inspect.getsource(vce_api.start_vce)
+    call = source[source.index("run_api(\n") :]
+    assert call.split()[1:4] == ["app_fn,", "backend_fn,", "nodes_mapping,"]
+    made = []
+
+    def run_api(app_fn, backend_fn, nodes, *rest):
+        made.append((backend_fn(), app_fn, nodes, rest))
+
+    limited = limit_workers(run_api)
+    limited("app", lambda: SimpleNamespace(max_workers=MAX_WORKERS), {7: 0, 8: 1}, "state")
+    [(found, *others)] = made
+    assert found.max_workers == 2
+    assert others == ["app", {7: 0, 8: 1}, ("state",)]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, 1), ({"num_cpus": 5}, 5), ({"address": "auto"}, None)]
+)
+def test_ray_counts_the_cores_that_this_process_may_use(monkeypatch, given, expected):
+    """Under taskset or in a job of Slurm it counted those of the machine."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.chdir(".")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    monkeypatch.setattr(ray_backend, "skip_unused_processes", lambda **_: None)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    options = {}
+    monkeypatch.setattr("ray.init", lambda **found: options.update(found))
+    monkeypatch.setattr(ClusterBackend, "__init__", lambda self: None)
+    made = ClusterBackend()
+    made.init_args_key = "init_args"
+    made.init_ray({"init_args": given})
+    assert options.get("num_cpus") == expected
+
+
 def test_where_no_gpus_are_asked_for_each_worker_has_one_if_there_are_any():
     cpu, gpu = node("a", 8), node("b", 8, 2)
     assert gpu_share([cpu], {}) == 0
@@ -212,7 +265,7 @@ class FakeRay:
 def backend(monkeypatch):
     """backend(nodes...) -> (a backend with as many workers on each as it has CPUs, its Ray)."""
 
-    def made(*nodes, late=()):
+    def made(*nodes, late=(), resources=None, max_workers=MAX_WORKERS):
         fake = FakeRay(list(nodes), late)
         monkeypatch.setattr(ray_backend, "ray", fake)
         monkeypatch.setattr(
@@ -223,7 +276,8 @@ def backend(monkeypatch):
         monkeypatch.setattr(ClusterBackend, "__init__", lambda self: None)
         found = ClusterBackend()
         found.changed, found.own, found.is_over = threading.Condition(), {}, False
-        found.workers, found.client_resources = [], {"num_cpus": 1}
+        found.workers, found.client_resources = [], resources or {"num_cpus": 1}
+        found.max_workers = max_workers
         monkeypatch.setattr(ray_backend, "started", Future())
         found.build(lambda: None)
         return found, fake

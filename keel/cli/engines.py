@@ -4,7 +4,6 @@ Each takes a `Job` and a `Terminal` that follows the run, returns once the run h
 raises RuntimeError, one line, if it failed. A KeyboardInterrupt stops the run cleanly.
 """
 
-import os
 import queue
 import re
 import shlex
@@ -25,6 +24,7 @@ from keel.deployment.superlink import SuperLinkClient, app_directory, run_config
 from keel.runs import FINISHED, SavedRun
 from protocol.config import keel_home
 from protocol.options import OptionValue
+from protocol.processes import num_cores
 from server_app.history import HISTORY_FILE, HistoryReader
 
 POLL_S = 0.3
@@ -59,8 +59,7 @@ class Job:
                 gpus = float(not self.is_on_cpu and any(node.num_gpus for node in self.nodes))
             at_once = sum(node.num_workers(self.cpus_per_client, gpus) for node in self.nodes)
         else:
-            cpus = os.cpu_count() or 1
-            at_once = int(cpus / self.cpus_per_client) if self.cpus_per_client else 1
+            at_once = int(num_cores() / self.cpus_per_client) if self.cpus_per_client else 1
         return max(1, min(self.num_clients, at_once))
 
     @property

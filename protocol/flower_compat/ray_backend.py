@@ -11,6 +11,8 @@ Replaces `RayBackend` (see `simulation_patches`), whose options and start of Ray
 - Flower's workers are on any node; here each has a node, so that the preflight can name it.
 - Flower waits without end for workers whose CPUs another job on the cluster has. Here the run goes
   on without them.
+- Flower starts a worker for each of the machine's CPUs. Here only those that this process may use
+  count, and no more workers start than the simulation has nodes.
 - Flower returns a worker that died to its pool, where it fails every message it gets. Here it is
   replaced, and its message is sent again to another worker.
 - Flower gives a message to the worker that has waited longest. Here each of Flower's nodes has one
@@ -36,6 +38,7 @@ from flwr.common.constant import PARTITION_ID_KEY
 from flwr.server.superlink.fleet.vce.backend.backend import BackendConfig
 from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
 from flwr.simulation.ray_transport.ray_actor import ClientAppActor
+from ray._private.utils import get_num_cpus
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -43,12 +46,13 @@ from protocol.config import app_folder
 from protocol.flower_compat import assign_message_id
 from protocol.flower_compat.simulation import (
     CPU_WORKERS,
+    MAX_WORKERS,
     WorkerReply,
     is_cluster,
     started,
     worker_variables,
 )
-from protocol.processes import num_shares
+from protocol.processes import num_cores, num_shares
 from protocol.ray_start import skip_unused_processes
 
 log = logging.getLogger("keel.server")
@@ -87,15 +91,15 @@ def all_nodes() -> list[dict[str, Any]]:
 
 
 def workers_on(node: Mapping[str, Any], resources: Mapping[str, float]) -> int:
-    """How many workers with these resources fit on a node."""
+    """How many workers with these resources fit on a node; none of workers that ask for none."""
     has = node["Resources"] if node["Alive"] else {}
-    num = len(has) and 10**9
+    fits = []
     for kind, name in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
         if each := resources.get(name, 0.0):
             available = has.get(kind, 0.0)
-            fit = num_shares(available, each) if kind == "GPU" else int(available / each + 1e-9)
-            num = min(num, fit)
-    return num
+            is_gpu = kind == "GPU"
+            fits.append(num_shares(available, each) if is_gpu else int(available / each + 1e-9))
+    return min([*fits, MAX_WORKERS]) if fits else 0
 
 
 def gpu_share(nodes: Sequence[Mapping[str, Any]], environment: Mapping[str, str]) -> float:
@@ -111,6 +115,7 @@ class ClusterBackend(RayBackend):
         self.idle: list[Worker] = []  # who has waited longest first
         self.own: dict[int, Worker] = {}  # by node of Flower's
         self.workers: list[Worker] = []
+        self.max_workers = MAX_WORKERS
         self.changed = threading.Condition()  # of these
         self.is_over = False
         try:
@@ -131,7 +136,9 @@ class ClusterBackend(RayBackend):
         os.chdir(app_folder)
         options: dict[str, Any] = dict(backend_config.get(self.init_args_key) or {})
         if not is_cluster():
-            options.setdefault("address", "local")
+            if options.setdefault("address", "local") == "local":
+                cores = min(num_cores(), int(get_num_cpus()))
+                options.setdefault("num_cpus", cores)
             skip_unused_processes(forwards_output=options.get("log_to_driver", True))
         elif not ray.is_initialized():
             ray.init(runtime_env={"env_vars": worker_variables()}, **options)
@@ -150,7 +157,7 @@ class ClusterBackend(RayBackend):
         return resources
 
     def build(self, app_fn: Callable[[], ClientApp]) -> None:
-        """Start as many workers on each node as fit."""
+        """Start as many workers as fit, and at most `max_workers`."""
         self.app_fn = app_fn
         try:
             self.start_workers()
@@ -161,11 +168,15 @@ class ClusterBackend(RayBackend):
         started.set_result(self.ask_workers)
 
     def start_workers(self) -> None:
-        """Start them. RuntimeError, one line, if there is none."""
+        """Start them, spread over the nodes. RuntimeError, one line, if there is none."""
         nodes = all_nodes()
-        for node in nodes:
-            for _ in range(workers_on(node, self.client_resources)):
-                self.workers.append(self.new_worker(node))
+        fits = [
+            (number, i)
+            for i, node in enumerate(nodes)
+            for number in range(workers_on(node, self.client_resources))
+        ]
+        for i in sorted(i for _, i in sorted(fits)[: self.max_workers]):
+            self.workers.append(self.new_worker(nodes[i]))
         if not self.workers:
             shares = [
                 f"{n['NodeManagerAddress']} has {n['Resources'].get('CPU', 0):g} CPUs and "
@@ -176,8 +187,8 @@ class ClusterBackend(RayBackend):
             raise RuntimeError(
                 f"no node has the {self.client_resources['num_cpus']:g} CPUs and "
                 f"{self.client_resources.get('num_gpus', 0):g} GPUs of one worker "
-                "(client-resources-num-cpus, -num-gpus; --cpus-per-client, --gpus-per-client): "
-                + "; ".join(shares)
+                "(client-resources-num-cpus, -num-gpus; --cpus-per-client, --gpus-per-client; one "
+                "of them above 0): " + "; ".join(shares)
             )
         self.drop_late_workers()
 
