@@ -18,11 +18,12 @@ auto_min_parameters = 1_000_000  # below, converting costs what bfloat16 saves: 
 def resolved(precision: str, model: StagedModel, device: torch.device) -> str:
     """The precision itself; for "auto", bf16 where it pays, else fp32.
 
-    Grouped convolutions, as in MobileNet-v2, are slower in bfloat16 on a CPU.
+    GPUs before Ampere emulate bfloat16. On a CPU, grouped convolutions, as in MobileNet-v2, are
+    slower in it.
     """
     if precision != "auto":
         return precision
-    has_bf16 = device.type == "cuda"
+    has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "cpu" and cpu_has_bf16():
         layers = model.modules()
         has_bf16 = not any(isinstance(each, nn.Conv2d) and each.groups > 1 for each in layers)

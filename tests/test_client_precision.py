@@ -103,8 +103,9 @@ def test_evaluation_is_fp32_whatever_training_was():
         ({"avx512_bf16": True}, "cpu", 1_000_000, "fp32"),
         ({"avx512_bf16": False, "amx_bf16": False}, "cpu", 10**8, "fp32"),
         ({}, "cpu", 10**8, "fp32"),  # not x86
-        ({}, "cuda", 1_000_001, "bf16"),
-        ({}, "cuda", 1_000_000, "fp32"),
+        ({"capability": (8, 0)}, "cuda", 1_000_001, "bf16"),
+        ({"capability": (8, 0)}, "cuda", 1_000_000, "fp32"),
+        ({"capability": (7, 5)}, "cuda", 10**8, "fp32"),  # a T4, where torch emulates bfloat16
         ({}, "mps", 10**8, "fp32"),
     ],
 )
@@ -112,6 +113,7 @@ def test_auto_is_bf16_for_large_networks_where_the_device_has_it(
     flags, device, num_parameters, expected, monkeypatch
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: flags["capability"])
     device = torch.device(device)
     model = SimpleNamespace(weights=[torch.empty(num_parameters, device="meta")], modules=list)
     assert resolved("auto", model, device) == expected
@@ -129,6 +131,7 @@ def test_auto_is_bf16_for_large_networks_where_the_device_has_it(
 )
 def test_auto_is_fp32_for_grouped_convolutions_on_a_cpu(name, device, expected, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with undrawn():
         model = build_model(name, num_classes=10, channels=3, image_size=32)
     assert sum(p.numel() for p in model.weights) > 10**6
