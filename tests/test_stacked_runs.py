@@ -102,6 +102,13 @@ def test_runs_trained_together_are_those_trained_alone(method, request, tmp_path
     assert_same_runs(alone(tmp_path / "a", runs), together(tmp_path / "b", runs), tolerance)
 
 
+@end_to_end
+def test_runs_with_batches_of_one_sample_under_batch_norm(in_float64, tmp_path):
+    keys = {"model": "resnet20", "width": 4, "norm": "batch", "partition": "iid", "batch-size": 15}
+    runs = [keys | {"seed": 3 + n, "fedprox.mu": mu} for n, mu in enumerate((0.5, 0.01))]
+    assert_same_runs(alone(tmp_path / "a", runs), together(tmp_path / "b", runs), 1e-9)
+
+
 # --- each its own -------------------------------------------------------------------------------
 
 TWO = [{"seed": 1, "fedprox.mu": 0.1}, {"seed": 2}]
