@@ -9,6 +9,7 @@ privacy-budget-epsilon        KEEL_PRIVACY_BUDGET_EPSILON        of all releases
 privacy-budget-delta          KEEL_PRIVACY_BUDGET_DELTA          at this delta; 1e-5
 privacy-metrics               KEEL_PRIVACY_METRICS               exact: allows privacy.metrics=exact
 
+With any of them a site takes part with noise only, and withholds metrics unless it allows them.
 A budget in the environment is of everything that its worker releases, whatever data a message
 names; one in the node config is of that client's data.
 """
@@ -39,6 +40,8 @@ DEFAULTS = {
     "privacy-budget-epsilon": math.inf,
     "privacy-budget-delta": SMALL_DELTA,
 }
+KEYS = (*DEFAULTS, "privacy-metrics")
+METRICS = ("withheld", "exact")
 
 
 class PrivacyRefused(ValueError):
@@ -63,20 +66,46 @@ def variable_of(key: str) -> str:
     return f"KEEL_{key.upper().replace('-', '_')}"
 
 
+def stated(key: str, node_config: NodeConfig) -> list[object]:
+    """What node config and environment say of this limit; an empty variable says nothing."""
+    found = node_config.get(key), os.environ.get(variable_of(key)) or None
+    return [value for value in found if value is not None]
+
+
+def check_names(node_config: NodeConfig) -> None:
+    """PrivacyRefused for a key or variable that looks like a limit and is none."""
+    for prefixes, given, known in (
+        (("privacy-", "privacy_"), node_config, KEYS),
+        (("KEEL_PRIVACY_",), os.environ, [variable_of(key) for key in KEYS]),
+    ):
+        for name, value in given.items():
+            if name.startswith(prefixes) and value != "" and name not in known:
+                expected = ", ".join(known)
+                raise PrivacyRefused(f"{name} = {value!r} of this site: expected one of {expected}")
+
+
 def site_limits(node_config: NodeConfig) -> SiteLimits:
-    """The limits in node config and environment; PrivacyRefused for one that is not > 0."""
-    values, is_set = [], False
+    """The limits in node config and environment.
+
+    PrivacyRefused for one that is not > 0, or of an unknown name: ignored, it would be no limit.
+    """
+    check_names(node_config)
+    values = []
     for key, default in DEFAULTS.items():
-        found = [node_config.get(key), os.environ.get(variable_of(key)) or None]
-        numbers = [positive(key, value) for value in found if value is not None]
+        numbers = [positive(key, value) for value in stated(key, node_config)]
         if key == "privacy-budget-delta" and any(number >= 1 for number in numbers):
             raise PrivacyRefused(f"{key} = {max(numbers):g} of this site: expected below 1")
-        is_set |= bool(numbers)
         strictest = max if key == "privacy-min-noise-multiplier" else min
         values.append(strictest(numbers, default=default))
-    settings = [node_config.get("privacy-metrics"), os.environ.get(variable_of("privacy-metrics"))]
-    stated = [value for value in settings if value]
-    allows_exact = bool(stated) and all(value == "exact" for value in stated)
+    metrics = stated("privacy-metrics", node_config)
+    for value in metrics:
+        if value not in METRICS:
+            expected = " or ".join(METRICS)
+            raise PrivacyRefused(f"privacy-metrics = {value!r} of this site: expected {expected}")
+    if any(stated(key, {}) for key in KEYS) and not stated("privacy-metrics", {}):
+        metrics.append("withheld")  # the node config cannot allow what the environment does not
+    allows_exact = set(metrics) == {"exact"}
+    is_set = any(stated(key, node_config) for key in KEYS)
     min_multiplier, clip, epsilon, delta = values
     return SiteLimits(min_multiplier, clip, epsilon, delta, allows_exact, is_set)
 

@@ -75,6 +75,8 @@ LIMITS = [
         {"metrics": "exact"},
         r"privacy\.metrics = 'exact': this site",
     ),
+    ({"privacy_metrics": "withheld"}, {"metrics": "exact"}, r"privacy\.metrics = 'exact': this"),
+    ({"privacy_metrics": "withheld"}, {"epsilon": 0.0}, r"privacy\.epsilon = 0: this site"),
     ({"privacy_budget_epsilon": 0.3}, {}, r"spent epsilon 0\.\d+ at delta 1e-05, it allows 0\.3"),
 ]
 
@@ -118,7 +120,9 @@ def test_the_stricter_of_node_config_and_environment_holds(monkeypatch):
     monkeypatch.setenv("KEEL_PRIVACY_MAX_CLIP_NORM", "7")
     limits = site_limits(node)
     assert (limits.min_noise_multiplier, limits.max_clip_norm) == (5, 2)
-    assert limits.allows_exact_metrics
+    assert not limits.allows_exact_metrics  # the environment has limits and does not allow it
+    monkeypatch.setenv("KEEL_PRIVACY_METRICS", "exact")
+    assert site_limits(node).allows_exact_metrics
     monkeypatch.setenv("KEEL_PRIVACY_METRICS", "withheld")
     assert not site_limits(node).allows_exact_metrics
 
@@ -127,6 +131,24 @@ def test_the_stricter_of_node_config_and_environment_holds(monkeypatch):
 def test_a_limit_that_is_no_number_is_refused_by_name(value):
     with pytest.raises(PrivacyRefused, match=r"privacy-max-clip-norm = .*expected a number > 0"):
         site_limits({"privacy-max-clip-norm": value})
+
+
+@pytest.mark.parametrize("key", ["privacy-budget-epsilion", "privacy-clip-norm", "privacy_metrics"])
+def test_a_misspelt_limit_is_refused_by_name(key, monkeypatch):
+    """Ignored, it would be no limit at all."""
+    with pytest.raises(PrivacyRefused, match=rf"{key} = 1 of this site: expected one of privacy-"):
+        check_limits(private(), {"source": "digits", key: 1})
+    if "_" not in key:
+        monkeypatch.setenv(variable_of(key), "1")
+        with pytest.raises(PrivacyRefused, match=rf"{variable_of(key)} = '1' of this site: expec"):
+            check_limits(private(), {"source": "digits"})
+        monkeypatch.setenv(variable_of(key), "")  # as compose.yml sets what is not set
+        check_limits(private(), {"source": "digits"})
+
+
+def test_metrics_are_withheld_or_exact():
+    with pytest.raises(PrivacyRefused, match=r"privacy-metrics = 'none' of .*: expected withheld"):
+        site_limits({"privacy-metrics": "none"})
 
 
 def test_the_budget_ends_across_runs_servers_restarts_and_names(source):

@@ -44,6 +44,16 @@ def test_deploy_client_names_an_unset_variable_before_it_changes_any_file(make, 
     assert line.startswith(f"{name} is not set")
 
 
+def test_deploy_client_names_a_misspelt_privacy_limit(make):
+    """Compose passes the limits on by name: another would not reach the worker that refuses it."""
+    limits = {"KEEL_PRIVACY_BUDGET_EPSILON": "1", "KEEL_PRIVACY_METRICS": "withheld"}
+    misspelt = "KEEL_PRIVACY_METRICS"[:-1]
+    status, [line] = make("deploy-client", **client, **limits, **{misspelt: "withheld"})
+    assert status
+    assert line.startswith(f"{misspelt} is no limit")
+    assert make("deploy-client", **client, **limits, **{misspelt: ""})[0] == 0
+
+
 def test_deploy_client_changes_the_owner_of_its_own_secrets_only(make):
     status, lines = make("deploy-client", **client, KEEL_DEVICE="cuda:1")
     assert status == 0
