@@ -117,7 +117,7 @@ def _judged(
             decide = f"{1 / share:.2g} times the {what}"
         else:
             verdict = judge(leads)
-            decide = what_decides(differences, paper_effect, failures)
+            decide = what_decides(differences, paper_effect, failures, len(leads))
     return JudgedClaim(
         paper=f"{recipe.paper} {recipe.item}".strip(),
         recipe=recipe.name,
@@ -277,15 +277,19 @@ def judge(leads: Sequence[float]) -> str:
 
 
 def what_decides(
-    differences: Sequence[float], paper_effect: float | None, failures: str = ""
+    differences: Sequence[float],
+    paper_effect: float | None,
+    failures: str = "",
+    num_seeds: int = 1,
 ) -> str:
     """What an inconclusive claim lacks: runs that finish, or seeds, at the spread and effect found.
 
-    The effect is the paper's if that is the smaller one.
+    The effect is the paper's if that is the smaller one. num_seeds: that were judged, more than
+    there are differences where a time was never reached: how many would do is not known then.
     """
     if failures:
         return f"runs that finish: {failures}"
-    if not differences:
+    if not differences or len(differences) < num_seeds:
         return "more seeds"
     if len(differences) == 1:
         return "a second seed, to know the spread"

@@ -661,6 +661,17 @@ def test_a_time_that_is_never_reached_is_longer_than_any(a, b, cell, word, tmp_p
     assert f"| A below B in result | {word} | A reaches it with" in text
 
 
+def test_after_two_seeds_of_which_one_never_reached_it_a_second_is_not_what_decides():
+    recipe = parse_recipe(times, Path("t.yaml"))
+    numbers = {"A": {0: 5.0, 1: 5.0}, "B": {0: 6.0, 1: float("inf")}}
+    results = {
+        (name, "result"): Result(recipe.cell(name, "result"), {}, by_seed, 2)
+        for name, by_seed in numbers.items()
+    }
+    (claim,) = judge_claims(recipe, results, options(seeds=[0, 1]))
+    assert (claim.verdict, claim.decide) == ("inconclusive", "more seeds")
+
+
 def test_times_of_different_machines_are_not_compared(tmp_path):
     recipe, how = timed(tmp_path, {"A": [0.6, 0.6], "B": [0.6, 0.6]})
     for seed in how.seeds:
