@@ -53,7 +53,7 @@ def scaled(keys: Keys, scale: Scale, read_at: Sequence[int] = ()) -> dict[str, O
     - `min-samples` shrinks with the data. Where `batches-per-epoch` is set, it shrinks instead of
       the batch size, down to 1.
     - The run is evaluated 20 times, or as much more often as the rounds in `read_at` (shrunk too)
-      require. `diagnostics-every` shrinks with the rounds.
+      require. `diagnostics-every` and `fedproc.schedule-rounds` shrink with the rounds.
     """
     if scale.name == "paper":
         return {}
@@ -74,11 +74,11 @@ def scaled(keys: Keys, scale: Scale, read_at: Sequence[int] = ()) -> dict[str, O
     needed = [scaled_round(at, rounds, num_rounds) for at in read_at if at < rounds]
     divisor = math.gcd(*needed)  # 0, which every number divides, if none is needed
     max_interval = max(1, num_rounds // NUM_EVALUATIONS)
-    diagnostics: dict[str, OptionValue] = {}
+    lengths = {"fedproc.schedule-rounds": int(config.flat["fedproc.schedule-rounds"])}
     if config.rounds.diagnostics:
-        every = round(config.rounds.diagnostics_every * num_rounds / rounds)
-        diagnostics["diagnostics-every"] = max(1, every)
-    return diagnostics | {
+        lengths["diagnostics-every"] = config.rounds.diagnostics_every
+    return {
+        **{k: max(1, round(n * num_rounds / rounds)) for k, n in lengths.items() if n},
         "num-rounds": num_rounds,
         **smaller,
         "evaluate-every": next(n for n in range(max_interval, 0, -1) if divisor % n == 0),

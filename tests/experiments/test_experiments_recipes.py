@@ -178,8 +178,12 @@ def test_old_names_of_keys_and_values_mean_the_same_and_are_named(tmp_path, capl
         ("fedcka-table-4", "cache-mb"),
         ("fedcka-figure-5", "alpha_5"),
         ("fedintr-table-5", "89.03 85.62 64.20 40.33"),
-        ("fedintr-table-4", "first_participation initial"),
-        ("fedintr-table-[134]", "projection projected fan-in squared training_mode"),
+        ("fedintr-table-4 fedintr-figure-4", "first_participation initial"),
+        ("fedintr-table-[134] fedintr-figure-[45]", "projection projected squared"),
+        ("fedintr-table-[134]", "fan-in training_mode"),
+        ("fedcka-table-[124]", "SCAFFOLD niid-bench uniformly"),
+        ("fedcka-table-1", "round_41 40_and_20_rounds"),
+        ("fedrcl-table-[1235bcd] fedrcl-figure-1", "1,000_rounds code:_100"),
     ],
 )
 def test_what_the_papers_leave_open_is_in_the_notes(recipes, words):
@@ -766,7 +770,7 @@ def test_the_seeds_that_would_decide_are_computed_from_the_spread():
     # at the paper's effect three seeds would be enough, and there are three
     assert int(what_decides([-0.5, 0.5, 1.5], 7.71).split()[0]) > 3
     assert what_decides([4.31], 7.71) == "a second seed, to know the spread"
-    assert what_decides([], 0.25) == "more seeds"
+    assert what_decides([], 0.25) == what_decides([], 0.25, "", 0) == "more seeds"
     assert what_decides(spread, 0.25, "FedIntR diverged 1/4") == (
         "runs that finish: FedIntR diverged 1/4"
     )
@@ -798,6 +802,20 @@ def test_a_claim_may_name_its_round_and_a_headline_is_one_of_the_claims():
         ValueError, match="line 12: 'two above one in b': expected one of the claims"
     ):
         parse_recipe(text, Path("r.yaml"))
+
+
+def test_fedprocs_schedule_is_of_the_papers_rounds_and_shrinks_with_them():
+    cells = [c for c in load_recipe("fedrcl-table-1").cells if c.row.name.startswith("FedProc")]
+    for cell in (cells[0], cells[-1]):
+        is_control = cell.row.name != "FedProc"
+        for scale, changes, length in (
+            ("paper", {}, 1000),
+            ("paper", {"num-rounds": 200}, 1000),
+            ("day", {}, 500),
+        ):
+            run = run_of(cell, {}, 0, Options(scale, changes, [0], full_grid=False), Path())
+            found = resolve_config(run.keys).flat["fedproc.schedule-rounds"]
+            assert found == (1 if is_control else length), (scale, changes)
 
 
 def test_where_the_number_of_batches_rules_it_shrinks_and_their_size_does_not():
