@@ -41,7 +41,7 @@ from client_app.node_config import (
 )
 from client_app.process_cache import ProcessCaches, available_threads
 from client_app.round import RoundContext
-from client_app.setup import device_for, representation_width
+from client_app.setup import device_for, forget_sources, representation_width
 from client_app.site_privacy import PrivacyRefused, charge_release, check_limits
 from client_app.stacked import clients_that_fit, key_of_stack, train_stacked
 from client_app.state import ResetNeeded
@@ -106,6 +106,13 @@ class GpuLost(Error):
 
 
 process_caches, turn = ProcessCaches(), Turn()
+
+
+def forget_data() -> None:
+    """Before another run of this process: what it knows of the data may be of older files."""
+    with turn():
+        process_caches.clear()
+        forget_sources()
 
 
 @private_files()
@@ -323,6 +330,8 @@ def roster(message: Message, context: Context) -> RecordDict:
     request, node = read_request(message, RosterRequest), context.node_config
     config, data = request.config, request.data
     check_limits(config, node)
+    if is_deployed(node):
+        forget_data()
     train, test = own_splits(config, data, node, with_images=False)
     hides = config.privacy.withholds_metrics
     counts, test_counts = (

@@ -94,6 +94,12 @@ def split_over_clients(config: RunConfig, num_clients: int) -> Parts:
     return parts.of(share)
 
 
+def forget_sources() -> None:
+    """Open the data anew at its next use: its files may have changed."""
+    _open_source.cache_clear()
+    split_over_clients.cache_clear()
+
+
 def model_for(
     config: RunConfig, source: Source, name: str = "", seed: int | None = None
 ) -> StagedModel:

@@ -16,7 +16,13 @@ from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
 import client_app.app
-from client_app.handlers import Train, answer_together, clients_per_step, train_together
+from client_app.handlers import (
+    Train,
+    answer_together,
+    clients_per_step,
+    forget_data,
+    train_together,
+)
 from protocol.flower_compat import assign_message_id, begin_task
 from protocol.legacy import forward
 from protocol.options import OptionValue
@@ -129,6 +135,8 @@ def run_inline(
     num_workers: nodes that simulate the clients as logical ones; 0: one node for more than
     `MAX_NODES` clients, otherwise one per client. companions: as `InlineGrid`.
     """
+    if not companions:  # `run_stacked` has done it for all runs
+        forget_data()
     overrides = dict(overrides)
     is_logical = node_configs is None and (num_clients > MAX_NODES or num_workers > 0)
     nodes = simulated_nodes(num_clients) if node_configs is None and not is_logical else []

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from client_app.handlers import Trained, process_caches, train_together
+from client_app.handlers import Trained, forget_data, process_caches, train_together
 from client_app.method import Method
 from client_app.round import RoundContext
 from protocol.config import RunConfig, resolve_config
@@ -229,6 +229,7 @@ def run_stacked(
 
         return start
 
+    forget_data()
     process_caches.num = len(places) or 1
     logger = logging.getLogger("keel")
     level = logger.level

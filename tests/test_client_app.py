@@ -127,6 +127,18 @@ def test_a_real_site_says_what_its_own_data_is(tmp_path):
     assert entry.device == machine(torch.device("cpu"))
 
 
+def test_a_query_reads_the_sites_data_anew(tmp_path):
+    """A resident worker lives longer than the file that it read for an earlier run."""
+    config = make_config()
+    node = {"name": "site-a", "source": npz_site(tmp_path / "a.npz", num=10)}
+    client = Client(config, tmp_path, node)
+    for num in (10, 14):
+        npz_site(tmp_path / "a.npz", num)
+        assert sum(read_roster(client.ask("query")).label_counts) == num
+        reply = read_reply(client.ask("train", 1, initial(config)))
+        assert reply.metrics["num-examples"] == num
+
+
 def test_a_simulated_client_names_no_device():
     node = {"partition-id": 0, "num-partitions": 2}
     assert read_roster(Client(make_config(), "", node).ask("query")).device == ""

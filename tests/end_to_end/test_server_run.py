@@ -32,7 +32,6 @@ from run_fixtures import (
     without_times,
 )
 
-import client_app.setup
 import protocol.files
 import server_app.client_registry
 import server_app.federation
@@ -569,8 +568,6 @@ def test_a_resume_on_changed_data_is_refused_and_changes_nothing(run, tmp_path, 
         changed, (images, labels)
     )
     make_npz(tmp_path / "a.npz", x_train=images, y_train=labels, **test)
-    client_app.setup._open_source.cache_clear()  # as in a new process
-    client_app.setup.split_over_clients.cache_clear()
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     if changed == "nothing" or (is_old and changed == "pixels"):
         resume(folder, num_rounds=3)
@@ -581,6 +578,21 @@ def test_a_resume_on_changed_data_is_refused_and_changes_nothing(run, tmp_path, 
         resume(folder, num_rounds=3)
     assert "\n" not in str(refusal.value)
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+
+def test_a_later_run_of_the_process_trains_on_what_the_file_holds_by_then(run, tmp_path):
+    """Labels alone change: not the shape, the classes or the normalisation, which are compared."""
+    images, labels = random_images(40, 28, 28), np.arange(40) % 2
+    test = {"x_test": images[:4], "y_test": labels[:4]}
+    keys = {"method": "fedavg", "data-fraction": 1.0, "num-rounds": 1, "partition": "iid"}
+    specs = [make_npz(tmp_path / "a.npz", x_train=images, y_train=labels, **test)]
+    folders = [run(keys | {"source": specs[0]})]
+    for name in ("a", "b"):
+        specs.append(make_npz(tmp_path / f"{name}.npz", x_train=images, y_train=1 - labels, **test))
+        folders.append(run(keys | {"source": specs[-1]}))
+    before, after, expected = ((read_manifest(f)["data"], final_model(f)) for f in folders)
+    assert before[0] != after[0] == expected[0]
+    assert same_bits(after[1], expected[1])
 
 
 @pytest.mark.parametrize(
