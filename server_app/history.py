@@ -37,6 +37,7 @@ KINDS: dict[str, type] = {
 REQUIRED = ("round", "losses", "seconds", "left_out")
 # what reading damaged JSON raises
 DAMAGE = (ValueError, AttributeError, LookupError, TypeError, ArithmeticError, RecursionError)
+MAX_ROUND = 1 << 53  # a float counts exactly so far
 PER_CLIENT = ("local_global", "personal")  # their "clients" has each client's accuracy
 READ_BYTES = 4 << 20  # lines of many clients are long: several fit
 MAX_NAMED = 100  # clients that a condensed line names in each of its fields
@@ -100,6 +101,8 @@ def check_kinds(line: Line) -> None:
     for key, kind in KINDS.items():
         if not isinstance(line.get(key, kind()), kind):
             raise TypeError(f"{key} = {line[key]!r:.40}")
+    if abs(line["round"]) > MAX_ROUND:
+        raise TypeError(f"round = {line['round']!r:.40}")
     for key, name, _ in CURVES:
         if key in line and not isinstance(line[key][name], int | float):
             raise TypeError(f"{key} has no {name}")

@@ -81,6 +81,7 @@ def test_what_json_cannot_express_is_null(tmp_path):
         ("null", "NoneType"),
         ('{"round": 1}', "it has no key 'losses'"),
         ('{"round": "x", "losses": {}, "seconds": {}, "left_out": {}}', "round = 'x'"),
+        (f'{{"round": {10**20}, "losses": {{}}, "seconds": {{}}, "left_out": {{}}}}', "round = 1"),
     ],
 )
 def test_a_line_of_another_form_is_refused_and_a_resume_drops_it(tmp_path, line, reason):

@@ -1,6 +1,5 @@
 """What the page of one run shows: its figures and tables, from its files as they are now."""
 
-import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from keel.views.charts import Curve, Figure, curves, heat_map, histogram, stacke
 from keel.views.store import (
     LOG_FILE,
     MAX_BYTES,
+    MAX_NUMBER,
     ROSTER_FILE,
     Entry,
     last_lines,
@@ -63,7 +63,7 @@ def seconds_of(line: Line) -> float:
 
 
 def points_of(lines: Sequence[Line], key: str, name: str) -> list[tuple[int, float]]:
-    """(round, value) of the rounds where it was measured and is a finite number."""
+    """(round, value) of the rounds where it was measured and is a `number`."""
     found = []
     for line in lines:
         part = line.get(key)
@@ -216,7 +216,7 @@ def accuracies_in(line: Line, key: str) -> Mapping[str, float]:
     found = part.get("clients") if isinstance(part, Mapping) else None
     if not isinstance(found, Mapping):
         return {}
-    if set(map(type, found.values())) == {float} and math.isfinite(sum(found.values())):
+    if set(map(type, found.values())) == {float} and sum(map(abs, found.values())) <= MAX_NUMBER:
         return found  # as Keel writes it; thousands are fast
     return {str(k): value for k, v in found.items() if (value := number(v)) is not None}
 

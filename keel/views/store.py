@@ -23,6 +23,7 @@ from server_app.summary import SUMMARY_FILE
 ROSTER_FILE, LOG_FILE, AUDIT_FILE = "roster.json", "run.log", "audit.jsonl"
 FILES = (CONFIG_FILE, SUMMARY_FILE, HISTORY_FILE, ROSTER_FILE, LOG_FILE, AUDIT_FILE, LOCK_FILE)
 MAX_BYTES = {CONFIG_FILE: 1 << 20, SUMMARY_FILE: 4 << 20, ROSTER_FILE: 128 << 20}
+MAX_NUMBER = 1e100  # of larger ones, sums and squares may be infinite
 MAX_READERS = 128  # histories held at a time
 PATTERNS = ("*", "runs/*/*", "*/runs/*/*")  # runs; an experiments folder; several of those
 NOT_A_SETTING = {
@@ -92,13 +93,9 @@ class Entry:
 
 
 def number(value: Any) -> float | None:
-    """A finite float, or None for anything else: files may hold anything."""
+    """A float of at most MAX_NUMBER, or None for anything else: files may hold anything."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        try:
-            value = float(value)
-        except OverflowError:
-            return None
-        return value if abs(value) < float("inf") else None
+        return float(value) if abs(value) <= MAX_NUMBER else None
     return None
 
 

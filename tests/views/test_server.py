@@ -153,6 +153,33 @@ def test_damaged_run_directories_are_shown_as_such(tmp_path):
     assert "root:" not in pages.get(f"/run/{pages.id_of('linked')}/data").text
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        pytest.param("round", 10**400, id="round"),
+        ("global", {"accuracy": 1e308, "loss": 1.7e308}),
+        ("losses", {"supervised": 1.7e308}),
+        ("seconds", {"training": 1.7e308, "aggregation": 1.7e308}),
+        ("bytes_down", 17 * 10**307),
+        ("local_global", {"mean": 0.5, "worst_decile": 0.4, "clients": {"a": 1e308, "b": 0.5}}),
+        ("local_global", {"mean": 0.5, "worst_decile": 0.4, "clients": {"a": -1e308, "b": 1}}),
+    ],
+)
+def test_numbers_near_the_limit_of_floats_break_no_page(tmp_path, key, value):
+    for seed in range(2):
+        path = make_run(tmp_path / f"run-{seed}", {"seed": seed}, 3, ["a", "b"]) / "history.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines[1][key] = value
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pages = Pages(tmp_path)
+    runs = [pages.id_of(f"run-{seed}") for seed in range(2)]
+    for part in ("", "/data", "/clients"):
+        assert pages.get(f"/run/{runs[0]}{part}").status_code == 200
+    for options in ("x=seconds", "x=bytes", "curve=loss.supervised", "smooth=0.5"):
+        for page in ("compare/data", "compare.csv"):
+            assert pages.get(f"/{page}?run={runs[0]}&run={runs[1]}&{options}").status_code == 200
+
+
 def test_a_run_of_0_1_has_all_pages(tmp_path):
     shutil.copytree(OLD_RUN, tmp_path / "old")
     pages = Pages(tmp_path)
