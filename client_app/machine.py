@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from client_app.setup import device_for, open_source
+from client_app.precision import resolved
+from client_app.setup import build_network, device_for, open_source
 from data.sources import Source
 from protocol.messages import MachineReport, PreflightRequest
 
@@ -66,11 +67,16 @@ def report_of(request: PreflightRequest) -> MachineReport:
     """What a worker answers to a preflight. ValueError for a device that it does not have."""
     device = device_for(request.config.train.device)
     path, found = Path(request.token_path), processors()
+    precision, data = request.config.train.precision, request.data
+    if precision == "auto":
+        model = build_network(request.config, data.image_shape, data.num_classes)
+        precision = resolved(precision, model, device)
     return MachineReport(
         versions=", ".join(f"{name} {v}" for name, v in package_versions().items()),
         machine=machine(device),
         capability=found["cpu"] if device.type == "cpu" else f"{found['cpu']}, {found['gpu']}",
         device=device_label(device),
+        precision=precision,
         has_directory=path.is_file() and path.read_text() == request.token,
         data=data_digest(open_source(request.config)) if request.reads_data else "",
     )

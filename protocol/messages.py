@@ -512,6 +512,7 @@ class MachineReport:
 
     versions: of the packages that bits depend on. machine: the processor of its device, such as
     `cpu: NAME`. capability: of the CPU, and the name of the GPU or none. device: such as `cuda:0`.
+    precision: in which it trains the run's network, which under "auto" is up to the device.
     has_directory: whether it shares the directory of the run directory. data: its digest, or "".
     """
 
@@ -519,6 +520,7 @@ class MachineReport:
     machine: str
     capability: str
     device: str
+    precision: str
     has_directory: bool
     data: str
 

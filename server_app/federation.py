@@ -287,10 +287,10 @@ def prepare(
     directory.save_config(resolve_config(overrides), overrides)
     about = companions.about if companions else {}
     is_auto = is_simulated and config.train.precision == "auto"
-    precision = resolved("auto", model, device) if is_auto else ""
+    precisions = [each.report.precision for each in workers] or [resolved("auto", model, device)]
     begin_manifest(
         *(directory.path, config, len(roster), is_simulated, split),
-        *(data_of_run, workers, about, precision),
+        *(data_of_run, workers, about, precisions if is_auto else ()),
     )
     memory = StateMemory(NUM_REPEATED * config.rounds.checkpoint_interval)
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):

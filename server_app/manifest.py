@@ -99,15 +99,15 @@ def begin_manifest(
     data: str = "",
     workers: Sequence[WorkerOnNode] = (),
     stacked: Mapping[str, Any] | None = None,
-    precision: str = "",
+    precisions: Sequence[str] = (),
 ) -> None:
     """Write the manifest before the first round, or update it on a resume.
 
     A damaged one does not stop a resume. Versions stay those of the noted rounds. code, keel,
     machines: all that worked on the run; the machines of sites are not known here. data: the digest
     of a simulation's data set. workers: those of Flower's simulation. stacked: the runs that this
-    one trains with (stacked_runs.py). precision: what "auto" is for a simulation here; empty if the
-    run has another value.
+    one trains with (stacked_runs.py). precisions: what "auto" is for a simulation here, or on its
+    workers; none if the run has another value.
     """
     try:
         before = read_manifest(directory)
@@ -130,8 +130,8 @@ def begin_manifest(
         fields["data"] = data
     if stacked:
         fields["stacked"] = stacked
-    if precision:
-        fields["precision"] = appended(before.get("precision", []), precision)
+    if precisions:
+        fields["precision"] = list(dict.fromkeys([*before.get("precision", []), *precisions]))
     if fields["simulated"]:
         here = machine(device_for(config.train.device))
         names = [*before.get("machines", []), here, *(each.report.machine for each in workers)]

@@ -142,19 +142,24 @@ def worker_warnings(workers: Sequence[WorkerOnNode], device: torch.device) -> li
             f"the server computes on {device.type}, workers on {' and '.join(sorted(kinds))}: "
             "set device to cpu, or give workers a GPU (client-resources-num-gpus)"
         )
-    for what in ("versions", "capability"):
-        found = Counter(getattr(each.report, what) for each in workers)
-        if len(found) > 1:
-            [(usual, _)] = found.most_common(1)
-            nodes = {
-                each.node: getattr(each.report, what)
-                for each in workers
-                if getattr(each.report, what) != usual
-            }
+    reports = [each.report for each in workers]
+    compared = (
+        ([report.versions for report in reports], ""),
+        ([f"{report.machine} ({report.capability})" for report in reports], ""),
+        (
+            [f"precision {report.precision}" for report in reports],
+            ": set precision to fp32 or bf16",
+        ),
+    )
+    for found, advice in compared:
+        if len(set(found)) > 1:
+            [(usual, _)] = Counter(found).most_common(1)
+            by_node = zip(workers, found, strict=True)
+            nodes = {each.node: has for each, has in by_node if has != usual}
             some = itertools.islice(nodes.items(), 5)
             listed = "; ".join(f"{node} has {has}" for node, has in some)
             warnings.append(
                 f"workers differ: {listed}; the others have {usual}. The bits of the result "
-                "depend on which worker trains whom"
+                f"depend on which worker trains whom{advice}"
             )
     return warnings

@@ -28,7 +28,15 @@ from server_app.preflight import (
     workers_in,
 )
 
-GOOD = MachineReport("torch 2", "cpu: A", "x86_64 AVX2", "cpu", has_directory=True, data="d")
+GOOD = MachineReport(
+    versions="torch 2",
+    machine="cpu: A",
+    capability="x86_64 AVX2",
+    device="cpu",
+    precision="fp32",
+    has_directory=True,
+    data="d",
+)
 CPU = torch.device("cpu")
 
 
@@ -70,10 +78,17 @@ def test_what_changes_the_last_bits_is_a_warning():
     assert worker_warnings(workers, CPU) == []
     workers[1] = WorkerOnNode("10.0.0.1", replace(GOOD, capability="x86_64 AVX512"))
     [line] = worker_warnings(workers, CPU)
-    assert "10.0.0.1 has x86_64 AVX512; the others have x86_64 AVX2" in line
+    assert "10.0.0.1 has cpu: A (x86_64 AVX512); the others have cpu: A (x86_64 AVX2)" in line
+    workers[1] = WorkerOnNode("10.0.0.1", replace(GOOD, machine="cpu: B"))
+    [line] = worker_warnings(workers, CPU)
+    assert "10.0.0.1 has cpu: B (x86_64 AVX2); the others have cpu: A " in line
     workers[1] = WorkerOnNode("10.0.0.1", replace(GOOD, versions="torch 3"))
     [line] = worker_warnings(workers, CPU)
     assert "10.0.0.1 has torch 3" in line
+    workers[1] = WorkerOnNode("10.0.0.1", replace(GOOD, precision="bf16"))
+    [line] = worker_warnings(workers, CPU)
+    assert "10.0.0.1 has precision bf16; the others have precision fp32" in line
+    assert line.endswith("trains whom: set precision to fp32 or bf16")
 
 
 def test_a_server_and_workers_on_different_devices_are_a_warning():
@@ -112,6 +127,19 @@ def test_a_worker_reports_whether_it_shares_the_directory(tmp_path):
     assert found.has_directory
     assert found.data == ""
     assert f"torch {version('torch')}, " in found.versions
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_bf16", "expected"),
+    [("auto", True, "bf16"), ("auto", False, "fp32"), ("tf32", True, "tf32")],
+)
+def test_a_worker_reports_the_precision_that_it_trains_in(
+    tmp_path, monkeypatch, precision, has_bf16, expected
+):
+    """Under auto it is the worker's CPU that decides."""
+    monkeypatch.setattr("client_app.precision.cpu_has_bf16", lambda: has_bf16)
+    keys = {"precision": precision, "device": "cpu", "model": "resnet18"}
+    assert report_of(request(tmp_path, **keys)).precision == expected
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from keel.experiments.runs import machines_of, precision_of
 from keel.experiments.verify import differing_versions, round_check
 from protocol.code import SERVER_PACKAGES, code_digest, run_by_worker, sources_digest
 from protocol.config import app_folder, resolve_config
+from protocol.messages import MachineReport
 from protocol.seeds import seed_of
 from server_app.manifest import (
     begin_manifest,
@@ -24,6 +25,7 @@ from server_app.manifest import (
     note_round,
     read_manifest,
 )
+from server_app.preflight import WorkerOnNode
 
 keys = {"source": "digits", "model": "cnn-fedreco", "num-clients": 4}
 
@@ -188,3 +190,14 @@ def test_what_auto_precision_was_is_noted(precision, noted, run, monkeypatch):
     monkeypatch.setattr("client_app.precision.auto_min_parameters", 0)
     folder = run({"precision": precision, "num-rounds": 1, "device": "cpu"}, 2)
     assert precision_of(folder) == noted
+
+
+def test_what_auto_precision_was_on_each_worker_is_noted(run, monkeypatch):
+    """It was the server's alone, which trains nobody."""
+    workers = [
+        WorkerOnNode(name, MachineReport("v", "cpu: A", "x", "cpu", name, False, ""))
+        for name in ("bf16", "fp32", "bf16")
+    ]
+    monkeypatch.setattr("server_app.federation.checked_workers", lambda *_: workers)
+    folder = run({"precision": "auto", "num-rounds": 1, "device": "cpu"}, 2)
+    assert precision_of(folder) == ["bf16", "fp32"]
