@@ -3,7 +3,7 @@
 Decoding is slow (60,000 JPEG files take 15 s) and every message to a deployed client starts a new
 process, so a process opens a cache entry: uint8 images [N, C, H, W] of one size and channel count,
 int64 labels [N], and about.json. Its key covers the source, the image size, the channels and, for
-the user's own files, their names, sizes and times. Nothing here imports torch.
+the user's own files, their names and content. Nothing here imports torch.
 """
 
 import json

@@ -1,8 +1,9 @@
 """Logical clients: many clients on few nodes, each of which simulates those that a message lists.
 
 `LogicalGrid` looks like a grid with a node for every client. It sends each worker, a node of the
-grid below, one message with its share of the round's clients, and one more with a few of the
-smallest, so that nobody idles at the end; the model is in each message once.
+grid below, one message with its share of the round's clients. In training, unless the workers sum
+the arrays, the smallest eighth of many clients is sent in a second one, so that nobody idles at the
+end. The model is in each message once.
 """
 
 import itertools
