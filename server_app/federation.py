@@ -126,6 +126,7 @@ class Run:
     memory: StateMemory
     # by client whose newest update was aggregated: its own model's score since, if known
     scores: dict[str, float | None] = field(default_factory=dict)
+    loss_terms: set[str] = field(default_factory=set)  # names of metrics, in all rounds so far
 
     @property
     def has_own_models(self) -> bool:
@@ -338,6 +339,7 @@ def run_rounds(
     history = truncate_history(path / HISTORY_FILE, run.start.round, replay)
     if len(history) < run.start.round:  # who trained in the lost rounds is not known
         run.scores.clear()
+    run.loss_terms = {f"loss.{name}" for line in history for name in line["losses"]}
     reporter = Reporter(config, info_of(run, history), observers, lambda: privacy_spent(run))
     at_exit(reporter.interrupted)
     run.exchange.progress = reporter.replied
@@ -457,7 +459,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
 
     started = time.perf_counter()
     weights = strategy.counts(report.accepted)
-    line = training_fields(server_round, report, bytes_down, weights)
+    line = training_fields(server_round, report, bytes_down, weights, run.loss_terms)
     line["backed_off"] = backed_off
     forget_scores(run.scores, line)
     if run.monitor and is_measured:

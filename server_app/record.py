@@ -1,5 +1,6 @@
 """The fields of one round's line in the history, from the round's replies and scores."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,17 +9,27 @@ import numpy as np
 from protocol.messages import TrainReply
 from strategies.average import RoundReport
 
+MAX_LOSS_TERMS = 32  # of a run; names are the clients', and each is a curve
+
 
 def training_fields(
-    server_round: int, report: RoundReport, bytes_down: int, weights: Sequence[float]
+    server_round: int,
+    report: RoundReport,
+    bytes_down: int,
+    weights: Sequence[float],
+    known_terms: set[str],
 ) -> dict[str, Any]:
     """The part of a line that is about training.
 
     weights: of the accepted replies' losses; their numbers of examples, capped as in the average.
+    known_terms: the names of the run's losses so far; those of this round are added, of most
+    clients first, up to MAX_LOSS_TERMS. Others are not recorded.
     """
-    names = sorted({n for r in report.accepted for n in r.metrics if n.startswith("loss.")})
+    senders = Counter(n for r in report.accepted for n in r.metrics if n.startswith("loss."))
+    new = sorted(senders.keys() - known_terms, key=lambda name: (-senders[name], name))
+    known_terms.update(new[: max(0, MAX_LOSS_TERMS - len(known_terms))])
     losses = {}
-    for name in names:
+    for name in sorted(senders.keys() & known_terms):
         pairs = [
             (reply.metrics[name], weight)
             for reply, weight in zip(report.accepted, weights, strict=True)

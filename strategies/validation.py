@@ -33,6 +33,7 @@ MIN_REPLIES_FOR_MEDIAN = 3  # with an update that is not 0; of two, neither is a
 EXTRA_FACTOR = 10.0  # times the cohort's median norm of the arrays beside the model
 OUTLIER = 10  # times the median of the sites' numbers of samples
 MAX_VALUE_RATIO = 1e4  # an array's largest value in a reply over what was sent, or over 1
+MAX_METRIC = torch.finfo(torch.float32).max  # a loss has no larger value; means of these are finite
 RECORD_BYTES, ARRAY_BYTES = 2**20, 2**10  # allowed on top of the arrays' data: in all, per array
 
 
@@ -245,6 +246,10 @@ def rejection_reason(reply: TrainReply, expected: ExpectedReply) -> str:
             return f"{name} is {value:g}, not from 0 to 1"
         if not math.isfinite(value):
             return f"{name} is {value:g}, not finite"
+        if abs(value) > MAX_METRIC:
+            return f"{name} is {value:g}, beyond {MAX_METRIC:g}"
+        if name in ("seconds", "cpu-seconds") and value < 0:
+            return f"{name} is {value:g}, less than 0"
     return ""
 
 

@@ -38,6 +38,11 @@ want = ExpectedReply(3, {"w": torch.zeros(2)}, {}, {"a": 10, "b": 5})
         (reply_of(round_=4), "it answers round 4"),
         (reply_of(count=math.nan), "num-examples is nan, the roster says 10"),
         (reply_of(seconds=-math.inf), "seconds is -inf, not finite"),
+        (reply_of(**{"loss.supervised": 3.4e38}), ""),  # as float32 can say it
+        (reply_of(**{"loss.a": 1.7e308}), "loss.a is 1.7e+308, beyond 3.40282e+38"),
+        (reply_of(**{"loss.a": -1e300}), "loss.a is -1e+300, beyond 3.40282e+38"),
+        (reply_of(seconds=-1.0), "seconds is -1, less than 0"),
+        (reply_of(**{"cpu-seconds": -1e-3}), "cpu-seconds is -0.001, less than 0"),
         (reply_of(extra={"c": torch.ones(1)}), "array 'c' is unknown (1 too many)"),
         (reply_of(arrays={}), "array 'w' is missing (1 of 1)"),
     ],
