@@ -167,10 +167,10 @@ class ClientRegistry:
             log.info("client %s is connected again", client)
         return self.missing & before
 
-    def returned(self, nodes: list[int]) -> dict[int, int]:
+    def returned(self, nodes: list[int], timeout_s: float = math.inf) -> dict[int, int]:
         """The current node of each client in `nodes` that is connected."""
         names = {node: self.roster[node].client for node in nodes if node in self.roster}
-        online = self.refresh()
+        online = self.refresh(min(timeout_s, QUERY_TIMEOUT_S))
         node_of = {entry.client: node for node, entry in self.roster.items()}
         return {node: node_of[c] for node, c in names.items() if node_of[c] in online}
 
@@ -210,10 +210,15 @@ class ClientRegistry:
         return online
 
     def entries_of(self, nodes: list[int], timeout_s: float) -> dict[int, RosterEntry]:
-        """The entries of new nodes; one that fails or is silent is queried again later."""
+        """The entries of new nodes; one that fails or is silent is queried again later.
+
+        One that had less than QUERY_TIMEOUT_S to answer is queried again at the next look.
+        """
         deadline = time.monotonic() + timeout_s
         answers = ask(self.grid, nodes, self.query, deadline, self.names)
         silent = dict.fromkeys(answers.silent, f"no answer within {timeout_s:g} seconds")
+        if timeout_s < QUERY_TIMEOUT_S:
+            silent = {}
         for node, reason in (answers.rejected | silent).items():
             self.refuse(node, reason, (1 if node in answers.rejected else 10) * RETRY_AFTER_S)
         return answers.entries

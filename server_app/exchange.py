@@ -48,8 +48,8 @@ MAX_PULLS, SLOW_PULL_S = 4, 5.0  # at once; after so long, another is started be
 TICK_S = 1.0
 SILENCE_S = 5.0  # a SuperLink that answers nothing for longer is away
 
-# of these nodes, those whose client is connected again, with its node now
-Returned = Callable[[list[int]], Mapping[int, int]]
+# of these nodes, those whose client is connected again, with its node now; and how long to look
+Returned = Callable[[list[int], float], Mapping[int, int]]
 
 
 @dataclass
@@ -192,7 +192,8 @@ class Exchange:
                     settle(source, reply)
             if self.returned and away and time.monotonic() - looked_at >= LOOK_EVERY_S:
                 looked_at = time.monotonic()
-                for node, new in self.returned(list(away)).items():
+                look_s = (deadline - looked_at) / 2  # and time for what arrives meanwhile
+                for node, new in self.returned(list(away), look_s).items():
                     if sent_again(node, new):
                         name = self.name(node)
                         log.info("%s: client %s is connected again and asked again", what, name)

@@ -106,6 +106,22 @@ def test_a_stranger_and_one_that_does_not_fit_are_named_once_and_left_out(fleet,
     assert roster.keys() == {1, 2, 3}
 
 
+def test_a_node_that_had_little_time_to_answer_is_asked_again(fleet, monkeypatch):
+    """One that had all of it is not, for ten minutes."""
+    grid, _roster, registry = fleet
+    grid.nodes[9] = grid.nodes.pop(2)
+    with monkeypatch.context() as silent:
+        silent.setattr(grid, "pull_messages", lambda ids: [])
+        assert registry.returned([2], 0.1) == {}
+    assert registry.returned([2], 0.5) == {2: 9}
+    grid.nodes[10] = grid.nodes.pop(9)
+    with monkeypatch.context() as silent:
+        silent.setattr(grid, "pull_messages", lambda ids: [])
+        silent.setattr(server_app.client_registry, "QUERY_TIMEOUT_S", 0.1)
+        assert registry.returned([9]) == {}
+    assert registry.returned([9]) == {}
+
+
 def resumed(grid, monkeypatch, **given):
     """The registry of a resumed run of a, b and c."""
     config = config_of(**given)

@@ -158,7 +158,7 @@ def test_an_error_from_the_superlink_counts_for_the_client_that_was_asked():
 
 def test_a_node_that_returns_with_its_id_is_asked_again(hurry, caplog):
     grid = ToyGrid(lambda node, before: "gone" if node == 6 and before == 0 else "reply")
-    exchange = Exchange(grid, {5: "a", 6: "b"}.get, lambda nodes: {n: n for n in nodes})
+    exchange = Exchange(grid, {5: "a", 6: "b"}.get, lambda nodes, timeout_s: {n: n for n in nodes})
     with caplog.at_level(logging.INFO, logger="keel.server"):
         replies = exchange.ask(to(5, 6), 5, "round 3")
     assert outcomes(replies) == [(5, 5), (6, 6)]
@@ -181,7 +181,7 @@ def test_a_node_that_says_it_is_not_connected_has_failed_and_is_not_asked_again(
         return replies
 
     grid.pull_messages = pull_from_nodes
-    exchange = Exchange(grid, str, lambda nodes: {n: n for n in nodes})
+    exchange = Exchange(grid, str, lambda nodes, timeout_s: {n: n for n in nodes})
     assert outcomes(exchange.ask(to(5, 6), 2, "round 3")) == [(5, 5), (6, "no heartbeat")]
     assert grid.pushes == [5, 6]
 
@@ -189,7 +189,7 @@ def test_a_node_that_says_it_is_not_connected_has_failed_and_is_not_asked_again(
 def test_a_client_that_returns_with_another_node_id_is_asked_there(hurry):
     back = iter([{}, {}, {6: 60}])
     grid = ToyGrid(lambda node, before: "gone" if node == 6 else "reply")
-    exchange = Exchange(grid, str, lambda nodes: next(back) if nodes == [6] else {})
+    exchange = Exchange(grid, str, lambda nodes, timeout_s: next(back) if nodes == [6] else {})
     told = []
     replies = exchange.ask(
         to(5, 6), 5, "round 3", before_resend=lambda node: told.append((node, list(grid.pushes)))
@@ -201,17 +201,35 @@ def test_a_client_that_returns_with_another_node_id_is_asked_there(hurry):
 
 def test_a_client_that_does_not_return_is_given_up_before_the_deadline(hurry):
     grid = ToyGrid(lambda node, before: "gone" if node == 6 else "reply")
-    exchange = Exchange(grid, str, lambda nodes: {})
+    exchange = Exchange(grid, str, lambda nodes, timeout_s: {})
     started = time.monotonic()
     assert outcomes(exchange.ask(to(5, 6), 60, "round 3")) == [(5, 5), (6, "no heartbeat")]
     assert 0.3 <= time.monotonic() - started < 5
+
+
+def test_a_look_for_a_client_costs_neither_the_deadline_nor_what_arrives_meanwhile(hurry):
+    """A new SuperNode that says nothing held a round for 30 seconds beyond its deadline."""
+
+    def look(nodes, timeout_s):
+        arrived.set()
+        time.sleep(min(30, timeout_s))
+        return {}
+
+    arrived = threading.Event()
+    grid = ToyGrid(
+        lambda node, before: "gone" if node == 6 else "reply" if arrived.is_set() else ""
+    )
+    started = time.monotonic()
+    replies = Exchange(grid, str, look).ask(to(5, 6), 2, "round 1")
+    assert time.monotonic() - started < 2.3
+    assert outcomes(replies) == [(5, 5), (6, "no heartbeat")]
 
 
 def test_a_message_that_the_grid_refuses_is_an_error_reply(hurry):
     grid = ToyGrid(lambda node, before: "reply", unknown=[6])
     replies = Exchange(grid).ask(to(5, 6), 5, "round 1")
     assert outcomes(replies) == [(5, 5), (6, "its SuperNode is not connected")]
-    exchange = Exchange(grid, str, lambda nodes: {6: 60})
+    exchange = Exchange(grid, str, lambda nodes, timeout_s: {6: 60})
     assert outcomes(exchange.ask(to(5, 6), 5, "round 1")) == [(5, 5), (60, 60)]
 
 
@@ -246,7 +264,7 @@ def test_time_in_which_the_superlink_answers_nothing_does_not_count(hurry):
     started = time.monotonic()
     is_away = lambda: time.monotonic() - started < 0.6  # noqa: E731
     grid = ToyGrid(lambda node, before: "" if is_away() else "reply")
-    exchange = Exchange(grid, str, lambda nodes: {}, lambda: 0.2 if is_away() else 0.0)
+    exchange = Exchange(grid, str, lambda nodes, timeout_s: {}, lambda: 0.2 if is_away() else 0.0)
     assert outcomes(exchange.ask(to(5), 0.4, "round 1")) == [(5, 5)]
     assert time.monotonic() - started >= 0.6
 
@@ -275,7 +293,7 @@ def test_the_thread_that_notes_stops_ends_with_them(monkeypatch):
 def test_a_reply_that_was_lost_is_asked_for_again_twice_at_most(hurry, caplog, what, why):
     grid = ToyGrid(lambda node, before: what if node == 6 or before == 0 else "reply")
     resent = []
-    exchange = Exchange(grid, {5: "a", 6: "b"}.get, lambda nodes: {})
+    exchange = Exchange(grid, {5: "a", 6: "b"}.get, lambda nodes, timeout_s: {})
     with caplog.at_level(logging.WARNING, logger="keel.server"):
         replies = exchange.ask(to(5, 6), 5, "round 1", before_resend=resent.append)
     assert outcomes(replies) == [(5, 5), (6, "not found")]
@@ -302,7 +320,7 @@ def test_a_reply_that_another_pull_has_just_taken_is_not_asked_for_again(hurry, 
         return [] if len(pulls) > 2 else [Message(lost, reply_to=asked)]
 
     grid.pull_messages = both
-    exchange = Exchange(grid, str, lambda nodes: {})
+    exchange = Exchange(grid, str, lambda nodes, timeout_s: {})
     [asked] = to(5)
     assert outcomes(exchange.ask([asked], 5, "round 1")) == [(5, 5)]
     assert grid.pushes == [5]
@@ -334,5 +352,5 @@ def test_messages_that_could_not_be_sent_are_sent_again(hurry):
             return super().push_messages(messages)
 
     grid = Refusing(lambda node, before: "reply")
-    exchange = Exchange(grid, str, lambda nodes: {node: node for node in nodes})
+    exchange = Exchange(grid, str, lambda nodes, timeout_s: {node: node for node in nodes})
     assert outcomes(exchange.ask(to(5, 6), 5, "round 1")) == [(5, 5), (6, 6)]
