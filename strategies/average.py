@@ -58,6 +58,7 @@ log = logging.getLogger("keel.server")
 # Up to this size, a round's updates are held until all have come and summed in the order of the
 # clients' names. Larger ones are summed by `ExactSum`, where possible as they come.
 STREAM_BYTES = 2**29
+MAX_NAMED = 5  # clients in the error of a round with too few replies
 
 
 class TooFewRepliesError(RuntimeError):
@@ -458,10 +459,12 @@ class Average(Strategy):
                 *(server_round, client, self.backoff.failures[client], rounds.backoff_rounds),
             )
         if len(accepted) < rounds.fewest_replies:
-            reasons = "; ".join(f"{c}: {why}" for c, why in sorted(self.report.left_out.items()))
+            reasons = [f"{client}: {why}" for client, why in self.report.left_out.items()]
+            if len(reasons) > MAX_NAMED:
+                reasons[MAX_NAMED:] = [f"and {len(reasons) - MAX_NAMED} more: see run.log"]
             raise TooFewRepliesError(
                 f"round {server_round}: {len(accepted)} accepted replies, "
-                f"{rounds.fewest_replies_text}. {reasons}"
+                f"{rounds.fewest_replies_text}. {'; '.join(reasons)}"
             )
         following = self.next_arrays(self.current, accepted)
         self.running = None
