@@ -27,6 +27,7 @@ from keel.runs import (
     runs_directory,
 )
 from keel.tables import add_column, is_too_wide, print_table, terminal_console
+from keel.views.exports import harmless
 from protocol.catalogue import method_names
 from protocol.config import keel_home
 from protocol.files import digest
@@ -276,7 +277,8 @@ def compare(
             writer = csv.DictWriter(file, [*rows[0], *keys])
             writer.writeheader()
             for run, row in zip(found, rows, strict=True):
-                writer.writerow(row | {key: run.config.get(key) for key in keys})
+                cells = row | {key: run.config.get(key) for key in keys}
+                writer.writerow({k: v if v is None else harmless(str(v)) for k, v in cells.items()})
         print(f"table: {csv_file}")
     path = (plot or keel_home() / "comparisons" / f"{comparison_name(found)}.png").expanduser()
     from keel.cli.plots import figure_of

@@ -12,8 +12,11 @@ Groups = Sequence[tuple[str, int]]  # name and number of columns
 
 def harmless(cell: str) -> str:
     """Text that a spreadsheet does not take for a formula."""
-    is_number = cell.removeprefix("-").replace(".", "", 1).isdigit()
-    return f"'{cell}" if cell[:1] in tuple("=+-@\t") and not is_number else cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}" if cell[:1] in tuple("=+-@\t") else cell
+    return cell
 
 
 def latex(text: str) -> str:

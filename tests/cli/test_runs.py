@@ -317,6 +317,14 @@ def test_compare_is_a_table_with_the_keys_that_differ_and_a_plot(two, tmp_path, 
         assert image.width > 500
 
 
+def test_a_name_in_the_table_of_compare_is_no_formula(two, tmp_path):
+    (two / "one").rename(two / "=HYPERLINK(1)")
+    table = tmp_path / "t.csv"
+    assert main(["compare", "=HYPERLINK(1)", "other", "--csv", str(table)]) == 0
+    with table.open() as file:
+        assert [row["run"] for row in csv.DictReader(file)] == ["'=HYPERLINK(1)", "other"]
+
+
 def test_a_comparison_does_not_overwrite_the_plot_of_another(two, home, capsys):
     plots = []
     for names in (["one", "other"], ["one"], ["other", "one"], ["one", "other"]):

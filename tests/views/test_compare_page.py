@@ -131,7 +131,11 @@ def test_the_csv_has_every_point(runs):
 @pytest.mark.parametrize("cell", ["=1+1", "+x", "@SUM(A1)", "-cmd|' /C calc'!A0", "\tx"])
 def test_a_cell_is_no_formula(cell):
     assert harmless(cell) == f"'{cell}"
-    assert harmless("-1.5") == "-1.5"
+
+
+@pytest.mark.parametrize("cell", ["-1.5", "-7.1e-15", "1e-05", "-3"])
+def test_a_number_stays_a_number(cell):
+    assert harmless(cell) == cell
 
 
 def test_latex_is_escaped():
