@@ -124,3 +124,12 @@ def test_the_tests_of_all_these_methods_pass(copy_and_files: tuple[Path, list[st
     paths = [*files, *(path for path, _ in code_blocks() + readme_blocks())]
     for path in paths:
         assert not path.startswith("tests/") or path in done.stdout
+
+
+@pytest.mark.parametrize("name", ["feddyn", "fedproto", "fedpull"])
+def test_the_documented_methods_pass_keel_check_method(
+    copy_and_files: tuple[Path, list[str]], name: str
+) -> None:
+    copy, _ = copy_and_files
+    done = run(copy, "keel", "check-method", name)
+    assert done.returncode == 0, done.stdout + done.stderr
