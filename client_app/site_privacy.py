@@ -26,13 +26,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from client_app.node_config import NodeConfig, is_deployed
 from protocol.chained import append_chained, newest_digest, read_chained
 from protocol.config import PrivacyConfig, RunConfig, keel_home, validate
 from protocol.files import digest, write_atomically
 from protocol.privacy import SMALL_DELTA, composed_epsilon, noise_sigma
 from protocol.text import in_one_line
 
-NodeConfig = Mapping[str, bool | int | float | str]
 log = logging.getLogger("keel.client")
 DEFAULTS = {
     "privacy-min-noise-multiplier": 0.0,
@@ -111,8 +111,8 @@ def site_limits(node_config: NodeConfig) -> SiteLimits:
 
 
 def is_site(node_config: NodeConfig) -> bool:
-    """Whether the client has data or limits of its own: its noise and ledger are not simulated."""
-    return "source" in node_config or site_limits(node_config).is_set
+    """Whether the client is deployed or has limits: its noise and ledger are not simulated."""
+    return is_deployed(node_config) or site_limits(node_config).is_set
 
 
 def positive(key: str, value: object) -> float:
@@ -141,6 +141,11 @@ def check_limits(config: RunConfig, node_config: NodeConfig) -> None:
             raise PrivacyRefused(in_one_line(error)) from error
     if not limits.is_set:
         return
+    if is_deployed(node_config) and "source" not in node_config:  # removed by a run's code, maybe
+        raise PrivacyRefused(
+            "this site has privacy limits, and its node config no 'source': it takes part with its "
+            "own data only, as the size of a partition may depend on the labels"
+        )
     if privacy.epsilon == 0:
         raise PrivacyRefused(
             "privacy.epsilon = 0: this site has privacy limits and takes part with noise only"
@@ -251,7 +256,7 @@ class Ledger:
 def charge_release(
     config: RunConfig, node_config: NodeConfig, client: str, run: str, round_: int
 ) -> None:
-    """Record a noised release of a site, or of any client with limits of its own."""
+    """Record a noised release, unless it is a simulation's."""
     if config.privacy.epsilon and is_site(node_config):
         about = {"client": client, "run": run, "round": round_}
         Ledger(node_config).charge(config, node_config, about)

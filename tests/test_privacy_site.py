@@ -19,6 +19,7 @@ from client_fixtures import (
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from PIL import Image
 
+import client_app.app
 from client_app.handlers import answer
 from client_app.site_privacy import Ledger, PrivacyRefused, check_limits, site_limits, variable_of
 from protocol.config import config_from_json
@@ -338,8 +339,12 @@ def test_a_budget_in_the_environment_covers_whatever_data_a_message_names(source
     assert "(privacy-budget-epsilon)" in train(forged[1])
 
 
-def test_noise_under_a_worker_is_never_the_run_seeds(source, monkeypatch):
-    """Also where the node config says that the client is simulated."""
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("KEEL_WORKER", "/run/keel/worker.sock"), ("KEEL_PRIVACY_MAX_CLIP_NORM", "2")],
+)
+def test_noise_under_a_worker_is_never_the_run_seeds(variable, value, source, monkeypatch):
+    """Also where the node config says that the client is simulated; its ledger is written."""
     config = hostile(private(), source=source)
     client = Client(config, "runs/a", {"partition-id": 0, "num-partitions": 1})
     arrays = initial(config, seed=5)
@@ -348,8 +353,21 @@ def test_noise_under_a_worker_is_never_the_run_seeds(source, monkeypatch):
         return tensors(client.ask("train", 1, arrays).content["arrays"])
 
     assert_same_bits(released(), released())  # a simulation repeats
-    monkeypatch.setenv("KEEL_PRIVACY_MAX_CLIP_NORM", "2")
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(client_app.app, "send_to_worker", lambda _, *given: answer(*given))
     assert differ(released(), released())
+    ledger = Ledger({"partition-id": 0})
+    assert len(ledger.path.read_text().splitlines()) == 2
+
+
+def test_a_worker_with_limits_takes_no_partition(source, monkeypatch):
+    """Split by label, its sizes would tell how many samples each class has."""
+    monkeypatch.setenv("KEEL_PRIVACY_MAX_CLIP_NORM", "2")
+    check_limits(private(), {"partition-id": 0, "num-partitions": 2})
+    monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
+    check_limits(private(), {"source": source})
+    with pytest.raises(PrivacyRefused, match="has privacy limits, and its node config no 'source'"):
+        check_limits(private(), {"partition-id": 0, "num-partitions": 2})
 
 
 def test_a_full_disk_does_not_damage_the_ledger(source):
