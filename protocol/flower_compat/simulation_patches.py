@@ -10,6 +10,7 @@ backend learns how many nodes the simulation has. No public way.
 import sys
 from collections.abc import Callable, Sized
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 from typing import Any
 
 from protocol.flower_compat import replace
@@ -43,6 +44,7 @@ def replace_backend() -> None:
 def limit_workers(run_api: Callable[..., None]) -> Callable[..., None]:
     """Flower's `run_api` with a backend that starts at most one worker for each of its nodes."""
 
+    @wraps(run_api)
     def limited(app_fn: Any, backend_fn: Callable[[], Any], nodes: Sized, *rest: Any) -> None:
         def limited_backend() -> Any:
             backend = backend_fn()
