@@ -20,7 +20,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -167,7 +168,9 @@ def check_limits(config: RunConfig, node_config: NodeConfig) -> None:
             f"privacy.metrics = {privacy.metrics!r}: this site allows 'withheld' only "
             "(privacy-metrics)"
         )
-    Ledger(node_config).check(privacy, limits)
+    ledger = Ledger(node_config)
+    with ledger.locked(fcntl.LOCK_SH):
+        ledger.check(privacy, limits)
 
 
 class Ledger:
@@ -185,6 +188,14 @@ class Ledger:
         self.data = source or f"partition {node_config.get('partition-id')}"
         self.path = keel_home() / "privacy" / f"{digest(self.data.encode())}.jsonl"
         self.newest = self.path.with_suffix(".newest")  # the digest of its newest line
+
+    @contextmanager
+    def locked(self, how: int) -> Iterator[None]:
+        """Hold the lock of all ledgers: two runs may use the same data, or share a budget."""
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self.path.parent / ".lock").open("w") as lock:
+            fcntl.flock(lock, how)
+            yield
 
     def total_spent(self) -> float:
         """`spent` of this data set; with a budget in the environment, of all of this machine."""
@@ -218,7 +229,7 @@ class Ledger:
         return float(sum(entry["multiplier"] ** -2 for entry in entries))
 
     def check(self, privacy: PrivacyConfig, limits: SiteLimits) -> None:
-        """PrivacyRefused if one more release is beyond the budget."""
+        """PrivacyRefused if one more release is beyond the budget; needs `locked`."""
         if math.isinf(limits.budget_epsilon):
             return
         total = self.total_spent() + multiplier_of(privacy) ** -2
@@ -232,9 +243,7 @@ class Ledger:
 
     def charge(self, config: RunConfig, node_config: NodeConfig, about: Mapping[str, Any]) -> None:
         """Record a release that is about to be made; PrivacyRefused if it no longer fits."""
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self.path.parent / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two runs may use the same data, or share a budget
+        with self.locked(fcntl.LOCK_EX):
             privacy = config.privacy
             self.check(privacy, site_limits(node_config))
             entry = {"data": self.data, **about, "time": round(time.time(), 3)}

@@ -1,8 +1,10 @@
 """A site's own limits and ledger: they hold whatever the server asks for."""
 
+import fcntl
 import json
 import math
 import resource
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -227,6 +229,23 @@ def test_a_damaged_ledger_ends_releases_under_a_budget(damage, source):
     said = train(site(source, private(), privacy_budget_epsilon=100.0))
     assert "lines are damaged: the budget spent is unknown" in said
     assert str(path) in said
+
+
+def test_a_ledger_that_is_being_written_is_not_damaged(source):
+    """Two clients of one machine: one looks at the budget while the other's release is written."""
+    limits = {"source": source, "privacy-budget-epsilon": 100.0}
+    Ledger(limits).charge(private(), limits, {"round": 1})
+    path = Ledger(limits).path
+    whole = path.read_bytes()
+    with (path.parent / ".lock").open("w") as lock, ThreadPoolExecutor() as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path.write_bytes(whole[:-9])
+        looks = pool.submit(check_limits, private(), limits)
+        with pytest.raises(TimeoutError):
+            looks.result(timeout=0.2)
+        path.write_bytes(whole)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        looks.result(timeout=30)
 
 
 def test_a_line_without_a_digest_is_damaged(tmp_path, monkeypatch):
