@@ -16,7 +16,7 @@ from protocol.config import RunConfig, keel_home
 from protocol.messages import DatasetSpec, RoundRequest
 from protocol.text import check_client_name
 
-RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # every `run-name`, and longer
 NodeConfig = Mapping[str, bool | int | float | str]
 
 

@@ -66,6 +66,12 @@ def test_a_deployed_client_takes_no_path_at_all(home, tmp_path, monkeypatch, wor
         folder_of(tmp_path, **own)
 
 
+@pytest.mark.parametrize("name", ["_trial", "-trial", "7", "x" * 64])
+def test_every_run_name_that_the_config_takes_is_taken(home, name):
+    assert resolve_config({"run-name": name}).rounds.run_name == name
+    assert folder_of(name) == home / "clients" / name / "site-a"
+
+
 def test_the_state_of_a_simulation_is_in_a_run_directory(home, tmp_path):
     run = tmp_path / "runs" / "20260101-moon"
     assert folder_of(run) == home / "clients/20260101-moon/site-a"  # a cluster's other machine
