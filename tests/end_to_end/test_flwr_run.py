@@ -6,7 +6,6 @@ trains every method on the inline engine, and test_keel_run_flower.py one on two
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -27,11 +26,12 @@ import strategies.average
 from client_app.methods import METHODS
 from protocol.code import sources_digest
 from protocol.options import OptionValue
+from protocol.processes import num_cores
 from server_app.inline import run_inline
 
 num_supernodes = 4
 half = SMALL | {"fraction-train": 0.5, "local-test-fraction": 0.2, "cache-mb": 64}
-num_cpus = os.cpu_count() or 1  # so many for each worker: there is one worker
+num_cpus = num_cores()  # so many for each worker: there is one worker
 
 fedintr = {"method": "fedintr", "local-epochs": 2, "evaluate-clients": "all"}
 QUICK = "scaffold, one worker"  # from a second checkout, whose code differs
