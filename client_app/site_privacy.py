@@ -74,23 +74,20 @@ def stated(key: str, node_config: NodeConfig) -> list[object]:
 
 
 def check_names(node_config: NodeConfig) -> None:
-    """PrivacyRefused for a key or variable that looks like a limit and is none."""
+    """PrivacyRefused for a key or variable that looks like a limit: ignored, it would be none."""
     for prefixes, given, known in (
         (("privacy-", "privacy_"), node_config, KEYS),
         (("KEEL_PRIVACY_",), os.environ, [variable_of(key) for key in KEYS]),
     ):
-        for name, value in given.items():
-            if name.startswith(prefixes) and value != "" and name not in known:
-                expected = ", ".join(known)
-                raise PrivacyRefused(f"{name} = {value!r} of this site: expected one of {expected}")
+        for name in given:
+            if name.startswith(prefixes) and name not in known and given[name] != "":
+                raise PrivacyRefused(
+                    f"{name} = {given[name]!r} of this site: expected one of {', '.join(known)}"
+                )
 
 
 def site_limits(node_config: NodeConfig) -> SiteLimits:
-    """The limits in node config and environment.
-
-    PrivacyRefused for one that is not > 0, or of an unknown name: ignored, it would be no limit.
-    """
-    check_names(node_config)
+    """The limits in node config and environment; PrivacyRefused for one that is not > 0."""
     values = []
     for key, default in DEFAULTS.items():
         numbers = [positive(key, value) for value in stated(key, node_config)]
@@ -134,6 +131,7 @@ def multiplier_of(privacy: PrivacyConfig) -> float:
 
 def check_limits(config: RunConfig, node_config: NodeConfig) -> None:
     """PrivacyRefused, one line, if the run is beyond a limit: key, value, what this site allows."""
+    check_names(node_config)
     limits, privacy = site_limits(node_config), config.privacy
     if privacy.epsilon:  # what no server of Keel's asks for, and what would leave without noise
         try:
