@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -289,7 +288,7 @@ def test_the_report_holds_the_numbers_of_the_histories(swept):
     cells.feed(page.read_text())
     for folder in folders(swept):
         mu = json.loads((folder / "config.json").read_text())["overrides"]["fedprox.mu"]
-        last = history_of(folder)[-math.ceil(NUM_ROUNDS * 2 / 3) :]  # "mean 2" of three rounds
+        last = history_of(folder)[-2:]  # "mean 2", whatever num-rounds is set to
         mean = statistics.fmean(100 * line["global"]["accuracy"] for line in last)
         (row,) = [row for row in cells.rows if row and row[0] == f"fedprox.mu = {mu}"]
         assert row[1:] == [f"{mean:.2f}"]  # a sweep has no numbers of a paper

@@ -126,6 +126,7 @@ def test_the_tests_of_all_these_methods_pass(copy_and_files: tuple[Path, list[st
         assert not path.startswith("tests/") or path in done.stdout
 
 
+@pytest.mark.slow  # half a minute
 @pytest.mark.parametrize("name", ["feddyn", "fedproto"])
 def test_the_documented_methods_pass_keel_check_method(
     copy_and_files: tuple[Path, list[str]], name: str
