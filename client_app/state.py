@@ -193,6 +193,10 @@ class StateFolder:
                 f"round {round_} is over, and this client has trained in round {replaced[-1][0]} "
                 "since: its state stays, and what came too late is dropped"
             )
+        if self.run_id and not self._saved_run_id():  # of Keel before ids: maybe of another run
+            for _, path in replaced:
+                path.rename(path.with_suffix(".set-aside"))
+            replaced = []
         flat = {
             f"{group}{separator}{name}": array
             for group, arrays in groups.items()

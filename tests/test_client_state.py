@@ -320,6 +320,20 @@ def test_state_of_a_run_without_an_id_is_used_and_belongs_to_the_run_from_then_o
         StateFolder(tmp_path / "a", run_id="two").load(6)
 
 
+def test_state_of_a_run_without_an_id_is_set_aside_by_another_run_of_its_name(tmp_path):
+    """Whose it is cannot be told: with checkpoints so far apart, it may be a resume of the run."""
+    for n in (1, 2, 50):
+        StateFolder(tmp_path / "a").save(n, groups(n))
+    other = StateFolder(tmp_path / "a", NUM_REPEATED * 25, run_id="other")
+    assert other.load(1) == {}
+    other.save(1, groups(7))
+    assert rounds_of(other) == [1]
+    assert rounds_of(other, "set-aside") == [1, 2, 50]
+    other.save(1, groups(8))  # its own from then on: replaced
+    assert rounds_of(other, "set-aside") == [1, 2, 50]
+    assert len(files(other)) == 5
+
+
 @pytest.mark.parametrize("asked", [49, 50, 51])
 def test_a_resume_from_either_checkpoint_is_not_behind(state, asked):
     """Checkpoints of rounds 48 to 50; the client has trained round 50 already."""
