@@ -118,9 +118,10 @@ deploy-client: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/$(KEEL_CLIENT
 deploy-client:  ## one client on this machine; variables: docs/environment.md
 	@$(foreach name,KEEL_CLIENT KEEL_SERVER KEEL_DATA,[ '$($(name))' ] || \
 	  { echo '$(name) is not set; see docs/environment.md'; exit 1; };)
-	@for name in $$(env | sed -n 's/^\(KEEL_PRIVACY_[^=]*\)=..*/\1/p'); do \
+	@for name in $$(env | sed -n 's/^\(export\)\{0,1\} *\(KEEL_PRIVACY_[^ =:]*\) *[=:] *[^ ].*/\2/p' \
+	    - $(wildcard .env docker/.env)); do \
 	  grep -q " $$name:" docker/compose.client.yml || \
-	    { echo "$$name is no limit of a site; see docs/environment.md"; exit 1; }; \
+	    { echo "$$name is not a site limit; see docs/environment.md"; exit 1; }; \
 	done
 	$(give_secrets) '$(KEEL_CREDENTIALS)'
 	$(COMPOSE) -p "keel-$$(echo '$(KEEL_CLIENT)' | tr A-Z. a-z-)" -f docker/compose.client.yml \

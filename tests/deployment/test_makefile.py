@@ -50,8 +50,24 @@ def test_deploy_client_names_a_misspelt_privacy_limit(make):
     misspelt = "KEEL_PRIVACY_METRICS"[:-1]
     status, [line] = make("deploy-client", **client, **limits, **{misspelt: "withheld"})
     assert status
-    assert line.startswith(f"{misspelt} is no limit")
+    assert line.startswith(f"{misspelt} is not a site limit")
     assert make("deploy-client", **client, **limits, **{misspelt: ""})[0] == 0
+
+
+@pytest.mark.parametrize("line", ["{}=withheld", "export {} = withheld", "{}: withheld"])
+@pytest.mark.parametrize("file", [".env", "docker/.env"])
+def test_deploy_client_names_a_misspelt_privacy_limit_of_compose_s_env_file(
+    make, tmp_path, file, line
+):
+    for name in ("Makefile", "docker/compose.client.yml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(app_folder / name, tmp_path / name)
+    (tmp_path / file).write_text(line.format("KEEL_PRIVACY_METRICS"))
+    assert make("deploy-client", f"--directory={tmp_path}", **client)[0] == 0
+    (tmp_path / file).write_text(line.format("KEEL_PRIVACY_METRIC"))
+    status, [error] = make("deploy-client", f"--directory={tmp_path}", **client)
+    assert status
+    assert error.startswith("KEEL_PRIVACY_METRIC is not a site limit")
 
 
 def test_deploy_client_changes_the_owner_of_its_own_secrets_only(make):
