@@ -391,7 +391,7 @@ class Training:
 
 
 def begin_training(message: Message, context: Context, turns: ExitStack) -> Training:
-    """Read the message and the client state, charge the release, then take the turn.
+    """Read the message and the client state, take the turn, then charge the release.
 
     Charged before data is read: every answer that may depend on it is counted, a failure too.
     """
@@ -399,8 +399,8 @@ def begin_training(message: Message, context: Context, turns: ExitStack) -> Trai
     request = read_request(message, TrainRequest)
     begin = prepare(request, message, context, before_round=request.round)
     node, run = context.node_config, Path(request.run_dir).name
-    charge_release(request.config, node, client_name(node), run, request.round)
     started += turns.enter_context(turn())
+    charge_release(request.config, node, client_name(node), run, request.round)
     ctx, method = begin(), method_of(request.config)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     return Training(request, context, ctx, method, seconds, cpu_seconds)

@@ -103,7 +103,7 @@ def site_limits(node_config: NodeConfig) -> SiteLimits:
     if any(stated(key, {}) for key in KEYS) and not stated("privacy-metrics", {}):
         metrics.append("withheld")  # the node config cannot allow what the environment does not
     allows_exact = set(metrics) == {"exact"}
-    is_set = any(stated(key, node_config) for key in KEYS)
+    is_set = "withheld" in metrics or any(stated(key, node_config) for key in DEFAULTS)
     min_multiplier, clip, epsilon, delta = values
     return SiteLimits(min_multiplier, clip, epsilon, delta, allows_exact, is_set)
 

@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import resource
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -22,7 +23,8 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from PIL import Image
 
 import client_app.app
-from client_app.handlers import answer
+import client_app.handlers
+from client_app.handlers import answer, turn
 from client_app.site_privacy import Ledger, PrivacyRefused, check_limits, site_limits, variable_of
 from protocol.config import config_from_json
 from protocol.messages import (
@@ -130,6 +132,17 @@ def test_the_stricter_of_node_config_and_environment_holds(monkeypatch):
     assert not site_limits(node).allows_exact_metrics
 
 
+@pytest.mark.parametrize("where", ["node config", "environment"])
+def test_to_allow_exact_metrics_is_no_limit(where, monkeypatch):
+    node = {"source": "digits"}
+    if where == "environment":
+        monkeypatch.setenv("KEEL_PRIVACY_METRICS", "exact")
+    else:
+        node["privacy-metrics"] = "exact"
+    check_limits(private(epsilon=0.0), node)
+    check_limits(private(metrics="exact"), node)
+
+
 @pytest.mark.parametrize("value", ["much", -1, 0, math.nan])
 def test_a_limit_that_is_no_number_is_refused_by_name(value):
     with pytest.raises(PrivacyRefused, match=r"privacy-max-clip-norm = .*expected a number > 0"):
@@ -182,6 +195,20 @@ def test_the_same_round_asked_twice_is_two_releases(source):
     client = site(source, private())
     assert train(client) == train(client) == ""
     assert len(ledger_lines(source)) == 2
+
+
+def test_a_client_that_waits_for_its_turn_is_not_charged(source, monkeypatch):
+    """The one that trains may end the process before the others have read any data."""
+    was_charged = []
+
+    def noted_turn():
+        was_charged.append(Ledger({"source": source}).path.exists())
+        return turn()
+
+    monkeypatch.setattr(client_app.handlers, "turn", noted_turn)
+    assert train(site(source, private())) == ""
+    assert was_charged == [False]
+    assert len(ledger_lines(source)) == 1
 
 
 @pytest.mark.parametrize("delta", [1, 5.0, math.inf])
@@ -240,7 +267,14 @@ def test_a_ledger_that_is_being_written_is_not_damaged(source):
     with (path.parent / ".lock").open("w") as lock, ThreadPoolExecutor() as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)
         path.write_bytes(whole[:-9])
-        looks = pool.submit(check_limits, private(), limits)
+        started = threading.Event()
+
+        def look():
+            started.set()
+            check_limits(private(), limits)
+
+        looks = pool.submit(look)
+        assert started.wait(30)
         with pytest.raises(TimeoutError):
             looks.result(timeout=0.2)
         path.write_bytes(whole)
