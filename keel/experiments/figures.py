@@ -8,7 +8,7 @@ import numpy as np
 
 from data.plots import plot_label_distribution
 from keel.experiments.measure import moving_average
-from keel.experiments.plan import Result, last_round_read
+from keel.experiments.plan import Result, ends_before, last_round_read
 from keel.experiments.recipe import Cell, Recipe
 from keel.experiments.recipe_file import Entry
 from keel.experiments.runs import Options, Run, history_in, run_of
@@ -33,7 +33,7 @@ def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
             for c in recipe.cells
             if c.column.name == columns[0].name
         ]
-        finished = {result.cell.row.name: result.finished for result in found if result.finished}
+        counted = {r.cell.row.name: r.counted_runs for r in found if r.finished}
         parts = [set(column.parts) for column in columns]
         title = ", ".join(p for p in columns[0].parts if all(p in other for other in parts))
         decays = {c.take.number for c in (r.cell for r in found) if c.take.how == "ema"}
@@ -45,7 +45,7 @@ def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
         ]
         figure = curves(lines, "round", "accuracy (%)", max_points=MAX_POINTS)
         yield f"{title}: accuracy over rounds{average}", figure
-        for measure, figure in measure_figures(finished):
+        for measure, figure in measure_figures(counted):
             yield f"{title}: {measure}, mean over clients and of the global model", figure
 
 
@@ -62,12 +62,13 @@ def columns_by_runs(recipe: Recipe, results: Results) -> list[list[Entry]]:
 
 def report_curve(result: Result, same_runs: Sequence[Result | None]) -> Curve:
     """A row's mean over seeds with ± one deviation, and the paper's numbers at their rounds."""
-    points = curve_of(result.cell, result.finished)
-    num = len(result.finished)
+    points = curve_of(result.cell, result.counted_runs)
+    num = len(result.counted_runs)
     papers = dict.fromkeys(
         (last_round_read(r.cell, r.finished[0][0]), r.cell.paper)
         for r in same_runs
         if r and r.finished and r.cell.of == result.cell.of and not r.cell.take.is_time
+        if not ends_before(r.cell, r.finished[0][0])
     )
     return Curve(
         result.cell.row.name,

@@ -43,6 +43,11 @@ def last_round_read(cell: Cell, run: Run) -> int:
     return min(cell.at or run.rounds, run.rounds)
 
 
+def ends_before(cell: Cell, run: Run) -> bool:
+    """Whether the run is over before the round at which the paper reads the cell's number."""
+    return not run.is_scaled and run.rounds < cell.at
+
+
 def keys_not_read(cell: Cell) -> set[str]:
     """Keys that are no part of its setting: `evaluate-every` if it reads the last round alone."""
     same = {"seed", "diagnostics-every", "stacked-runs"}
@@ -51,20 +56,22 @@ def keys_not_read(cell: Cell) -> set[str]:
     return same if cell.take.reads_earlier else same | {"evaluate-every"}
 
 
-def with_own_width(flat: Keys) -> dict[str, OptionValue]:
-    """A flat config with the model's own width where it says 0."""
-    return {**flat, "width": flat["width"] or MODELS[str(flat["model"])].width}
+def with_own_lengths(flat: Keys) -> dict[str, OptionValue]:
+    """A flat config with the model's own width, and FedProc's schedule of all rounds, where it says
+    0."""
+    own = {"width": MODELS[str(flat["model"])].width, "fedproc.schedule-rounds": flat["num-rounds"]}
+    return {key: value or own.get(key, value) for key, value in flat.items()}
 
 
 def differing(
     cell: Cell, candidate: Keys, run: Run
 ) -> Iterator[tuple[str, OptionValue, OptionValue | None]]:
-    """(key, the run's value, the paper's) where the setting of the run is another.
+    """(key, the run's value, the paper's) where the run's setting differs.
 
-    `precision = fp32` never is: the papers state none.
+    `precision = fp32` never counts: the papers state no precision.
     """
     configs = (resolve_config(keys) for keys in (run.keys, {**cell.keys, **candidate}))
-    ours, paper = (identity(with_own_width(config.flat), cell.is_timed) for config in configs)
+    ours, paper = (with_own_lengths(identity(config.flat, cell.is_timed)) for config in configs)
     for key in sorted(ours.keys() - keys_not_read(cell)):
         is_plain = key == "precision" and ours[key] == "fp32"
         if ours[key] != paper.get(key) and not is_plain:
@@ -168,6 +175,12 @@ class Result:
         return {s: n for s, n in self.by_seed.items() if s != self.tuned_on} or self.by_seed
 
     @property
+    def counted_runs(self) -> Sequence[tuple[Run, Path]]:
+        """The finished runs of `counted`."""
+        found = [(run, path) for run, path in self.finished if run.keys["seed"] in self.counted]
+        return found or self.finished
+
+    @property
     def reached(self) -> list[float]:
         """The finite ones of `counted`."""
         return [number for number in self.counted.values() if math.isfinite(number)]
@@ -186,8 +199,10 @@ class Result:
 
     @property
     def difference(self) -> float | None:
-        """The mean minus the paper's number."""
+        """The mean minus the paper's number; None if a run ends before that number's round."""
         paper = self.cell.paper
+        if any(ends_before(self.cell, run) for run, _ in self.finished):
+            return None
         return None if paper is None or self.mean is None else self.mean - paper
 
     @property

@@ -28,7 +28,7 @@ from keel.experiments.claims import (
     tally,
 )
 from keel.experiments.figures import Chart, Picture, label_pictures, run_charts, run_pictures
-from keel.experiments.plan import Result, load_job, results_of
+from keel.experiments.plan import Result, ends_before, load_job, results_of
 from keel.experiments.recipe import Recipe
 from keel.experiments.runs import Options
 from keel.experiments.settings import (
@@ -89,7 +89,8 @@ class Section:
             return f"{self.label}; the split of seed {self.options.seeds[0]}."
         read = "; ".join(sorted({cell.take.of(cell.of) for cell in self.recipe.cells}))
         seeds = f"seeds {', '.join(map(str, self.options.seeds))}"
-        for seed in sorted({s for r in self.results.values() if (s := r.tuned_on) is not None}):
+        left_out = (result.by_seed.keys() - result.counted for result in self.results.values())
+        for seed in sorted(set().union(*left_out)):
             seeds += f"; tuned cells without seed {seed}, which chose their values"
         return f"{self.label}; {seeds}; {read}."
 
@@ -298,7 +299,7 @@ def missing(result: Result) -> Iterator[str]:
     if 0 < result.num_tried < result.num_candidates:
         yield f"{result.num_tried} of {result.num_candidates} values tried"
     for run, _ in result.finished[:1]:
-        if not run.is_scaled and run.rounds < result.cell.at:
+        if ends_before(result.cell, run):
             yield f"at round {run.rounds} instead of {result.cell.at}"
     if result.outdated:
         yield f"a run does not count: {result.outdated}"

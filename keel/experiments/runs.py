@@ -59,6 +59,8 @@ def identity(flat: Keys, is_timed: bool = False) -> dict[str, OptionValue]:
     tables = {str(old["method"]), str(old["server"]), "privacy"}
     if old.get("privacy.metrics") == "exact" or not old["privacy.epsilon"]:
         old.pop("privacy.metrics", None)  # runs before this key sent exact metrics
+    if old.get("fedproc.schedule-rounds") == old["num-rounds"]:
+        old["fedproc.schedule-rounds"] = 0  # which means the same
     irrelevant = IRRELEVANT if is_timed else IRRELEVANT | RELEVANT_TO_SECONDS
     return {
         key: value

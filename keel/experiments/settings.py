@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.experiments.plan import Result, differing, with_own_width
+from keel.experiments.plan import Result, differing, with_own_lengths
 from keel.experiments.recipe import Recipe
 from keel.experiments.runs import Options, machines_of, manifest_in, run_of, wall_seconds
 from keel.views.store import Entry
@@ -42,7 +42,7 @@ def settings_of(
         if run.name in pairs:
             continue
         ours, paper = (resolve_config(keys).flat for keys in (run.keys, {**cell.keys, **chosen}))
-        pairs[run.name] = with_own_width(ours), with_own_width(paper)
+        pairs[run.name] = with_own_lengths(ours), with_own_lengths(paper)
         others |= dict.fromkeys(key for key, *_ in differing(cell, chosen, run))
     flats = list(pairs.values())
     found = []

@@ -13,7 +13,7 @@ from pathlib import Path
 from keel.experiments.archive import unpacked
 from keel.experiments.claims import NOT_TESTED, JudgedClaim, Results, judge_claims, sides_of
 from keel.experiments.figures import curve_of
-from keel.experiments.plan import last_round_read, load_job, narrowed, results_of
+from keel.experiments.plan import ends_before, last_round_read, load_job, narrowed, results_of
 from keel.experiments.recipe import Claim, Recipe, load_recipe, shipped_recipes
 from keel.experiments.rendering import template_environment
 from keel.experiments.runs import Options, history_in
@@ -161,15 +161,18 @@ def in_full(claim: Claim, recipe: Recipe) -> str:
 
 def drawing(claim: Claim, evidence: Evidence) -> str:
     """The curves of a claim's two sides up to the round that it reads, each with the paper's value
-    there as a dashed line."""
+    there, if the runs get that far, as a dashed line."""
     curves: dict[str, tuple[Curve, float | None]] = {}
     sides = [evidence.results[name] for name in sides_of(claim, evidence.recipe)]
     for name, side in zip((claim.left, claim.right), sides, strict=True):
         curve: Curve = []
+        paper = side.cell.paper
         if side.finished:
-            last = last_round_read(side.cell, side.finished[0][0])
-            curve = [point for point in curve_of(side.cell, side.finished) if point[0] <= last]
-        curves[name] = curve, side.cell.paper
+            run = side.finished[0][0]
+            last = last_round_read(side.cell, run)
+            curve = [p for p in curve_of(side.cell, side.counted_runs) if p[0] <= last]
+            paper = None if ends_before(side.cell, run) else paper
+        curves[name] = curve, paper
     return svg_of(curves, claim.text)
 
 

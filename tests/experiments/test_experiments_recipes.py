@@ -17,9 +17,11 @@ import pytest
 from data.partitions import partition_indices, stratified_share
 from keel.experiments import preflight
 from keel.experiments.claims import JudgedClaim, judge_claims, what_decides
+from keel.experiments.figures import report_curve
 from keel.experiments.measure import History, measure, parse_take
 from keel.experiments.plan import (
     Result,
+    differing,
     last_round_read,
     number_of,
     result_of,
@@ -739,9 +741,9 @@ def test_how_a_run_is_computed_is_no_deviation_and_widths_are_those_of_the_model
 
 
 def test_threads_and_compile_are_deviations_where_seconds_are_read():
-    changes = {"threads": 2}
+    changes = {"threads": 2, "compile": True}
     claim = first_claim("fedcka-table-4", "FedCKA below MOON in 50", "paper", changes)
-    assert claim.deviations == ["threads 2 (paper: 1)"]
+    assert claim.deviations == ["compile True (paper: False)", "threads 2 (paper: 1)"]
 
 
 @pytest.mark.parametrize(
@@ -818,6 +820,22 @@ def test_fedprocs_schedule_is_of_the_papers_rounds_and_shrinks_with_them():
             assert found == (1 if is_control else length), (scale, changes)
 
 
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_fedproc_run_with_a_schedule_of_its_own_length_counts_as_one_without(scale, tmp_path):
+    cell = load_recipe("fedrcl-table-1").cell("FedProc", "CIFAR-10, alpha 0.05, 1000R")
+    how = Options(scale, {}, [0], full_grid=False, any_code=True)
+    run = run_of(cell, {}, 0, how, tmp_path)
+    length = {"fedproc.schedule-rounds": 0}
+    before = make_run({**cell.keys, **length}, 0, how, tmp_path, cell.read_at)
+    assert run.name == before.name
+    config = resolve_config({**run.keys, **length}).flat
+    attempt = make_run_directory(run.folder / "attempt", config, run.rounds)
+    assert run.finished() == attempt
+    shorter = Options("paper", {"num-rounds": 200}, [0], full_grid=False)
+    run = run_of(cell, {}, 0, shorter, tmp_path)
+    assert [key for key, *_ in differing(cell, {}, run)] == ["num-rounds"]  # T is the paper's
+
+
 def test_where_the_number_of_batches_rules_it_shrinks_and_their_size_does_not():
     keys = {"preset": "fedrcl-table1-cifar10"}  # 10 batches an epoch
     assert [scaled(keys, SCALES[s])["batches-per-epoch"] for s in ("hour", "minutes")] == [2, 1]
@@ -848,7 +866,11 @@ def test_round_500_of_a_shorter_run_with_the_papers_rounds_is_the_papers_round_5
     assert last_round_read(late, run) == 500  # its last
     result = result_of(late, how, tmp_path)
     assert ours(result).endswith("; at round 500 instead of 1000")
-    assert "instead" not in ours(result_of(early, how, tmp_path))
+    first = result_of(early, how, tmp_path)
+    assert "instead" not in ours(first)
+    assert report_curve(first, [first, result]).references == [(500, early.paper)]
+    assert result.difference is None
+    assert first.difference == pytest.approx(first.mean - early.paper)
 
 
 def test_what_the_notes_say_of_shards_at_minutes_is_so(tmp_path):

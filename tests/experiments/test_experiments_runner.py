@@ -26,6 +26,7 @@ from keel.experiments.plan import Result, best_candidate, results_of, runs_neede
 from keel.experiments.recipe import Claim, Recipe, parse_recipe
 from keel.experiments.rendering import write_report
 from keel.experiments.runs import Options, Run, code_of, run_of
+from keel.experiments.summary import Evidence, drawing
 from keel.experiments.tasks import KilledError, claimed, overrides_of
 from protocol.code import code_version
 from protocol.config import resolve_config
@@ -695,6 +696,8 @@ def test_a_table_says_what_is_missing_in_a_cell(tmp_path):
     runner.save_job(recipe, how, tmp_path)
     for mu, accuracy in ((0.1, 0.5), (10, 0.7)):
         fake_run(run_of(tried, {"fedprox.mu": mu}, 0, how, tmp_path), accuracy)
+    page = write_report(tmp_path)[1].read_text()
+    assert "tuned cells without" not in page  # seed 0 is all there is
     fake_run(run_of(tried, {"fedprox.mu": 10}, 1, how, tmp_path), 0.6)
     for seed in (0, 1):
         fake_run(run_of(average, {}, seed, how, tmp_path), 0.5)
@@ -702,6 +705,13 @@ def test_a_table_says_what_is_missing_in_a_cell(tmp_path):
     # seed 0 chose mu: its 70 % is no part of the mean
     assert "| FedProx | 60.00 (10); 2 of 3 seeds; 2 of 3 values tried |" in page
     assert "; tuned cells without seed 0, which chose their values; " in page
+    results = results_of(recipe, how, tmp_path)
+    ((_, figure),) = run_charts(recipe, results)
+    assert [trace["y"] for trace in figure["data"] if trace["name"] == "FedProx"] == [[60.0]]
+    evidence = Evidence(recipe, how, results, claims=())
+    with_all = replace(results["FedProx", "result"], tuned_on=None)
+    both = replace(evidence, results={**results, ("FedProx", "result"): with_all})
+    assert drawing(recipe.claims[0], evidence) != drawing(recipe.claims[0], both)
     assert "| FedAvg | 50.00 ± 0.00; 2 of 3 seeds |" in page
     assert "as in the recipe, full grid; " in page
     # likewise its +20

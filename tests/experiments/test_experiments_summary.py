@@ -21,6 +21,7 @@ from keel.experiments.runs import Options
 from keel.experiments.summary import (
     BEGIN,
     END,
+    drawing,
     evidence_in,
     headlines,
     in_full,
@@ -265,6 +266,15 @@ def test_a_picture_ends_at_the_round_that_the_claim_reads(tmp_path):
     found, (picture,) = shown(tmp_path, "fedrcl-table-1", only, text)
     assert found.claim.read_at == 500
     assert ">round 500<" in picture
+
+
+@pytest.mark.parametrize(("rounds", "num_lines"), [(1000, 2), (500, 0)])
+def test_a_picture_has_no_paper_value_of_a_round_after_its_last(tmp_path, rounds, num_lines):
+    only = ["FedRCL", "FedAvg", "CIFAR-10, alpha 0.6, 1000R"]
+    make_table(tmp_path, "fedrcl-table-1", only, changes={"num-rounds": rounds}, seeds=1)
+    (found,) = evidence_in(tmp_path)
+    claim = next(c for c in found.recipe.claims if c.text == f"FedRCL above FedAvg in {only[2]}")
+    assert drawing(claim, found).count("stroke-dasharray") == num_lines
 
 
 @pytest.mark.parametrize(
