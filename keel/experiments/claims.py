@@ -284,8 +284,8 @@ def what_decides(
 ) -> str:
     """What an inconclusive claim lacks: runs that finish, or seeds, at the spread and effect found.
 
-    The effect is the paper's if that is the smaller one. num_seeds: that were judged, more than
-    there are differences where a time was never reached: how many would do is not known then.
+    The effect is the paper's if that is the smaller one. num_seeds: how many were judged. If
+    there are fewer differences, a time was never reached and the number of seeds needed is unknown.
     """
     if failures:
         return f"runs that finish: {failures}"

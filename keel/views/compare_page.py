@@ -40,8 +40,9 @@ class View:
 class Group:
     """Runs that differ only in the seed.
 
-    counted: the runs that means are of: the finished ones; all, if none is. repeats: runs of a seed
-    that another stands for. unfinished: how many of the seeds' runs are not, such as `failed 1/3`.
+    counted: the runs that are averaged: the finished ones, or all if none has finished. repeats:
+    further runs of a seed, which do not count. unfinished: how many runs have not finished, such as
+    `failed 1/3`.
     """
 
     label: str
