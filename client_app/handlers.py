@@ -102,14 +102,14 @@ class Turn:
 
 
 class GpuLost(Error):
-    """An error after which this process can use the GPU no more."""
+    """An error after which this process can no longer use the GPU."""
 
 
 process_caches, turn = ProcessCaches(), Turn()
 
 
 def forget_data() -> None:
-    """Before another run of this process: what it knows of the data may be of older files."""
+    """Drop cached data before another run in this process: the files may have changed."""
     with turn():
         process_caches.clear()
         forget_sources()
@@ -426,8 +426,8 @@ def measure_training(
     """Check the update; its metrics.
 
     Where metrics are withheld these are the numbers of samples and of steps, which follows from it,
-    and state that is not finite is replaced by that before this round: a refusal would reveal
-    something about the data, and so would the lack of a version for this round in the next.
+    and client state that is not finite is replaced by the state before this round: an error would
+    reveal something about the data, and so would a missing version in the next round.
     seconds, cpu_seconds: of training; this client's share where several train together.
     """
     request, ctx, method = training.request, training.ctx, training.method
@@ -443,7 +443,7 @@ def measure_training(
     elif not all(map(all_finite, update.state.values())):
         log.warning(
             "round %d: client %s: local training left values that are not finite; the client state "
-            "is unchanged. A smaller lr, or clip-norm, may help",
+            "is unchanged. A smaller lr or clip-norm may help",
             *(request.round, ctx.client),
         )
         update.state = ctx.state
@@ -483,7 +483,7 @@ def refuse_unless_finite(round_: int, groups: dict[str, Arrays]) -> None:
         if not all_finite(arrays):
             raise ValueError(
                 f"round {round_}: local training left values that are not finite in {name!r}; the "
-                "client state is unchanged. A smaller lr, or clip-norm, may help"
+                "client state is unchanged. A smaller lr or clip-norm may help"
             )
 
 

@@ -16,7 +16,8 @@ from protocol.config import RunConfig, keel_home
 from protocol.messages import DatasetSpec, RoundRequest
 from protocol.text import check_client_name
 
-RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # every `run-name`, and longer
+# accepts every valid `run-name`, and longer names
+RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 NodeConfig = Mapping[str, bool | int | float | str]
 
 
@@ -46,8 +47,8 @@ def own_splits(
     """(training, local test) images and labels of this client; labels alone without `with_images`.
 
     From its own data if its node config names a `source`; otherwise its partition of the run's data
-    set. Labels are the run's (`data`), and where nothing measured on data may leave the client, so
-    is the shape of its images. ValueError, naming what differs, if the two disagree.
+    set. Labels are the run's (`data`); where metrics are withheld, images are converted to the
+    run's shape too. ValueError, naming what differs, if the two disagree.
     """
     if "source" in node_config:
         shape = data.image_shape if config.privacy.withholds_metrics else None

@@ -22,7 +22,7 @@ def open_source(
 ) -> Source:
     """The run's data source (or `spec`), memory-mapped; decoded once on each machine.
 
-    shape: (channels, pixels, pixels) that its images take; None: as the config says.
+    shape: (channels, pixels, pixels) to which its images are converted; None: as in the config.
     """
     data, expected = config.data, MODELS[config.model.model]
     size, channels = data.image_size or expected.image_size, data.channels or expected.channels
@@ -95,7 +95,7 @@ def split_over_clients(config: RunConfig, num_clients: int) -> Parts:
 
 
 def forget_sources() -> None:
-    """Open the data anew at its next use: its files may have changed."""
+    """Reopen the data at its next use: its files may have changed."""
     _open_source.cache_clear()
     split_over_clients.cache_clear()
 

@@ -9,7 +9,9 @@ privacy-budget-epsilon        KEEL_PRIVACY_BUDGET_EPSILON        of all releases
 privacy-budget-delta          KEEL_PRIVACY_BUDGET_DELTA          at this delta; 1e-5
 privacy-metrics               KEEL_PRIVACY_METRICS               exact: allows privacy.metrics=exact
 
-With any of them a site takes part with noise only, and withholds metrics unless it allows them.
+If any is set, the site takes part only in runs with noise, and only with withheld metrics unless
+privacy-metrics is exact, which is not a limit by itself.
+
 A budget in the environment is of everything that its worker releases, whatever data a message
 names; one in the node config is of that client's data.
 """
@@ -68,13 +70,16 @@ def variable_of(key: str) -> str:
 
 
 def stated(key: str, node_config: NodeConfig) -> list[object]:
-    """What node config and environment say of this limit; an empty variable says nothing."""
+    """The limit's values in node config and environment; an empty variable counts as unset."""
     found = node_config.get(key), os.environ.get(variable_of(key)) or None
     return [value for value in found if value is not None]
 
 
 def check_names(node_config: NodeConfig) -> None:
-    """PrivacyRefused for a key or variable that looks like a limit: ignored, it would be none."""
+    """PrivacyRefused for a key or variable with the prefix of a limit that is none.
+
+    It is probably misspelt, and ignoring it would lift the limit.
+    """
     for prefixes, given, known in (
         (("privacy-", "privacy_"), node_config, KEYS),
         (("KEEL_PRIVACY_",), os.environ, [variable_of(key) for key in KEYS]),
@@ -82,7 +87,8 @@ def check_names(node_config: NodeConfig) -> None:
         for name in given:
             if name.startswith(prefixes) and name not in known and given[name] != "":
                 raise PrivacyRefused(
-                    f"{name} = {given[name]!r} of this site: expected one of {', '.join(known)}"
+                    f"{name}: unknown privacy limit of this site; expected one of "
+                    + ", ".join(known)
                 )
 
 
@@ -142,8 +148,9 @@ def check_limits(config: RunConfig, node_config: NodeConfig) -> None:
         return
     if is_deployed(node_config) and "source" not in node_config:  # removed by a run's code, maybe
         raise PrivacyRefused(
-            "this site has privacy limits, and its node config no 'source': it takes part with its "
-            "own data only, as the size of a partition may depend on the labels"
+            "this site has privacy limits, but its node config has no 'source': add "
+            'source="folder:PATH". A site with limits takes no partition, whose size may reveal '
+            "labels"
         )
     if privacy.epsilon == 0:
         raise PrivacyRefused(

@@ -284,9 +284,9 @@ class Stack:
     def steps_alone(self, batch_size: int) -> bool:
         """Whether a client with a batch of this size steps by itself, without vmap.
 
-        In the one-sample batches that vmap makes, the batch dimension's stride fits no memory
-        format, and torch's BatchNorm (2.15, on a CPU) then returns a wrong input gradient, in
-        either mode. Other layers do not, nor does BatchNorm outside vmap, as in evaluation.
+        Under vmap, the stride of a one-sample batch matches no memory format, and BatchNorm (torch
+        2.15, CPU) returns a wrong input gradient in training and evaluation mode. Other layers, and
+        BatchNorm without vmap, are correct.
         """
         return batch_size == 1 and self.has_batch_norm
 

@@ -5,7 +5,8 @@ written under another name and renamed, so that an interrupted process leaves th
 intact; the digest of its content is in its name, so that damage is noticed. Versions that a resume
 of the server may need are not deleted: an earlier round can be trained again, with the same result.
 A server that requests a round before those has lost its run directory or checkpoints: it is
-refused, as is another run of the same name. In deployment the file `run-id` says whose state it is.
+refused, as is another run of the same name. In deployment the file `run-id` names the run
+that the state belongs to.
 
 A run of the inline engine with `snapshot-every` > 1 has the newest versions in memory and writes
 them in the rounds that it may resume from.
@@ -34,7 +35,7 @@ separator = "/"  # between group and array name; no parameter name has one
 
 
 class ResetNeeded(ValueError):
-    """A client's state is lost, ahead of the server or another run's: restore or reset it."""
+    """Client state is lost, ahead of the server, or belongs to another run: restore or reset it."""
 
 
 class StateMemory:
@@ -81,7 +82,7 @@ class StateFolder:
 
     max_ahead: rounds that a resume may repeat. memory: has the newest version, if not None.
     run_directory: of a simulation, whose workers may train a client while another is late with it.
-    run_id: of a deployment's run, whose name alone another run directory may have; "": not known.
+    run_id: the id of a deployment's run; another run directory may have its name. "": not known.
     """
 
     def __init__(

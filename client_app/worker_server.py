@@ -312,7 +312,7 @@ def listen(path: Path) -> socket.socket:
     if path.is_socket():
         if is_listening(path):
             raise ValueError(
-                f"{path}: another worker listens there: end it, or pass another --socket"
+                f"{path}: another worker is listening there: stop it, or pass another --socket"
             )
         path.unlink()  # left by a worker that was killed
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -234,11 +234,11 @@ def test_a_message_whose_sender_has_ended_is_not_worked_on(handed_over, tmp_path
 
 
 def test_a_second_worker_at_a_socket_is_refused_and_a_stale_socket_is_not(resident, tmp_path):
-    with pytest.raises(ValueError, match="another worker listens there"):
+    with pytest.raises(ValueError, match="another worker is listening there"):
         listen(resident.socket)
     with (
         contextlib.closing(listen(tmp_path / "busy.sock")),  # and never answers
-        pytest.raises(ValueError, match="another worker listens there"),
+        pytest.raises(ValueError, match="another worker is listening there"),
     ):
         listen(tmp_path / "busy.sock")
     stale = tmp_path / "stale.sock"
