@@ -4,7 +4,7 @@ A line is a JSON object with the time (UTC), the event and its fields, the diges
 (`previous`; empty for the first) and its own (`digest`, SHA-256 of the line without this field). So
 a line that was edited, removed, inserted or moved is found. Lines cut off at the end are found by
 the rounds of the history that they are about, and once the run has ended: the manifest then has
-their number and the last digest. What a resume finds is a line, too.
+their number and the last digest. A fault that a resume finds is recorded as a line too.
 
     started    round (the first to come)          joined    client, node
     refused    node, reason                       sent      round, kind, clients, bytes
@@ -86,10 +86,13 @@ def audit_problem(
     previous, number, fault = "", 0, ""
     ends: list[tuple[int, str]] = []  # which `end` may be
     sent: set[object] = set()  # rounds
+    starts: list[int] = []  # rounds; the log of a run of Keel 0.1 starts where it was resumed
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
         try:
             line = json.loads(text)
             written, before = line["digest"], line["previous"]
+            if line.get("event") == "started":
+                starts.append(int(line["round"]))
         except DAMAGE:
             return f"{AUDIT_FILE}: line {number} is damaged"
         if written != line_digest(line):
@@ -101,7 +104,8 @@ def audit_problem(
             fault = fault or in_one_line(line.get("reason"))
         ends.append((number, written))
         sent |= {line.get("round")} if line.get("event") == "sent" else set()
-    if missing := sorted({line["round"] for line in whole_lines(directory)[0]} - sent):
+    recorded = {line["round"] for line in whole_lines(directory)[0]}
+    if missing := sorted(n for n in recorded - sent if n >= min(starts[:1], default=0)):
         return f"{AUDIT_FILE}: round {missing[0]} of the history is not in it: its end was cut off"
     ends = ends if is_resumed else ends[-1:]
     if end and (end.get("lines"), end.get("digest")) not in ends:

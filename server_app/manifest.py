@@ -177,16 +177,16 @@ def finish_manifest(directory: Path, keeps_clients: bool) -> None:
 
 
 def audit_fault(directory: Path) -> str:
-    """What is wrong with the audit log of a run that is resumed; "" without one, as before 0.2.
+    """What is wrong with the audit log of a run that is resumed; "" for a run of Keel 0.1.
 
-    As `finish_manifest` replaces the end by which it is found, the caller notes it in the log.
+    The caller records it in the log, because `finish_manifest` overwrites the end that reveals it.
     """
+    if not (directory / "manifest.json").exists() and not (directory / AUDIT_FILE).exists():
+        return ""
     end = None
     with suppress(ValueError):  # `begin_manifest` warns of a damaged manifest
         found = read_manifest(directory).get("audit")
         end = found if isinstance(found, dict) else None
-    if not end and not (directory / AUDIT_FILE).exists():
-        return ""
     return audit_problem(directory, end, is_resumed=True)
 
 

@@ -33,7 +33,7 @@ from protocol.files import digest, remove_parts, write_atomically
 from protocol.messages import UNREADABLE, Arrays, with_current_names
 from protocol.options import OptionValue
 from protocol.packing import Pieces, packed_pieces
-from server_app.history import DAMAGE, whole_lines
+from server_app.history import DAMAGE, HISTORY_FILE, whole_lines
 from server_app.summary import check_has_state, read_config_file
 
 log = logging.getLogger("keel.server")
@@ -60,12 +60,13 @@ class Checkpoint:
 class RunDirectory:
     """One run's directory, locked: one process at a time may write it.
 
-    id: random, made with the directory; clients of a deployment know by it whose state they hold.
+    id: a deployment's clients recognise by it the run that their state belongs to. Random; in runs
+    made before ids existed a digest, so that a backup of such a run has the same.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.id = saved_id(path) or secrets.token_hex(8)
+        self.id = saved_id(path)
         self.checkpoint_interval = 1  # rounds between checkpoints
         self._lock: TextIO = (path / ".lock").open("w")
         self._log: logging.Handler | None = None
@@ -239,13 +240,22 @@ class RunDirectory:
 
 
 def saved_id(directory: Path) -> str:
-    """The id in a run's config.json; "" in a new directory, and for a run of before there was one.
+    """The id in a run's config.json; a new one in a new directory.
 
-    A damaged config.json is refused elsewhere.
+    In runs made before ids existed: the digest of the history's first line, which no resume
+    changes, or of config.json before the first round. A damaged config.json is refused elsewhere.
     """
+    config, history = directory / "config.json", directory / HISTORY_FILE
     with suppress(OSError, *DAMAGE):
-        return str(json.loads((directory / "config.json").read_text()).get("id", ""))
-    return ""
+        content = config.read_bytes()
+        if found := json.loads(content).get("id"):
+            return str(found)
+        first = b""
+        if history.exists():
+            with history.open("rb") as file:
+                first = file.readline()
+        return digest(first or content)
+    return secrets.token_hex(8)
 
 
 def round_of(checkpoint: Path) -> int:

@@ -18,7 +18,13 @@ from client_app.state import StateFolder
 from protocol.config import config_from_json, presets, resolve_config
 from protocol.files import digest
 from protocol.messages import read_reply, with_current_names
-from server_app.run_directory import Checkpoint, read_arrays, read_checkpoint, save_arrays
+from server_app.run_directory import (
+    Checkpoint,
+    RunDirectory,
+    read_arrays,
+    read_checkpoint,
+    save_arrays,
+)
 from server_app.summary import read_config_file
 
 OLD, NEW = "tap_heads.", "projection_heads."
@@ -138,3 +144,30 @@ def test_a_run_of_a_preset_that_has_changed_resumes_with_its_own_values(
     }
     assert set(then) <= overrides.keys()
     assert set(then) <= presets()[preset].keys()
+
+
+def test_a_run_from_before_ids_has_the_same_id_after_each_restore_from_a_backup(tmp_path):
+    """It was random: clients refused the restored directory as another run of its name."""
+
+    def id_of(name, num_rounds, history):
+        (folder := tmp_path / name).mkdir()
+        content = {"config": {"num-rounds": num_rounds}, "overrides": {}}
+        (folder / "config.json").write_text(json.dumps(content))
+        (folder / "history.jsonl").write_text(history)
+        directory = RunDirectory(folder)
+        directory.close()
+        return directory.id
+
+    later = '{"round": 1, "s": 1}\n{"round": 2, "s": 1}\n'  # a resume changed num-rounds
+    assert id_of("a", 1, '{"round": 1, "s": 1}\n') == id_of("restored", 2, later)
+    assert id_of("new", 1, "") == id_of("new-restored", 1, "")
+    others = id_of("b", 1, '{"round": 1, "s": 2}\n'), id_of("c", 1, ""), id_of("d", 2, "")
+    assert len({id_of("e", 1, later), *others}) == 4
+
+
+def test_two_new_directories_have_two_ids(tmp_path):
+    ids = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        ids.append(RunDirectory(tmp_path / name).id)
+    assert len(set(ids)) == 2

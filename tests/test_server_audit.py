@@ -8,7 +8,7 @@ from run_fixtures import SMALL, resume
 from server_app.audit import AuditLog, audit_end, audit_problem
 from server_app.history import append_history
 from server_app.inline import run_inline
-from server_app.manifest import read_manifest
+from server_app.manifest import audit_fault, read_manifest
 
 HISTORY = {"losses": {}, "seconds": {}, "left_out": {}}
 
@@ -108,8 +108,31 @@ def test_an_end_that_was_cut_off_before_a_resume_is_not_forgotten(run, left):
     resume(folder, **{"num-rounds": 2})
     assert found in (folder / "run.log").read_text()
     resume(folder, **{"num-rounds": 3})
-    cut = found if left else "audit.jsonl: round 1 of the history is not in it"
-    assert audit_problem(folder, read_manifest(folder)["audit"]).startswith(cut)
+    assert audit_problem(folder, read_manifest(folder)["audit"]) == found
+
+
+def test_a_log_that_was_deleted_while_the_run_was_killed_is_missed(run):
+    folder = run(SMALL | {"method": "fedavg", "num-rounds": 1, "keep-state": True})
+    manifest = read_manifest(folder)
+    del manifest["audit"]  # written at the end
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "audit.jsonl").unlink()
+    assert audit_fault(folder) == "audit.jsonl is missing"
+
+
+def test_a_run_of_0_1_that_is_resumed_twice_is_not_accused(run):
+    """It had no audit log: "round 1 of the history is not in it" stayed there for good."""
+    folder = run(SMALL | {"method": "fedavg", "num-rounds": 1, "keep-state": True})
+    (folder / "audit.jsonl").unlink()
+    (folder / "manifest.json").unlink()
+    for num_rounds in (2, 3):
+        resume(folder, **{"num-rounds": num_rounds})
+    assert "audit.jsonl" not in (folder / "run.log").read_text()
+    assert audit_problem(folder, read_manifest(folder)["audit"]) == ""
+    log = folder / "audit.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[: [json.loads(line)["event"] for line in lines].index("sent")]))
+    assert "round 2 of the history is not in it" in audit_problem(folder)
 
 
 def test_a_log_that_went_on_since_the_last_end_is_whole(run):
