@@ -126,7 +126,8 @@ class Run:
     memory: StateMemory
     # by client whose newest update was aggregated: its own model's score since, if known
     scores: dict[str, float | None] = field(default_factory=dict)
-    loss_terms: set[str] = field(default_factory=set)  # names of metrics, in all rounds so far
+    # the loss metrics of all rounds so far: names, and the most clients that sent each in one round
+    loss_terms: dict[str, int] = field(default_factory=dict)
 
     @property
     def has_own_models(self) -> bool:
@@ -339,7 +340,7 @@ def run_rounds(
     history = truncate_history(path / HISTORY_FILE, run.start.round, replay)
     if len(history) < run.start.round:  # who trained in the lost rounds is not known
         run.scores.clear()
-    run.loss_terms = {f"loss.{name}" for line in history for name in line["losses"]}
+    run.loss_terms = {f"loss.{name}": 1 for line in history for name in line["losses"]}
     reporter = Reporter(config, info_of(run, history), observers, lambda: privacy_spent(run))
     at_exit(reporter.interrupted)
     run.exchange.progress = reporter.replied
@@ -350,7 +351,7 @@ def run_rounds(
         for server_round in range(run.start.round + 1, config.rounds.num_rounds + 1):
             arrays, line = one_round(run, server_round, arrays)
             reporter.round_done(line)
-            if not has_own_clients(run.grid):  # they use it again
+            if not has_own_clients(run.grid):  # clients in this process reuse it
                 give_back_freed_memory()
         status = "finished"
     except (TooFewRepliesError, DivergedError) as error:

@@ -9,7 +9,7 @@ import numpy as np
 from protocol.messages import TrainReply
 from strategies.average import RoundReport
 
-MAX_LOSS_TERMS = 32  # of a run; names are the clients', and each is a curve
+MAX_LOSS_TERMS = 32  # per run: clients choose the names, and each is drawn as a curve
 
 
 def training_fields(
@@ -17,19 +17,29 @@ def training_fields(
     report: RoundReport,
     bytes_down: int,
     weights: Sequence[float],
-    known_terms: set[str],
+    known_terms: dict[str, int],
 ) -> dict[str, Any]:
     """The part of a line that is about training.
 
     weights: of the accepted replies' losses; their numbers of examples, capped as in the average.
-    known_terms: the names of the run's losses so far; those of this round are added, of most
-    clients first, up to MAX_LOSS_TERMS. Others are not recorded.
+    known_terms: the names of the run's losses so far, with the most clients that sent each in one
+    round. Names of this round are added up to MAX_LOSS_TERMS, those sent by the most clients first;
+    beyond that, one of several clients replaces one that only single clients have sent, so that no
+    single client can keep out a term that comes later. Others are not recorded.
     """
     senders = Counter(n for r in report.accepted for n in r.metrics if n.startswith("loss."))
+    for name in senders.keys() & known_terms.keys():
+        known_terms[name] = max(known_terms[name], senders[name])
     new = sorted(senders.keys() - known_terms, key=lambda name: (-senders[name], name))
-    known_terms.update(new[: max(0, MAX_LOSS_TERMS - len(known_terms))])
+    for name in new:
+        if len(known_terms) >= MAX_LOSS_TERMS:
+            single = [known for known, num in known_terms.items() if num == 1]
+            if not single or senders[name] == 1:
+                break
+            del known_terms[single[-1]]
+        known_terms[name] = senders[name]
     losses = {}
-    for name in sorted(senders.keys() & known_terms):
+    for name in sorted(senders.keys() & known_terms.keys()):
         pairs = [
             (reply.metrics[name], weight)
             for reply, weight in zip(report.accepted, weights, strict=True)
