@@ -9,8 +9,8 @@ Replaces `RayBackend` (see `simulation_patches`), whose options and start of Ray
 - Without an address, Flower's `ray.init` joins the cluster of the last `ray start` on the machine,
   or waits for one that is gone. Here a cluster has to be named.
 - Flower's workers are on any node; here each has a node, so that the preflight can name it.
-- Flower waits without end for workers whose CPUs another job on the cluster has. Here the run goes
-  on without them.
+- Flower waits forever for workers whose CPUs another job uses. Here the run continues without
+  them.
 - Flower starts a worker for each of the machine's CPUs. Here only those that this process may use
   count, and no more workers start than the simulation has nodes.
 - Flower returns a worker that died to its pool, where it fails every message it gets. Here it is
@@ -57,7 +57,11 @@ from protocol.ray_start import skip_unused_processes
 
 log = logging.getLogger("keel.server")
 MAX_ATTEMPTS = 3  # of a message whose worker dies, on nodes that are alive
-SOON_S, LATE_S = 20.0, 100.0  # for workers to start, without a word and after one
+SOON_S, LATE_S = (
+    20.0,
+    100.0,
+)  # for workers to start, before and after the log mentions the late ones
+OWN_RAY_S = 600.0  # instead of LATE_S where no other job uses Ray: the ServerApp waits no longer
 LOOK_S = 1.0  # between two looks whether any worker is left
 LOST = (RayActorError, ObjectLostError)  # the worker, or its node, is gone
 
@@ -91,7 +95,7 @@ def all_nodes() -> list[dict[str, Any]]:
 
 
 def workers_on(node: Mapping[str, Any], resources: Mapping[str, float]) -> int:
-    """How many workers with these resources fit on a node; none of workers that ask for none."""
+    """How many workers with these resources fit on a node; 0 if they request neither."""
     has = node["Resources"] if node["Alive"] else {}
     fits = []
     for kind, name in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
@@ -187,39 +191,42 @@ class ClusterBackend(RayBackend):
             raise RuntimeError(
                 f"no node has the {self.client_resources['num_cpus']:g} CPUs and "
                 f"{self.client_resources.get('num_gpus', 0):g} GPUs of one worker "
-                "(client-resources-num-cpus, -num-gpus; --cpus-per-client, --gpus-per-client; one "
-                "of them above 0): " + "; ".join(shares)
+                "(client-resources-num-cpus, -num-gpus; --cpus-per-client, --gpus-per-client; "
+                "at least one must be > 0): " + "; ".join(shares)
             )
         self.drop_late_workers()
 
     def drop_late_workers(self) -> None:
-        """Wait for the workers, and drop those that do not start: other jobs have their CPUs."""
+        """Wait for the workers, and drop those that do not start: other jobs use their CPUs.
+
+        Where Keel started Ray, no other job uses it: there late workers are only slow.
+        """
+        late_s = LATE_S if is_cluster() else OWN_RAY_S
         num = len(self.workers)
         starting = {worker.actor.__ray_ready__.remote(): worker for worker in self.workers}
         _, late = ray.wait(list(starting), num_returns=num, timeout=SOON_S)
         if late:
             log.info(
-                "%d of %d workers have not started yet: waiting up to %g s for other jobs' CPUs "
-                "and GPUs",
-                *(len(late), num, LATE_S),
+                "%d of %d workers have not started yet: waiting up to %g s more",
+                *(len(late), num, late_s),
             )
-            _, late = ray.wait(late, num_returns=len(late), timeout=LATE_S)
+            _, late = ray.wait(late, num_returns=len(late), timeout=late_s)
         for future in late:
             ray.kill(starting[future].actor)
             self.workers.remove(starting[future])
         if not self.workers:
             raise RuntimeError(
-                f"none of the {num} workers started in {SOON_S + LATE_S:g} s: other jobs use the "
-                "cluster's CPUs or GPUs: start the run when they have ended (`ray status` shows "
-                "what is free)"
+                f"none of the {num} workers started within {SOON_S + late_s:g} s, probably because "
+                "other jobs use the cluster's CPUs or GPUs; start the run when they have ended "
+                "(`ray status` shows what is free)"
             )
         if late:
             addresses = sorted({starting[future].address for future in late})
             shown = ", ".join(addresses[:5]) + ", ..." * (len(addresses) > 5)
             log.warning(
-                "%d of %d workers did not start in %g s, as other jobs use the CPUs or GPUs on %s: "
-                "the run goes on with %d",
-                *(len(late), num, SOON_S + LATE_S, shown, len(self.workers)),
+                "%d of %d workers did not start within %g s, probably because other jobs use the "
+                "CPUs or GPUs on %s: the run continues with %d",
+                *(len(late), num, SOON_S + late_s, shown, len(self.workers)),
             )
 
     def new_worker(self, node: Mapping[str, Any]) -> Worker:
