@@ -55,6 +55,8 @@ METRIC_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # error code of a client whose state is lost or ahead of the server; Flower's own are below 100
 RESET_NEEDED = 100
 protocol_version = 4  # of the layout of messages; both sides need the same
+# of `from_shared_memory`, which threads call: there `catch_warnings` may leave its filter in place
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 @dataclass(frozen=True)
@@ -296,8 +298,7 @@ class SummedArrays(HandedArrays):
 
 def from_shared_memory(arrays: Mapping[str, np.ndarray]) -> SummedArrays:
     """What `SummedArrays.__reduce__` has pickled; its tensors are read-only."""
-    with warnings.catch_warnings(action="ignore"):  # torch warns of arrays that are read-only
-        return SummedArrays({name: torch.from_numpy(array) for name, array in arrays.items()})
+    return SummedArrays({name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 def array_record(arrays: Arrays, name: str = "arrays") -> ArrayRecord:
