@@ -82,6 +82,7 @@ def test_arrays_are_handed_over_in_process_and_packed_to_leave_it():
     assert tensors(record)["a"].data_ptr() == sent.data_ptr()
     received = pickle.loads(pickle.dumps(record))  # as for Ray
     assert type(received["arrays"]) is Array
+    assert "plain" not in vars(record["arrays"])  # its bytes, of which Ray holds its own copy
     first = tensors(received)["a"]
     first += 1
     assert tensors(received)["a"].tolist() == sent.tolist() == [0, 0, 0]

@@ -29,6 +29,7 @@ from keel.deployment.simulation import (
 )
 from keel.deployment.superlink import SuperLinkClient, app_directory, app_packages
 from keel.runs import is_locked, lock_holder
+from protocol.processes import num_cores
 from server_app import history
 from tests.tools.run_directories import line_of, make_run
 
@@ -62,7 +63,7 @@ def test_flwr_reads_back_what_a_job_says():
     job = Job(overrides, 4, cpus_per_client=2, gpus_per_client=0.25)
     assert parse_config_args([superlink.run_config(job.overrides)]) == overrides
     found = tomllib.loads(job.federation_config().replace(" ", "\n"))
-    assert job.num_workers == max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+    assert job.num_workers == max(1, min(4, num_cores() // 2))
     assert found == {
         "num-supernodes": job.num_workers,
         "client-resources-num-cpus": 2,
@@ -71,7 +72,7 @@ def test_flwr_reads_back_what_a_job_says():
 
 
 def test_a_job_has_as_many_workers_as_cores_that_this_process_may_use(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 5, 6})
+    monkeypatch.setattr("keel.cli.engines.num_cores", lambda: 3)
     assert Job({}, 10).num_workers == 3
     assert Job({}, 10, cpus_per_client=2).num_workers == 1
 

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from ray._private.utils import get_num_cpus
 from run_fixtures import (
     SMALL,
     all_models,
@@ -31,7 +32,7 @@ from server_app.inline import run_inline
 
 num_supernodes = 4
 half = SMALL | {"fraction-train": 0.5, "local-test-fraction": 0.2, "cache-mb": 64}
-num_cpus = num_cores()  # so many for each worker: there is one worker
+num_cpus = min(num_cores(), int(get_num_cpus()))  # so many for each worker: there is one worker
 
 fedintr = {"method": "fedintr", "local-epochs": 2, "evaluate-clients": "all"}
 QUICK = "scaffold, one worker"  # from a second checkout, whose code differs

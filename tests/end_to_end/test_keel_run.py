@@ -1,6 +1,5 @@
 """`keel run` and `keel resume` in this process, and a run that is stopped."""
 
-import os
 import re
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from run_fixtures import all_models, history_of, same_bits, summary_of, without_
 from keel.cli.interrupts import ENDED, STOPPING
 from keel.cli.main import main
 from keel.runs import SavedRun
+from protocol.processes import num_cores
 from server_app.inline import InlineGrid
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -50,7 +50,7 @@ def test_a_run_shows_its_plan_then_a_line_a_round(home, capsys):
 
 def test_the_printed_flwr_line_is_the_same_run(home, capsys):
     assert main(["run", "method=fedprox", "fedprox.mu=1", *SMALL, "--clients", "3"]) == 0
-    num_nodes = min(3, len(os.sched_getaffinity(0)))
+    num_nodes = min(3, num_cores())
     [line] = [line for line in capsys.readouterr().out.splitlines() if "flwr run ." in line]
     nodes = f"'num-supernodes={num_nodes} client-resources-num-cpus=1'"
     assert f"--federation-config {nodes}" in line

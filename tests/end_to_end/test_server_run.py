@@ -66,6 +66,22 @@ def checkpoint_of(folder: Path, name: str) -> Path:
     return path
 
 
+# --- memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("has_own", "expected"), [(True, 0), (False, 2)])
+def test_freed_memory_is_given_back_after_each_round_where_clients_are_elsewhere(
+    run, monkeypatch, has_own, expected
+):
+    given_back = []
+    monkeypatch.setattr(
+        server_app.federation, "give_back_freed_memory", lambda: given_back.append(1)
+    )
+    monkeypatch.setattr(server_app.federation, "has_own_clients", lambda grid: has_own)
+    run({"method": "fedavg", "num-rounds": 2})
+    assert len(given_back) == expected
+
+
 # --- what a run leaves -----------------------------------------------------------------------
 
 
