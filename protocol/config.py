@@ -297,7 +297,8 @@ class RoundsConfig:
     )
     num_selected: int = option(
         at_least(0),
-        "multi-krum: number of updates that are averaged, at most all but num-malicious; 0: these",
+        "multi-krum: number of updates to average, at most all but num-malicious; 0: all but "
+        "num-malicious",
     )
     tracker: str = option(
         Constraint(

@@ -50,7 +50,7 @@ class ExactSum:
     def merge(self, sums: Arrays) -> None:
         """Add the `sums` of another `ExactSum` with the same limits, and empty them.
 
-        So there is memory for one array more, not for another sum.
+        This needs memory for one more array instead of a second sum.
         """
         for name in [*sums]:
             each = sums.pop(name)

@@ -94,7 +94,7 @@ class TrainRequest:
     or later is not pruned. evaluate: reply with the accuracies on the local test part as well.
     run_dir: the path of the run directory in simulation, where it holds the clients' state; its
         name in deployment.
-    run_id: of the run directory; another one of the same name has another.
+    run_id: the run directory's id; a new directory of the same name has another one.
     """
 
     config: RunConfig
@@ -288,7 +288,7 @@ class HandedArrays(LazyArray):
 
 
 class SummedArrays(HandedArrays):
-    """A worker's sum, which the server reads where Ray has it in shared memory, without a copy."""
+    """A worker's sum, which the server reads from Ray's shared memory without a copy."""
 
     def __reduce__(self) -> Any:
         """Pickled as NumPy arrays, whose memory Ray does not copy: Keel's processes read it."""
@@ -513,7 +513,7 @@ class MachineReport:
 
     versions: of the packages that bits depend on. machine: the processor of its device, such as
     `cpu: NAME`. capability: of the CPU, and the name of the GPU or none. device: such as `cuda:0`.
-    precision: in which it trains the run's network, which under "auto" is up to the device.
+    precision: used to train the run's network; under "auto" it depends on the device.
     has_directory: whether it shares the directory of the run directory. data: its digest, or "".
     """
 

@@ -1,4 +1,4 @@
-"""Processes: ending with the parent, giving memory back, and how many a machine has room for."""
+"""Processes: ending with the parent, returning freed memory, and how many fit on a machine."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ def end_with_parent() -> None:
 def give_back_freed_memory() -> None:
     """Return the memory that this process has freed to the system, where malloc is glibc's.
 
-    A server's threads have a heap each, which would keep the arrays of the round before.
+    Otherwise each thread's malloc arena keeps the memory of the previous round's arrays.
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

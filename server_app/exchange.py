@@ -48,7 +48,8 @@ MAX_PULLS, SLOW_PULL_S = 4, 5.0  # at once; after so long, another is started be
 TICK_S = 1.0
 SILENCE_S = 5.0  # a SuperLink that answers nothing for longer is away
 
-# of these nodes, those whose client is connected again, with its node now; and how long to look
+# of these nodes, those whose client is connected again, with its current node; the second argument
+# is the seconds to look
 Returned = Callable[[list[int], float], Mapping[int, int]]
 
 

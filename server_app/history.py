@@ -37,7 +37,7 @@ KINDS: dict[str, type] = {
 REQUIRED = ("round", "losses", "seconds", "left_out")
 # what reading damaged JSON raises
 DAMAGE = (ValueError, AttributeError, LookupError, TypeError, ArithmeticError, RecursionError)
-MAX_ROUND = 1 << 53  # a float counts exactly so far
+MAX_ROUND = 1 << 53  # floats represent all integers up to here
 PER_CLIENT = ("local_global", "personal")  # their "clients" has each client's accuracy
 READ_BYTES = 4 << 20  # lines of many clients are long: several fit
 MAX_NAMED = 100  # clients that a condensed line names in each of its fields
@@ -127,7 +127,8 @@ class HistoryReader:
         self.faults: list[str] = []
         self._spans: list[tuple[int, int]] = []  # of each line: its first byte, and how many
         self._offset = self._number = 0
-        self._last = b""  # the line before the offset: another file, or one rewritten, has another
+        # the line before the offset; it differs if the file was replaced or rewritten
+        self._last = b""
         self.generation += 1
 
     @property

@@ -106,8 +106,8 @@ def begin_manifest(
     A damaged one does not stop a resume. Versions stay those of the noted rounds. code, keel,
     machines: all that worked on the run; the machines of sites are not known here. data: the digest
     of a simulation's data set. workers: those of Flower's simulation. stacked: the runs that this
-    one trains with (stacked_runs.py). precisions: what "auto" is for a simulation here, or on its
-    workers; none if the run has another value.
+    one trains with (stacked_runs.py). precisions: what "auto" resolved to, on the
+    simulation's workers or else here; empty if the run sets another precision.
     """
     try:
         before = read_manifest(directory)
@@ -167,8 +167,8 @@ def note_round(directory: Path, server_round: int, checkpoint_digest: str) -> No
 def finish_manifest(directory: Path, keeps_clients: bool) -> None:
     """Record the digests of a finished run's files.
 
-    keeps_clients: in simulation also each client's newest state, which holds the personal models:
-    its digest is in the file's name.
+    keeps_clients: also record each simulated client's newest state, which holds the personal
+    models: its digest is in the file's name.
     """
     files = {name: digest((directory / name).read_bytes()) for name in signed_files}
     states = sorted(directory.glob("clients/*/round-*.safetensors")) if keeps_clients else []

@@ -111,8 +111,11 @@ def aggregate(
 
     With replies missing, trimmed mean and Krum may have too few: then the median is used.
     """
-    if problem := rounds.aggregation_problem(len(replies)):
-        log.warning("%s: instead, the coordinate-wise median of the replies is taken", problem)
+    if rounds.aggregation_problem(len(replies)):
+        log.warning(
+            "only %d replies: %s needs more; this round uses their coordinate-wise median",
+            *(len(replies), rounds.aggregation),
+        )
         rounds = replace(rounds, aggregation="median")
     if rounds.aggregation in ("median", "trimmed-mean"):
         return coordinate_wise(replies, rounds)

@@ -33,7 +33,8 @@ MIN_REPLIES_FOR_MEDIAN = 3  # with an update that is not 0; of two, neither is a
 EXTRA_FACTOR = 10.0  # times the cohort's median norm of the arrays beside the model
 OUTLIER = 10  # times the median of the sites' numbers of samples
 MAX_VALUE_RATIO = 1e4  # an array's largest value in a reply over what was sent, or over 1
-MAX_METRIC = torch.finfo(torch.float32).max  # a loss has no larger value; means of these are finite
+# the largest float32 loss; means of such values stay finite
+MAX_METRIC = torch.finfo(torch.float32).max
 RECORD_BYTES, ARRAY_BYTES = 2**20, 2**10  # allowed on top of the arrays' data: in all, per array
 
 

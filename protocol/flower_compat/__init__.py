@@ -313,7 +313,7 @@ class LazyArray(Array):
     def __reduce__(self) -> Any:
         if "plain" in self.__dict__:
             return Array, (self.dtype, self.shape, self.stype, self.data)
-        data = b"".join(self.pieces())  # not kept: Ray has a copy from here on
+        data = b"".join(self.pieces())  # not cached: Ray holds its own copy from here on
         return Array, (self.dtype, (len(data),), self.stype, data)
 
 
