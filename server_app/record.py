@@ -9,7 +9,7 @@ import numpy as np
 from protocol.messages import TrainReply
 from strategies.average import RoundReport
 
-MAX_LOSS_TERMS = 32  # per run: clients choose the names, and each is drawn as a curve
+MAX_LOSS_TERMS = 32  # at a time: clients choose the names, and each is drawn as a curve
 
 
 def training_fields(
