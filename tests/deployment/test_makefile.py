@@ -64,10 +64,10 @@ def test_deploy_client_names_a_misspelt_privacy_limit_of_compose_s_env_file(
         shutil.copy(app_folder / name, tmp_path / name)
     (tmp_path / file).write_text(line.format("KEEL_PRIVACY_METRICS"))
     assert make("deploy-client", f"--directory={tmp_path}", **client)[0] == 0
-    (tmp_path / file).write_text(line.format("KEEL_PRIVACY_METRIC"))
+    (tmp_path / file).write_text(line.format("KEEL_PRIVACY_METRICS"[:-1]))
     status, [error] = make("deploy-client", f"--directory={tmp_path}", **client)
     assert status
-    assert error.startswith("KEEL_PRIVACY_METRIC is not a site limit")
+    assert error.startswith("KEEL_PRIVACY_METRICS"[:-1] + " is not a site limit")
 
 
 def test_deploy_client_changes_the_owner_of_its_own_secrets_only(make):

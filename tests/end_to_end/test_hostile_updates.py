@@ -94,7 +94,9 @@ def reversed_update(reply: TrainReply, sent: Arrays) -> TrainReply:
 
 def run(grid, tmp_path, **keys):
     own = {key.replace("_", "-"): value for key, value in keys.items()}
-    return run_federation(grid, SMALL | {"output-dir": str(tmp_path)} | own).path
+    # a name of its own: these sites have state of the runs of other tests, by run name
+    where = {"output-dir": str(tmp_path), "run-name": tmp_path.name}
+    return run_federation(grid, SMALL | where | own).path
 
 
 def accuracy_of(folder):
