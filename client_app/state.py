@@ -111,27 +111,21 @@ class StateFolder:
             return groups
         newest = max((round_ for round_, _ in self._versions()), default=0)
         if newest and self._is_of_another_run():
-            other = f"{self.folder} has state of another run of this name, up to round {newest}"
-            if not self._is_reset_allowed():
-                raise ResetNeeded(
-                    f"{other}: restore that run's directory on the server and resume it, choose "
-                    f"another run-name, or create the file {self.folder / reset_markers[0]} on "
-                    "this client's machine to set that state aside"
-                )
-            log.warning("%s: it is set aside, as an operator has allowed", other)
+            self._refuse_unless_allowed(
+                f"{self.folder} has state of another run of this name, up to round {newest}",
+                "restore that run's directory on the server and resume it, choose another run-name",
+                to="set that state aside",
+                then="it is set aside",
+            )
             return {}
         if newest - before_round >= self.max_ahead:
-            behind = (
+            self._refuse_unless_allowed(
                 f"the server is behind: it asks for round {before_round}, this client has round "
-                f"{newest}"
+                f"{newest}",
+                "resume the run from a newer checkpoint",
+                to="set the newer state aside and let it return to that round",
+                then="it returns to that round",
             )
-            if not self._is_reset_allowed():
-                raise ResetNeeded(
-                    f"{behind} and keeps it: resume the run from a newer checkpoint, or create the "
-                    f"file {self.folder / reset_markers[0]} on this client's machine to set the "
-                    "newer state aside and let it return to that round"
-                )
-            log.warning("%s: it returns to that round, as an operator has allowed", behind)
         for round_, path in reversed(self._versions()):
             if round_ >= before_round:
                 continue
@@ -155,21 +149,30 @@ class StateFolder:
                 "state of it"
             )
         if lost:
-            self._check_reset(before_round, lost)
+            found = [reset_record.fullmatch(p.name) for p in self.folder.glob("*-*")]
+            self._refuse_unless_allowed(
+                lost,
+                "restore it from a backup",
+                to="let it start again without state",
+                then="the client starts again without state",
+                was_allowed=before_round <= max((int(m[1]) for m in found if m), default=0),
+            )
         return {}
 
-    def _check_reset(self, before_round: int, lost: str) -> None:
-        """ResetNeeded unless the operator has allowed a reset of the lost state."""
-        found = [reset_record.fullmatch(p.name) for p in self.folder.glob("*-*")]
-        was_reset = before_round <= max((int(m[1]) for m in found if m), default=0)
-        if not was_reset and not self._is_reset_allowed():
+    def _refuse_unless_allowed(
+        self, problem: str, remedy: str, to: str, then: str, was_allowed: bool = False
+    ) -> None:
+        """ResetNeeded unless the operator allows a reset, or did before; then a warning.
+
+        to: what the file `reset-state` is created for. then: what happens where it is there.
+        """
+        if not (was_allowed or self._is_reset_allowed()):
             self.folder.mkdir(parents=True, exist_ok=True)  # so that its owner may write there
             raise ResetNeeded(
-                f"{lost}: restore it from a backup, or create the file "
-                f"{self.folder / reset_markers[0]} on this client's machine to let it start again "
-                "without state"
+                f"{problem}: {remedy}, or create the file {self.folder / reset_markers[0]} on "
+                f"this client's machine to {to}"
             )
-        log.warning("%s: the client starts again without state, as an operator has allowed", lost)
+        log.warning("%s: %s, as an operator has allowed", problem, then)
 
     def _is_reset_allowed(self) -> bool:
         return any((self.folder / name).exists() for name in reset_markers)

@@ -260,8 +260,8 @@ def test_a_server_that_lost_its_place_is_refused_and_destroys_nothing(state, cap
     for asked in (1, 20, 48):
         with pytest.raises(
             ValueError,
-            match=rf"the server is behind: it asks for round {asked}, this client has round 50 and "
-            "keeps it: .*reset-state",
+            match=rf"the server is behind: it asks for round {asked}, this client has round 50: "
+            "resume the run from a newer checkpoint, or create the file .*reset-state",
         ):
             state.load(before_round=asked, last_accepted_round=asked - 1)
     assert files(state) == before

@@ -7,7 +7,6 @@ $KEEL_HOME/cache until torch or the code that they depend on changes.
 import dataclasses
 import hashlib
 import json
-import os
 import platform
 import re
 import typing
@@ -48,6 +47,7 @@ from protocol.config import presets as known_presets
 from protocol.files import write_atomically
 from protocol.models import MODELS
 from protocol.options import key_of, parse_options
+from protocol.processes import num_cores
 from protocol.server_optimizers import SERVER_OPTIMIZERS
 from server_app.history import duration
 
@@ -433,7 +433,7 @@ def expected_seconds(config: RunConfig, speed: Row) -> float:
     share = data.data_fraction * rounds.fraction_train * (1 - data.local_test_fraction)
     training_ms = info.num_train * share * config.train.local_epochs * step_ms
     evaluation_ms = info.num_test * speed["forward_ms"] / rounds.evaluate_every
-    workers = (os.cpu_count() or 1) if speed["device"].startswith("cpu") else 1
+    workers = num_cores() if speed["device"].startswith("cpu") else 1
     milliseconds = rounds.num_rounds * area * (training_ms + evaluation_ms) / workers
     return float(milliseconds / 1e3)
 

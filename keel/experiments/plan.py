@@ -57,8 +57,10 @@ def keys_not_read(cell: Cell) -> set[str]:
 
 
 def with_own_lengths(flat: Keys) -> dict[str, OptionValue]:
-    """A flat config with the model's own width, and FedProc's schedule of all rounds, where it says
-    0."""
+    """A flat config with what a 0 stands for.
+
+    That is the model's own width, and for FedProc's schedule all rounds.
+    """
     own = {"width": MODELS[str(flat["model"])].width, "fedproc.schedule-rounds": flat["num-rounds"]}
     return {key: value or own.get(key, value) for key, value in flat.items()}
 
@@ -170,8 +172,10 @@ class Result:
 
     @property
     def counted(self) -> Mapping[int, float]:
-        """The numbers that the mean is of: without the seed that chose the candidate, which favours
-        it, if there are others."""
+        """The numbers that are averaged.
+
+        Without the seed that chose the candidate, which favours it, if there are others.
+        """
         return {s: n for s, n in self.by_seed.items() if s != self.tuned_on} or self.by_seed
 
     @property

@@ -26,12 +26,11 @@ from server_app.history import HISTORY_FILE, HistoryReader
 _OLD_KEYS = {new: old for old, new in RENAMED_KEYS.items()}
 _OLD_VALUES = {(key, new): old for (key, old), new in RENAMED_VALUES.items()}
 _HAVE_OLD_VALUES = {key for key, _ in RENAMED_VALUES}
+KEPT_FILES = ("keep-state", "checkpoint-every", "snapshot-every")  # in names until 0.2.0
 IRRELEVANT = {
     *("preset", "output-dir", "data-dir", "resume", "run-name", "last-rounds"),
-    *("tracker", "tracker-clients"),
+    *("tracker", "tracker-clients", *KEPT_FILES),
 }
-KEPT_FILES = ("keep-state", "checkpoint-every", "snapshot-every")  # in names until 0.2.0
-IRRELEVANT |= set(KEPT_FILES)
 RELEVANT_TO_SECONDS = {"device", "cache-mb"}  # and `threads`, on which the bits depend too
 DIVERGED, FAILED = "diverged", "failed"
 UNKNOWN = "not recorded"  # code that a manifest does not name

@@ -160,8 +160,10 @@ def in_full(claim: Claim, recipe: Recipe) -> str:
 
 
 def drawing(claim: Claim, evidence: Evidence) -> str:
-    """The curves of a claim's two sides up to the round that it reads, each with the paper's value
-    there, if the runs get that far, as a dashed line."""
+    """The curves of a claim's two sides up to the round that it reads.
+
+    Each has the paper's value there as a dashed line, if the runs get that far.
+    """
     curves: dict[str, tuple[Curve, float | None]] = {}
     sides = [evidence.results[name] for name in sides_of(claim, evidence.recipe)]
     for name, side in zip((claim.left, claim.right), sides, strict=True):

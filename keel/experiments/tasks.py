@@ -31,6 +31,7 @@ from protocol.code import code_version
 from protocol.config import RunConfig, app_folder
 from protocol.flower_compat.simulation import CPU_WORKERS, worker_variables
 from protocol.options import OptionValue
+from protocol.processes import num_cores
 from protocol.ray_start import skip_unused_processes
 from protocol.text import in_one_line
 
@@ -179,7 +180,7 @@ def connected(resources: Resources) -> Iterator[None]:
         skip_unused_processes(forwards_output=False)
     # one thread a run, on which the bits depend, unless its config says otherwise
     variables = worker_variables() | {"OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     terminate = signal.getsignal(signal.SIGTERM)
     # in /tmp, as sockets have short paths
     folder = tempfile.TemporaryDirectory(prefix="keel-ray-", dir="/tmp", ignore_cleanup_errors=True)

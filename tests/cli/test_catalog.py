@@ -27,7 +27,7 @@ def speed(monkeypatch):
     """Made-up speeds: 1 ms an image forward, 3 ms a training step, on one core."""
     measured = {"parameters": 5, "forward_ms": 1.0, "step_ms": 3.0, "device": "cpu, 1 thread"}
     monkeypatch.setattr(catalog, "model_speed", lambda *_: measured)
-    monkeypatch.setattr(catalog.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(catalog, "num_cores", lambda: 1)
 
 
 def as_json(capsys, *words):
