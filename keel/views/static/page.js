@@ -14,7 +14,7 @@ function say(text) {
 async function look(address) {
   const answer = await fetch(address);
   if (answer.status === 204) return null;
-  if (!answer.ok) throw new Error(String(answer.status));
+  if (!answer.ok) throw Object.assign(new Error(answer.statusText), { status: answer.status });
   return answer.json();
 }
 
@@ -47,7 +47,7 @@ async function follow(address, apply, pause = POLL_MS, version = "") {
         if (news) { version = news.version ?? "once"; await apply(news); }
       }
     } catch (error) {
-      say(error.message === "404" ? "gone" : "keel ui has ended");
+      say(error.status === 404 ? "gone" : error.status ? `error ${error.status}` : "keel ui has ended");
     }
     await new Promise(done => setTimeout(done, pause));
   }
