@@ -17,9 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from data.partitions import partition_indices
 from keel.benchmarks.report import BenchOptions, Keys, Row, random_source, workload_source
 from keel.deployment.simulation import MARK, marked_processes, simulation_superlink
 from keel.deployment.superlink import app_directory, run_config
@@ -421,23 +418,3 @@ def memory(options: BenchOptions) -> Iterator[Row]:
         "ratio": round(peak_mb / update_mb, 2),
         "peak_and_updates_mb": [round(peak_mb), round(update_mb)],
     }
-
-
-def splits(options: BenchOptions) -> Iterator[Row]:
-    """Processor seconds to partition 100,000 samples over 2,000 clients."""
-    num_samples, num_clients = (10_000, 100) if options.is_quick else (100_000, 2000)
-    labels = np.arange(num_samples) % 200
-    for name in ("classes", "dirichlet", "dirichlet-balanced"):
-        started = time.process_time()
-        partition_indices(
-            name,
-            labels,
-            num_clients,
-            alpha=0.5,
-            classes_per_client=10,
-            shards_per_client=2,
-            min_size=1,
-            seed=0,
-        )
-        what = f"{num_samples:,} samples in 200 classes over {num_clients:,} clients: {name}"
-        yield {"what": what, "cpu_seconds": round(time.process_time() - started, 1)}

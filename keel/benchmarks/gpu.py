@@ -20,7 +20,7 @@ from client_app.stacked import train_stacked
 from keel.benchmarks.frameworks import Measurement, history_of, rounds, seconds_of
 from keel.benchmarks.model_speed import min_seconds
 from keel.benchmarks.report import BenchOptions, Keys, Row, random_source
-from keel.benchmarks.steps import Run, frozen_passes, local_training, round_of
+from keel.benchmarks.steps import Run, local_training, round_of
 from protocol.config import refuse_unknown, resolve_config
 from protocol.text import in_one_line
 
@@ -173,23 +173,6 @@ def stacking(options: BenchOptions) -> Iterator[Measurement]:
             yield what, partial(measure, keys, num_clients, is_stacked)
 
 
-def frozen(options: BenchOptions) -> Iterator[Measurement]:
-    """The global and the previous model, as one batched pass or one after the other."""
-    device = options.device
-
-    def measure(model: str, batch: int) -> Row:
-        passes = frozen_passes(options.home, model, 2 if options.is_quick else batch, device)
-        apart, batched = (min_seconds(each, device, 5) for each in passes)
-        return {
-            "ratio": round(batched / apart, 3),
-            "wall_seconds": [round(batched, 5), round(apart, 5)],
-        }
-
-    for model, batch in (("cnn-fedintr", 512), ("cnn-fedcka", 128), ("resnet18", 128)):
-        what = f"{model}, batch {batch}, both frozen models: batched / apart"
-        yield what, partial(measure, model, batch)
-
-
 def time_to_target(options: BenchOptions) -> Row:
     """FedReCo on CIFAR-10, 50 clients of 2 classes: seconds until 85 % personal accuracy."""
     keys: Keys = {
@@ -215,7 +198,6 @@ def measurements(options: BenchOptions) -> Iterator[Measurement]:
     """All of the above; with `cifar10`, also FedReCo's time to 85 %, which takes longest."""
     yield from stacking(options)
     yield from training(options)
-    yield from frozen(options)
     yield from rounds(options)
     if options.cifar10:
         what = "FedReCo, CIFAR-10, 50 clients of 2 classes: to 85 % personal"

@@ -139,33 +139,6 @@ def methods_of(
     return {n: local_training({**keys, "method": n}) for n in names}
 
 
-def frozen_passes(folder: Path, model: str, batch_size: int, device: str) -> tuple[Run, Run]:
-    """A batch through two frozen models: one after the other, and as one vmapped pass."""
-    config = resolve_config({"source": random_source(folder, 256), "model": model})
-    nets = [model_for(config, open_source(config), seed=seed).to(device) for seed in (1, 2)]
-    for net in nets:
-        net.eval().requires_grad_(False)
-    x = torch.randn(batch_size, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
-    stacked, buffers = torch.func.stack_module_state(nets)
-
-    def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
-        out: Tensor = torch.func.functional_call(nets[0], (parameters, buffers), (x,))
-        return out
-
-    batched = torch.func.vmap(one)
-
-    @torch.no_grad()
-    def one_by_one() -> None:
-        for net in nets:
-            net(x)
-
-    @torch.no_grad()
-    def together() -> None:
-        batched(stacked, buffers)
-
-    return one_by_one, together
-
-
 def ratios(what: str, runs: dict[str, Run], repetitions: int) -> Iterator[Row]:
     """Processor seconds of every run but the first, over those of the first."""
     seconds = min_cpu_seconds(runs, repetitions)
@@ -182,7 +155,7 @@ COMPARED = ("fedavg", "fedcka", "moon", "fedprox", "scaffold")
 
 
 def overheads(options: BenchOptions) -> Iterator[Row]:
-    """Local training by method and model, and two ways to run two frozen models."""
+    """Local training by method and model."""
     torch.set_num_threads(1)
     folder, is_quick = options.home, options.is_quick
     epochs = 1 if is_quick else 10
@@ -217,10 +190,6 @@ def overheads(options: BenchOptions) -> Iterator[Row]:
         personal = methods_of(folder, "cnn-fedintr", images(num), ("fedrep", "fedreco"), **keys)
         what = f"cnn-fedintr, batch 512, {count} + {count} epochs"
         yield from ratios(what, personal, times(4 if count == 1 else 2))
-    for model, batch in (("cnn-fedintr", 512), ("cnn-fedcka", 128), ("resnet18", 64)):
-        passes = frozen_passes(folder, model, 2 if is_quick else batch, "cpu")
-        forms = dict(zip(("apart", "batched"), passes, strict=True))
-        yield from ratios(f"{model}, batch {batch}, both frozen models", forms, times(2))
     if not is_quick:
         names, keys = ("fedavg", "fedrcl"), {"local-epochs": 2}
         rcl = methods_of(folder, "resnet18", 128, names, **keys)

@@ -1,7 +1,5 @@
-"""`keel bench`: speed as ratios measured within one run, and the size of the source."""
+"""`keel bench`: speed as ratios measured within one run."""
 
-import subprocess
-from collections import Counter
 from dataclasses import replace
 from enum import StrEnum
 from importlib import import_module
@@ -10,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from protocol.config import app_folder, keel_home
+from protocol.config import keel_home
 
 # part: (module in keel.benchmarks, function from BenchOptions to rows)
 PARTS = {
@@ -20,7 +18,6 @@ PARTS = {
     "untrained": ("engine", "untrained"),
     "personal": ("engine", "personal"),
     "memory": ("engine", "memory"),
-    "splits": ("engine", "splits"),
     "resnet50": ("steps", "resnet50_overheads"),
     "deployment": ("deployment", "round_cost"),
     "precisions": ("steps", "precisions"),
@@ -28,7 +25,7 @@ PARTS = {
     "frameworks": ("frameworks", "frameworks"),
     "gpu": ("gpu", "gpu"),
 }
-DEFAULT_PARTS = ("steps", "engine", "scale", "splits")
+DEFAULT_PARTS = ("steps", "engine", "scale")
 Part = StrEnum("Part", list(PARTS))  # type: ignore[misc]  # from the table
 
 
@@ -37,7 +34,6 @@ def bench(
         list[Part] | None,
         typer.Argument(metavar="[PART]..."),
     ] = None,
-    lines: Annotated[bool, typer.Option("--lines", help="Count source lines instead.")] = False,
     gpu: Annotated[bool, typer.Option("--gpu", help="The same as the part gpu.")] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Smallest sizes, to check that the benchmark runs.")
@@ -54,22 +50,16 @@ def bench(
         Path | None, typer.Option(help="Write OUT.json and OUT.md; default bench or bench-PART.")
     ] = None,
 ) -> None:
-    """Measure speed on this machine, as ratios within one run; by default the first four parts.
+    """Measure speed on this machine, as ratios within one run; by default the first three parts.
 
     steps: local training by method. engine: whole rounds against bare loops. scale: up to 100,000
-    clients. splits: partitions. untrained: rounds without training. personal: evaluation of 2,000
+    clients. untrained: rounds without training. personal: evaluation of 2,000
     personal models. memory: of large models. resnet50: steps of a large model (12 minutes).
     deployment: cost of a deployed round. precisions: a step in bf16 and fp32. stacked: clients, and
     runs, that train as one model. frameworks: rounds in one process against a bare loop, pfl and
     Flower's simulation, as far as they are installed. gpu: on a GPU; it starts no measurement after
     8 minutes: repeat the command to continue with the rest.
     """
-    if lines:
-        count = source_lines(app_folder)
-        for package, number in sorted(count.items()):
-            print(f"{number:7,} {package}")
-        print(f"{count.total() - count['tests']:7,} without tests")
-        return
     from keel.benchmarks.report import BenchOptions, Row, earlier_rows, table, write
 
     chosen = [str(part) for part in parts or []] + ["gpu"] * gpu
@@ -87,20 +77,3 @@ def bench(
             rows.append(row)
             write(rows, to, options)  # so that an interrupted benchmark keeps what it has measured
     print(table(rows))
-
-
-def source_lines(root: Path) -> Counter[str]:
-    """Lines of Python by package, tests and docs included; in a checkout, of tracked files only."""
-    listed = subprocess.run(
-        ["git", "ls-files", "*.py"], cwd=root, capture_output=True, text=True, check=False
-    )
-    names = listed.stdout.splitlines()
-    if not names:  # not a checkout
-        names = [str(path.relative_to(root)) for path in root.glob("*/**/*.py")]
-    count: Counter[str] = Counter()
-    for name in names:
-        *folders, _ = Path(name).parts
-        package = "/".join(folders[: 2 if folders[:1] == ["keel"] else 1]) or "."
-        if (root / name).is_file():
-            count[package] += len((root / name).read_text().splitlines())
-    return count

@@ -8,9 +8,8 @@ import torch
 from client_app.method import Update
 from keel.benchmarks import frameworks, gpu, report
 from keel.benchmarks.report import BenchOptions
-from keel.cli.bench import PARTS, source_lines
+from keel.cli.bench import PARTS
 from keel.cli.main import main
-from protocol.config import app_folder
 
 LONG = {
     "engine": "bare", "scale": "clients", "deployment": "deployed round", "frameworks": "bare",
@@ -26,7 +25,7 @@ def bench(tmp_path, *words):
 
 
 def test_every_part_is_tested():
-    short = {"splits", "steps", "resnet50", "untrained", "personal", "memory"}
+    short = {"steps", "resnet50", "untrained", "personal", "memory"}
     assert set(PARTS) == {*short, "precisions", "stacked", *LONG}
 
 
@@ -34,15 +33,6 @@ def test_results_that_could_not_be_written_are_refused_at_once(tmp_path, capsys)
     assert main(["bench", "engine", "--out", str(tmp_path / "none" / "bench")]) == 2
     line = f"error: --out {tmp_path}/none/bench: {tmp_path}/none is not a directory\n"
     assert capsys.readouterr() == ("", line)
-
-
-def test_lines_counts_what_git_tracks(capsys):
-    assert main(["bench", "--lines"]) == 0
-    *packages, total = capsys.readouterr().out.splitlines()
-    counts = {line.split()[1]: int(line.split()[0].replace(",", "")) for line in packages}
-    assert counts == source_lines(app_folder)
-    assert counts["models"] > 100
-    assert int(total.split()[0].replace(",", "")) == sum(counts.values()) - counts["tests"]
 
 
 def test_a_gpu_is_asked_for_in_one_line(capsys, monkeypatch):

@@ -20,10 +20,6 @@ def bench(tmp_path, *words):
     return rows
 
 
-def test_splits(tmp_path):
-    assert len(bench(tmp_path, "splits")) == 3
-
-
 @pytest.mark.slow
 def test_rounds_without_training(tmp_path):
     rows = bench(tmp_path, "untrained")
