@@ -3,7 +3,6 @@
 An mkdocs hook: `on_files` adds them to the site. Called with a folder, it writes them there.
 """
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 repository = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(repository))
 
-import click  # noqa: E402
+import typer  # noqa: E402
+from typer.cli import get_docs_for_click  # noqa: E402
 
 from keel.cli import main as command_line  # noqa: E402
 from keel.cli.catalog import CONFIG_GROUPS, option_rows  # noqa: E402
@@ -39,9 +39,6 @@ def options_table(options: type, prefix: str = "") -> str:
         for row in option_rows(options, prefix)
     ]
     return table(("key", "type", "default", "allowed", "meaning"), rows) if rows else ""
-
-
-unlisted = {"--help", "--install-completion", "--show-completion"}
 
 
 def config_page() -> str:
@@ -112,35 +109,10 @@ def commands_page() -> str:
         "2 refused before anything was trained, 130 interrupted.",
     ]
     for name in command_line.COMMANDS:
-        parts += command_parts(f"keel {name}", command_line.load(name), level=2)
-    return "\n\n".join(part for part in parts if part)
-
-
-def command_parts(name: str, command: click.Command, level: int) -> list[str]:
-    """The sections of one command and its subcommands."""
-    context = click.Context(command, info_name=name)
-    usage = " ".join([name, *command.collect_usage_pieces(context)])
-    parts = [f"{'#' * level} {name}", f"```\n{usage}\n```", paragraphs(command.help)]
-    rows = []
-    for parameter in command.get_params(context):
-        if unlisted.intersection(parameter.opts) or getattr(parameter, "hidden", False):
-            continue
-        names = [*parameter.opts, *parameter.secondary_opts]
-        shown = ", ".join(f"`{n}`" for n in names if n.startswith("-")) or (
-            f"`{parameter.make_metavar(context)}`"
-        )
-        rows.append((shown, paragraphs(getattr(parameter, "help", None)).replace("\n", " ")))
-    if rows:
-        parts.append(table(("argument or option", "meaning"), rows))
-    for sub, child in getattr(command, "commands", {}).items():
-        if not child.hidden:
-            parts += command_parts(f"{name} {sub}", child, level + 1)
-    return parts
-
-
-def paragraphs(help_text: str | None) -> str:
-    """Help text as plain paragraphs, without Click's form feeds and wrap marks."""
-    return re.sub(r"[\b\f]", "", help_text or "").strip()
+        command = command_line.load(name)
+        context = typer.Context(command, info_name=name)
+        parts.append(get_docs_for_click(obj=command, ctx=context, indent=1, name=f"keel {name}"))
+    return "\n\n".join(parts)
 
 
 PAGES = {"commands.md": commands_page, "methods.md": methods_page, "config.md": config_page}
