@@ -6,7 +6,7 @@ the run's state.
 
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -144,6 +144,12 @@ class SavedRun:
         """When the run last wrote a round or began, as a POSIX time; 0 if nothing can be read."""
         files = [self.directory / name for name in (HISTORY_FILE, CONFIG_FILE)]
         return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+
+
+def uses(config: Mapping[str, Any], key: str) -> bool:
+    """Whether a run uses the key: it is no option of another method or server optimizer."""
+    table, dot, _ = key.partition(".")
+    return not dot or table in (config.get("method"), config.get("server-optimizer"), "privacy")
 
 
 def is_locked(path: Path) -> bool:

@@ -25,13 +25,12 @@ from keel.runs import (
     lock_holder,
     only_run,
     runs_directory,
+    uses,
 )
 from keel.tables import add_column, is_too_wide, print_table, terminal_console
 from keel.views.exports import harmless
-from protocol.catalogue import method_names
 from protocol.config import keel_home
 from protocol.files import digest
-from protocol.server_optimizers import SERVER_OPTIMIZERS
 from protocol.text import in_one_line
 from server_app.history import CURVES, curve, duration
 from server_app.summary import summarise
@@ -263,7 +262,7 @@ def compare(
         "state": [state_text(row["state"]) for row in rows],
     }
     differences = [
-        " ".join(f"{k}={run.config.get(k)}" for k in keys if uses(run, k)) for run in found
+        " ".join(f"{k}={run.config.get(k)}" for k in keys if uses(run.config, k)) for run in found
     ]
     everything = columns | {"differs in": differences}
     is_apart = is_too_wide(table_of(everything))
@@ -298,14 +297,7 @@ def comparison_name(runs: Sequence[SavedRun]) -> str:
 def differing_keys(runs: Sequence[SavedRun]) -> list[str]:
     """The config keys, except paths, whose values differ between the runs that use them."""
     keys = sorted({key for run in runs for key in run.config} - PLACES)
-    return [k for k in keys if len({str(r.config.get(k)) for r in runs if uses(r, k)}) > 1]
-
-
-def uses(run: SavedRun, key: str) -> bool:
-    """Whether the run uses the key: it is no option of another method or server optimizer."""
-    table = key.partition(".")[0]
-    own = {run.config.get("method"), run.config.get("server-optimizer")}
-    return table in own or table not in {*method_names(), *SERVER_OPTIMIZERS}
+    return [k for k in keys if len({str(r.config.get(k)) for r in runs if uses(r.config, k)}) > 1]
 
 
 def comparison_row(run: SavedRun) -> dict[str, Any]:

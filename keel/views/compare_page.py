@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from keel.runs import FINISHED
+from keel.runs import FINISHED, uses
 from keel.views.charts import Curve, Figure, curves, smoothed
 from keel.views.exports import harmless, latex, latex_table
 from keel.views.run_page import points_of, seconds_of
@@ -94,7 +94,7 @@ def grouped(runs: Sequence[Run], by_seed: bool = False) -> list[Group]:
     keys = sorted(keys, key=lambda key: (key != "method", key not in chosen, key))
     names = []
     for head in heads:
-        own = [key for key in keys if not foreign(key, head)][:MAX_LABEL_KEYS]
+        own = [key for key in keys if uses(head.config, key)][:MAX_LABEL_KEYS]
         parts = [
             head.method if key == "method" else f"{key} {text_of(head.config.get(key), 40)}"
             for key in own
@@ -107,12 +107,6 @@ def grouped(runs: Sequence[Run], by_seed: bool = False) -> list[Group]:
             name += f", {heads[i].name}"
         found.append(group_of(name, group))
     return found
-
-
-def foreign(key: str, entry: Entry) -> bool:
-    """Whether a key is an option of another method than the run's."""
-    table, dot, _ = key.partition(".")
-    return bool(dot) and table not in (entry.config.get("method"), "privacy")
 
 
 def values_of(lines: Sequence[Line], view: View) -> list[tuple[int, float]]:

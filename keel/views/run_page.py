@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keel.runs import RUNNING
+from keel.runs import RUNNING, uses
 from keel.views.charts import Curve, Figure, curves, heat_map, histogram, stacked
 from keel.views.store import (
     LOG_FILE,
@@ -287,16 +287,9 @@ def config_rows(entry: Entry) -> list[tuple[str, str, bool]]:
     rows = [
         (text_of(key, 80), text_of(value), key in entry.overrides)
         for key, value in entry.config.items()
-        if not is_of_another_method(key, entry)
+        if key in entry.overrides or uses(entry.config, key)
     ]
     return sorted(rows, key=lambda row: (not row[2], row[0]))
-
-
-def is_of_another_method(key: str, entry: Entry) -> bool:
-    """Whether a key is an option of a method or server optimizer that the run does not use."""
-    table, dot, _ = key.partition(".")
-    used = {entry.config.get("method"), entry.config.get("server-optimizer"), "privacy"}
-    return bool(dot) and table not in used and key not in entry.overrides
 
 
 def privacy_rows(entry: Entry) -> list[tuple[str, str]]:
