@@ -21,6 +21,7 @@ from client_app.server_optimizer_terms import server_optimizer_terms
 from client_app.trainer import Duration, Phase
 from models import StagedModel
 from protocol.messages import Arrays
+from protocol.options import one_of, option
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,26 @@ class LocalObjective(Method):
         `ctx.model` is the trained model; it may share its memory with `update.arrays`.
         """
         return update
+
+
+@dataclass(frozen=True)
+class PreviousModelObjective(LocalObjective):
+    """Compares with the global model and with this client's previous one, its client state."""
+
+    is_stateful: ClassVar[bool] = True
+    uses_global: ClassVar[bool] = True
+    uses_previous: ClassVar[bool] = True
+    client_state: ClassVar[str] = "its previous local model"
+
+    first_use: str = option(
+        one_of("received", "initial"),
+        "previous model at a client's first participation",
+        source="initial: FedIntR's code",
+    )
+
+    def first_previous(self, ctx: RoundContext) -> Arrays | None:
+        """The weights that `first-use` selects; None in round 1."""
+        return previous_at_first_use(ctx, self.first_use)
 
 
 def previous_at_first_use(ctx: RoundContext, first_use: str) -> Arrays | None:

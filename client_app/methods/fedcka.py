@@ -26,11 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.method import ModelParts
-from client_app.objective import Batch, LocalObjective, previous_at_first_use
-from client_app.round import RoundContext
+from client_app.objective import Batch, PreviousModelObjective
 from client_app.similarity import alignment, kernel_view, linear_alignment, linear_view
 from models import StagedModel
-from protocol.messages import Arrays
 from protocol.options import at_least, one_of, option
 
 PROJECTION_WIDTH = 256  # outputs of a head in FedIntR's code
@@ -82,13 +80,9 @@ def cka_contrast(
 
 
 @dataclass(frozen=True)
-class FedCKA(LocalObjective):
+class FedCKA(PreviousModelObjective):
     """CKA contrast at the M layers nearest the input."""
 
-    is_stateful: ClassVar[bool] = True
-    uses_global: ClassVar[bool] = True
-    uses_previous: ClassVar[bool] = True
-    client_state: ClassVar[str] = "its previous local model"
     equals_fedavg_at: ClassVar[Mapping[str, float]] = {"mu": 0.0}
     regularises: ClassVar[str] = "first M layers, towards the global, away from the previous model"
     paper: ClassVar[str] = "Son et al. 2022 (FedCKA)"
@@ -112,21 +106,12 @@ class FedCKA(LocalObjective):
         "compare the layers' outputs, or a projection of each",
         source="the paper: none; FedIntR's code: mlp-side",
     )
-    first_use: str = option(
-        one_of("received", "initial"),
-        "previous model at a client's first participation",
-        source="initial: FedIntR's code",
-    )
 
     def model_parts(self) -> ModelParts:
         """A projection head at each layer compared, with `projection = "mlp-side"`."""
         if self.projection == "none":
             return ModelParts()
         return ModelParts(projection_heads=PROJECTION_WIDTH, head_stages=(None, self.num_layers))
-
-    def first_previous(self, ctx: RoundContext) -> Arrays | None:
-        """The weights that `first-use` selects; None in round 1."""
-        return previous_at_first_use(ctx, self.first_use)
 
     def represent(self, model: StagedModel, outputs: list[Tensor]) -> list[Tensor]:
         """The layers' outputs, or their projections [B, 256]."""

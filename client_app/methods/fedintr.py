@@ -27,10 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.method import ModelParts
-from client_app.objective import Batch, LocalObjective, previous_at_first_use
-from client_app.round import RoundContext
+from client_app.objective import Batch, PreviousModelObjective
 from models import StagedModel
-from protocol.messages import Arrays
 from protocol.options import at_least, more_than, one_of, option, true_or_false
 
 
@@ -54,13 +52,9 @@ def similarity_weights(s_g: Tensor, tau: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FedIntR(LocalObjective):
+class FedIntR(PreviousModelObjective):
     """Contrast at every stage, each through its own projection head."""
 
-    is_stateful: ClassVar[bool] = True
-    uses_global: ClassVar[bool] = True
-    uses_previous: ClassVar[bool] = True
-    client_state: ClassVar[str] = "its previous local model"
     equals_fedavg_at: ClassVar[Mapping[str, float]] = {"mu": 0.0}
     regularises: ClassVar[str] = "all stages, towards the global, away from the previous model"
     paper: ClassVar[str] = "Tun et al. 2023 (FedIntR)"
@@ -84,19 +78,10 @@ class FedIntR(LocalObjective):
     projection_width: int = option(
         at_least(1), "d: outputs of each projection head", source="Sec. IV; the paper: 256"
     )
-    first_use: str = option(
-        one_of("received", "initial"),
-        "previous model at a client's first participation",
-        source="initial: authors' code",
-    )
 
     def model_parts(self) -> ModelParts:
         """A projection head q_k for every stage."""
         return ModelParts(projection_heads=self.projection_width)
-
-    def first_previous(self, ctx: RoundContext) -> Arrays | None:
-        """The weights that `first-use` selects; None in round 1."""
-        return previous_at_first_use(ctx, self.first_use)
 
     def layers(self, model: StagedModel) -> list[str]:
         """All stages of the network."""

@@ -26,10 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.method import ModelParts
-from client_app.objective import Batch, LocalObjective, previous_at_first_use
-from client_app.round import RoundContext
+from client_app.objective import Batch, PreviousModelObjective
 from models import StagedModel
-from protocol.messages import Arrays
 from protocol.options import at_least, more_than, one_of, option
 
 PROJECTION_WIDTH = 256  # outputs of the side branch, as many as of the projection in line
@@ -52,13 +50,9 @@ def model_contrastive_loss(
 
 
 @dataclass(frozen=True)
-class MOON(LocalObjective):
+class MOON(PreviousModelObjective):
     """Contrast at the classifier's input, or at a projection."""
 
-    is_stateful: ClassVar[bool] = True
-    uses_global: ClassVar[bool] = True
-    uses_previous: ClassVar[bool] = True
-    client_state: ClassVar[str] = "its previous local model"
     equals_fedavg_at: ClassVar[Mapping[str, float]] = {"mu": 0.0}
     regularises: ClassVar[str] = (
         "classifier's input, towards the global, away from the previous model"
@@ -92,10 +86,6 @@ class MOON(LocalObjective):
         if self.projection == "mlp-side":
             return ModelParts(projection_heads=PROJECTION_WIDTH, head_stages=(-1, None))
         return ModelParts(projection=self.projection)
-
-    def first_previous(self, ctx: RoundContext) -> Arrays | None:
-        """The weights that `first-use` selects; None in round 1."""
-        return previous_at_first_use(ctx, self.first_use)
 
     def layers(self, model: StagedModel) -> list[str]:
         """The classifier's input; the last stage's output where the projection is a side branch."""
