@@ -13,7 +13,7 @@ from flwr.app import Context, Error, Message, MessageType, RecordDict
 
 from client_app.worker_socket import exchange, wait_until_ready
 from protocol.code import code_digest
-from protocol.flower_compat import context_to_bytes, message_to_bytes, records_from_bytes
+from protocol.flower_compat import from_bytes, to_bytes
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
@@ -27,8 +27,8 @@ def send_to_worker(path: str, message: Message, context: Context) -> RecordDict 
     deadline = time.monotonic() + limit_s
     request = [
         json.dumps({"kind": "message", "code": code_digest(), "limit_s": limit_s}).encode(),
-        message_to_bytes(message),
-        context_to_bytes(context),
+        to_bytes(message),
+        to_bytes(context),
     ]
     for attempt in range(2):
         try:
@@ -37,7 +37,7 @@ def send_to_worker(path: str, message: Message, context: Context) -> RecordDict 
             header, *rest = exchange(path, request, deadline)
             if error := json.loads(header).get("error"):
                 return Error(int(error["code"]), str(error["reason"]))
-            return records_from_bytes(rest[0])
+            return from_bytes(RecordDict, rest[0])
         except TimeoutError as late:
             reason = str(late)
             break

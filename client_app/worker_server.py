@@ -56,7 +56,7 @@ from client_app.worker_socket import (
 )
 from protocol.code import code_digest
 from protocol.files import remove_parts
-from protocol.flower_compat import context_from_bytes, message_from_bytes, records_to_bytes
+from protocol.flower_compat import from_bytes, to_bytes
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
@@ -190,7 +190,7 @@ class WorkerProcess:
                 *(run_and_round(message), client_name(context.node_config)),
                 *(metrics["num-examples"], metrics["num-steps"], seconds),
             )
-        return [b"{}", records_to_bytes(content)]
+        return [b"{}", to_bytes(content)]
 
     def _accept(self) -> None:
         while True:
@@ -249,7 +249,7 @@ class WorkerProcess:
         limit_s = float(header["limit_s"])
         if not 0 < limit_s <= max_timeout_s:
             raise ValueError(f"limit_s = {limit_s}: expected more than 0, at most {max_timeout_s}")
-        message, context = message_from_bytes(frames[0]), context_from_bytes(frames[1])
+        message, context = from_bytes(Message, frames[0]), from_bytes(Context, frames[1])
         request = Request(peer, message, context, limit_s)
         try:
             self.requests.put_nowait(request)

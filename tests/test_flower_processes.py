@@ -101,15 +101,15 @@ def test_messages_contexts_and_records_survive_serialisation():
     flower_compat.begin_task(7)
     message = Message(records, dst_node_id=3, message_type="train")
     flower_compat.assign_message_id(message, "id")
-    copy = flower_compat.message_from_bytes(flower_compat.message_to_bytes(message))
+    copy = flower_compat.from_bytes(Message, flower_compat.to_bytes(message))
     assert copy.content == records
     assert copy.metadata.message_id == "id"
     assert copy.metadata.message_type == "train"
     context = Context(7, 3, {"name": "site-a"}, records, {"lr": 0.1})
-    copied = flower_compat.context_from_bytes(flower_compat.context_to_bytes(context))
+    copied = flower_compat.from_bytes(Context, flower_compat.to_bytes(context))
     assert copied.node_config == {"name": "site-a"}
     assert copied.state == records
-    back = flower_compat.records_from_bytes(flower_compat.records_to_bytes(records))
+    back = flower_compat.from_bytes(RecordDict, flower_compat.to_bytes(records))
     assert back == records
 
 

@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from run_fixtures import FACTS
 
 from protocol.config import resolve_config
-from protocol.flower_compat import begin_task, records_from_bytes, records_to_bytes
+from protocol.flower_compat import begin_task, from_bytes, to_bytes
 from protocol.messages import (
     EvaluateRequest,
     RosterEntry,
@@ -93,7 +93,7 @@ def test_flower_stores_packed_arrays_as_its_own():
     plain = ArrayRecord({"arrays": Array("uint8", *bytes_of(record))})
     assert record.object_id == plain.object_id
     assert record.deflate() == plain.deflate()
-    restored = records_from_bytes(records_to_bytes(RecordDict({"arrays": record})))
+    restored = from_bytes(RecordDict, to_bytes(RecordDict({"arrays": record})))
     assert_equal(tensors(restored.array_records["arrays"]), arrays())
     message_ = message(RecordDict({"arrays": record}))
     assert payload_bytes(message_) == plain.count_bytes() == record.count_bytes()

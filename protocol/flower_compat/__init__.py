@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr.app import Array, Context, Message, RecordDict
 from flwr.common.constant import (
@@ -334,34 +334,25 @@ def on_process_exit(function: Any) -> None:
 superlink_unavailable = "Connection to the SuperLink is unavailable"  # printed by `flwr`
 
 
-def message_to_bytes(message: Message) -> bytes:
-    """The message, serialised."""
-    return bytes(message_to_proto(message).SerializeToString())
+T = TypeVar("T", Message, Context, RecordDict)
+SERDE: dict[type, tuple[Any, Any, Any]] = {  # to protobuf, from it, its class
+    Message: (message_to_proto, message_from_proto, MessageProto),
+    Context: (context_to_proto, context_from_proto, ContextProto),
+    RecordDict: (recorddict_to_proto, recorddict_from_proto, RecordDictProto),
+}
 
 
-def message_from_bytes(content: bytes) -> Message:
-    """Inverse of `message_to_bytes`."""
-    return message_from_proto(MessageProto.FromString(content))
+def to_bytes(value: Message | Context | RecordDict) -> bytes:
+    """A message, a context or the content of a message, serialised."""
+    to_proto, _, _ = SERDE[type(value)]
+    return bytes(to_proto(value).SerializeToString())
 
 
-def context_to_bytes(context: Context) -> bytes:
-    """The context, serialised."""
-    return bytes(context_to_proto(context).SerializeToString())
-
-
-def context_from_bytes(content: bytes) -> Context:
-    """Inverse of `context_to_bytes`."""
-    return context_from_proto(ContextProto.FromString(content))
-
-
-def records_to_bytes(records: RecordDict) -> bytes:
-    """The content of a message, serialised."""
-    return bytes(recorddict_to_proto(records).SerializeToString())
-
-
-def records_from_bytes(content: bytes) -> RecordDict:
-    """Inverse of `records_to_bytes`."""
-    return recorddict_from_proto(RecordDictProto.FromString(content))
+def from_bytes(kind: type[T], content: bytes) -> T:
+    """Inverse of `to_bytes`."""
+    _, from_proto, proto = SERDE[kind]
+    value: T = from_proto(proto.FromString(content))
+    return value
 
 
 class FlowerChanged(RuntimeError):

@@ -26,11 +26,11 @@ from client_app.worker_socket import (
     receive_frame,
     worker_status,
 )
-from protocol.flower_compat import begin_task, context_to_bytes, message_to_bytes
+from protocol.flower_compat import begin_task, to_bytes
 
 begin_task(1)
-MESSAGE = message_to_bytes(Message(RecordDict(), dst_node_id=1, message_type=MessageType.QUERY))
-CONTEXT = context_to_bytes(Context(1, 1, {"partition-id": 0}, RecordDict(), {}))
+MESSAGE = to_bytes(Message(RecordDict(), dst_node_id=1, message_type=MessageType.QUERY))
+CONTEXT = to_bytes(Context(1, 1, {"partition-id": 0}, RecordDict(), {}))
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def test_many_idle_connections_do_not_keep_others_out(worker, monkeypatch):
 
 
 def test_who_does_not_take_its_reply_holds_up_nobody(worker, monkeypatch):
-    monkeypatch.setattr(client_app.worker_server, "records_to_bytes", lambda content: bytes(2**24))
+    monkeypatch.setattr(client_app.worker_server, "to_bytes", lambda content: bytes(2**24))
     with connect(worker) as peer:
         peer.sendall(framed(header(worker), MESSAGE, CONTEXT))
         time.sleep(0.2)
@@ -257,7 +257,7 @@ def messages_of(worker, clients):
     """Send a message of each client, each in a thread; the threads."""
 
     def send(client):
-        context = context_to_bytes(Context(1, 1, {"name": client}, RecordDict(), {}))
+        context = to_bytes(Context(1, 1, {"name": client}, RecordDict(), {}))
         exchange(worker.path, [header(worker), MESSAGE, context], time.monotonic() + 20)
 
     threads = [threading.Thread(target=send, args=[client]) for client in clients]

@@ -50,10 +50,8 @@ from protocol.files import digest
 from protocol.flower_compat import (
     assign_source_node,
     begin_task,
-    context_to_bytes,
-    message_to_bytes,
-    records_from_bytes,
-    records_to_bytes,
+    from_bytes,
+    to_bytes,
 )
 from protocol.messages import (
     PACKED,
@@ -68,10 +66,9 @@ from protocol.messages import (
 from protocol.text import in_one_line, is_client_name
 from server_app.audit import AuditLog, audit_end, audit_problem
 from server_app.history import append_history, truncate_history
-from server_app.manifest import read_manifest
 from server_app.roster import read_saved_roster, save_roster
 from server_app.run_directory import Checkpoint, RunDirectory, read_arrays, save_arrays
-from server_app.summary import read_run_config, read_summary, summarise
+from server_app.summary import read_manifest, read_run_config, read_summary, summarise
 from strategies.validation import ExpectedReply, NormReference, Validation
 
 max_seconds = 5.0
@@ -208,7 +205,7 @@ def is_accepted(content: RecordDict) -> bool:
 def reply_envelope(content: bytes) -> bool:
     """The protobuf of a reply's records."""
     try:
-        records = records_from_bytes(content)
+        records = from_bytes(RecordDict, content)
     except Exception:  # as `Exchange` treats a reply that cannot be read
         return False
     return is_accepted(records)
@@ -275,8 +272,8 @@ class FuzzedWorker(worker_server.WorkerProcess):
 def frames_of(code: str) -> bytes:
     """A valid request."""
     header = json.dumps({"kind": "message", "code": code, "limit_s": 20.0}).encode()
-    message = message_to_bytes(Message(reply_of(), 1, MessageType.TRAIN))
-    context = context_to_bytes(Context(1, 1, {"partition-id": 0}, RecordDict(), {}))
+    message = to_bytes(Message(reply_of(), 1, MessageType.TRAIN))
+    context = to_bytes(Context(1, 1, {"partition-id": 0}, RecordDict(), {}))
     return b"".join(struct.pack(">Q", len(f)) + f for f in (header, message, context))
 
 
@@ -426,7 +423,7 @@ def targets(folder: Path) -> Iterator[dict[str, tuple[bytes, Callable[..., bytes
     packed = bytes(array_record(ARRAYS)["arrays"].data)
     entry = str(roster_content(ENTRY)["roster"]["entry"]).encode()
     found: dict[str, tuple[bytes, Callable[..., bytes], Check]] = {
-        "reply": (records_to_bytes(reply_of()), mutate_bytes, reply_envelope),
+        "reply": (to_bytes(reply_of()), mutate_bytes, reply_envelope),
         "reply's arrays": (packed, mutate_tensors, reply_arrays),
         "roster entry": (entry, mutate_text, roster_text),
         "frames": (frames_of(worker_server.code_digest()), mutate_bytes, frames_check()),
