@@ -77,10 +77,8 @@ from server_app.run_directory import (
     NUM_CHECKPOINTS,
     Checkpoint,
     RunDirectory,
-    named_directory,
     new_run_directory,
     open_run_directory,
-    runs_directory,
     save_arrays,
 )
 from server_app.simulated_roster import (
@@ -90,6 +88,7 @@ from server_app.simulated_roster import (
     shown_entries,
     simulated_roster,
 )
+from server_app.summary import new_path, runs_directory
 from strategies import Average, strategy_for
 from strategies.average import RoundReport, TooFewRepliesError
 from strategies.validation import RECORD_BYTES
@@ -184,7 +183,7 @@ def prepare(
     """Check all that can be checked before round 1, then make (or open) the run directory."""
     check_config(config)
     if not resumed:
-        named_directory(config)  # raises if it exists
+        new_path(config)  # raises if it exists
     grid = with_logical_clients(grid, config.rounds.num_clients)
     method = method_of(config)
     source = open_source(config)  # decoded here, before any client opens it

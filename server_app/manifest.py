@@ -24,7 +24,7 @@ from protocol.files import digest, write_atomically
 from protocol.messages import RosterEntry
 from server_app.audit import AUDIT_FILE, audit_end, audit_problem
 from server_app.preflight import WorkerOnNode
-from server_app.summary import read_object
+from server_app.summary import read_manifest
 
 log = logging.getLogger("keel.server")
 
@@ -188,17 +188,6 @@ def audit_fault(directory: Path) -> str:
         found = read_manifest(directory).get("audit")
         end = found if isinstance(found, dict) else None
     return audit_problem(directory, end, is_resumed=True)
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The content of manifest.json (bundle.json before 0.2); {} if there is none yet.
-
-    ValueError naming the file if it is damaged.
-    """
-    path = directory / "manifest.json"
-    if not path.exists():
-        path = directory / "bundle.json"
-    return read_object(path) if path.exists() else {}
 
 
 def update(directory: Path, **fields: Any) -> None:

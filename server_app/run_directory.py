@@ -34,7 +34,7 @@ from protocol.messages import UNREADABLE, Arrays, with_current_names
 from protocol.options import OptionValue
 from protocol.packing import Pieces, packed_pieces
 from server_app.history import DAMAGE, HISTORY_FILE, whole_lines
-from server_app.summary import check_has_state, read_config_file
+from server_app.summary import check_has_state, new_path, read_config_file
 
 log = logging.getLogger("keel.server")
 NUM_CHECKPOINTS = 2
@@ -290,40 +290,17 @@ def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:
     return Checkpoint(round_, arrays, state)
 
 
-def named_directory(config: RunConfig) -> Path | None:
-    """The directory that `run-name` names; None without one. ValueError if it exists."""
-    name = config.rounds.run_name
-    if not name:
-        return None
-    path = runs_directory(config) / name
-    if path.exists():
-        raise ValueError(
-            f"run-name = {name!r}: {path} exists: choose another name, or continue that run with "
-            f"`keel resume {name}`"
-        )
-    return path
-
-
-def runs_directory(config: RunConfig) -> Path:
-    """The directory in which the run directory is made."""
-    return Path(config.rounds.output_dir or keel_home() / "runs").expanduser()
-
-
 def new_run_directory(config: RunConfig) -> RunDirectory:
-    """A new, empty directory: `run-name`, else time, method and data; never an existing one."""
-    base, named = runs_directory(config), named_directory(config)
-    started, kind = time.strftime("%Y%m%d-%H%M%S"), config.data.source.partition(":")[0]
-    stem = f"{started}-{config.rounds.method}-{kind}"
-    for attempt in range(1000):
-        path = named or base / (f"{stem}-{attempt}" if attempt else stem)
+    """A new, empty directory at `new_path`; never an existing one."""
+    while True:
+        path = new_path(config)
         try:
             path.mkdir(parents=True)
-        except FileExistsError:
+        except FileExistsError:  # another run was faster
             continue
         except OSError as error:
             raise ValueError(f"output-dir: {path} cannot be made: {error.strerror}") from error
         return RunDirectory(path)
-    raise ValueError(f"output-dir: {base} has a thousand runs that started in this second")
 
 
 def open_run_directory(

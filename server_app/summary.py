@@ -4,8 +4,10 @@ It has all that a list of runs shows, so that no reader has to open the history.
 """
 
 import errno
+import itertools
 import json
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import reduce
@@ -16,6 +18,7 @@ from protocol.config import (
     RunConfig,
     config_from_json,
     default_config,
+    keel_home,
     presets,
     with_current_names,
 )
@@ -149,6 +152,28 @@ def read_summary(directory: Path) -> dict[str, Any]:
     return summary | {"directory": str(directory)}
 
 
+def runs_directory(config: RunConfig) -> Path:
+    """The directory in which the run directory is made."""
+    return Path(config.rounds.output_dir or keel_home() / "runs").expanduser()
+
+
+def new_path(config: RunConfig) -> Path:
+    """A path for a run directory, named by run-name, else by time, method and data.
+
+    ValueError if the path that `run-name` says exists.
+    """
+    rounds, source = config.rounds, config.data.source.partition(":")[0]
+    name = rounds.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{rounds.method}-{source}"
+    paths = (runs_directory(config) / f"{name}{f'-{n}' if n else ''}" for n in itertools.count())
+    path = next(path for path in paths if rounds.run_name or not path.exists())
+    if path.exists():
+        raise ValueError(
+            f"run-name = {name!r}: {path} exists: choose another name, or continue that run with "
+            f"`keel resume {name}`"
+        )
+    return path
+
+
 def check_has_state(directory: Path) -> None:
     """ValueError if the run has finished and has no checkpoints, as with keep-state = false."""
     has_checkpoints = any((directory / "checkpoints").glob("round-*"))
@@ -173,6 +198,17 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} is damaged: it is not a JSON object")
     return found
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The content of manifest.json (bundle.json before 0.2); {} if there is none yet.
+
+    ValueError naming the file if it is damaged.
+    """
+    path = directory / "manifest.json"
+    if not path.exists():
+        path = directory / "bundle.json"
+    return read_object(path) if path.exists() else {}
 
 
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:

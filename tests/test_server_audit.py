@@ -8,7 +8,8 @@ from run_fixtures import SMALL, resume
 from server_app.audit import AuditLog, audit_end, audit_problem
 from server_app.history import append_history
 from server_app.inline import run_inline
-from server_app.manifest import audit_fault, read_manifest
+from server_app.manifest import audit_fault
+from server_app.summary import read_manifest
 
 HISTORY = {"losses": {}, "seconds": {}, "left_out": {}}
 

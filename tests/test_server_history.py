@@ -26,8 +26,15 @@ from server_app.history import (
     whole_lines,
     without_clients,
 )
-from server_app.manifest import read_manifest, versions
-from server_app.summary import headline, read_config_file, read_summary, summarise, write_summary
+from server_app.manifest import versions
+from server_app.summary import (
+    headline,
+    read_config_file,
+    read_manifest,
+    read_summary,
+    summarise,
+    write_summary,
+)
 from server_app.trained import load_model
 
 OLD_RUN = Path(__file__).parent / "data" / "run-0.1"

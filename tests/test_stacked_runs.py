@@ -22,10 +22,9 @@ from keel.experiments.runs import identity
 from keel.experiments.verify import verify
 from protocol.files import digest
 from server_app.inline import run_inline
-from server_app.manifest import read_manifest
 from server_app.run_directory import round_of
 from server_app.stacked_runs import run_stacked, trained_together
-from server_app.summary import read_summary
+from server_app.summary import read_manifest, read_summary
 from strategies.average import TooFewRepliesError
 
 TIMES = ("seconds", "client_seconds", "client_cpu_seconds")

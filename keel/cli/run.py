@@ -1,7 +1,6 @@
 """`keel run` and `keel resume`: validate, show what will run, execute it on an engine."""
 
 import os
-import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -12,10 +11,10 @@ import typer
 
 from keel.cli.interrupts import INTERRUPTED_CODE, interruptible
 from keel.cli.overrides import check_simulated, checked_config, parse_overrides
-from keel.runs import FINISHED, SavedRun, all_runs, find_run, only_run, runs_directory
+from keel.runs import FINISHED, SavedRun, all_runs, find_run, only_run
 from protocol.config import RunConfig
 from protocol.options import OptionValue
-from server_app.summary import check_has_state
+from server_app.summary import check_has_state, new_path
 
 if TYPE_CHECKING:
     from keel.cli.engines import Job
@@ -308,22 +307,8 @@ def with_clients(
 
 
 def new_directory(config: RunConfig) -> Path:
-    """A path for a run directory, named by run-name, else by time, method and data.
-
-    ValueError if it exists or cannot be made.
-    """
-    rounds = config.rounds
-    base = Path(rounds.output_dir).expanduser() if rounds.output_dir else runs_directory()
-    source = config.data.source.partition(":")[0]
-    stem = rounds.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{rounds.method}-{source}"
-    path, number = base / stem, 1
-    while path.exists() and not rounds.run_name:
-        path, number = base / f"{stem}-{number}", number + 1
-    if path.exists():
-        raise ValueError(
-            f"run-name = {rounds.run_name!r}: {path} exists: choose another name, or continue that "
-            f"run with `keel resume {rounds.run_name}`"
-        )
+    """`new_path`; ValueError also if it cannot be made."""
+    path = new_path(config)
     parent = next(folder for folder in path.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ValueError(

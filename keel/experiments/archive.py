@@ -15,10 +15,11 @@ from typing import Any
 
 from keel.experiments.measure import CLOCKS, is_divergence
 from keel.experiments.plan import load_job, runs_needed
-from keel.experiments.runs import manifest_in, name_of, read_json
+from keel.experiments.runs import name_of, read_json
 from protocol.config import resolve_config
 from protocol.files import digest, write_atomically
 from server_app.history import CURVES, Line, read_history
+from server_app.summary import read_manifest
 
 PRIVATE = ("output-dir", "data-dir", "resume", "run-name")
 MANIFEST = ("code", "keel", "machines", "precision", "simulated", "versions")
@@ -81,7 +82,7 @@ def copies(directory: Path) -> Iterator[tuple[str, str]]:
     yield "config.json", json.dumps({"config": without_folders(config)})
     summary = read_json(directory / "summary.json")
     yield "summary.json", json.dumps({"status": str(summary["status"])[:MAX_STATUS]})
-    manifest = manifest_in(directory)
+    manifest = read_manifest(directory)
     yield "manifest.json", json.dumps({key: manifest[key] for key in MANIFEST if key in manifest})
     yield (
         "history.jsonl",

@@ -17,6 +17,7 @@ from protocol.code import code_version
 from protocol.config import RENAMED_KEYS, RENAMED_VALUES, RunConfig, default_config, resolve_config
 from protocol.options import OptionValue
 from server_app.history import HISTORY_FILE, HistoryReader
+from server_app.summary import read_manifest, read_object
 
 # The name of a run ends in a hash of the keys that its result depends on, where they differ from
 # the defaults: a key that is new in Keel changes no name. Keys and values are hashed under their
@@ -255,13 +256,7 @@ def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, output: Pat
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; empty if there is no file. ValueError naming a damaged one."""
-    try:
-        content = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged: expected a JSON object")
-    return content
+    return read_object(path) if path.is_file() else {}
 
 
 def status_of(directory: Path) -> str:
@@ -274,15 +269,9 @@ def status_of(directory: Path) -> str:
     return status if status == "finished" and not is_cut else ""
 
 
-def manifest_in(directory: Path) -> dict[str, Any]:
-    """The manifest, under its name of today or of 0.1."""
-    path = directory / "manifest.json"
-    return read_json(path if path.exists() else directory / "bundle.json")
-
-
 def code_of(directory: Path) -> tuple[str, ...]:
     """The code that worked on the run, one `code_version` each; several after a resume."""
-    manifest = manifest_in(directory)
+    manifest = read_manifest(directory)
     versions = manifest.get("versions", {})
     then = code_version(versions.get("sources", UNKNOWN), versions.get("torch", UNKNOWN))
     return tuple(manifest.get("code", [then]))  # `code` is not in manifests before 0.2
@@ -290,7 +279,7 @@ def code_of(directory: Path) -> tuple[str, ...]:
 
 def precision_of(directory: Path) -> list[str]:
     """What `precision = "auto"` was in the run; empty if the run had another value."""
-    return list(manifest_in(directory).get("precision", []))
+    return list(read_manifest(directory).get("precision", []))
 
 
 @lru_cache(maxsize=4096)
@@ -313,7 +302,7 @@ def machines_of(directory: Path) -> list[str]:
 
     "its clients' own" if its clients were sites, whose machines are not known.
     """
-    manifest = manifest_in(directory)
+    manifest = read_manifest(directory)
     if not manifest.get("simulated", True):
         return ["its clients' own"]
     versions = manifest.get("versions", {"cpu": "not recorded", "gpu": "none"})

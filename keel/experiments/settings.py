@@ -7,10 +7,11 @@ from typing import Any
 
 from keel.experiments.plan import Result, differing, with_own_lengths
 from keel.experiments.recipe import Recipe
-from keel.experiments.runs import Options, machines_of, manifest_in, run_of, wall_seconds
+from keel.experiments.runs import Options, machines_of, run_of, wall_seconds
 from keel.views.store import Entry
 from protocol.config import resolve_config
 from server_app.history import duration
+from server_app.summary import read_manifest
 
 # always shown; further keys where they differ from the paper's
 SHOWN = (
@@ -81,7 +82,7 @@ def package_sentences(results: Sequence[Result]) -> Iterator[str]:
     """The versions of Keel and of packages that the runs recorded."""
     found: dict[str, dict[str, None]] = {}
     for directory in finished_in(results):
-        manifest = manifest_in(directory)
+        manifest = read_manifest(directory)
         for version in manifest.get("keel", ()):
             found.setdefault("keel", {})[str(version)] = None
         for name, version in manifest.get("versions", {}).items():

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from keel.experiments.runs import Run, manifest_in, status_of
+from keel.experiments.runs import Run, status_of
 from protocol.config import resolve_config
 from server_app.observers import SummaryTable
 from server_app.stacked_runs import run_stacked, shared_keys
+from server_app.summary import read_manifest
 
 
 def num_together(run: Run) -> int:
@@ -36,7 +37,7 @@ def interrupted_group(run: Run) -> str:
     """The group in which the run's newest attempt was interrupted; "": none, so it restarts."""
     for attempt in run.attempts()[-1:]:
         if not (status_of(attempt) or run.other_default(attempt) or run.other_code(attempt)):
-            return str(manifest_in(attempt).get("stacked", {}).get("group", ""))
+            return str(read_manifest(attempt).get("stacked", {}).get("group", ""))
     return ""
 
 
@@ -44,7 +45,7 @@ def directories_of(group: str, runs: Path) -> list[Path]:
     """The run directories of a group, in their order, below the folder of all runs."""
     places = {}
     for path in runs.glob("*/*/manifest.json"):
-        stacked = manifest_in(path.parent).get("stacked", {})
+        stacked = read_manifest(path.parent).get("stacked", {})
         if stacked.get("group") == group:
             places[stacked["place"]] = path.parent
     return [places[place] for place in sorted(places)]

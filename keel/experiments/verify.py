@@ -23,8 +23,8 @@ from server_app.audit import AUDIT_FILE, audit_problem
 from server_app.federation import one_round, prepare
 from server_app.history import read_history
 from server_app.inline import Companions, InlineGrid, simulated_nodes
-from server_app.manifest import read_manifest, signed_files, versions
-from server_app.summary import read_config_file, read_run_config
+from server_app.manifest import signed_files, versions
+from server_app.summary import read_config_file, read_manifest, read_run_config
 
 MAX_DIFFERENCE = 0.02  # accuracy in [0, 1]: other versions or processors, after a few rounds
 MANIFESTS = ("manifest.json", "bundle.json")  # today's name, and that of 0.1

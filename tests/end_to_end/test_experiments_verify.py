@@ -16,7 +16,8 @@ from keel.experiments.verify import checks, unfinished
 from protocol.code import sources_digest
 from protocol.config import keel_version, resolve_config
 from protocol.files import digest
-from server_app.manifest import begin_manifest, read_manifest, versions
+from server_app.manifest import begin_manifest, versions
+from server_app.summary import read_manifest
 
 keys = {"source": "digits", "model": "cnn-fedreco", "num-clients": 4}
 

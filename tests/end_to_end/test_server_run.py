@@ -47,8 +47,8 @@ from protocol.config import default_config, resolve_config
 from protocol.seeds import seed_of
 from server_app.federation import DivergedError
 from server_app.inline import InlineGrid, run_inline
-from server_app.manifest import read_manifest
 from server_app.run_directory import Checkpoint, RunDirectory, read_arrays
+from server_app.summary import read_manifest
 from server_app.trained import load_model
 from strategies.average import TooFewRepliesError
 

@@ -560,7 +560,7 @@ def test_a_damaged_job_is_named(tmp_path):
     job = tmp_path / "jobs" / "x.json"
     for text, message in (
         ("{", "is damaged: "),
-        ("[]", "expected a JSON object"),
+        ("[]", "it is not a JSON object"),
         ("{}", "'text' is missing"),
     ):
         job.write_text(text)

@@ -11,8 +11,7 @@ from keel.experiments.runs import Options
 from keel.experiments.stack import directories_of, interrupted_group, run_together, stack_of
 from keel.experiments.tasks import claimed, execute_all
 from protocol.code import code_version
-from server_app.manifest import read_manifest
-from server_app.summary import read_summary
+from server_app.summary import read_manifest, read_summary
 
 sweep = Path(__file__).parent.parent.parent / "docs" / "sweep.yaml"
 

@@ -43,8 +43,8 @@ from protocol.options import OptionValue
 from server_app.audit import audit_problem
 from server_app.history import read_history
 from server_app.inline import run_inline
-from server_app.manifest import read_manifest
 from server_app.run_directory import read_arrays
+from server_app.summary import read_manifest
 from tests.tools.processes import client_app_pid, descendants
 
 kinds = ("serverapp", "superlink", "supernode", "executor", "clientapp", "worker")
