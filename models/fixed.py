@@ -49,7 +49,7 @@ class FixedModule(nn.Module):
         """As in `nn.Module`."""
         for module in self._submodules:
             if module.training is not mode:
-                module.training = mode
+                vars(module)["training"] = mode  # `__setattr__` looks for submodules first
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
