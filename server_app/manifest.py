@@ -117,9 +117,16 @@ def begin_manifest(
                 (directory / name).rename(directory / f"{name}.damaged")
         log.warning("%s; it is renamed to *.damaged, and a new one is begun", error)
         before = {"code": ["not recorded"]}
+    code = before.get("code", [])
+    if code and code_version() not in code:
+        log.warning(
+            "the rounds so far are of other code (%s; now %s): this run will mix them",
+            "; ".join(code),
+            code_version(),
+        )
     fields: dict[str, Any] = {
         "versions": before["versions"] if before.get("rounds") else versions(),
-        "code": appended(before.get("code", []), code_version()),
+        "code": appended(code, code_version()),
         "keel": appended(before.get("keel", []), f"{keel_version()} {commit()}".strip()),
         "clients": num_clients,
         "simulated": is_simulated,

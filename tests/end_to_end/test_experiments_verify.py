@@ -106,6 +106,15 @@ def test_a_manifest_names_keel_and_every_machine_that_worked_on_the_run(run, mon
     assert read_manifest(folder)["versions"] == manifest["versions"]
 
 
+def test_other_code_after_a_resume_is_named(run, monkeypatch):
+    folder = run({"num-rounds": 1})
+    assert not [check for check in checks(folder, 1) if check.found.startswith("code:")]
+    monkeypatch.setattr(server_app.manifest, "code_version", lambda: "another")
+    resume(folder, num_rounds=2)
+    (check,) = [check for check in checks(folder, 1) if check.found.startswith("code:")]
+    assert check.found.endswith(", then another")
+
+
 def test_another_commit_of_the_same_sources_is_the_same_place(run, monkeypatch):
     folder = run({"num-rounds": 1})
     monkeypatch.setattr(server_app.manifest, "commit", lambda: "another")

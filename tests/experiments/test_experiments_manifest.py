@@ -130,6 +130,14 @@ def test_only_rounds_of_the_versions_of_the_manifest_and_of_no_others_before_are
     assert noted(1, 2, torch="b") == ("b", "b1 b2")
 
 
+def test_a_resume_with_other_code_is_warned_of_once(tmp_path, monkeypatch, caplog):
+    for code in ("a", "a", "b", "a", "b"):
+        monkeypatch.setattr(server_app.manifest, "code_version", lambda code=code: code)
+        begin_manifest(tmp_path, resolve_config(keys), 0, True, "")
+    (message,) = caplog.messages
+    assert message == "the rounds so far are of other code (a; now b): this run will mix them"
+
+
 def test_where_sites_trained_is_not_said_to_be_the_servers_machine(tmp_path):
     begin_manifest(tmp_path, resolve_config(keys), 1, False, "")
     assert "machines" not in read_manifest(tmp_path)
