@@ -46,6 +46,7 @@ from client_app.site_privacy import PrivacyRefused, charge_release, check_limits
 from client_app.stacked import clients_that_fit, key_of_stack, train_stacked
 from client_app.state import ResetNeeded
 from client_app.worker_client import client_failed, run_and_round
+from protocol.code import line_in_method
 from protocol.config import config_from_json
 from protocol.exact_sum import ExactSum
 from protocol.files import private_files
@@ -174,14 +175,16 @@ def answer_as(message: Message, context: Context) -> RecordDict | Error:
 
 def error_reply(error: Exception, message: Message, context: Context) -> Error:
     """What the server is told of an error; the log has it too."""
-    reason = in_one_line(f"{type(error).__name__}: {error}", MAX_REASON)
+    place = line_in_method(error)
+    reason = in_one_line(f"{type(error).__name__}: {error}{place}", MAX_REASON)
     if isinstance(error, torch.OutOfMemoryError):
         sentence, *_ = reason.partition(". ")
         reason = (
             f"{sentence}: lower batch-size, cache-mb or clients-per-step, or set precision=bf16"
         )
     # or a full disk: no traceback
-    is_mistake = isinstance(error, ValueError | OSError | torch.OutOfMemoryError)
+    is_mistake = isinstance(error, OSError | torch.OutOfMemoryError)
+    is_mistake |= isinstance(error, ValueError) and not place
     try:
         client = client_name(context.node_config)
     except ValueError:

@@ -24,6 +24,7 @@ from client_app.setup import dataset_spec_of, model_for, open_source
 from client_app.state import StateFolder
 from keel.cli.new_method import placeholders
 from protocol.catalogue import FLAGS, method_spec
+from protocol.code import line_in_method
 from protocol.config import RunConfig, default_config, resolve_config
 from protocol.messages import Arrays, TrainRequest
 from protocol.options import OptionValue, keys_of, parse_options
@@ -433,7 +434,7 @@ def check_method(name: str, directory: Path) -> Iterator[Result]:
             except CheckFailed as error:
                 outcome, reason = "FAIL", str(error)
             except Exception as error:  # of the method's own code
-                outcome, reason = "FAIL", f"{type(error).__name__}: {error}"
+                outcome, reason = "FAIL", f"{type(error).__name__}: {error}{line_in_method(error)}"
             yield Result(outcome, text, " ".join(reason.split()))
     finally:
         logging.disable(logging.NOTSET)

@@ -1,10 +1,13 @@
 """The code that a run is made with: digests of its sources, and torch's version. Needs no torch."""
 
 import hashlib
+import traceback
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.metadata import version
+from pathlib import Path
 
+from protocol.catalogue import method_names, method_stem
 from protocol.config import app_folder
 
 run_by_worker = ("client_app", "data", "models", "protocol")  # packages
@@ -41,3 +44,23 @@ def code_version(sources: str = "", torch: str = "") -> str:
     """One line naming sources and torch, by default the installed ones; without torch's build."""
     torch = (torch or version("torch")).partition("+")[0]
     return f"sources {sources or sources_digest()}, torch {torch}"
+
+
+def line_in_method(error: BaseException) -> str:
+    """ " (FILE:LINE)" if the error arose in one half of a method, or outside Keel in its call.
+
+    "" if it arose elsewhere: there a ValueError is the user's mistake.
+    """
+    stems = {method_stem(name) for name in method_names()}
+    found = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        if not path.is_relative_to(app_folder):
+            continue
+        path = path.relative_to(app_folder)
+        if path.parts[0] not in (*run_by_worker, *SERVER_PACKAGES):  # as .venv
+            continue
+        is_half = str(path.parent) == "strategies" and path.stem in stems
+        is_method = is_half or path.parts[:2] == ("client_app", "methods")
+        found = f" ({path.as_posix()}:{frame.lineno})" if is_method else ""
+    return found

@@ -12,6 +12,7 @@ import typer
 from keel.cli.interrupts import INTERRUPTED_CODE, interruptible
 from keel.cli.overrides import check_simulated, checked_config, parse_overrides
 from keel.runs import FINISHED, SavedRun, all_runs, find_run, only_run
+from protocol.code import line_in_method
 from protocol.config import RunConfig
 from protocol.options import OptionValue
 from server_app.summary import check_has_state, new_path
@@ -216,9 +217,9 @@ def execute(
             terminal.bar.stop()
             terminal.stopped()
             raise
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RuntimeError) as error:
             if terminal.directory:  # training has begun: a failure
-                raise RuntimeError(str(error)) from error
+                raise RuntimeError(f"{error}{line_in_method(error)}") from error
             raise
     terminal.finished()
     return SavedRun(terminal.directory) if terminal.directory else None

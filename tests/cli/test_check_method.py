@@ -1,5 +1,6 @@
 """keel check-method passes sound methods and names what is wrong with broken ones."""
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ import keel.method_checks
 from client_app.methods import METHODS
 from client_app.methods.fedprox import FedProx
 from client_app.methods.fitnet import FitNet
+from client_app.methods.moon import MOON
 from keel.cli.main import main
 from keel.method_checks import check_method
 
@@ -102,6 +104,14 @@ def test_a_flag_that_only_the_class_has_is_named(monkeypatch, tmp_path):
     [result] = check_method("fedprox", tmp_path)
     assert result.outcome == "FAIL"
     assert result.reason.startswith("FedProx.shared_part is 'extractor', but 'model' where")
+
+
+def test_an_error_of_the_methods_code_is_named_with_its_line(few_checks, monkeypatch, tmp_path):
+    monkeypatch.setattr(MOON, "layers", lambda self, model: ["conv1", "conv2"])
+    reasons = {r.reason for r in check_method("moon", tmp_path) if r.outcome == "FAIL"}
+    assert reasons
+    form = r".*unpack .* \(client_app/methods/moon.py:\d+\)"
+    assert all(re.fullmatch(form, reason) for reason in reasons)
 
 
 def test_a_failure_is_exit_code_1(few_checks, monkeypatch, capsys):

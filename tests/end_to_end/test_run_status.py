@@ -16,10 +16,12 @@ from run_fixtures import SMALL, history_of, resume, summary_of
 
 import server_app.trackers
 from client_app.methods import METHODS
+from client_app.methods.moon import MOON
 from keel.runs import SavedRun
 from protocol.config import keel_version
 from server_app.inline import InlineGrid, run_inline
 from server_app.run_directory import RunDirectory
+from strategies.average import TooFewRepliesError
 
 root = Path(__file__).parents[2]
 quick = {"local-epochs": 0, "num-rounds": 2}
@@ -50,6 +52,15 @@ def test_run_log_has_run_round_and_client_in_every_line_that_is_about_them(run, 
     for number in (1, 2, 3):
         assert any(f"round {number}/3: " in line for line in lines)
     assert lines[-1].endswith(" INFO finished")
+
+
+def test_an_error_in_a_methods_file_has_its_line_and_a_traceback_in_run_log(tmp_path, monkeypatch):
+    """Two layers for one: `(z,) = batch.reps` is a ValueError, as the mistake of a user is."""
+    monkeypatch.setattr(MOON, "layers", lambda self, model: ["conv1", "conv2"])
+    with pytest.raises(TooFewRepliesError, match=r"unpack .*\(client_app/methods/moon.py:\d+\)"):
+        run_inline(SMALL | {"method": "moon", "output-dir": str(tmp_path)}, 2)
+    (log,) = tmp_path.glob("*/run.log")
+    assert 'client_app/methods/moon.py", line ' in log.read_text()
 
 
 def test_a_resumed_run_goes_on_in_the_same_log_and_others_do_not_write_there(run):
