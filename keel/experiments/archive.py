@@ -35,7 +35,7 @@ def pack(output: Path, archive: Path) -> list[Path]:
     for job in sorted((output / "jobs").glob("*.json")):
         recipe, options = load_job(job)
         files: dict[str, str] = {}
-        for run in runs_needed(recipe, recipe.cells, options, output, ()):
+        for run in runs_needed(recipe, recipe.cells, options, output, None):
             if directory := run.ended():
                 config = resolve_config(without_folders(run.keys))
                 folder = f"runs/{name_of(config, run.is_timed)}/{directory.name}"

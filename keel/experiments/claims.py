@@ -32,7 +32,8 @@ class JudgedClaim:
     """A claim with its verdict and what it rests on.
 
     effect, interval, paper_effect: left minus right, in percentage points or seconds; the interval
-    is the 95 % t interval of the mean; None where there is no number.
+    is the 95 % t interval of the mean; None where there is no number, and the interval also if the
+    verdict rests on pairs without one.
     seeds: pairs of runs that were judged, failed ones included. share: the local steps of the runs
     over those from which the paper makes the claim. deviations: keys that differ from
     the paper's. failures: sides of which a run diverged, failed or left out updates.
@@ -66,7 +67,8 @@ def judge_claims(recipe: Recipe, results: Results, options: Options) -> list[Jud
       before the local steps from which the paper makes the claim.
     - Otherwise as `judge` says. The seed that chose a side's candidate is left out: it favours it.
     - A pair is the worst there is for the claim if the side that it puts ahead diverged or failed;
-      if only the other did, the pair counts as no difference.
+      if only the other did, the pair counts as no difference. It is no lead either where updates of
+      the other were left out for values that are not finite.
     - A time that is never reached is longer than any other. Times of different machines are not
       compared.
     """
@@ -125,7 +127,7 @@ def _judged(
         verdict=verdict,
         detail=detail,
         effect=statistics.fmean(differences) if differences else None,
-        interval=interval_of(differences),
+        interval=interval_of(differences) if len(differences) == len(leads) else None,
         paper_effect=paper_effect,
         seeds=len(leads),
         share=share,
@@ -153,7 +155,7 @@ def lacking(
     if len({name for side in sides for name in side.precision}) > 1:
         return "runs in different precision", "runs in one precision"
     if any(side.num_tried < side.num_candidates for side in sides):
-        return "values of which some were not tried", "the other values under `tune`"
+        return "values of which some were not tried or failed", "the other values under `tune`"
     for side, run in zip(sides, runs, strict=True):
         ours, paper = (resolve_config(keys).data.source for keys in (run.keys, side.cell.keys))
         if ours != paper and ":" not in ours:  # a folder may hold the paper's data
@@ -179,15 +181,16 @@ def compared(claim: Claim, left: Result, right: Result) -> tuple[list[float], li
     tuned_on = [s for s in dict.fromkeys((left.tuned_on, right.tuned_on)) if s in seeds]
     judged = [seed for seed in seeds if seed not in tuned_on]
     sign = 1 if claim.is_above else -1
-    ahead = left if claim.is_above != left.cell.take.is_time else right
+    ahead, behind = (left, right)[:: 1 if claim.is_above != left.cell.take.is_time else -1]
     differences, leads = [], []
     for seed in judged:
         ours, theirs = left.by_seed.get(seed), right.by_seed.get(seed)
         if ours is None or theirs is None:
             leads.append(0.0 if seed in ahead.by_seed else -math.inf)
             continue
-        leads.append(sign * (ours - theirs) if ours != theirs else 0.0)  # both may be infinite
-        if math.isfinite(leads[-1]) and math.isfinite(ours):
+        lead = sign * (ours - theirs) if ours != theirs else 0.0  # both may be infinite
+        leads.append(min(lead, 0.0) if seed in behind.not_finite else lead)
+        if leads[-1] == lead and math.isfinite(lead) and math.isfinite(ours):
             differences.append(ours - theirs)
     words = [failures_of(claim, (left, right))]
     is_time = left.cell.take.how == "seconds to"
@@ -261,19 +264,25 @@ def half_width_of(deviation: float, number: int) -> float:
 def judge(leads: Sequence[float]) -> str:
     """The verdict on leads, one a seed, that a claim says are positive.
 
-    Decided if the 95 % t interval of the mean does not contain 0. With infinite leads: reproduced
-    if all are positive and infinite, not reproduced if more than half are negative and infinite.
+    Decided if the 95 % t interval of the mean does not contain 0. An infinite lead counts as the
+    largest finite one on its side, and rules out the other verdict; where more than half are
+    negative and infinite, the claim is not reproduced.
     """
     if len(leads) < 2:
         return INCONCLUSIVE
-    if any(map(math.isinf, leads)):
-        if min(leads) == math.inf:
-            return REPRODUCED
-        return NOT_REPRODUCED if statistics.median_high(leads) == -math.inf else INCONCLUSIVE
-    interval = interval_of(leads)
+    finite = [lead for lead in leads if math.isfinite(lead)]
+    if min(leads) == math.inf:
+        return REPRODUCED
+    if statistics.median_high(leads) == -math.inf:
+        return NOT_REPRODUCED
+    if not finite:
+        return INCONCLUSIVE
+    interval = interval_of([max(min(finite), min(lead, max(finite))) for lead in leads])
     assert interval is not None
     low, high = interval
-    return REPRODUCED if low > 0 else NOT_REPRODUCED if high < 0 else INCONCLUSIVE
+    if low > 0 and -math.inf not in leads:
+        return REPRODUCED
+    return NOT_REPRODUCED if high < 0 and math.inf not in leads else INCONCLUSIVE
 
 
 def what_decides(

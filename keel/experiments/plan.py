@@ -11,6 +11,7 @@ from keel.experiments.measure import measure
 from keel.experiments.recipe import Cell, Recipe, parse_recipe
 from keel.experiments.runs import (
     DIVERGED,
+    FAILED,
     Options,
     Run,
     code_of,
@@ -153,7 +154,8 @@ class Result:
     num_seeds: how many were asked for. finished: the runs of the numbers, with their directories.
     failures: `diverged` or `failed`, by seed. code, and precision where it was "auto": of all runs
     that were read, the tuning's too.
-    tuned_on: the seed that chose the candidate, if there are several; `num_tried` have been run.
+    tuned_on: the seed that chose the candidate, if there are several: of `num_tried` its run
+    finished or diverged, of `num_failed` it failed.
     outdated: why the first run that does not count does not: its config, or its code.
     """
 
@@ -164,6 +166,7 @@ class Result:
     finished: Sequence[tuple[Run, Path]] = ()
     tuned_on: int | None = None
     num_tried: int = 1
+    num_failed: int = 0
     num_candidates: int = 1
     outdated: str = ""
     failures: Mapping[int, str] = field(default_factory=dict)
@@ -220,6 +223,12 @@ class Result:
         return f"updates left out: {number}{why}" if number else ""
 
     @property
+    def not_finite(self) -> set[int]:
+        """Seeds of runs with updates left out for values that are not finite, or too large."""
+        found = self.finished
+        return {int(run.keys["seed"]) for run, path in found if history_in(path).rounds_not_finite}
+
+    @property
     def machines(self) -> list[str]:
         """The machines of its runs."""
         return sorted({name for _, path in self.finished for name in machines_of(path)})
@@ -241,7 +250,8 @@ def result_of(cell: Cell, options: Options, output: Path) -> Result:
         num_seeds=len(options.seeds),
         finished=[(run, directory) for run in runs if (directory := run.finished())],
         tuned_on=options.tuning_seed if len(candidates) > 1 else None,
-        num_tried=sum(run.ended() is not None for run in tried),
+        num_tried=sum(run.is_done() for run in tried),
+        num_failed=sum(run.failure() == FAILED for run in tried),
         num_candidates=len(candidates),
         outdated=next(filter(None, (run.outdated() for run in [*tried, *runs])), ""),
         failures={seed: word for seed, word in failures.items() if word},

@@ -297,7 +297,8 @@ def missing(result: Result) -> Iterator[str]:
     if 0 < ended < result.num_seeds:
         yield f"{ended} of {result.num_seeds} seeds"
     if 0 < result.num_tried < result.num_candidates:
-        yield f"{result.num_tried} of {result.num_candidates} values tried"
+        failed = f", {result.num_failed} failed" if result.num_failed else ""
+        yield f"{result.num_tried} of {result.num_candidates} values tried{failed}"
     for run, _ in result.finished[:1]:
         if ends_before(result.cell, run):
             yield f"at round {run.rounds} instead of {result.cell.at}"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import signal
 import sys
 import time
@@ -20,10 +21,12 @@ from rich.console import Console
 from client_app.methods import METHODS
 from keel.cli import experiments as command_line
 from keel.experiments import runner
-from keel.experiments.claims import JudgedClaim, judge_claims, tally
+from keel.experiments.archive import pack, unpacked
+from keel.experiments.claims import JudgedClaim, judge, judge_claims, tally
 from keel.experiments.figures import curve_of, run_charts
 from keel.experiments.plan import Result, best_candidate, results_of, runs_needed, selected
 from keel.experiments.recipe import Claim, Recipe, parse_recipe
+from keel.experiments.rendering import ours as cell_text
 from keel.experiments.rendering import write_report
 from keel.experiments.runs import Options, Run, code_of, run_of
 from keel.experiments.summary import Evidence, drawing
@@ -662,9 +665,59 @@ def test_a_time_that_is_never_reached_is_longer_than_any(a, b, cell, word, tmp_p
     assert f"| A below B in result | {word} | A reaches it with" in text
 
 
+@pytest.mark.parametrize(
+    ("leads", "verdict"),
+    [
+        # a seed that is lost makes no verdict better: without one, -10, -10.1, -10.2 is decided
+        ([-10, -10.1, -math.inf], "not reproduced"),
+        ([-10.1, -10.2, -10, -10, -10.3, -math.inf], "not reproduced"),
+        ([-5, -math.inf], "not reproduced"),
+        ([10, 10.2, -math.inf], "inconclusive"),
+        ([10, -math.inf, -math.inf], "not reproduced"),
+        # a time that the other never reaches makes none worse
+        ([10, 11, math.inf], "reproduced"),
+        ([5, math.inf], "reproduced"),
+        ([-5, math.inf], "inconclusive"),
+        ([-5, -5.1, math.inf], "inconclusive"),
+        ([5, 5.1, math.inf, -math.inf], "inconclusive"),
+        ([math.inf, -math.inf], "inconclusive"),
+        ([math.inf, math.inf], "reproduced"),
+        ([math.inf], "inconclusive"),
+    ],
+)
+def test_an_infinite_lead_counts_as_the_largest_on_its_side(leads, verdict):
+    assert judge(leads) == verdict
+
+
+@pytest.mark.parametrize("ends", [["finished", FINITE], [FINITE, "finished"]])
+def test_there_is_no_interval_of_fewer_pairs_than_the_verdict_rests_on(ends, tmp_path):
+    how = options(seeds=[0, 1, 2])
+    recipe, _ = all_run(tmp_path, how, status=[*4 * ["finished"], *ends])
+    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    assert (claim.effect, claim.interval, claim.seeds) == (pytest.approx(10.0), None, 3)
+
+
+@pytest.mark.parametrize(
+    ("row", "verdict", "effect"), [(0, "inconclusive", None), (1, "reproduced", 10.0)]
+)
+def test_ahead_of_runs_whose_updates_were_not_finite_is_no_lead(row, verdict, effect, tmp_path):
+    """Runs alternate: FedAvg and FedProx, which the claim puts ahead."""
+    how, lost = options(seeds=[0, 1, 2]), {"a": "values that are not finite in 'w'"}
+    recipe, _ = all_run(tmp_path, how, left_out=3 * [*row * [{}], lost, *(1 - row) * [{}]])
+    claim, turned = (
+        Claim("", *names, True, "result")
+        for names in (("FedProx", "FedAvg"), ("FedAvg", "FedProx"))
+    )
+    results = results_of(recipe, how, tmp_path)
+    (found, other) = judge_claims(replace(recipe, claims=[claim, turned]), results, how)
+    assert found.verdict == verdict
+    assert found.effect == (effect and pytest.approx(effect))
+    assert other.verdict == "not reproduced"  # that counts in full
+
+
 def test_after_two_seeds_of_which_one_never_reached_it_a_second_is_not_what_decides():
     recipe = parse_recipe(times, Path("t.yaml"))
-    numbers = {"A": {0: 5.0, 1: 5.0}, "B": {0: 6.0, 1: float("inf")}}
+    numbers = {"A": {0: 6.0, 1: 5.0}, "B": {0: 6.0, 1: float("inf")}}
     results = {
         (name, "result"): Result(recipe.cell(name, "result"), {}, by_seed, 2)
         for name, by_seed in numbers.items()
@@ -717,9 +770,28 @@ def test_a_table_says_what_is_missing_in_a_cell(tmp_path):
     # likewise its +20
     without = "+10.00, one seed; without seed 0, which chose the tuned value |"
     # mu = 1 may have been better
-    assert f"| not tested | no verdict on values of which some were not tried; {without}" in page
+    lacking = "no verdict on values of which some were not tried or failed"
+    assert f"| not tested | {lacking}; {without}" in page
     fake_run(run_of(tried, {"fedprox.mu": 1}, 0, how, tmp_path), 0.6)
     assert f"| inconclusive | {without}" in write_report(tmp_path)[1].read_text()
+
+
+def test_a_value_whose_run_failed_was_not_tried_and_its_table_is_archived(tmp_path):
+    recipe, how = parse_recipe(tuned, Path("t.yaml")), options(seeds=[0, 1])
+    (tmp_path / "jobs").mkdir()
+    runner.save_job(recipe, how, tmp_path)
+    fake_runs(recipe, tmp_path, how, {0.1: 0.5, 10: 0.7})
+    failing = run_of(recipe.cells[0], {"fedprox.mu": 1}, 0, how, tmp_path)
+    fake_run(failing, 0.0, status="failed: out of memory")
+    fake_run(run_of(recipe.cells[0], {"fedprox.mu": 10}, 1, how, tmp_path), 0.6)
+    pack(tmp_path, tmp_path / "packed")
+    with unpacked(tmp_path / "packed") as copy:
+        for output in (tmp_path, copy):
+            (result,) = results_of(recipe, how, output).values()
+            assert cell_text(result) == "60.00 (10); 2 of 3 values tried, 1 failed"
+    fake_run(failing, 0.0, "attempt-2", status=FINITE)  # a value that diverges is a bad one
+    (result,) = results_of(recipe, how, tmp_path).values()
+    assert cell_text(result) == "60.00 (10)"
 
 
 def test_what_a_set_makes_alike_is_reported_where_it_was_asked_for_alone(tmp_path):
