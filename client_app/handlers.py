@@ -463,7 +463,7 @@ def finish_training(training: Training, update: Update, metrics: dict[str, float
     if training.method.is_stateful:
         folder = state_folder(request, training.context.node_config)
         folder.save(request.round, update.state)
-        folder.prune(request.checkpoint_round)
+        folder.prune(request.checkpoint_rounds)
     return reply_content(TrainReply(client, request.round, update.arrays, update.extra, metrics))
 
 

@@ -15,6 +15,7 @@ them in the rounds that it may resume from.
 import json
 import logging
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -64,12 +65,12 @@ class StateMemory:
             self.replaced[folder] = known
         self.newest[folder] = (round_, groups)
 
-    def write(self, checkpoint_round: int) -> None:
+    def write(self, checkpoint_rounds: Sequence[int]) -> None:
         """Write all to files, prune those as `StateFolder.prune`, and forget them."""
         for path, (round_, groups) in self.newest.items():
             folder = StateFolder(path, self.max_ahead)
             folder.save(round_, groups)
-            folder.prune(checkpoint_round)
+            folder.prune(checkpoint_rounds)
         self.newest, self.replaced = {}, {}
 
 
@@ -239,13 +240,20 @@ class StateFolder:
         lines = history.read_bytes().splitlines() if history.exists() else []
         return bool(lines) and int(json.loads(lines[-1])["round"]) >= round_
 
-    def prune(self, checkpoint_round: int) -> None:
-        """Delete versions older than the newest one <= checkpoint_round: no resume needs them."""
+    def prune(self, checkpoint_rounds: Sequence[int]) -> None:
+        """Delete the versions that no resume from the checkpoints of these rounds reads.
+
+        It reads the newest one of its round or before. The newest two of all are left: a round may
+        be asked again, and its own version may be that of the next checkpoint.
+        """
         if self.memory is not None:  # `StateMemory.write` does
             return
-        usable = [path for r, path in self._versions() if r <= checkpoint_round]
-        for path in usable[:-1]:
-            path.unlink()
+        versions = self._versions()
+        needed = versions[-2:]
+        for checkpoint in checkpoint_rounds:
+            needed += [version for version in versions if version[0] <= checkpoint][-1:]
+        for version in set(versions).difference(needed):
+            version[1].unlink()
 
     def _versions(self, kind: str = "safetensors") -> list[tuple[int, Path]]:
         if not self.folder.exists():

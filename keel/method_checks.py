@@ -111,7 +111,7 @@ class Subject:
         strategy = strategy_for(config, model_for(config, source, seed=seed))
         received = strategy.initial_arrays(model_for(config, source, seed=seed))
         return ProcessCache().begin_round(
-            TrainRequest(config, dataset_spec_of(config, source), number, number - 1, False, ""),
+            TrainRequest(config, dataset_spec_of(config, source), number, [number - 1], False, ""),
             {"partition-id": 0, "num-partitions": num_clients},
             received=received,
             extra=strategy.extra() | strategy.own_extra("client-0000"),

@@ -90,8 +90,8 @@ class RosterRequest:
 class TrainRequest:
     """What a client is asked in a round, beside the arrays: to train.
 
-    checkpoint_round: the oldest round that the server may resume from; client state written for it
-    or later is not pruned. evaluate: reply with the accuracies on the local test part as well.
+    checkpoint_rounds: those that the server may resume from; the client state that such a resume
+    reads is not pruned. evaluate: reply with the accuracies on the local test part as well.
     run_dir: the path of the run directory in simulation, where it holds the clients' state; its
         name in deployment.
     run_id: the run directory's id; a new directory of the same name has another one.
@@ -100,7 +100,7 @@ class TrainRequest:
     config: RunConfig
     data: DatasetSpec
     round: int
-    checkpoint_round: int
+    checkpoint_rounds: list[int]
     evaluate: bool
     run_dir: str
     run_id: str = ""

@@ -74,7 +74,6 @@ from server_app.roster import (
     save_roster,
 )
 from server_app.run_directory import (
-    NUM_CHECKPOINTS,
     Checkpoint,
     RunDirectory,
     new_run_directory,
@@ -395,12 +394,12 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     if run.registry.has_changed:
         save_roster(run.directory.path / ROSTER_FILE, run.roster)
         run.registry.has_changed = False
-    checkpoint_round = oldest_checkpoint(server_round, rounds.checkpoint_interval)
+    checkpoint_rounds = run.directory.checkpoint_rounds()
     run_dir = name_for_clients(run)
     is_measured = run.monitor is not None and run.monitor.is_due(server_round)
     strategy.keeps_updates = is_measured
     request = TrainRequest(
-        *(config, run.data, server_round, checkpoint_round, scores_in_replies, run_dir),
+        *(config, run.data, server_round, checkpoint_rounds, scores_in_replies, run_dir),
         run.directory.id,
     )
     messages = list(
@@ -507,7 +506,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         state |= run.directory.release_state()
     checkpoint = Checkpoint(server_round, tensors(following), state)
     if is_last or server_round % rounds.snapshot_every == 0:
-        run.memory.write(oldest_checkpoint(server_round + 1, rounds.checkpoint_interval))
+        run.memory.write(run.directory.checkpoint_rounds())
     if is_last or server_round % rounds.checkpoint_interval == 0:
         checkpoint_digest = run.directory.save_checkpoint(checkpoint, config.model.model)
         note_round(run.directory.path, server_round, checkpoint_digest)
@@ -515,12 +514,6 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         checkpoint_digest = digest(*checkpoint.pieces(config.model.model))
         note_round(run.directory.path, server_round, checkpoint_digest)
     return following, line
-
-
-def oldest_checkpoint(server_round: int, interval: int) -> int:
-    """The oldest round that a run interrupted in this round may resume from; 0: from the start."""
-    newest = (server_round - 1) // interval * interval
-    return max(0, newest - (NUM_CHECKPOINTS - 1) * interval)
 
 
 def forget_scores(scores: dict[str, float | None], line: Line) -> None:

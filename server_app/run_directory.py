@@ -190,6 +190,11 @@ class RunDirectory:
                 other.unlink()
         return content_digest
 
+    def checkpoint_rounds(self) -> list[int]:
+        """The rounds that a resume may begin after; [0] if there is no checkpoint."""
+        paths = (self.path / "checkpoints").glob("round-*")
+        return sorted(map(round_of, paths)) or [0]
+
     def has_checkpoint(self, interval: int) -> bool:
         """Whether there is, or should be, a checkpoint to resume from: one is due per interval.
 

@@ -100,7 +100,7 @@ def make_round(
     config, number=1, received=None, state=None, partition=0, of=2, cache=None, extra=None
 ):
     """Client `partition`'s round `number`, with 60 / `of` training samples."""
-    request = TrainRequest(config, facts(config), number, number - 1, False, "")
+    request = TrainRequest(config, facts(config), number, [number - 1], False, "")
     return (cache or ProcessCache()).begin_round(
         request,
         {"partition-id": partition, "num-partitions": of},
@@ -179,7 +179,8 @@ class Client:
         run_dir = self.run_dir  # a simulation's path, or a deployment's name
         if not run_dir.is_dir() or self.is_site or os.environ.get("KEEL_WORKER"):
             run_dir = run_dir.name
-        request = TrainRequest(self.config, self.facts, number, checkpoint, evaluate, str(run_dir))
+        about = number, [checkpoint], evaluate, str(run_dir)
+        request = TrainRequest(self.config, self.facts, *about)
         content = message_content(
             request_record(request), array_record(arrays or {}), array_record(extra or {}), counted
         )

@@ -335,7 +335,7 @@ def test_a_site_trains_under_the_runs_labels_and_normalisation(tmp_path):
     own = write_folder(tmp_path / "own", {1, 2}, ["anna", "bert", "carl"], seed=4)
     config = make_config(source=f"folder:{shared}", model="cnn-fedreco")
     node = {"name": "site-a", "source": f"folder:{own}"}
-    request = TrainRequest(config, facts(config), 1, 0, False, "")
+    request = TrainRequest(config, facts(config), 1, [0], False, "")
     now = ProcessCache().begin_round(request, node, initial(config), {}, {})
     assert now.label_counts.tolist() == [0, 12, 12]
     assert now.train_samples.pixels == pixels_of(config, open_source(config))

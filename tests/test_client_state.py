@@ -93,23 +93,33 @@ def test_the_same_round_with_the_same_result_is_one_file(state):
     assert files(state) == before
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "left"),
-    [(0, [2, 5, 6, 9]), (1, [2, 5, 6, 9]), (2, [2, 5, 6, 9]), (4, [2, 5, 6, 9]), (5, [5, 6, 9]),
-     (8, [6, 9]), (9, [9]), (50, [9])],
-)  # fmt: skip
-def test_what_a_resume_could_ask_for_stays(state, checkpoint, left):
-    """A server that resumes from checkpoint c asks for the newest version before round c + 1."""
-    saved = [n for n in (2, 5, 6, 9) if n <= checkpoint + NUM_REPEATED]
-    for n in saved:
-        state.save(n, groups(n))
-    asked = state.load(before_round=checkpoint + 1)
-    state.prune(checkpoint)
-    assert rounds(state) == [n for n in left if n in saved]
-    again = state.load(before_round=checkpoint + 1)
-    assert again.keys() == asked.keys()
-    for name in asked:
-        assert_same_bits(again[name], asked[name])
+@pytest.mark.parametrize("interval", [1, 2, 10])
+@pytest.mark.parametrize("took_part", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("last", [25, 100])
+def test_all_that_a_resume_asks_for_stays_and_nothing_else(tmp_path, interval, took_part, last):
+    """A server that resumes from checkpoint c asks for the newest version before round c + 1.
+
+    last: where the run first ended, with a checkpoint, before more rounds were added.
+    """
+    state = StateFolder(tmp_path, NUM_REPEATED * interval)
+    chance = torch.Generator().manual_seed(interval)
+    checkpoints, saved = [], []
+    for n in range(1, 60):
+        if torch.rand((), generator=chance) < took_part:
+            state.save(n, groups(n))
+            saved.append(n)
+            state.prune(checkpoints)
+            assert len(files(state)) <= len(checkpoints) + 2
+        for before in [n, *(c + 1 for c in checkpoints)]:  # n: the round again
+            expected = max((s for s in saved if s < before), default=None)
+            if n - before >= NUM_REPEATED * interval:
+                continue  # refused
+            if expected is None:
+                assert state.load(before) == {}
+            else:
+                assert_is(state.load(before), expected)
+        if n % interval == 0 or n == last:
+            checkpoints = [c for c in checkpoints if c >= n - interval] + [n]
 
 
 def flip_a_byte(content):
@@ -269,7 +279,7 @@ def test_a_server_that_lost_its_place_is_refused_and_destroys_nothing(state, cap
     assert state.load(before_round=1) == {}
     assert "the server is behind" in caplog.text
     state.save(1, groups(1))
-    state.prune(0)
+    state.prune([0])
     assert files(state)[1:4] == [name.replace("safetensors", "set-aside") for name in before]
     assert_is(state.load(before_round=2, last_accepted_round=1), 1)
     assert state.load(before_round=1) == {}  # round 1 again, as after a kill of the server

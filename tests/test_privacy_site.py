@@ -360,7 +360,7 @@ def test_the_form_of_one_image_is_not_told(odd, tmp_path):
 def test_a_site_plays_no_simulated_clients(source, monkeypatch, task_identity):
     """They have no limits and no ledger, and the server may name their data: the site's."""
     config = hostile(make_config(), source=source)
-    request = request_record(TrainRequest(config, facts(config), 1, 0, False, "a"))
+    request = request_record(TrainRequest(config, facts(config), 1, [0], False, "a"))
     own = message_content(request, array_record(initial(config, seed=5)), ArrayRecord(), 0)
     message = Message(simulated_content([own], [0], 1), 1, "train")
     limited = {"name": "site-a", "source": source, "privacy-max-clip-norm": 2.0}

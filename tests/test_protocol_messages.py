@@ -124,7 +124,7 @@ def test_one_value_that_is_not_finite_is_found(value, place):
 @pytest.mark.parametrize("evaluate", [True, False])
 def test_a_train_request_comes_out_as_it_went_in(evaluate):
     config = resolve_config({"lr": 0.125, "fedintr.mu": 4.0})
-    sent = TrainRequest(config, FACTS, 12, 11, evaluate, "/runs/20260101 ü")
+    sent = TrainRequest(config, FACTS, 12, [5, 10], evaluate, "/runs/20260101 ü")
     content = message_content(
         request_record(sent), array_record(arrays()), array_record({"c": torch.ones(2)}), 7
     )
@@ -132,7 +132,7 @@ def test_a_train_request_comes_out_as_it_went_in(evaluate):
     received = read_request(message(content), TrainRequest)
     assert received.config.flat == config.flat
     assert received.data == FACTS
-    assert (received.round, received.checkpoint_round) == (12, 11)
+    assert (received.round, received.checkpoint_rounds) == (12, [5, 10])
     assert received.evaluate is evaluate
     assert received.run_dir == "/runs/20260101 ü"
     assert_equal(tensors(content.array_records["arrays"]), arrays())

@@ -84,7 +84,7 @@ def average_of(
 
 
 def ask(strategy: Average, arrays: dict[str, Tensor], server_round: int = 1) -> list[Message]:
-    request = TrainRequest(strategy.config, FACTS, server_round, 0, False, "/run")
+    request = TrainRequest(strategy.config, FACTS, server_round, [0], False, "/run")
     record = request_record(request)
     return sent(
         list(strategy.configure_train(server_round, array_record(arrays), record, grid=None))
@@ -291,7 +291,7 @@ def test_a_message_for_every_sampled_client_says_what_to_do_with_which_model():
 def test_evaluation_asks_everybody_or_the_participants():
     for whom, count in (("all", 6), ("cohort", 2)):
         strategy = average_of(6, fraction_train=0.34, evaluate_clients=whom)
-        record = request_record(TrainRequest(strategy.config, FACTS, 2, 0, True, "/run"))
+        record = request_record(TrainRequest(strategy.config, FACTS, 2, [0], True, "/run"))
         arrays = array_record(network().state_dict())
         trained = list(strategy.configure_train(2, arrays, record, grid=None))
         messages = list(strategy.configure_evaluate(2, arrays, record, grid=None))
@@ -474,7 +474,7 @@ def test_every_client_is_told_its_last_round_that_counted():
     strategy.aggregate_train(1, messages)
     after_one = {nodes[f"client-{i}"]: 0 if i == 2 else 1 for i in range(5)}
     assert told(ask(strategy, current, 2)) == after_one
-    record = request_record(TrainRequest(strategy.config, FACTS, 1, 0, False, "/run"))
+    record = request_record(TrainRequest(strategy.config, FACTS, 1, [0], False, "/run"))
     judged = strategy.configure_evaluate(1, array_record(current), record, None)
     assert told(list(judged)) == after_one
     resumed = average_of()
@@ -753,7 +753,7 @@ def test_the_report_counts_the_bytes_of_all_that_arrived():
 
 def test_evaluation_leaves_out_bad_replies_too():
     strategy = average_of(num_clients=3, counts=[1, 3, 5], evaluate_clients="all")
-    record = request_record(TrainRequest(strategy.config, FACTS, 1, 0, True, "/run"))
+    record = request_record(TrainRequest(strategy.config, FACTS, 1, [0], True, "/run"))
     arrays = array_record(network().state_dict())
     messages = sent(list(strategy.configure_evaluate(1, arrays, record, grid=None)))
     scores = (0.2, 0.8)

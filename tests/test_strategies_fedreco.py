@@ -49,7 +49,7 @@ def gradients(expected: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 def after_a_round(
     server: FedReCoServer, u_0: dict[str, Tensor], updates: list[dict[str, Tensor]], counts: list
 ) -> dict[str, Tensor]:
-    request = TrainRequest(server.config, FACTS, 1, 0, False, "/run")
+    request = TrainRequest(server.config, FACTS, 1, [0], False, "/run")
     record = request_record(request)
     server.roster = {  # who says before round 1 what it trains on
         node: replace(server.roster[node], label_counts=[int(n)])

@@ -235,7 +235,7 @@ def test_buffers_take_the_average_as_it_is_whatever_the_step(server):
         theirs = {
             name: torch.full_like(array, 10 * server_round) for name, array in current.items()
         }
-        request = record_of(TrainRequest(strategy.config, FACTS, server_round, 0, False, "/run"))
+        request = record_of(TrainRequest(strategy.config, FACTS, server_round, [0], False, "/run"))
         [ask] = sent(
             list(strategy.configure_train(server_round, array_record(current), request, None))
         )

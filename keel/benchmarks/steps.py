@@ -51,7 +51,7 @@ def round_of(
     zeros, one = {n: torch.zeros_like(w[n]) for n in names}, torch.tensor(1)
     control = {"control": zeros, "control-before": zeros, "control-made": {"round": one}}
     return cache.begin_round(
-        TrainRequest(config, dataset_spec_of(config, open_source(config)), 2, 1, False, ""),
+        TrainRequest(config, dataset_spec_of(config, open_source(config)), 2, [1], False, ""),
         {"partition-id": client, "num-partitions": num_clients},
         received=sent,
         extra={f"c.{n}": array for n, array in zeros.items()},

@@ -411,6 +411,27 @@ def test_a_run_with_few_snapshots_resumes_from_the_last(run, crash, method, ever
     assert checkpoints_of(parts) == ["round-00006", "round-00007"]
 
 
+@pytest.mark.parametrize("damaged", [[], ["round-00007"]])
+def test_a_client_keeps_no_more_versions_than_a_resume_from_either_checkpoint_reads(
+    run, crash, damaged
+):
+    """The older of rounds 6 and 7: of a run that was continued for more rounds."""
+    keys = half_of_them | {"method": "moon", "num-rounds": 12}
+    whole = run(keys)
+    parts = run(keys | {"num-rounds": 7, "checkpoint-every": 6, "run-name": "cut"})
+    crash(12, after=1)
+    with pytest.raises(KeyboardInterrupt):
+        resume(parts, num_rounds=12)
+    assert checkpoints_of(parts) == ["round-00006", "round-00007"]
+    for client in (parts / "clients").iterdir():
+        assert len(list(client.iterdir())) <= 4
+    for name in damaged:
+        checkpoint_of(parts, name).write_bytes(b"cut")
+    resume(parts)
+    assert same_bits(all_models(parts), all_models(whole))
+    assert without_times(history_of(parts)) == without_times(history_of(whole))
+
+
 def test_between_snapshots_nothing_of_a_client_is_written(run, crash, tmp_path):
     crash(4, after=NUM_CLIENTS - 1)
     with pytest.raises(KeyboardInterrupt):
