@@ -204,7 +204,9 @@ class RunDirectory:
         """
         check_has_state(self.path)
         lines, faults = whole_lines(self.path)
-        is_due = bool(faults) or any(line["round"] > interval for line in lines)
+        is_due = len(lines) + len(faults) > interval or any(
+            line["round"] > interval for line in lines
+        )
         return is_due or any((self.path / "checkpoints").glob("round-*"))
 
     def remove_state(self, keeps_personal: bool) -> None:

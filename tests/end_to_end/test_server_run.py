@@ -708,6 +708,19 @@ def test_a_lost_or_damaged_history_does_not_stop_a_resume(run, caplog, spoil):
     assert not list(broken.rglob(".*.part"))
 
 
+def test_a_damaged_history_before_the_first_checkpoint_does_not_stop_a_resume(run, crash):
+    keys = half_of_them | {"method": "moon", "num-rounds": 5, "snapshot-every": 4}
+    whole = run(keys)
+    crash(4, after=1)
+    with pytest.raises(KeyboardInterrupt):
+        run(keys | {"run-name": "cut"})
+    parts = whole.parent / "cut"
+    with_a_damaged_line(parts / "history.jsonl")
+    resume(parts)
+    assert without_times(history_of(parts)) == without_times(history_of(whole))
+    assert same_bits(all_models(parts), all_models(whole))
+
+
 def fill_up(monkeypatch, name, rounds):
     """After this many files called `name`, no other can be written."""
     written = []
