@@ -1,7 +1,9 @@
 """What leaves a client under differential privacy: the clip, the noise, its source, its cost."""
 
 import math
+import re
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -224,6 +226,16 @@ def test_more_releases_never_cost_less_and_never_less_than_one(epsilon, delta):
     z = noise_multiplier(epsilon, delta)
     for releases, (_, at_small_delta) in budgets.items():
         assert gaussian_epsilon(min(delta, 1e-5), z / math.sqrt(releases)) <= at_small_delta
+
+
+def test_the_budgets_of_20_releases_in_the_docs_are_those_that_a_run_states():
+    page = Path(__file__).parent.parent / "docs" / "results" / "four-methods.md"
+    row = r"\| ([\d.]+), ([\d.]+) \|.* ([\d.]+) at delta \2; ([\d.]+) at delta 1e-5 \|"
+    rows = re.findall(row, page.read_text())
+    assert len(rows) == 3
+    for epsilon, delta, *stated in rows:
+        privacy = private_round(float(epsilon), delta=float(delta)).config.privacy
+        assert [f"{each:.2f}" for each in composed_budget(privacy, 20)] == stated
 
 
 def test_no_release_costs_nothing():
