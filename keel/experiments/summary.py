@@ -6,12 +6,20 @@ The claims are the headlines of the shipped recipes; the numbers come from the a
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
 from keel.experiments.archive import unpacked
-from keel.experiments.claims import NOT_TESTED, JudgedClaim, Results, judge_claims, sides_of
+from keel.experiments.claims import (
+    NOT_REPRODUCED,
+    NOT_TESTED,
+    REPRODUCED,
+    JudgedClaim,
+    Results,
+    judge_claims,
+    sides_of,
+)
 from keel.experiments.figures import curve_of
 from keel.experiments.plan import ends_before, last_round_read, load_job, narrowed, results_of
 from keel.experiments.recipe import Claim, Recipe, load_recipe, shipped_recipes
@@ -36,6 +44,7 @@ DATA_NAMES = {
 }
 
 Curve = Sequence[tuple[int, float, float]]
+Curves = Mapping[str, tuple[Curve, float | None]]  # by side; with the paper's value
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,15 @@ class Evidence:
         return shlex.join(words)
 
     @property
+    def headlines(self) -> list[JudgedClaim]:
+        """Its judged headline claims; of those that read the same runs at one round the first."""
+        found: dict[tuple[object, ...], JudgedClaim] = {}
+        for claim in self.claims:
+            if claim.is_headline and claim.seeds:
+                found.setdefault((claim.runs, claim.read_at), claim)
+        return list(found.values())
+
+    @property
     def about(self) -> str:
         """Code, with Keel's commit, machines, wall time and processor time."""
         results = list(self.results.values())
@@ -91,14 +109,17 @@ class Headline:
     """A headline claim with the best evidence there is: None where nothing is archived.
 
     text: the claim with the data set that it is about. command: runs its two sides at the paper's
-    setting. picture: empty for a claim about seconds, of which a curve of accuracies shows nothing.
+    setting. verdict: with remarks. picture: empty for a claim about seconds, of which a curve of
+    accuracies shows nothing. has_paper_values: in the picture.
     """
 
     claim: JudgedClaim
     text: str
     command: str
     evidence: Evidence | None = None
+    verdict: str = NOT_TESTED
     picture: str = ""
+    has_paper_values: bool = False
 
 
 def evidence_in(output: Path) -> list[Evidence]:
@@ -123,20 +144,38 @@ def headlines(evidence: Sequence[Evidence], pictures: dict[str, str]) -> Iterato
         for number, (claim, empty) in enumerate(zip(recipe.claims, bare, strict=True)):
             if not claim.is_headline:
                 continue
-            judged = [(c, each) for each in own for c in each.claims if c.text == claim.text]
-            judged = [(c, each) for c, each in judged if c.seeds]
+            judged = [(c, each) for each in own for c in each.headlines if c.text == claim.text]
             cells = ";".join(dict.fromkeys(n for side in sides_of(claim, recipe) for n in side))
             command = shlex.join(["keel", "experiments", "run", recipe.name, "--only", cells])
             if not judged:
                 yield Headline(empty, in_full(claim, recipe), command)
                 continue
             best, each = max(judged, key=lambda pair: weight(pair[0]))
-            picture = ""
+            verdict = "; ".join(verdict_of(best, [c for c, _ in judged], recipe))
+            found = Headline(best, in_full(claim, recipe), command, each, verdict)
             if not recipe.cell(*sides_of(claim, recipe)[0]).take.is_time:
-                name = f"{recipe.name}-{number}.svg"
-                pictures[name] = drawing(claim, each)
-                picture = f"{PICTURES}/{name}"
-            yield Headline(best, in_full(claim, recipe), command, each, picture)
+                name, curves = f"{recipe.name}-{number}.svg", curves_of(claim, each)
+                pictures[name] = svg_of(curves, claim.text)
+                has_paper_values = any(paper is not None for _, paper in curves.values())
+                found = replace(
+                    found, picture=f"{PICTURES}/{name}", has_paper_values=has_paper_values
+                )
+            yield found
+
+
+def verdict_of(best: JudgedClaim, judged: Sequence[JudgedClaim], recipe: Recipe) -> Iterator[str]:
+    """The verdict on the best of these, a headline of the recipe, and what to know beside it."""
+    yield best.verdict
+    if best.failures:
+        yield best.failures
+    (claim,) = (claim for claim in recipe.claims if claim.text == best.text)
+    at = recipe.cell(*sides_of(claim, recipe)[0]).at
+    if best.read_at < at:
+        yield f"at round {best.read_at} instead of {at}"
+    if best.deviations:
+        yield "not the paper's setting"
+    if {best.verdict, *(claim.verdict for claim in judged)} >= {REPRODUCED, NOT_REPRODUCED}:
+        yield "contradicted by other runs"
 
 
 def weight(claim: JudgedClaim) -> tuple[bool, bool, float, int]:
@@ -159,10 +198,10 @@ def in_full(claim: Claim, recipe: Recipe) -> str:
     return f"{compared} on {place if data in place else f'{data}, {place}'}"
 
 
-def drawing(claim: Claim, evidence: Evidence) -> str:
+def curves_of(claim: Claim, evidence: Evidence) -> Curves:
     """The curves of a claim's two sides up to the round that it reads.
 
-    Each has the paper's value there as a dashed line, if the runs get that far.
+    Each with the paper's value there, if the runs get that far.
     """
     curves: dict[str, tuple[Curve, float | None]] = {}
     sides = [evidence.results[name] for name in sides_of(claim, evidence.recipe)]
@@ -175,11 +214,11 @@ def drawing(claim: Claim, evidence: Evidence) -> str:
             curve = [p for p in curve_of(side.cell, side.counted_runs) if p[0] <= last]
             paper = None if ends_before(side.cell, run) else paper
         curves[name] = curve, paper
-    return svg_of(curves, claim.text)
+    return curves
 
 
-def svg_of(curves: Mapping[str, tuple[Curve, float | None]], title: str) -> str:
-    """A small SVG: accuracy in percent over rounds.
+def svg_of(curves: Curves, title: str) -> str:
+    """A small SVG: accuracy in percent over rounds, the paper's values as dashed lines.
 
     The first tenth of the rounds is cut at the lowest value after it, so that the ends, which are
     compared, lie apart.

@@ -166,7 +166,10 @@ def test_old_names_of_keys_and_values_mean_the_same_and_are_named(tmp_path, capl
 @pytest.mark.parametrize(
     ("recipes", "words"),
     [
-        ("fedreco-table-[123] fedreco-figure-2 fedreco-figure-3*", "LeNet 64 0.9 0.1 0.003"),
+        (
+            "fedreco-table-[123] fedreco-figure-2 fedreco-figure-3*",
+            "LeNet 64 0.9 0.1 0.003 not_tuned",
+        ),
         ("fedreco-table-[123]", "20_%"),
         ("fedreco-table-1", "Ditto FedAvg-FT FedBABU 0.001"),
         ("fedreco-table-2", "fine-tuning cache-mb"),
@@ -185,7 +188,7 @@ def test_old_names_of_keys_and_values_mean_the_same_and_are_named(tmp_path, capl
         ("fedintr-table-[134]", "fan-in training_mode"),
         ("fedcka-table-[124]", "SCAFFOLD niid-bench uniformly"),
         ("fedcka-table-1", "round_41 40_and_20_rounds"),
-        ("fedrcl-table-[1235bcd] fedrcl-figure-1", "1,000_rounds code:_100"),
+        ("fedrcl-table-[1235bcd] fedrcl-figure-[1a]", "MOON's_tau 1,000_rounds code:_100"),
     ],
 )
 def test_what_the_papers_leave_open_is_in_the_notes(recipes, words):

@@ -29,7 +29,7 @@ from keel.experiments.recipe import Claim, Recipe, parse_recipe
 from keel.experiments.rendering import ours as cell_text
 from keel.experiments.rendering import write_report
 from keel.experiments.runs import Options, Run, code_of, run_of
-from keel.experiments.summary import Evidence, drawing
+from keel.experiments.summary import Evidence, curves_of
 from keel.experiments.tasks import KilledError, claimed, overrides_of
 from protocol.code import code_version
 from protocol.config import resolve_config
@@ -764,7 +764,7 @@ def test_a_table_says_what_is_missing_in_a_cell(tmp_path):
     evidence = Evidence(recipe, how, results, claims=())
     with_all = replace(results["FedProx", "result"], tuned_on=None)
     both = replace(evidence, results={**results, ("FedProx", "result"): with_all})
-    assert drawing(recipe.claims[0], evidence) != drawing(recipe.claims[0], both)
+    assert curves_of(recipe.claims[0], evidence) != curves_of(recipe.claims[0], both)
     assert "| FedAvg | 50.00 ± 0.00; 2 of 3 seeds |" in page
     assert "as in the recipe, full grid; " in page
     # likewise its +20

@@ -21,7 +21,7 @@ from keel.experiments.runs import Options
 from keel.experiments.summary import (
     BEGIN,
     END,
-    drawing,
+    curves_of,
     evidence_in,
     headlines,
     in_full,
@@ -41,17 +41,22 @@ OTHER = "sources 0123456789abcdef, torch 2.0.0"
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
     """FedCKA, Table 2, alpha 5: three seeds of FedAvg at 60 to 62 %, FedCKA 3 points above."""
+    return fake_job(tmp_path, {}, 0.03)
+
+
+def fake_job(tmp_path: Path, changes: dict[str, float], lead: float) -> Path:
+    """As above, with this lead of FedCKA."""
     recipe, source = load_recipe("fedcka-table-2"), f"folder:{tmp_path}/private/cifar10-jpg"
-    changes = {"source": source, "num-rounds": 41}
+    changes = {"source": source, "num-rounds": 41, **changes}
     cells, how = (
         selected(recipe, ["FedAvg", "FedCKA", "alpha 5"]),
         Options("paper", changes, [0, 1, 2], full_grid=False),
     )
-    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs").mkdir(exist_ok=True)
     runner.save_job(recipe, how, tmp_path, cells)
     for run in runs_needed(recipe, cells, how, tmp_path, ()):
         flat = dict(resolve_config(run.keys).flat) | {"output-dir": str(tmp_path)}
-        final = 0.6 + 0.01 * int(flat["seed"]) + 0.03 * (flat["method"] == "fedcka")
+        final = 0.6 + 0.01 * int(flat["seed"]) + lead * (flat["method"] == "fedcka")
         history = [
             {
                 **{"round": n, "client_seconds": 9.0, "client_cpu_seconds": 3600.0},
@@ -158,6 +163,47 @@ def test_of_two_archived_jobs_the_one_with_more_seeds_counts(output):
     found = {e.text: e for e in headlines(evidence_in(output), {})}
     claim = found["FedCKA above FedAvg on CIFAR-10, alpha 5"].claim
     assert claim.seeds == 3
+
+
+def summary_of(output: Path) -> str:
+    """The page of the claims made from these runs."""
+    pack(output, output / "histories")
+    (output / "README.md").write_text(f"{BEGIN}\n{END}\n")
+    page, *_ = write_summary(output / "histories", output / "papers.md", output / "README.md")
+    return page.read_text()
+
+
+def test_evidence_against_a_verdict_is_on_the_page_and_named_beside_it(output):
+    claim = "FedCKA above FedAvg on CIFAR-10, alpha 5"
+    assert "contradicted" not in summary_of(output)
+    fake_job(output, {"lr": 0.3}, -0.1)
+    page = summary_of(output)
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| {claim} (")]
+    assert row.endswith("; not the paper's setting; contradicted by other runs |")
+    assert f"**{claim}: reproduced.** Difference +3.00" in page
+    assert f"**{claim}: not reproduced.** Difference -10.00" in page
+
+
+def test_one_run_decides_one_of_two_headlines_that_name_later_rounds(tmp_path):
+    only = ["FedAvg", "FedRCL", "CIFAR-10", "alpha 0.05"]
+    make_table(tmp_path, "fedrcl-table-1", only, changes={"num-rounds": 200}, seeds=3)
+    page = summary_of(tmp_path)
+    claim = "FedRCL above FedAvg on CIFAR-10, alpha 0.05"
+    early, late = [line for line in page.splitlines() if line.startswith(f"| {claim}, ")]
+    assert early.endswith("| reproduced; at round 200 instead of 500; not the paper's setting |")
+    assert late.endswith(" | not tested |")
+    assert page.count(f"{claim}, 1000 rounds: ") == 0
+    assert "rounds: accuracy over rounds, mean over seeds](" in page  # without a paper's value
+
+
+def test_a_run_that_gets_to_both_rounds_decides_both_headlines(tmp_path):
+    only = ["FedAvg", "FedRCL", "CIFAR-10", "alpha 0.05"]
+    make_table(tmp_path, "fedrcl-table-1", only, seeds=2)
+    page = summary_of(tmp_path)
+    for rounds in (500, 1000):
+        claim = f"FedRCL above FedAvg on CIFAR-10, alpha 0.05, {rounds} rounds"
+        assert re.search(rf"\| {claim} .*\| reproduced \|", page)
+        assert f"{claim}: accuracy over rounds, mean over seeds; dashed: the paper" in page
 
 
 def judged(**changed):
@@ -274,7 +320,8 @@ def test_a_picture_has_no_paper_value_of_a_round_after_its_last(tmp_path, rounds
     make_table(tmp_path, "fedrcl-table-1", only, changes={"num-rounds": rounds}, seeds=1)
     (found,) = evidence_in(tmp_path)
     claim = next(c for c in found.recipe.claims if c.text == f"FedRCL above FedAvg in {only[2]}")
-    assert drawing(claim, found).count("stroke-dasharray") == num_lines
+    picture = svg_of(curves_of(claim, found), "title")
+    assert picture.count("stroke-dasharray") == num_lines
 
 
 @pytest.mark.parametrize(
