@@ -50,6 +50,7 @@ from protocol.code import line_in_method
 from protocol.config import config_from_json
 from protocol.exact_sum import ExactSum
 from protocol.files import private_files
+from protocol.flower_compat import GPU_LOST
 from protocol.messages import (
     RESET_NEEDED,
     Arrays,
@@ -102,10 +103,6 @@ class Turn:
             self._lock.release()
 
 
-class GpuLost(Error):
-    """An error after which this process can no longer use the GPU."""
-
-
 process_caches, turn = ProcessCaches(), Turn()
 
 
@@ -121,7 +118,7 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
     """The content of the reply to a message, or an error of one line.
 
     A message for several logical clients is answered for one after the other. If it asks for the
-    sum of their arrays, only the sum is sent.
+    sum of their arrays, only the sum is sent. An error with GPU_LOST is that of the whole message.
     """
     if "simulated" not in message.content:
         return answer_as(message, context)
@@ -141,6 +138,8 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
         }
         node = Context(context.run_id, context.node_id, node_config, RecordDict(), {})
         reply = answer_as(own, node)
+        if isinstance(reply, Error) and reply.code == GPU_LOST:
+            return reply  # the others would fail too
         if shares and isinstance(reply, RecordDict):
             try:
                 total.add(arrays_to_sum(reply, like), shares[k])
@@ -195,8 +194,9 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
         reason = "failed; privacy.metrics = 'withheld': the reason is in this client's log"
     if message.metadata.message_type == MessageType.QUERY:  # the server does not know its name yet
         reason = f"client {client}: {reason}"
-    kind = GpuLost if "CUDA error" in str(error) else Error
-    return kind(RESET_NEEDED if isinstance(error, ResetNeeded) else client_failed, reason)
+    if "CUDA error" in str(error):
+        return Error(GPU_LOST, reason)
+    return Error(RESET_NEEDED if isinstance(error, ResetNeeded) else client_failed, reason)
 
 
 def clients_per_step(message: Message) -> int:

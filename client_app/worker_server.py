@@ -36,7 +36,7 @@ import flwr
 import torch
 from flwr.app import Context, Error, Message, MessageType
 
-from client_app.handlers import GpuLost, answer, turn
+from client_app.handlers import answer, turn
 from client_app.node_config import client_name, clients_folder
 from client_app.old_state import OldState
 from client_app.setup import device_for
@@ -56,7 +56,7 @@ from client_app.worker_socket import (
 )
 from protocol.code import code_digest
 from protocol.files import remove_parts
-from protocol.flower_compat import from_bytes, to_bytes
+from protocol.flower_compat import GPU_LOST, from_bytes, to_bytes
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
@@ -180,7 +180,7 @@ class WorkerProcess:
         with self.limits.limited(request.limit_s):
             content = answer(message, context)
         if isinstance(content, Error):
-            request.is_last = isinstance(content, GpuLost)
+            request.is_last = content.code == GPU_LOST
             return error_frames(str(content.reason), content.code)
         if message.metadata.message_type == MessageType.TRAIN:
             metrics = content.metric_records["metrics"]  # without the time where it is withheld

@@ -26,7 +26,7 @@ import client_app.handlers
 from client_app.setup import dataset_spec_of, model_for, open_source
 from protocol.config import resolve_config
 from protocol.exact_sum import ExactSum
-from protocol.flower_compat import begin_task
+from protocol.flower_compat import GPU_LOST, begin_task
 from protocol.messages import (
     RosterRequest,
     TrainReply,
@@ -120,6 +120,29 @@ def asked(grid, nodes, kind="train"):
             for node in nodes
         )
     )
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_a_cuda_error_of_one_client_ends_the_whole_message(monkeypatch, sums):
+    """The process can train no other, and is to be replaced: the message is sent again."""
+    trained = []
+
+    def fail(message, context):
+        trained.append(context.node_config["partition-id"])
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setitem(client_app.handlers.handlers, "train", fail)
+    content = message_content(ConfigRecord({"round": 1}), array_record({}), array_record({}), 0)
+    like = {"w": torch.zeros(2)}
+    summing = ([0.5, 0.5], {"w": 1.0}, like) if sums else ()
+    whole = simulated_content([content, content], [4, 7], 9, *summing)
+    grid = InlineGrid(client_app.app.app, simulated_nodes(1))
+    (node,) = grid.get_node_ids()
+    message = Message(whole, dst_node_id=node, message_type="train")
+    (reply,) = grid.pull_messages(grid.push_messages([message]))
+    assert reply.error.code == GPU_LOST
+    assert "illegal memory access" in reply.error.reason
+    assert trained == [4]
 
 
 @given(st.sets(st.integers(2, 41), min_size=1, max_size=40), st.integers(1, 5))

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from flwr.app import Context, Message, MessageType, RecordDict
+from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.simulation.ray_transport.ray_actor import ClientAppActor, VirtualClientEngineActor
 from ray._private.node import Node
 from ray.exceptions import RayActorError
 
-from protocol.flower_compat import ray_backend
+from protocol.flower_compat import GPU_LOST, ray_backend
 from protocol.flower_compat.ray_backend import (
     ClusterBackend,
     Worker,
@@ -228,15 +228,30 @@ class FakeFuture:
     starts: bool
 
 
+class FakeReply(str):
+    """Its text; `code`: of an error."""
+
+    code = 0
+
+    @property
+    def error(self):
+        return Error(self.code, str(self))
+
+    def has_error(self):
+        return bool(self.code)
+
+
 class FakeRay:
     """Actors that answer, or die while they are asked. `dies`: the addresses that do.
 
+    loses_gpu: the addresses whose actors are left without their GPU by a message.
     late: the numbers, in the order in which they were asked for, of actors that never start.
     """
 
     def __init__(self, nodes, late):
         self.all_nodes, self.dies, self.asked, self.killed = nodes, set(), [], []
         self.late, self.num_actors, self.waited_s = late, 0, 0
+        self.loses_gpu = set()
 
     def nodes(self):
         return self.all_nodes
@@ -256,7 +271,11 @@ class FakeRay:
         self.asked.append(future.address)
         if future.address in self.dies:
             raise RayActorError(error_msg="the worker died.\nmore about it")
-        return "7", f"reply of {future.address}", "context"
+        reply = FakeReply(f"reply of {future.address}")
+        if future.address in self.loses_gpu:
+            reply = FakeReply("RuntimeError: CUDA error: unspecified launch failure")
+            reply.code = GPU_LOST
+        return "7", reply, "context"
 
     def kill(self, actor):
         self.killed.append(actor.address)
@@ -412,6 +431,18 @@ def test_a_message_on_which_each_worker_dies_is_an_error_of_one_line(backend, as
     assert len(ray.asked) == 3
     ray.dies = set()
     assert found.process_message(*asked)[1] == "context"  # the next one has a worker
+
+
+def test_a_worker_that_can_no_longer_use_its_gpu_is_replaced_as_one_that_died(backend, asked):
+    """It failed each message that it was given from then on."""
+    found, ray = backend(node("a", 1), node("b", 1))
+    ray.loses_gpu = {"a"}
+    assert found.process_message(*asked) == ("reply of b", "context")
+    assert ray.killed == ["a"]
+    assert found.num_workers == 2
+    ray.loses_gpu = {"a", "b"}
+    with pytest.raises(RuntimeError, match=r"died 3 times on this message: .*unspecified launch"):
+        found.process_message(*asked)
 
 
 def test_the_workers_of_a_dead_node_are_not_counted_nor_replaced(backend, asked):

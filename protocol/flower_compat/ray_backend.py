@@ -13,8 +13,8 @@ Replaces `RayBackend` (see `simulation_patches`), whose options and start of Ray
   them.
 - Flower starts a worker for each of the machine's CPUs. Here only those that this process may use
   count, and no more workers start than the simulation has nodes.
-- Flower returns a worker that died to its pool, where it fails every message it gets. Here it is
-  replaced, and its message is sent again to another worker.
+- Flower returns a worker that died, or lost its GPU to a CUDA error, to its pool, where it fails
+  every message it gets. Here it is replaced, and its message is sent again to another worker.
 - Flower gives a message to the worker that has waited longest. Here each of Flower's nodes has one
   of its own where there are enough, so that how fast it trains can be measured.
 - With `client-resources-num-gpus` unset, Flower's workers either see no GPU or all share the first
@@ -43,7 +43,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from protocol.config import app_folder
-from protocol.flower_compat import assign_message_id
+from protocol.flower_compat import GPU_LOST, assign_message_id
 from protocol.flower_compat.simulation import (
     CPU_WORKERS,
     MAX_WORKERS,
@@ -278,21 +278,24 @@ class ClusterBackend(RayBackend):
                 future = worker.actor.run.remote(self.app_fn, message, client, context)
                 _, reply, updated = ray.get(future)
             except LOST as error:
-                node, reason = None, in_one_line(error)
-                num_attempts += self.replace_lost(worker)
-                if num_attempts == MAX_ATTEMPTS:
-                    raise RuntimeError(
-                        f"the worker died {MAX_ATTEMPTS} times on this message: {reason}"
-                    ) from None
-                log.warning(
-                    "a worker on %s is lost (%s): its message is sent again", worker.address, reason
-                )
+                reason = in_one_line(error)
             except BaseException:
                 self.put_back(worker)
                 raise
             else:
-                self.put_back(worker)
-                return reply, updated
+                if not reply.has_error() or reply.error.code != GPU_LOST:
+                    self.put_back(worker)
+                    return reply, updated
+                reason = reply.error.reason
+            node = None
+            num_attempts += self.replace_lost(worker)
+            if num_attempts == MAX_ATTEMPTS:
+                raise RuntimeError(
+                    f"the worker died {MAX_ATTEMPTS} times on this message: {reason}"
+                )
+            log.warning(
+                "a worker on %s is lost (%s): its message is sent again", worker.address, reason
+            )
 
     def replace_lost(self, worker: Worker) -> bool:
         """Start another worker on the node of one that died; whether the node is alive."""
