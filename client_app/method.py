@@ -96,6 +96,9 @@ class Method:
     # What is sent and averaged: "model", "extractor" (all but the classifier) or "nothing".
     shared_part: ClassVar[str] = "model"
 
+    # Keys that say how long a client trains in each round: epochs, or a `duration()`.
+    duration_keys: ClassVar[Sequence[str]] = ("local-epochs",)
+
     # Option values with which the trained model is FedAvg's, bit for bit; a test checks this.
     equals_fedavg_at: ClassVar[Mapping[str, float]] = {}
 

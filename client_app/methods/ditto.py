@@ -40,6 +40,7 @@ class Ditto(LocalObjective):
     client_state: ClassVar[str] = "its personal model"
     regularises: ClassVar[str] = "all weights of the personal model, towards the global model's"
     paper: ClassVar[str] = "Li et al. 2021 (Ditto)"
+    duration_keys: ClassVar[tuple[str, ...]] = ("local-epochs", "ditto.personal-epochs")
     extra_forwards: ClassVar[str] = "1, with backward"
 
     lambda_: float = option(

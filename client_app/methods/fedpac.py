@@ -60,6 +60,7 @@ class FedPAC(Method):
     client_state: ClassVar[str] = "its head"
     regularises: ClassVar[str] = "classifier's input, towards the global class prototypes"
     paper: ClassVar[str] = "Xu et al. 2023"
+    duration_keys: ClassVar[tuple[str, ...]] = ("fedpac.extractor-epochs",)
     extra_forwards: ClassVar[str] = "3 passes over its data per round"
 
     lambda_: float = option(

@@ -33,6 +33,7 @@ class FedRep(Method):
     is_adapted_from_global: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
     shared_part: ClassVar[str] = "extractor"
+    duration_keys: ClassVar[tuple[str, ...]] = ("fedrep.head-epochs", "fedrep.extractor-epochs")
     client_state: ClassVar[str] = "its head"
     paper: ClassVar[str] = "Collins et al. 2021"
 

@@ -225,17 +225,21 @@ def failed_share(counts: Mapping[str, int], ended: int) -> str:
 def share_of_steps(claim: Claim, side: Result, run: Run) -> float:
     """Local steps of the run where it is read / those of the paper from which it makes the claim.
 
-    For seconds a round, which do not depend on the number of rounds: the samples of a round. Runs
-    of another data set, which have no verdict, count as if on the paper's.
+    Where several keys say how long a round trains, of the one with the smallest share. For seconds
+    a round, which do not depend on the number of rounds: the samples of a round. Runs of another
+    data set, which have no verdict, count as if on the paper's.
     """
     paper = resolve_config({**side.cell.keys, **(side.candidate or {})})
     ours, source = resolve_config(run.keys), paper.data.source
-    steps, theirs = (steps_per_round(config, source) for config in (ours, paper))
+    share = min(
+        steps_per_round(ours, source, key) / (steps_per_round(paper, source, key) or 1)
+        for key in paper.method_options().duration_keys
+    )
     if side.cell.take.how == "seconds a round":
-        return steps * ours.train.batch_size / (theirs * paper.train.batch_size)
+        return share * ours.train.batch_size / paper.train.batch_size
     read_at = side.cell.at or run.paper_rounds
     first = min(claim.from_round or read_at, read_at)
-    return last_round_read(side.cell, run) * steps / (first * theirs)
+    return share * last_round_read(side.cell, run) / first
 
 
 def deviations_of(side: Result, run: Run) -> Iterator[str]:

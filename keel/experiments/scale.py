@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from protocol.config import RunConfig, resolve_config
-from protocol.options import OptionValue
+from protocol.options import OptionValue, parse_duration
 
 Keys = Mapping[str, OptionValue]
 
@@ -90,11 +90,11 @@ def scaled_round(at: int, paper_rounds: int, rounds: int) -> int:
     return max(1, round(at * rounds / paper_rounds))
 
 
-def steps_per_round(config: RunConfig, source: str) -> float:
+def steps_per_round(config: RunConfig, source: str, key: str = "local-epochs") -> float:
     """Optimizer steps that an average client takes in a round, one after the other.
 
     source: the data set whose published size counts; of one without, one sample is an epoch, so
-    that only ratios mean something.
+    that only ratios mean something. key: one of the method's `duration_keys`.
     """
     from data.readers import READERS  # numpy and PIL: not needed for `--help`
 
@@ -106,4 +106,6 @@ def steps_per_round(config: RunConfig, source: str) -> float:
         held = size * data.data_fraction * (1 - data.local_test_fraction)
         steps = held / config.rounds.num_clients / train.batch_size
         steps = math.ceil(steps) if size > 1 else steps
-    return steps * max(1, train.local_epochs)
+    length = config.flat[key]
+    count, unit = parse_duration(length) if isinstance(length, str) else (int(length), "epochs")
+    return max(1, count) * (1 if unit == "steps" else steps)

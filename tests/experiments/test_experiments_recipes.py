@@ -671,6 +671,20 @@ def first_claim(name: str, start: str, scale: str, changes: Keys) -> JudgedClaim
             *("fedrcl-table-1", "FedRCL above FedAvg in CIFAR-10, alpha 0.05, 1000R"),
             *("paper", {"num-rounds": 1}, "under 1%"),
         ),
+        # 60,000 * 0.8 / 50 / 64: an epoch is 15 steps
+        (
+            *("fedreco-table-1", "FedReCo above FedAvg in Fashion-MNIST", "paper"),
+            *({"fedreco.k-u": "1 step", "fedreco.k-v": "1 step"}, "7%"),
+        ),
+        (
+            *("fedreco-table-1", "FedReCo above FedAvg in Fashion-MNIST", "paper"),
+            *({"fedreco.k-u": "15 steps"}, None),
+        ),
+        # which epochs that it does not train do not make up for
+        (
+            *("fedreco-table-1", "FedReCo above FedAvg in Fashion-MNIST", "paper"),
+            *({"num-rounds": 250, "local-epochs": 4}, "50%"),
+        ),
         # without a round: from the one at which the paper reads it
         ("fedintr-table-1", "FedIntR above FedAvg in Fashion", "paper", {"num-rounds": 99}, "99%"),
         ("fedcka-table-1", "FedCKA above FedAvg in Tiny ImageNet", "paper", {}, None),
