@@ -10,9 +10,11 @@ import ast
 import copy
 import importlib
 import sys
+import traceback
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from protocol.options import did_you_mean
@@ -95,6 +97,19 @@ def method_spec(name: str) -> MethodSpec:
     return MethodSpec(name, names[0], documentation, options, **flags)
 
 
+def imported(name: str) -> ModuleType:
+    """The module of one half of a method. ValueError, with file and line, if it has an error."""
+    try:
+        return importlib.import_module(name)
+    except SyntaxError as error:
+        raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}") from None
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if Path(f.filename).stem == name.rpartition(".")[2]]
+        place = f"{own[-1].filename}:{own[-1].lineno}" if own else name
+        raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
+
+
 @lru_cache(maxsize=64)
 def options_class(path: Path, name: str) -> type[Any]:
     """Class `name` of a source file, reduced to its fields, flags and `__post_init__`.
@@ -132,7 +147,10 @@ def options_class(path: Path, name: str) -> type[Any]:
 
 @lru_cache(maxsize=64)
 def _parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
+    try:
+        return ast.parse(path.read_text(), str(path))
+    except SyntaxError as error:
+        raise ValueError(f"{path}:{error.lineno}: {error.msg}") from None
 
 
 def _class_node(path: Path, name: str) -> ast.ClassDef:

@@ -3,12 +3,11 @@
 A server half of its own is in strategies/<name>.py.
 """
 
-import importlib
 import pkgutil
 import sys
 
 from models import StagedModel
-from protocol.catalogue import method_spec, method_stem
+from protocol.catalogue import imported, method_spec, method_stem
 from protocol.config import RunConfig
 from strategies.average import Average
 
@@ -37,6 +36,6 @@ def strategy_for(config: RunConfig, model: StagedModel) -> Average:
 # All of them now: a process that makes several runs records one digest of the sources for each, so
 # none of the code may be read later.
 for info in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{info.name}")
+    imported(f"{__name__}.{info.name}")
 
 __all__ = ["Average", "server_half", "strategy_for"]

@@ -1,15 +1,13 @@
 """The client half of every method, by name: each file here defines one."""
 
-import importlib
-
 from client_app.method import Method
-from protocol.catalogue import method_names, method_spec, method_stem
+from protocol.catalogue import imported, method_names, method_spec, method_stem
 from protocol.config import RunConfig, refuse_unknown
 
 
 def method_class(name: str) -> type[Method]:
     """The class that client_app/methods/<name>.py defines."""
-    module = importlib.import_module(f"{__name__}.{method_stem(name)}")
+    module = imported(f"{__name__}.{method_stem(name)}")
     found: type[Method] = getattr(module, method_spec(name).class_name)
     return found
 

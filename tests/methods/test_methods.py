@@ -27,7 +27,7 @@ from client_app.method import Method, Update
 from client_app.methods import METHODS, method_of
 from client_app.objective import LocalObjective
 from client_app.setup import build_network
-from protocol.catalogue import FLAGS, method_names, method_spec
+from protocol.catalogue import FLAGS, imported, method_names, method_spec
 from protocol.config import default_config
 from protocol.messages import read_reply
 from protocol.options import key_of
@@ -228,6 +228,31 @@ def test_an_option_that_needs_torch_to_be_read_is_refused(folder):
     write(folder, "mine", constraint="one_of(*torch.names)")
     with pytest.raises(ValueError, match=r"mine\.py: .*use literals and the functions"):
         method_spec("mine")
+
+
+def test_an_error_of_syntax_is_one_line_with_its_place(folder, monkeypatch):
+    (folder / "mine.py").write_text("x = 1\ny = = 2\n")
+    message = r"mine\.py:2: invalid syntax"
+    with pytest.raises(ValueError, match=message):
+        method_spec("mine")
+    monkeypatch.syspath_prepend(folder)
+    with pytest.raises(ValueError, match=message):
+        imported("mine")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("from math import tua", "ImportError: cannot import name 'tua'"),
+        ("dataclass(type('A', (), {'__annotations__': {'x': int}, 'x': []}))", "ValueError: mut"),
+    ],
+)
+def test_an_error_of_an_import_is_one_line_with_its_place(folder, monkeypatch, line, reason):
+    (folder / "other.py").write_text(f"from dataclasses import dataclass\n\n{line}\n")
+    monkeypatch.syspath_prepend(folder)
+    with pytest.raises(ValueError, match=rf"other\.py:3: {reason}"):
+        imported("other")
 
 
 def with_line(folder, line):
