@@ -42,7 +42,7 @@ MIN_POLL_S, MAX_POLL_S, POLL_GROWTH = 0.02, 0.5, 1.2
 DEPLOYED_POLL_S = 0.1  # MIN_POLL_S of a deployment: each poll costs the SuperLink time
 RETURN_TIMEOUT_S = 30.0  # for a SuperNode that went away to return
 LOOK_EVERY_S = 1.0  # interval of looking for it
-MAX_LATE_ASKS = 5  # a reply that never came is forgotten after this many further asks
+MAX_STOP_S = 30 * 86400.0  # of a simulation: a message that expires is lost, and its reply too
 MAX_RESENDS = 2  # of a message whose reply was lost on its way
 MAX_PULLS, SLOW_PULL_S = 4, 5.0  # at once; after so long, another is started beside a slow one
 TICK_S = 1.0
@@ -59,8 +59,7 @@ class Exchange:
 
     name: the client behind a node, for the log. returned: finds clients that are connected again;
     None: a node that is gone stays away (simulation). silent_s: how long the SuperLink has answered
-    nothing, or this process was stopped. progress: told what is asked, how
-    many clients have answered, and how many were asked.
+    nothing. progress: told what is asked, how many clients have answered, and how many were asked.
     """
 
     grid: Grid
@@ -68,7 +67,7 @@ class Exchange:
     returned: Returned | None = None
     silent_s: Callable[[], float] = lambda: 0.0
     progress: Callable[[str, int, int], None] = lambda what, num_replies, num_asked: None
-    late: dict[str, tuple[str, int]] = field(default_factory=dict)  # id: description, asks since
+    late: dict[str, str] = field(default_factory=dict)  # message id: description
     arrived_late: list[str] = field(default_factory=list)  # descriptions, see `take_late`
 
     def __post_init__(self) -> None:
@@ -78,6 +77,7 @@ class Exchange:
         self.numbers = itertools.count()
         self.max_bytes = 0  # the largest bound so far
         self.one_by_one = False  # after a reply that could not be read
+        self.stopped_s = Stops().take
 
     def ask(
         self,
@@ -112,6 +112,8 @@ class Exchange:
         asked = {message.metadata.dst_node_id: message for message in messages}
         for message in asked.values():
             bound_reply(message, max_bytes)
+            if is_in_process_grid(self.grid):
+                message.metadata.ttl = timeout_s + MAX_STOP_S
         replies: dict[int, Message | None] = {}  # None: `on_reply` has it
         away: dict[int, tuple[float, Message]] = {}  # node: (when to give up, the error then)
         waiting: dict[str, int] = {}  # message id: the node whose reply it is
@@ -207,11 +209,11 @@ class Exchange:
                 poll_s = first_s if has_arrived else min(poll_s * POLL_GROWTH, MAX_POLL_S)
                 time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))
             before, now = now, time.monotonic()
-            if self.silent_s() > SILENCE_S or (has_arrived and is_inline):
+            if max(self.silent_s(), self.stopped_s()) > SILENCE_S or (has_arrived and is_inline):
                 deadline += now - before
         self.pulls.clear()  # those under way go on; what they bring is late
         for message_id, node in waiting.items():
-            self.late[message_id] = (f"client {self.name(node)}'s reply to {what}", 0)
+            self.late[message_id] = f"client {self.name(node)}'s reply to {what}"
         silence = f"no answer within {key} = {timeout_s:g} seconds"
         for node, message in asked.items():
             if node not in replies:
@@ -272,15 +274,17 @@ class Exchange:
         return [m for m in messages if m.metadata.message_id not in sent_ids]
 
     def drain(self) -> None:
-        """Discard the replies that came after their deadline, and log whose they are."""
-        self.late = {i: (text, n + 1) for i, (text, n) in self.late.items() if n < MAX_LATE_ASKS}
+        """Discard the replies that came after their deadline, and log whose they are.
+
+        Forget those of messages that the SuperLink no longer has, as they have expired.
+        """
         for reply in self.pull(list(self.late), MAX_POLL_S):
             self.note_late(reply)
         self.pulls.clear()
 
     def note_late(self, reply: Message) -> None:
         """Log whose reply this is, if one was awaited before."""
-        text, _ = self.late.pop(reply.metadata.reply_to_message_id, ("", 0))
+        text = self.late.pop(reply.metadata.reply_to_message_id, "")
         if text and not (reply.has_error() and reply.error.code in UNDELIVERED):
             log.warning("%s came too late and is not used", text)
             self.arrived_late.append(text)

@@ -45,7 +45,7 @@ from server_app.checks import check_config, config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
 from server_app.diagnostics.plots import plot_rounds
-from server_app.exchange import Exchange, Stops
+from server_app.exchange import Exchange
 from server_app.history import (
     HISTORY_FILE,
     Line,
@@ -297,9 +297,7 @@ def prepare(
         memories[directory.path] = memory
     exchange = Exchange(grid, lambda n: roster[n].client if n in roster else f"on node {n}")
     if not is_in_process_grid(grid):
-        superlink_s, stopped_s = watch_superlink(grid), Stops().take
-        exchange.returned = registry.returned
-        exchange.silent_s = lambda: max(superlink_s(), stopped_s())
+        exchange.returned, exchange.silent_s = registry.returned, watch_superlink(grid)
     return Run(
         config=config,
         data=data,

@@ -100,6 +100,7 @@ def hurry(monkeypatch):
     monkeypatch.setattr(server_app.exchange, "LOOK_EVERY_S", 0.02)
     monkeypatch.setattr(server_app.exchange, "SLOW_PULL_S", 0.1)
     monkeypatch.setattr(server_app.exchange, "SILENCE_S", 0.1)
+    monkeypatch.setattr(Stops, "take", lambda self: 0.0)  # which expects to run every second
 
 
 def test_every_message_has_one_reply_in_the_order_asked():
@@ -141,12 +142,21 @@ def test_a_late_reply_is_named_and_not_used(caplog):
     assert caplog.messages == []
 
 
-def test_a_reply_that_never_comes_is_forgotten_after_some_rounds():
-    exchange = Exchange(ToyGrid(lambda node, before: "" if node == 6 else "reply"))
+@pytest.mark.parametrize(
+    ("what", "named"), [("reply", ["client 6's reply to round 1"]), ("lost", [])]
+)
+def test_a_reply_is_late_until_it_comes_or_its_message_has_expired(what, named):
+    answer = {6: ""}
+    exchange = Exchange(ToyGrid(lambda node, before: answer.get(node, "reply")), "{}".format)
     exchange.ask(to(6), 0.05, "round 1")
-    assert len(exchange.late) == 1
-    for number in range(server_app.exchange.MAX_LATE_ASKS + 1):
+    for number in range(9):
         exchange.ask(to(5), 5, f"round {number + 2}")
+        exchange.drain()
+    assert exchange.take_late() == []
+    assert len(exchange.late) == 1
+    answer[6] = what
+    exchange.drain()
+    assert exchange.take_late() == named
     assert exchange.late == {}
 
 
@@ -275,6 +285,25 @@ def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
     monkeypatch.setattr(stops, "seen_at", now - 95)
     assert stops.take() == pytest.approx(95, abs=1)
     assert stops.take() == 0.0  # said once
+
+
+@pytest.mark.parametrize("is_simulation", [False, True])
+def test_a_round_continues_after_a_stop_of_this_process(hurry, monkeypatch, is_simulation):
+    started = time.monotonic()
+    is_stopped = lambda: time.monotonic() - started < 0.6  # noqa: E731
+    monkeypatch.setattr(Stops, "take", lambda self: 0.2 if is_stopped() else 0.0)
+    grid = ToyGrid(lambda node, before: "" if is_stopped() else "reply")
+    grid.is_in_process = is_simulation
+    assert outcomes(Exchange(grid).ask(to(5), 0.4, "round 1")) == [(5, 5)]
+
+
+@pytest.mark.parametrize("is_simulation", [False, True])
+def test_a_message_of_a_simulation_outlasts_a_stop_and_a_late_reply(is_simulation):
+    """Flower drops an expired one and its reply. A SuperNode that returns must not train on it."""
+    grid, messages = ToyGrid(lambda node, before: "reply"), to(5)
+    grid.is_in_process, messages[0].metadata.ttl = is_simulation, 5.0
+    Exchange(grid).ask(messages, 5.0, "round 1")
+    assert messages[0].metadata.ttl == pytest.approx(5.0 + is_simulation * 30 * 86400)
 
 
 def test_the_thread_that_notes_stops_ends_with_them(monkeypatch):
