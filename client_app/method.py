@@ -99,7 +99,8 @@ class Method:
     # Keys that say how long a client trains in each round: epochs, or a `duration()`.
     duration_keys: ClassVar[Sequence[str]] = ("local-epochs",)
 
-    # Option values with which the trained model is FedAvg's, bit for bit; a test checks this.
+    # Option values with which the trained model is FedAvg's, bit for bit; a test checks this. A
+    # local objective's penalty is not computed then.
     equals_fedavg_at: ClassVar[Mapping[str, float]] = {}
 
     # Documentation only: nothing depends on these.

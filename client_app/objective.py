@@ -5,7 +5,7 @@ The trainer provides batches, frozen models, the optimizer and client state; a s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from client_app.server_optimizer_terms import server_optimizer_terms
 from client_app.trainer import Duration, Phase
 from models import StagedModel
 from protocol.messages import Arrays
-from protocol.options import one_of, option
+from protocol.options import key_of, one_of, option
 
 
 @dataclass(frozen=True)
@@ -188,11 +188,19 @@ class Constants:
         return step.x, step.y, reps, self.prepared
 
 
+def is_at_limit(objective: LocalObjective) -> bool:
+    """Whether its options are those of `equals_fedavg_at`."""
+    values = {key_of(field): getattr(objective, field.name) for field in fields(objective)}
+    limit = objective.equals_fedavg_at
+    return bool(limit) and limit.items() <= values.items()
+
+
 def constants_of(objective: LocalObjective, ctx: RoundContext) -> Constants:
     """Builds the frozen models that the objective uses, from received arrays and client state."""
     prepared = objective.begin_round(ctx)
     previous = ctx.state.get("previous") or objective.first_previous(ctx)
-    has_penalty = not (objective.uses_previous and previous is None)
+    lacks_previous = objective.uses_previous and previous is None
+    has_penalty = not lacks_previous and not is_at_limit(objective)
     used = {}
     if has_penalty and objective.uses_global:
         used["global"] = ctx.received
@@ -214,6 +222,9 @@ def loss_terms(
     inputs: LossInputs,
 ) -> dict[str, Tensor]:
     """The loss terms of a batch: `supervised`, `penalty` if there is one, the server optimizer's.
+
+    There is none at the limit where the method equals FedAvg: a gradient of zeros would decay the
+    weights that only the penalty reads, and change the last bit of the norm that clips.
 
     inputs: as `Constants.inputs` returns them for this batch.
     """

@@ -110,17 +110,24 @@ def test_a_round_returns_what_the_server_half_expects(name):
     check_state(method_of(config), update)
 
 
-@pytest.mark.parametrize("name", [n for n, cls in METHODS.items() if cls.equals_fedavg_at])
-def test_at_its_limit_a_method_is_fedavg_to_the_bit_and_otherwise_not(name):
-    keys = {"batch_size": 16, "local_epochs": 2}
+LIMITS = [(n, {}) for n, cls in METHODS.items() if cls.equals_fedavg_at]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*LIMITS, *((n, {f"{n}__projection": "mlp-side"}) for n in ("moon", "fedcka"))],
+)
+def test_at_its_limit_a_method_is_fedavg_to_the_bit_and_otherwise_not(name, form):
+    """Also where gradients are clipped by a norm over all weights, those of heads included."""
+    keys = {"batch_size": 4, "local_epochs": 2, "clip_norm": 0.2, "weight_decay": 0.001}
     plain = make_config(**keys)
     at_limit = {f"{name}__{k}": value for k, value in METHODS[name].equals_fedavg_at.items()}
-    received = initial(make_config(method=name))
+    received = initial(make_config(method=name, **form))
     shared = {key: received[key] for key in initial(plain)}
     fedavg = method_of(plain).train(make_round(plain, received=shared)).arrays
 
     def trained(**options):
-        config = make_config(method=name, **keys, **options)
+        config = make_config(method=name, **keys, **form, **options)
         state = {"previous": initial(config, seed=5)} if METHODS[name].is_stateful else {}
         return method_of(config).train(make_round(config, received=received, state=state)).arrays
 
