@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -156,10 +156,10 @@ class Exchange:
         first_s = MIN_POLL_S if is_in_process_grid(self.grid) else DEPLOYED_POLL_S
         poll_s, looked_at, now = first_s, 0.0, time.monotonic()
         while (waiting or away) and now < deadline:
-            arrived = self.pull(list(waiting), deadline - now)
+            arrived = deque(self.pull(list(waiting), deadline - now))
             has_arrived = bool(arrived)
             while arrived:
-                reply = arrived.pop(0)  # and so freed once it is settled
+                reply = arrived.popleft()  # and so freed once it is settled
                 message_id = reply.metadata.reply_to_message_id
                 source = waiting.pop(message_id, None)
                 if source is None:

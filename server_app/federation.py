@@ -239,8 +239,15 @@ def prepare(
     config.rounds.check_cohort(cohort)
     monitor = None
     if config.rounds.diagnostics:
-        everyone = list(roster.values())
-        monitor = Monitor(config, method, source, model.to(device), initial_weights, everyone)
+        architectures = (
+            ByName(roster, lambda entry: entry.model)
+            if isinstance(roster, SimulatedRoster)
+            else {entry.client: entry.model for entry in roster.values()}
+        )
+        monitor = Monitor(
+            *(config, method, source, model.to(device), initial_weights),
+            *(architectures, is_simulated),
+        )
 
     parent = resumed.path.parent if resumed else runs_directory(config)
     workers = checked_workers(grid, config, data, source, parent)
@@ -596,11 +603,13 @@ def info_of(run: Run, history: Sequence[Line]) -> RunInfo:
 def model_metadata(run: Run) -> dict[str, str]:
     """Metadata of model.safetensors: enough to build and use the model without the data."""
     pixels = pixels_of(run.config, run.source)
-    names = {e.model for e in shown_entries(run.roster)}
-    are_mixed = names != {run.config.model.model}
-    entries = run.roster.values() if are_mixed else []
-    others = {e.client: e.model for e in entries if e.model != run.config.model.model}
-    return {f"model of {client}": model for client, model in sorted(others.items())} | {
+    config, entries = run.config, shown_entries(run.roster)
+    if len(entries) < len(run.roster):
+        others = {"client-models": ",".join(config.client_models)}
+    else:
+        pairs = sorted((e.client, e.model) for e in entries if e.model != config.model.model)
+        others = {f"model of {client}": model for client, model in pairs}
+    return others | {
         "shape": ",".join(map(str, run.source.image_shape)),
         "classes": "\n".join(run.source.class_names),
         "mean": ",".join(map(str, pixels.mean)),

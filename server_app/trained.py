@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from client_app.methods import method_of
+from client_app.node_config import own_architecture
 from client_app.samples import Pixels
 from client_app.setup import build_network
 from client_app.state import StateFolder
@@ -120,6 +121,9 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
                 f"client = {client!r}: there is no personal model of it under {path / 'clients'}"
             )
         arrays, name = own, about.get(f"model of {client}", name)
+        if about.get("client-models"):  # of too many simulated clients to list
+            node_config = {"partition-id": int(client.rpartition("-")[2])}
+            name = own_architecture(config, node_config)
     elif not method_of(config).has_global_model:
         raise ValueError(
             f"{config.rounds.method} has no global model: name a client, as in "

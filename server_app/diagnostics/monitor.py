@@ -4,7 +4,7 @@ A local model is what the client sent, with the head of its client state where t
 directory (in simulation). Where clients send no weights, it is the model in their client state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from client_app.method import Method
@@ -13,7 +13,7 @@ from client_app.state import StateFolder, memories
 from data.sources import Source
 from models import StagedModel
 from protocol.config import RunConfig
-from protocol.messages import Arrays, RosterEntry, TrainReply
+from protocol.messages import Arrays, TrainReply
 from server_app.diagnostics.comparison import (
     NUM_PROBE_SAMPLES,
     Comparison,
@@ -24,7 +24,10 @@ from server_app.diagnostics.comparison import (
 
 
 class Monitor:
-    """Measures rounds of one run. Overwrites the weights of `model`."""
+    """Measures rounds of one run. Overwrites the weights of `model`.
+
+    architectures: by client.
+    """
 
     def __init__(
         self,
@@ -33,16 +36,17 @@ class Monitor:
         source: Source,
         model: StagedModel,
         initial_weights: Arrays,
-        roster: Sequence[RosterEntry],
+        architectures: Mapping[str, str],
+        is_simulated: bool,
     ) -> None:
         self.config, self.method = config, method
         self.names = chosen_diagnostics(config.rounds.diagnostics)
         self.initial_weights = initial_weights
-        self.architectures = {entry.client: entry.model for entry in roster}
+        self.architectures = architectures
         device = model.classifier.weight.device
         self.probe = probe_of(config, source, device, NUM_PROBE_SAMPLES)
         self.networks = {config.model.model: model}
-        if not method.sends_weights and any(not entry.num_partitions for entry in roster):
+        if not method.sends_weights and not is_simulated:
             raise ValueError(
                 f"diagnostics = {config.rounds.diagnostics!r}: clients of {config.rounds.method} "
                 "send no weights, so that they can be measured in simulation only; it has to be "

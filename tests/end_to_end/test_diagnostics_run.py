@@ -29,7 +29,6 @@ from client_app.methods import method_of
 from client_app.setup import build_network, model_for, open_source
 from models.cnn import _plain_cnn
 from protocol.config import DIAGNOSTICS, resolve_config
-from protocol.messages import RosterEntry
 from server_app.checks import check_config
 from server_app.diagnostics.comparison import (
     DEVIATIONS,
@@ -276,9 +275,8 @@ def test_real_sites_that_send_no_weights_cannot_be_measured():
     config = resolve_config(SMALL | {"method": "fedreco", "diagnostics": "all"})
     source = open_source(config)
     model = build_network(config, source.image_shape, source.num_classes)
-    site = RosterEntry("site-a", [1], [1], [1, 28, 28], config.model.model, 84, "", 0)
     with pytest.raises(ValueError, match="measured in simulation only"):
-        Monitor(config, method_of(config), source, model, {}, [site])
+        Monitor(config, method_of(config), source, model, {}, {"site-a": config.model.model}, False)
 
 
 # --- the command -----------------------------------------------------------------------------

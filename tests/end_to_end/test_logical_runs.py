@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from client_fixtures import add_model
 from flwr.app import Error, Message
 from run_fixtures import (
     NUM_CLIENTS,
@@ -16,10 +17,15 @@ from run_fixtures import (
 )
 
 import server_app.federation
+import server_app.simulated_roster
 import strategies.average
+from client_app.setup import build_network
+from models.cnn import _plain_cnn
+from protocol.config import resolve_config
 from server_app.federation import Run
 from server_app.inline import InlineGrid, run_inline
 from server_app.simulated_roster import ByName
+from server_app.trained import load_model
 from strategies.aggregation import RunningMean
 from strategies.scaffold import ScaffoldServer
 
@@ -100,6 +106,22 @@ def test_a_client_whose_extra_is_rejected_takes_no_other_with_it(
         left_out = [line["left_out"] for line in history_of(other)]
         assert left_out == [{}, *[{"client-0002": "it is odd"}] * 2]
         assert same_bits(all_models(other), all_models(whole))
+
+
+def test_the_models_of_many_clients_follow_from_the_config(tmp_path, monkeypatch):
+    def build(input_shape):
+        return _plain_cnn(input_shape, kernel=3, conv_widths=(4,), fc_widths=(84,))
+
+    add_model(monkeypatch, "small-cnn", build)
+    monkeypatch.setattr(server_app.simulated_roster, "MAX_LISTED", NUM_CLIENTS - 1)
+    keys = {"method": "fedreco", "client-models": "cnn-fedreco,small-cnn", "num-rounds": 1}
+    keys |= {"local-test-fraction": 0.2, "output-dir": str(tmp_path)}
+    monkeypatch.setattr(server_app.simulated_roster.SimulatedRoster, "values", None)
+    folder = run_inline(SMALL | keys, NUM_CLIENTS, num_workers=2)
+    for number, model in enumerate(["cnn-fedreco", "small-cnn"] * 2):
+        found = load_model(folder, f"client-{number:04d}").network
+        expected = build_network(resolve_config(keys), (1, 32, 32), 10, model)
+        assert str(found) == str(expected)
 
 
 def last_first(pull):
