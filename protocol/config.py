@@ -434,6 +434,10 @@ class RunConfig:
         if self.rounds.evaluate_clients == "auto":
             why = f"{self.rounds.method} has personal models, which are evaluated on it"
         remedy = "set local-test-fraction, such as local-test-fraction=0.2"
+        if self.data.local_test_fraction:
+            more = "raise min-samples or alpha, or lower the number of clients"
+            remedy = "it has one sample of each of its classes: "
+            remedy += "add samples" if has_own_data else more
         if has_own_data:
             remedy += ", or put images under test/ in the client's own data"
         return ValueError(f"client {client} has no local test part ({why}): {remedy}")

@@ -72,6 +72,10 @@ def test_only_a_client_with_data_of_its_own_can_add_a_test_part(num_partitions):
     line = rejected([site], evaluate_clients="all")
     assert line.startswith("client a has no local test part (evaluate-clients = 'all'): set local")
     assert ("test/" in line) == (num_partitions == 0)
+    line = rejected([site], evaluate_clients="all", local_test_fraction=0.5)
+    remedy = ["add samples, or put images under test/", "raise min-samples or alpha, or lower"]
+    why = "it has one sample of each of its classes: "
+    assert f"(evaluate-clients = 'all'): {why}{remedy[num_partitions]}" in line
 
 
 def test_counts_of_other_classes_are_refused_where_counts_are_withheld():
