@@ -28,7 +28,7 @@ from keel.experiments.runs import Run
 from keel.experiments.stack import num_together, run_together
 from keel.runs import LOCK_FILE, is_locked
 from protocol.code import code_version
-from protocol.config import RunConfig, app_folder
+from protocol.config import RunConfig, app_folder, resolve_config
 from protocol.flower_compat.simulation import CPU_WORKERS, worker_variables
 from protocol.options import OptionValue
 from protocol.processes import num_cores
@@ -93,6 +93,7 @@ class RayTasks:
     ) -> None:
         self.resources, self.output, self.with_data = resources, output, with_data
         self.pending: dict[Any, Run] = {}
+        self.data: Sequence[tuple[RunConfig, str]] = ()  # on a cluster, with this machine's digests
         self.slots = 1  # at least, until Ray is there
         self._remote: Any = None
         self._stack = ExitStack()
@@ -124,7 +125,8 @@ class RayTasks:
         self.slots, gpus = self.resources.slots_on(nodes), self.resources.gpus_on(nodes)
         gpus = int(1e4 * gpus) / 1e4  # Ray's resolution
         if self.resources.address:
-            check_machines(self.output, self.with_data)
+            self.data = [(config, digest_of_data(config)) for config in self.with_data]
+            check_machines(self.output, self.data)
         # not Ray's retries: they are silent, and without end where the memory is too small
         self._remote = ray.remote(num_cpus=self.resources.cpus, num_gpus=gpus, max_retries=0)(
             execute_all
@@ -136,7 +138,7 @@ class RayTasks:
             self.connect()
         for run in runs:
             run.folder.mkdir(parents=True, exist_ok=True)
-        made = self._remote.options(num_returns=len(runs)).remote(runs, code_version())
+        made = self._remote.options(num_returns=len(runs)).remote(runs, code_version(), self.data)
         tasks = list(made) if len(runs) > 1 else [made]
         self.pending |= zip(tasks, runs, strict=True)
         return tasks
@@ -222,9 +224,8 @@ def kill_leftovers(folder: str) -> None:
                 os.kill(int(process.name), signal.SIGKILL)
 
 
-def check_machines(output: Path, with_data: Sequence[RunConfig]) -> None:
-    """ValueError naming a machine of the cluster that cannot execute runs."""
-    data = [(config, digest_of_data(config)) for config in with_data]
+def check_machines(output: Path, data: Sequence[tuple[RunConfig, str]]) -> None:
+    """ValueError naming a machine of the cluster that cannot execute runs. data: as `unfit`."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -247,20 +248,26 @@ def check_machines(output: Path, with_data: Sequence[RunConfig]) -> None:
 # --- the worker's side ------------------------------------------------------------------------
 
 
-def execute_all(runs: Sequence[Run], code: str) -> Any:
+def execute_all(runs: Sequence[Run], code: str, data: Sequence[tuple[RunConfig, str]] = ()) -> Any:
     """What `execute` returns; of a single run, without the list."""
-    results = execute(runs, code)
+    results = execute(runs, code, data)
     return results if len(results) > 1 else results[0]
 
 
-def execute(runs: Sequence[Run], code: str) -> list[str | None]:
+def execute(
+    runs: Sequence[Run], code: str, data: Sequence[tuple[RunConfig, str]] = ()
+) -> list[str | None]:
     """Resume each run's newest attempt, or start one, in this process; several train together.
 
     Returns why each failed, empty if it is done, None if another runner has it. Several share the
-    first one's log. code: the runner's.
+    first one's log. code, data: as `unfit`; this machine may have joined since `check_machines`.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell had it ignored
-    if reason := unfit(runs[0].folder, code):
+    read = resolve_config(runs[0].keys).data
+    own = [
+        (c, d) for c, d in data if (c.data.source, c.data.data_dir) == (read.source, read.data_dir)
+    ]
+    if reason := unfit(runs[0].folder, code, own):
         return [f"its machine {reason}"] * len(runs)
     with ExitStack() as stack:
         locks = [lock and stack.enter_context(lock) for lock in map(claimed, runs)]

@@ -18,7 +18,15 @@ from keel.experiments import tasks
 from keel.experiments.plan import runs_needed
 from keel.experiments.recipe import load_recipe
 from keel.experiments.runs import Options
-from keel.experiments.tasks import Resources, claimed, connected, execute, printing_to, unfit
+from keel.experiments.tasks import (
+    RayTasks,
+    Resources,
+    claimed,
+    connected,
+    execute,
+    printing_to,
+    unfit,
+)
 from protocol.code import code_version
 from protocol.config import resolve_config
 
@@ -69,6 +77,19 @@ def test_a_machine_with_other_data_is_unfit(tmp_path):
     assert unfit(tmp_path, code_version(), [(config, digest)]) == ""
     reason = unfit(tmp_path, code_version(), [(config, "0" * 16)])
     assert reason.startswith(f"has other data for source = 'digits', with the digest {digest}, ")
+
+
+def test_a_run_is_not_executed_on_a_machine_that_has_joined_with_other_data(run, monkeypatch):
+    asked = []
+    remote = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *a: asked.append(a)))
+    config, other = resolve_config(run.keys), resolve_config({"source": "npz:not-read"})
+    with RayTasks(Resources(), run.folder) as runner:
+        runner._remote, runner.data = remote, [(other, "0" * 16), (config, "0" * 16)]
+        runner.submit([run])
+        runner.pending.clear()
+    [reason] = execute(*asked[0])
+    assert reason.startswith(f"its machine has other data for source = {config.data.source!r}, ")
+    assert not run.attempts()
 
 
 @pytest.fixture
