@@ -82,7 +82,7 @@ def test_a_machine_with_other_data_is_unfit(tmp_path):
 def test_a_run_is_not_executed_on_a_machine_that_has_joined_with_other_data(run, monkeypatch):
     asked = []
     remote = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *a: asked.append(a)))
-    config, other = resolve_config(run.keys), resolve_config({"source": "npz:not-read"})
+    config, other = resolve_config(run.keys), resolve_config({"source": "svhn"})
     with RayTasks(Resources(), run.folder) as runner:
         runner._remote, runner.data = remote, [(other, "0" * 16), (config, "0" * 16)]
         runner.submit([run])
