@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from client_app.methods import method_of
+from data.partitions import PARTITIONS
 from protocol.catalogue import method_names
 from protocol.config import RunConfig
 from protocol.options import OptionValue
@@ -27,6 +28,10 @@ def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> 
         table, dot, _ = key.partition(".")
         if dot and table in tables and table not in in_use.values():
             lines.append(f"{key} has no effect: {tables[table]} is {in_use[tables[table]]}")
+    used = PARTITIONS[config.data.partition][1]
+    for key in ("alpha", "classes-per-client", "shards-per-client"):
+        if key in overrides and key.replace("-", "_") not in used:
+            lines.append(f"{key} has no effect: partition is {config.data.partition}")
     on_clients = config.evaluated_clients != "none"
     if config.privacy.withholds_metrics:
         what = "no losses and no accuracies of clients"

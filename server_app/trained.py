@@ -126,8 +126,8 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
             name = own_architecture(config, node_config)
     elif not method_of(config).has_global_model:
         raise ValueError(
-            f"{config.rounds.method} has no global model: name a client, as in "
-            'load_model(directory, client="client-0000")'
+            f"{config.rounds.method} has no global model: name a client, such as client-0000 "
+            "(--client, or load_model(..., client=...))"
         )
     network = build_network(config, (shape[0], shape[1], shape[2]), len(class_names), name)
     network.load_state_dict(arrays)

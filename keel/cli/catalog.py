@@ -343,12 +343,15 @@ def datasets(name: NameArgument = None, as_json: JsonOption = False) -> None:
         show_one(rows[name], {}, as_json)
         return
     source = load_source(name, data_dir, cache_dir)
-    facts = {
+    facts: Row = {
         "name": source.name,
         "shape": list(source.image_shape),
         "mean": [round(value, 4) for value in source.mean],
         "std": [round(value, 4) for value in source.std],
     }
+    published = rows[name]["shape"] if name in rows else None
+    if published and published != facts["shape"]:
+        facts |= {"shape as published": published}
     counts = [
         {
             "class": class_name,
@@ -441,10 +444,13 @@ def expected_seconds(config: RunConfig, speed: Row) -> float:
 def keys(name: NameArgument = None, as_json: JsonOption = False) -> None:
     """List the config keys with type, default, range and meaning; NAME: a key or its beginning.
 
-    The options of a method are listed by `keel methods NAME`.
+    Without NAME, not the options of methods: `keel keys METHOD` lists those.
     """
     rows = key_rows()
     if name is not None:
+        for method in method_names():
+            options = option_rows(method_spec(method).options, f"{method}.")
+            rows += [{"key": row.pop("option"), **row} for row in options]
         found = [row for row in rows if row["key"].startswith(name)]
         if not found:
             refuse_unknown("config key", name, [row["key"] for row in rows])

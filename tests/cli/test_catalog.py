@@ -143,6 +143,9 @@ def test_keys_shows_those_that_begin_alike_and_refuses_others(capsys):
     shown = capsys.readouterr().out
     assert "privacy.delta" in shown
     assert "num-rounds" not in shown
+    assert main(["keys", "moon.mu"]) == 0
+    assert capsys.readouterr().out.startswith("moon.mu=")
+    assert {row["key"].partition(".")[0] for row in as_json(capsys, "keys", "fedcka")} == {"fedcka"}
     assert main(["keys", "lrr"]) == 2
     assert capsys.readouterr().err == "error: config key = 'lrr' is unknown; did you mean lr?\n"
     assert main(["keys", "qqqqqq"]) == 2
@@ -236,6 +239,8 @@ def test_datasets_say_what_is_here_and_count_classes(capsys, tmp_path, monkeypat
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     rows = {row["name"]: row for row in as_json(capsys, "datasets")}
     assert rows["digits"]["here"] == "yes"
+    digits = as_json(capsys, "datasets", "digits")
+    assert (digits["shape"], digits["shape as published"]) == ([1, 32, 32], [1, 8, 8])
     assert "data-dir/tiny-imagenet-200" in rows["tiny-imagenet"]["here"]
     images = np.random.default_rng(0).integers(0, 256, (9, 28, 28), dtype=np.uint8)
     labels = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2])
