@@ -115,7 +115,9 @@ def _judged(
             percent = "under 1%" if share < 0.01 else f"{share:.0%}"
             is_round = sides[0].cell.take.how == "seconds a round"
             what = "samples a round" if is_round else "local steps"
-            detail = f"at {percent} of the paper's {what}; {detail}"
+            detail = (
+                f"at {percent} of the {'paper' if recipe.paper else 'recipe'}'s {what}; {detail}"
+            )
             decide = f"{1 / share:.2g} times the {what}"
         else:
             verdict = judge(leads)

@@ -184,7 +184,9 @@ def run_recipe(
         resumed: set[str] = set()  # of these, runs that were killed and started once more
         is_waiting = False
         before: dict[str, int] = {}  # run name to the rounds that earlier calls have run
-        total = progress.add_task(f"{recipe.name}, {options.label}", total=None, accuracy="")
+        total = progress.add_task(
+            f"{recipe.name}, {options.label}: rounds", total=None, accuracy=""
+        )
         labels = labels_of(cells, options, output)
 
         def needed() -> list[Run]:

@@ -720,6 +720,12 @@ def test_runs_on_another_data_set_say_nothing_of_a_papers_claim(source, detail):
     assert any(each.startswith("source ") for each in claim.deviations)
 
 
+def test_a_claim_of_ones_own_recipe_below_its_local_steps_speaks_of_no_paper():
+    sweep = str(root / "docs" / "sweep.yaml")
+    claim = first_claim(sweep, "homogeneous above", "paper", {"num-rounds": 2})
+    assert claim.detail.startswith("at 67% of the recipe's local steps; ")
+
+
 def test_a_judged_claim_says_what_it_rests_on():
     claim = first_claim("fedcka-table-2", "FedCKA above FedAvg in alpha 0.1", "hour", {"lr": 0.05})
     assert (claim.paper, claim.recipe) == ("FedCKA Table 2", "fedcka-table-2")

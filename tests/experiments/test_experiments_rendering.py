@@ -154,6 +154,10 @@ def test_a_sweep_of_ones_own_says_nothing_of_a_paper(report):
     assert "scale paper" not in section
     assert "as in the recipe; seeds 0, 1" in section
     assert 'class="paper"' not in section
+    text = (report / "report.md").read_text()
+    of_sweep = text.partition("FedProx's mu for")[2].partition("\n# ")[0].partition("\n## ")[0]
+    assert "\n| key | here |\n|---|---|\n| " in of_sweep
+    assert "\n| key | here | paper, where it differs |\n|---|---|---|\n| " in text
     assert "difference</label>" not in section
 
 
