@@ -436,6 +436,8 @@ def check_method(name: str, directory: Path) -> Iterator[Result]:
             except Exception as error:  # of the method's own code
                 outcome, reason = "FAIL", f"{type(error).__name__}: {error}{line_in_method(error)}"
             yield Result(outcome, text, " ".join(reason.split()))
+            if outcome == "FAIL" and check is options_documented:
+                return  # no other check could read the config
     finally:
         logging.disable(logging.NOTSET)
         if home is None:

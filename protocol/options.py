@@ -173,8 +173,10 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
     for name, own_key, expected, constraint in _columns(cls):  # type: ignore[arg-type]
         key = prefix + own_key
         if key not in values:
+            table = f".{prefix[:-1]}" if prefix else ""
             raise ValueError(
-                f"{key} is missing from the config: expected {constraint.describe(expected)}"
+                f"{key} is missing from the config: expected {constraint.describe(expected)}; give "
+                f"its default under [tool.flwr.app.config{table}] in pyproject.toml"
             )
         value = values[key]
         if expected is float and type(value) is int:

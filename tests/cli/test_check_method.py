@@ -14,6 +14,7 @@ from client_app.methods.fitnet import FitNet
 from client_app.methods.moon import MOON
 from keel.cli.main import main
 from keel.method_checks import check_method
+from protocol.config import default_config
 
 # The checks that need the class alone: broken methods are put in the place of a sound one.
 OF_THE_CLASS = [
@@ -104,6 +105,13 @@ def test_a_flag_that_only_the_class_has_is_named(monkeypatch, tmp_path):
     [result] = check_method("fedprox", tmp_path)
     assert result.outcome == "FAIL"
     assert result.reason.startswith("FedProx.shared_part is 'extractor', but 'model' where")
+
+
+def test_nothing_else_is_checked_without_the_options_defaults(monkeypatch, tmp_path):
+    defaults = {k: v for k, v in default_config().items() if k != "fedprox.mu"}
+    monkeypatch.setattr(keel.method_checks, "default_config", lambda: defaults)
+    [result] = check_method("fedprox", tmp_path)
+    assert (result.outcome, result.reason) == ("FAIL", "fedprox.mu: no default in pyproject.toml")
 
 
 def test_an_error_of_the_methods_code_is_named_with_its_line(few_checks, monkeypatch, tmp_path):
