@@ -243,6 +243,7 @@ def check_classes(num_classes: int, num_clients: int, classes_per_client: int) -
 
 def check_shards(num_samples: int, num_clients: int, shards_per_client: int) -> None:
     """ValueError if a shard would be empty."""
+    _check_num_clients(num_samples, num_clients)
     if not 1 <= shards_per_client <= num_samples // num_clients:
         raise ValueError(
             f"shards-per-client = {shards_per_client} for {num_clients} clients: expected "
@@ -320,9 +321,13 @@ def _rng(seed: int) -> np.random.Generator:
 def _check(labels: np.ndarray, num_clients: int) -> None:
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise ValueError(f"labels are {labels.dtype} {labels.shape}: expected integers [N]")
-    if not 1 <= num_clients <= len(labels):
+    _check_num_clients(len(labels), num_clients)
+
+
+def _check_num_clients(num_samples: int, num_clients: int) -> None:
+    if not 1 <= num_clients <= num_samples:
         raise ValueError(
-            f"num-clients = {num_clients}: expected 1 to {len(labels)}, the number of samples "
+            f"num-clients = {num_clients}: expected 1 to {num_samples}, the number of samples "
             "to split"
         )
 

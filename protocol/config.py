@@ -93,7 +93,8 @@ class DataConfig:
         "share of the training set that is split over the clients, the same of each class",
     )
     image_size: int = option(
-        between(0, 64), "pixels, 28 to 64; 0: the model's input size, else the source's own"
+        Constraint(lambda v: v == 0 or 28 <= v <= 64, "0, or 28 to 64"),
+        "pixels; 0: the model's input size, else the source's own",
     )
     channels: int = option(
         between(0, 3), "1 or 3; 0: the model's number of channels, else the source's own"
@@ -561,8 +562,6 @@ def _parse(flat: FlatConfig) -> RunConfig:
     privacy = parse_options(PrivacyConfig, flat, prefix="privacy.")
     if data.channels == 2:
         raise ValueError("channels = 2: expected 0 (the source's own), 1 or 3")
-    if 0 < data.image_size < 28:
-        raise ValueError(f"image-size = {data.image_size}: expected 0, or 28 to 64")
     config = RunConfig(rounds, data, model, train, privacy, flat)
     for name in ("resume", "output-dir", "data-dir"):
         if not flat[name]:
@@ -667,7 +666,7 @@ def _validate_method(config: RunConfig) -> None:
         able = [n for n in method_names() if method_spec(n).supports_mixed_architectures]
         raise ValueError(
             f"client-models = {model.client_models!r}: with {name} all clients train one network; "
-            f"leave the key out, or use one of the methods {', '.join(able)}"
+            f"leave the key out, or set method to {' or '.join(able)}"
         )
     if rounds.evaluate_clients == "none" and method.is_personal and not method.has_global_model:
         raise ValueError(

@@ -9,6 +9,7 @@ from data.partitions import (
     _cumulative_ratios,
     _level,
     _levelled_counts,
+    check_shards,
     classes_partition,
     dirichlet_balanced_partition,
     dirichlet_partition,
@@ -323,6 +324,7 @@ labels_of_40 = balanced_labels(4, 10)
         (lambda: classes_partition(labels_of_40, 30, 2, 0), "has 10 samples for the 15 clients"),
         (lambda: shards_partition(labels_of_40, 5, 9, 0), "client = 9 for 5 clients: .* 1 to 8"),
         (lambda: shards_partition(labels_of_40, 5, 0, 0), "shards-per-client = 0"),
+        (lambda: check_shards(40, 41, 2), "^num-clients = 41: expected 1 to 40"),
         (
             lambda: partition_indices("even", labels_of_40, 2, **options, seed=0),
             "partition = 'even': expected one of iid, dirichlet, ",

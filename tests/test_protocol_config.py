@@ -73,7 +73,10 @@ def test_options_are_read_by_name():
 
 @pytest.mark.parametrize("key", GOOD)
 def test_a_missing_key_is_named(key):
-    with pytest.raises(ValueError, match=f"^{re.escape(key)} is missing from the config: "):
+    message = f"^{re.escape(key)} is missing from the config: .*" + re.escape(
+        "; give its default under [tool.flwr.app.config.my] in pyproject.toml"
+    )
+    with pytest.raises(ValueError, match=message):
         parse_options(Sample, {k: v for k, v in GOOD.items() if k != key}, prefix="my.")
 
 
@@ -146,6 +149,12 @@ def test_what_is_unknown_is_refused_with_its_neighbours(keys, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         resolve_config(keys)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("size", [-1, 20, 27, 65, 100])
+def test_an_image_size_out_of_range_is_answered_with_all_that_is_allowed(size):
+    with pytest.raises(ValueError, match=rf"^image-size = {size}: expected 0, or 28 to 64$"):
+        resolve_config({"image-size": size})
 
 
 def test_an_unknown_method_is_refused_with_its_neighbours():

@@ -30,6 +30,8 @@ def parse_overrides(assignments: Sequence[str]) -> dict[str, OptionValue]:
     overrides: dict[str, OptionValue] = {}
     mistakes = []
     method = next((a.partition("=")[2] for a in assignments if a.startswith("method=")), "")
+    if any(assignment.startswith("=") for assignment in assignments):
+        raise ValueError("write KEY=VALUE without spaces around =")
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         key = key.strip()

@@ -87,7 +87,9 @@ def status_lines(run: SavedRun) -> list[str]:
     for key, name, description in CURVES:
         points = curve(history, key, name)
         if points:
-            shown = ", ".join(f"{100 * value:.2f} % ({number})" for number, value in points[-3:])
+            shown = ", ".join(
+                f"round {number}: {100 * value:.2f} %" for number, value in points[-3:]
+            )
             lines.append(f"accuracy  {description}: {shown}")
     for line in history[-RECENT_ROUNDS:]:
         for client, reason in line["left_out"].items():

@@ -100,6 +100,11 @@ def test_what_the_user_sees_of_a_mistake(word, line, capsys):
     assert said.out == ""
 
 
+def test_spaces_around_the_equals_sign_are_named(capsys):
+    assert main(["run", "lr", "=", "0.1"]) == 2
+    assert capsys.readouterr().err == "error: write KEY=VALUE without spaces around =\n"
+
+
 def enumerated_options():
     """(key, a name that it accepts) of every config key that accepts names."""
     tables = [(cls, "") for cls in (RoundsConfig, DataConfig, ModelConfig, TrainConfig)]

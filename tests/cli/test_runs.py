@@ -101,7 +101,7 @@ def test_the_status_names_recent_failures_and_changes_nothing(run, failing, caps
     assert main(["status", str(directory)]) == 0
     shown = capsys.readouterr().out.splitlines()
     accuracies = [100 * line["global"]["accuracy"] for line in history_of(directory)]
-    points = ", ".join(f"{value:.2f} % ({n})" for n, value in enumerate(accuracies, start=1))
+    points = ", ".join(f"round {n}: {value:.2f} %" for n, value in enumerate(accuracies, start=1))
     assert shown[0] == f"run       {directory}"
     assert shown[1] == "config    fedavg, digits, cnn-fedreco"
     assert shown[3].startswith("round     3 of 3, ")
