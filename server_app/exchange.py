@@ -40,6 +40,8 @@ from protocol.text import in_one_line
 log = logging.getLogger("keel.server")
 MIN_POLL_S, MAX_POLL_S, POLL_GROWTH = 0.02, 0.5, 1.2
 DEPLOYED_POLL_S = 0.1  # MIN_POLL_S of a deployment: each poll costs the SuperLink time
+# of a simulation, at least: polling takes at most this share of a core, and MAX_POLL_S
+SIMULATION_POLL_S, POLL_SHARE = 0.03, 0.005
 RETURN_TIMEOUT_S = 30.0  # for a SuperNode that went away to return
 LOOK_EVERY_S = 1.0  # interval of looking for it
 MAX_STOP_S = 30 * 86400.0  # of a simulation: a message that expires is lost, and its reply too
@@ -157,7 +159,10 @@ class Exchange:
         poll_s, looked_at, now = first_s, 0.0, time.monotonic()
         while (waiting or away) and now < deadline:
             arrived = deque(self.pull(list(waiting), deadline - now))
-            has_arrived = bool(arrived)
+            has_arrived, max_poll_s = bool(arrived), MAX_POLL_S
+            if is_in_process_grid(self.grid):  # a pull comes back at once
+                pull_s = time.monotonic() - now
+                max_poll_s = min(max(SIMULATION_POLL_S, pull_s / POLL_SHARE), MAX_POLL_S)
             while arrived:
                 reply = arrived.popleft()  # and so freed once it is settled
                 message_id = reply.metadata.reply_to_message_id
@@ -206,7 +211,7 @@ class Exchange:
                     settle(node, error)
                     del away[node]
             if (waiting or away) and not (has_arrived and is_inline):
-                poll_s = first_s if has_arrived else min(poll_s * POLL_GROWTH, MAX_POLL_S)
+                poll_s = first_s if has_arrived else min(poll_s * POLL_GROWTH, max_poll_s)
                 time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))
             before, now = now, time.monotonic()
             if max(self.silent_s(), self.stopped_s()) > SILENCE_S or (has_arrived and is_inline):

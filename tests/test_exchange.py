@@ -4,6 +4,7 @@ import logging
 import secrets
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -115,6 +116,30 @@ def test_a_silent_client_costs_the_deadline_and_no_more():
     replies = Exchange(grid).ask(to(5, 6), 0.4, "round 1")
     assert 0.4 <= time.monotonic() - started < 2
     assert outcomes(replies) == [(5, 5), (6, "no answer within round-timeout = 0.4 seconds")]
+
+
+@pytest.mark.parametrize(("pull_s", "gap_s"), [(1e-5, 0.03), (3e-4, 0.06), (0.01, 0.5)])
+def test_a_simulation_is_polled_as_often_as_costs_half_a_percent_of_a_core(
+    monkeypatch, pull_s, gap_s
+):
+    """It was every 0.5 s after the first two seconds: a round ended a quarter of a second late."""
+    clock, gaps = [0.0], []
+
+    def sleep(seconds):
+        gaps.append(seconds)
+        clock[0] += seconds
+
+    def answers(node, before):
+        clock[0] += pull_s
+        return "reply" if clock[0] > 5 else ""
+
+    monkeypatch.setattr(server_app.exchange, "Stops", lambda: SimpleNamespace(take=lambda: 0.0))
+    fake_time = SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
+    monkeypatch.setattr(server_app.exchange, "time", fake_time)
+    grid = ToyGrid(answers)
+    grid.is_in_process = True
+    assert outcomes(Exchange(grid).ask(to(5), 60, "round 1")) == [(5, 5)]
+    assert max(gaps) == pytest.approx(gap_s, rel=0.01)
 
 
 def test_ask_returns_as_soon_as_all_have_replied():
