@@ -54,9 +54,16 @@ def check_containers(
     options: of `keel doctor MACHINE --inside` there. unused_options: those given that only apply
     without containers. check_here: the same checks on this machine, if it has no container.
     """
-    containers = keel_containers(machine) if shutil.which("docker") else []
+    containers: list[Container] = []
+    try:
+        if shutil.which("docker"):
+            containers = keel_containers(machine)
+        if not containers:
+            yield fine(f"containers: none of a {machine} runs here; checking this machine instead")
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+        reason = " ".join(str(error).split())[:300]
+        yield problem(f"containers: {reason}; checking this machine instead")
     if not containers:
-        yield fine(f"containers: none of a {machine} runs here; checking this machine instead")
         yield from check_here()
     elif unused_options:
         yield fine(

@@ -5,7 +5,7 @@ import os
 import pytest
 from deployment_fixtures import doctor, program
 
-from keel.deployment import checks_runtime
+from keel.deployment import checks_containers, checks_runtime
 from keel.deployment.credentials import make_credentials
 from protocol.code import code_digest
 
@@ -60,11 +60,21 @@ def test_without_containers_the_machine_is_checked_and_without_permission_it_say
     lines = at_a_client("exit 0")
     assert "ok       device: cpu" in lines
     lines = at_a_client("echo 'permission denied: docker.sock' >&2; exit 1")
-    assert "PROBLEM  containers: permission denied: docker.sock: run the doctor as" in lines[-2]
+    [at] = [i for i, line in enumerate(lines) if line.startswith("PROBLEM  containers: ")]
+    assert "permission denied: docker.sock: run the doctor as" in lines[at]
+    assert "ok       device: cpu" in lines[at:]
     lines = at_a_client(
         "[ $1 = ps ] && printf 'k-wo\\tkeel-a\\tworker\\tUp\\n' || { echo gone >&2; exit 1; }"
     )
     assert lines[-2] == "PROBLEM  k-wo: the doctor did not finish there: gone"
+
+
+def test_a_docker_that_hangs_is_a_problem_and_the_machine_is_checked(at_a_client, monkeypatch):
+    monkeypatch.setattr(checks_containers, "timeout_s", 0.3)
+    lines = at_a_client("exec sleep 5")
+    [at] = [i for i, line in enumerate(lines) if line.startswith("PROBLEM  containers: ")]
+    assert "timed out after 0.3 seconds" in lines[at]
+    assert "ok       device: cpu" in lines[at:]
 
 
 def test_a_missing_container_of_a_deployment_is_a_problem(at_a_client):
