@@ -118,7 +118,8 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
     """The content of the reply to a message, or an error of one line.
 
     A message for several logical clients is answered for one after the other. If it asks for the
-    sum of their arrays, only the sum is sent. An error with GPU_LOST is that of the whole message.
+    sum of their arrays, only the sum is sent. A GPU_LOST error of one client is returned for the
+    whole message.
     """
     if "simulated" not in message.content:
         return answer_as(message, context)
@@ -175,7 +176,7 @@ def answer_as(message: Message, context: Context) -> RecordDict | Error:
 def error_reply(error: Exception, message: Message, context: Context) -> Error:
     """What the server is told of an error; the log has it too."""
     place = line_in_method(error)
-    reason = in_one_line(f"{type(error).__name__}: {error}{place}", MAX_REASON)
+    reason = in_one_line(f"{type(error).__name__}{place}: {error}", MAX_REASON)
     if isinstance(error, torch.OutOfMemoryError):
         sentence, *_ = reason.partition(". ")
         reason = (

@@ -223,8 +223,9 @@ def loss_terms(
 ) -> dict[str, Tensor]:
     """The loss terms of a batch: `supervised`, `penalty` if there is one, the server optimizer's.
 
-    There is none at the limit where the method equals FedAvg: a gradient of zeros would decay the
-    weights that only the penalty reads, and change the last bit of the norm that clips.
+    Where the method equals FedAvg the penalty is not computed: its zero gradients would apply
+    weight decay to weights that only the penalty reads, and change the last bits of the gradient
+    norm used for clipping.
 
     inputs: as `Constants.inputs` returns them for this batch.
     """

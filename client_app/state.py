@@ -241,10 +241,11 @@ class StateFolder:
         return bool(lines) and int(json.loads(lines[-1])["round"]) >= round_
 
     def prune(self, checkpoint_rounds: Sequence[int]) -> None:
-        """Delete the versions that no resume from the checkpoints of these rounds reads.
+        """Delete the versions that a resume from these checkpoints does not read.
 
-        It reads the newest one of its round or before. The newest two of all are left: a round may
-        be asked again, and its own version may be that of the next checkpoint.
+        A resume reads the newest version up to the checkpoint's round. The two newest versions
+        always stay: a round may be requested again, and the newest version may belong to the next
+        checkpoint.
         """
         if self.memory is not None:  # `StateMemory.write` does
             return

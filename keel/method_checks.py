@@ -434,7 +434,7 @@ def check_method(name: str, directory: Path) -> Iterator[Result]:
             except CheckFailed as error:
                 outcome, reason = "FAIL", str(error)
             except Exception as error:  # of the method's own code
-                outcome, reason = "FAIL", f"{type(error).__name__}: {error}{line_in_method(error)}"
+                outcome, reason = "FAIL", f"{type(error).__name__}{line_in_method(error)}: {error}"
             yield Result(outcome, text, " ".join(reason.split()))
             if outcome == "FAIL" and check is options_documented:
                 return  # no other check could read the config

@@ -47,9 +47,9 @@ def code_version(sources: str = "", torch: str = "") -> str:
 
 
 def line_in_method(error: BaseException) -> str:
-    """ " (FILE:LINE)" if the error arose in one half of a method, or outside Keel in its call.
+    """ " (FILE:LINE)" if a method's code, or a library that it called, raised the error.
 
-    "" if it arose elsewhere: there a ValueError is the user's mistake.
+    "" otherwise: a ValueError raised elsewhere is a user's mistake.
     """
     stems = {method_stem(name) for name in method_names()}
     found = ""

@@ -82,7 +82,7 @@ def gather_roster(
         new = [node for node in nodes if node not in entries]
         answers = ask(grid, new, query, deadline, names)
         for node, reason in answers.rejected.items():
-            if is_in_process_grid(grid):  # whose nodes nobody knows
+            if is_in_process_grid(grid):  # users of a simulation do not know its nodes
                 raise ValueError(reason)
             raise ValueError(f"a client cannot take part (node {node}): {reason}")
         if answers.silent:

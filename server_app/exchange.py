@@ -40,11 +40,11 @@ from protocol.text import in_one_line
 log = logging.getLogger("keel.server")
 MIN_POLL_S, MAX_POLL_S, POLL_GROWTH = 0.02, 0.5, 1.2
 DEPLOYED_POLL_S = 0.1  # MIN_POLL_S of a deployment: each poll costs the SuperLink time
-# of a simulation, at least: polling takes at most this share of a core, and MAX_POLL_S
+# simulation: every 30 ms, or less often if polling takes more than this share of a core
 SIMULATION_POLL_S, POLL_SHARE = 0.03, 0.005
 RETURN_TIMEOUT_S = 30.0  # for a SuperNode that went away to return
 LOOK_EVERY_S = 1.0  # interval of looking for it
-MAX_STOP_S = 30 * 86400.0  # of a simulation: a message that expires is lost, and its reply too
+MAX_STOP_S = 30 * 86400.0  # simulation: a message that expires is lost with its reply
 MAX_RESENDS = 2  # of a message whose reply was lost on its way
 MAX_PULLS, SLOW_PULL_S = 4, 5.0  # at once; after so long, another is started beside a slow one
 TICK_S = 1.0

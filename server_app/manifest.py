@@ -118,9 +118,9 @@ def begin_manifest(
         log.warning("%s; it is renamed to *.damaged, and a new one is begun", error)
         before = {"code": ["not recorded"]}
     code = before.get("code", [])
-    if code and code_version() not in code:
+    if before.get("rounds") and code_version() not in code:
         log.warning(
-            "the rounds so far are of other code (%s; now %s): this run will mix them",
+            "the code has changed since this run's last rounds (%s; now %s): the run will mix both",
             "; ".join(code),
             code_version(),
         )

@@ -303,9 +303,9 @@ def new_run_directory(config: RunConfig) -> RunDirectory:
         path = new_path(config)
         try:
             path.mkdir(parents=True)
-        except FileExistsError:  # another run was faster
-            continue
         except OSError as error:
+            if path.is_dir():  # another run was faster
+                continue
             raise ValueError(f"output-dir: {path} cannot be made: {error.strerror}") from error
         return RunDirectory(path)
 

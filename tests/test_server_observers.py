@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from run_fixtures import history_of, resume, summary_of
 
+from protocol.config import resolve_config
 from server_app.federation import run_federation
 from server_app.inline import run_inline
 from server_app.observers import (
@@ -17,6 +18,7 @@ from server_app.observers import (
     print_summary,
     round_text,
 )
+from server_app.run_directory import new_run_directory
 
 quick = {"local-epochs": 0, "num-rounds": 2}
 
@@ -208,3 +210,9 @@ def test_run_name_names_the_run_directory_which_must_not_exist(run, tmp_path):
 def test_a_run_name_that_is_no_plain_file_name_is_refused(run, name):
     with pytest.raises(ValueError, match=r"run-name = .*1 to 64 of the characters"):
         run({"run-name": name})
+
+
+def test_an_output_dir_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "runs").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(ValueError, match=r"output-dir: .* cannot be made: File exists"):
+        new_run_directory(resolve_config({"output-dir": str(tmp_path / "runs")}))

@@ -444,7 +444,7 @@ def expected_seconds(config: RunConfig, speed: Row) -> float:
 def keys(name: NameArgument = None, as_json: JsonOption = False) -> None:
     """List the config keys with type, default, range and meaning; NAME: a key or its beginning.
 
-    Without NAME, not the options of methods: `keel keys METHOD` lists those.
+    The options of a method are listed only if you name it: `keel keys METHOD`.
     """
     rows = key_rows()
     if name is not None:

@@ -157,7 +157,10 @@ def lacking(
     if len({name for side in sides for name in side.precision}) > 1:
         return "runs in different precision", "runs in one precision"
     if any(side.num_tried < side.num_candidates for side in sides):
-        return "values of which some were not tried or failed", "the other values under `tune`"
+        return (
+            "a side whose tuned values were not all tried, or failed",
+            "the other values under `tune`",
+        )
     for side, run in zip(sides, runs, strict=True):
         ours, paper = (resolve_config(keys).data.source for keys in (run.keys, side.cell.keys))
         if ours != paper and ":" not in ours:  # a folder may hold the paper's data
@@ -272,7 +275,7 @@ def judge(leads: Sequence[float]) -> str:
 
     Decided if the 95 % t interval of the mean does not contain 0. An infinite lead counts as the
     largest finite one on its side, and rules out the other verdict; where more than half are
-    negative and infinite, the claim is not reproduced.
+    negative and infinite, the claim is not reproduced. Fewer than two finite ones decide nothing.
     """
     if len(leads) < 2:
         return INCONCLUSIVE
@@ -281,7 +284,7 @@ def judge(leads: Sequence[float]) -> str:
         return REPRODUCED
     if statistics.median_high(leads) == -math.inf:
         return NOT_REPRODUCED
-    if not finite:
+    if len(finite) < 2:
         return INCONCLUSIVE
     interval = interval_of([max(min(finite), min(lead, max(finite))) for lead in leads])
     assert interval is not None

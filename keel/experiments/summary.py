@@ -84,7 +84,7 @@ class Evidence:
 
     @property
     def headlines(self) -> list[JudgedClaim]:
-        """Its judged headline claims; of those that read the same runs at one round the first."""
+        """Judged headline claims; only the first of those that read the same runs at one round."""
         found: dict[tuple[object, ...], JudgedClaim] = {}
         for claim in self.claims:
             if claim.is_headline and claim.seeds:

@@ -64,7 +64,7 @@ NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE  # the SuperNode is no longer conn
 SUPERLINK_NODE = SUPERLINK_NODE_ID  # the source of a reply that the SuperLink gives for a node
 UNDELIVERED = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 CRASHED = (ErrorCode.CLIENT_APP_CRASHED, *UNDELIVERED)  # the ClientApp died on the message
-# ours, from a process that can no longer use the GPU: it ends; RESET_NEEDED is 100
+# Keel's own: the process can no longer use the GPU and is to end (RESET_NEEDED is 100)
 GPU_LOST = 101
 TOO_LARGE = "more than the bound of"
 BOUND = "max-bytes="  # of a message's group id

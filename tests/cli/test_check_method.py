@@ -118,7 +118,7 @@ def test_an_error_of_the_methods_code_is_named_with_its_line(few_checks, monkeyp
     monkeypatch.setattr(MOON, "layers", lambda self, model: ["conv1", "conv2"])
     reasons = {r.reason for r in check_method("moon", tmp_path) if r.outcome == "FAIL"}
     assert reasons
-    form = r".*unpack .* \(client_app/methods/moon.py:\d+\)"
+    form = r".* \(client_app/methods/moon.py:\d+\): .*unpack .*"
     assert all(re.fullmatch(form, reason) for reason in reasons)
 
 

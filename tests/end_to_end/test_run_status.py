@@ -57,7 +57,7 @@ def test_run_log_has_run_round_and_client_in_every_line_that_is_about_them(run, 
 def test_an_error_in_a_methods_file_has_its_line_and_a_traceback_in_run_log(tmp_path, monkeypatch):
     """Two layers for one: `(z,) = batch.reps` is a ValueError, as the mistake of a user is."""
     monkeypatch.setattr(MOON, "layers", lambda self, model: ["conv1", "conv2"])
-    with pytest.raises(TooFewRepliesError, match=r"unpack .*\(client_app/methods/moon.py:\d+\)"):
+    with pytest.raises(TooFewRepliesError, match=r"\(client_app/methods/moon.py:\d+\): .*unpack "):
         run_inline(SMALL | {"method": "moon", "output-dir": str(tmp_path)}, 2)
     (log,) = tmp_path.glob("*/run.log")
     assert 'client_app/methods/moon.py", line ' in log.read_text()

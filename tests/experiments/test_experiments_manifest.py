@@ -131,11 +131,18 @@ def test_only_rounds_of_the_versions_of_the_manifest_and_of_no_others_before_are
 
 
 def test_a_resume_with_other_code_is_warned_of_once(tmp_path, monkeypatch, caplog):
-    for code in ("a", "a", "b", "a", "b"):
-        monkeypatch.setattr(server_app.manifest, "code_version", lambda code=code: code)
+    def begin(code):
+        monkeypatch.setattr(server_app.manifest, "code_version", lambda: code)
         begin_manifest(tmp_path, resolve_config(keys), 0, True, "")
+
+    begin("0")
+    begin("a")
+    assert not caplog.messages  # no round was trained with 0
+    note_round(tmp_path, 1, "0")
+    for code in ("a", "b", "a", "b"):
+        begin(code)
     (message,) = caplog.messages
-    assert message == "the rounds so far are of other code (a; now b): this run will mix them"
+    assert "since this run's last rounds (0; a; now b): the run will mix both" in message
 
 
 def test_where_sites_trained_is_not_said_to_be_the_servers_machine(tmp_path):

@@ -168,7 +168,7 @@ def test_old_names_of_keys_and_values_mean_the_same_and_are_named(tmp_path, capl
     [
         (
             "fedreco-table-[123] fedreco-figure-2 fedreco-figure-3*",
-            "LeNet 64 0.9 0.1 0.003 not_tuned",
+            "LeNet 64 0.9 0.1 0.003 tuned",
         ),
         ("fedreco-table-[123]", "20_%"),
         ("fedreco-table-1", "Ditto FedAvg-FT FedBABU 0.001"),

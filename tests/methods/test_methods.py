@@ -20,6 +20,7 @@ from client_fixtures import (
     make_round,
 )
 
+import client_app.objective
 import protocol.catalogue
 import strategies
 from client_app.handlers import check_state
@@ -110,13 +111,13 @@ def test_a_round_returns_what_the_server_half_expects(name):
     check_state(method_of(config), update)
 
 
-LIMITS = [(n, {}) for n, cls in METHODS.items() if cls.equals_fedavg_at]
+LIMITS = [
+    *((n, {}) for n, cls in METHODS.items() if cls.equals_fedavg_at),
+    *((n, {f"{n}__projection": "mlp-side"}) for n in ("moon", "fedcka")),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [*LIMITS, *((n, {f"{n}__projection": "mlp-side"}) for n in ("moon", "fedcka"))],
-)
+@pytest.mark.parametrize(("name", "form"), LIMITS)
 def test_at_its_limit_a_method_is_fedavg_to_the_bit_and_otherwise_not(name, form):
     """Also where gradients are clipped by a norm over all weights, those of heads included."""
     keys = {"batch_size": 4, "local_epochs": 2, "clip_norm": 0.2, "weight_decay": 0.001}
@@ -134,6 +135,22 @@ def test_at_its_limit_a_method_is_fedavg_to_the_bit_and_otherwise_not(name, form
     assert_same_bits(trained(**at_limit), fedavg, names=fedavg)
     arrays = trained()
     assert differ(fedavg, arrays)
+
+
+@pytest.mark.parametrize(("name", "form"), LIMITS)
+def test_at_its_limit_a_penalty_is_zero(name, form, monkeypatch):
+    """Training leaves it out there; computed, it changes nothing but the norm that clips."""
+    monkeypatch.setattr(client_app.objective, "is_at_limit", lambda objective: False)
+    keys = {"batch_size": 4, "local_epochs": 2}
+    plain = make_config(**keys)
+    at_limit = {f"{name}__{k}": value for k, value in METHODS[name].equals_fedavg_at.items()}
+    config = make_config(method=name, **keys, **form, **at_limit)
+    received = initial(config)
+    shared = {key: received[key] for key in initial(plain)}
+    fedavg = method_of(plain).train(make_round(plain, received=shared)).arrays
+    state = {"previous": initial(config, seed=5)} if METHODS[name].is_stateful else {}
+    ctx = make_round(config, received=received, state=state)
+    assert_same_bits(method_of(config).train(ctx).arrays, fedavg, names=fedavg)
 
 
 @each_method
