@@ -176,6 +176,14 @@ def test_every_service_has_a_limit_of_memory_and_processes(name):
         assert service["pids_limit"] == 4096
 
 
+@pytest.mark.parametrize("name", files)
+def test_no_log_fills_the_disk(name):
+    """The SuperLink writes a line for every request."""
+    for service in files[name]["services"].values():
+        options = {"max-size": "10m", "max-file": "5"}
+        assert service["logging"] == {"driver": "json-file", "options": options}
+
+
 def test_the_image_s_versions_are_pinned_within_the_requirements():
     def listed(name):
         lines = (docker / name).read_text().splitlines()
