@@ -334,7 +334,8 @@ def site_rows(
         client = str(row.get("client"))
         connected = "away or in backoff" if client in away else "yes" if last_round[client] else "?"
         if online is not None:
-            connected = online.get(int(number(row.get("node")) or 0), "not registered")
+            node = row.get("node")  # of 64 bits: more than a float has
+            connected = online.get(node if isinstance(node, int) else 0, "not registered")
         number_, why = trouble_of.get(client, (0, ""))
         needs_reset = "yes" if reset_of[client] > last_round[client] else "no"
         found.append(

@@ -140,6 +140,10 @@ def test_sites_show_who_takes_part_who_is_away_and_whose_state_is_lost(tmp_path)
     assert rows["here"]["samples"] == "7"
     online = run_page.site_rows(entry, reader, {0: "online", 1: "offline"})
     assert [row["connected"] for row in online] == ["online", "offline", "not registered"]
+    sites[0]["node"] = 14950884137768953985  # as a SuperLink's: no float has this value
+    (run / "roster.json").write_text(json.dumps(sites))
+    online = run_page.site_rows(entry, reader, {14950884137768953985: "online", 1: "offline"})
+    assert [row["connected"] for row in online] == ["online", "offline", "not registered"]
     assert "away or in backoff" in Pages(tmp_path).get("/deployment").text
     with (run / "history.jsonl").open("a") as file:
         file.write(json.dumps(line_of(3, Random(0)) | {"participants": ["lost"]}) + "\n")
