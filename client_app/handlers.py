@@ -46,6 +46,7 @@ from client_app.site_privacy import PrivacyRefused, charge_release, check_limits
 from client_app.stacked import clients_that_fit, key_of_stack, train_stacked
 from client_app.state import ResetNeeded
 from client_app.worker_client import client_failed, run_and_round
+from data.decoding import ImageFileError
 from protocol.code import line_in_method
 from protocol.config import config_from_json
 from protocol.exact_sum import ExactSum
@@ -75,6 +76,7 @@ from protocol.messages import (
     simulated_reply,
     tensors,
 )
+from protocol.source_spec import parse_source
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
@@ -191,6 +193,8 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
         client = "without a name"
     what = run_and_round(message)
     log.error("%s: client %s: %s", what, client, reason, exc_info=error if not is_mistake else None)
+    if is_deployed(context.node_config):
+        reason = without_file_names(reason, error, str(context.node_config.get("source", "")))
     if not isinstance(error, PrivacyRefused) and withholds_metrics(message):
         reason = "failed; privacy.metrics = 'withheld': the reason is in this client's log"
     if message.metadata.message_type == MessageType.QUERY:  # the server does not know its name yet
@@ -198,6 +202,23 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
     if "CUDA error" in str(error):
         return Error(GPU_LOST, reason)
     return Error(RESET_NEEDED if isinstance(error, ResetNeeded) else client_failed, reason)
+
+
+def without_file_names(reason: str, error: Exception, source: str) -> str:
+    """The reason as the server gets it: paths and files of a site may name people.
+
+    source: of the client's node config; its path is left out too.
+    """
+    kind, log_has_it = type(error).__name__, "this client's log names the file"
+    if isinstance(error, ImageFileError):
+        return f"{kind}: {error.nameless} ({log_has_it})"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{kind}: {error.strerror} ({log_has_it})"
+    try:
+        _, path = parse_source(source)
+    except ValueError:  # the reason says so
+        path = None
+    return reason.replace(in_one_line(path, MAX_REASON), "…") if path else reason
 
 
 def clients_per_step(message: Message) -> int:

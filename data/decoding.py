@@ -44,6 +44,14 @@ class RawSource:
         return size
 
 
+class ImageFileError(ValueError):
+    """An image that cannot be used. nameless: the same without file names."""
+
+    def __init__(self, message: str, nameless: str) -> None:
+        super().__init__(message)
+        self.nameless = nameless
+
+
 def decoded_size(own_size: tuple[int, int], image_size: int) -> tuple[int, int]:
     """(width, height) in pixels: `image_size` if set, else the own size, enlarged if tiny."""
     if image_size:
@@ -82,10 +90,12 @@ def decode(raw: RawSource, split: RawSplit, into: np.ndarray, any_size: bool) ->
         for i in range(start, min(start + DECODE_CHUNK, len(into))):
             own_size, pixels = _with_image(split, i, read)
             if not any_size and own_size != required:
-                raise ValueError(
-                    f"images differ in size: {raw.train.name(0)} is {required[0]}x{required[1]} "
-                    f"pixels, {split.name(i)} is {own_size[0]}x{own_size[1]}; set image-size to "
-                    "resize all images"
+                first, other = (f"{width}x{height}" for width, height in (required, own_size))
+                advice = "set image-size to resize all images"
+                raise ImageFileError(
+                    f"images differ in size: {raw.train.name(0)} is {first} pixels, "
+                    f"{split.name(i)} is {other}; {advice}",
+                    f"images differ in size: {first} and {other} pixels; {advice}",
                 )
             into[i] = pixels if channels == 1 else pixels.transpose(2, 0, 1)
 
@@ -115,7 +125,7 @@ def one_line(error: Exception) -> str:
 
 
 def _with_image(split: RawSplit, i: int, use: Callable[[Image.Image], T]) -> T:
-    """use(image i); ValueError with the file's name for whatever Pillow raises."""
+    """use(image i); ImageFileError for whatever Pillow raises."""
     item = split.images[i]
     if isinstance(item, np.ndarray):
         return use(Image.fromarray(item))
@@ -125,8 +135,8 @@ def _with_image(split: RawSplit, i: int, use: Callable[[Image.Image], T]) -> T:
                 return use(image)
             mode = image.mode
     except Exception as error:  # each of Pillow's decoders raises its own
-        raise ValueError(f"{item}: not a readable image: {one_line(error)}") from error
-    raise ValueError(
-        f"{item}: its pixels have Pillow's mode {mode!r}; expected one of "
-        f"{', '.join(CHANNELS_OF_MODE)}"
-    )
+        raise ImageFileError(
+            f"{item}: not a readable image: {one_line(error)}", "an image cannot be read"
+        ) from error
+    wrong = f"pixels have Pillow's mode {mode!r}; expected one of {', '.join(CHANNELS_OF_MODE)}"
+    raise ImageFileError(f"{item}: its {wrong}", f"an image's {wrong}")

@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import resource
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -378,6 +379,36 @@ def test_the_reason_of_a_failed_query_is_withheld_too(source, tmp_path):
     assert client.ask("query").error.reason == (
         "client site-a: failed; privacy.metrics = 'withheld': the reason is in this client's log"
     )
+
+
+@pytest.mark.parametrize("damage", ["cut short", "broken link", "16 bits", "size", "gone"])
+def test_no_path_and_no_file_name_of_a_site_is_in_an_error(damage, tmp_path, caplog):
+    """They may name people. The client's own log has them."""
+    folder = tmp_path / "Sankt Georg"
+    for n, pixels in enumerate(pictures(4, seed=3)[0]):
+        file = folder / ("train", "test")[n % 2] / "cat" / f"Meier, Anna {n}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(file)
+    odd, what = folder / "train" / "cat" / "Meier, Anna 2.png", "an image"
+    if damage == "cut short":
+        odd.write_bytes(odd.read_bytes()[:200])
+    elif damage == "broken link":
+        odd.unlink()
+        odd.symlink_to("nowhere")
+        what = "FileNotFoundError: No such file"
+    elif damage == "16 bits":
+        Image.fromarray(np.zeros((28, 28), dtype=np.uint16)).save(odd)
+    elif damage == "size":
+        Image.new("L", (30, 29)).save(odd)
+        what = "28x28 and 30x29"
+    else:
+        shutil.rmtree(folder / "test")
+        what = "/test does not exist"
+    said = site(f"folder:{folder}", make_config()).ask("query").error.reason
+    assert what in said
+    assert "Meier" not in said
+    assert "Georg" not in said
+    assert str(folder) in caplog.text
 
 
 def test_a_budget_in_the_environment_covers_whatever_data_a_message_names(source, monkeypatch):
