@@ -105,7 +105,16 @@ def check_data(
     """The data can be read, and the run knows its classes."""
     from client_app.setup import open_source
 
-    data = open_source(resolve_config(run_config), source)
+    try:
+        data = open_source(resolve_config(run_config), source)
+    except (PermissionError, ValueError) as error:
+        if not any(isinstance(e, PermissionError) for e in (error, error.__cause__)):
+            raise
+        yield problem(
+            f"data: {error}: not readable for user id {os.getuid()}: change the group or mode of "
+            "the data (chgrp, chmod), or deploy with the KEEL_UID of a user who can read it"
+        )
+        return
     unknown = [name for name in data.class_names if classes and name not in classes]
     if unknown:
         yield problem(
@@ -128,7 +137,8 @@ def check_worker(path: Path | None) -> Iterator[Finding]:
     if status["code"] != code_digest():
         yield problem(f"worker: runs code {status['code']}, here is {code_digest()}: restart it")
     else:
-        yield fine(f"worker: process id {status['pid']}, {status['versions']}")
+        versions = ", ".join(f"{name} {version}" for name, version in status["versions"].items())
+        yield fine(f"worker: process id {status['pid']}, {versions}")
 
 
 def check_runtime(

@@ -1,6 +1,9 @@
 """Checks of where Keel's code runs, for deployment and simulation."""
 
+import os
+
 import numpy as np
+import pytest
 from deployment_fixtures import result
 
 from keel.deployment import checks_runtime
@@ -15,6 +18,7 @@ from keel.deployment.checks_runtime import (
     check_versions,
     check_worker,
 )
+from protocol.code import code_digest
 
 
 def test_versions_that_match_and_one_that_differs(monkeypatch):
@@ -65,6 +69,33 @@ def test_data_in_order_missing_and_with_a_wrong_class(tmp_path, monkeypatch):
     is_problem, text = result(check_data(f"folder:{tmp_path / 'nothing'}", [], {}))
     assert is_problem
     assert str(tmp_path / "nothing") in text
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_data_that_the_user_must_not_read(monkeypatch, is_wrapped):
+    denied = PermissionError(13, "Permission denied", "/srv/train/cat")  # root may read everything
+
+    def open_source(*_):
+        if is_wrapped:
+            raise ValueError(f"/srv/own.npz: {denied}") from denied
+        raise denied
+
+    monkeypatch.setattr("client_app.setup.open_source", open_source)
+    is_problem, text = result(check_data("folder:/srv", [], {}))
+    assert is_problem
+    assert text.startswith("data: ")
+    assert "Permission denied" in text
+    assert f"not readable for user id {os.getuid()}: " in text
+    assert "KEEL_UID" in text
+
+
+def test_a_worker_with_other_code_and_one_in_order(tmp_path, monkeypatch):
+    status = {"pid": 7, "code": code_digest(), "versions": {"flwr": "1.39.0", "torch": "2.9"}}
+    monkeypatch.setattr(checks_runtime, "worker_status", lambda *_: status)
+    fine = (False, "worker: process id 7, flwr 1.39.0, torch 2.9")
+    assert result(check_worker(tmp_path)) == fine
+    status["code"] = "other"
+    assert "runs code other" in result(check_worker(tmp_path))[1]
 
 
 def test_a_worker_that_is_not_there(tmp_path, monkeypatch):
