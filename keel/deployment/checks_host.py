@@ -128,7 +128,13 @@ def check_key(address: str, ca: Path, key: Path) -> Iterator[Finding]:
         case Registration.UNKNOWN:
             yield problem(
                 f"the SuperLink does not know the key in {key}: register "
-                f"{key.with_suffix('.pub')} there (`make register` on the server's machine)"
+                f"{key.with_suffix('.pub')} there (`make register` on the server's machine; "
+                "without containers, `keel deploy register`)"
+            )
+        case Registration.REFUSED if "ALPN" in details:  # TLS without gRPC
+            yield problem(
+                f"{address} is the SuperLink's port for users, or another service's: --fleet takes "
+                "its port for clients (9092 unless changed)"
             )
         case Registration.REFUSED:
             yield problem(f"the SuperLink refuses the key in {key}: {details[:300]}")

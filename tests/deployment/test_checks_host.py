@@ -80,6 +80,14 @@ def test_nobody_listens_no_such_name_and_no_tls(made):
     assert "no such name" in nowhere
 
 
+def test_a_tls_port_without_grpc_is_not_the_port_for_clients(made):
+    port, _ = tls_server(made / "server", 5)
+    found = check_key(f"localhost:{port}", made / "ca/ca.pem", made / "site-a/client.key")
+    is_problem, text = result(found)
+    assert is_problem
+    assert "--fleet takes its port for clients (9092 unless changed)" in text
+
+
 def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
     (tmp_path / "client.key").touch(0o600)
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may read everything
