@@ -18,8 +18,8 @@ SERVER_PACKAGES = ("server_app", "strategies")  # beside those of the clients
 def code_digest() -> str:
     """The first 16 hex digits of the SHA-256 of the sources that a client or a worker runs.
 
-    The ClientApp's process has them from the app of the run, the worker from its own machine, those
-    of a simulation from wherever their Python found them: nobody trains with code other than the
+    The processes of a run have them from its app, the worker from its own machine, those of a
+    simulation from wherever their Python found them: nobody trains with code other than the
     server's.
     """
     return _digest_of(run_by_worker)

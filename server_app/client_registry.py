@@ -84,6 +84,8 @@ def gather_roster(
         for node, reason in answers.rejected.items():
             if is_in_process_grid(grid):  # users of a simulation do not know its nodes
                 raise ValueError(reason)
+            if names and node in names:
+                raise ValueError(f"client {names[node]} cannot take part: {reason}")
             raise ValueError(f"a client cannot take part (node {node}): {reason}")
         if answers.silent:
             raise TimeoutError(

@@ -8,8 +8,10 @@ import dataclasses
 import errno
 import inspect
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -44,7 +46,8 @@ from source_fixtures import imports_of
 
 import protocol.flower_compat.superexec as superexec
 from protocol import flower_compat
-from protocol.config import app_folder
+from protocol.code import SERVER_PACKAGES, code_digest, run_by_worker
+from protocol.config import app_folder, project_file
 from protocol.flower_compat.app_install import install_whole
 from protocol.flower_compat.superexec import ForkingExecutor
 from protocol.flower_compat.supernode import AnsweringNodeState
@@ -301,6 +304,70 @@ def test_an_app_that_is_whole_stays_with_pythons_caches(fab):
     install_whole(fab)
     assert (cache / "client.pyc").exists()
     assert (path / "code" / "client.py").stat().st_mtime_ns == before
+
+
+AFTER_INSTALLATION = """
+import sys
+from flwr.cli.config_utils import get_fab_metadata
+from flwr.common.config import get_project_dir
+from flwr.supercore.object_ref import load_app
+from protocol.flower_compat import {executor}
+
+def run(*_, **__):  # what Flower's process does with an app
+    fab = open(sys.argv[1], "rb").read()
+    folder = sys.modules[run.__module__].install_from_fab(fab, skip_prompt=True)
+    load_app("client_app.app:app", Exception, folder)
+    from protocol.code import code_digest
+    print(code_digest())
+
+run.__module__ = {executor}.{replaced}.__module__
+{executor}.{called} = run
+{start}
+"""
+IN_EXECUTORS = {
+    "ClientApp": {
+        "executor": "superexec",
+        "replaced": "run_clientapp",
+        "called": "run_clientapp",
+        "start": "import os; from types import SimpleNamespace; "
+        "superexec.run_in_child(SimpleNamespace(parent_pid=os.getppid(), runtime_api_address='', "
+        "token='', insecure=True, root_certificates_path=None))",
+    },
+    "ServerApp": {
+        "executor": "serverapp",
+        "replaced": "run_serverapp",
+        "called": "flwr_serverapp",
+        "start": "serverapp.main()",
+    },
+}
+
+
+@pytest.mark.parametrize("process", IN_EXECUTORS)
+def test_a_process_runs_the_run_s_code_and_states_its_digest(process, tmp_path):
+    app = tmp_path / "other checkout"
+    for package in (*run_by_worker, *SERVER_PACKAGES):
+        shutil.copytree(app_folder / package, app / package)
+    shutil.copy(app_folder / "LICENSE", app)
+    project = re.sub(r"(?m)^fab-exclude = .*\n", "", project_file().read_text())
+    (app / "pyproject.toml").write_text(project)  # Flower refuses patterns that match nothing
+    with (app / "protocol/text.py").open("a") as newer:
+        newer.write("new_name = 1\n")
+    with (app / "client_app/worker_client.py").open("a") as newer:
+        newer.write("from protocol.text import new_name\n")
+    bundle = tmp_path / "app.fab"
+    bundle.write_bytes(build_fab_from_disk(app))
+
+    def printed(folder, code, *words):
+        env = os.environ | {"PYTHONPATH": str(folder), "FLWR_HOME": str(tmp_path / "flwr")}
+        command = [sys.executable, "-P", "-c", code, *words]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()[-1]
+
+    digest = printed(app, "from protocol.code import code_digest; print(code_digest())")
+    assert digest != code_digest()
+    script = AFTER_INSTALLATION.format(**IN_EXECUTORS[process])
+    assert printed(app_folder, script, str(bundle)) == digest
 
 
 def test_an_installation_that_a_full_disk_cuts_short_leaves_nothing(fab, monkeypatch):

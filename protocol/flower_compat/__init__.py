@@ -15,7 +15,7 @@ This module is cheap to import and free of torch. The patched processes have a m
     simulation.py    the way from the ServerApp of a simulation to its workers
     ray_backend.py   Flower's simulation, on a Ray cluster too, with workers that are replaced
     serverapp.py     flwr-serverapp that installs the app whole
-    app_install.py   installs an app whole, or again
+    app_install.py   installs an app whole, or again, and runs nothing but its code
     aggregation.py   functions of Flower's robust strategies
     registration.py  whether a SuperLink knows a client's key, without changing anything there
 """

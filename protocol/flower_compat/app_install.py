@@ -4,6 +4,9 @@ Replaces `install_from_fab` in the processes of ServerApps and ClientApps. Why: 
 whose directory exists for installed, so that one that a full disk or a kill has cut short, or that
 something has changed since, stays as it is. Public way: none. It protects from accidents, not from
 code of another run, which has the rights of the same user.
+
+These processes have imported a part of Keel before they have the app: `install_to_run` lets them
+import the whole of it anew, from the app.
 """
 
 import fcntl
@@ -11,6 +14,7 @@ import hashlib
 import io
 import logging
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 
@@ -41,6 +45,19 @@ def install_whole(fab: bytes, skip_prompt: bool = True) -> Path:
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
             raise
+
+
+def install_to_run(fab: bytes, skip_prompt: bool = True) -> Path:
+    """`install_whole`; this process then forgets its own modules of the app's packages.
+
+    Otherwise the app would run with those modules, and state their digest as its own.
+    """
+    path = install_whole(fab, skip_prompt)
+    packages = {entry.name for entry in path.iterdir()}
+    for name in list(sys.modules):
+        if name.partition(".")[0] in packages:
+            del sys.modules[name]
+    return path
 
 
 def is_whole(path: Path, fab: bytes) -> bool:

@@ -14,13 +14,13 @@ from flwr.superlink.cli.flwr_serverapp import flwr_serverapp
 from flwr.superlink.runtime.run_serverapp import run_serverapp
 
 from protocol.flower_compat import replace, wait_out_time_outs
-from protocol.flower_compat.app_install import install_whole
+from protocol.flower_compat.app_install import install_to_run
 
 
 def main() -> None:
     """As `flwr-serverapp`, with the same options."""
     module = sys.modules[run_serverapp.__module__]
-    replace(module, "install_from_fab", install_whole, install_from_fab)
+    replace(module, "install_from_fab", install_to_run, install_from_fab)
     invoker = make_simple_http_retry_invoker
     name = "make_simple_http_retry_invoker"
     replace(http_grid, name, lambda: wait_out_time_outs(invoker()), invoker)

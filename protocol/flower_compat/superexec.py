@@ -2,8 +2,8 @@
 
 Replaces: `get_executor` in the executor's loop. Why: Flower starts a Python for every message,
 which imports Flower again, a second of CPU. Here the executor has Flower imported and forks: still
-one process for each message. Keel's client code is not imported here; the child takes it from the
-run's app. Public way: none; the kinds of executor are fixed in Flower.
+one process for each message. The child takes Keel's code from the run's app. Public way: none; the
+kinds of executor are fixed in Flower.
 
 A ServerApp is started as `keel.deployment.serverapp`. Both install the run's app only if it is
 whole: app_install.py.
@@ -45,7 +45,7 @@ from flwr.supercore.tls import validate_and_resolve_root_certificates
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 
 from protocol.flower_compat import replace, wait_out_time_outs
-from protocol.flower_compat.app_install import install_whole
+from protocol.flower_compat.app_install import install_to_run
 from protocol.processes import end_with_parent
 from protocol.text import in_one_line
 
@@ -160,7 +160,7 @@ def run_in_child(spec: ExecutionSpec) -> int:
     exit_handler.registered_exit_handlers.clear()  # they would close what belongs to the parent
     random.seed()
     module = sys.modules[run_clientapp.__module__]
-    replace(module, "install_from_fab", install_whole, install_from_fab)
+    replace(module, "install_from_fab", install_to_run, install_from_fab)
     try:
         run_clientapp(
             runtime_api_address=spec.runtime_api_address,
