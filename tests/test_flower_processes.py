@@ -308,8 +308,6 @@ def test_an_app_that_is_whole_stays_with_pythons_caches(fab):
 
 AFTER_INSTALLATION = """
 import sys
-from flwr.cli.config_utils import get_fab_metadata
-from flwr.common.config import get_project_dir
 from flwr.supercore.object_ref import load_app
 from protocol.flower_compat import {executor}
 
@@ -342,6 +340,7 @@ IN_EXECUTORS = {
 }
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("process", IN_EXECUTORS)
 def test_a_process_runs_the_run_s_code_and_states_its_digest(process, tmp_path):
     app = tmp_path / "other checkout"
