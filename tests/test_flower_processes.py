@@ -8,7 +8,6 @@ import dataclasses
 import errno
 import inspect
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -42,12 +41,12 @@ from flwr.superlink.cli.flower_superlink import flower_superlink
 from flwr.superlink.servicer.runtime import runtime_handlers
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 from flwr.supernode.runtime.run_clientapp import run_clientapp
-from source_fixtures import imports_of
+from source_fixtures import imports_of, write_newer_app
 
 import protocol.flower_compat.superexec as superexec
 from protocol import flower_compat
-from protocol.code import SERVER_PACKAGES, code_digest, run_by_worker
-from protocol.config import app_folder, project_file
+from protocol.code import code_digest
+from protocol.config import app_folder
 from protocol.flower_compat.app_install import install_whole
 from protocol.flower_compat.superexec import ForkingExecutor
 from protocol.flower_compat.supernode import AnsweringNodeState
@@ -343,16 +342,7 @@ IN_EXECUTORS = {
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("process", IN_EXECUTORS)
 def test_a_process_runs_the_run_s_code_and_states_its_digest(process, tmp_path):
-    app = tmp_path / "other checkout"
-    for package in (*run_by_worker, *SERVER_PACKAGES):
-        shutil.copytree(app_folder / package, app / package)
-    shutil.copy(app_folder / "LICENSE", app)
-    project = re.sub(r"(?m)^fab-exclude = .*\n", "", project_file().read_text())
-    (app / "pyproject.toml").write_text(project)  # Flower refuses patterns that match nothing
-    with (app / "protocol/text.py").open("a") as newer:
-        newer.write("new_name = 1\n")
-    with (app / "client_app/worker_client.py").open("a") as newer:
-        newer.write("from protocol.text import new_name\n")
+    app = write_newer_app(tmp_path / "other checkout")
     bundle = tmp_path / "app.fab"
     bundle.write_bytes(build_fab_from_disk(app))
 

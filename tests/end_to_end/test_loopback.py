@@ -6,6 +6,7 @@ One deployment for all tests, as its processes take a third of a core while they
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from deployment_fixtures import (
     wait_for_round,
 )
 from run_fixtures import SMALL, Overrides, final_model, history_of, same_bits, summary_of
+from source_fixtures import write_newer_app
 from tools.processes import client_app_pid, descendants
 
 from keel.cli.main import main
@@ -36,6 +38,7 @@ from keel.deployment.loopback import Loopback, free_ports, partitions, running
 from keel.deployment.register import register
 from keel.deployment.superlink import connection
 from keel.runs import SavedRun
+from protocol.code import code_digest
 from server_app.inline import run_inline
 
 pytestmark = pytest.mark.timeout(900)
@@ -116,6 +119,18 @@ def test_a_refusal_by_the_run_is_one_line_and_code_1(deployed, capfd):
     assert said.startswith("error: ")
     assert "min-samples" in said
     assert said.count("\n") == 1
+
+
+def test_each_worker_refuses_a_run_from_another_checkout(deployed, tmp_path):
+    before = set(runs(deployed))
+    app = write_newer_app(tmp_path / "app")
+    run_id = deployed.superlink.submit(LOOPBACK_KEYS, app)
+    assert "failed" in deployed.superlink.wait(run_id, limit_s)
+    refusal = f"cannot take part: this client's worker runs code {code_digest()} of Keel, the run's"
+    lines = [line for line in deployed.superlink.log(run_id).splitlines() if refusal in line]
+    assert any(re.search(rf"error: client ({'|'.join(deployed.clients)}) cannot", x) for x in lines)
+    assert str(tmp_path) not in "".join(lines)
+    assert set(runs(deployed)) == before
 
 
 def test_worker_superlink_and_serverapp_killed_in_one_run_and_still_the_same_bits(deployed, inline):
