@@ -27,6 +27,7 @@ log = logging.getLogger("keel.server")
 SETTLE_S = 1.0  # after this time no more nodes of a simulation are expected
 QUERY_TIMEOUT_S = 30.0  # for the reply of a SuperNode that connects during the run
 RETURN_TIMEOUT_S = 90.0  # a resume waits this long for its clients; Flower readmits a node after 60
+WAITING_EVERY_S = 30.0  # a line about clients that a run waits for
 RETRY_AFTER_S = 60.0  # an unusable node is queried again after this time
 MAX_QUERIES = 64  # simulated clients queried at a time
 MAX_ATTEMPTS = 3  # queries of a node whose ClientApp crashes
@@ -76,7 +77,7 @@ def gather_roster(
     """
     deadline = time.monotonic() + config.rounds.start_timeout
     names = registered_names(grid)
-    nodes = wait_for_nodes(grid, config.rounds.num_clients, deadline)
+    nodes = wait_for_nodes(grid, config.rounds.num_clients, deadline, names)
     entries: dict[int, RosterEntry] = {}
     while True:
         new = [node for node in nodes if node not in entries]
@@ -99,7 +100,7 @@ def gather_roster(
         if len(entries) >= expected:
             break
         time.sleep(0.1)
-        nodes = wait_for_nodes(grid, expected, deadline)
+        nodes = wait_for_nodes(grid, expected, deadline, names)
     check_roster(config, entries, source)
     return entries
 
@@ -252,16 +253,27 @@ class ClientRegistry:
         self.note("joined", client=entry.client, node=new)
 
 
-def wait_for_nodes(grid: Grid, num_clients: int, deadline: float) -> list[int]:
-    """Node ids once `num_clients` are connected (0: once any is); TimeoutError if they are not."""
-    expected = max(1, num_clients)
+def wait_for_nodes(
+    grid: Grid, num_clients: int, deadline: float, names: Mapping[int, str] | None = None
+) -> list[int]:
+    """Node ids once `num_clients` are connected (0: once any is); TimeoutError if they are not.
+
+    names: see `registered_names`; those of a deployment that are not connected are logged.
+    """
+    expected, next_line = max(1, num_clients), 0.0
     nodes = sorted(grid.get_node_ids())
     while len(nodes) < expected:
+        away = shortened(sorted(n for node, n in (names or {}).items() if node not in nodes))
+        what = f"{len(nodes)} of {expected} connected" + (
+            f"; not connected: {away}" if away else ""
+        )
         if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"num-clients = {num_clients}: {len(nodes)} SuperNodes are connected; simulation "
-                f"takes --federation-config 'num-supernodes={expected}'"
-            )
+            hint = f"; start with --federation-config 'num-supernodes={expected}'"
+            what += hint if is_in_process_grid(grid) else "; raise start-timeout, or start them"
+            raise TimeoutError(f"num-clients = {num_clients}: {what}")
+        if not is_in_process_grid(grid) and time.monotonic() >= next_line:
+            log.info("waiting for clients: %s", what)
+            next_line = time.monotonic() + WAITING_EVERY_S
         time.sleep(0.1)
         before, nodes = nodes, sorted(grid.get_node_ids())
         if num_clients and nodes and before == nodes and len(nodes) < expected:

@@ -323,6 +323,26 @@ def test_names_at_the_start_are_those_of_the_keys(keys, fleet):
         gather_roster(grid, *about)
 
 
+def test_a_missing_client_is_named_at_once_again_later_and_in_the_error(
+    keys, fleet, caplog, monkeypatch
+):
+    grid, _, registry = fleet
+    del grid.nodes[2], grid.nodes[3]
+    monkeypatch.setattr(server_app.client_registry, "WAITING_EVERY_S", 0.2)
+    monkeypatch.setattr(server_app.client_registry, "SETTLE_S", 0)
+    config = config_of(num_clients=2, start_timeout=0.8)
+    with (
+        caplog.at_level(logging.INFO, logger="keel.server"),
+        pytest.raises(
+            TimeoutError, match=r"^num-clients = 2: 1 of 2 connected; not connected: b, c"
+        ) as error,
+    ):
+        gather_roster(grid, config, registry.query, registry.source)
+    assert "federation-config" not in str(error.value)
+    assert len(caplog.messages) > 1
+    assert set(caplog.messages) == {"waiting for clients: 1 of 2 connected; not connected: b, c, d"}
+
+
 def test_without_keys_it_is_said_once_that_names_are_the_clients_word(
     task_identity, monkeypatch, caplog
 ):
