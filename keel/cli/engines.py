@@ -4,6 +4,7 @@ Each takes a `Job` and a `Terminal` that follows the run, returns once the run h
 raises RuntimeError, one line, if it failed. A KeyboardInterrupt stops the run cleanly.
 """
 
+import math
 import queue
 import re
 import shlex
@@ -180,9 +181,30 @@ def run_on_deployment(job: Job, terminal: Terminal) -> None:
             terminal.phase("stopping")
             flower.stop()
             raise
-        status = flower.status()
+        status = outcome(flower, terminal)
         if status != "finished:completed":
             raise RuntimeError(f"the run is {status or 'not started'}: {flower.reason()}")
+
+
+def outcome(flower: "FlowerRun", terminal: Terminal) -> str:
+    """The run's status once its log has ended, which it also does when the SuperLink restarts.
+
+    Then the run goes on and is waited for. "" where it never started.
+    """
+    status = flower.status()
+    if not status or status.startswith("finished"):
+        return status
+    terminal.print(
+        f"the SuperLink no longer sends the log; run {flower.run_id} goes on there and is waited "
+        "for: Ctrl-C stops it, keel status on the server shows its rounds",
+        markup=False,
+    )
+    try:
+        return flower.client.wait(int(flower.run_id), math.inf)
+    except KeyboardInterrupt:
+        with suppress(RuntimeError):
+            flower.client.stop(int(flower.run_id))
+        raise
 
 
 def resume_command(directory: str, job: Job) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import pytest
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.config import parse_config_args
 
-from keel.cli.engines import FlowerRun, Job, follow, is_from_keel
+from keel.cli.engines import FlowerRun, Job, follow, is_from_keel, run_on_deployment
 from keel.cli.progress import round_line
 from keel.deployment import superlink
 from keel.deployment.simulation import (
@@ -29,6 +30,7 @@ from keel.deployment.simulation import (
 )
 from keel.deployment.superlink import SuperLinkClient, app_directory, app_packages
 from keel.runs import is_locked, lock_holder
+from protocol.flower_compat import superlink_unavailable
 from protocol.processes import num_cores
 from server_app import history
 from tests.tools.run_directories import line_of, make_run
@@ -91,6 +93,34 @@ def test_the_reason_of_a_failure_is_one_line(tmp_path, log, reason):
     path = tmp_path / "flwr.log"
     path.write_text(log)
     assert FlowerRun(SuperLinkClient(tmp_path, "localhost:1"), root, path).reason() == reason
+
+
+@pytest.mark.parametrize("end", ["finished:completed", "finished:failed"])
+def test_a_run_goes_on_while_its_superlink_restarts(tmp_path, monkeypatch, end):
+    """The log breaks off, and for a while nobody answers: the run was called failed."""
+    answers = iter([RuntimeError(f"{superlink_unavailable}."), "running", end])
+
+    def run_info(self, run_id):
+        answer = next(answers)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return {"status": answer}
+
+    def start(self, job, arguments):
+        self.read(io.StringIO("Successfully started run 12\n"))
+
+    monkeypatch.setattr(FlowerRun, "start", start)
+    monkeypatch.setattr(SuperLinkClient, "run_info", run_info)
+    monkeypatch.setattr(superlink, "poll_s", 0)
+    printed = []
+    terminal = SimpleNamespace(
+        phase=lambda text: None, print=lambda line, markup: printed.append(line)
+    )
+    job = Job({}, 2, federation="localhost:1")
+    failed = pytest.raises(RuntimeError, match="the run is finished:failed")
+    with failed if end == "finished:failed" else nullcontext():
+        run_on_deployment(job, terminal)
+    assert "run 12 goes on there" in printed[0]
 
 
 def test_lines_of_keel_are_told_from_flowers():
