@@ -452,7 +452,6 @@ def test_a_client_without_data_says_how_to_give_it_some(tmp_path):
 @pytest.mark.parametrize(
     ("node", "words"),
     [
-        ({"name": "a", "source": "npz:/nowhere/at-all.npz"}, ["/nowhere/at-all.npz"]),
         ({"name": "a", "source": "folder:relative"}, ["folder:relative", "absolute"]),
         ({"partition-id": 0, "num-partitions": 2, "model": "resnet99"}, ["resnet99", "resnet20"]),
     ],
@@ -460,6 +459,13 @@ def test_a_client_without_data_says_how_to_give_it_some(tmp_path):
 def test_a_nodes_mistake_is_named(node, words, tmp_path):
     reason = error_of(Client(make_config(), tmp_path, node).ask("query"))
     assert all(word in reason for word in words)
+
+
+def test_a_source_that_is_missing_is_named_in_the_clients_log_alone(tmp_path, caplog):
+    node = {"name": "a", "source": "npz:/nowhere/at-all.npz"}
+    reason = error_of(Client(make_config(), tmp_path, node).ask("query"))
+    assert "npz:…" in reason
+    assert "/nowhere/at-all.npz" in caplog.text
 
 
 def test_a_method_that_is_unknown_is_named_with_its_neighbours(tmp_path):
