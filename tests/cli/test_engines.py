@@ -120,7 +120,7 @@ def test_a_run_goes_on_while_its_superlink_restarts(tmp_path, monkeypatch, end):
     failed = pytest.raises(RuntimeError, match="the run is finished:failed")
     with failed if end == "finished:failed" else nullcontext():
         run_on_deployment(job, terminal)
-    assert "run 12 goes on there" in printed[0]
+    assert "waiting for run 12, which may go on there" in printed[0]
 
 
 def test_lines_of_keel_are_told_from_flowers():
