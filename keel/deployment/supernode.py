@@ -1,12 +1,37 @@
-"""`flower-supernode`, with the same options, patched in `protocol/flower_compat/supernode.py`."""
+"""`flower-supernode`, with the same options, patched in `protocol/flower_compat/supernode.py`.
 
+Logs the SuperLink's address and why it does not answer, which Flower's log does not say.
+"""
+
+import argparse
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from keel.deployment.credentials import warn_of_certificates
+from keel.deployment.reach import handshake
 from protocol.flower_compat.supernode import main
+
+
+def report_superlink(words: Sequence[str]) -> None:
+    """Print the address in a command's options, and the error of a TLS handshake with it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--superlink")
+    parser.add_argument("--root-certificates", type=Path)
+    options, _ = parser.parse_known_args(words)
+    if not (options.superlink and options.root_certificates):
+        return
+    print(f"SuperLink: {options.superlink}", file=sys.stderr, flush=True)
+    try:
+        handshake(options.superlink, options.root_certificates)
+    except (OSError, ValueError) as error:
+        text = f"warning: SuperLink {options.superlink} cannot be reached yet: {error}"
+        print(text, file=sys.stderr, flush=True)
+
 
 if __name__ == "__main__":
     os.umask(0o077)
     warn_of_certificates(sys.argv[1:])
+    report_superlink(sys.argv[1:])
     main()

@@ -25,6 +25,7 @@ from keel.deployment.credentials import (
 from keel.deployment.reach import handshake
 from keel.deployment.register import register
 from keel.deployment.superlink import app_folder, free_ports
+from keel.deployment.supernode import report_superlink
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +290,19 @@ def test_a_certificate_that_ends_is_warned_of(tmp_path, days_on, words):
     problem = certificate_problem(pem, now)
     assert problem.startswith(f"{pem} {words}")
     assert problem.endswith(": `keel deploy credentials --renew`")
+
+
+def test_a_supernode_names_its_superlink_and_why_it_cannot_be_reached(made, tmp_path, capsys):
+    make_credentials(tmp_path, ["fl.example.org"], [])
+    port, thread = tls_server(made / "server", 2)
+    address = f"127.0.0.1:{port}"
+    report_superlink(["--superlink", address, f"--root-certificates={made / 'ca/ca.pem'}", "-x"])
+    assert capsys.readouterr().err == f"SuperLink: {address}\n"
+    report_superlink([f"--superlink={address}", "--root-certificates", f"{tmp_path / 'ca/ca.pem'}"])
+    assert "cannot be reached yet: [SSL: CERTIFICATE_VERIFY_FAILED]" in capsys.readouterr().err
+    thread.join(30)
+    report_superlink(["--superlink", address, f"--root-certificates={made / 'ca/ca.pem'}"])
+    assert f"SuperLink {address} cannot be reached yet: [Errno 111]" in capsys.readouterr().err
 
 
 @pytest.mark.end_to_end
