@@ -105,8 +105,7 @@ class SavedRun:
 
         ValueError if the history is damaged.
         """
-        curves = [(key, "accuracy" if key == "global" else "mean") for key in HEADLINE]
-        return next((pair for pair in curves if curve(self.history, *pair)), curves[0])
+        return next((pair for pair in HEADLINE if curve(self.history, *pair)), HEADLINE[0])
 
     @property
     def accuracy(self) -> float | None:

@@ -29,7 +29,8 @@ from server_app.history import CURVES, DAMAGE, Line, curve
 SUMMARY_FILE = "summary.json"
 BLOCK = 4096  # bytes that a file system gives a file at a time, or a multiple
 RENAMED_FIELDS = {"folder": "directory", "refused": "rejected"}  # names before 0.2
-HEADLINE = ("personal", "global", "local_global")  # the first that was measured is the accuracy
+# the first of these curves that was measured is the accuracy
+HEADLINE = (("personal", "mean"), ("global", "accuracy"), ("local_global", "mean"))
 
 
 def summarise(
@@ -77,8 +78,7 @@ def about_config(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def headline(results: Mapping[str, Any]) -> dict[str, Any]:
     """The accuracy reported for a run: the first curve of HEADLINE that was measured."""
-    names = [f"{key}.{'accuracy' if key == 'global' else 'mean'}" for key in HEADLINE]
-    name = next((name for name in names if name in results), None)
+    name = next((name for name in map(".".join, HEADLINE) if name in results), None)
     found = results[name] if name else {}
     return {
         "accuracy_of": name,

@@ -42,10 +42,10 @@ from keel.experiments.stack import stack_of
 from keel.experiments.tasks import LOG_FILE, KilledError, RayTasks, Resources, is_executed
 from protocol.files import digest, write_atomically
 from server_app.history import HISTORY_FILE, HistoryReader
+from server_app.summary import HEADLINE
 
 POLL_S = 0.2
 OTHERS_POLL_S = 5.0  # between two looks at what other runners have done
-HEADLINE_CURVES = (("personal", "mean"), ("local_global", "mean"), ("global", "accuracy"))
 
 
 @contextlib.contextmanager
@@ -137,7 +137,7 @@ class ActiveRun:
     @property
     def accuracy(self) -> str:
         """The newest accuracy, for the bar."""
-        for key, name in HEADLINE_CURVES:
+        for key, name in HEADLINE:
             for line in reversed(self.reader.lines if self.reader else ()):
                 if key in line:
                     return f"{100 * line[key][name]:.2f} %"
@@ -147,7 +147,7 @@ class ActiveRun:
 def outcome(directory: Path) -> str:
     """The last accuracy and the duration of a finished run."""
     duration = f"{wall_seconds(directory):.0f} s"
-    for curve in map(".".join, HEADLINE_CURVES):
+    for curve in map(".".join, HEADLINE):
         if points := history_in(directory).points(curve):
             return f"{100 * points[-1][1]:.2f} % ({curve}), {duration}"
     return duration

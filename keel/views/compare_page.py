@@ -113,8 +113,7 @@ def values_of(lines: Sequence[Line], view: View) -> list[tuple[int, float]]:
     """(round, value) of the chosen curve; accuracies in percent."""
     key, _, name = view.curve.partition(".")
     if view.curve == HEADLINE_CHOICE:
-        pairs = [(key, "accuracy" if key == "global" else "mean") for key in HEADLINE]
-        points = next((p for pair in pairs if (p := points_of(lines, *pair))), [])
+        points = next((p for pair in HEADLINE if (p := points_of(lines, *pair))), [])
         return [(r, 100 * v) for r, v in points]
     if key == "loss":
         return points_of(lines, "losses", name)

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 from keel.experiments.plan import selected
 from keel.experiments.recipe import load_recipe
-from keel.experiments.runner import ActiveRun, labels_of
+from keel.experiments.runner import ActiveRun, labels_of, outcome
 from keel.experiments.runs import Options, run_of
+from keel.runs import SavedRun
 from tests.tools.run_directories import line_of, make_run
 
 
@@ -33,3 +34,13 @@ def test_a_bar_follows_the_newest_attempt_and_its_accuracy(tmp_path):
     assert process.accuracy == f"{100 * line['global']['accuracy']:.2f} %"
     attempts.append(make_run(tmp_path / "2", {"method": "fedavg"}, 9, num_written=2))
     assert (process.new_rounds(), process.rounds) == (-3, 2)  # it began again
+
+
+def test_a_run_has_the_accuracy_that_keel_list_shows(tmp_path):
+    """A method without personal models whose global model all clients evaluate too."""
+    run = make_run(tmp_path / "1", {"method": "fedavg"}, 5, clients=["a", "b"])
+    process = ActiveRun(SimpleNamespace(attempts=lambda: [run]), None, 0)
+    process.new_rounds()
+    shown = f"{100 * (SavedRun(run).accuracy or 0):.2f} %"
+    assert process.accuracy == shown
+    assert outcome(run).startswith(f"{shown} (global.accuracy)")
