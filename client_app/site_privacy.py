@@ -76,16 +76,16 @@ def stated(key: str, node_config: NodeConfig) -> list[object]:
 
 
 def check_names(node_config: NodeConfig) -> None:
-    """PrivacyRefused for a key or variable with the prefix of a limit that is none.
+    """PrivacyRefused for a key or variable that begins as a limit and is none.
 
     It is probably misspelt, and ignoring it would lift the limit.
     """
-    for prefixes, given, known in (
-        (("privacy-", "privacy_"), node_config, KEYS),
-        (("KEEL_PRIVACY_",), os.environ, [variable_of(key) for key in KEYS]),
+    for prefix, given, known in (
+        ("privacy", node_config, KEYS),
+        ("keel_privacy", os.environ, [variable_of(key) for key in KEYS]),
     ):
         for name in given:
-            if name.startswith(prefixes) and name not in known and given[name] != "":
+            if name.lower().startswith(prefix) and name not in known and given[name] != "":
                 raise PrivacyRefused(
                     f"{name}: unknown privacy limit of this site; expected one of "
                     + ", ".join(known)
@@ -97,8 +97,11 @@ def site_limits(node_config: NodeConfig) -> SiteLimits:
     values = []
     for key, default in DEFAULTS.items():
         numbers = [positive(key, value) for value in stated(key, node_config)]
-        if key == "privacy-budget-delta" and any(number >= 1 for number in numbers):
-            raise PrivacyRefused(f"{key} = {max(numbers):g} of this site: expected below 1")
+        if key == "privacy-budget-delta":
+            if any(number >= 1 for number in numbers):
+                raise PrivacyRefused(f"{key} = {max(numbers):g} of this site: expected below 1")
+            if stated("privacy-budget-epsilon", {}) and not stated(key, {}):
+                numbers.append(default)  # no node config loosens a budget of the environment
         strictest = max if key == "privacy-min-noise-multiplier" else min
         values.append(strictest(numbers, default=default))
     metrics = stated("privacy-metrics", node_config)

@@ -133,6 +133,17 @@ def test_the_stricter_of_node_config_and_environment_holds(monkeypatch):
     assert not site_limits(node).allows_exact_metrics
 
 
+def test_a_node_config_cannot_loosen_the_delta_of_a_budget_in_the_environment(monkeypatch):
+    """It passes through code that comes with a run; the default delta is a limit, too."""
+    node = {"privacy-budget-epsilon": 2, "privacy-budget-delta": 0.99}
+    assert site_limits(node).budget_delta == 0.99  # its own budget
+    monkeypatch.setenv("KEEL_PRIVACY_BUDGET_EPSILON", "2")
+    assert site_limits(node).budget_delta == 1e-5
+    assert site_limits({"privacy-budget-delta": 1e-6}).budget_delta == 1e-6
+    monkeypatch.setenv("KEEL_PRIVACY_BUDGET_DELTA", "0.001")
+    assert site_limits(node).budget_delta == 0.001
+
+
 @pytest.mark.parametrize("where", ["node config", "environment"])
 def test_to_allow_exact_metrics_is_no_limit(where, monkeypatch):
     node = {"source": "digits"}
@@ -150,12 +161,18 @@ def test_a_limit_that_is_no_number_is_refused_by_name(value):
         site_limits({"privacy-max-clip-norm": value})
 
 
-@pytest.mark.parametrize("key", ["privacy-budget-epsilion", "privacy-clip-norm", "privacy_metrics"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("privacy-budget-epsilion", "privacy-clip-norm", "privacy_metrics"),
+        *("privacy.budget-epsilon", "Privacy-budget-epsilon", "privacybudget-epsilon"),
+    ],
+)
 def test_a_misspelt_limit_is_refused_by_name(key, monkeypatch):
     """Ignored, it would be no limit at all."""
     with pytest.raises(PrivacyRefused, match=rf"{key}: unknown .*; expected one of privacy-"):
         check_limits(private(), {"source": "digits", key: 1})
-    if "_" not in key:
+    if key in ("privacy-budget-epsilion", "privacy-clip-norm", "privacybudget-epsilon"):
         monkeypatch.setenv(variable_of(key), "1")
         with pytest.raises(PrivacyRefused, match=rf"{variable_of(key)}: unknown .*; expec"):
             check_limits(private(), {"source": "digits"})
