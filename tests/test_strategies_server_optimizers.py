@@ -194,6 +194,7 @@ steps = {
     "fedavgm, beta 0": lambda: fedavgm(beta=0.0),
     "fedadam": fedadam,
     "fedadam, flower": lambda: fedadam(form="flower"),
+    "fedacg": lambda: server_step_of(resolve_config({"server-optimizer": "fedacg"})),
 }
 
 
