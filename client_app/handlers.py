@@ -448,8 +448,9 @@ def train_one_round(message: Message, context: Context) -> RecordDict:
 def measure_training(
     training: Training, update: Update, seconds: float, cpu_seconds: float
 ) -> dict[str, float]:
-    """Check the update; its metrics.
+    """Check the update and copy it to the CPU; its metrics.
 
+    It needs `turn`: later, its copies would wait for the steps of the next client.
     Where metrics are withheld these are the numbers of samples and of steps, which follows from it,
     and client state that is not finite is replaced by the state before this round: an error would
     reveal something about the data, and so would a missing version in the next round.
@@ -476,7 +477,14 @@ def measure_training(
     refuse_unless_finite(request.round, update.state)
     if request.evaluate:
         metrics |= personal_metrics(method, ctx, update.state)
+    update.arrays, update.extra = on_cpu(update.arrays), on_cpu(update.extra)
+    update.state = {group: on_cpu(arrays) for group, arrays in update.state.items()}
     return metrics
+
+
+def on_cpu(arrays: Arrays) -> Arrays:
+    """The arrays on the CPU; those that are there are not copied."""
+    return {name: array.cpu() for name, array in arrays.items()}
 
 
 def finish_training(training: Training, update: Update, metrics: dict[str, float]) -> RecordDict:

@@ -29,12 +29,14 @@ from client_fixtures import (
 from flwr.app import ConfigRecord, RecordDict
 from PIL import Image
 
+from client_app.handlers import turn
 from client_app.machine import machine
+from client_app.method import train_alone
 from client_app.methods import method_of
 from client_app.node_config import own_architecture
 from client_app.process_cache import ProcessCache
 from client_app.setup import build_network, client_indices, open_source, pixels_of
-from client_app.state import StateFolder
+from client_app.state import NUM_REPEATED, StateFolder, StateMemory, memories
 from models.cnn import _plain_cnn
 from protocol.config import config_from_json
 from protocol.messages import RESET_NEEDED, TrainRequest, read_reply, read_roster
@@ -278,6 +280,38 @@ def test_clients_of_two_runs_side_by_side_train_as_one_after_the_other(tmp_path,
         assert {k: v for k, v in own.metrics.items() if k not in times} == {
             k: v for k, v in others.metrics.items() if k not in times
         }
+
+
+def test_an_update_leaves_the_device_before_the_turn_ends(tmp_path, monkeypatch):
+    """Its copies would wait behind the next client's steps, and client state fill a GPU."""
+    were_copied_in_turn = []
+
+    class OnDevice(torch.Tensor):
+        def cpu(self):
+            were_copied_in_turn.append(turn._lock._is_owned())
+            return self.as_subclass(torch.Tensor)
+
+    def on_device(arrays):
+        return {name: array.as_subclass(OnDevice) for name, array in arrays.items()}
+
+    def trained(ctx, phases):
+        update = train_alone(ctx, phases)
+        update.arrays, update.extra = on_device(update.arrays), on_device({"c": torch.ones(1)})
+        update.state = {group: on_device(arrays) for group, arrays in update.state.items()}
+        return update
+
+    monkeypatch.setattr("client_app.method.train_alone", trained)
+    monkeypatch.setitem(memories, tmp_path, StateMemory(NUM_REPEATED))  # of snapshot-every > 1
+    config = make_config(method="moon")
+    reply = Client(config, tmp_path).ask("train", 1, initial(config))
+    groups = memories[tmp_path].load(tmp_path / "clients" / "client-0000", before_round=2)
+    kept = [array for arrays in groups.values() for array in arrays.values()]
+    sent = read_reply(reply)
+    assert len(kept) == len(sent.arrays) > 0
+    assert {type(each) for each in (*kept, *sent.arrays.values(), *sent.extra.values())} == {
+        torch.Tensor
+    }
+    assert were_copied_in_turn == [True] * (2 * len(kept) + 1)
 
 
 def test_kept_models_of_a_whole_run_are_of_before_the_averaging(tmp_path, monkeypatch, no_pictures):
