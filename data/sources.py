@@ -147,10 +147,6 @@ def _locate(
 
     only_noted: the key of no entry, instead of reading files whose content is not known.
     """
-    if image_size < 0:
-        raise ValueError(f"image-size = {image_size}: expected pixels > 0, or 0 (the source's own)")
-    if channels not in (0, 1, 3):
-        raise ValueError(f"channels = {channels}: expected 0 (the source's own), 1 or 3")
     known_as, path = parse_source(spec)
     reader = READERS[known_as]
     name = f"{known_as.removesuffix('PATH')}{path}" if path else spec

@@ -74,8 +74,6 @@ def build_model(
     if num_classes < 2:
         raise ValueError(f"num-classes = {num_classes!r}: a classifier needs at least 2 classes")
     spec.check(name, norm, width)
-    if init not in ("", "fan-in"):
-        raise ValueError(f"init = {init!r}: expected fan-in, or nothing: {name}'s own")
     if projection not in ("none", "gaussian", *PROJECTION_TAILS):
         allowed = ", ".join([*PROJECTION_TAILS, "gaussian"])
         raise ValueError(f"projection = {projection!r}: expected none, {allowed}")

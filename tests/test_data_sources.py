@@ -75,12 +75,6 @@ def test_an_unknown_source_is_refused_with_the_allowed_names(load, spec):
     assert all(name in message for name in SOURCE_NAMES)
 
 
-@pytest.mark.parametrize("recipe", [{"image_size": -1}, {"channels": 2}])
-def test_impossible_recipes(load, recipe):
-    ((name, value),) = recipe.items()
-    assert f"{name.replace('_', '-')} = {value}" in rejected(load, "digits", **recipe)
-
-
 def test_a_relative_path(load, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     message = rejected(load, "folder:mine")
