@@ -107,7 +107,8 @@ def watch_run(directory: Path, once: bool = False, console: Console | None = Non
     """Show the run until it ends; once where the output is no terminal."""
     console = console or terminal_console()
     store = Store([directory])
-    (run_id,) = store.runs()
+    # a directory in the run may be one too
+    run_id = next(e.id for e in store.runs().values() if e.directory == store.roots[0])
 
     def now() -> tuple[Entry | None, Group]:
         entry = store.find(run_id)

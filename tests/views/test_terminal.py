@@ -37,6 +37,14 @@ def test_a_finished_run_is_shown_once(tmp_path, capsys):
     assert "global model, test set (%)" in text
 
 
+def test_a_run_below_the_run_is_not_shown_for_it(tmp_path):
+    run = make_run(tmp_path / "a", {"method": "moon"}, 5)
+    make_run(run / "b", {"method": "moon"}, 3)
+    text = shown(run)
+    assert "a  finished" in text
+    assert "round 5/5" in text
+
+
 def test_clients_at_work_are_those_of_the_round_that_is_not_done(tmp_path):
     sent = {"event": "sent", "kind": "train", "round": 3, "clients": ["x", "y"]}
     lines = [{**sent, "round": 2}, sent, {"event": "released"}]
