@@ -149,7 +149,7 @@ def curve_of(group: Group, view: View) -> Curve:
         mean.append(statistics.fmean(values))
         spread.append(statistics.stdev(values) if len(values) > 1 else None)
         of_all = "" if len(values) == len(found) else f"{len(values)} of "
-        band = "" if spread[-1] is None else f"± {spread[-1]:.2f} "
+        band = "" if spread[-1] is None else f"± {as_shown(spread[-1], view)} "
         note.append(f"{band}({of_all}{len(found)} seeds)")
     if len(found) < 2:
         return Curve(label, x, mean)
@@ -160,7 +160,10 @@ def chart(groups: Iterable[Group], view: View) -> Figure:
     """The chosen curve of every group."""
     y = "loss" if is_loss(view) else "accuracy (%)"
     found = [curve_of(group, view) for group in groups]
-    return curves(found, AXES[view.x], y, view.log_x, view.log_y)
+    figure = curves(found, AXES[view.x], y, view.log_x, view.log_y)
+    # a viewer's zoom and hidden curves stay while this does
+    figure["layout"]["uirevision"] = f"{view.x} {view.curve} {view.log_x} {view.log_y}"
+    return figure
 
 
 def choices(runs: Sequence[Run]) -> list[tuple[str, str]]:
@@ -178,10 +181,15 @@ def is_loss(view: View) -> bool:
     return view.curve.startswith("loss.")
 
 
+def as_shown(value: float, view: View) -> str:
+    """A value of the chosen curve, as tables show it."""
+    return f"{value:.4g}" if is_loss(view) else f"{value:.2f}"
+
+
 def header(view: View) -> list[str]:
     """The headings of the table of results."""
     unit = "" if is_loss(view) else " (%)"
-    about = ["group", "seeds", "not finished", "rounds"]
+    about = ["group", "seeds", "not finished", "rounds", "round of final"]
     return [*about, f"final{unit}", "± sd", f"best{unit}", "MB", "seconds"]
 
 
@@ -205,9 +213,10 @@ def result_rows(groups: Sequence[Group], view: View) -> list[list[str]]:
         rows.append(
             [
                 *(group.label, str(group.num_seeds), group.unfinished, rounds),
-                f"{statistics.fmean(final):.2f}" if final else "",
-                f"{statistics.stdev(final):.2f}" if len(final) > 1 else "",
-                f"{statistics.fmean(best):.2f}" if best else "",
+                str(common[-1]) if common else "",
+                as_shown(statistics.fmean(final), view) if final else "",
+                as_shown(statistics.stdev(final), view) if len(final) > 1 else "",
+                as_shown(statistics.fmean(best), view) if best else "",
                 *(f"{statistics.fmean(ends[1]):.1f}", f"{statistics.fmean(ends[2]):.1f}"),
             ]
         )

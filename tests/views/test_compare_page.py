@@ -98,6 +98,7 @@ def test_where_no_run_finished_the_mean_is_at_the_last_round_that_all_have(uneve
     values = [final_of(uneven[name], 2) for name in ("newest", "two")]
     assert found["final (%)"] == f"{statistics.fmean(values):.2f}"
     assert (found["rounds"], found["not finished"]) == ("2–3", "failed 1/2, stopped 1/2")
+    assert found["round of final"] == "2"
     assert list(curve_of(groups[0], View()).x) == [1, 2, 3]
 
 
@@ -153,6 +154,20 @@ def test_a_loss_is_no_percentage(runs):
     assert {"final", "best"} < set(heading)
     assert r"\%" not in as_latex(grouped(runs), view)
     assert r"final (\%)" in as_latex(grouped(runs), View())
+
+
+def test_a_small_loss_keeps_its_digits(tmp_path):
+    for seed, loss in enumerate((0.00123456, 0.00223456)):
+        path = make_run(tmp_path / f"a-{seed}", {"seed": seed}, 1) / "history.jsonl"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"losses": {"a": loss}}) + "\n")
+    store = Store([tmp_path])
+    view = View(curve="loss.a")
+    (group,) = grouped([(entry, store.history(entry)) for entry in store.runs().values()])
+    (row,) = result_rows([group], view)
+    found = dict(zip(header(view), row, strict=True))
+    assert (found["final"], found["± sd"], found["best"]) == ("0.001735", "0.0007071", "0.001735")
+    assert curve_of(group, view).note == ["± 0.0007071 (2 seeds)"]
+    assert "0.001735" in as_latex([group], view)
 
 
 def test_a_curve_that_the_last_round_lacks_is_offered(tmp_path):
