@@ -21,6 +21,8 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 MAX_POINTS = 600  # of a curve
 MAX_BARS = 250  # of a chart: each is an element of the page
 MAX_MARKED = 20  # of a curve's points have a marker
+MAX_NAME = 64  # characters of a client's name: rows and columns of a chart are told apart by it
+MAX_LABEL = 40  # characters of a client's name beside an axis
 MAX_LONG_REFERENCES = 4  # of a chart: more are drawn near their round only
 BAND_ALPHA = "26"  # hex
 SCALE = "Cividis"  # perceptually uniform, the same for the colour-blind
@@ -90,9 +92,12 @@ def curves(
     """Lines with bands, each with its colour, marker and dash; the y-range fits the data."""
     data: list[dict[str, Any]] = []
     shown = [curve for curve in found if len(curve.x)]
+    names = [text_of(curve.name, 120) for curve in shown]
     are_few = sum(len(curve.references) for curve in shown) <= MAX_LONG_REFERENCES
     for number, curve in enumerate(shown):
-        name = text_of(curve.name, 120)
+        name = names[number]
+        # by its uid, Plotly knows a curve again that a viewer has hidden
+        uid = name if names.index(name) == number else f"{name} {number}"
         kept = kept_points(curve.y, max_points)
         xs, ys = ([rounded(part[i]) for i in kept] for part in (curve.x, curve.y))
         colour, dash = PALETTE[number % len(PALETTE)], DASHES[number // len(PALETTE) % len(DASHES)]
@@ -106,20 +111,22 @@ def curves(
                 **{"type": "scatter", "mode": "lines", "x": around + around[::-1], "y": edges},
                 **{"fill": "toself", "fillcolor": colour + BAND_ALPHA, "line": {"width": 0}},
             }
-            data.append(band | {"hoverinfo": "skip", "showlegend": False, "legendgroup": group})
-        for end, value in curve.references:
+            band |= {"hoverinfo": "skip", "showlegend": False, "legendgroup": group}
+            data.append(band | {"uid": f"{uid}, band"})
+        for i, (end, value) in enumerate(curve.references):
             start = xs[0] if are_few else max(xs[0], end - (xs[-1] - xs[0]) / 8)
             data.append(
                 {
                     **{"type": "scatter", "mode": "lines", "x": [rounded(start), rounded(end)]},
                     **{"y": [rounded(value)] * 2, "line": {"color": colour, "dash": "dot"}},
                     **{"hoverinfo": "skip", "showlegend": False, "legendgroup": group},
+                    "uid": f"{uid}, reference {i}",
                 }
             )
         symbol = MARKERS[number % len(MARKERS)]
         marker = {"symbol": symbol, "size": 6, "color": colour, "maxdisplayed": MAX_MARKED}
         trace: dict[str, Any] = {
-            **{"type": "scatter", "mode": "lines+markers"},
+            **{"type": "scatter", "mode": "lines+markers", "uid": uid},
             **{"name": name, "x": xs, "y": ys, "legendgroup": group},
             "line": {"color": colour, "dash": dash, "width": 2},
             "marker": marker,
@@ -148,7 +155,8 @@ def stacked(
     num_sums = math.ceil(len(x) / MAX_BARS) or 1  # rounds that share a bar
     data = [
         {
-            **{"type": "bar", "name": text_of(name, 80), "x": list(x[::num_sums])},
+            **{"type": "bar", "name": text_of(name, 80), "uid": text_of(name, 80)},
+            "x": list(x[::num_sums]),
             "y": [rounded(sum(values[i : i + num_sums])) for i in range(0, len(x), num_sums)],
             "marker": {"color": PALETTE[i % len(PALETTE)], "line": {"width": 0}},
         }
@@ -156,7 +164,14 @@ def stacked(
     ]
     if num_sums > 1:
         y_title += f" in {num_sums} rounds"
-    return {"data": data, "layout": layout(x_title, y_title, barmode="stack", bargap=0.05)}
+    more = {"barmode": "stack", "bargap": 0.05, "showlegend": True}  # a part alone has a name too
+    return {"data": data, "layout": layout(x_title, y_title, **more)}
+
+
+def short_labels(names: Iterable[str]) -> dict[str, str]:
+    """An axis's `labelalias` that shows the beginning and the end of long names."""
+    half = MAX_LABEL // 2
+    return {n: f"{n[:half]}…{n[1 - half :]}" for n in names if len(n) > MAX_LABEL}
 
 
 def heat_map(
@@ -164,7 +179,7 @@ def heat_map(
     x_title: str, y_title: str, colours: str, **more: Any,
 ) -> Figure:  # fmt: skip
     """Colours over two axes; z[i][j] belongs to y[i] and x[j]. None has no colour."""
-    names = [text_of(name, 40) for name in y]
+    names = [text_of(name, MAX_NAME) for name in y]
     trace = {
         **{"type": "heatmap", "x": list(x), "y": names, "colorscale": SCALE},
         "z": [[None if v is None else rounded(v) for v in row] for row in z],
@@ -173,13 +188,16 @@ def heat_map(
         **more,
     }
     yaxis = {"autorange": "reversed", "type": "category", "title": {"text": y_title}}
+    yaxis["labelalias"] = short_labels(names)
     return {"data": [trace], "layout": layout(x_title, y_title, yaxis=yaxis, hovermode="closest")}
 
 
 def histogram(values: Sequence[float], title: str, y_title: str, num_bins: int = 20) -> Figure:
-    """How many values fall into each of equal bins."""
+    """How many values fall into each of equal bins; equal values are one bar around the value."""
     low, high = min(values), max(values)
-    width = (high - low) / num_bins or 1.0
+    width = (high - low) / num_bins
+    if rounded(low) == rounded(high):
+        low, width, num_bins = low - 0.5, 1.0, 1
     counts = [0] * num_bins
     for value in values:
         counts[min(num_bins - 1, int((value - low) / width))] += 1

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keel.runs import RUNNING, uses
-from keel.views.charts import Curve, Figure, curves, heat_map, histogram, stacked
+from keel.views.charts import (
+    MAX_NAME,
+    Curve,
+    Figure,
+    curves,
+    heat_map,
+    histogram,
+    short_labels,
+    stacked,
+)
 from keel.views.store import (
     LOG_FILE,
     MAX_BYTES,
@@ -239,7 +248,7 @@ def label_chart(entry: Entry) -> dict[str, Figure]:
         return {}
     size = -(-len(rows) // MAX_SPLIT)
     if size == 1:
-        rows = sorted((text_of(client, 40), counts) for client, counts in rows)
+        rows = sorted((text_of(client, MAX_NAME), counts) for client, counts in rows)
     else:
         rows.sort(key=lambda row: (row[1].index(max(row[1])), sum(row[1])))
     groups = [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -253,10 +262,11 @@ def label_chart(entry: Entry) -> dict[str, Figure]:
     if size > 1:
         what = f"clients in the order of their most frequent class, mean of {size}"
     figure = heat_map(columns, names, classes, what, "class", "samples")
-    figure["layout"]["xaxis"] |= {"type": "category", "nticks": 12}
+    xaxis = {"type": "category", "nticks": 12, "labelalias": short_labels(names)}
+    figure["layout"]["xaxis"] |= xaxis
     totals = stacked(names, {"samples": [sum(c) for c in means]}, what, "samples")
-    totals["layout"]["xaxis"] |= {"type": "category", "nticks": 12}
-    totals["layout"]["hovermode"] = "closest"
+    totals["layout"]["xaxis"] |= xaxis
+    totals["layout"] |= {"hovermode": "closest", "showlegend": False}
     return {"labels": figure, "totals": totals}
 
 

@@ -76,6 +76,34 @@ def test_every_value_is_in_one_bin():
     assert sum(histogram([0.0, 0.5, 1.0, 1.0], "x", "n")["data"][0]["y"]) == 4
 
 
+def test_equal_values_are_one_bar_around_the_value():
+    trace = histogram([100.0] * 11 + [100.0 - 1e-9], "accuracy (%)", "clients")["data"][0]
+    assert (trace["x"], trace["y"]) == ([100.0], [12])
+
+
+def test_names_that_begin_alike_are_rows_and_curves_of_their_own():
+    clients = [f"st-josephs-hospital-department-of-radiology-{i}" for i in range(4)]
+    figure = heat_map([[1.0]] * 4, [1], clients, "round", "client", "%")
+    assert figure["data"][0]["y"] == clients
+    shown = figure["layout"]["yaxis"]["labelalias"]
+    assert list(shown) == clients
+    assert len(set(shown.values())) == 4
+    assert max(map(len, shown.values())) == 40
+    data = curves([Curve(f"{'a' * 150}{i}", [1], [1.0]) for i in range(3)], "round", "y")["data"]
+    assert len({trace["uid"] for trace in data}) == 3
+
+
+def test_what_a_viewer_has_hidden_stays_so_when_another_part_comes_before_it():
+    """Plotly knows a trace by its uid."""
+    before = stacked([1], {"failed": [0], "late": [1]}, "round", "clients")["data"]
+    after = stacked([1, 2], {"failed": [0, 1], "late": [1, 0]}, "round", "clients")["data"]
+    assert before[0]["uid"] == after[1]["uid"] != after[0]["uid"]
+
+
+def test_bars_of_one_kind_are_named():
+    assert stacked([1], {"late": [1]}, "round", "clients")["layout"]["showlegend"]
+
+
 def test_names_keep_no_markup():
     for figure in (
         curves([Curve(HOSTILE, [1], [1.0])], "round", "y"),
