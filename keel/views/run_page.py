@@ -316,44 +316,79 @@ def privacy_rows(entry: Entry) -> list[tuple[str, str]]:
     return rows
 
 
+class Sites:
+    """What a history says of each site, over all rounds; `update` reads only what is new.
+
+    last_round: the last in which it took part. reset: the last in which a reset was needed.
+    trouble: of the last, (round, what, reason). away: the newest round's.
+    """
+
+    def __init__(self) -> None:
+        self.generation = -1  # of the reader
+        self._restart()
+
+    def _restart(self) -> None:
+        self.num_read = 0
+        self.last_round: Counter[str] = Counter()
+        self.reset: Counter[str] = Counter()
+        self.trouble: dict[str, tuple[int, str, str]] = {}
+        self.away: set[str] = set()
+        self.are_resets_recorded = False
+
+    def update(self, reader: HistoryReader) -> None:
+        """Read the new lines, or all of a replaced history."""
+        if self.generation != reader.generation:
+            self._restart()
+        self.generation = reader.generation
+        while self.num_read < len(reader.lines):
+            line = reader.full(self.num_read)
+            self.num_read += 1  # a line that cannot be understood is not read again
+            for client in line.get("participants") or ():
+                self.last_round[str(client)] = line["round"]
+            for key, what in (("evaluation_left_out", "not evaluated"), ("left_out", "left out")):
+                for client, why in (line.get(key) or {}).items():
+                    self.trouble[client] = (line["round"], what, text_of(why))
+            for client in line.get("reset_needed") or ():
+                self.reset[str(client)] = line["round"]
+            self.are_resets_recorded |= "reset_needed" in line
+            self.away = {str(client) for client in line.get("backed_off") or ()}
+
+
 def site_rows(
-    entry: Entry, reader: HistoryReader, online: Mapping[int, str] | None
+    entry: Entry,
+    reader: HistoryReader,
+    online: Mapping[int, str] | None,
+    sites: Sites | None = None,
 ) -> list[dict[str, str]]:
     """A row for each site of a deployment's run. online: node id to status.
 
-    Without `online`, a site's connection is as the newest round found it.
+    Without `online`, a site's connection is as the newest round found it. sites: what an earlier
+    call with the same reader has read.
     """
     roster = read_json(entry.directory / ROSTER_FILE, MAX_BYTES[ROSTER_FILE])
     rows = [row for row in roster if isinstance(row, Mapping)] if isinstance(roster, list) else []
-    last_round: Counter[str] = Counter()
-    trouble_of: dict[str, tuple[int, str]] = {}
-    reset_of: Counter[str] = Counter()  # the last round in which a reset was needed
-    for i in range(max(0, len(reader.lines) - RECENT), len(reader.lines)):
-        line = reader.full(i)
-        for client in line.get("participants") or ():
-            last_round[str(client)] = line["round"]
-        for key in ("evaluation_left_out", "left_out"):
-            for client, why in (line.get(key) or {}).items():
-                trouble_of[client] = (line["round"], text_of(why))
-        for client in line.get("reset_needed") or ():
-            reset_of[str(client)] = line["round"]
-    is_recorded = any("reset_needed" in line for line in reader.lines[-RECENT:])
-    away = (reader.lines[-1].get("backed_off") or ()) if reader.lines else ()
+    sites = sites or Sites()
+    sites.update(reader)
     found = []
     for row in rows:
         client = str(row.get("client"))
-        connected = "away or in backoff" if client in away else "yes" if last_round[client] else "?"
+        last = sites.last_round[client]
+        number_, what, why = sites.trouble.get(client, (0, "", ""))
+        connected = "yes" if last else "?"
+        if number_ > last:
+            connected = f"{what} in round {number_}"
+        if client in sites.away:
+            connected = "away or in backoff"
         if online is not None:
             node = row.get("node")  # of 64 bits: more than a float has
             connected = online.get(node if isinstance(node, int) else 0, "not registered")
-        number_, why = trouble_of.get(client, (0, ""))
-        needs_reset = "yes" if reset_of[client] > last_round[client] else "no"
+        needs_reset = "yes" if sites.reset[client] > last else "no"
         found.append(
             {
                 "site": text_of(client, 80),
                 "connected": connected,
-                "last round": str(last_round[client] or "–"),
-                "pending reset": needs_reset if is_recorded else "not recorded",
+                "last round": str(last or "–"),
+                "pending reset": needs_reset if sites.are_resets_recorded else "not recorded",
                 "keel": text_of(row.get("keel"), 40),
                 "flwr, torch": text_of(row.get("versions"), 80),
                 "model": text_of(row.get("model"), 60),

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
+from weakref import WeakKeyDictionary
 
 import jinja2
 import uvicorn
@@ -35,6 +36,7 @@ from keel.views.compare_page import Group, View, grouped, view_of
 from keel.views.store import Entry, Store, number, text_of
 from protocol.config import keel_version
 
+from server_app.history import HistoryReader
 LOCAL_HOSTS = {"127.0.0.1", "localhost", "::1"}
 STATIC = ("page.css", "page.js", "tables.js", "charts.js", "plotly.js")
 POLL_NODES_S = 15.0
@@ -339,12 +341,16 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
 
     def sites() -> dict[str, Any]:
         found: list[tuple[Entry, str, list[dict[str, str]]]] = []
+    seen: WeakKeyDictionary[HistoryReader, run_page.Sites] = WeakKeyDictionary()
+
         online = nodes.online if nodes else None
         for entry in store.runs().values():
             if entry.problem or len(found) == MAX_DEPLOYMENTS or entry.is_simulated:
                 continue
             try:
-                rows = run_page.site_rows(entry, store.history(entry), online)
+                reader = store.history(entry)
+                known = seen.setdefault(reader, run_page.Sites())
+                rows = run_page.site_rows(entry, reader, online, known)
             except UNREADABLE as error:
                 rows = [{"site": f"cannot be read: {text_of(error)}"}]
             if rows:

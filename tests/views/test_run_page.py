@@ -157,3 +157,69 @@ def test_sites_show_who_takes_part_who_is_away_and_whose_state_is_lost(tmp_path)
     assert "Sites of simulation" not in page
     reader.update()
     assert {row["pending reset"] for row in run_page.site_rows(entry, reader, None)} == {"no"}
+
+
+def made_of_sites(base, names, lines):
+    """A deployment's run with these lines in its history: (entry, reader)."""
+    run = make_run(base / "a", {"method": "fedavg"}, 0)
+    sites = [{"node": i, "client": name} for i, name in enumerate(names)]
+    (run / "roster.json").write_text(json.dumps(sites))
+    with (run / "history.jsonl").open("w") as file:
+        for number, line in enumerate(lines, start=1):
+            file.write(json.dumps(line_of(number, Random(0)) | line) + "\n")
+    return only_run(base)
+
+
+def test_a_site_that_failed_in_the_newest_round_is_not_shown_as_connected(tmp_path):
+    names = ["silent", "back"]
+    lost = {"participants": ["silent"], "left_out": {"back": "no reply within 60 s"}}
+    later = {"participants": ["back"], "left_out": {"silent": "no reply within 60 s"}}
+    entry, reader = made_of_sites(tmp_path, names, [lost, later])
+    rows = {row["site"]: row["connected"] for row in run_page.site_rows(entry, reader, None)}
+    assert rows == {"silent": "left out in round 2", "back": "yes"}
+
+
+def test_what_happened_to_a_site_long_ago_is_still_shown(tmp_path):
+    lines = [
+        {"participants": ["gone", "lost"]},
+        {"participants": [], "reset_needed": ["lost"], "left_out": {"lost": "state is lost"}},
+        *[{"participants": ["here"], "backed_off": ["gone", "lost"]}] * 60,
+    ]
+    entry, reader = made_of_sites(tmp_path, ["here", "gone", "lost"], lines)
+    sites = run_page.Sites()
+    rows = {row["site"]: row for row in run_page.site_rows(entry, reader, None, sites)}
+    assert {site: row["last round"] for site, row in rows.items()} == {
+        **{"here": "62", "gone": "1", "lost": "1"}
+    }
+    assert {site: row["pending reset"] for site, row in rows.items()} == {
+        **{"here": "no", "gone": "no", "lost": "yes"}
+    }
+    assert rows["lost"]["last trouble"] == "round 2: state is lost"
+    with (entry.directory / "history.jsonl").open("a") as file:
+        file.write(json.dumps(line_of(63, Random(0)) | {"participants": ["lost"]}) + "\n")
+    reader.update()
+    rows = {row["site"]: row for row in run_page.site_rows(entry, reader, None, sites)}
+    assert (rows["lost"]["last round"], rows["lost"]["pending reset"]) == ("63", "no")
+    truncate_history(entry.directory / "history.jsonl", 2)  # as a resume does
+    reader.update()
+    rows = {row["site"]: row for row in run_page.site_rows(entry, reader, None, sites)}
+    assert (rows["lost"]["last round"], rows["lost"]["pending reset"]) == ("1", "yes")
+    assert rows["here"]["last round"] == "–"
+
+
+def test_every_site_in_backoff_is_shown_so(tmp_path):
+    names = [f"site-{i}" for i in range(150)]
+    entry, reader = made_of_sites(tmp_path, names, [{"participants": []}, {"backed_off": names}])
+    rows = run_page.site_rows(entry, reader, None)
+    assert {row["connected"] for row in rows} == {"away or in backoff"}
+
+
+def test_clients_whose_names_begin_alike_have_a_column_each(tmp_path):
+    names = [f"st-josephs-hospital-department-of-radiology-{i}" for i in range(4)]
+    make_run(tmp_path / "a", {"method": "fedavg"}, 1, names)
+    entry, reader = only_run(tmp_path)
+    charts = run_page.label_chart(entry) | run_page.client_charts(reader)
+    assert charts["labels"]["data"][0]["x"] == charts["totals"]["data"][0]["x"] == names
+    assert sorted(charts["clients-local_global"]["data"][0]["y"]) == names
+    assert len(set(charts["totals"]["layout"]["xaxis"]["labelalias"].values())) == 4
+    assert not charts["totals"]["layout"]["showlegend"]
