@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 from weakref import WeakKeyDictionary
 
 import jinja2
@@ -35,8 +35,8 @@ from keel.views.charts import static_file
 from keel.views.compare_page import Group, View, grouped, view_of
 from keel.views.store import Entry, Store, number, text_of
 from protocol.config import keel_version
-
 from server_app.history import HistoryReader
+
 LOCAL_HOSTS = {"127.0.0.1", "localhost", "::1"}
 STATIC = ("page.css", "page.js", "tables.js", "charts.js", "plotly.js")
 POLL_NODES_S = 15.0
@@ -102,8 +102,9 @@ class Guard:
         """Store the token of the link as a cookie and remove it from the address."""
         if "token" not in request.query_params:
             return None
-        rest = [(k, v) for k, v in parse_qsl(request.url.query) if k != "token"]
-        path = "/" + request.url.path.lstrip("/")  # "//host" would lead elsewhere
+        rest = [(k, v) for k, v in request.query_params.multi_items() if k != "token"]
+        # "//host" and "/\\host" would lead elsewhere
+        path = "/" + quote(request.scope["path"].lstrip("/"))
         target = path + (f"?{urlencode(rest)}" if rest else "")
         answer = Response(status_code=303, headers={"location": target})
         answer.set_cookie(self.cookie, self.token, httponly=True, samesite="lax", path="/")
@@ -339,10 +340,10 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
 
     # --- deployment ---------------------------------------------------------------------------
 
-    def sites() -> dict[str, Any]:
-        found: list[tuple[Entry, str, list[dict[str, str]]]] = []
     seen: WeakKeyDictionary[HistoryReader, run_page.Sites] = WeakKeyDictionary()
 
+    def sites() -> dict[str, Any]:
+        found: list[tuple[Entry, str, list[dict[str, str]]]] = []
         online = nodes.online if nodes else None
         for entry in store.runs().values():
             if entry.problem or len(found) == MAX_DEPLOYMENTS or entry.is_simulated:

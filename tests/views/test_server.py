@@ -61,6 +61,13 @@ def test_the_token_of_the_link_becomes_a_cookie_that_no_script_reads(pages):
     assert twice.headers["location"] == "/evil.example/"
 
 
+@pytest.mark.parametrize("path", ["/%5Cevil.example", "/run/%E2%86%92", "/a%3Fb", "/a%0D%0Ab"])
+def test_the_first_visit_leads_to_the_path_of_the_link(pages, path):
+    answer = pages.get(f"{path}?token={TOKEN}", cookies={})
+    assert answer.status_code == 303
+    assert answer.headers["location"] == path
+
+
 @pytest.mark.parametrize(
     "headers",
     [
