@@ -17,7 +17,13 @@ from protocol.config import keel_home
 from protocol.files import digest
 from protocol.options import did_you_mean
 from server_app.history import HISTORY_FILE, curve, read_history
-from server_app.summary import HEADLINE, SUMMARY_FILE, read_config_file, read_summary
+from server_app.summary import (
+    HEADLINE,
+    SUMMARY_FILE,
+    read_config_file,
+    read_manifest,
+    read_summary,
+)
 
 CONFIG_FILE, LOCK_FILE = "config.json", ".lock"
 STARTING, RUNNING, FINISHED, INTERRUPTED = "starting", "running", "finished", "interrupted"
@@ -80,7 +86,15 @@ class SavedRun:
         if not self.summary:
             return f"{SUMMARY_FILE} is damaged" if self.has_summary else INTERRUPTED
         status = str(self.summary.get("status"))
-        return INTERRUPTED if status in (STARTING, RUNNING) else status
+        is_cut = status in (STARTING, RUNNING) or (status == FINISHED and self._has_open_manifest)
+        return INTERRUPTED if is_cut else status
+
+    @property
+    def _has_open_manifest(self) -> bool:
+        """Whether the manifest lacks the run's end, as after a kill before it; a resume adds it."""
+        with suppress(*DAMAGE):
+            return read_manifest(self.directory).get("files") == {}
+        return False
 
     @property
     def rounds(self) -> int:

@@ -348,7 +348,7 @@ def run_rounds(
     at_exit(reporter.interrupted)
     run.exchange.progress = reporter.replied
     arrays = array_record(run.start.arrays)
-    status = "stopped"
+    status = "finished"
     try:
         reporter.begin()
         for server_round in range(run.start.round + 1, config.rounds.num_rounds + 1):
@@ -356,12 +356,8 @@ def run_rounds(
             reporter.round_done(line)
             if not has_own_clients(run.grid):  # clients in this process reuse it
                 give_back_freed_memory()
-        status = "finished"
-    except (TooFewRepliesError, DivergedError) as error:
-        status = f"failed: {error}"
-        raise
-    except Exception as error:
-        status = " ".join(f"failed: {type(error).__name__}: {error}".split())
+    except BaseException as error:
+        status = status_after(error)
         raise
     finally:
         try:
@@ -370,6 +366,10 @@ def run_rounds(
                 final = run.initial_weights | final
             save_arrays(path / "model.safetensors", final, model_metadata(run))
             plot_split(shown_entries(run.roster), run.source, path / "labels.png")
+        except BaseException as error:
+            if status == "finished":
+                status = status_after(error)
+            raise
         finally:
             reporter.finish(status)
             run.audit.note("ended", status=status)
@@ -380,6 +380,15 @@ def run_rounds(
             run.directory.remove_state(keeps_personal=run.method.is_personal)
         if run.monitor:
             plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
+
+
+def status_after(error: BaseException) -> str:
+    """The status of a run that this error ends."""
+    if isinstance(error, TooFewRepliesError | DivergedError):
+        return f"failed: {error}"
+    if isinstance(error, Exception):
+        return " ".join(f"failed: {type(error).__name__}: {error}".split())
+    return "stopped"
 
 
 def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRecord, Line]:

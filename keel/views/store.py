@@ -21,8 +21,11 @@ from server_app.history import HISTORY_FILE, HistoryReader, load_long_json
 from server_app.summary import SUMMARY_FILE
 
 ROSTER_FILE, LOG_FILE, AUDIT_FILE = "roster.json", "run.log", "audit.jsonl"
-FILES = (CONFIG_FILE, SUMMARY_FILE, HISTORY_FILE, ROSTER_FILE, LOG_FILE, AUDIT_FILE, LOCK_FILE)
+MANIFEST_FILE = "manifest.json"
+READ_FILES = (CONFIG_FILE, SUMMARY_FILE, HISTORY_FILE, MANIFEST_FILE)  # by `read_entry`
+FILES = (*READ_FILES, ROSTER_FILE, LOG_FILE, AUDIT_FILE, LOCK_FILE)
 MAX_BYTES = {CONFIG_FILE: 1 << 20, SUMMARY_FILE: 4 << 20, ROSTER_FILE: 128 << 20}
+MAX_BYTES[MANIFEST_FILE] = MAX_BYTES[ROSTER_FILE]
 MAX_NUMBER = 1e100  # of larger ones, sums and squares may be infinite
 MAX_READERS = 128  # histories held at a time
 PATTERNS = ("*", "runs/*/*", "*/runs/*/*")  # runs; an experiments folder; several of those
@@ -158,7 +161,7 @@ class Store:
                 problem = f"unreadable: {name} has {about.st_size:,} bytes"
             elif not os.access(path, os.R_OK):
                 problem = f"unreadable: no permission to read {name}"
-            if name in (CONFIG_FILE, SUMMARY_FILE, HISTORY_FILE):
+            if name in READ_FILES:
                 stamp += [about.st_mtime_ns, about.st_size]
         return tuple(stamp), problem
 

@@ -1,5 +1,8 @@
 """`keel run` and `keel resume` in this process, and a run that is stopped."""
 
+import errno
+import json
+import os
 import re
 import signal
 import subprocess
@@ -9,8 +12,12 @@ import time
 import pytest
 from run_fixtures import all_models, history_of, same_bits, summary_of, without_times
 
+import protocol.files
+import server_app.manifest
+import server_app.run_directory
 from keel.cli.interrupts import ENDED, STOPPING
 from keel.cli.main import main
+from keel.experiments.verify import unfinished
 from keel.runs import SavedRun
 from protocol.processes import num_cores
 from server_app.inline import InlineGrid
@@ -18,6 +25,7 @@ from server_app.inline import InlineGrid
 pytestmark = pytest.mark.usefixtures("no_pictures")
 WHOLE = ["model=cnn-fedreco", "lr=0.05", "alpha=5", "num-rounds=3"]
 SMALL = ["model=cnn-fedreco", "data-fraction=0.4", *WHOLE[1:]]
+FULL = "failed: OSError: [Errno 28] No space left on device"
 
 
 @pytest.fixture
@@ -30,6 +38,10 @@ def home(tmp_path, monkeypatch):
 def only_run(home):
     [directory] = (home / "runs").iterdir()
     return directory
+
+
+def audit_of(directory):
+    return [json.loads(line) for line in (directory / "audit.jsonl").read_text().splitlines()]
 
 
 def test_a_run_shows_its_plan_then_a_line_a_round(home, capsys):
@@ -132,6 +144,39 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(home, capsys, monkeyp
     whole, cut = (home / "runs" / name for name in ("whole", "cut"))
     assert same_bits(all_models(whole), all_models(cut))
     assert without_times(history_of(whole)) == without_times(history_of(cut))
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "noted"),
+    [
+        ("model.safetensors", FULL, FULL),
+        ("manifest.json", "interrupted", "finished"),
+    ],
+)
+def test_a_run_whose_end_could_not_be_written_is_completed_by_a_resume(
+    name, state, noted, home, monkeypatch
+):
+    """Not "finished": it has no model or no manifest, and its checkpoints are still there."""
+    save = protocol.files.write_atomically
+
+    def full(path, *content):
+        if path.name == name and b'"files": {}' not in content[0]:  # the manifest of a run's end
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(path, *content)
+
+    assert main(["run", "run-name=whole", *SMALL, "--clients", "2"]) == 0
+    with monkeypatch.context() as patch:
+        for module in (server_app.manifest, server_app.run_directory):
+            patch.setattr(module, "write_atomically", full)
+        assert main(["run", "run-name=cut", *SMALL, "--clients", "2"]) == 1
+    whole, cut = (home / "runs" / name for name in ("whole", "cut"))
+    assert SavedRun(cut).state == state
+    ends = [line for line in audit_of(cut) if line["event"] == "ended"]
+    assert [line["status"] for line in ends] == [noted]
+    assert main(["resume"]) == 0  # the one run that has not finished
+    assert SavedRun(cut).state == "finished"
+    assert same_bits(all_models(whole), all_models(cut))
+    assert unfinished(cut) == ""
 
 
 def test_a_finished_run_is_resumed_for_more_rounds_only(home, capsys):
