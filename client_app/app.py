@@ -18,7 +18,7 @@ replace_backend()  # in Flower's simulation, which loads this before it starts R
 
 
 def replied(message: Message, context: Context) -> Message:
-    """The reply to a message, from the resident worker where there is one."""
+    """The reply to a message of any kind, from the resident worker where there is one."""
     socket = os.environ.get(worker_variable)
     content: RecordDict | Error
     if socket:
@@ -30,19 +30,5 @@ def replied(message: Message, context: Context) -> Message:
     return Message(content, reply_to=message)
 
 
-@app.query()
-def query(message: Message, context: Context) -> Message:
-    """This client's roster entry."""
-    return replied(message, context)
-
-
-@app.train()
-def train(message: Message, context: Context) -> Message:
-    """One round of local training."""
-    return replied(message, context)
-
-
-@app.evaluate()
-def evaluate(message: Message, context: Context) -> Message:
-    """The global and the personal model on this client's local test part."""
-    return replied(message, context)
+for register in (app.query(), app.train(), app.evaluate()):
+    register(replied)

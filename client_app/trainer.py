@@ -160,27 +160,6 @@ def add_to_gradients(parameters: Sequence[Tensor], offsets: Sequence[Tensor]) ->
         torch._foreach_add_([g for g, _ in pairs], [o for _, o in pairs])
 
 
-def descend(
-    ctx: RoundContext,
-    parameters: Sequence[Tensor],
-    terms_of: Callable[[Step], dict[str, Tensor]],
-    *,
-    lr: float,
-    duration: Duration,
-    **options: Any,
-) -> Descent:
-    """`train_phase` of a loss that reads the step itself; options: the other fields of `Phase`."""
-    phase = Phase(
-        parameters=parameters,
-        inputs=lambda step: step,
-        terms=terms_of,
-        lr=lr,
-        duration=duration,
-        **options,
-    )
-    return train_phase(ctx, phase)
-
-
 def seed_default(seed: int, device: torch.device) -> None:
     """`torch.manual_seed` for the CPU and this device.
 

@@ -29,7 +29,7 @@ from client_app.method import Method, ModelParts, Phases, Update
 from client_app.round import RoundContext
 from client_app.samples import Step
 from client_app.split_model import extractor_of, head_of, with_own_head
-from client_app.trainer import Duration, Phase, descend
+from client_app.trainer import Duration, Phase, train_phase
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, between, option, true_or_false
@@ -180,8 +180,15 @@ class FedCR(Method):
             mu, s = gaussian(*posteriors.of(step))
             return {"supervised": sampled_cross_entropy(head, mu, s, step.y, draw(step))}
 
-        lr = ctx.config.train.lr
-        descend(ctx, list(head.parameters()), terms, lr=lr, duration=duration, stream="fine-tuning")
+        phase = Phase(
+            parameters=list(head.parameters()),
+            inputs=lambda step: step,
+            terms=terms,
+            lr=ctx.config.train.lr,
+            duration=duration,
+            stream="fine-tuning",
+        )
+        train_phase(ctx, phase)
 
     def draws(self, ctx: RoundContext, stream: str) -> Callable[[Step], Tensor]:
         """The function from a step to its eps [draws, B, dz], of this client's random stream."""
