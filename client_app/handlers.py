@@ -39,6 +39,7 @@ from client_app.node_config import (
     own_splits,
     state_folder,
 )
+from client_app.precision import products
 from client_app.process_cache import ProcessCaches, available_threads
 from client_app.round import RoundContext
 from client_app.setup import device_for, forget_sources, representation_width
@@ -278,7 +279,9 @@ def train_together(methods: Sequence[Method], ctxs: Sequence[RoundContext]) -> T
             updates: list[Update | Exception] = []
             for start in range(0, len(ctxs), num):
                 group = methods[start : start + num], ctxs[start : start + num]
-                updates += train_stacked(*group) if len(group[1]) > 1 else train_one(*group)
+                train = train_stacked if len(group[1]) > 1 else train_one
+                with products(group[1][0].precision):
+                    updates += train(*group)
             break
         except torch.OutOfMemoryError:
             if num == 1:
@@ -439,7 +442,8 @@ def train_one_round(message: Message, context: Context) -> RecordDict:
     with ExitStack() as turns:
         training = begin_training(message, context, turns)
         started, cpu_started = time.perf_counter(), time.process_time()
-        update = training.method.train(training.ctx)
+        with products(training.ctx.precision):
+            update = training.method.train(training.ctx)
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
         metrics = measure_training(training, update, seconds, cpu_seconds)
     return finish_training(training, update, metrics)

@@ -21,10 +21,15 @@ from model_fixtures import undrawn
 import client_app.process_cache
 from client_app.evaluation import evaluate
 from client_app.feature_cache import FrozenFeatureCache
+from client_app.handlers import train_together
 from client_app.methods import method_of
+from client_app.methods.fedreco import consensus_gradient
 from client_app.objective import representations
 from client_app.precision import resolved
+from client_app.process_cache import ProcessCache
 from models import build_model
+from protocol.messages import read_reply
+from server_app.diagnostics.comparison import Comparison
 
 METHODS = ("fedavg", "moon", "fedintr", "fedcka", "fedrcl", "fedrep")
 
@@ -163,6 +168,45 @@ def test_auto_evaluates_in_tf32(precision, expected):
     )
     evaluate(now.model, now.train_samples, precision)
     assert set(seen) == {expected}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("num_together", [0, 1, 2])
+def test_what_a_client_computes_beside_its_phases_has_the_precision_too(
+    num_together, precision, tmp_path, monkeypatch
+):
+    """On a GPU torch's default is TF32 in convolutions: FedReCo would send that gradient."""
+    seen = []
+
+    def recorded(*about):
+        seen.append(torch.backends.cudnn.conv.fp32_precision)
+        return consensus_gradient(*about)
+
+    monkeypatch.setattr("client_app.methods.fedreco.consensus_gradient", recorded)
+    config = make_config(method="fedreco", precision=precision)
+    received = _extractor(config)
+    if num_together:
+        cache = ProcessCache()
+        ctxs = [
+            make_round(config, received=received, partition=n, cache=cache)
+            for n in range(num_together)
+        ]
+        train_together([method_of(config)] * num_together, ctxs)
+    else:
+        read_reply(Client(config, tmp_path).ask("train", 1, received))
+    assert seen == ["tf32" if precision == "tf32" else "ieee"] * max(1, num_together)
+
+
+def test_diagnostics_are_in_float32():
+    now, seen = make_round(make_config()), []
+    for layer in now.model.modules():
+        layer.register_forward_hook(
+            lambda *_: seen.append(torch.backends.cudnn.conv.fp32_precision)
+        )
+    Comparison(
+        ("effective-rank",), now.train_samples, lambda _: now.model, now.model.name, now.received
+    )
+    assert set(seen) == {"ieee"}
 
 
 def test_on_a_cpu_tf32_is_fp32_and_the_settings_are_put_back():

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from client_app.precision import products
 from client_app.samples import Samples
 from client_app.setup import pixels_of
 from client_app.similarity import linear_view
@@ -126,6 +127,7 @@ class Comparison:
             self.values[name][client] = values[name]
 
     @torch.no_grad()
+    @products("fp32")
     def measured(
         self, architecture: str, arrays: Arrays
     ) -> tuple[dict[str, Tensor], dict[str, float | None]]:
