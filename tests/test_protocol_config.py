@@ -205,6 +205,10 @@ CONTRADICTIONS = [
         {"method": "scaffold", "server-optimizer": "fedadam"},
         ["server-optimizer = 'fedadam'", "scaffold", "fedavg"],
     ),
+    (
+        {"method": "local", "server-optimizer": "fedadam"},
+        ["server-optimizer = 'fedadam'", "local", "fedavg"],
+    ),
     ({"method": "local", "aggregation": "krum"}, ["aggregation = 'krum'", "local", "mean"]),
     (
         {"method": "fedreco", "weighting": "examples"},
@@ -229,6 +233,17 @@ CONTRADICTIONS = [
     ({"fedntd.convex": True, "fedntd.beta": 1.0}, ["fedntd.beta = 1.0", "below 1"]),
     ({"fedprox.mu": -1.0, "method": "fedavg"}, ["fedprox.mu = -1.0", ">= 0"]),
     ({"fedadam.tau": 0.0}, ["fedadam.tau = 0.0", "> 0"]),
+    ({"privacy.epsilon": 0.5, "method": "ditto"}, ["privacy.epsilon = 0.5", "ditto"]),
+    ({"privacy.epsilon": 0.5, "method": "scaffold"}, ["privacy.epsilon = 0.5", "scaffold"]),
+    ({"method": "local", "evaluate-clients": "none"}, ["evaluate-clients = 'none'", "local"]),
+    ({"fedadam.beta1": 1.0}, ["fedadam.beta1 = 1.0", "[0, 1)"]),
+    ({"fedadam.form": "adam"}, ["fedadam.form = 'adam'", "paper, flower"]),
+    ({"fedadam.form": "flower", "fedadam.beta2": 1.0}, ["fedadam.beta2 = 1.0", "flower"]),
+    ({"fedacg.lambda": 1.0}, ["fedacg.lambda = 1.0", "[0, 1)"]),
+    ({"fedlc.tau": -1.0}, ["fedlc.tau = -1.0", ">= 0"]),
+    ({"fedcr.samples": 0}, ["fedcr.samples = 0", ">= 1"]),
+    ({"fedbabu.part": "tail"}, ["fedbabu.part = 'tail'", "full, head, extractor"]),
+    ({"scaffold.momentum-form": "plain"}, ["scaffold.momentum-form = 'plain'"]),
 ]
 
 

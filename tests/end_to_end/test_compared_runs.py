@@ -355,47 +355,10 @@ def test_a_client_without_some_classes_takes_part_in_fedpac():
             ["server-optimizer = 'fedavgm'", "fedreco"],
         ),
         (
-            {"method": "scaffold", "server-optimizer": "fedacg"},
-            ["server-optimizer = 'fedacg'", "scaffold"],
-        ),
-        (
-            {"method": "local", "server-optimizer": "fedadam"},
-            ["server-optimizer = 'fedadam'", "local"],
-        ),
-        (
-            {"method": "fedrep", "server-optimizer": "fedacg", "fedacg.beta": 0.001},
-            ["fedacg.beta = 0.001", "fedrep"],
-        ),
-        (
             {"evaluate-clients": "all", "local-test-fraction": 0.0},
             ["client-0000", "evaluate-clients = 'all'", "set local-test-fraction"],
         ),
         ({"method": "ditto", "local-test-fraction": 0.0}, ["client-0000", "local-test-fraction"]),
-        ({"method": "ditto", "privacy.epsilon": 0.5}, ["privacy.epsilon = 0.5", "ditto"]),
-        ({"method": "scaffold", "privacy.epsilon": 0.5}, ["privacy.epsilon = 0.5", "scaffold"]),
-        ({"privacy.epsilon": 1.5}, ["privacy.epsilon = 1.5", "below 1"]),
-        ({"method": "fedrep", "evaluate-clients": "none"}, ["evaluate-clients = 'none'", "fedrep"]),
-        ({"method": "local", "evaluate-clients": "none"}, ["evaluate-clients = 'none'", "local"]),
-        ({"method": "ditto", "client-models": "resnet20"}, ["client-models", "fedreco"]),
-        ({"method": "fedlc", "fedlc.tau": -1.0}, ["fedlc.tau = -1.0"]),
-        ({"method": "fedcr", "fedcr.samples": 0}, ["fedcr.samples = 0"]),
-        ({"server-optimizer": "fedacg", "fedacg.lambda": 1.0}, ["fedacg.lambda = 1.0"]),
-        (
-            {"server-optimizer": "fedadam", "fedadam.form": "adam"},
-            ["fedadam.form = 'adam'", "paper, flower"],
-        ),
-        ({"server-optimizer": "fedadam", "fedadam.beta1": 1.0}, ["fedadam.beta1 = 1.0"]),
-        (
-            {"server-optimizer": "fedadam", "fedadam.form": "flower", "fedadam.beta2": 1.0},
-            ["fedadam.beta2 = 1.0", "flower"],
-        ),
-        (
-            {"method": "fedbabu", "fedbabu.part": "tail"},
-            ["fedbabu.part = 'tail'", "full, head, extractor"],
-        ),
-        ({"method": "scaffold", "scaffold.momentum-form": "plain"}, ["scaffold.momentum-form"]),
-        ({"fedntd.convex": True, "fedntd.beta": 1.0}, ["fedntd.beta = 1.0", "below 1"]),
-        ({"method": "fedreco", "weighting": "examples"}, ["weighting = 'examples'", "uniform"]),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
