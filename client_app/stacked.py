@@ -360,11 +360,6 @@ class Stack:
             total[rows] += value.detach() * batch_size
         return set(terms), observed
 
-    def write_back(self) -> None:
-        """Give each model the weights and buffers of its client."""
-        for n, model in enumerate(self.models):
-            model.load_state_dict({name: array[n] for name, array in self.arrays.items()})
-
 
 def by_itself(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.func.vmap` for one client, whose tensors are [1, ...]."""
@@ -464,7 +459,8 @@ def train_phases(
                 names[n] |= made
                 if observe := phases[n].observe:
                     observe(step, pytree.tree_map(operator.itemgetter(row), observed))
-    stack.write_back()
+    for n, model in enumerate(stack.models):
+        model.load_state_dict({name: array[n] for name, array in stack.arrays.items()})
     sums = list(stack.sums.values())
     totals = dict(zip(stack.sums, torch.stack(sums).tolist() if sums else [], strict=True))
     return [

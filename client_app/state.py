@@ -167,16 +167,13 @@ class StateFolder:
 
         to: what the file `reset-state` is created for. then: what happens where it is there.
         """
-        if not (was_allowed or self._is_reset_allowed()):
+        if not (was_allowed or any((self.folder / name).exists() for name in reset_markers)):
             self.folder.mkdir(parents=True, exist_ok=True)  # so that its owner may write there
             raise ResetNeeded(
                 f"{problem}: {remedy}, or create the file {self.folder / reset_markers[0]} on "
                 f"this client's machine to {to}"
             )
         log.warning("%s: %s, as an operator has allowed", problem, then)
-
-    def _is_reset_allowed(self) -> bool:
-        return any((self.folder / name).exists() for name in reset_markers)
 
     def save(self, round_: int, groups: Groups) -> None:
         """Write the version of this round; it replaces those that a resume repeats.

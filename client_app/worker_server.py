@@ -199,7 +199,8 @@ class WorkerProcess:
                 while len(self.receiving) >= max_receiving:
                     oldest = list(self.receiving)[0]  # noqa: RUF015 (a copy: others remove theirs)
                     self.receiving.pop(oldest, None)
-                    shut(oldest)  # its thread ends with an error
+                    with contextlib.suppress(OSError):  # it is closed already
+                        oldest.shutdown(socket.SHUT_RDWR)  # its thread ends with an error
                 self.receiving[peer] = None
                 threading.Thread(target=self._talk, args=[peer], daemon=True).start()
             except (OSError, RuntimeError) as error:  # out of descriptors or threads, for a while
@@ -272,12 +273,6 @@ class WorkerProcess:
 def error_frames(reason: str, code: int = client_failed) -> Frames:
     """The reply that reports an error."""
     return [json.dumps({"error": {"code": code, "reason": reason[:max_reason]}}).encode()]
-
-
-def shut(peer: socket.socket) -> None:
-    """End the connection, so that a thread that waits for its bytes returns."""
-    with contextlib.suppress(OSError):  # it is closed already
-        peer.shutdown(socket.SHUT_RDWR)
 
 
 def is_closed(peer: socket.socket) -> bool:

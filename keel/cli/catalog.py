@@ -446,7 +446,9 @@ def keys(name: NameArgument = None, as_json: JsonOption = False) -> None:
 
     The options of a method are listed only if you name it: `keel keys METHOD`.
     """
-    rows = key_rows()
+    groups = [*CONFIG_GROUPS, *((options, f"{n}.") for n, options in SERVER_OPTIMIZERS.items())]
+    rows = [row for options, prefix in groups for row in option_rows(options, prefix)]
+    rows = [{"key": row.pop("option"), **row} for row in rows]
     if name is not None:
         for method in method_names():
             options = option_rows(method_spec(method).options, f"{method}.")
@@ -460,13 +462,6 @@ def keys(name: NameArgument = None, as_json: JsonOption = False) -> None:
         return
     for row in rows:  # a line each, to be searched
         print(f"{row['key']}={typed(row['default'])}  ({row['range']}) {row['description']}")
-
-
-def key_rows() -> list[Row]:
-    """One row per config key that is not a method's option."""
-    groups = [*CONFIG_GROUPS, *((options, f"{n}.") for n, options in SERVER_OPTIMIZERS.items())]
-    rows = [row for options, prefix in groups for row in option_rows(options, prefix)]
-    return [{"key": row.pop("option"), **row} for row in rows]
 
 
 CONFIG_GROUPS: list[tuple[type, str]] = [

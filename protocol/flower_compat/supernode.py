@@ -40,11 +40,6 @@ poll_s = float(os.environ.get("KEEL_POLL_S") or 0.25)
 arrays_timeout_s = 30.0
 
 
-def sleep_briefly(seconds: float) -> None:
-    """Sleep for the time asked for, but no longer than `poll_s`."""
-    time.sleep(min(seconds, poll_s))
-
-
 class AnsweringNodeState(InMemoryNodeState):
     """A SuperNode's state in which a message has an answer once its task has ended.
 
@@ -129,7 +124,8 @@ class AnsweringNodeState(InMemoryNodeState):
 
 def main() -> None:
     """As `flower-supernode`, with the same options."""
-    replace(client_loop, "time", SimpleNamespace(sleep=sleep_briefly), time)
+    short = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, poll_s)))
+    replace(client_loop, "time", short, time)
     pull = functools.partial(pull_objects, max_time=arrays_timeout_s)
     replace(client_loop, "pull_objects", pull, pull_objects)
     replace(factory, "InMemoryNodeState", AnsweringNodeState, InMemoryNodeState)
