@@ -242,6 +242,72 @@ def test_a_new_run_appears_in_the_table_and_a_selection_stays(page, base):
     shutil.rmtree(base / "moon-9")
 
 
+def test_the_focus_outlasts_news_and_ages_go_on_without_any(page, base):
+    box = page.get_by_label("Select moon-0", exact=True)
+    box.focus()
+    make_run(base / "moon-8", {"method": "moon", "seed": 8, "source": "digits"}, 2)
+    page.wait_for_selector("text=moon-8", timeout=10_000)
+    assert box.evaluate("box => box === document.activeElement")
+    age = page.locator("tbody tr", has_text="moon-8").locator("td").last
+    before = age.inner_text()
+    changed = "([cell, text]) => cell.innerText !== text"
+    page.wait_for_function(changed, arg=[age.element_handle(), before])
+    shutil.rmtree(base / "moon-8")
+
+
+def test_a_zoom_a_hidden_curve_and_the_focus_outlast_news_of_the_run(page, base):
+    run = make_run(base / "watched", {"method": "fedavg", "lr": 0.7}, 10, num_written=4)
+    page.reload()
+    open_run(page, "watched")
+    page.wait_for_selector("[data-chart=loss] .main-svg")
+    box = page.locator("[data-chart=accuracy] .nsewdrag").bounding_box()
+    page.mouse.move(box["x"] + 100, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 200, box["y"] + 160, steps=5)
+    page.mouse.up()
+    page.locator("[data-chart=loss] .legendtoggle").first.click()
+    hidden = "() => document.querySelector('[data-chart=loss]').data[0].visible === 'legendonly'"
+    page.wait_for_function(hidden)
+    page.locator(".log").focus()
+    look = "document.querySelector('[data-chart=accuracy]').layout.xaxis.range"
+    before = page.evaluate(look)
+    assert before[1] < 4
+    with (run / "history.jsonl").open("a") as file:
+        file.write(json.dumps(line_of(5, Random(5))) + "\n")
+    for chart in ("accuracy", "loss"):
+        page.wait_for_function(
+            "name => document.querySelector(`[data-chart=${name}]`).data[0].x.length === 5",
+            arg=chart,
+        )
+    assert page.evaluate(look) == before
+    assert page.evaluate(hidden)
+    assert page.locator(".log").evaluate("log => log === document.activeElement")
+    shutil.rmtree(run)
+
+
+def test_the_log_follows_its_end_until_the_reader_scrolls_up(page, base):
+    run = make_run(base / "logged", {"method": "fedavg", "lr": 0.8}, 3)
+    (run / "run.log").write_text("".join(f"line {i}\n" for i in range(100)))
+    page.reload()
+    open_run(page, "logged")
+    log = page.locator(".log")
+    left = "log => log.scrollHeight - log.clientHeight - log.scrollTop"
+
+    def write(text):
+        with (run / "run.log").open("a") as file:
+            file.write(text + "\n")
+        page.wait_for_function("text => find('.log').innerText.includes(text)", arg=text)
+
+    assert log.evaluate("log => log.scrollTop") > 100
+    assert log.evaluate(left) < 2
+    write("another line")
+    assert log.evaluate(left) < 2
+    log.evaluate("log => { log.scrollTop = 50; }")
+    write("one line more")
+    assert log.evaluate("log => log.scrollTop") == 50
+    shutil.rmtree(run)
+
+
 @pytest.mark.parametrize("width", SIZES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_page_has_a_serious_finding_of_axe_or_scrolls_sideways(page, width, scheme):

@@ -182,6 +182,14 @@ def test_a_curve_that_the_last_round_lacks_is_offered(tmp_path):
     assert offered == ["headline", "global.accuracy", "loss.supervised", "loss.contrastive"]
 
 
+def test_a_zoom_outlasts_smoothing_and_no_other_axis_or_curve(runs):
+    def kept(**choices):
+        return chart(grouped(runs), View(**choices))["layout"]["uirevision"]
+
+    assert kept(smoothing=0.5) == kept()
+    assert len({kept(), kept(x="bytes"), kept(log_y=True), kept(curve="loss.contrastive")}) == 4
+
+
 def test_losses_have_their_own_axis(runs):
     figure = chart(grouped(runs), View(curve="loss.contrastive", log_y=True))
     assert figure["layout"]["yaxis"]["title"]["text"] == "loss"

@@ -10,6 +10,7 @@ function themed(figure) {
   const back = style.getPropertyValue("--back").trim();
   const axis = {gridcolor: line, zerolinecolor: line, linecolor: line};
   const layout = {
+    uirevision: "keep",  // a viewer's zoom and hidden curves stay when a chart is drawn again
     ...figure.layout,
     font: {family: "system-ui, sans-serif", size: 12, color: text},
     paper_bgcolor: back,

@@ -18,14 +18,30 @@ async function look(address) {
   return answer.json();
 }
 
+// Writes in a place; what had the focus there has it afterwards too, written anew as it may be.
+function keepFocus(place, write) {
+  const before = document.activeElement, was = place.contains(before);
+  const name = each => ["value", "href", "aria-label"].map(key => each.getAttribute(key)).join();
+  write();
+  if (!was || document.activeElement === before) return;
+  all(before.tagName, place).find(each => name(each) === name(before))?.focus({preventScroll: true});
+}
+
+const END = 1e9;  // of any scrolling
+const isAtEnd = each => each.scrollTop + each.clientHeight > each.scrollHeight - 2;
+
+function write(place, html) {
+  const open = all("details", place).map(each => each.open);
+  const scroll = all(".tall, .log", place).map(each => each.matches(".log") && isAtEnd(each) ? END : each.scrollTop);
+  place.innerHTML = html;  // escaped on the server
+  all("details", place).forEach((each, i) => { if (i in open) each.open = open[i]; });
+  all(".tall, .log", place).forEach((each, i) => { each.scrollTop = scroll[i] ?? (each.matches(".log") ? END : 0); });
+}
+
 function show(news) {
   for (const [name, html] of Object.entries(news.html ?? {})) {
     const place = find(`[data-html="${name}"]`);
-    const open = all("details", place).map(each => each.open);
-    const scroll = all(".tall, .log", place).map(each => each.scrollTop);
-    place.innerHTML = html;  // escaped on the server
-    all("details", place).forEach((each, i) => { if (i in open) each.open = open[i]; });
-    all(".tall, .log", place).forEach((each, i) => { if (i in scroll) each.scrollTop = scroll[i]; });
+    keepFocus(place, () => write(place, html));
   }
   for (const name of news.coming ?? []) find(`[data-chart="${name}"]`).closest("figure").hidden = false;
   for (const [name, figure] of Object.entries(news.charts ?? {})) {
@@ -54,6 +70,15 @@ async function follow(address, apply, pause = POLL_MS, version = "") {
 }
 
 // --- pages ------------------------------------------------------------------------------------
+
+function showAge(cell) {  // as `duration` on the server
+  const changed = -cell.dataset.value;
+  const s = Math.max(0, Math.round(Date.now() / 1000 - changed));
+  const units = [[86400, "d", 3600, "h"], [3600, "h", 60, "min"], [60, "min", 1, "s"]];
+  const [size, unit, part, name] = units.find(each => s >= each[0]) ?? [];
+  const text = size ? `${Math.floor(s / size)} ${unit} ${Math.floor(s % size / part)} ${name}` : `${s} s`;
+  if (changed && cell.textContent !== text) cell.textContent = text;
+}
 
 function runsPage(table) {
   const filter = find("#filter"), compare = find("#compare");
@@ -89,12 +114,13 @@ function runsPage(table) {
     choose(rows().filter(r => settings.has(r.dataset.setting)).map(r => r.dataset.id));
   });
   makeSortable(table);
+  setInterval(() => all(".age", table).forEach(showAge), POLL_MS);
   choose(boxes().filter(box => box.checked).map(box => box.value));  // as restored by "back"
-  follow(version => `/rows?version=${version}`, news => {
+  follow(version => `/rows?version=${version}`, news => keepFocus(table, () => {
     table.tBodies[0].innerHTML = news.html;
     sortRows(table);
     choose([...chosen].filter(id => rows().some(row => row.dataset.id === id)));
-  }, 2 * POLL_MS, table.dataset.version);
+  }), 2 * POLL_MS, table.dataset.version);
 }
 
 async function runPage(place) {
