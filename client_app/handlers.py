@@ -29,6 +29,7 @@ from flwr.app import (
 )
 
 from client_app.evaluation import evaluate
+from client_app.gpu_errors import is_gpu_lost, is_out_of_memory
 from client_app.machine import machine, report_of
 from client_app.method import Method, Update
 from client_app.methods import method_of
@@ -179,14 +180,15 @@ def answer_as(message: Message, context: Context) -> RecordDict | Error:
 def error_reply(error: Exception, message: Message, context: Context) -> Error:
     """What the server is told of an error; the log has it too."""
     place = line_in_method(error)
-    reason = in_one_line(f"{type(error).__name__}{place}: {error}", MAX_REASON)
-    if isinstance(error, torch.OutOfMemoryError):
-        sentence, *_ = reason.partition(". ")
+    reason, is_full = f"{type(error).__name__}{place}: {error}", is_out_of_memory(error)
+    if is_full:
+        sentence, *_ = reason.splitlines()[0].partition(". ")
         reason = (
             f"{sentence}: lower batch-size, cache-mb or clients-per-step, or set precision=bf16"
         )
+    reason = in_one_line(reason, MAX_REASON)
     # or a full disk: no traceback
-    is_mistake = isinstance(error, OSError | torch.OutOfMemoryError)
+    is_mistake = is_full or isinstance(error, OSError)
     is_mistake |= isinstance(error, ValueError) and not place
     try:
         client = client_name(context.node_config)
@@ -200,7 +202,7 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
         reason = "failed; privacy.metrics = 'withheld': the reason is in this client's log"
     if message.metadata.message_type == MessageType.QUERY:  # the server does not know its name yet
         reason = f"client {client}: {reason}"
-    if "CUDA error" in str(error):
+    if is_gpu_lost(error):
         return Error(GPU_LOST, reason)
     return Error(RESET_NEEDED if isinstance(error, ResetNeeded) else client_failed, reason)
 
@@ -262,9 +264,9 @@ def train_one(methods: Sequence[Method], ctxs: Sequence[RoundContext]) -> list[U
     """`train_stacked` of one client, with the bits that it has alone."""
     try:
         return [methods[0].train(ctxs[0])]
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return [error]
 
 
@@ -283,8 +285,8 @@ def train_together(methods: Sequence[Method], ctxs: Sequence[RoundContext]) -> T
                 with products(group[1][0].precision):
                     updates += train(*group)
             break
-        except torch.OutOfMemoryError:
-            if num == 1:
+        except RuntimeError as error:
+            if num == 1 or not is_out_of_memory(error):
                 raise
         cache.max_stacked = num // 2  # here the memory of the attempt is free again
         log.warning(

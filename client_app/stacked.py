@@ -31,6 +31,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from client_app.gpu_errors import is_out_of_memory
 from client_app.method import Method, Phases, Update
 from client_app.precision import forward_in, products
 from client_app.round import RoundContext
@@ -332,7 +333,7 @@ class Stack:
             with forward_in(self.precision, self.device):
                 made = mapped(arrays, tensors, constants, options)
         except RuntimeError as error:
-            if not options or isinstance(error, torch.OutOfMemoryError):
+            if not options or is_out_of_memory(error):
                 raise
             raise ValueError(
                 f"stacked-runs: {', '.join(options)} of {type(method).__name__} differs between "
@@ -531,9 +532,9 @@ def train_stacked(
                 phases[n] = training.send(descents[n]) if n in descents else next(training)
             except StopIteration as end:
                 ended[n] = end.value
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:
+                if is_out_of_memory(error):
+                    raise
                 ended[n] = error
         if phases:
             chosen = [methods[n] for n in phases], [own[n] for n in phases]

@@ -32,13 +32,14 @@ from PIL import Image
 from client_app.handlers import turn
 from client_app.machine import machine
 from client_app.method import train_alone
-from client_app.methods import method_of
+from client_app.methods import METHODS, method_of
 from client_app.node_config import own_architecture
 from client_app.process_cache import ProcessCache
 from client_app.setup import build_network, client_indices, open_source, pixels_of
 from client_app.state import NUM_REPEATED, StateFolder, StateMemory, memories
 from models.cnn import _plain_cnn
 from protocol.config import config_from_json
+from protocol.flower_compat import GPU_LOST
 from protocol.messages import RESET_NEEDED, TrainRequest, read_reply, read_roster
 from server_app.history import append_history, truncate_history
 from server_app.inline import run_inline
@@ -578,6 +579,42 @@ def test_an_error_leaves_the_process_able_to_answer_the_next(tmp_path):
     client = Client(config, tmp_path)
     assert client.ask("train", 1, {}).has_error()
     assert not client.ask("train", 1, initial(config)).has_error()
+
+
+ALLOC_FAILED = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+ASYNCHRONOUS = "\nCUDA kernel errors might be asynchronously reported. For debugging"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has"), 1),
+        (torch.AcceleratorError(f"CUDA error: out of memory{ASYNCHRONOUS}"), 1),
+        (RuntimeError(ALLOC_FAILED), 1),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), 1),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), 1),
+        (torch.AcceleratorError(f"CUDA error: unspecified launch failure{ASYNCHRONOUS}"), GPU_LOST),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling"), GPU_LOST),
+        (RuntimeError("CUDA driver error: an illegal memory access"), GPU_LOST),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access"), GPU_LOST),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), GPU_LOST),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"), 1),
+        (ValueError("/data/out of memory: there is no such folder"), 1),
+    ],
+)
+def test_a_full_gpu_is_told_from_a_lost_one(error, code, tmp_path, monkeypatch):
+    def fail(self, batch):
+        raise error
+
+    monkeypatch.setattr(METHODS["fedavg"], "supervised", fail)
+    config = make_config()
+    reply = Client(config, tmp_path).ask("train", 1, initial(config))
+    is_full = code == 1 and ("out of memory" in str(error) or "ALLOC" in str(error))
+    is_full &= isinstance(error, RuntimeError)
+    reason = error_of(reply, code)
+    assert reason.endswith("or set precision=bf16") == is_full
+    assert "Tried" not in reason
+    assert not is_full or "asynchronously" not in reason
 
 
 # --- the worker -----------------------------------------------------------------------------------

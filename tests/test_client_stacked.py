@@ -394,15 +394,13 @@ FEDAVG = {"method": "fedavg", "evaluate-clients": "none", "run-name": "full"}
 class FullMemory:
     """`train_stacked` on a device whose memory holds `most` clients."""
 
-    def __init__(self, most):
-        self.most, self.tried = most, []
+    def __init__(self, most, error):
+        self.most, self.error, self.tried = most, error, []
 
     def __call__(self, methods, ctxs):
         self.tried.append(len(ctxs))
         if len(ctxs) > self.most:
-            raise torch.OutOfMemoryError(
-                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"
-            )
+            raise self.error
         return train_stacked(methods, ctxs)
 
 
@@ -412,11 +410,17 @@ def trained_alone(tmp_path_factory):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize(("most", "tried"), [(2, [5, 2, 2, 2, 2]), (1, [5, 2])])
+@pytest.mark.parametrize(
+    ("most", "tried", "error"),
+    [
+        (2, [5, 2, 2, 2, 2], torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")),
+        (1, [5, 2], RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling")),
+    ],
+)
 def test_clients_that_do_not_fit_in_memory_train_fewer_at_a_time(
-    most, tried, trained_alone, tmp_path, monkeypatch, caplog
+    most, tried, error, trained_alone, tmp_path, monkeypatch, caplog
 ):
-    full = FullMemory(most)
+    full = FullMemory(most, error)
     monkeypatch.setattr(handlers, "train_stacked", full)
     together = run_of(tmp_path, 5, **FEDAVG)
     assert full.tried == tried  # 5 clients in 2 rounds: 2 + 2 + 1, the last of which trains alone
