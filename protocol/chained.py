@@ -10,14 +10,17 @@ from protocol.files import append_line, digest
 Entry = dict[str, Any]
 
 
-def append_chained(path: Path, entry: Mapping[str, Any]) -> None:
-    """Append `entry` with its digest; it is on the disk when this returns.
+def append_chained(path: Path, *entries: Mapping[str, Any]) -> None:
+    """Append the entries with their digests, all or none; they are on the disk when this returns.
 
     An incomplete line at the end (a power cut) is ended first and stays as it is. OSError, naming
     the file, which stays as it is, if the disk is full.
     """
-    before = path.read_bytes() if path.exists() else b""
-    append_line(path, json.dumps({**entry, "digest": digest_of(entry, newest_digest(before))}))
+    previous, lines = newest_digest(path.read_bytes() if path.exists() else b""), []
+    for entry in entries:
+        previous = digest_of(entry, previous)
+        lines.append(json.dumps({**entry, "digest": previous}))
+    append_line(path, "\n".join(lines))
 
 
 def read_chained(path: Path, allows_old: bool = True) -> tuple[list[Entry], int]:

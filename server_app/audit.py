@@ -15,7 +15,9 @@ their number and the last digest. A fault that a resume finds is recorded as a l
 import datetime
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,17 @@ class AuditLog:
         if lines:
             append_line(self.path, "\n".join(lines))
         self.previous = previous
+
+
+def released_clients(directory: Path) -> Counter[str]:
+    """How often the log has a release requested of each client; damaged lines count for nobody."""
+    path, found = directory / AUDIT_FILE, Counter[str]()
+    for text in path.read_bytes().splitlines() if path.exists() else []:
+        with suppress(*DAMAGE):
+            line = json.loads(text)
+            if line["event"] == "released":
+                found.update(map(str, line["clients"]))
+    return found
 
 
 def audit_end(directory: Path) -> dict[str, Any]:

@@ -427,8 +427,9 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         if config.privacy.epsilon:
             clients = [run.roster[node].client for node in nodes]
             privacy = {"epsilon": config.privacy.epsilon, "delta": config.privacy.delta}
-            run.audit.note("released", round=server_round, clients=clients, **privacy)
+            # first: a resume would complete it from the audit log, with one release more
             run.directory.append_releases(server_round, clients)
+            run.audit.note("released", round=server_round, clients=clients, **privacy)
 
     backed_off = sorted(strategy.backed_off(server_round))
     what, timeout_s = f"round {server_round}", rounds.round_timeout

@@ -33,6 +33,7 @@ from protocol.files import digest, remove_parts, write_atomically
 from protocol.messages import UNREADABLE, Arrays, with_current_names
 from protocol.options import OptionValue
 from protocol.packing import Pieces, packed_pieces
+from server_app.audit import released_clients
 from server_app.history import DAMAGE, HISTORY_FILE, whole_lines
 from server_app.summary import check_has_state, new_path, read_config_file
 
@@ -117,10 +118,15 @@ class RunDirectory:
         text = json.dumps(content, indent=2)
         write_atomically(self.path / "config.json", text.encode())
 
-    def append_releases(self, server_round: int, clients: list[str]) -> None:
-        """Record the clients whose private release is about to be requested; never truncated."""
-        append_chained(self.path / RELEASES_FILE, {"round": server_round, "clients": clients})
-        self._releases.update(clients)
+    def append_releases(self, server_round: int, *cohorts: list[str]) -> None:
+        """Record the clients whose private release is about to be requested; never truncated.
+
+        cohorts: a line each.
+        """
+        lines = ({"round": server_round, "clients": clients} for clients in cohorts)
+        append_chained(self.path / RELEASES_FILE, *lines)
+        for clients in cohorts:
+            self._releases.update(clients)
 
     def read_releases(self) -> list[list[str]]:
         """The clients whose release was requested, one list per request.
@@ -150,27 +156,31 @@ class RunDirectory:
         return {"releases": torch.tensor([*counts], dtype=torch.uint8)}
 
     def restore_releases(self, state: Arrays) -> None:
-        """Complete the releases before a resume from the history and the checkpoint's `state`.
+        """Complete the releases before a resume: audit log, history, and the checkpoint's `state`.
 
         Where the file has fewer (deleted, cut short), the difference is appended to it, and one
-        more for each client: a round may have been under way.
+        more for each client: a round may have been under way. Only the audit log has rounds that an
+        earlier resume repeated before its next checkpoint.
         """
-        seen = Counter(json.loads(bytes(state["releases"].tolist()))) if "releases" in state else {}
-        rounds = Counter(
+        seen = json.loads(bytes(state["releases"].tolist())) if "releases" in state else {}
+        rounds = Counter[str](
             client
             for line in whole_lines(self.path)[0]
             for client in {*line.get("participants", []), *line.get("left_out", [])}
         )
-        known = Counter(seen) | rounds
+        known = Counter[str](seen) | rounds | released_clients(self.path)
         self._releases = self.release_counts()
         missing = known - self._releases
         if missing:
             log.warning(
-                "%s: lines are missing: completed from history and checkpoint, and one release "
-                "more for each client",
+                "%s: lines are missing: completed from audit log, history and checkpoint, and one "
+                "release more for each client",
                 self.path / RELEASES_FILE,
             )
-            self.append_releases(0, sorted((missing + Counter(known.keys())).elements()))
+            missing += Counter(known.keys())
+            names = sorted(missing)
+            cohorts = ([c for c in names if missing[c] > n] for n in range(max(missing.values())))
+            self.append_releases(0, *cohorts)  # damage to a line counts as one release
 
     def save_checkpoint(self, checkpoint: Checkpoint, model: str) -> str:
         """Write this round's checkpoint and delete all others except the one before; its digest.

@@ -11,6 +11,7 @@ from client_fixtures import (
 from run_fixtures import without_pictures
 
 from protocol.chained import append_chained, read_chained
+from server_app.audit import AuditLog
 from server_app.inline import run_inline
 from server_app.run_directory import RunDirectory, read_arrays
 
@@ -77,19 +78,40 @@ def test_a_damaged_history_does_not_stop_the_resume_of_a_private_run(directory):
 
 
 @pytest.mark.end_to_end
+@pytest.mark.parametrize("what", ["checkpoint", "audit log"])
 @pytest.mark.parametrize("how", ["delete", "empty"])
-def test_without_the_file_and_the_history_the_checkpoint_counts(how, directory):
+def test_without_the_file_and_the_history_checkpoint_or_audit_log_counts(how, what, directory):
+    """The audit log alone has the rounds that a resume repeats before its next checkpoint."""
     spoil(directory / "releases.jsonl", how)
     state = RunDirectory(directory)
     try:
         checkpoint = max((directory / "checkpoints").glob("*.safetensors"))
         arrays, _ = read_arrays(checkpoint)
         (directory / "history.jsonl").write_text("")
-        state.restore_releases({"releases": arrays["state/releases"]})
+        if what == "checkpoint":
+            (directory / "audit.jsonl").unlink()
+            state.restore_releases({"releases": arrays["state/releases"]})
+        else:
+            state.restore_releases({})
         assert state.release_counts() == {"client-0000": 4, "client-0001": 4}
         assert sum(len(names) for names in state.read_releases()) == 8  # appended to the file
     finally:
         state.close()
+
+
+def test_a_damaged_line_of_a_completed_file_is_one_release(tmp_path):
+    directory = RunDirectory(tmp_path)
+    audit = AuditLog(tmp_path)
+    for number in range(20):
+        audit.note("released", round=number, clients=["a", "b"] if number < 15 else ["a"])
+    directory.restore_releases({})
+    assert directory.release_counts() == {"a": 21, "b": 16}
+    directory.close()
+    path = tmp_path / "releases.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"round": 0', b'"round": 1', 1))
+    directory = RunDirectory(tmp_path)
+    assert directory.release_counts() == {"a": 21, "b": 16}
+    directory.close()
 
 
 @pytest.mark.end_to_end
