@@ -196,7 +196,9 @@ def histogram(values: Sequence[float], title: str, y_title: str, num_bins: int =
     """How many values fall into each of equal bins; equal values are one bar around the value."""
     low, high = min(values), max(values)
     width = (high - low) / num_bins
+    xaxis: dict[str, Any] = {}
     if rounded(low) == rounded(high):
+        xaxis = {"tickvals": [rounded(low)], "range": [low - 5, low + 5]}
         low, width, num_bins = low - 0.5, 1.0, 1
     counts = [0] * num_bins
     for value in values:
@@ -207,7 +209,7 @@ def histogram(values: Sequence[float], title: str, y_title: str, num_bins: int =
         "marker": {"color": PALETTE[0], "line": {"width": 0}},
         "hovertemplate": "%{x:.2f}: %{y}<extra></extra>",
     }
-    return {"data": [trace], "layout": layout(title, y_title, hovermode="closest")}
+    return {"data": [trace], "layout": layout(title, y_title, xaxis=xaxis, hovermode="closest")}
 
 
 def rounded(value: float) -> float:

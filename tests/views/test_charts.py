@@ -77,8 +77,10 @@ def test_every_value_is_in_one_bin():
 
 
 def test_equal_values_are_one_bar_around_the_value():
-    trace = histogram([100.0] * 11 + [100.0 - 1e-9], "accuracy (%)", "clients")["data"][0]
+    figure = histogram([100.0] * 11 + [100.0 - 1e-9], "accuracy (%)", "clients")
+    (trace,) = figure["data"]
     assert (trace["x"], trace["y"]) == ([100.0], [12])
+    assert figure["layout"]["xaxis"]["tickvals"] == [100.0]  # no accuracy is above
 
 
 def test_names_that_begin_alike_are_rows_and_curves_of_their_own():
