@@ -178,8 +178,8 @@ class StateFolder:
     def save(self, round_: int, groups: Groups) -> None:
         """Write the version of this round; it replaces those that a resume repeats.
 
-        Versions newer than that, or of another run, are renamed to `*.set-aside`. Do not modify the
-        arrays later.
+        If one is newer than that, or of another run, all are renamed to `*.set-aside`. Do not
+        modify the arrays later.
         ValueError if there is a newer version and the server has ended this round: it is too late.
         """
         if self.memory is not None:
@@ -211,10 +211,13 @@ class StateFolder:
             write_atomically(self.folder / RUN_ID_FILE, self.run_id.encode())
         path = self.folder / f"round-{round_:05d}-{digest(*pieces)}.safetensors"
         write_atomically(path, *pieces)
-        for r, stale in replaced:
-            if r - round_ >= self.max_ahead:
+        is_reset = bool(replaced) and replaced[-1][0] - round_ >= self.max_ahead
+        for _, stale in replaced:
+            if stale == path:
+                continue
+            if is_reset:
                 stale.rename(stale.with_suffix(".set-aside"))
-            elif stale != path:
+            else:
                 stale.unlink()
         for name in reset_markers:
             with suppress(FileNotFoundError):

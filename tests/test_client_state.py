@@ -359,8 +359,10 @@ def test_saving_over_much_newer_versions_sets_them_aside(state):
     for n in (5, 6, 50):
         state.save(n, groups(n))
     state.save(5, groups(7))
-    assert rounds(state) == [5, 50]
-    assert [path.name[:11] for path in state.folder.glob("*.set-aside")] == ["round-00050"]
+    assert rounds(state) == [5, 5, 6, 50]
+    names = [path.name[:11] for path in sorted(state.folder.glob("*.set-aside"))]
+    assert names == ["round-00005", "round-00006", "round-00050"]
+    assert_is(state.load(before_round=6), 7)
 
 
 def test_a_full_disk_leaves_the_old_version_and_is_named(state):
