@@ -128,7 +128,8 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
 
     In deployment, under `state-dir` of its node config or in $KEEL_HOME/clients, by the name of the
     run directory, which does not change on a resume (Flower's run id does). In simulation, in the
-    run directory, if that is on this machine. ValueError for a `run-dir` outside of these.
+    run directory, if that is on this machine. ValueError for a `run-dir` outside of these, and in a
+    resident worker for a `state-dir` outside of $KEEL_HOME/clients.
     """
     client, sent = client_name(node_config), request.run_dir
     path, run, is_path = run_path(sent)
@@ -139,7 +140,14 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
         )
     max_ahead = NUM_REPEATED * request.config.rounds.checkpoint_interval
     if "state-dir" in node_config:
-        folder = Path(str(node_config["state-dir"])) / run / client
+        base = Path(str(node_config["state-dir"]))
+        clients = clients_folder().resolve()
+        if os.environ.get(worker_variable) and not base.resolve().is_relative_to(clients):
+            raise ValueError(  # the node config passes through the run's code
+                f"state-dir = {str(base)[:200]!r}: expected a folder below {clients}: move the "
+                "state there; a resident worker writes nowhere else"
+            )
+        folder = base / run / client
         return StateFolder(folder, max_ahead, run_id=request.run_id)
     if is_path and path.is_dir():
         if not (path / "config.json").is_file():

@@ -209,7 +209,8 @@ class Ledger:
         """`spent` of this data set; with a budget in the environment, of all of this machine."""
         if not os.environ.get(variable_of("privacy-budget-epsilon")):
             return self.spent()
-        paths = {p.with_suffix(".jsonl") for p in self.path.parent.glob("*.[jn]*")}
+        found = self.path.parent.glob("[0-9a-f]" * 16 + ".[jn]*")
+        paths = {path.with_suffix(".jsonl") for path in found if path.is_file()}
         return sum(ledger.spent() for ledger in map(self.beside, paths | {self.path}))
 
     def beside(self, path: Path) -> "Ledger":

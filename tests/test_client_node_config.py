@@ -86,3 +86,17 @@ def test_the_state_of_a_simulation_is_in_a_run_directory(home, tmp_path):
 def test_a_deployed_clients_state_is_that_of_the_runs_id(home, tmp_path):
     for own in ({}, {"state-dir": str(tmp_path / "own")}):
         assert state_of("20260101-moon", **own).run_id == "0a1b"
+
+
+def test_a_worker_takes_a_state_dir_below_its_clients_folder_only(home, monkeypatch):
+    """The node config passes through a run's code, which wrote beside the ledgers with it."""
+    monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
+    inside = home / "clients" / "disk"
+    assert folder_of("a", **{"state-dir": str(inside)}) == inside / "a" / "site-a"
+    for outside in ("/elsewhere", home / "privacy", home / "clients/../privacy", "privacy"):
+        with pytest.raises(ValueError, match=r"^state-dir = .*: expected a folder below /.*: move"):
+            folder_of("a", **{"state-dir": str(outside)})
+    (home / "clients").mkdir(parents=True)
+    (home / "clients" / "link").symlink_to(home)
+    with pytest.raises(ValueError, match=r"^state-dir = "):
+        folder_of("a", **{"state-dir": str(home / "clients" / "link" / "privacy")})

@@ -300,6 +300,19 @@ def test_a_ledger_that_is_being_written_is_not_damaged(source):
         looks.result(timeout=30)
 
 
+def test_what_is_no_ledger_ends_no_releases(source, monkeypatch):
+    """A folder that ends in .jsonl stopped every release under the environment's budget."""
+    monkeypatch.setenv("KEEL_PRIVACY_BUDGET_EPSILON", "100")
+    ledger = Ledger({"source": source})
+    for name in ("x.jsonl", "0123456789abcdef.jsonl"):
+        (ledger.path.parent / name).mkdir(parents=True)
+    (ledger.path.parent / "notes.json").write_text("mine")
+    check_limits(private(), {"source": source})
+    ledger.path.mkdir()
+    with pytest.raises(IsADirectoryError):  # in place of a ledger
+        check_limits(private(), {"source": source})
+
+
 def test_a_line_without_a_digest_is_damaged(tmp_path, monkeypatch):
     """A site's ledger is younger than the digests: a line without one was edited."""
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
