@@ -96,7 +96,7 @@ def privacy_statement(privacy: PrivacyConfig, num_entries: int, releases: int) -
             ),
             "covers": "the clipped and noised arrays of every reply",
             "public": "numbers of training and test samples, names of the classes that occur, "
-            "network, versions, device, when it answers",
+            "whether all images can be read, network, versions, device, when it answers",
             "withheld": measured if privacy.withholds_metrics else [],
             "exempt": [] if privacy.withholds_metrics else measured,
         },
