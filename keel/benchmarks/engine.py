@@ -287,14 +287,16 @@ UNTRAINED = (
 
 
 class RoundClock(RunObserver):
-    """Observes a run: processor seconds of this process at the end of each round."""
+    """Observes a run: this process's processor seconds, and MB, at the end of each round."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
+        self.mb: list[float] = []
 
     def on_round(self, line: Line) -> None:
-        """Note the time."""
+        """Note time and memory."""
         self.at.append(time.process_time())
+        self.mb.append(own_mb())
 
     def rounds_s(self) -> list[float]:
         """Processor seconds of each round.
@@ -374,6 +376,38 @@ def personal(options: BenchOptions) -> Iterator[Row]:
         "what": f"evaluation of {num} personal models / the rest of a round, 10 trained: CPU s",
         "ratio": round((evaluated - rest) / rest, 2),
         "cpu_seconds": [round(evaluated - rest, 2), round(rest, 2)],
+    }
+
+
+def million(options: BenchOptions) -> Iterator[Row]:
+    """FedReCo with 1,000,000 clients of 2 samples, 100 of them a round: 20 rounds, inline.
+
+    Processor seconds, and this process's memory before the run and at its end.
+    """
+    num_clients, rounds = (1000, 5) if options.is_quick else (1_000_000, 20)
+    keys: Keys = {
+        "source": random_source(options.home, 2 * num_clients, (28, 28)),
+        "partition": "shards",
+        "shards-per-client": 1,
+        "method": "fedreco",
+        "model": "cnn-fedreco",
+        "local-test-fraction": 0.5,
+        "fraction-train": 100 / num_clients,
+        "evaluate-clients": "cohort",
+        "num-rounds": rounds,
+        "device": "cpu",
+    }
+    started, before_mb = time.process_time(), own_mb()
+    with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder:
+        clock = RoundClock()
+        path = run_inline({**keys, "output-dir": folder}, num_clients, observers=[clock])
+        lines = read_history(path)
+    yield {
+        "what": f"FedReCo, {num_clients:,} clients, 100 a round, {len(lines)} rounds",
+        "cpu_s_a_round": round(statistics.median(clock.rounds_s()), 2),
+        "cpu_s_to_end_of_round_1": round(clock.at[0] - started, 1),
+        "mb_before_and_at_the_end": [round(before_mb), round(clock.mb[-1])],
+        "clients_trained": len({name for line in lines for name in line["participants"]}),
     }
 
 

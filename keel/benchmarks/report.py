@@ -36,12 +36,16 @@ class BenchOptions:
     max_seconds: float = 480.0  # after which the gpu part begins no further measurement
 
 
-def random_source(folder: Path, num: int) -> str:
-    """The `source` key of `num` random 32 x 32 colour images in 10 classes, stored in `folder`."""
-    path = folder / f"random-{num}.npz"
+def random_source(folder: Path, num: int, shape: tuple[int, ...] = (32, 32, 3)) -> str:
+    """The `source` key of `num` random images in 10 classes, stored in `folder`.
+
+    shape: of an image: height, width and, in colour, 3.
+    """
+    size = "" if shape == (32, 32, 3) else f"-{shape[0]}x{shape[1]}"
+    path = folder / f"random-{num}{size}.npz"
     if not path.exists():
         rng = np.random.default_rng(0)
-        images = rng.integers(0, 256, (num, 32, 32, 3), dtype=np.uint8)
+        images = rng.integers(0, 256, (num, *shape), dtype=np.uint8)
         labels = np.arange(num) % 10
         np.savez(path, x_train=images, y_train=labels, x_test=images[:50], y_test=labels[:50])
     return f"npz:{path}"

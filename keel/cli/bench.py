@@ -16,6 +16,7 @@ PARTS = {
     "engine": ("engine", "against_bare"),
     "scale": ("engine", "scale"),
     "untrained": ("engine", "untrained"),
+    "million": ("engine", "million"),
     "personal": ("engine", "personal"),
     "memory": ("engine", "memory"),
     "resnet50": ("steps", "resnet50_overheads"),
@@ -53,8 +54,8 @@ def bench(
     """Measure speed on this machine, as ratios within one run; by default the first three parts.
 
     steps: local training by method. engine: whole rounds against bare loops. scale: up to 100,000
-    clients. untrained: rounds without training. personal: evaluation of 2,000
-    personal models. memory: of large models. resnet50: steps of a large model (12 minutes).
+    clients. untrained: rounds without training. million: a million clients. personal: evaluation of
+    2,000 personal models. memory: of large models. resnet50: steps of a large model (12 minutes).
     deployment: cost of a deployed round. precisions: a step in bf16 and fp32. stacked: clients, and
     runs, that train as one model. frameworks: rounds in one process against a bare loop, pfl and
     Flower's simulation, as far as they are installed. gpu: on a GPU; it starts no measurement after

@@ -34,6 +34,13 @@ def test_evaluation_of_personal_models(tmp_path):
 
 
 @pytest.mark.slow
+def test_many_clients_with_state(tmp_path):
+    [row] = bench(tmp_path, "million")
+    assert "1,000 clients, 100 a round, 5 rounds" in row["what"]
+    assert 300 < row["clients_trained"] <= 500
+
+
+@pytest.mark.slow
 def test_memory(tmp_path):
     rows = bench(tmp_path, "memory")
     assert len(rows) == 2
