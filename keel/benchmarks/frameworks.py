@@ -190,7 +190,7 @@ def client_app(source: str, device: str) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        torch.set_num_threads(1)
+        bare.set_up()
         data, client = data_of(source, device), int(context.node_config["partition-id"])
         received = message.content.array_records["arrays"].to_torch_state_dict()
         w = bare.train(data, client, dict(received), None, is_moon=False)
@@ -255,7 +255,7 @@ FRAMEWORKS = {
 
 def main(name: str, source: str, device: str, rounds: int) -> None:
     """Print a line for each round, as bare.py does; what the framework prints goes to stderr."""
-    torch.set_num_threads(1)
+    bare.set_up()
     torch.manual_seed(0)
     data, out = bare.Data(source, device), sys.stdout
     with contextlib.redirect_stdout(sys.stderr):

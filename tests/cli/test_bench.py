@@ -4,12 +4,15 @@ import json
 
 import pytest
 import torch
+from flwr.app import Context, Message, RecordDict
 
 from client_app.method import Update
-from keel.benchmarks import frameworks, gpu, report
+from client_app.precision import products
+from keel.benchmarks import bare, frameworks, gpu, report
 from keel.benchmarks.report import BenchOptions
 from keel.cli.bench import PARTS
 from keel.cli.main import main
+from protocol.flower_compat import begin_task
 
 LONG = {
     "engine": "bare", "scale": "clients", "deployment": "deployed round", "frameworks": "bare",
@@ -125,6 +128,31 @@ def test_frameworks_that_are_not_installed_are_left_out_in_a_line_each(
         "pfl is left out: pfl is not installed",
         "fluke is left out: fluke is not installed",
     ]
+
+
+@pytest.mark.parametrize("place", ["bare", "framework", "worker of Flower"])
+def test_others_train_in_float32_as_keel_does(place, monkeypatch):
+    """torch's default on a GPU is TF32 in convolutions."""
+    seen = []
+
+    def ends(*about, **options):
+        seen.append(torch.backends.cudnn.conv.fp32_precision)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bare, "Data", ends)
+    monkeypatch.setattr("sys.argv", ["bare", "fedavg"])
+    frameworks.data_of.cache_clear()
+    begin_task(0)
+    message = Message(RecordDict(), dst_node_id=1, message_type="train")
+    context = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
+    begin = {
+        "bare": bare.main,
+        "framework": lambda: frameworks.main("pfl", "", "cpu", 1),
+        "worker of Flower": lambda: frameworks.client_app("", "cpu")(message, context),
+    }
+    with products("tf32"), pytest.raises(KeyboardInterrupt):  # puts the setting back
+        begin[place]()
+    assert seen == ["ieee"]
 
 
 @pytest.mark.end_to_end
