@@ -13,23 +13,14 @@ from types import SimpleNamespace
 import pytest
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.simulation.ray_transport.ray_actor import ClientAppActor, VirtualClientEngineActor
-from ray._private.node import Node
+from ray._private.node import Node as RayNode
 from ray.exceptions import RayActorError
 
 from protocol.flower_compat import GPU_LOST, ray_backend
-from protocol.flower_compat.ray_backend import (
-    ClusterBackend,
-    Worker,
-    gpu_share,
-    workers_on,
-)
-from protocol.flower_compat.simulation import (
-    MAX_WORKERS,
-    WorkerThreads,
-    vce_api_name,
-    worker_variables,
-)
+from protocol.flower_compat.ray_backend import ClusterBackend, Worker, gpu_share
+from protocol.flower_compat.simulation import WorkerThreads, vce_api_name, worker_variables
 from protocol.flower_compat.simulation_patches import limit_workers
+from protocol.ray_nodes import MAX_WORKERS, Node
 from server_app.preflight import START_TIMEOUT_S
 
 
@@ -68,7 +59,7 @@ def test_flower_loads_the_clientapp_before_it_creates_the_backend():
 
 def test_ray_still_starts_unused_processes_by_the_methods_that_are_replaced():
     head, node = (
-        inspect.getsource(getattr(Node, name))
+        inspect.getsource(getattr(RayNode, name))
         for name in ("start_head_processes", "start_ray_processes")
     )
     assert "self.start_api_server(" in head
@@ -130,23 +121,22 @@ def test_flowers_actor_runs_any_app_that_it_is_given():
 @pytest.mark.parametrize(
     ("each", "cpus", "gpus", "expected"),
     [
-        ({"num_cpus": 1}, 8, 0, 8),
-        ({"num_cpus": 3}, 8, 0, 2),
-        ({"num_cpus": 1, "num_gpus": 0.25}, 8, 1, 4),
-        ({"num_cpus": 1, "num_gpus": 0.1}, 64, 3, 30),
-        ({"num_cpus": 1, "num_gpus": 1}, 8, 0, 0),
-        ({"num_cpus": 16}, 8, 0, 0),
-        ({"num_cpus": 4, "num_gpus": 0.25}, 8, 2, 2),
+        ((1, 0), 8, 0, 8),
+        ((3, 0), 8, 0, 2),
+        ((1, 0.25), 8, 1, 4),
+        ((1, 0.1), 64, 3, 30),
+        ((1, 1), 8, 0, 0),
+        ((16, 0), 8, 0, 0),
+        ((4, 0.25), 8, 2, 2),
     ],
 )
 def test_a_node_has_as_many_workers_as_fit(each, cpus, gpus, expected):
-    assert workers_on(node("a", cpus, gpus), each) == expected
-    assert workers_on(node("a", cpus, gpus, alive=False), each) == 0
+    assert Node("a", cpus, gpus).num_workers(*each) == expected
 
 
 def test_a_worker_that_asks_for_nothing_is_refused_and_a_node_has_no_more_than_threads(backend):
-    assert workers_on(node("a", 8), {"num_cpus": 0}) == 0  # it was 1,000,000,000
-    assert workers_on(node("a", 1e9), {"num_cpus": 1}) == MAX_WORKERS
+    assert Node("a", 8, 0).num_workers(0, 0) == 0  # it was 1,000,000,000
+    assert Node("a", 1e9, 0).num_workers(1, 0) == MAX_WORKERS
     with pytest.raises(RuntimeError, match=r"^no node .* 0 CPUs and 0 GPUs .*-num-cpus"):
         backend(node("a", 8), resources={"num_cpus": 0})
 
@@ -155,7 +145,7 @@ def test_a_worker_starts_for_each_node_of_flowers_at_most_spread_over_the_machin
     nodes = node("a", 3), node("b", 1), node("c", 3)
     for num, expected in ((1, "a"), (4, "aabc"), (100, "aaabccc")):
         found, _ = backend(*nodes, max_workers=num)
-        assert "".join(worker.address for worker in found.workers) == expected
+        assert "".join(worker.node.address for worker in found.workers) == expected
 
 
 def test_flower_is_asked_how_many_nodes_a_simulation_has():
@@ -198,10 +188,9 @@ def test_ray_counts_the_cores_that_this_process_may_use(monkeypatch, given, expe
 
 
 def test_where_no_gpus_are_asked_for_each_worker_has_one_if_there_are_any():
-    cpu, gpu = node("a", 8), node("b", 8, 2)
+    cpu, gpu = Node("a", 8, 0), Node("b", 8, 2)
     assert gpu_share([cpu], {}) == 0
     assert gpu_share([cpu, gpu], {}) == 1
-    assert gpu_share([cpu, gpu | {"Alive": False}], {}) == 0
     assert gpu_share([cpu, gpu], {"KEEL_CPU_WORKERS": "1"}) == 0
 
 
@@ -288,10 +277,9 @@ def backend(monkeypatch):
     def made(*nodes, late=(), resources=None, max_workers=MAX_WORKERS):
         fake = FakeRay(list(nodes), late)
         monkeypatch.setattr(ray_backend, "ray", fake)
+        monkeypatch.setattr("ray.nodes", fake.nodes)
         monkeypatch.setattr(
-            ClusterBackend,
-            "new_worker",
-            lambda self, node: Worker(fake.actor(node["NodeID"]), node),
+            ClusterBackend, "new_worker", lambda self, node: Worker(fake.actor(node.id), node)
         )
         monkeypatch.setattr(ClusterBackend, "__init__", lambda self: None)
         found = ClusterBackend()
@@ -343,7 +331,7 @@ def test_a_node_takes_no_others_worker_while_one_is_free(backend):
     found, _ = backend(node("a", 1), node("b", 1), node("c", 1))
     a, b = found.next_idle(2), found.next_idle(3)
     found.put_back(a)
-    assert found.next_idle(3).address == "c"
+    assert found.next_idle(3).node.address == "c"
     found.put_back(b)
     assert found.next_idle(2) is a
 
@@ -370,7 +358,7 @@ def test_workers_whose_cpus_another_job_has_are_left_out_and_named(
     """They waited for the other job's end, and so did the run, without a word."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     found, ray = backend(node("10.0.0.1", 1), node("10.0.0.2", 2), late={1})
-    assert [worker.address for worker in found.workers] == ["10.0.0.1", "10.0.0.2"]
+    assert [worker.node.address for worker in found.workers] == ["10.0.0.1", "10.0.0.2"]
     assert found.idle == found.workers
     assert ray.killed == ["10.0.0.2"]
     assert 0 < ray.waited_s < START_TIMEOUT_S
@@ -408,7 +396,7 @@ def test_a_message_is_played_again_on_another_worker_and_the_dead_one_is_replace
     assert ray.killed == ["a"]
     ray.dies = set()
     new = found.next_idle(2)
-    assert new.address == "a"
+    assert new.node.address == "a"
     found.put_back(new)
     assert found.next_idle(2) is new
 

@@ -19,17 +19,16 @@ from pathlib import Path
 from typing import TextIO
 
 from keel.cli.progress import Terminal
-from keel.deployment.cluster import Node
 from keel.deployment.simulation import last_line, simulation_superlink
 from keel.deployment.superlink import SuperLinkClient, app_directory, run_config
 from keel.runs import FINISHED, SavedRun
 from protocol.config import keel_home
 from protocol.options import OptionValue
 from protocol.processes import num_cores
+from protocol.ray_nodes import CPU_WORKERS, Node
 from server_app.history import HISTORY_FILE, HistoryReader
 
 POLL_S = 0.3
-CPU_WORKERS = "KEEL_CPU_WORKERS"  # where set, workers get no GPU that was not asked for
 STOP_TIMEOUT_S = 60.0  # for a run to write its summary after `flwr stop`
 STARTED = re.compile(r"started run (\d+)")
 REPLIES = re.compile(r"\d\d:\d\d:\d\d (.+): (\d+) of (\d+) clients have answered")

@@ -11,31 +11,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from keel.deployment.superlink import captured
-from protocol.processes import num_shares
+from protocol.ray_nodes import Node, living_nodes
 
 CONNECT_TIMEOUT_S = 5.0
 LIST_TIMEOUT_S = 60.0
 THIS_MACHINE = "auto"  # the cluster that this machine is a node of
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node that is alive, and what Ray may use of it."""
-
-    address: str
-    num_cpus: float
-    num_gpus: float
-    id: str = ""
-
-    def num_workers(self, cpus: float, gpus: float) -> int:
-        """How many workers with these shares run here at once."""
-        by_cpu = self.num_cpus / cpus if cpus else float("inf")
-        by_gpu = num_shares(self.num_gpus, gpus) if gpus else float("inf")
-        at_once = min(by_cpu, by_gpu, 4096)
-        return int(at_once + 1e-9)
 
 
 def cluster_nodes(address: str) -> list[Node]:
@@ -74,22 +57,6 @@ def check_address(address: str) -> None:
             f"--ray {address}: nothing listens there ({error}): start a cluster with `ray start "
             "--head`, and join it with `ray start --address HOST:PORT` on each machine"
         ) from None
-
-
-def living_nodes() -> list[Node]:
-    """The nodes of the Ray that this process is connected to."""
-    import ray
-
-    return [
-        Node(
-            n["NodeManagerAddress"],
-            n["Resources"].get("CPU", 0),
-            n["Resources"].get("GPU", 0),
-            n["NodeID"],
-        )
-        for n in ray.nodes()  # type: ignore[no-untyped-call]
-        if n["Alive"]
-    ]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -23,15 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from keel.deployment.cluster import Node, cluster_nodes, living_nodes
+from keel.deployment.cluster import cluster_nodes
 from keel.experiments.runs import Run
 from keel.experiments.stack import num_together, run_together
 from keel.runs import LOCK_FILE, is_locked
 from protocol.code import code_version
 from protocol.config import RunConfig, app_folder, resolve_config
-from protocol.flower_compat.simulation import CPU_WORKERS, worker_variables
+from protocol.flower_compat.simulation import worker_variables
 from protocol.options import OptionValue
 from protocol.processes import num_cores
+from protocol.ray_nodes import CPU_WORKERS, Node, living_nodes
 from protocol.ray_start import skip_unused_processes
 from protocol.text import in_one_line
 

@@ -45,14 +45,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from protocol.config import app_folder
 from protocol.flower_compat import GPU_LOST, assign_message_id
 from protocol.flower_compat.simulation import (
-    CPU_WORKERS,
-    MAX_WORKERS,
     WorkerReply,
     is_cluster,
     started,
     worker_variables,
 )
-from protocol.processes import num_cores, num_shares
+from protocol.processes import num_cores
+from protocol.ray_nodes import CPU_WORKERS, MAX_WORKERS, Node, living_nodes
 from protocol.ray_start import skip_unused_processes
 
 log = logging.getLogger("keel.server")
@@ -71,12 +70,7 @@ class Worker:
     """An actor and the node that it is on."""
 
     actor: Any
-    node: Mapping[str, Any]
-
-    @property
-    def address(self) -> str:
-        """Of its node in the cluster."""
-        return str(self.node["NodeManagerAddress"])
+    node: Node
 
 
 def in_one_line(error: BaseException) -> str:
@@ -89,26 +83,9 @@ def in_one_line(error: BaseException) -> str:
     return reason
 
 
-def all_nodes() -> list[dict[str, Any]]:
-    """The nodes of Ray's cluster, those that are gone too."""
-    return list(ray.nodes())  # type: ignore[no-untyped-call]
-
-
-def workers_on(node: Mapping[str, Any], resources: Mapping[str, float]) -> int:
-    """How many workers with these resources fit on a node; 0 if they request neither."""
-    has = node["Resources"] if node["Alive"] else {}
-    fits = []
-    for kind, name in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
-        if each := resources.get(name, 0.0):
-            available = has.get(kind, 0.0)
-            is_gpu = kind == "GPU"
-            fits.append(num_shares(available, each) if is_gpu else int(available / each + 1e-9))
-    return min([*fits, MAX_WORKERS]) if fits else 0
-
-
-def gpu_share(nodes: Sequence[Mapping[str, Any]], environment: Mapping[str, str]) -> float:
+def gpu_share(nodes: Sequence[Node], environment: Mapping[str, str]) -> float:
     """GPUs for each worker where nothing was asked for: 1 if there are any."""
-    has_any = any(node["Alive"] and node["Resources"].get("GPU", 0.0) >= 1 for node in nodes)
+    has_any = any(node.num_gpus >= 1 for node in nodes)
     return float(has_any and not environment.get(CPU_WORKERS))
 
 
@@ -151,7 +128,7 @@ class ClusterBackend(RayBackend):
     def _validate_client_resources(self, config: BackendConfig) -> dict[str, int | float]:
         resources = super()._validate_client_resources(config)
         if not resources.get("num_gpus"):
-            resources["num_gpus"] = gpu_share(all_nodes(), os.environ)
+            resources["num_gpus"] = gpu_share(living_nodes(), os.environ)
             if resources["num_gpus"]:
                 log.info(
                     "each worker has a GPU of its own: client-resources-num-gpus "
@@ -173,26 +150,21 @@ class ClusterBackend(RayBackend):
 
     def start_workers(self) -> None:
         """Start them, spread over the nodes. RuntimeError, one line, if there is none."""
-        nodes = all_nodes()
+        nodes, wanted = living_nodes(), self.client_resources
+        cpus, gpus = wanted["num_cpus"], wanted.get("num_gpus", 0)
         fits = [
             (number, i)
             for i, node in enumerate(nodes)
-            for number in range(workers_on(node, self.client_resources))
+            for number in range(node.num_workers(cpus, gpus))
         ]
         for i in sorted(i for _, i in sorted(fits)[: self.max_workers]):
             self.workers.append(self.new_worker(nodes[i]))
         if not self.workers:
-            shares = [
-                f"{n['NodeManagerAddress']} has {n['Resources'].get('CPU', 0):g} CPUs and "
-                f"{n['Resources'].get('GPU', 0):g} GPUs"
-                for n in nodes
-                if n["Alive"]
-            ]
+            has = [f"{n.address} has {n.num_cpus:g} CPUs and {n.num_gpus:g} GPUs" for n in nodes]
             raise RuntimeError(
-                f"no node has the {self.client_resources['num_cpus']:g} CPUs and "
-                f"{self.client_resources.get('num_gpus', 0):g} GPUs of one worker "
+                f"no node has the {cpus:g} CPUs and {gpus:g} GPUs of one worker "
                 "(client-resources-num-cpus, -num-gpus; --cpus-per-client, --gpus-per-client; "
-                "at least one must be > 0): " + "; ".join(shares)
+                "at least one must be > 0): " + "; ".join(has)
             )
         self.drop_late_workers()
 
@@ -221,7 +193,7 @@ class ClusterBackend(RayBackend):
                 "(`ray status` shows what is free)"
             )
         if late:
-            addresses = sorted({starting[future].address for future in late})
+            addresses = sorted({starting[future].node.address for future in late})
             shown = ", ".join(addresses[:5]) + ", ..." * (len(addresses) > 5)
             log.warning(
                 "%d of %d workers did not start within %g s, probably because other jobs use the "
@@ -229,9 +201,9 @@ class ClusterBackend(RayBackend):
                 *(len(late), num, SOON_S + late_s, shown, len(self.workers)),
             )
 
-    def new_worker(self, node: Mapping[str, Any]) -> Worker:
+    def new_worker(self, node: Node) -> Worker:
         """A worker on this node."""
-        place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        place = NodeAffinitySchedulingStrategy(node.id, soft=False)
         actor = ClientAppActor.options(  # type: ignore[attr-defined]
             **self.client_resources, scheduling_strategy=place
         ).remote()
@@ -294,12 +266,14 @@ class ClusterBackend(RayBackend):
                     f"the worker died {MAX_ATTEMPTS} times on this message: {reason}"
                 )
             log.warning(
-                "a worker on %s is lost (%s): its message is sent again", worker.address, reason
+                "a worker on %s is lost (%s): its message is sent again",
+                worker.node.address,
+                reason,
             )
 
     def replace_lost(self, worker: Worker) -> bool:
         """Start another worker on the node of one that died; whether the node is alive."""
-        is_alive = any(n["Alive"] and n["NodeID"] == worker.node["NodeID"] for n in all_nodes())
+        is_alive = any(node.id == worker.node.id for node in living_nodes())
         with self.changed:
             self.workers.remove(worker)
             self.own = {node: own for node, own in self.own.items() if own is not worker}
@@ -315,10 +289,10 @@ class ClusterBackend(RayBackend):
         asked = []
         counts: Counter[str] = Counter()
         for worker in list(self.workers):
-            number = counts[worker.address]
-            counts[worker.address] += 1
+            number = counts[worker.node.address]
+            counts[worker.node.address] += 1
             message = Message(content(number), dst_node_id=1, message_type=MessageType.QUERY)
-            assign_message_id(message, f"preflight-{worker.address}-{number}")
+            assign_message_id(message, f"preflight-{worker.node.address}-{number}")
             context = Context(message.metadata.run_id, 1, {}, RecordDict(), {})
             asked.append(worker.actor.run.remote(self.app_fn, message, "", context))
         replies = []
@@ -326,9 +300,11 @@ class ClusterBackend(RayBackend):
             try:
                 _, reply, _ = ray.get(future)
                 error = reply.error.reason if reply.has_error() else ""
-                replies.append(WorkerReply(worker.address, None if error else reply.content, error))
+                replies.append(
+                    WorkerReply(worker.node.address, None if error else reply.content, error)
+                )
             except RayError as error:
-                replies.append(WorkerReply(worker.address, None, in_one_line(error)))
+                replies.append(WorkerReply(worker.node.address, None, in_one_line(error)))
         return replies
 
     def terminate(self) -> None:

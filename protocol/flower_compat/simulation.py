@@ -12,11 +12,11 @@ from typing import Any
 
 from flwr.app import RecordDict
 
-MAX_WORKERS = 4096
+from protocol.ray_nodes import MAX_WORKERS
+
 # variables that workers on other nodes get: Keel's, and those of the libraries that compute
 shared_prefixes = ("KEEL_", "OMP_", "MKL_", "TORCH", "CUBLAS_", "CUDNN_")
 own_variables = ("KEEL_ENGINE", "KEEL_WORKER")  # of the process that has them
-CPU_WORKERS = "KEEL_CPU_WORKERS"  # where set, workers get no GPU that was not asked for
 vce_api_name = "flwr.server.superlink.fleet.vce.vce_api"
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from protocol.flower_compat import replace
 from protocol.flower_compat.simulation import (
-    MAX_WORKERS,
     WorkerThreads,
     is_replaced,
     started,
     vce_api_name,
 )
+from protocol.ray_nodes import MAX_WORKERS
 
 
 def replace_backend() -> None:

@@ -6,12 +6,11 @@ import subprocess
 
 import pytest
 
-from keel.cli.engines import CPU_WORKERS, Job
+from keel.cli.engines import Job
 from keel.cli.run import Engine, EngineOptions
 from keel.deployment import cluster
-from keel.deployment.cluster import Node, check_address, cluster_nodes
-from protocol.flower_compat import ray_backend
-from protocol.flower_compat.ray_backend import workers_on
+from keel.deployment.cluster import check_address, cluster_nodes
+from protocol.ray_nodes import CPU_WORKERS, Node
 
 NODES = (Node("10.0.0.1", 8, 2), Node("10.0.0.2", 4, 0))
 
@@ -34,7 +33,6 @@ def test_a_job_has_as_many_workers_as_the_nodes_run_at_once(cpus, gpus, is_on_cp
 
 
 def test_the_processes_of_a_simulation_get_the_address_and_whether_gpus_are_unwanted():
-    assert CPU_WORKERS == ray_backend.CPU_WORKERS
     assert Job({}, 4).variables == {}
     assert Job({}, 4, ray="a:1").variables == {"RAY_ADDRESS": "a:1"}
     assert Job({}, 4, gpus_per_client=0).variables == {CPU_WORKERS: "1"}
@@ -97,5 +95,3 @@ def test_only_the_simulation_has_a_cluster(engine):
 def test_a_worker_gets_its_part_of_one_gpu(gpus, share, num):
     """0.6 of each of two GPUs counted as three workers, of which Ray never started one."""
     assert Node("10.0.0.1", 16, gpus).num_workers(1, share) == num
-    node = {"Alive": True, "Resources": {"CPU": 16.0, "GPU": float(gpus)}}
-    assert workers_on(node, {"num_cpus": 1, "num_gpus": share}) == num

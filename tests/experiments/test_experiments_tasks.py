@@ -13,7 +13,6 @@ import pytest
 
 from client_app.machine import data_digest
 from client_app.setup import open_source
-from keel.deployment.cluster import Node
 from keel.experiments import tasks
 from keel.experiments.plan import runs_needed
 from keel.experiments.recipe import load_recipe
@@ -29,6 +28,7 @@ from keel.experiments.tasks import (
 )
 from protocol.code import code_version
 from protocol.config import resolve_config
+from protocol.ray_nodes import Node
 
 NODES = [Node("10.0.0.1", 8, 2), Node("10.0.0.2", 4, 0)]
 sweep = Path(__file__).parent.parent.parent / "docs" / "sweep.yaml"

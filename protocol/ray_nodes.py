@@ -1,0 +1,40 @@
+"""The nodes of Ray's cluster and the workers that fit on them. Imports Ray only to list them."""
+
+from dataclasses import dataclass
+
+from protocol.processes import num_shares
+
+MAX_WORKERS = 4096
+CPU_WORKERS = "KEEL_CPU_WORKERS"  # where set, workers get no GPU that was not asked for
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that is alive, and what Ray may use of it."""
+
+    address: str
+    num_cpus: float
+    num_gpus: float
+    id: str = ""
+
+    def num_workers(self, cpus: float, gpus: float) -> int:
+        """How many workers with these shares run here at once; 0 if they request neither."""
+        fits = [int(self.num_cpus / cpus + 1e-9)] if cpus else []
+        fits += [num_shares(self.num_gpus, gpus)] if gpus else []
+        return min([*fits, MAX_WORKERS]) if fits else 0
+
+
+def living_nodes() -> list[Node]:
+    """The nodes of the Ray that this process is connected to."""
+    import ray
+
+    return [
+        Node(
+            n["NodeManagerAddress"],
+            n["Resources"].get("CPU", 0),
+            n["Resources"].get("GPU", 0),
+            n["NodeID"],
+        )
+        for n in ray.nodes()  # type: ignore[no-untyped-call]
+        if n["Alive"]
+    ]
