@@ -95,15 +95,25 @@ def test_the_reason_of_a_failure_is_one_line(tmp_path, log, reason):
     assert FlowerRun(SuperLinkClient(tmp_path, "localhost:1"), root, path).reason() == reason
 
 
-@pytest.mark.parametrize("end", ["finished:completed", "finished:failed"])
+ENDS = {
+    "finished:completed": nullcontext(),
+    "finished:failed": pytest.raises(RuntimeError, match="the run is finished:failed"),
+    "Ctrl-C": pytest.raises(KeyboardInterrupt),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
 def test_a_run_goes_on_while_its_superlink_restarts(tmp_path, monkeypatch, end):
     """The log breaks off, and for a while nobody answers: the run was called failed."""
     answers = iter([RuntimeError(f"{superlink_unavailable}."), "running", end])
+    stopped = []
 
     def run_info(self, run_id):
         answer = next(answers)
         if isinstance(answer, RuntimeError):
             raise answer
+        if answer == "Ctrl-C":
+            raise KeyboardInterrupt
         return {"status": answer}
 
     def start(self, job, arguments):
@@ -111,16 +121,16 @@ def test_a_run_goes_on_while_its_superlink_restarts(tmp_path, monkeypatch, end):
 
     monkeypatch.setattr(FlowerRun, "start", start)
     monkeypatch.setattr(SuperLinkClient, "run_info", run_info)
+    monkeypatch.setattr(SuperLinkClient, "stop", lambda self, run_id: stopped.append(run_id))
     monkeypatch.setattr(superlink, "poll_s", 0)
     printed = []
     terminal = SimpleNamespace(
         phase=lambda text: None, print=lambda line, markup: printed.append(line)
     )
-    job = Job({}, 2, federation="localhost:1")
-    failed = pytest.raises(RuntimeError, match="the run is finished:failed")
-    with failed if end == "finished:failed" else nullcontext():
-        run_on_deployment(job, terminal)
+    with ENDS[end]:
+        run_on_deployment(Job({}, 2, federation="localhost:1"), terminal)
     assert "waiting for run 12, which may go on there" in printed[0]
+    assert stopped == ([12] if end == "Ctrl-C" else [])
 
 
 def test_lines_of_keel_are_told_from_flowers():
