@@ -16,6 +16,7 @@ from typing import Any
 from protocol.config import keel_home
 from protocol.files import digest
 from protocol.options import did_you_mean
+from protocol.text import shortened
 from server_app.history import HISTORY_FILE, curve, read_history
 from server_app.summary import (
     HEADLINE,
@@ -213,13 +214,8 @@ def only_run(found: Sequence[SavedRun], what: str, command: str) -> SavedRun:
         raise ValueError(f"no run in {runs_directory()} {what}; `keel list` shows what there is")
     if len(found) > 1:
         names = [run.name for run in found]
-        raise ValueError(f"{len(names)} runs {what}: {listed(names)}; name one: {command} RUN")
+        raise ValueError(f"{len(names)} runs {what}: {shortened(names)}; name one: {command} RUN")
     return found[0]
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first names with commas."""
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def find_run(run: str | Path = "") -> SavedRun:
@@ -246,6 +242,6 @@ def find_run(run: str | Path = "") -> SavedRun:
     if len(matches) == 1:
         return SavedRun(base / matches[0])
     if matches:
-        raise ValueError(f"{text!r} begins the names of {len(matches)} runs: {listed(matches)}")
+        raise ValueError(f"{text!r} begins the names of {len(matches)} runs: {shortened(matches)}")
     hint = did_you_mean(text, names) or "; `keel list` shows what there is"
     raise ValueError(f"there is no run {text!r} in {base}{hint}")

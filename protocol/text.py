@@ -1,6 +1,7 @@
-"""Text from clients: client names, and the one sanitiser of everything else."""
+"""Names in messages: those of clients, and the one sanitiser of all other text from them."""
 
 import re
+from collections.abc import Sequence
 
 CLIENT_NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', not dots alone"
 _client_name = re.compile(r"(?!\.+\Z)[A-Za-z0-9._-]{1,64}")
@@ -31,3 +32,8 @@ def check_client_name(name: object) -> str:
     if not is_client_name(name):
         raise ValueError(f"client name {in_one_line(name, 80)!r}: expected {CLIENT_NAME_RULE}")
     return str(name)
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first five names, separated by commas, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

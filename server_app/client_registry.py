@@ -17,10 +17,10 @@ from data.sources import Source
 from protocol.config import RunConfig
 from protocol.flower_compat import CRASHED, NO_REPLY, NODE_UNAVAILABLE, is_in_process_grid
 from protocol.messages import RosterEntry, read_roster
-from protocol.text import in_one_line
+from protocol.text import in_one_line, shortened
 from server_app.exchange import Exchange
 from server_app.history import DAMAGE
-from server_app.roster import check_partitions, check_roster, shortened
+from server_app.roster import check_partitions, check_roster
 from strategies.validation import RECORD_BYTES
 
 log = logging.getLogger("keel.server")

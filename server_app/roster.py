@@ -14,6 +14,7 @@ from protocol.catalogue import method_names, method_spec
 from protocol.config import RunConfig
 from protocol.files import write_atomically
 from protocol.messages import RosterEntry, roster_entry
+from protocol.text import shortened
 from server_app.history import DAMAGE
 from strategies.validation import count_outliers
 
@@ -97,12 +98,6 @@ def count_warnings(config: RunConfig, entries: Sequence[RosterEntry]) -> list[st
         for client, count in sorted(counts.items())
         if client in outliers or count > share * total * (1 + 1e-9)
     ]
-
-
-def shortened(names: Sequence[str], max_names: int = 5) -> str:
-    """The first names, separated by commas, and how many more there are."""
-    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
-    return ", ".join(names[:max_names]) + more
 
 
 def check_widths(config: RunConfig, widths: Counter[tuple[str, int]], source: Source) -> None:

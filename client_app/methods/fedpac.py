@@ -30,6 +30,7 @@ from client_app.trainer import Duration, Phase
 from models import StagedModel
 from protocol.messages import Arrays
 from protocol.options import at_least, more_than, option
+from protocol.text import shortened
 
 
 def head_statistics(means: Tensor, counts: Tensor, mean_square: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,10 +76,9 @@ class FedPAC(Method):
         named = [f"{client} ({n})" for client, n in lacking.items() if n]
         if not named:
             return ""
-        shown = ", ".join(named[:5]) + (", ..." if len(named) > 5 else "")
         return (
-            f"fedpac: {len(named)} of {len(lacking)} clients lack classes: {shown}. Their rows of "
-            "h are zero for these, and their prototypes come from the others"
+            f"fedpac: {len(named)} of {len(lacking)} clients lack classes: {shortened(named)}. "
+            "Their rows of h are zero for these, and their prototypes come from the others"
         )
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:

@@ -53,6 +53,7 @@ from protocol.flower_compat.simulation import (
 from protocol.processes import num_cores
 from protocol.ray_nodes import CPU_WORKERS, MAX_WORKERS, Node, living_nodes
 from protocol.ray_start import skip_unused_processes
+from protocol.text import shortened
 
 log = logging.getLogger("keel.server")
 MAX_ATTEMPTS = 3  # of a message whose worker dies, on nodes that are alive
@@ -194,11 +195,10 @@ class ClusterBackend(RayBackend):
             )
         if late:
             addresses = sorted({starting[future].node.address for future in late})
-            shown = ", ".join(addresses[:5]) + ", ..." * (len(addresses) > 5)
             log.warning(
                 "%d of %d workers did not start within %g s, probably because other jobs use the "
                 "CPUs or GPUs on %s: the run continues with %d",
-                *(len(late), num, SOON_S + late_s, shown, len(self.workers)),
+                *(len(late), num, SOON_S + late_s, shortened(addresses), len(self.workers)),
             )
 
     def new_worker(self, node: Node) -> Worker:
