@@ -320,36 +320,37 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def warm_device() -> str:
+def warm_device(gpu_share: float = 1.0) -> str:
     """The device in $KEEL_DEVICE (auto), with its CUDA context created; or why it is missing.
 
     A missing device is no error yet: the client's node config may name another.
+    gpu_share: of this GPU's memory that the process may take. One client trains at a time, so it is
+    also what each of this worker's clients may take, but for the weights that up to
+    `num_answering - 1` others have sent or are about to send.
     """
+    if not 0 < gpu_share <= 1:
+        raise ValueError(
+            f"--gpu-share = {gpu_share}: expected a number in (0, 1], the share of the GPU's "
+            "memory that this worker may take; 1 takes all of it"
+        )
+    name = os.environ.get("KEEL_DEVICE") or "auto"
     try:
-        device = device_for(os.environ.get("KEEL_DEVICE") or "auto")
+        device = device_for(name)
     except ValueError as error:
         return f"missing: {error}"
-    if device.type == "cuda":
-        torch.zeros(1, device=device)  # seconds on some machines
-    return str(device)
-
-
-def cap_gpu_memory(share: float) -> str:
-    """Cap what this process takes of each GPU's memory; returns words for the log.
-
-    One client trains at a time, so it is also what each of this worker's clients may take, but for
-    the weights that up to `num_answering - 1` others have sent or are about to send.
-    """
-    if not 0 < share <= 1:
+    if device.type != "cuda":
+        return str(device)
+    try:
+        with torch.cuda.device(device):
+            if gpu_share < 1:
+                torch.cuda.set_per_process_memory_fraction(gpu_share)
+            torch.zeros(1, device=device)  # seconds on some machines
+    except RuntimeError as error:
+        reason = in_one_line(error).rstrip(".")
         raise ValueError(
-            f"--gpu-share = {share}: expected a number in (0, 1], the share of each GPU's memory "
-            "that this worker may take; 1 takes all of it"
-        )
-    if share == 1:
-        return ""
-    for gpu in range(torch.cuda.device_count()):
-        torch.cuda.set_per_process_memory_fraction(share, gpu)
-    return f", at most {share:.0%} of a GPU's memory"
+            f"KEEL_DEVICE = {name!r}: {reason}: end what else uses this GPU, or name another device"
+        ) from error
+    return f"{device}, at most {gpu_share:.0%} of its memory" if gpu_share < 1 else str(device)
 
 
 def main() -> int:
@@ -366,7 +367,8 @@ def main() -> int:
         "--gpu-share",
         type=float,
         default=os.environ.get("KEEL_GPU_SHARE") or "1",
-        help="of each GPU's memory that a client may take, in (0, 1]; or $KEEL_GPU_SHARE",
+        help="of the memory of the GPU in $KEEL_DEVICE that the clients may take, in (0, 1]; or "
+        "$KEEL_GPU_SHARE",
     )
     arguments = parser.parse_args()
     os.umask(0o077)
@@ -378,15 +380,14 @@ def main() -> int:
     os.environ[worker_variable] = str(arguments.socket)  # state goes to $KEEL_HOME
     try:
         remove_parts(clients_folder())
-        memory = cap_gpu_memory(arguments.gpu_share)
-        device = warm_device()
+        device = warm_device(arguments.gpu_share)
         process = WorkerProcess(arguments.socket)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     log.info(
-        "ready at %s, process id %d, code %s, device %s%s",
-        *(arguments.socket, os.getpid(), process.code, device, memory),
+        "ready at %s, process id %d, code %s, device %s",
+        *(arguments.socket, os.getpid(), process.code, device),
     )
     old_state = OldState(clients_folder(), arguments.keep_days)
     threading.Thread(target=old_state.watch, daemon=True).start()

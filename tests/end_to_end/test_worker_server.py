@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import client_app.handlers
 import client_app.worker_server
-from client_app.worker_server import Request, TimeLimits, WorkerProcess, cap_gpu_memory
+from client_app.worker_server import Request, TimeLimits, WorkerProcess, warm_device
 from client_app.worker_socket import (
     connected,
     exchange,
@@ -164,24 +164,68 @@ def test_a_worker_ends_after_a_cuda_error(worker, withheld, monkeypatch):
     assert request.is_last
 
 
-def test_the_gpu_memory_of_a_worker_is_capped_and_the_cap_logged(monkeypatch):
-    capped = []
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two GPUs of which only the second has free memory; what is done to them."""
+    done, current = [], [0]
+
+    @contextlib.contextmanager
+    def chosen(device):
+        before, current[0] = current[0], device.index or 0
+        yield
+        current[0] = before
+
+    def zeros(count, device):
+        done.append(("warmed", current[0]))
+        if (device.index or 0) == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n2.00 MiB.")
+
+    def cap(share, gpu=None):
+        done.append((share, current[0] if gpu is None else gpu))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_per_process_memory_fraction",
-        lambda share, gpu: capped.append((gpu, share)),
+    monkeypatch.setattr(torch.cuda, "device", chosen)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", cap)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "words", "expected"),
+    [
+        ("cuda:1", 0.25, "cuda:1, at most 25% of its memory", [(0.25, 1), ("warmed", 1)]),
+        ("cuda:1", 1.0, "cuda:1", [("warmed", 1)]),
+        ("cpu", 0.25, "cpu", []),
+        ("cuda:2", 0.25, "missing: device = 'cuda:2': this machine has 2 GPUs", []),
+    ],
+)
+def test_a_worker_warms_and_caps_its_own_gpu_alone(name, share, words, expected, gpus, monkeypatch):
+    """Others would lose the memory of a CUDA context to it."""
+    monkeypatch.setenv("KEEL_DEVICE", name)
+    assert warm_device(share) == words
+    assert gpus == expected
+
+
+def test_a_worker_whose_gpu_is_full_at_its_start_ends_with_one_line(
+    gpus, tmp_path, monkeypatch, capsys
+):
+    for name, value in {"DEVICE": "cuda", "HOME": tmp_path, "WORKER": tmp_path / "socket"}.items():
+        monkeypatch.setenv(f"KEEL_{name}", str(value))
+    monkeypatch.setattr("sys.argv", ["worker"])
+    monkeypatch.setattr(os, "umask", lambda mask: mask)
+    assert client_app.worker_server.main() == 1
+    assert capsys.readouterr().err == (
+        "error: KEEL_DEVICE = 'cuda': CUDA out of memory. Tried to allocate 2.00 MiB: end what "
+        "else uses this GPU, or name another device\n"
     )
-    assert cap_gpu_memory(0.25) == ", at most 25% of a GPU's memory"
-    assert capped == [(0, 0.25), (1, 0.25)]
-    assert cap_gpu_memory(1.0) == ""
-    assert len(capped) == 2
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])
-def test_a_share_of_a_gpu_that_is_none_is_refused(share):
+def test_a_share_of_a_gpu_that_is_none_is_refused(share, monkeypatch):
+    monkeypatch.setenv("KEEL_DEVICE", "cpu")
     with pytest.raises(ValueError, match=r"--gpu-share = .*: expected a number in \(0, 1\]"):
-        cap_gpu_memory(share)
+        warm_device(share)
 
 
 def test_slow_peers_block_nobody_and_have_a_deadline_in_all(worker):
