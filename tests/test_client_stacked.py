@@ -472,6 +472,7 @@ def test_other_engines_refuse_stacked_clients(tmp_path, monkeypatch):
         run_of(tmp_path, 2)
 
 
-def test_stacking_is_part_of_a_runs_identity():
-    alone, together = (make_config(clients_per_step=num).flat for num in (1, 2))
+@pytest.mark.parametrize("key", ["clients_per_step", "stacked_runs"])
+def test_stacking_is_part_of_a_runs_identity(key):
+    alone, together = (make_config(**{key: num}).flat for num in (1, 2))
     assert identity(alone) != identity(together)

@@ -8,7 +8,6 @@ import pytest
 from client_fixtures import (
     assert_close,
     keel_home_of_tests,  # noqa: F401 (used by being here)
-    make_config,
     small_source,
 )
 from rich.console import Console
@@ -18,7 +17,6 @@ import server_app.stacked_runs
 from client_app import handlers
 from client_app.methods import METHODS
 from client_app.stacked import train_stacked
-from keel.experiments.runs import identity
 from keel.experiments.verify import verify
 from protocol.files import digest
 from server_app.inline import run_inline
@@ -27,7 +25,6 @@ from server_app.stacked_runs import run_stacked, trained_together
 from server_app.summary import read_manifest, read_summary
 from strategies.average import TooFewRepliesError
 
-TIMES = ("seconds", "client_seconds", "client_cpu_seconds")
 NUM_CLIENTS = 3
 end_to_end = pytest.mark.end_to_end
 
@@ -347,8 +344,3 @@ def test_a_loss_that_reads_what_differs_between_runs_is_refused(tmp_path, monkey
         for error in together(tmp_path / message[:5], TWO):
             assert re.search(message, str(error))
             assert "\n" not in str(error)
-
-
-def test_stacking_is_part_of_a_runs_identity():
-    one, other = (make_config(stacked_runs=num).flat for num in (1, 8))
-    assert identity(one) != identity(other)

@@ -88,7 +88,7 @@ def curve_of(lines: Sequence[Line], key: str, name: str, text: str, factor: floa
     return Curve(text, [r for r, _ in points], [factor * v for _, v in points])
 
 
-def main_charts(entry: Entry, reader: HistoryReader) -> dict[str, Figure]:
+def main_charts(reader: HistoryReader) -> dict[str, Figure]:
     """The charts that need no line as a whole."""
     lines = reader.lines
     accuracy = [curve_of(lines, *each, factor=100) for each in CURVES]

@@ -246,7 +246,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             parts = ("status", "events", "privacy", "log", "pictures")
             html = {p: pages.get_template(f"run_{p}.html.j2").render(content) for p in parts}
             reader = store.history(entry)
-            charts = run_page.main_charts(entry, reader)
+            charts = run_page.main_charts(reader)
             coming: list[str] = []
             with suppress(*UNREADABLE):
                 coming = [] if entry.problem else run_page.coming_charts(reader)

@@ -14,22 +14,12 @@ from keel.cli.bench import PARTS
 from keel.cli.main import main
 from protocol.flower_compat import begin_task
 
-LONG = {
-    "engine": "bare", "scale": "clients", "deployment": "deployed round", "frameworks": "bare",
-    "gpu": "fedavg",
-}  # fmt: skip
-
-
-def bench(tmp_path, *words):
-    assert main(["bench", *words, "--quick", "--out", str(tmp_path / "bench")]) == 0
-    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
-    assert (tmp_path / "bench.md").read_text().startswith("| what |")
-    return rows
-
 
 def test_every_part_is_tested():
-    short = {"steps", "resnet50", "untrained", "million", "personal", "memory"}
-    assert set(PARTS) == {*short, "precisions", "stacked", *LONG}
+    """In end_to_end/test_keel_bench.py."""
+    short = {"steps", "resnet50", "untrained", "million", "personal", "memory", "precisions"}
+    long = {"stacked", "engine", "scale", "deployment", "frameworks", "gpu"}
+    assert set(PARTS) == short | long
 
 
 def test_results_that_could_not_be_written_are_refused_at_once(tmp_path, capsys):
