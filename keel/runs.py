@@ -21,8 +21,8 @@ from server_app.history import HISTORY_FILE, curve, read_history
 from server_app.summary import (
     HEADLINE,
     SUMMARY_FILE,
+    has_finished,
     read_config_file,
-    read_manifest,
     read_summary,
 )
 
@@ -87,15 +87,10 @@ class SavedRun:
         if not self.summary:
             return f"{SUMMARY_FILE} is damaged" if self.has_summary else INTERRUPTED
         status = str(self.summary.get("status"))
-        is_cut = status in (STARTING, RUNNING) or (status == FINISHED and self._has_open_manifest)
+        is_cut = status in (STARTING, RUNNING) or (
+            status == FINISHED and not has_finished(self.directory)
+        )
         return INTERRUPTED if is_cut else status
-
-    @property
-    def _has_open_manifest(self) -> bool:
-        """Whether the manifest lacks the run's end, as after a kill before it; a resume adds it."""
-        with suppress(*DAMAGE):
-            return read_manifest(self.directory).get("files") == {}
-        return False
 
     @property
     def rounds(self) -> int:

@@ -298,6 +298,7 @@ def prepare(
     begin_manifest(
         *(directory.path, config, len(roster), is_simulated, split),
         *(data_of_run, workers, about, precisions if is_auto else ()),
+        trains=start.round < config.rounds.num_rounds,
     )
     memory = StateMemory(NUM_REPEATED * config.rounds.checkpoint_interval)
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):
@@ -375,9 +376,11 @@ def run_rounds(
             run.audit.note("ended", status=status)
         removes_state = status == "finished" and not config.rounds.keep_state
         keeps_clients = run.method.is_personal or not removes_state
-        finish_manifest(path, keeps_clients)  # first: without state, no resume could complete it
+        last_round = max([run.start.round, *(line["round"] for line in reporter.history[-1:])])
+        # first: without state, no resume could complete it
+        finish_manifest(path, last_round, keeps_clients)
         if removes_state:
-            run.directory.remove_state(keeps_personal=run.method.is_personal)
+            run.directory.remove_state(last_round, keeps_personal=run.method.is_personal)
         if run.monitor:
             plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
 

@@ -24,7 +24,7 @@ from protocol.files import digest, write_atomically
 from protocol.messages import RosterEntry
 from server_app.audit import AUDIT_FILE, audit_end, audit_problem
 from server_app.preflight import WorkerOnNode
-from server_app.summary import read_manifest
+from server_app.summary import newest_version, read_manifest
 
 log = logging.getLogger("keel.server")
 
@@ -100,6 +100,7 @@ def begin_manifest(
     workers: Sequence[WorkerOnNode] = (),
     stacked: Mapping[str, Any] | None = None,
     precisions: Sequence[str] = (),
+    trains: bool = True,
 ) -> None:
     """Write the manifest before the first round, or update it on a resume.
 
@@ -107,7 +108,8 @@ def begin_manifest(
     machines: all that worked on the run; the machines of sites are not known here. data: the digest
     of a simulation's data set. workers: those of Flower's simulation. stacked: the runs that this
     one trains with (stacked_runs.py). precisions: what "auto" resolved to, on the
-    simulation's workers or else here; empty if the run sets another precision.
+    simulation's workers or else here; empty if the run sets another precision. trains: whether
+    rounds are left: code that only completes a run is not noted.
     """
     try:
         before = read_manifest(directory)
@@ -118,7 +120,7 @@ def begin_manifest(
         log.warning("%s; it is renamed to *.damaged, and a new one is begun", error)
         before = {"code": ["not recorded"]}
     code = before.get("code", [])
-    if before.get("rounds") and code_version() not in code:
+    if trains and before.get("rounds") and code_version() not in code:
         log.warning(
             "the code has changed since this run's last rounds (%s; now %s): the run will mix both",
             "; ".join(code),
@@ -126,7 +128,7 @@ def begin_manifest(
         )
     fields: dict[str, Any] = {
         "versions": before["versions"] if before.get("rounds") else versions(),
-        "code": appended(code, code_version()),
+        "code": appended(code, code_version()) if trains else code,
         "keel": appended(before.get("keel", []), f"{keel_version()} {commit()}".strip()),
         "clients": num_clients,
         "simulated": is_simulated,
@@ -171,15 +173,16 @@ def note_round(directory: Path, server_round: int, checkpoint_digest: str) -> No
     update(directory, rounds=rounds)
 
 
-def finish_manifest(directory: Path, keeps_clients: bool) -> None:
-    """Record the digests of a finished run's files.
+def finish_manifest(directory: Path, last_round: int, keeps_clients: bool) -> None:
+    """Record the digests of the files of a run that has ended after `last_round`.
 
     keeps_clients: also record each simulated client's newest state, which holds the personal
     models: its digest is in the file's name.
     """
     files = {name: digest((directory / name).read_bytes()) for name in signed_files}
-    states = sorted(directory.glob("clients/*/round-*.safetensors")) if keeps_clients else []
-    kept = {path.parent.name: path.name for path in states}  # the newest comes last
+    folders = sorted(directory.glob("clients/*")) if keeps_clients else []
+    states = (newest_version(folder, last_round) for folder in folders)
+    kept = {path.parent.name: path.name for path in states if path}
     update(directory, files=files, kept=kept, audit=audit_end(directory))
 
 

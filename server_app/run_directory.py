@@ -35,7 +35,14 @@ from protocol.options import OptionValue
 from protocol.packing import Pieces, packed_pieces
 from server_app.audit import released_clients
 from server_app.history import DAMAGE, HISTORY_FILE, whole_lines
-from server_app.summary import check_has_state, new_path, read_config_file
+from server_app.summary import (
+    check_has_rounds_left,
+    check_has_state,
+    new_path,
+    newest_version,
+    read_config_file,
+    round_of,
+)
 
 log = logging.getLogger("keel.server")
 NUM_CHECKPOINTS = 2
@@ -219,8 +226,8 @@ class RunDirectory:
         )
         return is_due or any((self.path / "checkpoints").glob("round-*"))
 
-    def remove_state(self, keeps_personal: bool) -> None:
-        """Remove the checkpoints and client state of a finished run.
+    def remove_state(self, last_round: int, keeps_personal: bool) -> None:
+        """Remove the checkpoints and client state of a run that has finished after `last_round`.
 
         keeps_personal: except the newest of each, from which personal models are made.
         """
@@ -230,8 +237,8 @@ class RunDirectory:
                 shutil.rmtree(folder)
             return
         for folder in (checkpoints, *clients.glob("*")):
-            newest = sorted(folder.glob("round-*.safetensors"))[-1:]
-            for path in {*folder.glob("*")}.difference(newest):
+            newest = newest_version(folder, last_round)
+            for path in {*folder.glob("*")} - {newest}:
                 path.unlink()
 
     def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:
@@ -273,11 +280,6 @@ def saved_id(directory: Path) -> str:
                 first = file.readline()
         return digest(first or content)
     return secrets.token_hex(8)
-
-
-def round_of(checkpoint: Path) -> int:
-    """The round in the name of a checkpoint."""
-    return int(checkpoint.name.split("-")[1])
 
 
 def read_checkpoint(path: Path, expected: Arrays, model: str) -> Checkpoint:
@@ -347,6 +349,7 @@ def open_run_directory(
             f"num-rounds = {num_rounds}: the result of {config.rounds.method} depends on it: it "
             f"was {saved['num-rounds']} and cannot change on resume"
         )
+    check_has_rounds_left(directory, num_rounds)
     expected = saved | {"num-rounds": num_rounds}
     for key, value in config.flat.items():
         if value != expected.get(key):

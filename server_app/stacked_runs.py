@@ -27,8 +27,8 @@ from server_app.history import HISTORY_FILE, Line, truncate_history, whole_lines
 from server_app.inline import Companions, run_inline
 from server_app.manifest import update
 from server_app.observers import RunInfo, RunObserver
-from server_app.run_directory import RunDirectory, round_of
-from server_app.summary import read_manifest, read_run_config, read_summary
+from server_app.run_directory import RunDirectory
+from server_app.summary import read_manifest, read_run_config, read_summary, round_of
 
 Overrides = Mapping[str, OptionValue]
 Outcome = Path | BaseException  # the directory of a run that finished, or why one did not

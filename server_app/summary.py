@@ -24,7 +24,7 @@ from protocol.config import (
 )
 from protocol.files import write_atomically
 from protocol.options import OptionValue
-from server_app.history import CURVES, DAMAGE, Line, curve
+from server_app.history import CURVES, DAMAGE, Line, curve, whole_lines
 
 SUMMARY_FILE = "summary.json"
 BLOCK = 4096  # bytes that a file system gives a file at a time, or a multiple
@@ -182,6 +182,56 @@ def check_has_state(directory: Path) -> None:
             f"{directory}: it finished with keep-state = false, which removes its checkpoints: "
             "start a new run with more rounds, and with keep-state = true if it is to be continued"
         )
+
+
+def has_finished(directory: Path) -> bool:
+    """Whether the run has finished and its manifest says so: a kill in between leaves it open.
+
+    False where summary.json is damaged.
+    """
+    try:
+        if read_summary(directory)["status"] != "finished":
+            return False
+    except DAMAGE:
+        return False
+    try:
+        return read_manifest(directory).get("files") != {}
+    except ValueError:
+        return True
+
+
+def check_has_rounds_left(directory: Path, num_rounds: int) -> None:
+    """ValueError, one line, if a resume up to this round would do nothing or undo rounds.
+
+    One with no rounds left completes a run that ended before its last files were written.
+    """
+    done = max((line["round"] for line in whole_lines(directory)[0]), default=0)
+    if has_finished(directory):
+        check_has_state(directory)
+        if num_rounds <= done:
+            raise ValueError(
+                f"{directory.name} has finished its {done} rounds: set more, such as "
+                f"num-rounds={2 * done}"
+            )
+    if num_rounds < done:
+        raise ValueError(
+            f"{directory.name}: {done} rounds are done, which a resume keeps: num-rounds = "
+            f"{num_rounds} is fewer; set {done} or more"
+        )
+
+
+def newest_version(folder: Path, last_round: int) -> Path | None:
+    """The newest checkpoint, or client state, in a folder of a run that ended after `last_round`.
+
+    A later one is of a round that was interrupted.
+    """
+    paths = sorted(folder.glob("round-*.safetensors"))
+    return next((path for path in reversed(paths) if round_of(path) <= last_round), None)
+
+
+def round_of(version: Path) -> int:
+    """The round in the name of a checkpoint or of a client state."""
+    return int(version.name.split("-")[1])
 
 
 def num_listed(rows: Any) -> int:

@@ -27,6 +27,7 @@ from server_app.summary import read_run_config
 
 log = logging.getLogger("keel.server")
 
+END = 2**31  # after every round
 OWN_STATE = "state/own/"  # prefix in a checkpoint of the state of the method's server half
 
 
@@ -112,7 +113,9 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
                 f"client = {client!r}: the personal heads were tuned for the last evaluation "
                 f"({config.rounds.method}.final-head-epochs > 0) and are not stored"
             )
-        state = StateFolder(path / "clients" / client).load(before_round=2**31)
+        lines, _ = whole_lines(path)  # a later state is of a round that was interrupted
+        after = lines[-1]["round"] + 1 if lines else END
+        state = StateFolder(path / "clients" / client, max_ahead=END).load(after)
         own = state.get("model") or state.get("personal")
         if own is None and "head" in state:
             own = arrays | state["head"] | head_from_server(path, client)

@@ -20,9 +20,8 @@ from client_app.stacked import train_stacked
 from keel.experiments.verify import verify
 from protocol.files import digest
 from server_app.inline import run_inline
-from server_app.run_directory import round_of
 from server_app.stacked_runs import run_stacked, trained_together
-from server_app.summary import read_manifest, read_summary
+from server_app.summary import read_manifest, read_summary, round_of
 from strategies.average import TooFewRepliesError
 
 NUM_CLIENTS = 3

@@ -15,7 +15,7 @@ from keel.runs import FINISHED, SavedRun, all_runs, find_run, only_run
 from protocol.code import line_in_method
 from protocol.config import RunConfig
 from protocol.options import OptionValue
-from server_app.summary import check_has_state, new_path
+from server_app.summary import check_has_rounds_left, new_path
 
 if TYPE_CHECKING:
     from keel.cli.engines import Job
@@ -164,14 +164,6 @@ def resume(
     saved = find_run(run) if run else only_run(unfinished, "can be resumed", "keel resume")
     if saved.is_running:
         raise ValueError(f"{saved.name} is running: `keel status {saved.name}` shows it")
-    expected = int(overrides.get("num-rounds", saved.config["num-rounds"]))
-    if saved.state == FINISHED:
-        check_has_state(saved.directory)
-    if saved.rounds >= expected and saved.state == FINISHED:
-        raise ValueError(
-            f"{saved.name} has finished its {saved.rounds} rounds: set more, such as "
-            f"num-rounds={2 * saved.rounds}"
-        )
     return executed({"resume": str(saved.directory)} | overrides, options)
 
 
@@ -236,6 +228,8 @@ def prepared(
     is_remote = options.engine is Engine.deployment
     resumed = find_run(name) if name and not is_remote else None
     config = config_of(overrides, resumed)
+    if resumed:
+        check_has_rounds_left(resumed.directory, config.rounds.num_rounds)
     overrides, num_clients = with_clients(overrides, config, options.clients, resumed)
     config = config_of(overrides, resumed)
 

@@ -40,6 +40,8 @@ def test_run_takes_a_dict_keywords_and_dotted_keys(home, capsys):
     found = keel.load_run(run.directory.name[:15])
     assert found.directory == run.directory
     assert repr(found).startswith(f"<keel.Run {run.directory.name}: finished after round 2>")
+    with pytest.raises(ValueError, match="finished with keep-state = false"):
+        keel.run(resume=str(run.directory))
 
 
 def test_history_model_and_plot(home, capsys, monkeypatch):

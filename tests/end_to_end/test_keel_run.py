@@ -21,6 +21,7 @@ from keel.experiments.verify import unfinished
 from keel.runs import SavedRun
 from protocol.processes import num_cores
 from server_app.inline import InlineGrid
+from server_app.summary import read_manifest
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 WHOLE = ["model=cnn-fedreco", "lr=0.05", "alpha=5", "num-rounds=3"]
@@ -173,9 +174,11 @@ def test_a_run_whose_end_could_not_be_written_is_completed_by_a_resume(
     assert SavedRun(cut).state == state
     ends = [line for line in audit_of(cut) if line["event"] == "ended"]
     assert [line["status"] for line in ends] == [noted]
+    monkeypatch.setattr(server_app.manifest, "code_version", lambda: "another")  # trains no round
     assert main(["resume"]) == 0  # the one run that has not finished
     assert SavedRun(cut).state == "finished"
     assert same_bits(all_models(whole), all_models(cut))
+    assert read_manifest(cut)["code"] == read_manifest(whole)["code"]
     assert unfinished(cut) == ""
 
 

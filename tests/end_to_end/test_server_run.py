@@ -880,14 +880,35 @@ def test_a_resume_with_another_number_of_clients_is_refused(run, now):
     assert len(history_of(folder)) == 1
 
 
-def test_a_resume_with_no_round_left_keeps_all_that_was_done(run):
+def test_a_resume_of_a_finished_run_without_more_rounds_is_refused_and_changes_nothing(run):
     folder = run({"num-rounds": 3})
-    before, lines = all_models(folder), history_of(folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for num_rounds in (3, 1):
-        resume(folder, num_rounds=num_rounds)
-        assert same_bits(all_models(folder), before)
-        assert history_of(folder) == lines
-        assert summary_of(folder)["rounds"] == 3
+        with pytest.raises(ValueError, match="has finished its 3 rounds: set more, such as num-r"):
+            resume(folder, num_rounds=num_rounds)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("keeps_state", [True, False])
+def test_an_interrupted_run_that_is_ended_at_the_rounds_done_goes_on(run, crash, keeps_state):
+    """A client had begun round 3: neither its state of round 3 nor its personal model is used."""
+    keys = {"method": "fedreco", "local-test-fraction": 0.2, "num-rounds": 4}
+    whole, two = run(keys), run(keys | {"num-rounds": 2})
+    crash(3, after=1)
+    with pytest.raises(KeyboardInterrupt):
+        run(keys | {"run-name": "cut", "keep-state": keeps_state})
+    parts = whole.parent / "cut"
+    rule = "2 rounds are done, which a resume keeps: num-rounds = 1 is fewer; set 2 or more"
+    with pytest.raises(ValueError, match=rule):
+        resume(parts, num_rounds=1)
+    resume(parts, num_rounds=2)
+    for n in range(NUM_CLIENTS):
+        ours, theirs = (load_model(f, f"client-000{n}").network.state_dict() for f in (parts, two))
+        assert same_bits(ours, theirs)
+    assert read_manifest(parts)["kept"] == read_manifest(two)["kept"]
+    resume(parts, num_rounds=4)
+    assert same_bits(all_models(parts), all_models(whole))
+    assert without_times(history_of(parts)) == without_times(history_of(whole))
 
 
 def test_what_the_defaults_have_become_since_is_named(run):
