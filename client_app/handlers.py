@@ -43,7 +43,12 @@ from client_app.node_config import (
 from client_app.precision import products
 from client_app.process_cache import ProcessCaches, available_threads
 from client_app.round import RoundContext
-from client_app.setup import device_for, forget_sources, representation_width
+from client_app.setup import (
+    device_for,
+    forget_sources,
+    most_train_samples,
+    representation_width,
+)
 from client_app.site_privacy import PrivacyRefused, charge_release, check_limits
 from client_app.stacked import clients_that_fit, key_of_stack, train_stacked
 from client_app.state import ResetNeeded
@@ -224,8 +229,8 @@ def without_file_names(reason: str, error: Exception, source: str) -> str:
     return reason.replace(in_one_line(path, MAX_REASON), "…") if path else reason
 
 
-def clients_per_step(message: Message) -> int:
-    """How many clients may train together on messages like this one."""
+def clients_per_step(message: Message, context: Context) -> int:
+    """How many clients may train together on messages like this one of a simulation."""
     is_simulated = "simulated" in message.content  # by logical clients, one by one
     if message.metadata.message_type != MessageType.TRAIN or is_simulated:
         return 1
@@ -242,7 +247,8 @@ def clients_per_step(message: Message) -> int:
     cache = process_caches.of(config)
     model = cache.network(config, data, config.model.model, "local", device)
     if not cache.max_stacked:
-        num = clients_that_fit(method_of(config), config, model, data, device)
+        num_samples = most_train_samples(config, int(context.node_config["num-partitions"]))
+        num = clients_that_fit(method_of(config), config, model, data, device, num_samples)
         log.info("clients-per-step = 0: %d clients at most train together on %s", num, device)
         cache.max_stacked = num
     return max(1, cache.max_stacked // config.train.stacked_runs)

@@ -70,6 +70,13 @@ def client_indices(
     )
 
 
+def most_train_samples(config: RunConfig, num_clients: int) -> int:
+    """The number of training samples of the largest of these simulated clients."""
+    parts = split_over_clients(config, num_clients)
+    largest = max(range(num_clients), key=lambda n: len(parts[n]))
+    return len(client_indices(config, largest, num_clients)[0])
+
+
 @lru_cache(maxsize=8)
 def split_over_clients(config: RunConfig, num_clients: int) -> Parts:
     """The indices of every simulated client's samples, of its local test part too."""

@@ -35,6 +35,7 @@ from client_app.gpu_errors import is_out_of_memory
 from client_app.method import Method, Phases, Update
 from client_app.precision import forward_in, products
 from client_app.round import RoundContext
+from client_app.samples import batch_size_for
 from client_app.trainer import Descent, Phase, add_to_gradients
 from models import StagedModel
 from protocol.config import RunConfig
@@ -479,22 +480,32 @@ def train_phases(
 
 
 def clients_that_fit(
-    method: Method, config: RunConfig, model: StagedModel, data: DatasetSpec, device: torch.device
+    method: Method,
+    config: RunConfig,
+    model: StagedModel,
+    data: DatasetSpec,
+    device: torch.device,
+    num_samples: int,
 ) -> int:
-    """How many clients train together with `clients-per-step = 0`, at least 1.
+    """How many clients of at most `num_samples` train together with `clients-per-step = 0`.
 
     As many as half of the GPU's free memory holds, by the weights, one batch and `cache-mb`; 1 on a
     CPU, where stacking does not pay (docs/results/gpu.md), and where clients cannot be stacked.
+    At least 1.
     """
     if device.type != "cuda" or obstacle(method, config, model):
         return 1
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = int(torch.cuda.mem_get_info(device)[0]) + unused
-    return max(1, int(free // 2 // bytes_of_training(config, model, data, device)))
+    return max(1, int(free // 2 // bytes_of_training(config, model, data, device, num_samples)))
 
 
 def bytes_of_training(
-    config: RunConfig, model: StagedModel, data: DatasetSpec, device: torch.device
+    config: RunConfig,
+    model: StagedModel,
+    data: DatasetSpec,
+    device: torch.device,
+    num_samples: int,
 ) -> int:
     """Memory that one of several clients takes: weights, one batch, cached representations."""
     saved: int = 0
@@ -505,7 +516,8 @@ def bytes_of_training(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        model.eval()(torch.zeros(config.train.batch_size, *data.image_shape, device=device))
+        size = batch_size_for(num_samples, config.train)
+        model.eval()(torch.zeros(size, *data.image_shape, device=device))
     weights = sum(int(array.nbytes) for array in model.state_dict().values())
     # weights: local, previous, stacked, gradients, momenta, reply; a batch: saved and gradients
     return 6 * weights + 2 * saved + config.train.cache_mb * 2**20

@@ -92,7 +92,8 @@ class InlineGrid(OwnGrid):
         due = [message_id for message_id in self.waiting if message_id in asked]
         if not due:
             return []
-        num = clients_per_step(self.waiting[due[0]])
+        first = self.waiting[due[0]]
+        num = clients_per_step(first, self.contexts[first.metadata.dst_node_id])
         messages = [self.waiting.pop(message_id) for message_id in due[:num]]
         is_train = messages[0].metadata.message_type == MessageType.TRAIN
         if num > 1 or (self.companions and is_train):

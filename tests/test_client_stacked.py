@@ -24,6 +24,7 @@ from client_app.method import Method, Update
 from client_app.methods import METHODS, method_of
 from client_app.methods.fedrep import FedRep
 from client_app.process_cache import ProcessCache
+from client_app.setup import client_indices
 from client_app.split_model import head_of, with_own_head
 from client_app.stacked import (
     Stack,
@@ -446,24 +447,45 @@ def test_as_many_clients_as_half_of_the_free_memory_holds(monkeypatch):
     config = subject.config(batch_size=8, cache_mb=3)
     ctx, method = subject.round(config, 1, {}), method_of(config)
     model, data, cuda = ctx.model, ctx.data, torch.device("cuda")
-    one = bytes_of_training(config, model, data, ctx.device)
+    one = bytes_of_training(config, model, data, ctx.device, 60)
     weights = sum(array.nbytes for array in model.state_dict().values())
     batch = 8 * 4 * int(torch.tensor(data.image_shape).prod())
     assert one > 6 * weights + 2 * batch + 3 * 2**20
     larger = subject.config(batch_size=16, cache_mb=5)
-    assert bytes_of_training(larger, model, data, ctx.device) > one + 2 * 2**20 + 2 * batch
+    twice = one + 2 * 2**20 + 2 * batch
+    assert bytes_of_training(larger, model, data, ctx.device, 60) > twice
+    halves = subject.config(batch_size=8, batches_per_epoch=4, cache_mb=5)  # batches of 15 or 16
+    assert bytes_of_training(halves, model, data, ctx.device, 61) > twice
     monkeypatch.setattr(client_app.stacked, "bytes_of_training", lambda *a: one)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: one)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
 
     def fitting(free, config=config, device=cuda):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-        return clients_that_fit(method, config, model, data, device)
+        return clients_that_fit(method, config, model, data, device, 60)
 
     assert [fitting(n * one) for n in (0, 3, 19, 20)] == [1, 2, 10, 10]
     assert fitting(20 * one, device=torch.device("cpu")) == 1
     compiled = dataclasses.replace(config, train=dataclasses.replace(config.train, compile=True))
     assert fitting(20 * one, compiled) == 1  # cannot be stacked
+
+
+def test_the_largest_client_says_how_many_clients_fit(tmp_path, monkeypatch):
+    """By its batches, with `batches-per-epoch`."""
+    seen = []
+
+    def fit(method, config, model, data, device, num_samples):
+        sizes = [len(client_indices(config, n, 5)[0]) for n in range(5)]
+        seen.append((num_samples, max(sizes), len(set(sizes))))
+        return 2
+
+    monkeypatch.setattr(handlers, "clients_that_fit", fit)
+    devices = {"cpu": torch.device("cpu"), "auto": torch.device("meta")}  # for want of a GPU
+    monkeypatch.setattr(handlers, "device_for", devices.get)
+    run_of(tmp_path, 0, method="fedavg", device="auto", **{"batches-per-epoch": 2})
+    num_samples, expected, num_sizes = seen[0]
+    assert num_samples == expected
+    assert num_sizes > 1
 
 
 def test_other_engines_refuse_stacked_clients(tmp_path, monkeypatch):
