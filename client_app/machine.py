@@ -26,11 +26,15 @@ def package_versions() -> dict[str, str]:
     return {name: version(name) for name in PACKAGES}
 
 
-def processors() -> dict[str, str]:
-    """The type of the CPU, by which torch chooses its kernels, and the GPU's name, or none."""
+def processors(device: torch.device) -> dict[str, str]:
+    """The type of the CPU, by which torch chooses its kernels, and the GPU's name, or none.
+
+    The GPU is this device, or on another device the machine's first.
+    """
+    gpu = device if device.type == "cuda" else None
     return {
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "gpu": torch.cuda.get_device_name(gpu) if torch.cuda.is_available() else "none",
     }
 
 
@@ -66,7 +70,7 @@ def data_digest(source: Source) -> str:
 def report_of(request: PreflightRequest) -> MachineReport:
     """What a worker answers to a preflight. ValueError for a device that it does not have."""
     device = device_for(request.config.train.device)
-    path, found = Path(request.token_path), processors()
+    path, found = Path(request.token_path), processors(device)
     precision, data = request.config.train.precision, request.data
     if precision == "auto":
         model = build_network(request.config, data.image_shape, data.num_classes)

@@ -527,10 +527,10 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         run.memory.write(run.directory.checkpoint_rounds())
     if is_last or server_round % rounds.checkpoint_interval == 0:
         checkpoint_digest = run.directory.save_checkpoint(checkpoint, config.model.model)
-        note_round(run.directory.path, server_round, checkpoint_digest)
+        note_round(run.directory.path, config, server_round, checkpoint_digest)
     elif server_round <= NUM_NOTED_ROUNDS:
         checkpoint_digest = digest(*checkpoint.pieces(config.model.model))
-        note_round(run.directory.path, server_round, checkpoint_digest)
+        note_round(run.directory.path, config, server_round, checkpoint_digest)
     return following, line
 
 

@@ -16,6 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from client_app.machine import machine, package_versions, processors
 from client_app.setup import client_indices, device_for
 from protocol.code import code_version, sources_digest
@@ -32,10 +34,13 @@ NUM_NOTED_ROUNDS = 3  # rounds whose checkpoints a replay can be compared with
 signed_files = ("config.json", "history.jsonl", "summary.json", "model.safetensors")
 
 
-def versions() -> dict[str, str]:
-    """Versions that the bits of a result depend on: sources, packages, Python, processor type."""
+def versions(device: torch.device) -> dict[str, str]:
+    """Versions that the bits of a result depend on: sources, packages, Python, processor type.
+
+    device: that the run trains on.
+    """
     own = {"sources": sources_digest(), "python": platform.python_version()}
-    return package_versions() | own | processors()
+    return package_versions() | own | processors(device)
 
 
 @lru_cache(maxsize=1)
@@ -119,7 +124,7 @@ def begin_manifest(
                 (directory / name).rename(directory / f"{name}.damaged")
         log.warning("%s; it is renamed to *.damaged, and a new one is begun", error)
         before = {"code": ["not recorded"]}
-    code = before.get("code", [])
+    code, device = before.get("code", []), device_for(config.train.device)
     if trains and before.get("rounds") and code_version() not in code:
         log.warning(
             "the code has changed since this run's last rounds (%s; now %s): the run will mix both",
@@ -127,7 +132,7 @@ def begin_manifest(
             code_version(),
         )
     fields: dict[str, Any] = {
-        "versions": before["versions"] if before.get("rounds") else versions(),
+        "versions": before["versions"] if before.get("rounds") else versions(device),
         "code": appended(code, code_version()) if trains else code,
         "keel": appended(before.get("keel", []), f"{keel_version()} {commit()}".strip()),
         "clients": num_clients,
@@ -142,8 +147,11 @@ def begin_manifest(
     if precisions:
         fields["precision"] = list(dict.fromkeys([*before.get("precision", []), *precisions]))
     if fields["simulated"]:
-        here = machine(device_for(config.train.device))
-        names = [*before.get("machines", []), here, *(each.report.machine for each in workers)]
+        names = [
+            *before.get("machines", []),
+            machine(device),
+            *(each.report.machine for each in workers),
+        ]
         fields["machines"] = list(dict.fromkeys(names))
     if workers:
         fields["workers"] = [
@@ -158,7 +166,9 @@ def appended(names: Sequence[str], name: str) -> list[str]:
     return list(dict.fromkeys([*names, name]))
 
 
-def note_round(directory: Path, server_round: int, checkpoint_digest: str) -> None:
+def note_round(
+    directory: Path, config: RunConfig, server_round: int, checkpoint_digest: str
+) -> None:
     """Record the checkpoint digest of one of the first rounds.
 
     Only if this and all rounds before it ran with the manifest's versions: after a resume with
@@ -168,7 +178,8 @@ def note_round(directory: Path, server_round: int, checkpoint_digest: str) -> No
         return
     manifest = read_manifest(directory)
     rounds = {n: noted for n, noted in manifest.get("rounds", {}).items() if int(n) < server_round}
-    if len(rounds) == server_round - 1 and manifest["versions"] == versions():
+    now = versions(device_for(config.train.device))
+    if len(rounds) == server_round - 1 and manifest["versions"] == now:
         rounds[str(server_round)] = checkpoint_digest
     update(directory, rounds=rounds)
 

@@ -19,6 +19,7 @@ from protocol.flower_compat.simulation import WorkerReply
 from protocol.messages import MachineReport, PreflightRequest, machine_content, machine_report
 from server_app import preflight
 from server_app.inline import InlineGrid
+from server_app.manifest import versions
 from server_app.preflight import (
     WorkerOnNode,
     checked_workers,
@@ -165,11 +166,18 @@ def test_a_worker_names_the_gpu_that_it_was_given(tmp_path, monkeypatch, visible
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible.split(",")))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "H1")
+    names = {1: "T2"}  # all others are called H1
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_name",
+        lambda device=None: names.get(device.index if device else 0, "H1"),
+    )
     found = report_of(request(tmp_path, device=device))
     assert found.device == label
-    assert found.machine == ("cuda: H1" if device != "cpu" else machine.machine(CPU))
-    assert ("H1" in found.capability) == (device != "cpu")
+    name = names.get(device_for(device).index, "H1")
+    assert found.machine == (f"cuda: {name}" if device != "cpu" else machine.machine(CPU))
+    assert found.capability.endswith(f", {name}") == (device != "cpu")
+    assert versions(device_for(device))["gpu"] == name
 
 
 @pytest.mark.usefixtures("gpus")

@@ -92,9 +92,9 @@ def checks(directory: Path, rounds: int) -> Iterator[Check]:
         yield Check(False, reason)
         return
     yield from file_checks(directory, manifest)
-    here = machine(device_for(read_run_config(directory).train.device))
-    used = [*machines_of(directory), here]
-    differing = differing_versions(manifest["versions"], versions(), any_gpu(used))
+    device = device_for(read_run_config(directory).train.device)
+    used = [*machines_of(directory), machine(device)]
+    differing = differing_versions(manifest["versions"], versions(device), any_gpu(used))
     keel = ", then ".join(manifest.get("keel", ["not recorded"]))
     found = "; ".join(differing) or "the same here"
     yield Check(True, f"versions: {found} (the run's Keel: {keel})")

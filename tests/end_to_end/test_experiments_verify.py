@@ -100,7 +100,7 @@ def test_a_manifest_names_keel_and_every_machine_that_worked_on_the_run(run, mon
     assert here.startswith("cpu: ")
     # resumed elsewhere: round 1 keeps the versions that its digest is of
     monkeypatch.setattr(server_app.manifest, "machine", lambda device: "cuda: another")
-    monkeypatch.setattr(server_app.manifest, "versions", lambda: {"torch": "another"})
+    monkeypatch.setattr(server_app.manifest, "versions", lambda device: {"torch": "another"})
     begin_manifest(folder, resolve_config(keys), 0, True, "")
     assert machines_of(folder) == [here, "cuda: another"]
     assert read_manifest(folder)["versions"] == manifest["versions"]
@@ -121,7 +121,7 @@ def test_another_commit_of_the_same_sources_is_the_same_place(run, monkeypatch):
     *_, found = (check.found for check in checks(folder, 1) if "versions" in check.found)
     assert found.startswith("versions: the same here (the run's Keel: ")
     monkeypatch.setattr(
-        "keel.experiments.verify.versions", lambda: {**versions(), "sources": "f" * 16}
+        "keel.experiments.verify.versions", lambda device: {**versions(device), "sources": "f" * 16}
     )
     *_, found = (check.found for check in checks(folder, 1) if "versions" in check.found)
     assert found.startswith(f"versions: sources {sources_digest()}, here {'f' * 16} (")

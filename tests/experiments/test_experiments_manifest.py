@@ -109,10 +109,10 @@ def test_only_rounds_of_the_versions_of_the_manifest_and_of_no_others_before_are
 ):
     def noted(*rounds, torch="a"):
         """The rounds noted after a start, or resume, under this torch that does these rounds."""
-        monkeypatch.setattr(server_app.manifest, "versions", lambda: {"torch": torch})
+        monkeypatch.setattr(server_app.manifest, "versions", lambda device: {"torch": torch})
         begin_manifest(folder, resolve_config(keys), 0, True, "")
         for number in rounds:
-            note_round(folder, number, f"{torch}{number}")
+            note_round(folder, resolve_config(keys), number, f"{torch}{number}")
         manifest = read_manifest(folder)
         return manifest["versions"]["torch"], " ".join(manifest.get("rounds", {}).values())
 
@@ -138,7 +138,7 @@ def test_a_resume_with_other_code_is_warned_of_once(tmp_path, monkeypatch, caplo
     begin("0")
     begin("a")
     assert not caplog.messages  # no round was trained with 0
-    note_round(tmp_path, 1, "0")
+    note_round(tmp_path, resolve_config(keys), 1, "0")
     for code in ("a", "b", "a", "b"):
         begin(code)
     (message,) = caplog.messages
