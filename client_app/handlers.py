@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import flwr
 import numpy as np
@@ -40,6 +41,7 @@ from client_app.node_config import (
     own_splits,
     state_folder,
 )
+from client_app.objective import LocalObjective
 from client_app.precision import products
 from client_app.process_cache import ProcessCaches, available_threads
 from client_app.round import RoundContext
@@ -54,7 +56,7 @@ from client_app.stacked import clients_that_fit, key_of_stack, train_stacked
 from client_app.state import ResetNeeded
 from client_app.worker_client import client_failed, run_and_round
 from data.decoding import ImageFileError
-from protocol.code import line_in_method
+from protocol.code import line_in_method, place_of
 from protocol.config import config_from_json
 from protocol.exact_sum import ExactSum
 from protocol.files import private_files
@@ -424,6 +426,7 @@ class Training:
     method: Method
     seconds: float
     cpu_seconds: float
+    versions: dict[str, int]  # of the received arrays: torch counts changes in place
 
 
 def begin_training(message: Message, context: Context, turns: ExitStack) -> Training:
@@ -439,7 +442,8 @@ def begin_training(message: Message, context: Context, turns: ExitStack) -> Trai
     charge_release(request.config, node, client_name(node), run, request.round)
     ctx, method = begin(), method_of(request.config)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    return Training(request, context, ctx, method, seconds, cpu_seconds)
+    versions = {name: array._version for name, array in ctx.received.items()}
+    return Training(request, context, ctx, method, seconds, cpu_seconds, versions)
 
 
 def train_one_round(message: Message, context: Context) -> RecordDict:
@@ -469,6 +473,8 @@ def measure_training(
     seconds, cpu_seconds: of training; this client's share where several train together.
     """
     request, ctx, method = training.request, training.ctx, training.method
+    check_received(training)
+    check_update(method, update)
     check_state(method, update)
     metrics: dict[str, float] = {
         "num-examples": len(ctx.train_samples),
@@ -485,8 +491,8 @@ def measure_training(
             *(request.round, ctx.client),
         )
         update.state = ctx.state
-    refuse_unless_finite(request.round, {"update": update.arrays, "extra": update.extra})
-    refuse_unless_finite(request.round, update.state)
+    groups = {"update": update.arrays, "extra": update.extra, **update.state}
+    refuse_unless_finite(request.round, groups, ctx.faults)
     if request.evaluate:
         metrics |= personal_metrics(method, ctx, update.state)
     update.arrays, update.extra = on_cpu(update.arrays), on_cpu(update.extra)
@@ -509,6 +515,35 @@ def finish_training(training: Training, update: Update, metrics: dict[str, float
     return reply_content(TrainReply(client, request.round, update.arrays, update.extra, metrics))
 
 
+def check_received(training: Training) -> None:
+    """TypeError if training has changed the received arrays, which other clients may read."""
+    now = {name: array._version for name, array in training.ctx.received.items()}
+    changed = [name for name, version in training.versions.items() if now.get(name) != version]
+    if changed:
+        raise TypeError(
+            f"{type(training.method).__name__} changes ctx.received[{changed[0]!r}] in place: "
+            "received arrays are not the client's own; clone them first"
+        )
+
+
+def check_update(method: Method, update: Any) -> None:
+    """TypeError if what came of local training is no `Update`, or a mean loss is no number."""
+    if not isinstance(update, Update):
+        source: Callable[..., Any] = method.phases
+        if type(method).train is not Method.train:
+            source = method.train
+        elif isinstance(method, LocalObjective) and type(method).phases is LocalObjective.phases:
+            source = method.finish
+        raise TypeError(f"{place_of(source)} returned {type(update).__name__}: expected an Update")
+    for term, value in update.terms.items():
+        try:
+            float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"{type(method).__name__}: Update.terms[{term!r}] is {value!r}: expected a number"
+            ) from error
+
+
 def check_state(method: Method, update: Update) -> None:
     """TypeError where a method returns client state that its flag denies, or none that it promises.
 
@@ -522,13 +557,17 @@ def check_state(method: Method, update: Update) -> None:
         )
 
 
-def refuse_unless_finite(round_: int, groups: dict[str, Arrays]) -> None:
-    """ValueError if training diverged: a client could never recover from such a state."""
+def refuse_unless_finite(round_: int, groups: dict[str, Arrays], faults: list[str]) -> None:
+    """ValueError if training diverged: a client could never recover from such a state.
+
+    faults: loss terms that were not finite although the weights were.
+    """
     for name, arrays in groups.items():
         if not all_finite(arrays):
             raise ValueError(
                 f"round {round_}: local training left values that are not finite in {name!r}; the "
-                "client state is unchanged. A smaller lr or clip-norm may help"
+                "client state is unchanged. "
+                + (f"The loss term {faults[0]}" if faults else "A smaller lr or clip-norm may help")
             )
 
 

@@ -20,6 +20,7 @@ from client_app.samples import Step
 from client_app.server_optimizer_terms import server_optimizer_terms
 from client_app.trainer import Duration, Phase
 from models import StagedModel
+from protocol.code import place_of
 from protocol.messages import Arrays
 from protocol.options import key_of, one_of, option
 
@@ -249,6 +250,14 @@ def loss_terms(
         penalty = objective.penalty(batch) if has_penalty else None
         if penalty is not None:
             terms["penalty"] = penalty
+        for name, term in terms.items():
+            if not isinstance(term, Tensor) or term.dim():
+                is_tensor = isinstance(term, Tensor)
+                found = f"shape {list(term.shape)}" if is_tensor else type(term).__name__
+                raise TypeError(
+                    f"{place_of(getattr(objective, name))} returned {found}: expected a scalar "
+                    "Tensor" + (" or None" if name == "penalty" else "")
+                )
         return terms | server_optimizer_terms(ctx, model)
 
 

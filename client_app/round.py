@@ -56,6 +56,7 @@ class RoundContext:
     model: this client's network on `device`, its weights not yet set.
     is_simulated: its data is a partition, and its noise may be drawn from the run's seed.
     caches: the caches in use, which share the run's `cache-mb`.
+    faults: the loss terms that were not finite in training, as `MeanTerms.fault` names them.
     """
 
     config: RunConfig
@@ -73,6 +74,7 @@ class RoundContext:
     is_simulated: bool
     networks: Networks = field(repr=False)
     caches: "WeakSet[Cache]" = field(default_factory=WeakSet, repr=False)
+    faults: list[str] = field(default_factory=list, repr=False)
 
     @property
     def lr_factor(self) -> float:

@@ -36,7 +36,7 @@ from client_app.method import Method, Phases, Update
 from client_app.precision import forward_in, products
 from client_app.round import RoundContext
 from client_app.samples import batch_size_for
-from client_app.trainer import Descent, Phase, add_to_gradients
+from client_app.trainer import Descent, Phase, add_to_gradients, total_loss
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, DatasetSpec
@@ -342,7 +342,7 @@ class Stack:
                 f"depends on it in begin_round, or set stacked-runs to 1 ({in_one_line(error)})"
             ) from error
         terms, observed = made if phase.observe else (made, None)  # [g, ...] each
-        functools.reduce(operator.add, terms.values()).sum().backward()
+        total_loss(terms, ctx).sum().backward()  # type: ignore[no-untyped-call]
         add_to_gradients(trained, [offset[rows] for offset in self.gradient_offsets])
         if self.train.clip_norm:
             clip_each(trained, self.train.clip_norm)

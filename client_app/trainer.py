@@ -1,9 +1,10 @@
 """The one loop of local training: SGD on the sum of some loss terms."""
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from models import StagedModel, own_memory
 from protocol.config import TrainConfig
 from protocol.messages import Arrays
 
+MAX_TRACED = 100  # steps whose loss terms can be read one by one after training
+
 
 @dataclass
 class MeanTerms:
@@ -24,6 +27,7 @@ class MeanTerms:
 
     sums: dict[str, Tensor]
     num_samples: int = 0
+    first_sums: list[list[Tensor]] = field(default_factory=list)  # after each of the first steps
 
     def add(self, terms: dict[str, Tensor], batch_size: int) -> None:
         """Add one batch, over which each term is a mean."""
@@ -31,6 +35,8 @@ class MeanTerms:
             term = value.detach() * batch_size
             self.sums[name] = self.sums[name] + term if name in self.sums else term
         self.num_samples += batch_size
+        if len(self.first_sums) < MAX_TRACED:
+            self.first_sums.append(list(self.sums.values()))
 
     def read(self) -> dict[str, float]:
         """The mean of each term over all samples added, in one copy from the device."""
@@ -41,6 +47,21 @@ class MeanTerms:
             name: total / max(1, self.num_samples)
             for name, total in zip(self.sums, totals, strict=True)
         }
+
+    def fault(self) -> str:
+        """The term that was the first not to be finite, its value and its step; "" if none was.
+
+        "" also where all were not finite at once after the first step, as after a step that was too
+        long: then the weights are at fault. Of the first 100 steps.
+        """
+        for number, sums in enumerate(self.first_sums, start=1):
+            values = torch.stack(sums).tolist()
+            bad = [n for n, value in enumerate(values) if not math.isfinite(value)]
+            if bad:
+                name = list(self.sums)[bad[0]]
+                is_weights = len(bad) == len(values) and number > 1
+                return "" if is_weights else f"`{name}` is {values[bad[0]]} in step {number}"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -137,7 +158,7 @@ def train_phase(ctx: RoundContext, phase: Phase) -> Descent:
                 made = phase.terms(phase.inputs(step))
             terms, observed = made if phase.observe else (made, None)
             optimizer.zero_grad()
-            functools.reduce(operator.add, terms.values()).backward()
+            total_loss(terms, ctx).backward()  # type: ignore[no-untyped-call]
             add_to_gradients(phase.parameters, phase.gradient_offsets)
             if train.clip_norm:
                 torch.nn.utils.clip_grad_norm_(phase.parameters, train.clip_norm)
@@ -150,7 +171,21 @@ def train_phase(ctx: RoundContext, phase: Phase) -> Descent:
             if phase.observe:
                 phase.observe(step, observed)
             sums.add(terms, len(step.y))
-    return Descent(sums.read(), len(rates), functools.reduce(operator.add, rates, 0.0))
+    means = sums.read()
+    if not all(map(math.isfinite, means.values())):
+        ctx.faults.extend(filter(None, [sums.fault()]))
+    return Descent(means, len(rates), functools.reduce(operator.add, rates, 0.0))
+
+
+def total_loss(terms: dict[str, Tensor], ctx: RoundContext) -> Tensor:
+    """The sum of the terms; TypeError if it has no gradient."""
+    total = functools.reduce(operator.add, terms.values())
+    if not total.requires_grad:
+        raise TypeError(
+            f"method {ctx.config.rounds.method}: the loss ({' + '.join(terms)}) depends on no "
+            "weight that is trained: compute it from the model's outputs, without detach"
+        )
+    return total
 
 
 def add_to_gradients(parameters: Sequence[Tensor], offsets: Sequence[Tensor]) -> None:

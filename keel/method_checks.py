@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from client_app.handlers import check_update
 from client_app.method import Update
 from client_app.methods import METHODS, method_of
 from client_app.objective import LocalObjective, objective_terms
@@ -121,7 +122,10 @@ class Subject:
 
     def trained(self, config: RunConfig, num_clients: int = 2) -> Update:
         """The update of round 1."""
-        return method_of(config).train(self.round(config, 1, {}, num_clients))
+        method = method_of(config)
+        update = method.train(self.round(config, 1, {}, num_clients))
+        check_update(method, update)
+        return update
 
 
 def options_documented(subject: Subject) -> None:
@@ -238,17 +242,22 @@ def norm(arrays: list[Tensor]) -> Tensor:
     return torch.stack([array.square().sum() for array in arrays]).sum().sqrt()
 
 
+def trains_on_what_it_receives(subject: Subject) -> None:
+    """Two rounds of one client give updates, and do not change the received arrays."""
+    config = subject.config()
+    ctx = subject.round(config, 2, subject.trained(config).state)
+    before = {name: array.clone() for name, array in ctx.received.items()}
+    method = method_of(config)
+    check_update(method, method.train(ctx))
+    require(same_bits(before, ctx.received), "training changes the received arrays in place")
+
+
 def frozen_models_get_no_gradient(subject: Subject) -> None:
-    """Received arrays and client state get no gradient, and training does not change them."""
+    """Received arrays and client state get no gradient."""
     loss = Loss(subject)
     loss.value().backward()  # type: ignore[no-untyped-call]
     touched = [array for array in loss.constants if array.grad is not None]
     require(not touched, "a gradient reaches the received arrays or the client state: detach them")
-    config = subject.config()
-    ctx = subject.round(config, 2, subject.trained(config).state)
-    before = {name: array.clone() for name, array in ctx.received.items()}
-    method_of(config).train(ctx)
-    require(same_bits(before, ctx.received), "training changes the received arrays in place")
 
 
 def batch_order_is_irrelevant(subject: Subject) -> None:
@@ -405,6 +414,7 @@ def flags_are_consistent(subject: Subject) -> None:
 CHECKS: dict[str, Callable[[Subject], None]] = {
     "options are documented and have defaults": options_documented,
     "source is named": source_is_named,
+    "a client trains, and received arrays stay as they are": trains_on_what_it_receives,
     "gradient is finite and equals finite differences": gradient_is_correct,
     "frozen models get no gradient": frozen_models_get_no_gradient,
     "order of the batch does not matter": batch_order_is_irrelevant,
@@ -436,8 +446,8 @@ def check_method(name: str, directory: Path) -> Iterator[Result]:
             except Exception as error:  # of the method's own code
                 outcome, reason = "FAIL", f"{type(error).__name__}{line_in_method(error)}: {error}"
             yield Result(outcome, text, " ".join(reason.split()))
-            if outcome == "FAIL" and check is options_documented:
-                return  # no other check could read the config
+            if outcome == "FAIL" and check in (options_documented, trains_on_what_it_receives):
+                return  # no other check could read the config, or train
     finally:
         logging.disable(logging.NOTSET)
         if home is None:

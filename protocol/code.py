@@ -2,10 +2,11 @@
 
 import hashlib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from protocol.catalogue import method_names, method_stem
 from protocol.config import app_folder
@@ -44,6 +45,15 @@ def code_version(sources: str = "", torch: str = "") -> str:
     """One line naming sources and torch, by default the installed ones; without torch's build."""
     torch = (torch or version("torch")).partition("+")[0]
     return f"sources {sources or sources_digest()}, torch {torch}"
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """ "NAME (FILE:LINE)" of a Python function or method, for an error about what it returned."""
+    code = function.__code__
+    path = Path(code.co_filename)
+    if path.is_relative_to(app_folder):
+        path = path.relative_to(app_folder)
+    return f"{function.__qualname__} ({path.as_posix()}:{code.co_firstlineno})"
 
 
 def line_in_method(error: BaseException) -> str:

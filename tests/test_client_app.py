@@ -1,10 +1,11 @@
 """The ClientApp through Flower's messages: what it answers, what it keeps, how it says no."""
 
 import json
+import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -33,6 +34,7 @@ from client_app.handlers import turn
 from client_app.machine import machine
 from client_app.method import train_alone
 from client_app.methods import METHODS, method_of
+from client_app.methods.fedprox import FedProx
 from client_app.node_config import own_architecture
 from client_app.process_cache import ProcessCache
 from client_app.setup import build_network, client_indices, open_source, pixels_of
@@ -517,6 +519,80 @@ def test_arrays_that_do_not_fit_are_an_error_of_one_line(tmp_path):
     arrays["classifier.bias"] = torch.zeros(4)
     reason = error_of(Client(config, tmp_path).ask("train", 1, arrays))
     assert "classifier.bias" in reason
+
+
+@dataclass(frozen=True)
+class ConstantLoss(FedProx):
+    def supervised(self, batch):
+        return torch.tensor(1.0)
+
+    def penalty(self, batch):
+        return None
+
+
+@dataclass(frozen=True)
+class FloatPenalty(FedProx):
+    def penalty(self, batch):
+        return 0.5
+
+
+@dataclass(frozen=True)
+class PenaltyPerSample(FedProx):
+    def penalty(self, batch):
+        return batch.logits.square().sum(1)
+
+
+@dataclass(frozen=True)
+class NoUpdate(FedProx):
+    def finish(self, update, ctx):
+        return None
+
+
+@dataclass(frozen=True)
+class TextAsTerm(FedProx):
+    def finish(self, update, ctx):
+        return replace(update, terms={"supervised": "x"})
+
+
+@dataclass(frozen=True)
+class InPlace(FedProx):
+    def begin_round(self, ctx):
+        for array in ctx.received.values():
+            array.mul_(0.5)
+
+
+@dataclass(frozen=True)
+class NanPenalty(FedProx):
+    def penalty(self, batch):
+        return (batch.logits.sum() - batch.logits.sum() - 1).sqrt()
+
+
+SCALAR = "expected a scalar Tensor"
+MISTAKES = {
+    ConstantLoss: r"method fedprox: the loss \(supervised\) depends on no weight that is trained",
+    FloatPenalty: rf"FloatPenalty.penalty \(.*:\d+\) returned float: {SCALAR} or None$",
+    PenaltyPerSample: rf"PenaltyPerSample.penalty \(.*:\d+\) returned shape \[\d+\]: {SCALAR}",
+    NoUpdate: r"NoUpdate.finish \(.*:\d+\) returned NoneType: expected an Update$",
+    TextAsTerm: r"TextAsTerm: Update.terms\['supervised'\] is 'x': expected a number$",
+    InPlace: r"InPlace changes ctx.received\['stages.conv1.body.weight'\] in place",
+    NanPenalty: r"not finite in 'update'; .* The loss term `penalty` is nan in step 1$",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_method_says_which_function_and_what_is_expected(
+    mistake, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(METHODS, "fedprox", mistake)
+    config = make_config(method="fedprox")
+    reason = error_of(Client(config, tmp_path).ask("train", 1, initial(config)))
+    assert re.search(MISTAKES[mistake], reason), reason
+
+
+def test_too_long_a_step_is_not_blamed_on_a_loss_term(tmp_path):
+    config = make_config(method="fedprox", lr=1e30, **{"local-epochs": 3})
+    reason = error_of(Client(config, tmp_path).ask("train", 1, initial(config)))
+    assert reason.endswith("the client state is unchanged. A smaller lr or clip-norm may help")
 
 
 def test_a_damaged_state_is_an_error_and_not_a_fresh_start(tmp_path):

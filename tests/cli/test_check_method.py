@@ -19,6 +19,7 @@ from protocol.config import default_config
 # The checks that need the class alone: broken methods are put in the place of a sound one.
 OF_THE_CLASS = [
     "source is named",
+    "a client trains, and received arrays stay as they are",
     "gradient is finite and equals finite differences",
     "frozen models get no gradient",
     "order of the batch does not matter",
@@ -69,12 +70,27 @@ class WithUndeclaredState(FedProx):
 
 
 @dataclass(frozen=True)
+class WithFloat(FedProx):
+    def penalty(self, batch):
+        return 0.5
+
+
+@dataclass(frozen=True)
+class InPlace(FedProx):
+    def begin_round(self, ctx):
+        for array in ctx.received.values():
+            array.mul_(0.5)
+
+
+@dataclass(frozen=True)
 class WithPlaceholder(FedProx):
     paper: ClassVar[str] = "<authors and year>"
 
 
 BROKEN = {
     WithPlaceholder: ("source is named", "<authors and year> in "),
+    WithFloat: ("a client trains", "returned float: expected a scalar Tensor or None"),
+    InPlace: ("a client trains", "changes the received arrays in place"),
     WithWrongGradient: ("gradient is finite", "autograd gives"),
     WithGradientIntoReceived: ("frozen models", "detach"),
     WithOrder: ("order of the batch", "permuting"),
