@@ -168,7 +168,7 @@ class TrainConfig:
     clip_norm: float = option(at_least(0), "the gradient's norm is clipped to this; 0: no clipping")
     device: str = option(
         matching(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", "auto, cpu, cuda or cuda:N"),
-        "auto: cuda where there is one; cpu, cuda, cuda:1, ...",
+        "auto: cuda where there is one; cpu, cuda, cuda:1, ... (not with --engine flower)",
     )
     threads: int = option(
         at_least(0), "CPU threads of torch in each worker; 0: as many as the worker was assigned"

@@ -233,6 +233,14 @@ def prepared(
     overrides, num_clients = with_clients(overrides, config, options.clients, resumed)
     config = config_of(overrides, resumed)
 
+    if options.engine is Engine.flower and (gpu := config.train.device).startswith("cuda:"):
+        gpus = options.gpus_per_client
+        if gpus != 0 and int(gpu.removeprefix("cuda:")) >= max(1, gpus or 1):
+            raise ValueError(
+                f"device = {gpu!r}: with --engine flower Ray gives each worker its own GPU, which "
+                "is cuda:0 there: set device=cuda"
+            )
+
     from keel.deployment.superlink import check_connection
 
     directory = None

@@ -104,6 +104,11 @@ def test_options_that_do_not_fit_are_one_line(home, capsys, words, line):
         (["partition=classes", "classes-per-client=11"], "classes-per-client = 11: expected 1 to"),
         (["partition=shards", "shards-per-client=999"], "shards-per-client = 999 for 10 clients"),
         (["--engine", "flower", "clients-per-step=2"], "clients-per-step = 2: only --engine inl"),
+        (["--engine", "flower", "device=cuda:1"], "device = 'cuda:1': with --engine flower Ray"),
+        (
+            ["--engine", "flower", "--gpus-per-client", "2", "device=cuda:2"],
+            "device = 'cuda:2': with --engine flower Ray",
+        ),
         (["tracker=wandb"], "tracker = 'wandb': the package wandb is not installed"),
         (["run-name=old"], "run-name = 'old': {home}/runs/old exists: choose another name"),
         (["output-dir={home}/file/runs"], "output-dir: {home}/file/runs/"),
