@@ -236,14 +236,21 @@ def _labelled_images(folder: Path, present: list[str], class_names: list[str]) -
 
 def _read_npz(path: Path) -> RawSource:
     keys = ("x_train", "y_train", "x_test", "y_test")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(
+            f"{path}: not a readable npz file: it is cut short, or was not written by numpy.savez"
+        )
     try:
         with np.load(path) as file:
+            found = ", ".join(file.files[:10]) or "no arrays"
             arrays = {key: file[key] for key in keys if key in file}
     except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path}: not a readable npz file: {one_line(error)}") from error
     missing = [key for key in keys if key not in arrays]
     if missing:
-        raise ValueError(f"{path} has no {', '.join(missing)}; expected {', '.join(keys)}")
+        raise ValueError(
+            f"{path} has {found} and no {', '.join(missing)}; expected {', '.join(keys)}"
+        )
     for split in ("train", "test"):
         labels, num_images = arrays[f"y_{split}"], len(arrays[f"x_{split}"])
         if labels.dtype.kind not in "iu" or labels.shape != (num_images,):

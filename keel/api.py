@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keel.runs import SavedRun, find_run
-from protocol.config import keel_version
+from protocol.config import RENAMED_KEYS, default_config, keel_version
 from protocol.options import OptionValue
 
 if TYPE_CHECKING:
@@ -122,9 +122,15 @@ def run(
     """
     from keel.cli.run import Engine, EngineOptions, execute
 
+    if not isinstance(config, Mapping | None):
+        raise ValueError(
+            f"config = {config!r}: expected a dict of keys, such as {{'method': 'fedavg'}}"
+        )
     overrides = dict(config or {})
+    known = default_config().keys() | RENAMED_KEYS
     for name, value in keys.items():
         key = name.replace("_", "-")
+        key = key if key in known else name  # as it was written, for the error
         if key in overrides:
             raise ValueError(f"{key} is set twice")
         overrides[key] = value

@@ -509,6 +509,8 @@ def presets() -> dict[str, FlatConfig]:
 
 
 max_shown = 60  # names in a line
+# what other programs call a key
+OTHER_NAMES = {"learning-rate": "lr", "dataset": "source", "epochs": "local-epochs"}
 
 
 def refuse_unknown(what: str, name: str, allowed: list[str], method: str = "") -> None:
@@ -520,8 +522,11 @@ def refuse_unknown(what: str, name: str, allowed: list[str], method: str = "") -
         return
     table = [key for key in allowed if key.startswith(name.partition(".")[0] + ".")]
     own = f"{method}.{name}"
-    is_own = own in allowed
-    hint = f"; did you mean {own}?" if is_own else did_you_mean(name, table or allowed) or "."
+    near = own if own in allowed else OTHER_NAMES.get(name.replace("_", "-"))
+    if near in allowed:
+        hint = f"; did you mean {near}?"
+    else:
+        hint = did_you_mean(name, table or allowed) or "."
     shown = table if len(allowed) > max_shown and table else allowed
     if len(shown) > max_shown:
         more = " `keel keys` lists all." if hint == "." else ""

@@ -133,6 +133,8 @@ def test_intervals_have_the_ends_that_they_say(allowed, inside, outside):
     ("keys", "message"),
     [
         ({"num-round": 3}, "config key = 'num-round' is unknown; did you mean num-rounds"),
+        ({"learning-rate": 0.1}, "config key = 'learning-rate' is unknown; did you mean lr?"),
+        ({"dataset": "mnist"}, "config key = 'dataset' is unknown; did you mean source?"),
         ({"fedprox.m": 1.0}, "config key = 'fedprox.m' is unknown"),
         ({"local_epochs": 3}, "config key = 'local_epochs' is unknown; did you mean local-epochs"),
         ({"preset": "fedrcl-table1-cifar"}, "did you mean fedrcl-table1-cifar10"),

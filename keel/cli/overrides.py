@@ -8,6 +8,7 @@ from keel.cli.sizes import data_size
 from protocol.config import (
     NUMBER_WORDS,
     RENAMED_KEYS,
+    DataConfig,
     RunConfig,
     default_config,
     refuse_unknown,
@@ -101,13 +102,28 @@ def check_simulated(config: RunConfig, num_clients: int) -> None:
     check_trackers(rounds)
     rounds.check_cohort(max(1, round(rounds.fraction_train * num_clients)))
     size = data_size(config)
-    if size and size.num_train and size.num_classes and data.data_fraction == 1:
+    if size and size.num_train and size.num_classes:
+        if data.data_fraction < 1:
+            check_share(data, size.num_train, size.num_classes, num_clients)
         match data.partition:
-            case "dirichlet":
-                check_dirichlet(size.num_train, num_clients, data.min_samples)
             case "classes":
                 check_classes(size.num_classes, num_clients, data.classes_per_client)
+            case "dirichlet":
+                check_dirichlet(size.num_train, num_clients, data.min_samples)
             case "shards":
                 check_shards(size.num_train, num_clients, data.shards_per_client)
     if config.evaluated_clients != "none" and not data.local_test_fraction:
         raise config.no_test_part("client-0000")
+
+
+def check_share(data: DataConfig, num_train: int, num_classes: int, num_clients: int) -> None:
+    """ValueError if `data-fraction` leaves fewer images than the partition needs in any case."""
+    most = min(num_train, int(data.data_fraction * num_train) + num_classes)  # 1 of each at least
+    each = {"dirichlet": data.min_samples, "shards": data.shards_per_client}.get(data.partition, 1)
+    if each * num_clients > most:
+        key = {"dirichlet": "min-samples", "shards": "shards-per-client"}.get(data.partition)
+        raise ValueError(
+            f"data-fraction = {data.data_fraction:g} leaves at most {most:,} training images, and "
+            f"{num_clients} clients{f' with {key} = {each}' * bool(key)} need "
+            f"{each * num_clients:,}: raise data-fraction"
+        )

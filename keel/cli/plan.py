@@ -62,7 +62,10 @@ def data_text(data: DataConfig, size: SourceInfo | None) -> str:
     else:
         text = f"{data.source}: sizes are shown once it is read"
     if data.data_fraction < 1:
-        text += f"; {100 * data.data_fraction:g} % of the training images"
+        text += f"; data-fraction {data.data_fraction:g}"
+        if size and size.num_train:
+            num = max(size.num_classes or 1, round(data.data_fraction * size.num_train))
+            text += f", about {num:,} of the training images"
     keys = PARTITION_KEYS.get(data.partition, ())
     options = "".join(f", {key} {getattr(data, key.replace('-', '_'))}" for key in keys)
     return f"{text}; partition {data.partition}{options}"

@@ -100,6 +100,16 @@ def test_options_that_do_not_fit_are_one_line(home, capsys, words, line):
         (["--engine", "flower", "evaluate-clients=all"], "client client-0000 has no local test"),
         (["min-replies=11"], "min-replies = 11: only 10 clients train in a round"),
         (["aggregation=krum", "num-malicious=9"], "num-malicious = 9: krum needs 2 * 9 + 3 = 21"),
+        (
+            ["source=digits", "data-fraction=1e-9"],
+            "data-fraction = 1e-09 leaves at most 10 training images, and 10 clients with "
+            "min-samples = 10 need 100: raise data-fraction",
+        ),
+        (["source=digits", "data-fraction=1e-9", "partition=iid", "--clients", "11"], "data-frac"),
+        (
+            ["data-fraction=0.5", "partition=classes", "classes-per-client=11"],
+            "classes-per-client = 11: expected 1 to",
+        ),
         (["min-samples=5000"], "min-samples = 5000 for 10 clients needs 50000 samples"),
         (["partition=classes", "classes-per-client=11"], "classes-per-client = 11: expected 1 to"),
         (["partition=shards", "shards-per-client=999"], "shards-per-client = 999 for 10 clients"),

@@ -84,6 +84,10 @@ def test_mistakes_raise_one_line(home):
         keel.run(method=3)
     with pytest.raises(ValueError, match="'mehtod' is unknown; did you mean method"):
         keel.run(mehtod="fedcka")
+    with pytest.raises(ValueError, match=r"^config key = 'lambda_' is unknown"):
+        keel.run(lambda_=3)
+    with pytest.raises(ValueError, match=r"^config = 'fedavg': expected a dict of keys, such as"):
+        keel.run("fedavg")
     with pytest.raises(ValueError, match="alpha is set twice"):
         keel.run({"alpha": 1.0}, alpha=2.0)
     with pytest.raises(ValueError, match="engine = 'ray': expected inline or flower"):
