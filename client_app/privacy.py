@@ -57,7 +57,7 @@ def privatise(arrays: Arrays, ctx: RoundContext) -> Arrays:
     privacy = ctx.config.privacy
     if privacy.epsilon == 0:
         return arrays
-    flat = torch.cat([a.detach().double().cpu().flatten() for a in arrays.values()]).numpy()
+    flat = torch.cat([a.detach().cpu().double().flatten() for a in arrays.values()]).numpy()
     step = granularity(privacy, flat.size)
     words = seeded_words(ctx.seed("privacy")) if ctx.is_simulated else random_words
     steps = clip_to_grid(flat, privacy.clip_norm, step)

@@ -134,6 +134,21 @@ def test_every_released_value_is_a_multiple_of_the_stated_granularity(num, kind)
     assert steps.remainder(2).unique().numel() == 2 or num == 3  # and of no coarser one
 
 
+def test_a_release_is_read_as_float64_on_the_cpu_alone():
+    """MPS has no float64."""
+
+    class OnMps(torch.Tensor):
+        def cpu(self):
+            return self.as_subclass(torch.Tensor)
+
+        def double(self):
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+
+    arrays, now = {"a": torch.randn(5)}, private_round()
+    on_mps = {"a": arrays["a"].as_subclass(OnMps)}
+    assert_same_bits(privatise(on_mps, now), privatise(arrays, now))
+
+
 def test_without_epsilon_nothing_is_clipped_or_noised():
     arrays = arrays_from(4, scale=100)
     assert_same_bits(privatise(arrays, private_round(epsilon=0.0)), arrays)
