@@ -114,7 +114,8 @@ def imported(name: str) -> ModuleType:
 def options_class(path: Path, name: str) -> type[Any]:
     """Class `name` of a source file, reduced to its fields, flags and `__post_init__`.
 
-    ValueError if a method's class has a public attribute that is neither an option nor a flag.
+    ValueError if a method's class has a public attribute that is neither an option nor a flag, or
+    a public function that no base class has, which would never be called.
     """
     tree = _parsed(path)
     bases = _bases(path, name)
@@ -142,6 +143,32 @@ def options_class(path: Path, name: str) -> type[Any]:
             "of client_app/method.py; move a constant out of the class, or begin its name with _"
             + did_you_mean(unknown[0], flags)
         )
+    if path.parent == methods_folder and not name.startswith("_"):
+        _check_functions(path, name)
+    return found
+
+
+def _check_functions(path: Path, name: str) -> None:
+    """ValueError if a method's class has a public function that no base class has."""
+    inherited = _inherited_functions(path, name)
+    for part in _class_node(path, name).body:
+        if not isinstance(part, ast.FunctionDef) or part.name.startswith("_"):
+            continue
+        if part.name not in inherited:
+            raise ValueError(
+                f"{path}:{part.lineno}: {name}.{part.name}: no base class has a function of this "
+                "name, so Keel never calls it; begin the name of a helper with _"
+                + did_you_mean(part.name, inherited)
+            )
+
+
+def _inherited_functions(path: Path, name: str) -> set[str]:
+    """The names of the functions that the bases of a class define or inherit."""
+    found: set[str] = set()
+    for base, home in _bases(path, name).items():
+        body = _class_node(home, base).body
+        found |= {part.name for part in body if isinstance(part, ast.FunctionDef)}
+        found |= _inherited_functions(home, base)
     return found
 
 

@@ -160,16 +160,16 @@ class FedCR(Method):
         """The network with sampled features, its head tuned after the last round if configured."""
         model = with_own_head(ctx, state)
         if ctx.round == ctx.config.rounds.num_rounds and self.final_head_epochs:
-            self.tune_head(ctx, model)
+            self._tune_head(ctx, model)
         return Sampled(model, self.samples, ctx.seed("evaluation"))
 
-    def tune_head(self, ctx: RoundContext, model: StagedModel) -> None:
+    def _tune_head(self, ctx: RoundContext, model: StagedModel) -> None:
         """Train the head alone, on sampled features as in evaluation."""
         duration = Duration(self.final_head_epochs, "epochs")
         last_stage = model.stage_names[-1]
         model.eval().requires_grad_(False)
         head = model.classifier.train().requires_grad_(True)
-        draw = self.draws(ctx, "fine-tuning")
+        draw = self._draws(ctx, "fine-tuning")
         posteriors = FrozenFeatureCache(
             ctx,
             lambda x: model.run(x, [last_stage], to_logits=False)[1],
@@ -190,7 +190,7 @@ class FedCR(Method):
         )
         train_phase(ctx, phase)
 
-    def draws(self, ctx: RoundContext, stream: str) -> Callable[[Step], Tensor]:
+    def _draws(self, ctx: RoundContext, stream: str) -> Callable[[Step], Tensor]:
         """The function from a step to its eps [draws, B, dz], of this client's random stream."""
         generator = torch.Generator(ctx.device).manual_seed(ctx.seed("dropout", stream))
         width = ctx.model.feature_width
@@ -205,7 +205,7 @@ class FedCR(Method):
         m, deviation = ctx.extra["M"], ctx.extra["S"].clamp_min(smallest)  # [C, dz]
         product = Product(model.num_classes, model.feature_width, ctx.device)
         last_stage = model.stage_names[-1]
-        draw = self.draws(ctx, "batches")
+        draw = self._draws(ctx, "batches")
 
         def terms(inputs: tuple[Tensor, ...]) -> tuple[Arrays, tuple[Tensor, Tensor]]:
             x, y, eps, m_y, s_y = inputs

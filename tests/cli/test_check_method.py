@@ -76,6 +76,12 @@ class WithFloat(FedProx):
 
 
 @dataclass(frozen=True)
+class WithoutReturn(FedProx):
+    def penalty(self, batch):
+        batch.logits.square().mean()
+
+
+@dataclass(frozen=True)
 class InPlace(FedProx):
     def begin_round(self, ctx):
         for array in ctx.received.values():
@@ -90,6 +96,7 @@ class WithPlaceholder(FedProx):
 BROKEN = {
     WithPlaceholder: ("source is named", "<authors and year> in "),
     WithFloat: ("a client trains", "returned float: expected a scalar Tensor or None"),
+    WithoutReturn: ("a client trains", "WithoutReturn.penalty (tests/cli/test_check_method.py:"),
     InPlace: ("a client trains", "changes the received arrays in place"),
     WithWrongGradient: ("gradient is finite", "autograd gives"),
     WithGradientIntoReceived: ("frozen models", "detach"),

@@ -293,6 +293,21 @@ def test_a_flag_needs_no_annotation(folder):
     assert [f.name for f in dataclasses.fields(spec.options)] == ["mu"]
 
 
+def test_a_function_that_nothing_calls_is_refused(folder):
+    with_line(folder, "def penalti(self, batch): return batch.logits.sum()")
+    message = r"my_method\.py:\d+: MyMethod\.penalti: .*; did you mean penalty\?"
+    with pytest.raises(ValueError, match=message):
+        method_spec("my-method")
+
+
+def test_a_function_of_any_base_class_and_a_private_helper_are_accepted(folder):
+    with_line(folder, "def penalty(self, batch): return self._half(batch)")
+    with open(folder / "my_method.py", "a") as file:
+        file.write("\n    def personal_model(self, ctx, state): return None\n")
+        file.write("\n    def _half(self, batch): return batch.logits.sum() / 2\n")
+    assert method_spec("my-method").is_local_objective
+
+
 @pytest.mark.parametrize("annotation", [": ClassVar[bool]", ""])
 def test_a_misspelt_flag_is_refused(folder, annotation):
     with_line(folder, f"has_own_server_hlaf{annotation} = True")
