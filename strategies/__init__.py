@@ -5,15 +5,22 @@ A server half of its own is in strategies/<name>.py.
 
 import pkgutil
 import sys
+from inspect import isfunction
 
 from models import StagedModel
 from protocol.catalogue import imported, method_spec, method_stem
+from protocol.code import place_of
 from protocol.config import RunConfig
+from protocol.options import did_you_mean
 from strategies.average import Average
 
 
 def server_half(method: str) -> type[Average]:
-    """The class of a method's server half. ValueError where its own is missing or not announced."""
+    """The class of a method's server half.
+
+    ValueError where its own is missing or not announced, or has a public function that no
+    base class has, which would never be called.
+    """
     has_own, stem = method_spec(method).has_own_server_half, method_stem(method)
     halves: list[type[Average]] = []
     if module := sys.modules.get(f"{__name__}.{stem}"):
@@ -25,7 +32,20 @@ def server_half(method: str) -> type[Average]:
             f"and strategies/{stem}.py defines {len(halves)} subclasses of Average: "
             f"expected {int(has_own)}"
         )
+    for half in halves:
+        _check_functions(half)
     return halves[0] if halves else Average
+
+
+def _check_functions(half: type[Average]) -> None:
+    """ValueError if a server half has a public function that no base class has."""
+    inherited = {name for base in half.__bases__ for name in dir(base)}
+    for name, value in vars(half).items():
+        if isfunction(value) and not name.startswith("_") and name not in inherited:
+            raise ValueError(
+                f"{place_of(value)}: no base class has a function of this name, so Keel never "
+                "calls it; begin the name of a helper with _" + did_you_mean(name, inherited)
+            )
 
 
 def strategy_for(config: RunConfig, model: StagedModel) -> Average:

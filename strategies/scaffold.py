@@ -41,7 +41,7 @@ class ScaffoldServer(Average):
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """Lines 16 and 17; buffers are averaged."""
         average = super().next_arrays(current, replies)
-        weights, total = self.control_weights(replies)
+        weights, total = self._control_weights(replies)
         for name in self.c:
             for reply, weight in zip(replies, weights, strict=True):
                 dc = reply.extra[f"dc.{name}"]
@@ -50,7 +50,7 @@ class ScaffoldServer(Average):
         stepped = {n: current[n] + eta_g * (average[n] - current[n]) for n in self.trainable}
         return average | stepped
 
-    def control_weights(self, replies: list[TrainReply]) -> tuple[list[float], float]:
+    def _control_weights(self, replies: list[TrainReply]) -> tuple[list[float], float]:
         """p_i of the replies' clients, and the sum of all clients', up to a common factor.
 
         The same in every round.

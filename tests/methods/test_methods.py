@@ -326,6 +326,13 @@ def test_a_server_half_without_its_flag_is_refused(monkeypatch):
         server_half("fedreco")
 
 
+def test_a_function_of_a_server_half_that_nothing_calls_is_refused(monkeypatch):
+    half = server_half("fedreco")
+    monkeypatch.setattr(half, "next_arays", lambda self, current, replies: current, raising=False)
+    with pytest.raises(ValueError, match=r"tests/methods/.*; did you mean next_arrays\?"):
+        server_half("fedreco")
+
+
 def test_a_server_half_that_is_missing_is_named(monkeypatch):
     spec = dataclasses.replace(method_spec("moon"), has_own_server_half=True)
     monkeypatch.setattr(strategies, "method_spec", lambda name: spec)
