@@ -17,7 +17,7 @@ from torch import Tensor
 
 from client_app.handlers import check_update
 from client_app.method import Method, Update
-from client_app.methods import METHODS, method_of
+from client_app.methods import method_class, method_of
 from client_app.objective import LocalObjective, is_at_limit, objective_terms
 from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
@@ -131,7 +131,7 @@ class Subject:
 
 def options_documented(subject: Subject) -> None:
     """Every option has a constraint, a description and a default, and every default an option."""
-    name, cls = subject.name, METHODS[subject.name]
+    name, cls = subject.name, method_class(subject.name)
     defaults = {key for key in default_config() if key.startswith(f"{name}.")}
     options = {f"{name}.{key}" for key in keys_of(cls)}
     missing, unknown = sorted(options - defaults), sorted(defaults - options)
@@ -144,7 +144,7 @@ def options_documented(subject: Subject) -> None:
 
 def source_is_named(subject: Subject) -> None:
     """The file's docstring and `paper` hold none of the placeholders of `keel new-method`."""
-    cls = METHODS[subject.name]
+    cls = method_class(subject.name)
     text = f"{inspect.getdoc(inspect.getmodule(cls))} {cls.paper}"
     left = [each for each in placeholders() if each in text]
     require(not left, f"{', '.join(left)} in {inspect.getfile(cls)}: name the source there")
@@ -383,7 +383,7 @@ def flags_are_consistent(subject: Subject) -> None:
     """What the capability flags allow works, and what they rule out is refused."""
     config = subject.config()
     method, name = method_of(config), subject.name
-    cls, spec = METHODS[name], method_spec(name)
+    cls, spec = method_class(name), method_spec(name)
     for flag in FLAGS:
         of_class, of_file = getattr(cls, flag), getattr(spec, flag)
         require(

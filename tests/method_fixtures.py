@@ -15,7 +15,19 @@ from client_fixtures import (
     train,
 )
 
+from client_app.methods import method_class
 from client_app.setup import build_network
+from protocol.catalogue import method_names
+
+METHODS = {name: method_class(name) for name in method_names()}
+
+
+def with_method(monkeypatch, name, cls):
+    """Has `method_class` return `cls` for the method."""
+    found = METHODS | {name: cls}
+    for module in ("client_app.methods", "keel.method_checks"):
+        monkeypatch.setattr(f"{module}.method_class", found.__getitem__)
+
 
 HEAD = {"classifier.weight", "classifier.bias"}
 

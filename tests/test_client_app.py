@@ -28,12 +28,13 @@ from client_fixtures import (
     small_source,
 )
 from flwr.app import ConfigRecord, RecordDict
+from method_fixtures import METHODS, with_method
 from PIL import Image
 
 from client_app.handlers import turn
 from client_app.machine import machine
 from client_app.method import train_alone
-from client_app.methods import METHODS, method_of
+from client_app.methods import method_of
 from client_app.methods.fedprox import FedProx
 from client_app.node_config import own_architecture
 from client_app.process_cache import ProcessCache
@@ -583,7 +584,7 @@ MISTAKES = {
 def test_a_mistake_in_a_method_says_which_function_and_what_is_expected(
     mistake, tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(METHODS, "fedprox", mistake)
+    with_method(monkeypatch, "fedprox", mistake)
     config = make_config(method="fedprox")
     reason = error_of(Client(config, tmp_path).ask("train", 1, initial(config)))
     assert re.search(MISTAKES[mistake], reason), reason

@@ -14,6 +14,7 @@ from client_fixtures import (
     small_source,
     subject_of,
 )
+from method_fixtures import METHODS
 from run_fixtures import without_pictures
 from safetensors.torch import load_file
 
@@ -21,7 +22,7 @@ import client_app.process_cache
 import client_app.stacked
 from client_app import handlers
 from client_app.method import Method, Update
-from client_app.methods import METHODS, method_of
+from client_app.methods import method_of
 from client_app.methods.fedrep import FedRep
 from client_app.process_cache import ProcessCache
 from client_app.setup import client_indices

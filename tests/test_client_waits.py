@@ -13,11 +13,12 @@ from client_fixtures import (
     keel_home_of_tests,  # noqa: F401 (used by being here)
     subject_of,
 )
+from method_fixtures import METHODS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import client_app.trainer
-from client_app.methods import METHODS, method_of
+from client_app.methods import method_of
 
 READS = {
     "item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "unique", "masked_select",

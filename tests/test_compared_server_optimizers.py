@@ -13,8 +13,9 @@ from client_fixtures import (
     make_round,
     train,
 )
+from method_fixtures import METHODS
 
-from client_app.methods import METHODS, method_of
+from client_app.methods import method_of
 from client_app.objective import LocalObjective
 from client_app.setup import build_network
 from protocol.messages import TrainReply

@@ -11,9 +11,10 @@ import pytest
 from client_fixtures import (
     keel_home_of_tests,  # noqa: F401 (used by being here)
 )
+from method_fixtures import METHODS
 
 import protocol.config
-from client_app.methods import METHODS, method_of
+from client_app.methods import method_of
 from protocol.catalogue import (
     method_names,
     method_spec,

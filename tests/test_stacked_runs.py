@@ -10,12 +10,12 @@ from client_fixtures import (
     keel_home_of_tests,  # noqa: F401 (used by being here)
     small_source,
 )
+from method_fixtures import METHODS
 from rich.console import Console
 from run_fixtures import final_model, history_of, same_bits, without_pictures, without_times
 
 import server_app.stacked_runs
 from client_app import handlers
-from client_app.methods import METHODS
 from client_app.stacked import train_stacked
 from keel.experiments.verify import verify
 from protocol.files import digest

@@ -12,11 +12,8 @@ def method_class(name: str) -> type[Method]:
     return found
 
 
-METHODS: dict[str, type[Method]] = {name: method_class(name) for name in method_names()}
-
-
 def method_of(config: RunConfig) -> Method:
     """The run's method with its options; ValueError naming the key if one is not allowed."""
     name = config.rounds.method
-    refuse_unknown("method", name, list(METHODS))
-    return config.table(name, METHODS[name])
+    refuse_unknown("method", name, list(method_names()))
+    return config.table(name, method_class(name))

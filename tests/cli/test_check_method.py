@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import pytest
 import torch
+from method_fixtures import METHODS, with_method
 
 import keel.method_checks
-from client_app.methods import METHODS
 from client_app.methods.fedprox import FedProx
 from client_app.methods.fitnet import FitNet
 from client_app.methods.moon import MOON
@@ -115,7 +115,7 @@ def few_checks(monkeypatch):
 @pytest.mark.filterwarnings("ignore:var... degrees of freedom")  # of WithUnbiasedVariance
 @pytest.mark.parametrize("broken", BROKEN)
 def test_what_is_broken_fails_and_nothing_else(broken, few_checks, monkeypatch, tmp_path):
-    monkeypatch.setitem(METHODS, "fedprox", broken)
+    with_method(monkeypatch, "fedprox", broken)
     failed = [r for r in check_method("fedprox", tmp_path) if r.outcome == "FAIL"]
     check, reason = BROKEN[broken]
     assert [(r.check.startswith(check), reason in r.reason) for r in failed] == [(True, True)]

@@ -1,6 +1,9 @@
 """keel new-method writes files that pass the checks, and nothing where it refuses."""
 
+import os
 import shutil
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -76,3 +79,25 @@ def test_the_table_follows_the_last_one():
     config = tomllib.loads(changed)["tool"]
     assert config["flwr"]["app"]["config"] == {"last": {"b": 2}, "new": {"d": 4}}
     assert config["ruff"] == {"c": 3}
+
+
+def test_a_method_whose_file_is_broken_stops_no_other(checkout):
+    broken = checkout / "client_app" / "methods" / "broken.py"
+    broken.write_text("class Broken(\n")
+    use = "from client_app.methods import method_class; print(method_class({!r}).__name__)"
+    try:
+        found = [
+            subprocess.run(
+                [sys.executable, "-c", use.format(name)],
+                cwd=checkout,
+                env=os.environ | {"PYTHONPATH": ""},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            for name in ("moon", "broken")
+        ]
+    finally:
+        broken.unlink()
+    assert [(each.returncode, each.stdout) for each in found] == [(0, "MOON\n"), (1, "")]
+    assert "broken.py:1: '(' was never closed" in found[1].stderr

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from method_fixtures import METHODS
 from PIL import Image
 from run_fixtures import history_of, without_pictures
 
 import server_app.report
-from client_app.methods import METHODS
 from keel.cli.main import main
 from keel.cli.runs import differing_keys, is_flower, status_lines
 from keel.runs import SavedRun, all_runs, find_run, is_locked, lock_holder

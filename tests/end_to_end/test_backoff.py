@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from method_fixtures import METHODS
 from run_fixtures import (
     SMALL,
     all_models,
@@ -13,8 +14,6 @@ from run_fixtures import (
     summary_of,
     without_times,
 )
-
-from client_app.methods import METHODS
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ import pytest
 import torch
 from client_fixtures import assert_same_bits, differ
 from flwr.app import Message
+from method_fixtures import METHODS
 from safetensors.torch import load_file
 
 from client_app.evaluation import evaluate
-from client_app.methods import METHODS, method_of
+from client_app.methods import method_of
 from client_app.process_cache import ProcessCache
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, model_for, open_source, pixels_of

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from method_fixtures import METHODS
 from ray._private.utils import get_num_cpus
 from run_fixtures import (
     SMALL,
@@ -24,7 +25,6 @@ from run_fixtures import (
 from superlink_fixtures import SuperLink
 
 import strategies.average
-from client_app.methods import METHODS
 from protocol.code import sources_digest
 from protocol.options import OptionValue
 from protocol.processes import num_cores

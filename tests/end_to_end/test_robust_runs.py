@@ -1,9 +1,8 @@
 """Robust means in whole runs with a client that lies."""
 
 import pytest
+from method_fixtures import METHODS
 from run_fixtures import final_model, history_of, same_bits, summary_of
-
-from client_app.methods import METHODS
 
 robust = {
     "median": {"aggregation": "median"},

@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from method_fixtures import METHODS
 from run_fixtures import SMALL, history_of, resume, summary_of
 
 import server_app.trackers
-from client_app.methods import METHODS
 from client_app.methods.moon import MOON
 from keel.runs import SavedRun
 from protocol.config import keel_version

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from data_fixtures import make_npz, random_images
 from flwr.app import Message, MessageType
+from method_fixtures import METHODS
 from run_fixtures import (
     NUM_CLIENTS,
     SMALL,
@@ -37,7 +38,7 @@ import server_app.client_registry
 import server_app.federation
 import server_app.inline
 from client_app.method import Update
-from client_app.methods import METHODS, method_of
+from client_app.methods import method_of
 from client_app.objective import LocalObjective
 from client_app.setup import model_for, open_source, pixels_of
 from client_app.state import StateFolder

@@ -16,9 +16,9 @@ from typing import Any
 import click
 import pytest
 import typer
+from method_fixtures import METHODS
 from rich.console import Console
 
-from client_app.methods import METHODS
 from keel.cli import experiments as command_line
 from keel.experiments import runner
 from keel.experiments.archive import pack, unpacked

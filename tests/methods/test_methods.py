@@ -19,13 +19,14 @@ from client_fixtures import (
     make_config,
     make_round,
 )
+from method_fixtures import METHODS
 
 import client_app.objective
 import protocol.catalogue
 import strategies
 from client_app.handlers import check_state
 from client_app.method import Method, Update
-from client_app.methods import METHODS, method_of
+from client_app.methods import method_of
 from client_app.objective import LocalObjective
 from client_app.setup import build_network
 from protocol.catalogue import FLAGS, imported, method_names, method_spec

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from client_app.methods import METHODS, method_of
+from client_app.methods import method_of
 from keel.cli.sizes import SIZES_FILE, Sizes
 from models import build_model
 from models.registry import PROJECTION_TAILS, PROJECTION_WIDTH
+from protocol.catalogue import method_names
 from protocol.config import resolve_config
 from protocol.models import MODELS
 
@@ -45,7 +46,7 @@ def measured_sizes(inputs: Sequence[tuple[int, int]] = INPUTS) -> Sizes:
                 counts[addition] = [two - 2 * (three - two), three - two]
             models[name][f"{channels}x{size}"] = counts
     methods = {}  # that add to the model
-    for name in METHODS:
+    for name in method_names():
         parts = method_of(resolve_config({"method": name})).model_parts()
         if parts.projection_heads or parts.projection != "none":
             methods[name] = HEADS if parts.projection_heads else parts.projection
