@@ -91,7 +91,12 @@ class LocalObjective(Method):
 
     def check_model(self, model: StagedModel) -> None:
         """ValueError if the network lacks a layer that is compared."""
-        self.layers(model)
+        names = self.layers(model)
+        if isinstance(names, str) or set(names) - set(model.layer_names):
+            raise ValueError(
+                f"{place_of(self.layers)} returned {names!r}: expected a list of layers of "
+                f"{model.name}: {', '.join(model.layer_names)}"
+            )
 
     def phases(self, ctx: RoundContext) -> Phases:
         """Local training as in FedAvg, on this objective, then `finish`."""
@@ -241,8 +246,8 @@ def loss_terms(
             y=y,
             logits=logits,
             reps=objective.represent(model, outputs) if has_penalty else [],
-            reps_global=reps.get("global", []),
-            reps_previous=reps.get("previous", []),
+            reps_global=_frozen_reps(objective, reps, "global"),
+            reps_previous=_frozen_reps(objective, reps, "previous"),
             global_model=constants.global_model,
             prepared=prepared,
         )
@@ -259,6 +264,27 @@ def loss_terms(
                     "Tensor" + (" or None" if name == "penalty" else "")
                 )
         return terms | server_optimizer_terms(ctx, model)
+
+
+class _NotComputed(list[Tensor]):
+    """In place of the representations that an objective reads without the flag for them."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError(self.reason)
+
+    __iter__ = __len__ = __getitem__ = _refuse
+
+
+def _frozen_reps(
+    objective: LocalObjective, reps: dict[str, list[Tensor]], slot: str
+) -> list[Tensor]:
+    if slot in reps or getattr(objective, f"uses_{slot}"):
+        return reps.get(slot, [])
+    place = place_of(objective.penalty)
+    return _NotComputed(f"{place} reads batch.reps_{slot}: set uses_{slot} = True in its class")
 
 
 def objective_terms(

@@ -131,6 +131,10 @@ def build_network(
             f"images are {shape[1]} x {shape[2]} pixels: the networks take squares; set "
             "image-size to a value from 28 to 64"
         )
+    if num_classes < 2:
+        raise ValueError(
+            f"source = {config.data.source!r} has {num_classes} class: expected at least 2"
+        )
     parts = method_of(config).model_parts()
     name = name or config.model.model
     model = build_model(

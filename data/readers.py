@@ -236,6 +236,8 @@ def _labelled_images(folder: Path, present: list[str], class_names: list[str]) -
 
 def _read_npz(path: Path) -> RawSource:
     keys = ("x_train", "y_train", "x_test", "y_test")
+    if path.is_dir():
+        raise ValueError(f"{path}: a folder; expected an npz file, or source=folder:{path}")
     if not zipfile.is_zipfile(path):
         raise ValueError(
             f"{path}: not a readable npz file: it is cut short, or was not written by numpy.savez"

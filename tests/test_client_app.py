@@ -568,11 +568,31 @@ class NanPenalty(FedProx):
         return (batch.logits.sum() - batch.logits.sum() - 1).sqrt()
 
 
+@dataclass(frozen=True)
+class WithoutItsFlag(FedProx):
+    def penalty(self, batch):
+        (z_g,) = batch.reps_global
+        return z_g.sum()
+
+
+@dataclass(frozen=True)
+class OneLayer(FedProx):
+    def layers(self, model):
+        return "features"
+
+
+@dataclass(frozen=True)
+class UnknownLayer(FedProx):
+    def layers(self, model):
+        return ["conv1", "conv99"]
+
+
 SCALAR = "expected a scalar Tensor"
 MISTAKES = {
     ConstantLoss: r"method fedprox: the loss \(supervised\) depends on no weight that is trained",
     FloatPenalty: rf"FloatPenalty.penalty \(.*:\d+\) returned float: {SCALAR} or None$",
     PenaltyPerSample: rf"PenaltyPerSample.penalty \(.*:\d+\) returned shape \[\d+\]: {SCALAR}",
+    WithoutItsFlag: r"WithoutItsFlag.penalty \(.*:\d+\) reads batch.reps_global: set uses_g",
     NoUpdate: r"NoUpdate.finish \(.*:\d+\) returned NoneType: expected an Update$",
     TextAsTerm: r"TextAsTerm: Update.terms\['supervised'\] is 'x': expected a number$",
     InPlace: r"InPlace changes ctx.received\['stages.conv1.body.weight'\] in place",
@@ -588,6 +608,22 @@ def test_a_mistake_in_a_method_says_which_function_and_what_is_expected(
     config = make_config(method="fedprox")
     reason = error_of(Client(config, tmp_path).ask("train", 1, initial(config)))
     assert re.search(MISTAKES[mistake], reason), reason
+
+
+@pytest.mark.parametrize(
+    ("mistake", "found"), [(OneLayer, "'features'"), (UnknownLayer, r"\['conv1', 'conv99'\]")]
+)
+def test_a_layer_that_the_network_lacks_is_refused_before_round_1(mistake, found):
+    message = rf"{mistake.__name__}\.layers \(.*:\d+\) returned {found}: expected a list .*, logits"
+    with pytest.raises(ValueError, match=message):
+        mistake(mu=0.1, half=True, squared=True).check_model(
+            build_network(make_config(), SHAPE, NUM_CLASSES)
+        )
+
+
+def test_data_of_one_class_are_refused_by_the_name_of_their_source():
+    with pytest.raises(ValueError, match=r"source = 'npz:.*' has 1 class: expected at least 2"):
+        build_network(make_config(), SHAPE, 1)
 
 
 def test_too_long_a_step_is_not_blamed_on_a_loss_term(tmp_path):

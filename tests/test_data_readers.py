@@ -325,6 +325,11 @@ def test_files_that_are_not_npz_are_refused(load, tmp_path, kind):
     assert rejected(load, f"npz:{path}").endswith(f"{path}: not a readable npz file: {reason}")
 
 
+def test_a_folder_in_place_of_an_npz_file(load, tmp_path):
+    message = rejected(load, f"npz:{tmp_path}")
+    assert message.endswith(f"expected an npz file, or source=folder:{tmp_path}")
+
+
 def test_an_npz_file_that_is_not_there(load, tmp_path):
     message = rejected(load, f"npz:{tmp_path}/no.npz", FileNotFoundError)
     assert f"{tmp_path}/no.npz does not exist; expected a file with x_train" in message

@@ -164,12 +164,13 @@ def test_a_damaged_manifest_is_set_aside_on_a_resume(home, trained, no_pictures,
     assert (copy / "manifest.json.damaged").read_text() == "[]"
 
 
-def test_a_directory_that_cannot_be_written_names_its_variable(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("home", ["{}/file", "/proc/none", "/proc/none/home"])
+def test_a_directory_that_cannot_be_written_names_its_variable(home, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path / "file" / "home"))
-    assert main(["run", "source=digits", f"output-dir={tmp_path}/runs"]) == 1
+    monkeypatch.setenv("KEEL_HOME", home.format(tmp_path))
+    assert main(["run", "source=digits", f"output-dir={tmp_path}/runs"]) in (1, 2)
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {tmp_path}/file/home")
+    assert error.startswith(f"error: {home.format(tmp_path).removesuffix('/home')}")
     assert "set KEEL_HOME" in error
     assert error.count("\n") == 1
 
