@@ -4,7 +4,8 @@ A server half of its own is in strategies/<name>.py.
 """
 
 import pkgutil
-import sys
+from contextlib import suppress
+from importlib.util import find_spec
 from inspect import isfunction
 
 from models import StagedModel
@@ -23,7 +24,8 @@ def server_half(method: str) -> type[Average]:
     """
     has_own, stem = method_spec(method).has_own_server_half, method_stem(method)
     halves: list[type[Average]] = []
-    if module := sys.modules.get(f"{__name__}.{stem}"):
+    if find_spec(f"{__name__}.{stem}"):
+        module = imported(f"{__name__}.{stem}")
         classes = [value for value in vars(module).values() if isinstance(value, type)]
         halves = [c for c in classes if issubclass(c, Average) and c.__module__ == module.__name__]
     if len(halves) != has_own:
@@ -56,6 +58,7 @@ def strategy_for(config: RunConfig, model: StagedModel) -> Average:
 # All of them now: a process that makes several runs records one digest of the sources for each, so
 # none of the code may be read later.
 for info in pkgutil.iter_modules(__path__):
-    imported(f"{__name__}.{info.name}")
+    with suppress(ValueError):  # of a broken file, raised again where the method is used
+        imported(f"{__name__}.{info.name}")
 
 __all__ = ["Average", "server_half", "strategy_for"]

@@ -1,5 +1,7 @@
 """The client half of every method, by name: each file here defines one."""
 
+from contextlib import suppress
+
 from client_app.method import Method
 from protocol.catalogue import imported, method_names, method_spec, method_stem
 from protocol.config import RunConfig, refuse_unknown
@@ -10,6 +12,12 @@ def method_class(name: str) -> type[Method]:
     module = imported(f"{__name__}.{method_stem(name)}")
     found: type[Method] = getattr(module, method_spec(name).class_name)
     return found
+
+
+# All at once: a process has to run the code that its digest is of, also if a file is edited later.
+for each in method_names():
+    with suppress(ValueError):  # of a broken file, raised again where the method is used
+        method_class(each)
 
 
 def method_of(config: RunConfig) -> Method:

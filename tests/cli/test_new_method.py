@@ -81,23 +81,33 @@ def test_the_table_follows_the_last_one():
     assert config["ruff"] == {"c": 3}
 
 
-def test_a_method_whose_file_is_broken_stops_no_other(checkout):
-    broken = checkout / "client_app" / "methods" / "broken.py"
+@pytest.mark.parametrize(
+    ("folder", "use"),
+    [
+        ("client_app/methods", "from client_app.methods import method_class as use"),
+        ("strategies", "from strategies import server_half as use"),
+    ],
+)
+def test_a_method_whose_file_is_broken_stops_no_other(checkout, folder, use):
+    method = checkout / "client_app" / "methods" / "broken.py"
+    shutil.copy(method.with_name("fedavg.py"), method)
+    broken = checkout / folder / "broken.py"
     broken.write_text("class Broken(\n")
-    use = "from client_app.methods import method_class; print(method_class({!r}).__name__)"
     try:
         found = [
             subprocess.run(
-                [sys.executable, "-c", use.format(name)],
+                [sys.executable, "-c", f"{use}; print(use({name!r}).__name__)"],
                 cwd=checkout,
                 env=os.environ | {"PYTHONPATH": ""},
                 capture_output=True,
                 text=True,
                 check=False,
             )
-            for name in ("moon", "broken")
+            for name in ("scaffold", "broken")
         ]
     finally:
-        broken.unlink()
-    assert [(each.returncode, each.stdout) for each in found] == [(0, "MOON\n"), (1, "")]
-    assert "broken.py:1: '(' was never closed" in found[1].stderr
+        method.unlink()
+        broken.unlink(missing_ok=True)
+    assert [each.returncode for each in found] == [0, 1]
+    assert found[0].stdout.startswith("Scaffold")
+    assert f"{folder}/broken.py:1: '(' was never closed" in found[1].stderr
