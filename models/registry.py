@@ -13,6 +13,7 @@ from models.resnet import resnet18, resnet20, resnet50
 from models.shufflenet import shufflenet
 from models.squeezenet import squeezenet
 from models.staged import Stage, StagedModel, Trunk
+from protocol.code import place_of
 from protocol.models import MODELS
 
 PROJECTION_TAILS: dict[str, Callable[[], nn.Module]] = {
@@ -87,7 +88,7 @@ def build_model(
         if seed is not None:
             # torch.manual_seed would reseed the GPUs too.
             torch.default_generator.manual_seed(seed)
-        trunk = BUILDERS[name](input_shape, *options)
+        trunk = _trunk_of(name, input_shape, *options)
         if projection == "gaussian":
             trunk = _gaussian(trunk)
         elif projection != "none":
@@ -100,6 +101,26 @@ def build_model(
             if init:
                 fan_in_(model.projection_heads)
     return model
+
+
+def _trunk_of(name: str, *arguments: object) -> Trunk:
+    """What the model's function returns. ValueError, naming the function, if that is no Trunk."""
+    if name not in BUILDERS:
+        raise ValueError(f"model = {name!r} is in MODELS, but not in BUILDERS: models/registry.py")
+    build = BUILDERS[name]
+    try:
+        trunk = build(*arguments)
+    except Exception as error:
+        raise ValueError(f"{place_of(build)}: {type(error).__name__}: {error}") from error
+    if not isinstance(trunk, Trunk):
+        raise ValueError(f"{place_of(build)} returned {type(trunk).__name__}: expected a Trunk")
+    for stage, module in trunk.stages.items():
+        if not isinstance(module, Stage) or set(stage) & set(".:"):
+            raise ValueError(
+                f"{place_of(build)}: stage {stage!r} is a {type(module).__name__}: expected a "
+                "Stage, under a name without dots and colons"
+            )
+    return trunk
 
 
 def _projected(trunk: Trunk, tail: nn.Module) -> Trunk:

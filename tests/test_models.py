@@ -12,7 +12,8 @@ from model_fixtures import undrawn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models import StagedModel, build_model
+from models import StagedModel, build_model, registry
+from models.staged import Stage, Trunk
 from protocol.models import MODELS
 
 each_model = pytest.mark.parametrize("name", MODELS)
@@ -418,6 +419,35 @@ def test_what_cannot_be_built_is_refused_in_one_line(change, words):
     message = str(error.value)
     assert "\n" not in message
     assert all(word in message for word in words), message
+
+
+def bare_module(input_shape, norm):
+    return Trunk({"conv1": nn.Conv2d(3, 8, 3)}, nn.Flatten(), 8)
+
+
+def named_with_a_dot(input_shape, norm):
+    return Trunk({"conv.1": Stage(nn.Conv2d(3, 8, 3), nn.ReLU())}, nn.Flatten(), 8)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda input_shape, norm: None, " returned NoneType: expected a Trunk"),
+        (lambda input_shape, norm: nowhere, ": NameError: name 'nowhere' is not defined"),  # noqa: F821
+        (bare_module, ": stage 'conv1' is a Conv2d: expected a Stage"),
+        (named_with_a_dot, ": stage 'conv.1' is a Stage: .* a name without dots"),
+    ],
+)
+def test_a_mistake_in_the_function_of_a_model_is_refused_with_its_place(build, reason, monkeypatch):
+    monkeypatch.setitem(registry.BUILDERS, "cnn-fedreco", build)
+    with pytest.raises(ValueError, match=rf"\(tests/test_models\.py:\d+\){reason}"):
+        build_model("cnn-fedreco", num_classes=10, channels=3, image_size=32)
+
+
+def test_a_model_that_only_one_of_the_two_tables_has(monkeypatch):
+    monkeypatch.delitem(registry.BUILDERS, "cnn-fedreco")
+    with pytest.raises(ValueError, match=r"model = 'cnn-fedreco' is in MODELS, but not in BUILD"):
+        build_model("cnn-fedreco", num_classes=10, channels=3, image_size=32)
 
 
 def test_unknown_layers_and_stages_are_refused_with_the_known_ones():

@@ -136,8 +136,8 @@ class WhileRead:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 1 failed, 2 refused, 130 interrupted.
 
-    User errors (ValueError) and system errors (OSError, RuntimeError) are one line on stderr;
-    anything else is a bug in Keel and shows its traceback. A closed pipe is no error.
+    User errors (ValueError, SyntaxError) and system errors (OSError, RuntimeError) are one line on
+    stderr; anything else is a bug in Keel and shows its traceback. A closed pipe is no error.
     """
     out, err = (stream and cast(TextIO, WhileRead(stream)) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
@@ -161,6 +161,9 @@ def executed(arguments: Sequence[str] | None) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {one_line(described(error))}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
+    except SyntaxError as error:  # in a file of a model or method of the user's own
+        print(f"error: {error.filename}:{error.lineno}: {error.msg}", file=sys.stderr)
+        return 2
     return code if isinstance(code, int) else 0
 
 

@@ -159,3 +159,13 @@ def test_ctrl_c_while_keel_is_imported_is_no_traceback(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "keel.cli.main", Interrupted("keel.cli.main"))
     assert keel.__main__.main() == 130
+
+
+def test_an_error_of_syntax_in_a_file_of_the_user_is_one_line(tmp_path, monkeypatch, capsys):
+    mine = tmp_path / "mine.py"
+    mine.write_text("x = 1\ny = = 2\n")
+    monkeypatch.setattr(
+        "keel.cli.runs.find_run", lambda name: compile(mine.read_text(), mine, "exec")
+    )
+    assert main(["watch", "one"]) == 2
+    assert capsys.readouterr().err == f"error: {mine}:2: invalid syntax\n"
