@@ -28,6 +28,7 @@ from protocol.messages import (
     record_bytes,
     tensors,
 )
+from protocol.text import shortened
 from strategies.aggregation import (
     RunningMean,
     aggregate,
@@ -58,7 +59,7 @@ log = logging.getLogger("keel.server")
 # Up to this size, a round's updates are held until all have come and summed in the order of the
 # clients' names. Larger ones are summed by `ExactSum`, where possible as they come.
 STREAM_BYTES = 2**29
-MAX_NAMED = 5  # clients in the error of a round with too few replies
+MAX_REASONS = 5  # in the error of a round with too few replies
 
 
 class TooFewRepliesError(RuntimeError):
@@ -460,9 +461,12 @@ class Average(Strategy):
                 *(server_round, client, self.backoff.failures[client], rounds.backoff_rounds),
             )
         if len(accepted) < rounds.fewest_replies:
-            reasons = [f"{client}: {why}" for client, why in self.report.left_out.items()]
-            if len(reasons) > MAX_NAMED:
-                reasons[MAX_NAMED:] = [f"and {len(reasons) - MAX_NAMED} more: see run.log"]
+            clients: dict[str, list[str]] = {}
+            for client, why in self.report.left_out.items():
+                clients.setdefault(why, []).append(client)
+            reasons = [f"{shortened(names)}: {why}" for why, names in clients.items()]
+            if len(reasons) > MAX_REASONS:
+                reasons[MAX_REASONS:] = [f"and {len(reasons) - MAX_REASONS} more: see run.log"]
             raise TooFewRepliesError(
                 f"round {server_round}: {len(accepted)} accepted replies, "
                 f"{rounds.fewest_replies_text}. {'; '.join(reasons)}"

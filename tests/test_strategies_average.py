@@ -715,15 +715,20 @@ def test_too_few_good_replies_end_the_round_with_one_line_that_names_them_all():
     )
 
 
-def test_the_line_of_a_round_with_too_few_replies_names_the_first_clients_of_many():
+@pytest.mark.parametrize(
+    ("reason", "end"),
+    [
+        ("disk full", "client-0, client-1, client-2, client-3, client-4 and 3 more: disk full"),
+        ("disk {} full", "; client-3: disk 3 full; client-4: disk 4 full; and 3 more: see run.log"),
+    ],
+)
+def test_the_line_of_a_round_with_too_few_replies_gives_each_reason_once(reason, end):
     strategy = average_of(num_clients=8)
     messages = ask(strategy, network().state_dict())
-    replies = [Message(Error(1, "OSError: disk full"), reply_to=m) for m in messages]
+    replies = [Message(Error(1, reason.format(n)), reply_to=m) for n, m in enumerate(messages)]
     with pytest.raises(TooFewRepliesError) as caught:
         strategy.aggregate_train(1, replies)
-    assert str(caught.value).endswith(
-        "; client-3: OSError: disk full; client-4: OSError: disk full; and 3 more: see run.log"
-    )
+    assert str(caught.value).endswith(end)
 
 
 def test_of_two_replies_a_robust_aggregation_takes_neither():
