@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from run_fixtures import SMALL, all_models, history_of, same_bits, summary_of, without_times
 
 from keel.cli.interrupts import ENDED, STOPPING
@@ -120,13 +121,17 @@ def test_a_second_ctrl_c_ends_a_flower_run_with_all_its_processes_at_once(tmp_pa
 
 @pytest.mark.slow
 def test_a_flower_run_that_fails_is_one_line_and_code_1(tmp_path):
-    """4,000 samples for each client is refused by the run itself, which has read the data."""
-    process = start(tmp_path, "run", *words, "min-samples=4000", "--engine", "flower",
-                    "--clients", "2")  # fmt: skip
+    """A folder with one class is refused by the run itself, which has read the data."""
+    for split in ("train", "test"):
+        folder = tmp_path / "data" / split / "only"
+        folder.mkdir(parents=True)
+        for number in range(60):
+            Image.new("L", (28, 28)).save(folder / f"{number}.png")
+    own = [f"source=folder:{tmp_path}/data", *(w for w in words if not w.startswith("source="))]
+    process = start(tmp_path, "run", *own, "--engine", "flower", "--clients", "2")
     out, err = process.communicate(timeout=200)
-    assert process.returncode == 1
-    assert err.startswith("error: ")
-    assert "min-samples" in err
+    assert process.returncode == 1, err
+    assert err.startswith(f"error: source = 'folder:{tmp_path}/data' has 1 class: expected")
     assert err.count("\n") == 1
     assert "Traceback" not in out
     assert started_by(tmp_path) == []
