@@ -269,11 +269,14 @@ def loss_terms(
 class _NotComputed(list[Tensor]):
     """In place of the representations that an objective reads without the flag for them."""
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    def __init__(self, objective: LocalObjective, slot: str) -> None:
+        self.objective, self.slot = objective, slot
 
     def _refuse(self, *_: Any) -> Any:
-        raise ValueError(self.reason)
+        raise ValueError(
+            f"{place_of(self.objective.penalty)} reads batch.reps_{self.slot}: set "
+            f"uses_{self.slot} = True in its class"
+        )
 
     __iter__ = __len__ = __getitem__ = _refuse
 
@@ -283,8 +286,7 @@ def _frozen_reps(
 ) -> list[Tensor]:
     if slot in reps or getattr(objective, f"uses_{slot}"):
         return reps.get(slot, [])
-    place = place_of(objective.penalty)
-    return _NotComputed(f"{place} reads batch.reps_{slot}: set uses_{slot} = True in its class")
+    return _NotComputed(objective, slot)
 
 
 def objective_terms(
