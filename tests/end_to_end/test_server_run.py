@@ -1025,8 +1025,8 @@ def test_when_all_fail_the_run_ends_saying_why_and_can_go_on_from_before(run, sp
     with pytest.raises(TooFewRepliesError) as caught:
         run(keys)
     text = str(caught.value)
-    assert text.startswith("round 3: 0 accepted replies, min-replies = 1. client-0000: ")
-    assert all(f"client-000{i}: " in text for i in range(4))
+    assert text.startswith("round 3: 0 accepted replies, min-replies = 1. client-0000")
+    assert all(re.search(rf"client-000{i}[:,] ", text) for i in range(4))
     assert "\n" not in text
     [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
     assert summary_of(broken)["status"] == f"failed: {text}"
