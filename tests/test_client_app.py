@@ -621,7 +621,7 @@ def test_a_layer_that_the_network_lacks_is_refused_before_round_1(mistake, found
         )
 
 
-def test_data_of_one_class_are_refused_by_the_name_of_their_source():
+def test_data_of_one_class_is_refused_and_its_source_named():
     with pytest.raises(ValueError, match=r"source = 'npz:.*' has 1 class: expected at least 2"):
         build_network(make_config(), SHAPE, 1)
 

@@ -14,7 +14,7 @@ def method_class(name: str) -> type[Method]:
     return found
 
 
-# All at once: a process has to run the code that its digest is of, also if a file is edited later.
+# All are imported now: a process must run the code that its digest is of, even if a file is edited.
 for each in method_names():
     with suppress(ValueError):  # of a broken file, raised again where the method is used
         method_class(each)

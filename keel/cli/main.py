@@ -192,8 +192,10 @@ def described(error: Exception) -> str:
     from protocol.config import keel_home
 
     home, path = keel_home(), Path(error.filename)
-    is_unusable = isinstance(error, PermissionError | NotADirectoryError) or not home.is_dir()
-    is_home = is_unusable and (path.is_relative_to(home) or home.is_relative_to(path))
+    if isinstance(error, PermissionError | NotADirectoryError):
+        is_home = path.is_relative_to(home)
+    else:  # the home itself cannot be made
+        is_home = not home.is_dir() and home.is_relative_to(path)
     hint = "; set KEEL_HOME to a directory that you can write to" if is_home else ""
     return f"{error.filename}: {error.strerror}{hint}"
 
