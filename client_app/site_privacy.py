@@ -22,7 +22,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -69,12 +69,6 @@ def variable_of(key: str) -> str:
     return f"KEEL_{key.upper().replace('-', '_')}"
 
 
-def stated(key: str, node_config: NodeConfig) -> list[object]:
-    """The limit's values in node config and environment; an empty variable counts as unset."""
-    found = node_config.get(key), os.environ.get(variable_of(key)) or None
-    return [value for value in found if value is not None]
-
-
 def check_names(node_config: NodeConfig) -> None:
     """PrivacyRefused for a key or variable that begins as a limit and is none.
 
@@ -85,7 +79,8 @@ def check_names(node_config: NodeConfig) -> None:
         ("keel_privacy", os.environ, [variable_of(key) for key in KEYS]),
     ):
         for name in given:
-            if name.lower().startswith(prefix) and name not in known and given[name] != "":
+            is_limit = name[: len(prefix)].lower() == prefix
+            if is_limit and name not in known and given[name] != "":
                 raise PrivacyRefused(
                     f"{name}: unknown privacy limit of this site; expected one of "
                     + ", ".join(known)
@@ -93,26 +88,41 @@ def check_names(node_config: NodeConfig) -> None:
 
 
 def site_limits(node_config: NodeConfig) -> SiteLimits:
-    """The limits in node config and environment; PrivacyRefused for one that is not > 0."""
+    """The limits in node config and environment; PrivacyRefused for one that is not > 0.
+
+    An empty variable counts as unset.
+    """
+    in_environment = tuple(os.environ.get(variable_of(key)) or None for key in KEYS)
+    return stricter_limits(tuple(node_config.get(key) for key in KEYS), in_environment)
+
+
+@lru_cache(maxsize=16)  # each message needs them
+def stricter_limits(own: Sequence[object], in_environment: Sequence[str | None]) -> SiteLimits:
+    """`site_limits` from the values of `KEYS` in the node config and in the environment."""
+    variables = dict(zip(KEYS, in_environment, strict=True))
+    stated = {
+        key: [value for value in pair if value is not None]
+        for key, *pair in zip(KEYS, own, in_environment, strict=True)
+    }
     values = []
     for key, default in DEFAULTS.items():
-        numbers = [positive(key, value) for value in stated(key, node_config)]
+        numbers = [positive(key, value) for value in stated[key]]
         if key == "privacy-budget-delta":
             if any(number >= 1 for number in numbers):
                 raise PrivacyRefused(f"{key} = {max(numbers):g} of this site: expected below 1")
-            if stated("privacy-budget-epsilon", {}) and not stated(key, {}):
+            if variables["privacy-budget-epsilon"] and not variables[key]:
                 numbers.append(default)  # no node config loosens a budget of the environment
         strictest = max if key == "privacy-min-noise-multiplier" else min
         values.append(strictest(numbers, default=default))
-    metrics = stated("privacy-metrics", node_config)
+    metrics = stated["privacy-metrics"]
     for value in metrics:
         if value not in METRICS:
             expected = " or ".join(METRICS)
             raise PrivacyRefused(f"privacy-metrics = {value!r} of this site: expected {expected}")
-    if any(stated(key, {}) for key in KEYS) and not stated("privacy-metrics", {}):
+    if any(in_environment) and not variables["privacy-metrics"]:
         metrics.append("withheld")  # the node config cannot allow what the environment does not
     allows_exact = set(metrics) == {"exact"}
-    is_set = "withheld" in metrics or any(stated(key, node_config) for key in DEFAULTS)
+    is_set = "withheld" in metrics or any(stated[key] for key in DEFAULTS)
     min_multiplier, clip, epsilon, delta = values
     return SiteLimits(min_multiplier, clip, epsilon, delta, allows_exact, is_set)
 
