@@ -2,7 +2,9 @@
 
 import importlib
 import inspect
+import itertools
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -16,10 +18,10 @@ from flwr.simulation.ray_transport.ray_actor import ClientAppActor, VirtualClien
 from ray._private.node import Node as RayNode
 from ray.exceptions import RayActorError
 
-from protocol.flower_compat import GPU_LOST, ray_backend
+from protocol.flower_compat import GPU_LOST, ray_backend, simulation_patches
 from protocol.flower_compat.ray_backend import ClusterBackend, Worker, gpu_share
 from protocol.flower_compat.simulation import WorkerThreads, vce_api_name, worker_variables
-from protocol.flower_compat.simulation_patches import limit_workers
+from protocol.flower_compat.simulation_patches import deliver_messages, limit_workers
 from protocol.ray_nodes import MAX_WORKERS, Node
 from server_app.preflight import START_TIMEOUT_S
 
@@ -164,6 +166,43 @@ def test_flower_is_asked_how_many_nodes_a_simulation_has():
     [(found, *others)] = made
     assert found.max_workers == 2
     assert others == ["app", {7: 0, 8: 1}, ("state",)]
+
+
+def test_messages_to_workers_are_looked_for_as_flower_does():
+    """With its arguments: each message once, in the order of the nodes, until the run is over."""
+    vce_api = importlib.import_module(vce_api_name)
+    names = list(inspect.signature(vce_api.add_messages_to_queue).parameters)
+    assert names == ["state", "queue", "nodes_mapping", "f_stop"]
+    assert "target=add_messages_to_queue," in inspect.getsource(vce_api.run_api)
+    waiting = {7: ["a", "b"], 8: ["c"]}
+    asked = []
+
+    def get_message_ins(node_id, limit):
+        asked.append(node_id)
+        found = [waiting[node_id].pop(0)] if waiting[node_id] else []
+        return found[:limit]
+
+    found, is_over = queue.Queue(), threading.Event()
+    state = SimpleNamespace(get_message_ins=get_message_ins)
+    arguments = (state, found, {7: 0, 8: 1}, is_over)
+    thread = threading.Thread(target=deliver_messages, args=arguments)
+    thread.start()
+    assert [found.get(timeout=10) for _ in range(3)] == ["a", "c", "b"]
+    is_over.set()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    assert set(asked) == {7, 8}
+
+
+@pytest.mark.parametrize(("looking_s", "pause_s"), [(0.00001, 0.01), (0.0005, 0.05), (2.0, 0.1)])
+def test_looking_for_messages_takes_a_hundredth_of_a_core_or_flowers_interval(
+    monkeypatch, looking_s, pause_s
+):
+    now, pauses = itertools.count(0.0, looking_s), []
+    monkeypatch.setattr(simulation_patches.time, "perf_counter", lambda: next(now))
+    is_over = SimpleNamespace(is_set=lambda: bool(pauses), wait=pauses.append)
+    deliver_messages(SimpleNamespace(), queue.Queue(), {}, is_over)
+    assert pauses == [pytest.approx(pause_s)]
 
 
 @pytest.mark.parametrize(

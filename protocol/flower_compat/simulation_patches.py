@@ -4,14 +4,20 @@ That process loads the ClientApp before it creates its backend, and `client_app.
 `replace_backend` there. It puts `ray_backend.ClusterBackend` in the place of Flower's `RayBackend`,
 and threads without a limit in the place of its `ThreadPoolExecutor()`: that one has
 min(32, cores + 4), each waits for one worker, and the workers beyond never get a message. The
-backend learns how many nodes the simulation has. No public way.
+backend learns how many nodes the simulation has. Flower looks for messages to the workers every
+0.1 s; `deliver_messages`, in the place of its function, does so more often. No public way.
 """
 
 import sys
-from collections.abc import Callable, Sized
+import threading
+import time
+from collections.abc import Callable, Mapping, Sized
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
+from queue import Queue
 from typing import Any
+
+from flwr.app import Message
 
 from protocol.flower_compat import replace
 from protocol.flower_compat.simulation import (
@@ -21,6 +27,8 @@ from protocol.flower_compat.simulation import (
     vce_api_name,
 )
 from protocol.ray_nodes import MAX_WORKERS
+
+MIN_LOOK_S, MAX_LOOK_S, LOOK_SHARE = 0.01, 0.1, 0.01
 
 
 def replace_backend() -> None:
@@ -35,6 +43,7 @@ def replace_backend() -> None:
 
         replace(raybackend, "RayBackend", ClusterBackend, ClusterBackend.__base__)
         module.run_api = limit_workers(module.run_api)  # type: ignore[attr-defined]
+        module.add_messages_to_queue = deliver_messages  # type: ignore[attr-defined]
         replace(module, "ThreadPoolExecutor", WorkerThreads, ThreadPoolExecutor)
     except BaseException as error:  # the ServerApp waits for the backend
         started.set_exception(RuntimeError(f"Flower's simulation: {error}"))
@@ -54,3 +63,19 @@ def limit_workers(run_api: Callable[..., None]) -> Callable[..., None]:
         run_api(app_fn, limited_backend, nodes, *rest)
 
     return limited
+
+
+def deliver_messages(
+    state: Any, queue: Queue[Message], nodes: Mapping[int, int], is_over: threading.Event
+) -> None:
+    """Put each message to one of the nodes into the queue of the workers, until the run is over.
+
+    Looks every 10 ms, or, up to 0.1 s, less often if that takes more than 1 % of a core.
+    """
+    while not is_over.is_set():
+        started = time.perf_counter()
+        for node in nodes:
+            for message in state.get_message_ins(node_id=node, limit=1):
+                queue.put(message)
+        took_s = time.perf_counter() - started
+        is_over.wait(min(max(MIN_LOOK_S, took_s / LOOK_SHARE), MAX_LOOK_S))
