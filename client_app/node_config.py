@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from client_app.setup import client_indices, open_source
-from client_app.state import NUM_REPEATED, StateFolder, memories
+from client_app.state import StateFolder, max_rounds_ahead, memories
 from client_app.worker_socket import worker_variable
 from data.sources import ImageSplit, Source
 from protocol.config import RunConfig, keel_home
@@ -138,7 +138,7 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
             f"run-dir = {sent[:200]!r}: expected the name of a run (letters, digits, '.', '_', "
             "'-') or, in a simulation, the path of its directory: this client writes nowhere else"
         )
-    max_ahead = NUM_REPEATED * request.config.rounds.checkpoint_interval
+    max_ahead = max_rounds_ahead(request.config.rounds.checkpoint_interval)
     if "state-dir" in node_config:
         base = Path(str(node_config["state-dir"]))
         clients = clients_folder().resolve()

@@ -30,9 +30,18 @@ Groups = dict[str, Arrays]
 version_name = re.compile(r"round-(\d+)-([0-9a-f]{16})\.(safetensors|damaged)")
 reset_markers = (RESET_FILE, "begin-anew")  # the second is its old name
 reset_record = re.compile(r"(?:state-was-reset|begun-anew)-(\d+)")  # the round that followed
-NUM_REPEATED = 2  # intervals that a resume may repeat: the server keeps as many checkpoints
+NUM_CHECKPOINTS = 2  # that the server keeps
 RUN_ID_FILE = "run-id"
 separator = "/"  # between group and array name; no parameter name has one
+
+
+def max_rounds_ahead(checkpoint_interval: int) -> int:
+    """The number of rounds by which no client is ahead of a resumed server.
+
+    A resume begins from any of the checkpoints. Clients may train in a round whose predecessor has
+    not been written to disk.
+    """
+    return NUM_CHECKPOINTS * checkpoint_interval + 1
 
 
 class ResetNeeded(ValueError):
@@ -89,7 +98,7 @@ class StateFolder:
     def __init__(
         self,
         folder: Path,
-        max_ahead: int = NUM_REPEATED,
+        max_ahead: int = max_rounds_ahead(1),
         memory: StateMemory | None = None,
         run_directory: Path | None = None,
         run_id: str = "",

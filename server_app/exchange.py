@@ -40,8 +40,8 @@ from protocol.text import in_one_line
 log = logging.getLogger("keel.server")
 MIN_POLL_S, MAX_POLL_S, POLL_GROWTH = 0.02, 0.5, 1.2
 DEPLOYED_POLL_S = 0.1  # MIN_POLL_S of a deployment: each poll costs the SuperLink time
-# simulation: every 30 ms, or less often if polling takes more than this share of a core
-SIMULATION_POLL_S, POLL_SHARE = 0.03, 0.005
+# simulation: every 10 ms, or less often if polling takes more than this share of a core
+SIMULATION_POLL_S, POLL_SHARE = 0.01, 0.005
 RETURN_TIMEOUT_S = 30.0  # for a SuperNode that went away to return
 LOOK_EVERY_S = 1.0  # interval of looking for it
 MAX_STOP_S = 30 * 86400.0  # simulation: a message that expires is lost with its reply
@@ -90,6 +90,7 @@ class Exchange:
         max_bytes: int = sys.maxsize,
         before_resend: Callable[[int], None] = lambda node: None,
         on_reply: Callable[[Message], None] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> list[Message]:
         """One reply for each message, in their order; an error where none came in time.
 
@@ -98,12 +99,13 @@ class Exchange:
         later while others are still awaited; one whose reply was lost, or whose ClientApp ended, is
         sent again, at most twice.
         The deadline moves by the time in which the SuperLink answers nothing, this process is
-        stopped, or clients train in this process.
+        stopped, clients train in this process, or `meanwhile` runs.
 
         what: description for the log. key: the config key that `timeout_s` comes from.
         max_bytes: of a reply; a larger one is refused while it arrives, as is a late one above the
         largest bound so far. before_resend: called with the node of a message before it is sent
         again. on_reply: takes each reply as it arrives; then none is held, and none returned.
+        meanwhile: called once, after the messages are sent.
 
         Raises the error of a SuperLink that is gone for good.
         """
@@ -150,8 +152,12 @@ class Exchange:
             waiting.update(dict.fromkeys(sent, node))
             return True
 
+        refused = self.push(list(asked.values()), waiting)
+        sent_at = time.monotonic()
+        meanwhile()
+        deadline += time.monotonic() - sent_at
         self.progress(what, 0, len(asked))
-        for message in self.push(list(asked.values()), waiting):
+        for message in refused:
             node = message.metadata.dst_node_id
             note_gone(node, failure(message, "its SuperNode is not connected"))
         is_inline = has_own_clients(self.grid)  # whose clients train while their replies are pulled

@@ -18,7 +18,7 @@ from client_app.precision import resolved
 from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of
 from client_app.stacked import check_stackable
-from client_app.state import NUM_REPEATED, StateMemory, memories
+from client_app.state import StateMemory, max_rounds_ahead, memories
 from data.sources import Source
 from models import StagedModel
 from protocol.config import RunConfig, resolve_config
@@ -132,6 +132,26 @@ class Run:
         """Whether clients are evaluated with models that change when they train, and then only."""
         method = self.method
         return method.is_personal and not (method.is_adapted_from_global or method.has_global_model)
+
+    def is_evaluated(self, server_round: int) -> bool:
+        """Whether accuracies are measured after this round."""
+        rounds = self.config.rounds
+        return server_round == rounds.num_rounds or server_round % rounds.evaluate_every == 0
+
+    def has_checkpoint(self, server_round: int) -> bool:
+        """Whether a checkpoint is written after this round, of this process."""
+        rounds = self.config.rounds
+        is_due = server_round % rounds.checkpoint_interval == 0
+        return server_round > self.start.round and (is_due or server_round == rounds.num_rounds)
+
+    @property
+    def overlaps_rounds(self) -> bool:
+        """Whether a round is evaluated and written to disk while clients train in the next one.
+
+        Not if the clients train in this process, and not with private releases: after a crash, a
+        resume repeats both rounds, and would request one release more of each client.
+        """
+        return not has_own_clients(self.grid) and not self.config.privacy.epsilon
 
     @property
     def keeps_scores(self) -> bool:
@@ -300,7 +320,7 @@ def prepare(
         *(data_of_run, workers, about, precisions if is_auto else ()),
         trains=start.round < config.rounds.num_rounds,
     )
-    memory = StateMemory(NUM_REPEATED * config.rounds.checkpoint_interval)
+    memory = StateMemory(max_rounds_ahead(config.rounds.checkpoint_interval))
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):
         memories[directory.path] = memory
     exchange = Exchange(grid, lambda n: roster[n].client if n in roster else f"on node {n}")
@@ -348,15 +368,34 @@ def run_rounds(
     reporter = Reporter(config, info_of(run, history), observers, lambda: privacy_spent(run))
     at_exit(reporter.interrupted)
     run.exchange.progress = reporter.replied
-    arrays = array_record(run.start.arrays)
+    arrays = array_record(run.start.arrays)  # after the last round that is on disk
+    trained: Trained | None = None  # the round after it, if it is being finished
     status = "finished"
-    try:
-        reporter.begin()
-        for server_round in range(run.start.round + 1, config.rounds.num_rounds + 1):
-            arrays, line = one_round(run, server_round, arrays)
+
+    def finish_round() -> None:
+        nonlocal arrays, trained
+        if trained:
+            newest, trained = trained, None
+            line = record_round(run, newest)
+            arrays = newest.arrays
             reporter.round_done(line)
             if not has_own_clients(run.grid):  # clients in this process reuse it
                 give_back_freed_memory()
+
+    try:
+        reporter.begin()
+        for server_round in range(run.start.round + 1, config.rounds.num_rounds + 1):
+            following = trained.arrays if trained else arrays
+            try:
+                newest = train_round(run, server_round, following, meanwhile=finish_round)
+            except Exception:
+                finish_round()
+                raise
+            finish_round()
+            trained = newest
+            if not run.overlaps_rounds:
+                finish_round()
+        finish_round()
     except BaseException as error:
         status = status_after(error)
         raise
@@ -394,12 +433,29 @@ def status_after(error: BaseException) -> str:
     return "stopped"
 
 
-def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRecord, Line]:
-    """Train, aggregate, evaluate, record; the next global arrays and the round's history line."""
+@dataclass(frozen=True)
+class Trained:
+    """A round that is aggregated and not yet on disk: the global arrays and the server's state.
+
+    line: the round's history line without the global model's score.
+    """
+
+    round: int
+    arrays: ArrayRecord
+    state: Arrays
+    line: Line
+
+
+def train_round(
+    run: Run, server_round: int, arrays: ArrayRecord, meanwhile: Callable[[], None]
+) -> Trained:
+    """Train, aggregate, and evaluate on the clients where that is due.
+
+    meanwhile: called once the clients have been asked to train.
+    """
     config, strategy = run.config, run.strategy
     rounds = config.rounds
-    is_last = server_round == rounds.num_rounds
-    is_evaluated = is_last or server_round % rounds.evaluate_every == 0
+    is_evaluated = run.is_evaluated(server_round)
     evaluated = config.evaluated_clients if is_evaluated else "none"
     # a client's own model does not change between training and evaluation: one message does both
     scores_in_replies = evaluated != "none" and run.has_own_models
@@ -411,12 +467,14 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     if run.registry.has_changed:
         save_roster(run.directory.path / ROSTER_FILE, run.roster)
         run.registry.has_changed = False
-    checkpoint_rounds = run.directory.checkpoint_rounds()
+    checkpoint_rounds = {*run.directory.checkpoint_rounds()}
+    if run.has_checkpoint(server_round - 1):  # it may still be unwritten
+        checkpoint_rounds.add(server_round - 1)
     run_dir = name_for_clients(run)
     is_measured = run.monitor is not None and run.monitor.is_due(server_round)
     strategy.keeps_updates = is_measured
     request = TrainRequest(
-        *(config, run.data, server_round, checkpoint_rounds, scores_in_replies, run_dir),
+        *(config, run.data, server_round, sorted(checkpoint_rounds), scores_in_replies, run_dir),
         run.directory.id,
     )
     messages = list(
@@ -442,6 +500,12 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         summing = Summing(shares, strategy.limits, like, strategy.take_sum)
         run.grid.summing = summing if shares else None
 
+    def finish_before() -> None:
+        nonlocal started
+        before = time.perf_counter()
+        meanwhile()
+        started += time.perf_counter() - before
+
     to_ask = messages
     while to_ask:
         note_releases(*(message.metadata.dst_node_id for message in to_ask))
@@ -452,6 +516,7 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
             max_bytes=strategy.max_reply_bytes(),
             before_resend=note_releases,
             on_reply=lambda reply: strategy.accept(server_round, reply),
+            meanwhile=finish_before,
         )
         again = strategy.to_ask_again()
         to_ask = [message for message in messages if message.metadata.dst_node_id in again]
@@ -485,8 +550,6 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
         )
         seconds["diagnostics"] = time.perf_counter() - started
         started = time.perf_counter()
-    if is_evaluated and rounds.evaluate_global and run.method.has_global_model:
-        line["global"] = global_score(run, following)
     if evaluated != "none":
         scored: list[TrainReply] = list(report.accepted) if scores_in_replies else []
         clients: Set[str] = {reply.client for reply in report.accepted}
@@ -515,23 +578,36 @@ def one_round(run: Run, server_round: int, arrays: ArrayRecord) -> tuple[ArrayRe
     strategy.report = RoundReport()  # this round's updates are not held during the next
     run.exchange.drain()
     line["late"] = run.exchange.take_late()
-    line["seconds"] = {name: round(value, 4) for name, value in seconds.items()}
-    line = finite_or_null(line)
-    # before the checkpoint: a resume drops what is ahead of it
-    append_history(run.directory.path / HISTORY_FILE, line)
+    line["seconds"] = seconds
     state = strategy.state()
     if config.privacy.epsilon:
         state |= run.directory.release_state()
-    checkpoint = Checkpoint(server_round, tensors(following), state)
-    if is_last or server_round % rounds.snapshot_every == 0:
+    return Trained(server_round, following, state, line)
+
+
+def record_round(run: Run, trained: Trained) -> Line:
+    """Evaluate the global model where that is due, and write the round to disk; its line."""
+    rounds, server_round = run.config.rounds, trained.round
+    line: Line = trained.line
+    started = time.perf_counter()
+    if run.is_evaluated(server_round) and rounds.evaluate_global and run.method.has_global_model:
+        line["global"] = global_score(run, trained.arrays)
+    line["seconds"]["evaluation"] += time.perf_counter() - started
+    line["seconds"] = {name: round(value, 4) for name, value in line["seconds"].items()}
+    line = finite_or_null(line)
+    # before the checkpoint: a resume drops what is ahead of it
+    append_history(run.directory.path / HISTORY_FILE, line)
+    model = run.config.model.model
+    checkpoint = Checkpoint(server_round, tensors(trained.arrays), trained.state)
+    if server_round == rounds.num_rounds or server_round % rounds.snapshot_every == 0:
         run.memory.write(run.directory.checkpoint_rounds())
-    if is_last or server_round % rounds.checkpoint_interval == 0:
-        checkpoint_digest = run.directory.save_checkpoint(checkpoint, config.model.model)
-        note_round(run.directory.path, config, server_round, checkpoint_digest)
+    if run.has_checkpoint(server_round):
+        checkpoint_digest = run.directory.save_checkpoint(checkpoint, model)
+        note_round(run.directory.path, run.config, server_round, checkpoint_digest)
     elif server_round <= NUM_NOTED_ROUNDS:
-        checkpoint_digest = digest(*checkpoint.pieces(config.model.model))
-        note_round(run.directory.path, config, server_round, checkpoint_digest)
-    return following, line
+        checkpoint_digest = digest(*checkpoint.pieces(model))
+        note_round(run.directory.path, run.config, server_round, checkpoint_digest)
+    return line
 
 
 def forget_scores(scores: dict[str, float | None], line: Line) -> None:

@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from client_app.methods import method_of
+from client_app.state import NUM_CHECKPOINTS
 from protocol.chained import append_chained, read_chained
 from protocol.config import RunConfig, keel_home, resolve_config
 from protocol.files import digest, remove_parts, write_atomically
@@ -45,7 +46,6 @@ from server_app.summary import (
 )
 
 log = logging.getLogger("keel.server")
-NUM_CHECKPOINTS = 2
 RELEASES_FILE = "releases.jsonl"
 LOCK_ATTEMPTS = 5
 

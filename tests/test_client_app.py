@@ -39,7 +39,7 @@ from client_app.methods.fedprox import FedProx
 from client_app.node_config import own_architecture
 from client_app.process_cache import ProcessCache
 from client_app.setup import build_network, client_indices, open_source, pixels_of
-from client_app.state import NUM_REPEATED, StateFolder, StateMemory, memories
+from client_app.state import StateFolder, StateMemory, max_rounds_ahead, memories
 from models.cnn import _plain_cnn
 from protocol.config import config_from_json
 from protocol.flower_compat import GPU_LOST
@@ -305,7 +305,8 @@ def test_an_update_leaves_the_device_before_the_turn_ends(tmp_path, monkeypatch)
         return update
 
     monkeypatch.setattr("client_app.method.train_alone", trained)
-    monkeypatch.setitem(memories, tmp_path, StateMemory(NUM_REPEATED))  # of snapshot-every > 1
+    # as with snapshot-every > 1
+    monkeypatch.setitem(memories, tmp_path, StateMemory(max_rounds_ahead(1)))
     config = make_config(method="moon")
     reply = Client(config, tmp_path).ask("train", 1, initial(config))
     groups = memories[tmp_path].load(tmp_path / "clients" / "client-0000", before_round=2)
