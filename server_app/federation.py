@@ -2,11 +2,13 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, MessageType
 from flwr.serverapp import Grid
 
@@ -39,7 +41,7 @@ from protocol.messages import (
 )
 from protocol.options import OptionValue
 from protocol.privacy import privacy_statement
-from protocol.processes import give_back_freed_memory
+from protocol.processes import give_back_freed_memory, num_cores
 from server_app.audit import AuditLog
 from server_app.checks import check_config, config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
@@ -64,7 +66,7 @@ from server_app.manifest import (
     split_digest,
 )
 from server_app.observers import RunInfo, RunObserver
-from server_app.preflight import checked_workers, worker_warnings
+from server_app.preflight import WorkerOnNode, checked_workers, worker_warnings
 from server_app.record import client_fields, training_fields
 from server_app.report import Reporter, plot_split
 from server_app.roster import (
@@ -122,6 +124,7 @@ class Run:
     start: Checkpoint
     monitor: Monitor | None
     memory: StateMemory
+    evaluation_threads: int  # while workers of a simulation train beside this process; 0: torch's
     # by client whose newest update was aggregated: its own model's score since, if known
     scores: dict[str, float | None] = field(default_factory=dict)
     # the loss metrics of all rounds so far: names, and the most clients that sent each in one round
@@ -345,6 +348,7 @@ def prepare(
         start=start,
         monitor=monitor,
         memory=memory,
+        evaluation_threads=threads_beside(workers),
     )
 
 
@@ -634,10 +638,21 @@ def name_for_clients(run: Run) -> str:
 
 def global_score(run: Run, arrays: ArrayRecord) -> dict[str, float]:
     """Accuracy and loss of the global model on the source's test set."""
-    device = run.test_samples.labels.device
+    device, num_threads = run.test_samples.labels.device, torch.get_num_threads()
     run.model.to(device).load_state_dict(run.initial_weights | tensors(arrays))
+    torch.set_num_threads(run.evaluation_threads or num_threads)
     score = evaluate(run.model, run.test_samples, run.config.train.precision)
+    torch.set_num_threads(num_threads)
     return {"accuracy": score.accuracy, "loss": score.loss}
+
+
+def threads_beside(workers: Sequence[WorkerOnNode]) -> int:
+    """One for each core of this machine that these workers do not use; 0 without workers.
+
+    A thread that waits for a core of a worker doubles the processor time of all.
+    """
+    per_node = Counter(worker.node for worker in workers)
+    return max(1, num_cores() - max(per_node.values())) if workers else 0
 
 
 def evaluate_on_clients(

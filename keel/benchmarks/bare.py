@@ -53,9 +53,10 @@ class Data:
         source = load_source(source_key, keel_home() / "data", keel_home() / "cache", 28, 1)
         labels = np.asarray(source.train.labels)
         self.parts = [torch.from_numpy(p) for p in dirichlet_partition(labels, num_clients, 0.5, 0)]
-        mean, std = source.mean[0], source.std[0]
+        self.mean, self.std = source.mean[0], source.std[0]
+        self.images = source.train.images[:, 0]  # [60,000, 28, 28], uint8
         self.x, self.x_test = (
-            ((torch.from_numpy(np.array(s.images)).float() / 255 - mean) / std).to(device)
+            ((torch.from_numpy(np.array(s.images)).float() / 255 - self.mean) / self.std).to(device)
             for s in (source.train, source.test)
         )
         self.y, self.y_test = (

@@ -209,13 +209,13 @@ def against_bare(options: BenchOptions) -> Iterator[Row]:
     home, rounds = options.home, 2 if options.is_quick else options.rounds
     source = {"source": workload_source(options)}
     small = {**W1, **source, "data-fraction": 0.2 if options.is_quick else 0.01, "num-rounds": 3}
-    base_mb = max(cost.worker_mb for cost in keel_rounds(home, small, 10)[1])
+    base_mb = max(cost.worker_mb for cost in keel_rounds(home, small, 10, 2)[1])
     for name, workload in WORKLOADS.items():
         keys = {**workload, **source}
         costs: dict[str, list[RoundCost]] = {"flwr run": [], "bare, 2": []}
         method = str(keys["method"])
         for _ in range(1 if options.is_quick else options.repetitions):
-            costs["flwr run"] += keel_rounds(home, {**keys, "num-rounds": rounds}, 10)[1]
+            costs["flwr run"] += keel_rounds(home, {**keys, "num-rounds": rounds}, 10, 2)[1]
             costs["bare, 2"] += bare_rounds(options, method, 2, rounds)
         if name == "W1":
             costs["bare, 1"] = bare_rounds(options, method, 1, 2)

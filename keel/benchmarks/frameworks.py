@@ -2,8 +2,9 @@
 
 W1 also with pfl and fluke, and with Flower's own strategy and simulation, where each client has a
 share of the GPU if there is one. All use the in-memory data and the network of bare.py, and Flower
-also its training loop, so only the framework differs. Frameworks that are not installed are left
-out.
+also its training loop, so only the framework differs. On a CPU each is also compared with
+`flwr run` on all cores, and so is Flower as its tutorials write it: a DataLoader that transforms
+one image after the other. Frameworks that are not installed are left out.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, TextIO
@@ -27,6 +28,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from keel.benchmarks import bare
 from keel.benchmarks.engine import (
@@ -34,11 +36,13 @@ from keel.benchmarks.engine import (
     RoundClock,
     RoundCost,
     bare_rounds,
+    keel_rounds,
     processes,
     round_costs,
 )
 from keel.benchmarks.report import BenchOptions, Keys, Row, workload_source
 from keel.deployment.simulation import MARK, marked_processes
+from protocol.processes import num_cores
 from server_app.history import read_history
 from server_app.inline import run_inline
 
@@ -184,16 +188,51 @@ def data_of(source: str, device: str) -> bare.Data:
     return bare.Data(source, device)
 
 
-def client_app(source: str, device: str) -> ClientApp:
-    """Trains a client as the bare loop does."""
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """A client's images as a tutorial has them: each is decoded and transformed when it is read."""
+
+    def __init__(self, data: bare.Data, client: int) -> None:
+        from torchvision.transforms import Compose, Normalize, ToTensor
+
+        self.data, self.part = data, data.parts[client]
+        self.transform = Compose([ToTensor(), Normalize(data.mean, data.std)])
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, n: int) -> tuple[Tensor, int]:
+        """The n-th image and its label."""
+        from PIL import Image
+
+        index = int(self.part[n])
+        return self.transform(Image.fromarray(self.data.images[index])), int(self.data.y[index])
+
+
+def train_as_written(data: bare.Data, client: int, received: bare.Weights) -> bare.Weights:
+    """One epoch of one client, as in Flower's tutorial."""
+    model = bare.PlainCNN()
+    model.load_state_dict(received)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-5)
+    for x, y in DataLoader(Pictures(data, client), batch_size=bare.batch_size, shuffle=True):
+        sgd.zero_grad()
+        F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+        sgd.step()
+    return model.state_dict()
+
+
+def client_app(source: str, device: str, is_tutorial: bool) -> ClientApp:
+    """Trains a client as the bare loop does, or as a tutorial."""
     app = ClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         bare.set_up()
         data, client = data_of(source, device), int(context.node_config["partition-id"])
-        received = message.content.array_records["arrays"].to_torch_state_dict()
-        w = bare.train(data, client, dict(received), None, is_moon=False)
+        received = dict(message.content.array_records["arrays"].to_torch_state_dict())
+        if is_tutorial:
+            w = train_as_written(data, client, received)
+        else:
+            w = bare.train(data, client, received, None, is_moon=False)
         count = MetricRecord({"num-examples": len(data.parts[client])})
         content = RecordDict({"arrays": ArrayRecord(w), "metrics": count})
         return Message(content, reply_to=message)
@@ -215,7 +254,14 @@ class Strict(FedAvg):
         return super().aggregate_train(server_round, replies)
 
 
-def with_flower(data: bare.Data, source: str, device: str, rounds: int, clock: Clock) -> None:
+def with_flower(
+    data: bare.Data,
+    source: str,
+    device: str,
+    rounds: int,
+    clock: Clock,
+    is_tutorial: bool = False,
+) -> None:
     """W1 with Flower's FedAvg on Ray; the clients share a GPU, or have a core each."""
     from flwr.simulation import run_simulation
 
@@ -237,7 +283,7 @@ def with_flower(data: bare.Data, source: str, device: str, rounds: int, clock: C
     share = 1 / bare.num_clients if device == "cuda" else 0.0
     run_simulation(
         app,
-        client_app(source, device),
+        client_app(source, device, is_tutorial),
         bare.num_clients,
         backend_config={
             "init_args": {"address": "local"},  # not the cluster of the last `ray start` here
@@ -251,24 +297,26 @@ FRAMEWORKS = {
     "fluke": (with_fluke, "fluke"),
     "Flower with Ray": (with_flower, "ray"),
 }
+AS_WRITTEN = {"Flower as its tutorials": (partial(with_flower, is_tutorial=True), "ray")}
 
 
-def main(name: str, source: str, device: str, rounds: int) -> None:
+def main(name: str, source: str, device: str, rounds: int, threads: int = 1) -> None:
     """Print a line for each round, as bare.py does; what the framework prints goes to stderr."""
     bare.set_up()
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
     data, out = bare.Data(source, device), sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
-        FRAMEWORKS[name][0](data, source, device, rounds, Clock(data, out))
+        (FRAMEWORKS | AS_WRITTEN)[name][0](data, source, device, rounds, Clock(data, out))
 
 
 # --- beside the inline engine -------------------------------------------------------------------
 
 
-def rounds_with(name: str, options: BenchOptions, rounds: int) -> list[RoundCost]:
+def rounds_with(name: str, options: BenchOptions, rounds: int, threads: int = 1) -> list[RoundCost]:
     """The cost of every round of W1 but the first, in a process of its own."""
     mark = f"{os.getpid()}-{time.time_ns()}"
-    arguments = name, workload_source(options), options.device, rounds
+    arguments = name, workload_source(options), options.device, rounds, threads
     # not `-m`: Ray's workers have to find the functions in this module
     program = f"from keel.benchmarks.frameworks import main; main(*{arguments!r})"
     variables = {MARK: mark, "SPT_NOENV": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -328,15 +376,40 @@ def rounds(options: BenchOptions) -> Iterator[Measurement]:
     for name, workload in WORKLOADS.items():
         loop = partial(bare_rounds, options, str(workload["method"]), 1, count, options.device)
         yield f"{name}: inline engine / bare, 1 process, s a round", partial(measure, name, loop)
-    for name, (_, package) in FRAMEWORKS.items():
-        if importlib.util.find_spec(package) is None:
-            print(f"{name} is left out: {package} is not installed", flush=True)
-            continue
+    for name in installed(FRAMEWORKS):
         what = f"W1: inline engine / {name}, s a round"
         yield what, partial(measure, "W1", partial(rounds_with, name, options, count))
 
 
+def installed(frameworks: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
+    """The names of those whose package is installed; prints the others."""
+    for name, (_, package) in frameworks.items():
+        if importlib.util.find_spec(package) is not None:
+            yield name
+        else:
+            print(f"{name} is left out: {package} is not installed", flush=True)
+
+
+def on_all_cores(options: BenchOptions) -> Iterator[Row]:
+    """W1 under `flwr run` with a worker a core, against the frameworks with a thread a core."""
+    count, cores = 2 if options.is_quick else options.rounds, num_cores()
+    keys = {**WORKLOADS["W1"], "source": workload_source(options), "num-rounds": count}
+    for name in installed(FRAMEWORKS | AS_WRITTEN):
+        costs = (
+            keel_rounds(options.home, keys, bare.num_clients, cores)[1],
+            rounds_with(name, options, count, cores),
+        )
+        keel, other = (statistics.median(cost.wall_s for cost in each) for each in costs)
+        yield {
+            "what": f"W1 on {cores} cores: flwr run / {name}, s a round",
+            "ratio": round(keel / other, 3),
+            "wall_seconds": [round(keel, 3), round(other, 3)],
+        }
+
+
 def frameworks(options: BenchOptions) -> Iterator[Row]:
-    """`rounds` on the CPU, where Flower uses every core and the others one."""
-    for what, measure in rounds(replace(options, device="cpu")):
+    """`rounds` on the CPU, where Flower uses every core and the others one; then on all cores."""
+    options = replace(options, device="cpu")
+    for what, measure in rounds(options):
         yield {"what": what, **measure()}
+    yield from on_all_cores(options)

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from flwr.app import Message, MessageType
 from run_fixtures import all_models, history_of, resume, same_bits, summary_of, without_times
 
@@ -116,6 +118,31 @@ def test_the_seconds_of_all_rounds_are_those_of_the_clock(run, monkeypatch):
     seconds = [line["seconds"] for line in history_of(folder)]
     assert [s["training"] for s in seconds] == [2.0, 2.0, 2.0]
     assert [s["evaluation"] for s in seconds] == [100.0, 100.0, 100.0]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cores", "expected"),
+    [([], 8, 0), (["a"] * 6, 8, 2), (["a"] * 8, 8, 1), (["a"] * 9, 8, 1), (["a", "b"] * 3, 8, 5)],
+)
+def test_an_evaluation_leaves_the_workers_their_cores(monkeypatch, nodes, cores, expected):
+    monkeypatch.setattr(server_app.federation, "num_cores", lambda: cores)
+    workers = [SimpleNamespace(node=node) for node in nodes]
+    assert server_app.federation.threads_beside(workers) == expected
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+def test_only_an_evaluation_beside_workers_has_other_threads(run, monkeypatch, threads):
+    evaluate, seen = server_app.federation.evaluate, []
+
+    def evaluated(*arguments: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(server_app.federation, "threads_beside", lambda workers: threads)
+    monkeypatch.setattr(server_app.federation, "evaluate", evaluated)
+    run({"num-rounds": 2, "threads": 1})
+    assert seen == [threads or 1] * 2
+    assert torch.get_num_threads() == 1
 
 
 def test_with_private_releases_each_round_ends_before_the_next(run):
