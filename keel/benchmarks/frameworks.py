@@ -220,7 +220,7 @@ def train_as_written(data: bare.Data, client: int, received: bare.Weights) -> ba
     return model.state_dict()
 
 
-def client_app(source: str, device: str, is_tutorial: bool) -> ClientApp:
+def client_app(source: str, device: str, is_tutorial: bool = False) -> ClientApp:
     """Trains a client as the bare loop does, or as a tutorial."""
     app = ClientApp()
 
