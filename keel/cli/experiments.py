@@ -1,6 +1,7 @@
 """`keel experiments`: run the papers' tables and figures, report, verify and list them."""
 
 import signal
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -172,6 +173,23 @@ def archive_into(folder: Path | None, output: Path) -> list[Path]:
     for path in written:
         print(path)
     return written
+
+
+@app.command("restore")
+def restore_command(
+    archive: Annotated[Path, typer.Argument(help="A zip made by archive.")],
+    source: Annotated[
+        str, typer.Option(help="Where the runs' data is: folder:PATH or npz:PATH.")
+    ] = "",
+    output: Output = None,
+) -> None:
+    """Put archived runs into an output directory, so that run adds seeds, rows or columns."""
+    from keel.experiments.archive import restore
+
+    if not zipfile.is_zipfile(archive):
+        raise ValueError(f"{archive}: expected a zip made by `keel experiments archive`")
+    for path in restore(archive, output_folder(output), source):
+        print(path)
 
 
 @app.command("summary")

@@ -66,6 +66,41 @@ def refuse_loss(path: Path, files: Mapping[str, str], output: Path) -> None:
             )
 
 
+def restore(path: Path, output: Path, source: str = "") -> list[Path]:
+    """Put a zip's runs into an output folder, to be completed with more; their directories.
+
+    source: of the runs, if it is a file or folder, whose place the zip does not contain. A run that
+    is there already stays as it is. ValueError if `source` is missing or has another name.
+    """
+    found = []
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            folder = Path(name).parent
+            if not name.endswith("/config.json"):
+                continue
+            flat = json.loads(archive.read(name))["config"]
+            is_timed = name_of(resolve_config(flat), False) != folder.parent.name
+            _, has_place, last = flat["source"].rpartition("/")
+            if has_place and source.rstrip("/").rpartition("/")[2] != last:
+                raise ValueError(
+                    f"--source {source!r}: the runs in {path} read {flat['source']}, and the "
+                    f"archive does not say where {last!r} is: expected its place on this machine, "
+                    "as in the config key source"
+                )
+            if has_place:
+                flat["source"] = source
+            to = output / "runs" / name_of(resolve_config(flat), is_timed) / folder.name
+            found.append(to)
+            if to.exists():
+                continue
+            to.mkdir(parents=True)
+            for other in archive.namelist():
+                if Path(other).parent == folder and other != name:
+                    (to / Path(other).name).write_bytes(archive.read(other))
+            write_atomically(to / "config.json", json.dumps({"config": flat}).encode())
+    return found
+
+
 def without_folders(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Config keys without the places of files on this machine."""
     kept = {key: value for key, value in keys.items() if key not in PRIVATE}

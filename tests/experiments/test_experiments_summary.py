@@ -15,7 +15,7 @@ from keel.experiments import runner
 from keel.experiments.archive import copies, pack, unpacked, without_folders
 from keel.experiments.claims import JudgedClaim
 from keel.experiments.measure import History
-from keel.experiments.plan import runs_needed, selected
+from keel.experiments.plan import load_job, runs_needed, selected
 from keel.experiments.recipe import load_recipe
 from keel.experiments.runs import Options
 from keel.experiments.summary import (
@@ -245,6 +245,38 @@ def test_an_archive_does_not_lose_a_run_to_another_output_directory(output):
     pack(output, output / "histories")
     with zipfile.ZipFile(path) as archive:
         assert sum("/later/history" in name for name in archive.namelist()) == 6
+
+
+def test_restored_runs_are_finished_and_archive_as_before(output, tmp_path, capsys):
+    (path,) = pack(output, output / "histories")
+    before, source = path.read_bytes(), f"folder:{tmp_path}/private/cifar10-jpg"
+    shutil.rmtree(output / "runs")
+    restore = ["experiments", "restore", str(path), "--output", str(output)]
+    for wrong in ([], ["--source", "folder:/data/cifar10"]):
+        assert main([*restore, *wrong]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: --source {(wrong or ['', ''])[1]!r}: the runs in {path} ")
+        assert "'cifar10-jpg'" in error
+    assert not (output / "runs").exists()
+    for _ in range(2):  # the second time nothing is written
+        assert main([*restore, "--source", source]) == 0
+    paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert len({*paths}) == 6
+    (job,) = (output / "jobs").glob("*.json")
+    recipe, how = load_job(job)
+    needed = list(runs_needed(recipe, recipe.cells, how, output, ()))
+    assert {run.finished() for run in needed} == {*paths}
+    assert pack(output, output / "histories") == [path]
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["missing.zip", "README.md"])
+def test_what_is_no_archive_is_refused(tmp_path, capsys, name):
+    (tmp_path / "README.md").write_text("not a zip")
+    assert main(["experiments", "restore", str(tmp_path / name), "--output", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path / name}: ")
+    assert "keel experiments archive" in error
 
 
 def test_a_copy_counts_the_updates_that_were_left_out_and_names_no_client(output):
