@@ -93,12 +93,12 @@ def site_limits(node_config: NodeConfig) -> SiteLimits:
     An empty variable counts as unset.
     """
     in_environment = tuple(os.environ.get(variable_of(key)) or None for key in KEYS)
-    return stricter_limits(tuple(node_config.get(key) for key in KEYS), in_environment)
+    return stricter_limits(in_environment, *(node_config.get(key) for key in KEYS))
 
 
-@lru_cache(maxsize=16)  # each message needs them
-def stricter_limits(own: Sequence[object], in_environment: Sequence[str | None]) -> SiteLimits:
-    """`site_limits` from the values of `KEYS` in the node config and in the environment."""
+@lru_cache(maxsize=16, typed=True)  # each message needs them; 1 is allowed where True is not
+def stricter_limits(in_environment: Sequence[str | None], *own: object) -> SiteLimits:
+    """`site_limits` from the values of `KEYS` in the environment and in the node config."""
     variables = dict(zip(KEYS, in_environment, strict=True))
     stated = {
         key: [value for value in pair if value is not None]

@@ -36,10 +36,10 @@ separator = "/"  # between group and array name; no parameter name has one
 
 
 def max_rounds_ahead(checkpoint_interval: int) -> int:
-    """The number of rounds by which no client is ahead of a resumed server.
+    """Clients are always fewer rounds ahead of a resumed server than this.
 
-    A resume begins from any of the checkpoints. Clients may train in a round whose predecessor has
-    not been written to disk.
+    A resume may begin from the older checkpoint, and clients may have trained in a round while the
+    one before was being written.
     """
     return NUM_CHECKPOINTS * checkpoint_interval + 1
 

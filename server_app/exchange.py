@@ -38,8 +38,8 @@ from protocol.flower_compat import (
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.server")
-MIN_POLL_S, MAX_POLL_S, POLL_GROWTH = 0.02, 0.5, 1.2
-DEPLOYED_POLL_S = 0.1  # MIN_POLL_S of a deployment: each poll costs the SuperLink time
+MAX_POLL_S, POLL_GROWTH = 0.5, 1.2
+DEPLOYED_POLL_S = 0.1  # at first, in a deployment: each poll costs the SuperLink time
 # simulation: every 10 ms, or less often if polling takes more than this share of a core
 SIMULATION_POLL_S, POLL_SHARE = 0.01, 0.005
 RETURN_TIMEOUT_S = 30.0  # for a SuperNode that went away to return
@@ -99,13 +99,13 @@ class Exchange:
         later while others are still awaited; one whose reply was lost, or whose ClientApp ended, is
         sent again, at most twice.
         The deadline moves by the time in which the SuperLink answers nothing, this process is
-        stopped, clients train in this process, or `meanwhile` runs.
+        stopped, or clients train in this process.
 
         what: description for the log. key: the config key that `timeout_s` comes from.
         max_bytes: of a reply; a larger one is refused while it arrives, as is a late one above the
         largest bound so far. before_resend: called with the node of a message before it is sent
         again. on_reply: takes each reply as it arrives; then none is held, and none returned.
-        meanwhile: called once, after the messages are sent.
+        meanwhile: called once the messages are sent; replies are pulled at least once after it.
 
         Raises the error of a SuperLink that is gone for good.
         """
@@ -155,14 +155,13 @@ class Exchange:
         refused = self.push(list(asked.values()), waiting)
         sent_at = time.monotonic()
         meanwhile()
-        deadline += time.monotonic() - sent_at
         self.progress(what, 0, len(asked))
         for message in refused:
             node = message.metadata.dst_node_id
             note_gone(node, failure(message, "its SuperNode is not connected"))
         is_inline = has_own_clients(self.grid)  # whose clients train while their replies are pulled
-        first_s = MIN_POLL_S if is_in_process_grid(self.grid) else DEPLOYED_POLL_S
-        poll_s, looked_at, now = first_s, 0.0, time.monotonic()
+        first_s = SIMULATION_POLL_S if is_in_process_grid(self.grid) else DEPLOYED_POLL_S
+        poll_s, looked_at, now = first_s, 0.0, sent_at
         while (waiting or away) and now < deadline:
             arrived = deque(self.pull(list(waiting), deadline - now))
             has_arrived, max_poll_s = bool(arrived), MAX_POLL_S

@@ -1,10 +1,12 @@
 """A run on any engine: check, gather the clients, train round by round, evaluate, record."""
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -124,7 +126,7 @@ class Run:
     start: Checkpoint
     monitor: Monitor | None
     memory: StateMemory
-    evaluation_threads: int  # while workers of a simulation train beside this process; 0: torch's
+    threads_beside_workers: int  # of this process while a simulation's workers train; 0: torch's
     # by client whose newest update was aggregated: its own model's score since, if known
     scores: dict[str, float | None] = field(default_factory=dict)
     # the loss metrics of all rounds so far: names, and the most clients that sent each in one round
@@ -141,18 +143,12 @@ class Run:
         rounds = self.config.rounds
         return server_round == rounds.num_rounds or server_round % rounds.evaluate_every == 0
 
-    def has_checkpoint(self, server_round: int) -> bool:
-        """Whether a checkpoint is written after this round, of this process."""
-        rounds = self.config.rounds
-        is_due = server_round % rounds.checkpoint_interval == 0
-        return server_round > self.start.round and (is_due or server_round == rounds.num_rounds)
-
     @property
     def overlaps_rounds(self) -> bool:
-        """Whether a round is evaluated and written to disk while clients train in the next one.
+        """Whether a round may be evaluated and written while clients train in the next one.
 
-        Not if the clients train in this process, and not with private releases: after a crash, a
-        resume repeats both rounds, and would request one release more of each client.
+        Not if they train in this process, nor with private releases: after a crash, a resume
+        repeats both rounds, and would request one release more of each client.
         """
         return not has_own_clients(self.grid) and not self.config.privacy.epsilon
 
@@ -348,7 +344,7 @@ def prepare(
         start=start,
         monitor=monitor,
         memory=memory,
-        evaluation_threads=threads_beside(workers),
+        threads_beside_workers=threads_beside(workers, config.train.threads),
     )
 
 
@@ -373,31 +369,35 @@ def run_rounds(
     at_exit(reporter.interrupted)
     run.exchange.progress = reporter.replied
     arrays = array_record(run.start.arrays)  # after the last round that is on disk
-    trained: Trained | None = None  # the round after it, if it is being finished
+    trained: Trained | None = None  # the round after it, if that is not on disk yet
+    recording_s = math.inf  # of the last round that was finished
     status = "finished"
 
-    def finish_round() -> None:
-        nonlocal arrays, trained
+    def finish_round(beside_training: bool = False) -> None:
+        nonlocal arrays, trained, recording_s
         if trained:
-            newest, trained = trained, None
-            line = record_round(run, newest)
+            newest, trained, started = trained, None, time.monotonic()
+            line = record_round(run, newest, beside_training)
             arrays = newest.arrays
             reporter.round_done(line)
             if not has_own_clients(run.grid):  # clients in this process reuse it
                 give_back_freed_memory()
+            recording_s = time.monotonic() - started
 
     try:
         reporter.begin()
         for server_round in range(run.start.round + 1, config.rounds.num_rounds + 1):
-            following = trained.arrays if trained else arrays
+            before = trained.arrays if trained else arrays
             try:
-                newest = train_round(run, server_round, following, meanwhile=finish_round)
+                newest = train_round(run, server_round, before, partial(finish_round, True))
             except Exception:
                 finish_round()
                 raise
             finish_round()
             trained = newest
-            if not run.overlaps_rounds:
+            # replies wait meanwhile, and expire; a client that is late must find the round over
+            is_slow = recording_s > config.rounds.round_timeout / 10
+            if not run.overlaps_rounds or is_slow or run.exchange.late:
                 finish_round()
         finish_round()
     except BaseException as error:
@@ -451,11 +451,14 @@ class Trained:
 
 
 def train_round(
-    run: Run, server_round: int, arrays: ArrayRecord, meanwhile: Callable[[], None]
+    run: Run,
+    server_round: int,
+    arrays: ArrayRecord,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Trained:
     """Train, aggregate, and evaluate on the clients where that is due.
 
-    meanwhile: called once the clients have been asked to train.
+    meanwhile: called while the clients train.
     """
     config, strategy = run.config, run.strategy
     rounds = config.rounds
@@ -471,14 +474,12 @@ def train_round(
     if run.registry.has_changed:
         save_roster(run.directory.path / ROSTER_FILE, run.roster)
         run.registry.has_changed = False
-    checkpoint_rounds = {*run.directory.checkpoint_rounds()}
-    if run.has_checkpoint(server_round - 1):  # it may still be unwritten
-        checkpoint_rounds.add(server_round - 1)
+    checkpoint_rounds = run.directory.checkpoint_rounds()
     run_dir = name_for_clients(run)
     is_measured = run.monitor is not None and run.monitor.is_due(server_round)
     strategy.keeps_updates = is_measured
     request = TrainRequest(
-        *(config, run.data, server_round, sorted(checkpoint_rounds), scores_in_replies, run_dir),
+        *(config, run.data, server_round, checkpoint_rounds, scores_in_replies, run_dir),
         run.directory.id,
     )
     messages = list(
@@ -504,12 +505,6 @@ def train_round(
         summing = Summing(shares, strategy.limits, like, strategy.take_sum)
         run.grid.summing = summing if shares else None
 
-    def finish_before() -> None:
-        nonlocal started
-        before = time.perf_counter()
-        meanwhile()
-        started += time.perf_counter() - before
-
     to_ask = messages
     while to_ask:
         note_releases(*(message.metadata.dst_node_id for message in to_ask))
@@ -520,7 +515,7 @@ def train_round(
             max_bytes=strategy.max_reply_bytes(),
             before_resend=note_releases,
             on_reply=lambda reply: strategy.accept(server_round, reply),
-            meanwhile=finish_before,
+            meanwhile=meanwhile,
         )
         again = strategy.to_ask_again()
         to_ask = [message for message in messages if message.metadata.dst_node_id in again]
@@ -589,14 +584,22 @@ def train_round(
     return Trained(server_round, following, state, line)
 
 
-def record_round(run: Run, trained: Trained) -> Line:
-    """Evaluate the global model where that is due, and write the round to disk; its line."""
+def record_round(run: Run, trained: Trained, beside_training: bool = False) -> Line:
+    """Evaluate the global model where that is due, and write the round to disk; its line.
+
+    beside_training: clients train in the next round, whose seconds contain those of this.
+    """
     rounds, server_round = run.config.rounds, trained.round
     line: Line = trained.line
     started = time.perf_counter()
     if run.is_evaluated(server_round) and rounds.evaluate_global and run.method.has_global_model:
-        line["global"] = global_score(run, trained.arrays)
-    line["seconds"]["evaluation"] += time.perf_counter() - started
+        num_threads = run.threads_beside_workers if beside_training else 0
+        line["global"] = global_score(run, trained.arrays, num_threads)
+        taken_s = time.perf_counter() - started
+        if beside_training:
+            line["overlapped_evaluation_seconds"] = round(taken_s, 4)
+        else:
+            line["seconds"]["evaluation"] += taken_s
     line["seconds"] = {name: round(value, 4) for name, value in line["seconds"].items()}
     line = finite_or_null(line)
     # before the checkpoint: a resume drops what is ahead of it
@@ -605,7 +608,7 @@ def record_round(run: Run, trained: Trained) -> Line:
     checkpoint = Checkpoint(server_round, tensors(trained.arrays), trained.state)
     if server_round == rounds.num_rounds or server_round % rounds.snapshot_every == 0:
         run.memory.write(run.directory.checkpoint_rounds())
-    if run.has_checkpoint(server_round):
+    if server_round == rounds.num_rounds or server_round % rounds.checkpoint_interval == 0:
         checkpoint_digest = run.directory.save_checkpoint(checkpoint, model)
         note_round(run.directory.path, run.config, server_round, checkpoint_digest)
     elif server_round <= NUM_NOTED_ROUNDS:
@@ -636,23 +639,27 @@ def name_for_clients(run: Run) -> str:
     return str(path) if is_in_process_grid(run.grid) else path.name
 
 
-def global_score(run: Run, arrays: ArrayRecord) -> dict[str, float]:
-    """Accuracy and loss of the global model on the source's test set."""
-    device, num_threads = run.test_samples.labels.device, torch.get_num_threads()
+def global_score(run: Run, arrays: ArrayRecord, num_threads: int) -> dict[str, float]:
+    """Accuracy and loss of the global model on the source's test set. num_threads: 0: torch's."""
+    device, before = run.test_samples.labels.device, torch.get_num_threads()
     run.model.to(device).load_state_dict(run.initial_weights | tensors(arrays))
-    torch.set_num_threads(run.evaluation_threads or num_threads)
-    score = evaluate(run.model, run.test_samples, run.config.train.precision)
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(num_threads or before)
+    try:
+        score = evaluate(run.model, run.test_samples, run.config.train.precision)
+    finally:
+        torch.set_num_threads(before)
     return {"accuracy": score.accuracy, "loss": score.loss}
 
 
-def threads_beside(workers: Sequence[WorkerOnNode]) -> int:
-    """One for each core of this machine that these workers do not use; 0 without workers.
+def threads_beside(workers: Sequence[WorkerOnNode], threads: int) -> int:
+    """The cores of this machine that these workers leave, at least one; 0 without workers.
 
-    A thread that waits for a core of a worker doubles the processor time of all.
+    threads: of each worker; 0: one. With more threads than cores, all take twice the processor
+    time.
     """
     per_node = Counter(worker.node for worker in workers)
-    return max(1, num_cores() - max(per_node.values())) if workers else 0
+    used = max(per_node.values(), default=0) * max(1, threads)
+    return max(1, num_cores() - used) if workers else 0
 
 
 def evaluate_on_clients(

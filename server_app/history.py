@@ -3,9 +3,10 @@
 Keys of a line: round, participants (clients whose update was aggregated), left_out (client to
 reason), rejected (number of replies that failed update validation), reset_needed (clients whose
 state is lost or ahead of the server), backed_off (clients that are not sampled: away or in
-backoff), late, losses, seconds, client_seconds, client_cpu_seconds, bytes_down, bytes_up; if
-measured: global, local_global, personal, diagnostics, evaluation_left_out, evaluation_bytes_down,
-evaluation_bytes_up.
+backoff), late, losses, seconds (by phase; those of all rounds add up to the run's),
+client_seconds, client_cpu_seconds, bytes_down, bytes_up; if measured: global, local_global,
+personal, diagnostics, evaluation_left_out, evaluation_bytes_down, evaluation_bytes_up; if clients
+trained in the next round during the evaluation: overlapped_evaluation_seconds.
 """
 
 import json

@@ -155,8 +155,9 @@ def test_to_allow_exact_metrics_is_no_limit(where, monkeypatch):
     check_limits(private(metrics="exact"), node)
 
 
-@pytest.mark.parametrize("value", ["much", -1, 0, math.nan])
+@pytest.mark.parametrize("value", ["much", -1, 0, math.nan, True])
 def test_a_limit_that_is_no_number_is_refused_by_name(value):
+    site_limits({"privacy-max-clip-norm": 1})  # equal to True
     with pytest.raises(PrivacyRefused, match=r"privacy-max-clip-norm = .*expected a number > 0"):
         site_limits({"privacy-max-clip-norm": value})
 

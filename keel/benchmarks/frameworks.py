@@ -297,7 +297,7 @@ FRAMEWORKS = {
     "fluke": (with_fluke, "fluke"),
     "Flower with Ray": (with_flower, "ray"),
 }
-AS_WRITTEN = {"Flower as its tutorials": (partial(with_flower, is_tutorial=True), "ray")}
+AS_WRITTEN = {"Flower as in its tutorials": (partial(with_flower, is_tutorial=True), "ray")}
 
 
 def main(name: str, source: str, device: str, rounds: int, threads: int = 1) -> None:

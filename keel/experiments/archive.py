@@ -67,12 +67,13 @@ def refuse_loss(path: Path, files: Mapping[str, str], output: Path) -> None:
 
 
 def restore(path: Path, output: Path, source: str = "") -> list[Path]:
-    """Put a zip's runs into an output folder, to be completed with more; their directories.
+    """Put a zip's runs into an output folder, so that more can be added; their directories.
 
-    source: of the runs, if it is a file or folder, whose place the zip does not contain. A run that
-    is there already stays as it is. ValueError if `source` is missing or has another name.
+    source: of the runs, if it is a file or folder, whose path the zip does not contain. A run that
+    is there already is left alone. ValueError if `source` is missing or has another name.
     """
     found = []
+    kind_given, _, path_given = source.rstrip("/").partition(":")
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             folder = Path(name).parent
@@ -80,20 +81,20 @@ def restore(path: Path, output: Path, source: str = "") -> list[Path]:
                 continue
             flat = json.loads(archive.read(name))["config"]
             is_timed = name_of(resolve_config(flat), False) != folder.parent.name
-            _, has_place, last = flat["source"].rpartition("/")
-            if has_place and source.rstrip("/").rpartition("/")[2] != last:
-                raise ValueError(
-                    f"--source {source!r}: the runs in {path} read {flat['source']}, and the "
-                    f"archive does not say where {last!r} is: expected its place on this machine, "
-                    "as in the config key source"
-                )
-            if has_place:
-                flat["source"] = source
+            kind, _, place = flat["source"].partition(":")
+            if "/" in place:
+                if (kind_given, Path(path_given).name) != (kind, Path(place).name):
+                    raise ValueError(
+                        f"--source {source!r}: the runs in {path} read {flat['source']}, and the "
+                        f"archive does not say where {Path(place).name!r} is: expected its path on "
+                        "this machine, as in the config key source"
+                    )
+                flat["source"] = source.rstrip("/")
             to = output / "runs" / name_of(resolve_config(flat), is_timed) / folder.name
             found.append(to)
-            if to.exists():
+            if (to / "config.json").exists():  # written last
                 continue
-            to.mkdir(parents=True)
+            to.mkdir(parents=True, exist_ok=True)
             for other in archive.namelist():
                 if Path(other).parent == folder and other != name:
                     (to / Path(other).name).write_bytes(archive.read(other))

@@ -5,7 +5,7 @@ That process loads the ClientApp before it creates its backend, and `client_app.
 and threads without a limit in the place of its `ThreadPoolExecutor()`: that one has
 min(32, cores + 4), each waits for one worker, and the workers beyond never get a message. The
 backend learns how many nodes the simulation has. Flower looks for messages to the workers every
-0.1 s; `deliver_messages`, in the place of its function, does so more often. No public way.
+0.1 s; `deliver_messages`, in the place of its function, does so more often. No public API for any.
 """
 
 import sys
@@ -70,7 +70,7 @@ def deliver_messages(
 ) -> None:
     """Put each message to one of the nodes into the queue of the workers, until the run is over.
 
-    Looks every 10 ms, or, up to 0.1 s, less often if that takes more than 1 % of a core.
+    Polls every 10 ms; less often, up to every 0.1 s, if polling takes more than 1 % of a core.
     """
     while not is_over.is_set():
         started = time.perf_counter()

@@ -1,5 +1,6 @@
 """Rounds that are evaluated and written to disk while clients train in the next one."""
 
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,11 @@ from server_app.run_directory import RunDirectory
 from strategies import Average
 
 Run = Callable[..., Path]
-events: list[tuple[str, int]] = []  # what happened, and in which round; 0 for an evaluation
+events: list[tuple[str, int]] = []  # what happened, and of which round
 
 
 class Elsewhere(InlineGrid):
-    """As if clients ran in processes of their own and were fast: they answer when asked."""
+    """As if clients ran in processes of their own: they reply immediately."""
 
     has_own_clients: ClassVar[bool] = False
 
@@ -47,7 +48,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     append = server_app.federation.append_history
 
     def scored(*arguments: Any) -> dict[str, float]:
-        events.append(("evaluated", 0))
+        written = [n for what, n in events if what == "written"]
+        events.append(("evaluated", written[-1] + 1 if written else 1))
         return score(*arguments)
 
     def appended(path: Path, line: dict[str, Any]) -> None:
@@ -60,19 +62,50 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_app.federation, "append_history", appended)
 
 
-def test_a_round_is_evaluated_and_written_once_clients_train_in_the_next(run):
+APART = [(what, n) for n in (1, 2, 3) for what in ("trained", "evaluated", "written")]
+OVERLAPPING = [
+    ("trained", 1),
+    ("evaluated", 1),
+    ("written", 1),
+    ("trained", 2),
+    ("trained", 3),
+    ("evaluated", 2),
+    ("written", 2),
+    ("evaluated", 3),
+    ("written", 3),
+]
+
+
+def test_a_round_is_evaluated_and_written_while_clients_train_in_the_next(run):
+    """But for the first: until then it is not known how long that takes."""
     run({"num-rounds": 3}, num_clients=1)
-    assert events == [
-        ("trained", 1),
-        ("trained", 2),
-        ("evaluated", 0),
-        ("written", 1),
-        ("trained", 3),
-        ("evaluated", 0),
-        ("written", 2),
-        ("evaluated", 0),
-        ("written", 3),
-    ]
+    assert events == OVERLAPPING
+
+
+@pytest.mark.parametrize(
+    "why", ["private releases", "a slow evaluation", "a late client", "clients in this process"]
+)
+def test_a_round_ends_before_the_next_with(run, monkeypatch, why):
+    keys, expected = {"num-rounds": 3}, APART
+    if why == "private releases":
+        keys |= {"privacy.epsilon": 0.5, "privacy.delta": 1e-3}
+    if why == "a slow evaluation":  # replies in a deployment expire meanwhile
+        now = itertools.count(step=100)
+        monkeypatch.setattr(server_app.federation.time, "monotonic", lambda: next(now))
+        keys |= {"round-timeout": 999.0}
+    if why == "a late client":
+        ask = server_app.federation.Exchange.ask
+
+        def ask_with_late(exchange: Any, *arguments: Any, **options: Any) -> Any:
+            exchange.late["1"] = "client-0007's reply"
+            return ask(exchange, *arguments, **options)
+
+        monkeypatch.setattr(server_app.federation.Exchange, "ask", ask_with_late)
+        monkeypatch.setattr(server_app.federation.Exchange, "drain", lambda exchange: None)
+    if why == "clients in this process":
+        monkeypatch.setattr(Elsewhere, "has_own_clients", True)
+    run(keys, num_clients=1)
+    assert events == expected
 
 
 @pytest.mark.parametrize(
@@ -94,65 +127,63 @@ def test_history_and_models_are_those_of_rounds_one_after_the_other(run, monkeyp
 
 
 def test_the_seconds_of_all_rounds_are_those_of_the_clock(run, monkeypatch):
-    """An evaluation during the next round counts once."""
+    """An evaluation beside training is in the seconds of that training alone."""
     now = 0.0
-    score, train = server_app.federation.global_score, Elsewhere.answer
+    score, save, train = (
+        server_app.federation.evaluate,
+        RunDirectory.save_checkpoint,
+        Elsewhere.pull_messages,
+    )
 
-    def clock() -> float:
-        return now
+    def lasts(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def after(*arguments: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return function(*arguments)
 
-    def scored(*arguments: Any) -> dict[str, float]:
-        nonlocal now
-        now += 100.0
-        return score(*arguments)
+        return after
 
-    def trained(grid: Elsewhere, message: Message) -> Message:
-        nonlocal now
-        now += 1.0
-        return train(grid, message)
-
-    monkeypatch.setattr(server_app.federation.time, "perf_counter", clock)
-    monkeypatch.setattr(server_app.federation, "global_score", scored)
-    monkeypatch.setattr(Elsewhere, "answer", trained)
-    folder = run({"num-rounds": 3, "local-epochs": 0}, num_clients=2)
-    seconds = [line["seconds"] for line in history_of(folder)]
-    assert [s["training"] for s in seconds] == [2.0, 2.0, 2.0]
-    assert [s["evaluation"] for s in seconds] == [100.0, 100.0, 100.0]
+    monkeypatch.setattr(server_app.federation.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(server_app.federation, "evaluate", lasts(4.0, score))
+    monkeypatch.setattr(RunDirectory, "save_checkpoint", lasts(8.0, save))
+    monkeypatch.setattr(Elsewhere, "pull_messages", lasts(1.0, train))
+    folder = run({"num-rounds": 4, "local-epochs": 0}, num_clients=1)
+    lines = history_of(folder)
+    assert [line["seconds"]["training"] for line in lines] == [1.0, 1.0, 13.0, 13.0]
+    assert [line["seconds"]["evaluation"] for line in lines] == [4.0, 0.0, 0.0, 4.0]
+    overlapped = [line.get("overlapped_evaluation_seconds") for line in lines]
+    assert overlapped == [None, 4.0, 4.0, None]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "cores", "expected"),
-    [([], 8, 0), (["a"] * 6, 8, 2), (["a"] * 8, 8, 1), (["a"] * 9, 8, 1), (["a", "b"] * 3, 8, 5)],
+    ("nodes", "threads", "expected"),
+    [
+        *([([], 0, 0), (["a"] * 6, 0, 2), (["a"] * 6, 1, 2), (["a"] * 8, 0, 1)]),
+        *([(["a"] * 9, 0, 1), (["a", "b"] * 3, 0, 5), (["a"] * 3, 2, 2)]),
+    ],
 )
-def test_an_evaluation_leaves_the_workers_their_cores(monkeypatch, nodes, cores, expected):
-    monkeypatch.setattr(server_app.federation, "num_cores", lambda: cores)
+def test_an_evaluation_leaves_the_workers_their_cores(monkeypatch, nodes, threads, expected):
+    monkeypatch.setattr(server_app.federation, "num_cores", lambda: 8)
     workers = [SimpleNamespace(node=node) for node in nodes]
-    assert server_app.federation.threads_beside(workers) == expected
+    assert server_app.federation.threads_beside(workers, threads) == expected
 
 
-@pytest.mark.parametrize("threads", [0, 3])
-def test_only_an_evaluation_beside_workers_has_other_threads(run, monkeypatch, threads):
+@pytest.mark.parametrize("beside", [0, 3])
+def test_an_evaluation_beside_workers_has_other_threads(run, monkeypatch, beside):
     evaluate, seen = server_app.federation.evaluate, []
 
     def evaluated(*arguments: Any) -> Any:
         seen.append(torch.get_num_threads())
+        if len(seen) == 4:
+            raise OSError("no")
         return evaluate(*arguments)
 
-    monkeypatch.setattr(server_app.federation, "threads_beside", lambda workers: threads)
+    monkeypatch.setattr(server_app.federation, "threads_beside", lambda *workers: beside)
     monkeypatch.setattr(server_app.federation, "evaluate", evaluated)
-    run({"num-rounds": 2, "threads": 1})
-    assert seen == [threads or 1] * 2
+    with pytest.raises(OSError, match="no"):
+        run({"num-rounds": 5, "threads": 1})
+    assert seen == [1, beside or 1, beside or 1, beside or 1]
     assert torch.get_num_threads() == 1
-
-
-def test_with_private_releases_each_round_ends_before_the_next(run):
-    run({"num-rounds": 2, "privacy.epsilon": 0.5, "privacy.delta": 1e-3}, num_clients=1)
-    assert [e for e in events if e[0] != "evaluated"] == [
-        ("trained", 1),
-        ("written", 1),
-        ("trained", 2),
-        ("written", 2),
-    ]
 
 
 STEPS = [

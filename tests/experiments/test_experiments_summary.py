@@ -252,14 +252,16 @@ def test_restored_runs_are_finished_and_archive_as_before(output, tmp_path, caps
     before, source = path.read_bytes(), f"folder:{tmp_path}/private/cifar10-jpg"
     shutil.rmtree(output / "runs")
     restore = ["experiments", "restore", str(path), "--output", str(output)]
-    for wrong in ([], ["--source", "folder:/data/cifar10"]):
+    for wrong in ([], ["--source", "folder:/data/cifar10"], ["--source", "npz:/data/cifar10-jpg"]):
         assert main([*restore, *wrong]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: --source {(wrong or ['', ''])[1]!r}: the runs in {path} ")
         assert "'cifar10-jpg'" in error
     assert not (output / "runs").exists()
-    for _ in range(2):  # the second time nothing is written
-        assert main([*restore, "--source", source]) == 0
+    assert main([*restore, "--source", source + "/"]) == 0
+    (cut, *_) = (output / "runs").glob("*/*/config.json")
+    cut.unlink()  # as if it had been interrupted
+    assert main([*restore, "--source", source]) == 0
     paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert len({*paths}) == 6
     (job,) = (output / "jobs").glob("*.json")
