@@ -380,8 +380,7 @@ def run_rounds(
             line = record_round(run, newest, beside_training)
             arrays = newest.arrays
             reporter.round_done(line)
-            if not has_own_clients(run.grid):  # clients in this process reuse it
-                give_back_freed_memory()
+            give_back_memory(run)
             recording_s = time.monotonic() - started
 
     try:
@@ -395,6 +394,7 @@ def run_rounds(
                 raise
             finish_round()
             trained = newest
+            give_back_memory(run)  # of this round's updates
             # replies wait meanwhile, and expire; a client that is late must find the round over
             is_slow = recording_s > config.rounds.round_timeout / 10
             if not run.overlaps_rounds or is_slow or run.exchange.late:
@@ -426,6 +426,12 @@ def run_rounds(
             run.directory.remove_state(last_round, keeps_personal=run.method.is_personal)
         if run.monitor:
             plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
+
+
+def give_back_memory(run: Run) -> None:
+    """Return freed memory to the system, unless clients in this process reuse it."""
+    if not has_own_clients(run.grid):
+        give_back_freed_memory()
 
 
 def status_after(error: BaseException) -> str:

@@ -70,10 +70,11 @@ def checkpoint_of(folder: Path, name: str) -> Path:
 # --- memory ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("has_own", "expected"), [(True, 0), (False, 2)])
-def test_freed_memory_is_given_back_after_each_round_where_clients_are_elsewhere(
+@pytest.mark.parametrize(("has_own", "expected"), [(True, 0), (False, 4)])
+def test_freed_memory_is_given_back_twice_a_round_where_clients_are_elsewhere(
     run, monkeypatch, has_own, expected
 ):
+    """After aggregation, and after evaluation."""
     given_back = []
     monkeypatch.setattr(
         server_app.federation, "give_back_freed_memory", lambda: given_back.append(1)
