@@ -1,5 +1,6 @@
 """Evaluation: accuracy and mean cross entropy of a model."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,15 +28,23 @@ def evaluate(model: nn.Module, samples: Samples, precision: str = "fp32") -> Sco
     """
     if len(samples) == 0:
         raise ValueError("there are no samples to evaluate on")
-    was_training = model.training
-    model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=samples.labels.device)
     loss = torch.zeros((), device=samples.labels.device)
-    with products(of_evaluation(precision)):
-        for x, y in samples.in_order():
-            logits: Tensor = model(x)
-            correct += (logits.argmax(1) == y).sum()
-            loss += F.cross_entropy(logits, y, reduction="sum")
-    model.train(was_training)
+    for logits, y in predictions(model, samples, precision):
+        correct += (logits.argmax(1) == y).sum()
+        loss += F.cross_entropy(logits, y, reduction="sum")
     n = len(samples)
     return Score(correct.item() / n, loss.item() / n, n)
+
+
+@torch.no_grad()
+def predictions(
+    model: nn.Module, samples: Samples, precision: str = "fp32"
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(logits [B, K], labels [B]) of one batch after the other, in eval mode, as `evaluate`."""
+    was_training = model.training
+    model.eval()
+    with products(of_evaluation(precision)):
+        for x, y in samples.in_order():
+            yield model(x), y
+    model.train(was_training)

@@ -73,6 +73,9 @@ class Method:
     is_personal: ClassVar[bool] = False
     # The personal model is made from the newest global arrays, so evaluated after aggregation.
     is_adapted_from_global: ClassVar[bool] = False
+    # Before it has trained, a client's personal model follows from its network and the received
+    # arrays: the server of a simulation evaluates it for all these clients at once.
+    starts_alike: ClassVar[bool] = False
     # The server has a whole model (FedReCo's has only a shared extractor).
     has_global_model: ClassVar[bool] = True
     # `Update.arrays` are weights (FedReCo's are gradients, those of `local` are empty).

@@ -70,6 +70,14 @@ def client_indices(
     )
 
 
+@lru_cache(maxsize=2)
+def local_test_parts(config: RunConfig, num_clients: int) -> Parts:
+    """The local test indices of every simulated client."""
+    parts = [client_indices(config, number, num_clients)[1] for number in range(num_clients)]
+    owners = np.repeat(np.arange(num_clients), [len(part) for part in parts])
+    return Parts(np.concatenate(parts), owners, num_clients)
+
+
 def most_train_samples(config: RunConfig, num_clients: int) -> int:
     """The number of training samples of the largest of these simulated clients."""
     parts = split_over_clients(config, num_clients)
@@ -105,6 +113,7 @@ def forget_sources() -> None:
     """Reopen the data at its next use: its files may have changed."""
     _open_source.cache_clear()
     split_over_clients.cache_clear()
+    local_test_parts.cache_clear()
 
 
 def model_for(

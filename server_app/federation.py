@@ -92,8 +92,10 @@ from server_app.simulated_roster import (
     simulated_roster,
 )
 from server_app.summary import new_path, runs_directory
+from server_app.untrained import untrained_accuracies
 from strategies import Average, strategy_for
 from strategies.average import RoundReport, TooFewRepliesError
+from strategies.sampling import ClientNames
 from strategies.validation import RECORD_BYTES
 
 log = logging.getLogger("keel.server")
@@ -129,6 +131,8 @@ class Run:
     threads_beside_workers: int  # of this process while a simulation's workers train; 0: torch's
     # by client whose newest update was aggregated: its own model's score since, if known
     scores: dict[str, float | None] = field(default_factory=dict)
+    # the clients that were asked to train so far; None: not known
+    asked: set[str] | None = field(default_factory=set)
     # the loss metrics of all rounds so far: names, and the most clients that sent each in one round
     loss_terms: dict[str, int] = field(default_factory=dict)
 
@@ -358,12 +362,13 @@ def run_rounds(
 
     def replay(line: Line) -> None:
         if run.keeps_scores:
-            forget_scores(run.scores, line)
+            note_trained(run, line)
             note_scores(run.scores, line)
 
     history = truncate_history(path / HISTORY_FILE, run.start.round, replay)
     if len(history) < run.start.round:  # who trained in the lost rounds is not known
         run.scores.clear()
+        run.asked = None
     run.loss_terms = {f"loss.{name}": 1 for line in history for name in line["losses"]}
     reporter = Reporter(config, info_of(run, history), observers, lambda: privacy_spent(run))
     at_exit(reporter.interrupted)
@@ -548,7 +553,7 @@ def train_round(
     weights = strategy.counts(report.accepted)
     line = training_fields(server_round, report, bytes_down, weights, run.loss_terms)
     line["backed_off"] = backed_off
-    forget_scores(run.scores, line)
+    note_trained(run, line)
     if run.monitor and is_measured:
         line["diagnostics"] = run.monitor.measure(
             server_round, tensors(arrays), report.accepted, run.directory.path
@@ -566,6 +571,7 @@ def train_round(
                 for client, score in run.scores.items()
                 if score is not None and client in clients
             ]
+            scored += score_untrained(run, server_round, following, clients)
         clients = clients - {reply.client for reply in scored}
         nodes = strategy.nodes_of(sorted(clients - strategy.away))
         if nodes:
@@ -623,14 +629,16 @@ def record_round(run: Run, trained: Trained, beside_training: bool = False) -> L
     return line
 
 
-def forget_scores(scores: dict[str, float | None], line: Line) -> None:
-    """Forget the scores of the clients that trained in this round.
+def note_trained(run: Run, line: Line) -> None:
+    """Note who was asked to train in this round, and forget their scores.
 
     A client whose update was not aggregated may still be training: its score does not hold.
     """
     for client in line["left_out"]:
-        scores.pop(client, None)
-    scores |= dict.fromkeys(line["participants"])
+        run.scores.pop(client, None)
+    run.scores |= dict.fromkeys(line["participants"])
+    if run.asked is not None:
+        run.asked.update(line["participants"], line["left_out"])
 
 
 def note_scores(scores: dict[str, float | None], line: Line) -> None:
@@ -672,9 +680,7 @@ def evaluate_on_clients(
     run: Run, server_round: int, arrays: ArrayRecord, nodes: Sequence[int]
 ) -> RoundReport:
     """The replies of these nodes to an evaluate message, and who gave none."""
-    run_dir = name_for_clients(run)
-    request = EvaluateRequest(run.config, run.data, server_round, run_dir, run.directory.id)
-    record = request_record(request)
+    record = request_record(evaluate_request(run, server_round))
     messages = run.strategy.messages(MessageType.EVALUATE, nodes, arrays, record)
     what = f"the evaluation of round {server_round}"
     timeout_s = run.config.rounds.round_timeout
@@ -688,6 +694,31 @@ def evaluate_on_clients(
     if report.left_out:
         run.audit.note("rejected", **sent, clients=report.left_out)
     return report
+
+
+def score_untrained(
+    run: Run, server_round: int, arrays: ArrayRecord, clients: Set[str]
+) -> list[TrainReply]:
+    """The scores of those of these clients that are simulated and were never asked to train.
+
+    Empty if their personal models do not start alike.
+    """
+    if not run.method.starts_alike or run.asked is None:
+        return []
+    names = ClientNames(run.roster[next(iter(run.roster))].num_partitions)
+    untrained = sorted(names.number(client) for client in clients - run.asked if client in names)
+    request = evaluate_request(run, server_round)
+    scores = untrained_accuracies(request, tensors(arrays), np.array(untrained, int), len(names))
+    return [
+        TrainReply(client, server_round, {}, {}, {"personal-accuracy": score})
+        for client, score in scores.items()
+    ]
+
+
+def evaluate_request(run: Run, server_round: int) -> EvaluateRequest:
+    """What evaluate messages of this round ask."""
+    run_dir = name_for_clients(run)
+    return EvaluateRequest(run.config, run.data, server_round, run_dir, run.directory.id)
 
 
 def info_of(run: Run, history: Sequence[Line]) -> RunInfo:

@@ -19,6 +19,7 @@ from run_fixtures import (
 import server_app.federation
 import server_app.simulated_roster
 import strategies.average
+from client_app.methods import method_of
 from client_app.setup import build_network
 from models.cnn import _plain_cnn
 from protocol.config import resolve_config
@@ -188,14 +189,16 @@ def test_no_client_is_asked_twice_for_the_same_score(run, monkeypatch, every):
     assert whole[2]["left_out"]
     trained: set[str] = set()
     known: set[str] = set()
+    sent: set[str] = set()  # who was ever asked to train
     for line in whole:
         trained = trained - set(line["left_out"]) | set(line["participants"])
         known -= {*line["left_out"], *line["participants"]}
+        sent |= {*line["left_out"], *line["participants"]}
         if line["round"] % every == 0:
             everyone = {f"client-{k:04d}" for k in range(NUM_CLIENTS)}
             assert set(line["personal"]["clients"]) == everyone
             known |= set(line["participants"])  # in the replies
-            assert asked.pop(line["round"], set()) == everyone - known
+            assert asked.pop(line["round"], set()) == sent - known
             known = set(trained)
 
     part = run(keys | {"num-rounds": 6})
@@ -203,6 +206,35 @@ def test_no_client_is_asked_twice_for_the_same_score(run, monkeypatch, every):
     monkeypatch.setattr(Run, "keeps_scores", False)  # then everybody is asked each time
     again = history_of(run(keys))
     assert [line.get("personal") for line in again] == [line.get("personal") for line in whole]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "local", "model": "resnet20", "norm": "batch"},
+        {"method": "fedreco", "client-models": "small-cnn,cnn-fedreco"},
+    ],
+)
+def test_the_server_scores_clients_that_have_not_trained_as_they_do(run, monkeypatch, keys):
+    def build(input_shape):
+        return _plain_cnn(input_shape, kernel=3, conv_widths=(4,), fc_widths=(84,))
+
+    add_model(monkeypatch, "small-cnn", build)
+    keys = KEYS | keys | {"fraction-train": 1 / NUM_CLIENTS, "local-test-fraction": 0.4}
+    num_asked, ask = [], server_app.federation.evaluate_on_clients
+    monkeypatch.setattr(
+        server_app.federation,
+        "evaluate_on_clients",
+        lambda *what: num_asked.append(len(what[-1])) or ask(*what),
+    )
+    lines = history_of(run(keys))
+    assert not num_asked
+    assert all(len(line["personal"]["clients"]) == NUM_CLIENTS for line in lines)
+    monkeypatch.setattr(method_of(resolve_config(keys)).__class__, "starts_alike", False)
+    assert [line["personal"] for line in history_of(run(keys))] == [
+        line["personal"] for line in lines
+    ]
+    assert num_asked
 
 
 class StopInRound7:
