@@ -103,13 +103,13 @@ def build_model(
     return model
 
 
-def _trunk_of(name: str, *arguments: object) -> Trunk:
-    """What the model's function returns. ValueError, naming the function, if that is no Trunk."""
+def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) -> Trunk:
+    """What the model's function returns. ValueError, naming it, if that is no Trunk that works."""
     if name not in BUILDERS:
         raise ValueError(f"model = {name!r} is in MODELS, but not in BUILDERS: models/registry.py")
     build = BUILDERS[name]
     try:
-        trunk = build(*arguments)
+        trunk = build(input_shape, *options)
     except Exception as error:
         raise ValueError(f"{place_of(build)}: {type(error).__name__}: {error}") from error
     if not isinstance(trunk, Trunk):
@@ -120,6 +120,21 @@ def _trunk_of(name: str, *arguments: object) -> Trunk:
                 f"{place_of(build)}: stage {stage!r} is a {type(module).__name__}: expected a "
                 "Stage, under a name without dots and colons"
             )
+    chain = nn.Sequential(*trunk.stages.values(), trunk.to_features).eval()
+    try:
+        with torch.no_grad():
+            shape = list(chain(torch.zeros(1, *input_shape)).shape)
+    except Exception as error:
+        raise ValueError(
+            f"{place_of(build)}: its stages fail on an image of shape {list(input_shape)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if shape != [1, trunk.width]:
+        raise ValueError(
+            f"{place_of(build)}: to_features makes {shape} of one image: expected "
+            f"[1, {trunk.width}], the Trunk's width"
+        )
+    chain.train()
     return trunk
 
 

@@ -429,6 +429,14 @@ def named_with_a_dot(input_shape, norm):
     return Trunk({"conv.1": Stage(nn.Conv2d(3, 8, 3), nn.ReLU())}, nn.Flatten(), 8)
 
 
+def too_narrow(input_shape, norm):
+    return Trunk({"conv1": Stage(nn.Conv2d(3, 8, 3), nn.ReLU())}, nn.Flatten(), 8)
+
+
+def of_other_images(input_shape, norm):
+    return Trunk({"conv1": Stage(nn.Conv2d(4, 8, 3), nn.ReLU())}, nn.Flatten(), 7200)
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
@@ -436,6 +444,8 @@ def named_with_a_dot(input_shape, norm):
         (lambda input_shape, norm: nowhere, ": NameError: name 'nowhere' is not defined"),  # noqa: F821
         (bare_module, ": stage 'conv1' is a Conv2d: expected a Stage"),
         (named_with_a_dot, ": stage 'conv.1' is a Stage: .* a name without dots"),
+        (too_narrow, r": to_features makes \[1, 7200\] of one image: expected \[1, 8\]"),
+        (of_other_images, r": its stages fail on an image of shape \[3, 32, 32\]: RuntimeError: "),
     ],
 )
 def test_a_mistake_in_the_function_of_a_model_is_refused_with_its_place(build, reason, monkeypatch):
