@@ -186,8 +186,9 @@ def answer_as(message: Message, context: Context) -> RecordDict | Error:
 
 def error_reply(error: Exception, message: Message, context: Context) -> Error:
     """What the server is told of an error; the log has it too."""
-    place = line_in_method(error)
-    reason, is_full = f"{type(error).__name__}{place}: {error}", is_out_of_memory(error)
+    place, is_full = line_in_method(error), is_out_of_memory(error)
+    is_refusal = isinstance(error, ValueError) and not place and bool(str(error))
+    reason = str(error) if is_refusal else f"{type(error).__name__}{place}: {error}"
     if is_full:
         sentence, *_ = reason.splitlines()[0].partition(". ")
         reason = (
@@ -195,8 +196,7 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
         )
     reason = in_one_line(reason, MAX_REASON)
     # or a full disk: no traceback
-    is_mistake = is_full or isinstance(error, OSError)
-    is_mistake |= isinstance(error, ValueError) and not place
+    is_mistake = is_refusal or is_full or isinstance(error, OSError)
     try:
         client = client_name(context.node_config)
     except ValueError:
@@ -219,11 +219,11 @@ def without_file_names(reason: str, error: Exception, source: str) -> str:
 
     source: of the client's node config; its path is left out too.
     """
-    kind, log_has_it = type(error).__name__, "this client's log names the file"
+    log_has_it = "this client's log names the file"
     if isinstance(error, ImageFileError):
-        return f"{kind}: {error.nameless} ({log_has_it})"
+        return f"{error.nameless} ({log_has_it})"
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{kind}: {error.strerror} ({log_has_it})"
+        return f"{type(error).__name__}: {error.strerror} ({log_has_it})"
     try:
         _, path = parse_source(source)
     except ValueError:  # the reason says so

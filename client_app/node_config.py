@@ -53,15 +53,14 @@ def own_splits(
     if "source" in node_config:
         shape = data.image_shape if config.privacy.withholds_metrics else None
         source = open_source(config, str(node_config["source"]), shape)
-        labels = labels_in_run(client_name(node_config), source, data)
+        labels = labels_in_run(source, data)
         train, test = (
             ImageSplit(split.images, labels[split.labels]) for split in (source.train, source.test)
         )
         return train, test
     if "partition-id" not in node_config:
         raise ValueError(
-            f"{client_name(node_config)}: its node config names no data: add "
-            'source="folder:PATH" or source="npz:PATH"'
+            'its node config names no data: add source="folder:PATH" or source="npz:PATH"'
         )
     source = open_source(config)
     for what, mine, runs in (
@@ -70,8 +69,8 @@ def own_splits(
     ):
         if mine != runs:  # another copy of the data set, on another machine
             raise ValueError(
-                f"{client_name(node_config)}: the run's source {source.name} has {what} {mine} "
-                f"here, and {runs} on the server: expected the same on both"
+                f"the run's source {source.name} has {what} {mine} here, and {runs} on the server: "
+                "expected the same on both"
             )
     train = source.train
     parts = client_indices(
@@ -84,7 +83,7 @@ def own_splits(
     return own, test
 
 
-def labels_in_run(client: str, own: Source, run: DatasetSpec) -> np.ndarray:
+def labels_in_run(own: Source, run: DatasetSpec) -> np.ndarray:
     """The run's label of each class of a client's own data, found by the class's name.
 
     Class names that are the labels themselves (as those of an npz file) are taken as labels.
@@ -95,7 +94,7 @@ def labels_in_run(client: str, own: Source, run: DatasetSpec) -> np.ndarray:
     unknown = [name for name in own.class_names if name not in names]
     if unknown:
         raise ValueError(
-            f"{client}: its own data has the class {unknown[0]!r}, the run has {', '.join(names)}"
+            f"its own data has the class {unknown[0]!r}, the run has {', '.join(names)}"
         )
     return np.array([names.index(name) for name in own.class_names])
 

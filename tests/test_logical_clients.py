@@ -391,7 +391,7 @@ def test_a_worker_sums_its_clients_arrays_and_leaves_out_what_the_server_would_r
         ({"w": w([1.0])}, 0.5, "array 'w' is [1], the global model's is [2]"),
         ({"w": w([1, 2])}, 0.5, "array 'w' is torch.int64, the global model's is torch.float32"),
         ({"w": w([1.0, 2.0])}, math.nan, "loss.x is nan, not finite"),
-        (None, 0.5, "ValueError: no data"),
+        (None, 0.5, "no data"),
     ]
 
     def train(message, context):

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import math
+import re
 import resource
 import shutil
 import threading
@@ -104,7 +105,7 @@ def test_a_request_beyond_a_limit_is_refused_in_one_line(
     for kind in ("query", "train", "evaluate"):
         said = client.ask(kind, 1, initial(client.config, seed=5)).error.reason
         assert "\n" not in said
-        assert "PrivacyRefused: privacy." in said
+        assert re.search(reason, said)
     assert not Ledger({"source": source}).path.exists()  # nothing was released
 
 
@@ -350,7 +351,7 @@ def test_a_server_cannot_ask_for_less_than_its_own_checks_allow(plain, keys, rea
     client = site(source, config, privacy_max_clip_norm=2.0)
     for kind in ("query", "train", "evaluate"):
         said = client.ask(kind, 1, initial(config, seed=5)).error.reason
-        assert "PrivacyRefused: privacy.epsilon" in said
+        assert re.search(r"(^|: )privacy\.epsilon", said)
         assert reason in said
 
 
