@@ -10,11 +10,12 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from keel.experiments.measure import CLOCKS, is_divergence
-from keel.experiments.plan import load_job, runs_needed
+from keel.experiments.plan import job_name, load_job, runs_needed
 from keel.experiments.runs import name_of, read_json
 from protocol.config import resolve_config
 from protocol.files import digest, write_atomically
@@ -41,10 +42,11 @@ def pack(output: Path, archive: Path) -> list[Path]:
                 folder = f"runs/{name_of(config, run.is_timed)}/{directory.name}"
                 files |= {f"{folder}/{name}": text for name, text in copies(directory)}
         if files:
-            about = read_json(job)
-            about |= {"recipe": recipe.path.name, "changes": without_folders(about["changes"])}
-            files[f"jobs/{job.name}"] = json.dumps(about, indent=1)
-            path = archive / f"{job.stem}.zip"
+            about, changes = read_json(job), without_folders(options.changes)
+            about |= {"recipe": recipe.path.name, "changes": changes}
+            name = job_name(recipe, replace(options, changes=changes))
+            files[f"jobs/{name}.json"] = json.dumps(about, indent=1)
+            path = archive / f"{name}.zip"
             refuse_loss(path, files, output)
             written[path] = files
     for path, files in written.items():

@@ -1,6 +1,7 @@
 """Which runs a recipe needs, in which order, and the numbers of its cells from finished runs."""
 
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from keel.experiments.runs import (
 )
 from keel.experiments.scale import Keys, scaled_round
 from protocol.config import RENAMED_KEYS, resolve_config
+from protocol.files import digest
 from protocol.models import MODELS
 from protocol.options import OptionValue, did_you_mean
 
@@ -267,6 +269,13 @@ def seeds_for(recipe: Recipe, cells: Sequence[Cell], full_grid: bool) -> Sequenc
         return recipe.seeds
     more = (seed for seed in itertools.count() if seed not in recipe.seeds)
     return [*recipe.seeds, *itertools.islice(more, max(0, TUNED_SEEDS + 1 - len(recipe.seeds)))]
+
+
+def job_name(recipe: Recipe, options: Options) -> str:
+    """The file name of a job, without suffix."""
+    key = json.dumps([recipe.content, options.label, options.full_grid]).encode()
+    slug = "".join(c if c.isalnum() else "-" for c in f"{recipe.name}--{options.label}")
+    return f"{slug}-{digest(key)[:8]}"
 
 
 def load_job(job: Path) -> tuple[Recipe, Options]:

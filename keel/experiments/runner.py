@@ -25,7 +25,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from keel.experiments.plan import candidates_of, narrowed, runs_needed
+from keel.experiments.plan import candidates_of, job_name, narrowed, runs_needed
 from keel.experiments.preflight import check_recipe, refuse_overriding
 from keel.experiments.recipe import Cell, Recipe, parse_recipe
 from keel.experiments.runs import (
@@ -40,7 +40,7 @@ from keel.experiments.runs import (
 )
 from keel.experiments.stack import stack_of
 from keel.experiments.tasks import LOG_FILE, KilledError, RayTasks, Resources, is_executed
-from protocol.files import digest, write_atomically
+from protocol.files import write_atomically
 from server_app.history import HISTORY_FILE, HistoryReader
 from server_app.summary import HEADLINE
 
@@ -88,7 +88,6 @@ def save_job(
         "changes": dict(options.changes),
         "full_grid": options.full_grid,
     }
-    key = json.dumps([recipe.content, options.label, options.full_grid]).encode()
 
     def is_same(path: Path) -> bool:
         other = read_json(path)
@@ -97,8 +96,7 @@ def save_job(
 
     folder = output / "jobs"
     folder.mkdir(exist_ok=True)
-    slug = "".join(c if c.isalnum() else "-" for c in f"{recipe.name}--{options.label}")
-    free = folder / f"{slug}-{digest(key)[:8]}.json"
+    free = folder / f"{job_name(recipe, options)}.json"
     path = next(filter(is_same, sorted(folder.glob("*.json"))), free)
     before = read_json(path)
     seeds = list(dict.fromkeys([*before.get("seeds", []), *options.seeds]))
