@@ -74,7 +74,8 @@ class Method:
     # The personal model is made from the newest global arrays, so evaluated after aggregation.
     is_adapted_from_global: ClassVar[bool] = False
     # Before it has trained, a client's personal model follows from its network and the received
-    # arrays: the server of a simulation evaluates it for all these clients at once.
+    # arrays alone: the server of a simulation evaluates it for all these clients at once. A class
+    # that overrides `personal_model` declares it for itself.
     starts_alike: ClassVar[bool] = False
     # The server has a whole model (FedReCo's has only a shared extractor).
     has_global_model: ClassVar[bool] = True
@@ -163,3 +164,8 @@ class Method:
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> nn.Module | None:
         """The model that this client would use on its own data, or None: the global model."""
         return None
+
+    def personal_models_start_alike(self) -> bool:
+        """`starts_alike` of the class whose `personal_model` this is."""
+        owner = next(cls for cls in type(self).__mro__ if "personal_model" in vars(cls))
+        return self.starts_alike and bool(vars(owner).get("starts_alike"))

@@ -28,10 +28,11 @@ def open_source(
     size, channels = data.image_size or expected.image_size, data.channels or expected.channels
     if shape:
         channels, size, _ = shape
+    home = keel_home()
     return _open_source(
         spec or data.source,
-        Path(data.data_dir).expanduser() if data.data_dir else keel_home() / "data",
-        keel_home() / "cache",
+        Path(data.data_dir).expanduser() if data.data_dir else home / "data",
+        home / "cache",
         size,
         channels,
     )
@@ -70,7 +71,7 @@ def client_indices(
     )
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def local_test_parts(config: RunConfig, num_clients: int) -> Parts:
     """The local test indices of every simulated client."""
     parts = [client_indices(config, number, num_clients)[1] for number in range(num_clients)]

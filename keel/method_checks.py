@@ -32,6 +32,7 @@ from protocol.messages import Arrays, TrainRequest
 from protocol.options import OptionValue, keys_of, parse_options
 from server_app.inline import run_inline
 from strategies import server_half, strategy_for
+from strategies.sampling import name_of
 
 num_images, num_classes, image_size = 60, 3, 28
 Keys = dict[str, OptionValue]
@@ -102,9 +103,14 @@ class Subject:
         return run_inline(given, num_clients)
 
     def round(
-        self, config: RunConfig, number: int, state: dict[str, Arrays], num_clients: int = 2
+        self,
+        config: RunConfig,
+        number: int,
+        state: dict[str, Arrays],
+        num_clients: int = 2,
+        client: int = 0,
     ) -> RoundContext:
-        """Round `number` of client 0, with what this method's server half sends in round 1.
+        """Round `number` of this client, with what this method's server half sends in round 1.
 
         From round 2 on the received weights differ from those of round 1.
         """
@@ -114,9 +120,9 @@ class Subject:
         received = strategy.initial_arrays(model_for(config, source, seed=seed))
         return ProcessCache().begin_round(
             TrainRequest(config, dataset_spec_of(config, source), number, [number - 1], False, ""),
-            {"partition-id": 0, "num-partitions": num_clients},
+            {"partition-id": client, "num-partitions": num_clients},
             received=received,
-            extra=strategy.extra() | strategy.own_extra("client-0000"),
+            extra=strategy.extra() | strategy.own_extra(name_of(client)),
             state=state,
             last_accepted_round=number - 1 if state else 0,
         )
@@ -399,6 +405,17 @@ def flags_are_consistent(subject: Subject) -> None:
         f"is_personal = {method.is_personal}, and personal_model "
         f"{'returns a model' if is_personal else 'returns None'}",
     )
+    if method.personal_models_start_alike():
+        states: list[Arrays] = []
+        for k in range(2):
+            ctx = dataclasses.replace(subject.round(config, 1, {}, client=k), extra={})
+            model = method.personal_model(ctx, {})
+            states.append(model.state_dict() if model else {})
+        require(
+            same_bits(*states),
+            "starts_alike = True, and the personal models of two clients that have not trained "
+            "differ",
+        )
     for flag, keys in (
         ("supports_privacy", {"privacy.epsilon": 0.5}),
         ("supports_server_optimizer", {"server-optimizer": "fedavgm"}),

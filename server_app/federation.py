@@ -375,18 +375,23 @@ def run_rounds(
     run.exchange.progress = reporter.replied
     arrays = array_record(run.start.arrays)  # after the last round that is on disk
     trained: Trained | None = None  # the round after it, if that is not on disk yet
-    recording_s = math.inf  # of the last round that was finished
+    # of the last round of each kind: whether it was evaluated, whether it had a checkpoint
+    recording_s: dict[tuple[bool, bool], float] = {}
     status = "finished"
 
     def finish_round(beside_training: bool = False) -> None:
-        nonlocal arrays, trained, recording_s
+        nonlocal arrays, trained
         if trained:
             newest, trained, started = trained, None, time.monotonic()
             line = record_round(run, newest, beside_training)
             arrays = newest.arrays
             reporter.round_done(line)
             give_back_memory(run)
-            recording_s = time.monotonic() - started
+            recording_s[kind_of(newest.round)] = time.monotonic() - started
+
+    def kind_of(server_round: int) -> tuple[bool, bool]:
+        has_checkpoint = server_round % config.rounds.checkpoint_interval == 0
+        return run.is_evaluated(server_round), has_checkpoint
 
     try:
         reporter.begin()
@@ -401,7 +406,8 @@ def run_rounds(
             trained = newest
             give_back_memory(run)  # of this round's updates
             # replies wait meanwhile, and expire; a client that is late must find the round over
-            is_slow = recording_s > config.rounds.round_timeout / 10
+            expected_s = recording_s.get(kind_of(server_round), math.inf)
+            is_slow = expected_s > config.rounds.round_timeout / 10
             if not run.overlaps_rounds or is_slow or run.exchange.late:
                 finish_round()
         finish_round()
@@ -591,6 +597,8 @@ def train_round(
     line["late"] = run.exchange.take_late()
     line["seconds"] = seconds
     state = strategy.state()
+    if run.overlaps_rounds:  # a server half may change its own in place before they are written
+        state = {name: array.clone() for name, array in state.items()}
     if config.privacy.epsilon:
         state |= run.directory.release_state()
     return Trained(server_round, following, state, line)
@@ -703,7 +711,8 @@ def score_untrained(
 
     Empty if their personal models do not start alike.
     """
-    if not run.method.starts_alike or run.asked is None:
+    is_custom = getattr(run.grid, "has_custom_clients", False)
+    if not run.method.personal_models_start_alike() or run.asked is None or is_custom:
         return []
     names = ClientNames(run.roster[next(iter(run.roster))].num_partitions)
     untrained = sorted(names.number(client) for client in clients - run.asked if client in names)

@@ -70,6 +70,9 @@ class InlineGrid(OwnGrid):
             node: Context(run_id, node, config, RecordDict(), {})
             for node, config in enumerate(node_configs, start=2)
         }
+        plain = {"partition-id", "num-partitions"}
+        # with names, networks or data of their own
+        self.has_custom_clients = any(config.keys() != plain for config in node_configs)
         self.waiting: dict[str, Message] = {}
 
     def get_node_ids(self) -> Iterable[int]:

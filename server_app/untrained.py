@@ -4,6 +4,8 @@ They are the same for all clients with one network, so the server evaluates them
 a message to each client costs ten times as much as its few test samples.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -12,6 +14,7 @@ from client_app.handlers import process_caches, turn
 from client_app.methods import method_of
 from client_app.samples import Samples, evaluation_batch
 from client_app.setup import local_test_parts, open_source, pixels_of
+from protocol.config import config_from_json
 from protocol.messages import Arrays, EvaluateRequest
 from strategies.sampling import name_of
 
@@ -37,13 +40,15 @@ def _accuracies(
     request: EvaluateRequest, received: Arrays, clients: np.ndarray, num_clients: int
 ) -> np.ndarray:
     """As `untrained_accuracies`, [n], of clients with one network."""
-    config, method, source = request.config, method_of(request.config), open_source(request.config)
+    config = config_from_json(request.config.to_json())  # by which this process caches networks
+    method, source = method_of(config), open_source(config)
     parts, pixels = local_test_parts(config, num_clients), pixels_of(config, source)
     places = np.concatenate([parts[client] for client in clients])
     num_threads = torch.get_num_threads()
     is_right = []
     with turn():
         node_config = {"partition-id": int(clients[0]), "num-partitions": num_clients}
+        request = replace(request, config=config)
         ctx = process_caches.of(config).begin_round(request, node_config, received, {}, {})
         torch.set_num_threads(num_threads)  # not those of a worker
         model = method.personal_model(ctx, {})

@@ -130,6 +130,30 @@ def test_a_flag_that_only_the_class_has_is_named(monkeypatch, tmp_path):
     assert result.reason.startswith("FedProx.shared_part is 'extractor', but 'model' where")
 
 
+def test_a_personal_model_that_starts_with_the_clients_own_weights_needs_no_flag(
+    monkeypatch, tmp_path
+):
+    only = {name: check for name, check in keel.method_checks.CHECKS.items() if "flags" in name}
+    monkeypatch.setattr(keel.method_checks, "CHECKS", only)
+
+    def personal_model(self, ctx, state):
+        ctx.model.load_state_dict(state.get("model") or ctx.random_weights("start"))
+        return ctx.model
+
+    @dataclass(frozen=True)
+    class OwnStart(METHODS["local"]):
+        """The flag of the base class does not hold for this one."""
+
+    OwnStart.personal_model = personal_model
+    with_method(monkeypatch, "local", OwnStart)
+    [result] = check_method("local", tmp_path)
+    assert result.outcome == "pass", result.reason
+    OwnStart.starts_alike = True
+    [result] = check_method("local", tmp_path)
+    assert result.outcome == "FAIL"
+    assert result.reason.startswith("starts_alike = True, and the personal models of two clients")
+
+
 def test_nothing_else_is_checked_without_the_options_defaults(monkeypatch, tmp_path):
     defaults = {k: v for k, v in default_config().items() if k != "fedprox.mu"}
     monkeypatch.setattr(keel.method_checks, "default_config", lambda: defaults)

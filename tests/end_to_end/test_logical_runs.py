@@ -16,6 +16,7 @@ from run_fixtures import (
     without_times,
 )
 
+import client_app.process_cache
 import server_app.federation
 import server_app.simulated_roster
 import strategies.average
@@ -235,6 +236,29 @@ def test_the_server_scores_clients_that_have_not_trained_as_they_do(run, monkeyp
         line["personal"] for line in lines
     ]
     assert num_asked
+
+
+def test_the_servers_scores_keep_the_networks_that_clients_have(run, monkeypatch):
+    built, build = [], client_app.process_cache.build_network
+    monkeypatch.setattr(
+        client_app.process_cache, "build_network", lambda *what: built.append(1) or build(*what)
+    )
+    keys = {"method": "fedreco", "local-test-fraction": 0.2, "fraction-train": 1 / NUM_CLIENTS}
+    run(keys | {"num-rounds": 4})
+    assert len(built) == 2  # the client's and the extractor
+
+
+def test_clients_with_names_or_networks_of_their_own_are_asked(tmp_path):
+    """A simulation that `run_inline` was given: the split does not follow from the names."""
+    nodes = [
+        {"partition-id": k, "num-partitions": 3, "name": f"client-{(k + 1) % 3:04d}"}
+        for k in range(3)
+    ]
+    keys = SMALL | {"method": "local", "local-test-fraction": 0.4, "num-rounds": 1}
+    keys |= {"fraction-train": 1 / 3, "output-dir": str(tmp_path)}
+    (line,) = history_of(run_inline(keys, 3, nodes))
+    assert line["evaluation_bytes_up"] > 0
+    assert len(line["personal"]["clients"]) == 3
 
 
 class StopInRound7:

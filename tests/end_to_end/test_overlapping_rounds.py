@@ -15,7 +15,7 @@ import server_app.federation
 import server_app.inline
 from server_app.federation import DivergedError
 from server_app.inline import InlineGrid
-from server_app.run_directory import RunDirectory
+from server_app.run_directory import RunDirectory, read_arrays
 from strategies import Average
 
 Run = Callable[..., Path]
@@ -106,6 +106,38 @@ def test_a_round_ends_before_the_next_with(run, monkeypatch, why):
         monkeypatch.setattr(Elsewhere, "has_own_clients", True)
     run(keys, num_clients=1)
     assert events == expected
+
+
+@pytest.mark.parametrize("keys", [{"evaluate-every": 2}, {"checkpoint-every": 2}])
+def test_the_first_round_of_a_kind_ends_before_the_next(run, keys):
+    """Its evaluation or its checkpoint may take longer than replies wait."""
+    run(keys | {"num-rounds": 5}, num_clients=1)
+    apart = [(what, n) for n in (1, 2) for what in ("trained", "evaluated", "written")]
+    both = [("evaluated", 3), ("written", 3), ("trained", 5), ("evaluated", 4), ("written", 4)]
+    expected = [*apart, ("trained", 3), ("trained", 4), *both, ("evaluated", 5), ("written", 5)]
+    if "evaluate-every" in keys:
+        expected = [each for each in expected if each not in [("evaluated", n) for n in (1, 3)]]
+    assert events == expected
+
+
+def test_a_state_that_the_next_round_changes_in_place_is_written_as_it_was(run, monkeypatch):
+    class Counting(Average):
+        def __init__(self, *what: Any) -> None:
+            super().__init__(*what)
+            self.count = torch.zeros(1)
+
+        def configure_train(self, *what: Any) -> Any:
+            self.count += 1
+            return super().configure_train(*what)
+
+        def own_state(self) -> dict[str, torch.Tensor]:
+            return {"count": self.count}
+
+    monkeypatch.setattr(server_app.federation, "strategy_for", Counting)
+    folder = run({"num-rounds": 4, "keep-state": True})
+    for path in (folder / "checkpoints").glob("*.safetensors"):
+        number = int(path.name.split("-")[1].split(".")[0])
+        assert read_arrays(path)[0]["state/own/count"].item() == number
 
 
 @pytest.mark.parametrize(
