@@ -1,7 +1,7 @@
-"""The personal models of a simulation's clients that have not trained, which start alike.
+"""Evaluation of a simulation's clients that have not trained, where personal models start alike.
 
-They are the same for all clients with one network, so the server evaluates them in large batches:
-a message to each client costs ten times as much as its few test samples.
+All clients with the same network then have the same model, so the server evaluates it on all their
+test parts in large batches. A message to each client would take five times the processor time.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ def untrained_accuracies(
 ) -> dict[str, float]:
     """Each client's accuracy on its local test part before it has trained, by name.
 
-    clients: the numbers of these clients, [n], of 0 to `num_clients` - 1. The method starts alike.
+    clients: their numbers, [n], from 0 to `num_clients` - 1. Their personal models start alike.
     """
     num_networks = max(1, len(request.config.client_models))  # client k has network k mod this
     accuracies: dict[str, float] = {}
