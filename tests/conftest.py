@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's: xdist has a worker for each core
 gc.disable()  # until everything is imported, of which nothing is garbage
+pytest.register_assert_rewrite("run_fixtures")  # its assertions, too, show both sides
 
 # These take longest and start first, or one worker would wait for the others at the end.
 LONGEST = (

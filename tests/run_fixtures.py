@@ -97,6 +97,12 @@ def all_models(folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def assert_same_run(one: Path, other: Path) -> None:
+    """Equal models, client state and histories, but for times."""
+    assert same_bits(all_models(one), all_models(other))
+    assert without_times(history_of(one)) == without_times(history_of(other))
+
+
 def sent(messages: list[Message]) -> list[Message]:
     """The messages as a grid has sent them: with ids, so that they can be answered."""
     for message in messages:

@@ -1,14 +1,13 @@
 """What a user may get wrong: one clear line each, exit code 1, and nothing written is lost."""
 
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from run_fixtures import NUM_CLIENTS, SMALL, final_model, history_of, resume, same_bits
+from run_fixtures import NUM_CLIENTS, SMALL, final_model, history_of, same_bits
 
 import server_app.inline
 from protocol.config import default_config
@@ -312,17 +311,6 @@ def test_a_config_that_is_cut_short_is_named(rejected, run):
     config = folder / "config.json"
     config.write_text(config.read_text()[:100])
     assert rejected({"resume": str(folder)}).startswith(f"{config} is damaged or incomplete: ")
-
-
-def test_a_damaged_history_is_set_aside_and_a_resume_goes_by_the_checkpoints(run):
-    folder = run({"num-rounds": 3, "local-epochs": 0})
-    history = folder / "history.jsonl"
-    lines = history.read_text().splitlines()
-    damaged = "\n".join([lines[0], lines[1][:50], lines[2]]) + "\n"
-    history.write_text(damaged)
-    resume(folder, num_rounds=4)
-    assert history.with_name("history.jsonl.damaged").read_text() == damaged
-    assert [json.loads(line)["round"] for line in history.read_text().splitlines()] == [1, 3, 4]
 
 
 def test_a_refused_resume_loses_nothing(rejected, run):

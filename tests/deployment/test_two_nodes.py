@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster_fixtures import ROOT, two_nodes
-from run_fixtures import SMALL, all_models, history_of, same_bits, summary_of, without_times
+from run_fixtures import SMALL, all_models, assert_same_run, history_of, same_bits, summary_of
 
 from server_app.inline import run_inline
 
@@ -41,8 +41,7 @@ def run_of(cluster, name):
 
 def assert_as_inline(folder, keys, base):
     inline = run_inline(keys | {"output-dir": str(base)}, NUM_CLIENTS)
-    assert same_bits(all_models(folder), all_models(inline))
-    assert without_times(history_of(folder)) == without_times(history_of(inline))
+    assert_same_run(folder, inline)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from run_fixtures import all_models, history_of, same_bits, summary_of, without_times
+from run_fixtures import all_models, assert_same_run, history_of, same_bits, summary_of
 
 import protocol.files
 import server_app.manifest
@@ -143,8 +143,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(home, capsys, monkeyp
     assert main(["resume", "cut", "lr=1"]) == 2
     assert main(["resume", "cu"]) == 0
     whole, cut = (home / "runs" / name for name in ("whole", "cut"))
-    assert same_bits(all_models(whole), all_models(cut))
-    assert without_times(history_of(whole)) == without_times(history_of(cut))
+    assert_same_run(whole, cut)
 
 
 @pytest.mark.parametrize(

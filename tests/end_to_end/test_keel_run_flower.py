@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from run_fixtures import SMALL, all_models, history_of, same_bits, summary_of, without_times
+from run_fixtures import SMALL, assert_same_run, summary_of
 
 from keel.cli.interrupts import ENDED, STOPPING
 from keel.deployment.simulation import MARK
@@ -88,8 +88,7 @@ def test_a_flower_run_is_stopped_by_ctrl_c_and_resumed_to_the_same_bits(tmp_path
     assert f"stopped after round {done}" in out
     run_inline({"resume": str(directory), "num-rounds": done + 1}, 3)
     whole = run_inline(keys | {"num-rounds": done + 1, "output-dir": str(tmp_path / "whole")}, 3)
-    assert same_bits(all_models(directory), all_models(whole))
-    assert without_times(history_of(directory)) == without_times(history_of(whole))
+    assert_same_run(directory, whole)
 
 
 @pytest.mark.slow

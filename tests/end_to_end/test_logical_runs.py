@@ -10,6 +10,7 @@ from run_fixtures import (
     NUM_CLIENTS,
     SMALL,
     all_models,
+    assert_same_run,
     history_of,
     resume,
     same_bits,
@@ -52,8 +53,7 @@ def test_bits_do_not_depend_on_the_workers(run, tmp_path, method, monkeypatch):
     parts = run_inline(keys | {"num-rounds": 2}, NUM_CLIENTS, num_workers=2)
     run_inline({"resume": str(parts), "num-rounds": 3}, NUM_CLIENTS, num_workers=3)
     for other in (one, parts):
-        assert same_bits(all_models(other), all_models(whole))
-        assert without_times(history_of(other)) == without_times(history_of(whole))
+        assert_same_run(other, whole)
         rosters, manifests = (
             [json.loads((f / name).read_text()) for f in (whole, other)]
             for name in ("roster.json", "manifest.json")
@@ -83,8 +83,7 @@ def test_bits_do_not_depend_on_who_sums_large_updates(run, tmp_path, method, mon
     run_inline({"resume": str(parts), "num-rounds": 3}, NUM_CLIENTS, num_workers=3)
     assert sum(sums) == 6 * size
     for other in (reversed_, one, parts):
-        assert same_bits(all_models(other), all_models(whole))
-        assert without_times(history_of(other)) == without_times(history_of(whole))
+        assert_same_run(other, whole)
     for name, array in all_models(small).items():
         torch.testing.assert_close(all_models(whole)[name], array)
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from flwr.app import Message, MessageType
-from run_fixtures import all_models, history_of, resume, same_bits, summary_of, without_times
+from run_fixtures import assert_same_run, history_of, resume, summary_of
 
 import server_app.federation
 import server_app.inline
@@ -154,8 +154,7 @@ def test_history_and_models_are_those_of_rounds_one_after_the_other(run, monkeyp
     folder = run(keys | {"num-rounds": 4})
     monkeypatch.setattr(server_app.inline, "InlineGrid", InlineGrid)
     expected = run(keys | {"num-rounds": 4})
-    assert without_times(history_of(folder)) == without_times(history_of(expected))
-    assert same_bits(all_models(folder), all_models(expected))
+    assert_same_run(folder, expected)
 
 
 def test_the_seconds_of_all_rounds_are_those_of_the_clock(run, monkeypatch):
@@ -257,8 +256,7 @@ def test_a_kill_while_clients_are_a_round_ahead_changes_nothing_in_the_end(
     if is_damaged:
         newest.write_bytes(b"damaged")
     resume(broken)
-    assert same_bits(all_models(broken), all_models(whole))
-    assert without_times(history_of(broken)) == without_times(history_of(whole))
+    assert_same_run(broken, whole)
 
 
 def test_a_round_is_written_if_the_next_one_cannot_begin(run, monkeypatch):
@@ -277,7 +275,7 @@ def test_a_round_is_written_if_the_next_one_cannot_begin(run, monkeypatch):
     broken = whole.parent / "cut"
     assert [line["round"] for line in history_of(broken)] == [1, 2]
     resume(broken)
-    assert without_times(history_of(broken)) == without_times(history_of(whole))
+    assert_same_run(broken, whole)
 
 
 def test_a_model_that_diverges_ends_the_run_after_the_round_before(run, monkeypatch):

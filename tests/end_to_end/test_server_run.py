@@ -24,13 +24,14 @@ from method_fixtures import METHODS
 from run_fixtures import (
     NUM_CLIENTS,
     SMALL,
+    Overrides,
     all_models,
+    assert_same_run,
     final_model,
     history_of,
     resume,
     same_bits,
     summary_of,
-    without_times,
 )
 
 import protocol.files
@@ -295,8 +296,7 @@ def test_the_same_seed_gives_the_same_run_in_a_folder_of_its_own(finished, run):
     keys = {"num-rounds": 3, "evaluate-clients": "all", "last-rounds": 2} | half_of_them
     again = run(keys | {"output-dir": str(finished.parent)})
     assert again != finished
-    assert same_bits(final_model(again), final_model(finished))
-    assert without_times(history_of(again)) == without_times(history_of(finished))
+    assert_same_run(again, finished)
     assert {p: p.stat().st_mtime_ns for p in finished.rglob("*") if p.is_file()} == before
 
 
@@ -333,19 +333,14 @@ def test_two_rounds_and_two_more_are_the_same_as_four(run, keys):
     whole = run(keys | half_of_them | {"num-rounds": 4})
     parts = run(keys | half_of_them | {"num-rounds": 2})
     assert resume(parts, num_rounds=4) == parts
-    assert same_bits(all_models(parts), all_models(whole))
-    assert without_times(history_of(parts)) == without_times(history_of(whole))
+    assert_same_run(parts, whole)
     assert summary_of(parts)["results"] == summary_of(whole)["results"]
     assert summary_of(parts)["status"] == "finished"
 
 
-def test_a_run_that_ended_in_its_first_round_begins_again(run, crash, tmp_path):
+def test_a_run_that_ended_in_its_first_round_begins_again(run, interrupted):
     keys = half_of_them | {"method": "moon", "server-optimizer": "fedadam", "num-rounds": 2}
-    whole = run(keys)
-    crash(1, after=1)
-    with pytest.raises(KeyboardInterrupt):
-        run_inline(SMALL | keys | {"output-dir": str(tmp_path / "out")}, NUM_CLIENTS)
-    (parts,) = (tmp_path / "out").iterdir()
+    whole, parts = run(keys), interrupted(keys, 1)
     assert not history_of(parts)
     assert resume(parts) == parts
     assert same_bits(all_models(parts), all_models(whole))
@@ -369,8 +364,7 @@ def test_every_method_goes_on_as_if_never_interrupted(run, crash, method, server
     with pytest.raises(KeyboardInterrupt):
         resume(parts, num_rounds=4)
     resume(parts, num_rounds=4)
-    assert same_bits(all_models(parts), all_models(whole))
-    assert without_times(history_of(parts)) == without_times(history_of(whole))
+    assert_same_run(parts, whole)
 
 
 @pytest.fixture
@@ -396,20 +390,30 @@ def crash(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return crash_in
 
 
+@pytest.fixture
+def interrupted(run: Run, crash: Callable[..., None], tmp_path: Path) -> Callable[..., Path]:
+    """interrupted(keys, round, after) -> folder: a run named "cut" that ends as `crash` says."""
+
+    def run_until(keys: Overrides, server_round: int, after: int = 1) -> Path:
+        crash(server_round, after)
+        with pytest.raises(KeyboardInterrupt):
+            run(keys | {"run-name": "cut"})
+        return tmp_path / "cut"
+
+    return run_until
+
+
 @pytest.mark.parametrize("every", [{"snapshot-every": 2}, {"checkpoint-every": 2}])
 @pytest.mark.parametrize(("method", "server_round"), [("moon", 1), ("fedpac", 4)])
-def test_a_run_with_few_snapshots_resumes_from_the_last(run, crash, method, every, server_round):
+def test_a_run_with_few_snapshots_resumes_from_the_last(
+    run, interrupted, method, every, server_round
+):
     keys = half_of_them | {"method": method, "num-rounds": 7}
-    whole = run(keys)
-    crash(server_round, after=1)
-    with pytest.raises(KeyboardInterrupt):
-        run(keys | every | {"run-name": "cut"})
-    parts = whole.parent / "cut"
+    whole, parts = run(keys), interrupted(keys | every, server_round)
     before = history_of(parts)
     resume(parts)
     assert [line["round"] for line in before] == list(range(1, server_round))
-    assert same_bits(all_models(parts), all_models(whole))
-    assert without_times(history_of(parts)) == without_times(history_of(whole))
+    assert_same_run(parts, whole)
     assert checkpoints_of(parts) == ["round-00006", "round-00007"]
 
 
@@ -430,15 +434,13 @@ def test_a_client_keeps_no_more_versions_than_a_resume_from_either_checkpoint_re
     for name in damaged:
         checkpoint_of(parts, name).write_bytes(b"cut")
     resume(parts)
-    assert same_bits(all_models(parts), all_models(whole))
-    assert without_times(history_of(parts)) == without_times(history_of(whole))
+    assert_same_run(parts, whole)
 
 
-def test_between_snapshots_nothing_of_a_client_is_written(run, crash, tmp_path):
-    crash(4, after=NUM_CLIENTS - 1)
-    with pytest.raises(KeyboardInterrupt):
-        run({"method": "moon", "num-rounds": 6, "snapshot-every": 3, "run-name": "cut"})
-    names = {p.name[: len("round-00000")] for p in tmp_path.glob("cut/clients/*/*")}
+def test_between_snapshots_nothing_of_a_client_is_written(interrupted):
+    keys = {"method": "moon", "num-rounds": 6, "snapshot-every": 3}
+    parts = interrupted(keys, 4, after=NUM_CLIENTS - 1)
+    names = {p.name[: len("round-00000")] for p in parts.glob("clients/*/*")}
     assert names == {"round-00003"}
 
 
@@ -531,31 +533,24 @@ def test_a_deployment_is_resumed_while_a_client_is_away(run, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["fedavg", "moon", "fedreco"])
-def test_a_crash_in_the_middle_of_round_3_changes_nothing_in_the_end(run, crash, method):
+def test_a_crash_in_the_middle_of_round_3_changes_nothing_in_the_end(run, interrupted, method):
     keys = half_of_them | {"method": method, "num-rounds": 4, "fraction-train": 0.75}
-    whole = run(keys)
-    crash(3, after=2)
-    with pytest.raises(KeyboardInterrupt):
-        run(keys)
-    [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
+    whole, broken = run(keys), interrupted(keys, 3, after=2)
     assert summary_of(broken)["status"] == "stopped"
     assert len(history_of(broken)) == 2
     if method != "fedavg":  # two clients have kept what they ended round 3 with
         assert len(list(broken.glob("clients/*/round-00003-*"))) == 2
     resume(broken)
-    assert same_bits(all_models(broken), all_models(whole))
-    assert without_times(history_of(broken)) == without_times(history_of(whole))
+    assert_same_run(broken, whole)
 
 
 @pytest.mark.parametrize("method", ["moon", "fedreco"])
-def test_with_the_newest_checkpoint_damaged_too_the_one_before_serves(run, crash, caplog, method):
+def test_with_the_newest_checkpoint_damaged_too_the_one_before_serves(
+    run, interrupted, caplog, method
+):
     """Whatever clients kept for the older checkpoint has to be there still."""
     keys = half_of_them | {"method": method, "num-rounds": 4, "fraction-train": 1.0}
-    whole = run(keys)
-    crash(4, after=3)
-    with pytest.raises(KeyboardInterrupt):
-        run(keys)
-    [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
+    whole, broken = run(keys), interrupted(keys, 4, after=3)
     assert checkpoints_of(broken) == ["round-00002", "round-00003"]
     newest = checkpoint_of(broken, "round-00003")
     assert "damaged" not in "\n".join(status_lines(find_run(str(broken))))
@@ -568,8 +563,7 @@ def test_with_the_newest_checkpoint_damaged_too_the_one_before_serves(run, crash
     [warning] = caplog.messages
     assert warning == f"{newest} is damaged: skipped, the run continues from round 2"
     assert warning in (broken / "run.log").read_text()
-    assert same_bits(all_models(broken), all_models(whole))
-    assert without_times(history_of(broken)) == without_times(history_of(whole))
+    assert_same_run(broken, whole)
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "header"])
@@ -657,8 +651,7 @@ def test_a_crash_while_a_round_is_recorded_loses_no_line(
     monkeypatch.setattr(owner, step, record)
     [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
     resume(broken)
-    assert without_times(history_of(broken)) == without_times(history_of(whole))
-    assert same_bits(final_model(broken), final_model(whole))
+    assert_same_run(broken, whole)
 
 
 def test_a_resume_that_repeats_two_snapshots_sets_no_state_aside(run, monkeypatch, tmp_path):
@@ -672,14 +665,14 @@ def test_a_resume_that_repeats_two_snapshots_sets_no_state_aside(run, monkeypatc
     assert not list(tmp_path.rglob("*.set-aside"))
 
 
-def test_a_checkpoint_ahead_of_the_history_is_passed_over(run):
-    """As after a power cut that took the history's last line and left the checkpoint."""
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_checkpoint_ahead_of_the_history_is_passed_over(run, is_cut):
+    """As after a power cut that left the checkpoint; is_cut: killed while a line was written."""
     whole, broken = run({"num-rounds": 4}), run({"num-rounds": 3})
-    lines = (broken / "history.jsonl").read_text().splitlines(keepends=True)
-    (broken / "history.jsonl").write_text("".join(lines[:2]))
+    first, second, third = (broken / "history.jsonl").read_text().splitlines(keepends=True)
+    (broken / "history.jsonl").write_text(first + second + third[:-40] * is_cut)
     resume(broken, num_rounds=4)
-    assert without_times(history_of(broken)) == without_times(history_of(whole))
-    assert same_bits(final_model(broken), final_model(whole))
+    assert_same_run(broken, whole)
 
 
 def without_history(path):
@@ -695,32 +688,32 @@ def with_garbage(path):
     path.write_bytes(b"\xff\xfe\n[1]\n")
 
 
-@pytest.mark.parametrize("spoil", [without_history, with_a_damaged_line, with_garbage])
-def test_a_lost_or_damaged_history_does_not_stop_a_resume(run, caplog, spoil):
+@pytest.mark.parametrize(
+    ("spoil", "rounds_left"),
+    [(without_history, [4]), (with_a_damaged_line, [1, 3, 4]), (with_garbage, [4])],
+)
+def test_a_lost_or_damaged_history_does_not_stop_a_resume(run, caplog, spoil, rounds_left):
     whole, broken = run({"num-rounds": 4}), run({"num-rounds": 3})
-    spoil(broken / "history.jsonl")
+    history, aside = broken / "history.jsonl", broken / "history.jsonl.damaged"
+    spoil(history)
+    damaged = history.read_bytes() if history.exists() else None
     (broken / ".config.json.999999.part").touch()  # of a killed process
     (broken / "checkpoints" / ".round-00003.999999.part").touch()
     with caplog.at_level(logging.WARNING, logger="keel.server"):
         resume(broken, num_rounds=4)
     assert same_bits(final_model(broken), final_model(whole))
-    assert history_of(broken)[-1]["round"] == 4
+    assert [line["round"] for line in history_of(broken)] == rounds_left
     assert re.search(r"history.jsonl: the lines of \d of 3 rounds are lost", caplog.text)
-    assert (broken / "history.jsonl.damaged").exists() == (spoil is not without_history)
+    assert (aside.read_bytes() if aside.exists() else None) == damaged
     assert not list(broken.rglob(".*.part"))
 
 
-def test_a_damaged_history_before_the_first_checkpoint_does_not_stop_a_resume(run, crash):
+def test_a_damaged_history_before_the_first_checkpoint_does_not_stop_a_resume(run, interrupted):
     keys = half_of_them | {"method": "moon", "num-rounds": 5, "snapshot-every": 4}
-    whole = run(keys)
-    crash(4, after=1)
-    with pytest.raises(KeyboardInterrupt):
-        run(keys | {"run-name": "cut"})
-    parts = whole.parent / "cut"
+    whole, parts = run(keys), interrupted(keys, 4)
     with_a_damaged_line(parts / "history.jsonl")
     resume(parts)
-    assert without_times(history_of(parts)) == without_times(history_of(whole))
-    assert same_bits(all_models(parts), all_models(whole))
+    assert_same_run(parts, whole)
 
 
 def fill_up(monkeypatch, name, rounds):
@@ -747,8 +740,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_a_resume_goes_on(run, monkeypa
     [broken] = {p for p in whole.parent.iterdir() if p.is_dir()} - {whole}
     assert not list(broken.rglob(".*.part"))
     resume(broken)
-    assert same_bits(final_model(broken), final_model(whole))
-    assert without_times(history_of(broken)) == without_times(history_of(whole))
+    assert_same_run(broken, whole)
 
 
 def test_a_client_whose_disk_is_full_is_named_and_goes_on_when_there_is_room(run, monkeypatch):
@@ -815,15 +807,6 @@ def test_a_release_of_somebody_unknown_counts(tmp_path):
     folder.close()
 
 
-def test_a_history_whose_last_line_is_cut_short_loses_that_round_alone(run):
-    whole, broken = run({"num-rounds": 4}), run({"num-rounds": 3})
-    text = (broken / "history.jsonl").read_text()
-    (broken / "history.jsonl").write_text(text[:-40])  # killed while it was written
-    resume(broken, num_rounds=4)
-    assert without_times(history_of(broken)) == without_times(history_of(whole))
-    assert same_bits(final_model(broken), final_model(whole))
-
-
 def test_a_checkpoint_of_another_model_is_refused_by_file_and_array(run):
     folder = run({"num-rounds": 1, "local-epochs": 0})
     other = run({"num-rounds": 1, "local-epochs": 0, "model": "cnn-fedcka"})
@@ -851,15 +834,6 @@ def test_a_folder_that_another_run_is_writing_is_refused(run):
     assert len(history_of(folder)) == 2
 
 
-def test_a_refused_resume_leaves_the_folder_free(run):
-    folder = run({"num-rounds": 1, "local-epochs": 0})
-    with pytest.raises(ValueError) as caught:
-        resume(folder, num_clients=7, num_rounds=2)
-    resume(folder, num_rounds=2)  # while the traceback still holds all that was open
-    assert "num-clients = 4" in str(caught.value)
-    assert len(history_of(folder)) == 2
-
-
 def test_only_the_number_of_rounds_may_be_new_on_resume(run):
     folder = run({"num-rounds": 1, "local-epochs": 0})
     with pytest.raises(ValueError) as caught:
@@ -872,7 +846,7 @@ def test_only_the_number_of_rounds_may_be_new_on_resume(run):
 
 
 @pytest.mark.parametrize("now", [2, 6])
-def test_a_resume_with_another_number_of_clients_is_refused(run, now):
+def test_a_resume_with_another_number_of_clients_is_refused_and_leaves_the_folder_free(run, now):
     """Their data would be split anew: another experiment that looks like the same."""
     folder = run({"num-rounds": 1, "local-epochs": 0})
     with pytest.raises(ValueError) as caught:
@@ -880,6 +854,8 @@ def test_a_resume_with_another_number_of_clients_is_refused(run, now):
     assert "num-clients = 4" in str(caught.value)
     assert f"{now} SuperNodes" in str(caught.value)
     assert len(history_of(folder)) == 1
+    resume(folder, num_rounds=2)  # while the traceback still holds all that was open
+    assert len(history_of(folder)) == 2
 
 
 def test_a_resume_of_a_finished_run_without_more_rounds_is_refused_and_changes_nothing(run):
@@ -892,14 +868,11 @@ def test_a_resume_of_a_finished_run_without_more_rounds_is_refused_and_changes_n
 
 
 @pytest.mark.parametrize("keeps_state", [True, False])
-def test_an_interrupted_run_that_is_ended_at_the_rounds_done_goes_on(run, crash, keeps_state):
+def test_an_interrupted_run_that_is_ended_at_the_rounds_done_goes_on(run, interrupted, keeps_state):
     """A client had begun round 3: neither its state of round 3 nor its personal model is used."""
     keys = {"method": "fedreco", "local-test-fraction": 0.2, "num-rounds": 4}
     whole, two = run(keys), run(keys | {"num-rounds": 2})
-    crash(3, after=1)
-    with pytest.raises(KeyboardInterrupt):
-        run(keys | {"run-name": "cut", "keep-state": keeps_state})
-    parts = whole.parent / "cut"
+    parts = interrupted(keys | {"keep-state": keeps_state}, 3)
     rule = "2 rounds are done, which a resume keeps: num-rounds = 1 is fewer; set 2 or more"
     with pytest.raises(ValueError, match=rule):
         resume(parts, num_rounds=1)
@@ -909,8 +882,7 @@ def test_an_interrupted_run_that_is_ended_at_the_rounds_done_goes_on(run, crash,
         assert same_bits(ours, theirs)
     assert read_manifest(parts)["kept"] == read_manifest(two)["kept"]
     resume(parts, num_rounds=4)
-    assert same_bits(all_models(parts), all_models(whole))
-    assert without_times(history_of(parts)) == without_times(history_of(whole))
+    assert_same_run(parts, whole)
 
 
 def test_what_the_defaults_have_become_since_is_named(run):
@@ -1037,9 +1009,7 @@ def test_when_all_fail_the_run_ends_saying_why_and_can_go_on_from_before(run, sp
     assert same_bits({n: a for n, a in newest.items() if n.startswith("model/")}, kept)
     is_broken = False
     resume(broken)
-    assert same_bits(final_model(broken), final_model(whole))
-    assert without_times(history_of(broken)) == without_times(history_of(whole))
-    assert same_bits(all_models(broken), all_models(whole))
+    assert_same_run(broken, whole)
 
 
 def test_a_client_that_stays_silent_is_named_in_the_log_and_the_history(run, monkeypatch, caplog):
