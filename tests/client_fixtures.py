@@ -9,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from flwr.app import Message
 
@@ -40,19 +39,13 @@ def pictures(num, seed):
 
 @lru_cache(maxsize=1)
 def folder():
-    """Where the source and its cache are; gone when the tests end."""
+    """Where the source is; gone when the tests end."""
     made = tempfile.TemporaryDirectory(prefix="keel-tests-")
     x_train, y_train = pictures(60, seed=1)
     x_test, y_test = pictures(18, seed=2)
     path = Path(made.name) / "small.npz"
     np.savez(path, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
     return made
-
-
-@pytest.fixture(autouse=True)
-def keel_home_of_tests(monkeypatch):
-    """What these tests cache goes with them, for every module that imports this."""
-    monkeypatch.setenv("KEEL_HOME", folder().name)
 
 
 def add_model(monkeypatch, name, build, **spec):

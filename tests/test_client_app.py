@@ -21,7 +21,6 @@ from client_fixtures import (
     differ,
     facts,
     initial,
-    keel_home_of_tests,  # noqa: F401 (used by being here)
     make_config,
     make_round,
     pictures,

@@ -8,13 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from client_fixtures import (
-    assert_same_bits,
-    differ,
-    keel_home_of_tests,  # noqa: F401 (used by being here)
-    make_config,
-    make_round,
-)
+from client_fixtures import assert_same_bits, differ, make_config, make_round
 
 from client_app.privacy import clip_to_grid, privatise
 from protocol.privacy import composed_budget, granularity, noise_multiplier, noise_sigma

@@ -2,14 +2,7 @@
 
 import numpy as np
 import torch
-from client_fixtures import (
-    assert_same_bits,
-    facts,
-    keel_home_of_tests,  # noqa: F401 (used by being here)
-    make_config,
-    make_round,
-    train,
-)
+from client_fixtures import assert_same_bits, facts, make_config, make_round, train
 
 import client_app.process_cache
 from client_app.node_config import own_splits

@@ -7,13 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from client_fixtures import (
-    assert_close,
-    keel_home_of_tests,  # noqa: F401 (used by being here)
-    make_config,
-    small_source,
-    subject_of,
-)
+from client_fixtures import assert_close, make_config, small_source, subject_of
 from method_fixtures import METHODS
 from run_fixtures import without_pictures
 from safetensors.torch import load_file

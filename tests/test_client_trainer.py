@@ -14,7 +14,6 @@ from client_fixtures import (
     assert_same_bits,
     differ,
     initial,
-    keel_home_of_tests,  # noqa: F401 (used by being here)
     make_config,
     make_round,
     train,

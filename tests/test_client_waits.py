@@ -9,10 +9,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from client_fixtures import (
-    keel_home_of_tests,  # noqa: F401 (used by being here)
-    subject_of,
-)
+from client_fixtures import subject_of
 from method_fixtures import METHODS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

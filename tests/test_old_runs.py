@@ -5,13 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from client_fixtures import (
-    Client,
-    assert_same_bits,
-    initial,
-    keel_home_of_tests,  # noqa: F401 (used by being here)
-    make_config,
-)
+from client_fixtures import Client, assert_same_bits, initial, make_config
 from safetensors.torch import load_file, save_file
 
 from client_app.state import StateFolder

@@ -11,14 +11,7 @@ import numpy as np
 import pytest
 import scipy
 import torch
-from client_fixtures import (
-    Client,
-    initial,
-    keel_home_of_tests,  # noqa: F401 (used by being here)
-    make_config,
-    make_round,
-    pictures,
-)
+from client_fixtures import Client, initial, make_config, make_round, pictures
 
 import client_app.privacy as mechanism
 from client_app.site_privacy import Ledger

@@ -4,10 +4,7 @@ import json
 import shutil
 
 import pytest
-from client_fixtures import (
-    keel_home_of_tests,  # noqa: F401 (used by being here)
-    make_config,
-)
+from client_fixtures import make_config
 from run_fixtures import without_pictures
 
 from protocol.chained import append_chained, read_chained

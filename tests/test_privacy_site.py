@@ -11,16 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from client_fixtures import (
-    Client,
-    assert_same_bits,
-    differ,
-    facts,
-    initial,
-    keel_home_of_tests,  # noqa: F401 (used by being here)
-    make_config,
-    pictures,
-)
+from client_fixtures import Client, assert_same_bits, differ, facts, initial, make_config, pictures
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from PIL import Image
 

@@ -8,9 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from client_fixtures import (
-    keel_home_of_tests,  # noqa: F401 (used by being here)
-)
 from method_fixtures import METHODS
 
 import protocol.config

@@ -5,11 +5,7 @@ import json
 import re
 
 import pytest
-from client_fixtures import (
-    assert_close,
-    keel_home_of_tests,  # noqa: F401 (used by being here)
-    small_source,
-)
+from client_fixtures import assert_close, small_source
 from method_fixtures import METHODS
 from rich.console import Console
 from run_fixtures import final_model, history_of, same_bits, without_pictures, without_times

@@ -14,13 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from client_fixtures import (  # noqa: F401  # the fixture is used by name
-    Client,
-    assert_same_bits,
-    initial,
-    keel_home_of_tests,
-    make_config,
-)
+from client_fixtures import Client, assert_same_bits, initial, make_config
 
 import client_app.worker_client
 import client_app.worker_socket

@@ -6,9 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from client_fixtures import (
-    keel_home_of_tests,  # noqa: F401 (used by being here)
-)
 
 KEPT_OF_A_BLOCK = """
 import ctypes

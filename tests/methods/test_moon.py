@@ -6,14 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from client_fixtures import (
-    assert_same_bits,
-    batch_of,
-    initial,
-    keel_home_of_tests,  # noqa: F401 (used by being here)
-    make_config,
-    make_round,
-)
+from client_fixtures import assert_same_bits, batch_of, initial, make_config, make_round
 from printed_formulas import cosine
 
 from client_app.method import ModelParts
