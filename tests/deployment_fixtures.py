@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from run_fixtures import SMALL
+from run_fixtures import SMALL, wait_until
 from typer.testing import CliRunner
 
 from keel.cli.doctor import app
@@ -80,10 +80,7 @@ def state_inline(run: Path) -> dict[str, set[str]]:
 
 def wait_for_round(run: Path, number: int) -> None:
     """Return once this round is in the history."""
-    deadline = time.monotonic() + limit_s
-    while len(lines_of(run)) < number:
-        assert time.monotonic() < deadline, f"round {number} did not come"
-        time.sleep(0.05)
+    wait_until(lambda: len(lines_of(run)) >= number, limit_s)
 
 
 def lines_of(run: Path) -> list[str]:

@@ -2,7 +2,9 @@
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,19 @@ def assert_same_run(one: Path, other: Path) -> None:
     """Equal models, client state and histories, but for times."""
     assert same_bits(all_models(one), all_models(other))
     assert without_times(history_of(one)) == without_times(history_of(other))
+
+
+def wait_until(
+    holds: Callable[[], object],
+    limit_s: float = 100.0,
+    process: "subprocess.Popen[Any] | None" = None,
+) -> None:
+    """Return once it holds; fails after `limit_s`, or if the process ends meanwhile."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def sent(messages: list[Message]) -> list[Message]:

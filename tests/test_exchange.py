@@ -10,6 +10,7 @@ import httpx
 import pytest
 from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
+from run_fixtures import wait_until
 
 import server_app.exchange
 from protocol.flower_compat import NotPushedError, assign_message_id, assign_source_node
@@ -302,13 +303,6 @@ def test_a_client_that_sends_without_end_costs_the_deadline_and_is_named(hurry, 
         wait_until(lambda: not exchange.pulled.empty())
         exchange.drain()
     assert "client b's reply to round 1" in exchange.take_late()
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_time_in_which_the_superlink_answers_nothing_does_not_count(hurry):

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from run_fixtures import wait_until
 
 from keel.deployment.credentials import make_credentials
 from keel.deployment.loopback import free_ports
@@ -266,10 +267,7 @@ def test_digits_are_trained_to_the_end_and_a_killed_client_comes_back(local):
             json.loads(line) for line in compose.within("serverapp", history).split("\n") if line
         ]
 
-    deadline = time.monotonic() + run_limit_s
-    while len(lines()) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(2)
+    wait_until(lambda: len(lines()) >= 2, run_limit_s)
     for service in ("worker-1", "executor-1"):
         compose("kill", "-s", "SIGKILL", service)
     compose("up", "-d", "executor-1")  # compose does not restart what it was told to kill
@@ -308,10 +306,7 @@ def test_a_killed_worker_is_restarted_and_answers_again(local, docker):
         compose.within("worker-2", ask + "import os; os.kill(pid, 9)")
     name = compose("ps", "-q", "worker-2").strip()
     count = ["docker", "inspect", "--format", "{{.RestartCount}}", name]
-    deadline = time.monotonic() + 60
-    while sh(*count, env=docker).strip() != "1":
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    wait_until(lambda: sh(*count, env=docker).strip() == "1", 60)
     assert compose.within("executor-2", ask).strip().isdigit()
 
 

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 from cluster_fixtures import ROOT, two_nodes
-from run_fixtures import SMALL, all_models, assert_same_run, history_of, same_bits, summary_of
+from run_fixtures import (
+    SMALL,
+    all_models,
+    assert_same_run,
+    history_of,
+    same_bits,
+    summary_of,
+    wait_until,
+)
 
 from server_app.inline import run_inline
 
@@ -145,12 +153,9 @@ def test_a_node_with_other_data_is_refused(cluster, two_data_sets):
 
 
 def wait_for_rounds(cluster, name, rounds, process):
-    deadline = time.monotonic() + 200
     history = run_of(cluster, name) / "history.jsonl"
-    while not history.exists() or history.read_text().count("\n") < rounds:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(history.exists, 200, process)
+    wait_until(lambda: history.read_text().count("\n") >= rounds, 200, process)
 
 
 def training_on(node, title="ClientAppActor.run"):
@@ -259,14 +264,9 @@ def test_a_run_of_a_lost_node_is_resumed_on_another_with_the_same_bits(cluster, 
     cluster.start(1)
     process, output = experiments(cluster, tmp_path, num_rounds=40)
     try:
-        deadline = time.monotonic() + 200
-        while not all(training_on(node, "ray::execute") for node in cluster.nodes.values()):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        while len({path.parent for path in output.glob("runs/*/*/checkpoints/round-*")}) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        nodes, checkpoints = cluster.nodes.values(), "runs/*/*/checkpoints/round-*"
+        wait_until(lambda: all(training_on(n, "ray::execute") for n in nodes), 200, process)
+        wait_until(lambda: len({path.parent for path in output.glob(checkpoints)}) == 2, 200)
         cluster.nodes.pop(1).kill()
         out, err = process.communicate(timeout=400)
     finally:

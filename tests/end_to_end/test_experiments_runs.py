@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import click
 import pytest
 import typer
-from run_fixtures import final_model, history_of, same_bits, summary_of, without_times
+from run_fixtures import final_model, history_of, same_bits, summary_of, wait_until, without_times
 
 from keel.cli import experiments as command_line
 from keel.experiments.rendering import write_report
@@ -61,14 +61,6 @@ def folders(output: Path) -> list[Path]:
     return [path.parent for path in sorted(output.glob("runs/*/*/config.json"))]
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Until it holds; fails after `wait_s`."""
-    deadline = time.monotonic() + wait_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that in time"
-        time.sleep(0.05)
-
-
 @contextlib.contextmanager
 def started(recipe: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
     """A runner in a process and a process group of its own, one run at a time."""
@@ -98,7 +90,7 @@ def rounds_in(output: Path) -> int:
 
 def worker_of(output: Path, rounds: int = 2) -> int:
     """The process that executes the one run under way, once `rounds` rounds are done in all."""
-    wait_for(lambda: rounds_in(output) >= rounds)
+    wait_until(lambda: rounds_in(output) >= rounds)
     [worker] = {pid for lock in output.glob("runs/*/.lock") for pid in holders(lock)}
     return worker
 
@@ -175,7 +167,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[di
         assert_only_who_has_the_token_joins(worker)
         process.kill()
         os.kill(worker, signal.SIGCONT)
-        wait_for(lambda: not is_alive(worker))
+        wait_until(lambda: not is_alive(worker))
     shutil.rmtree(session)
     [lock] = output.glob("runs/*/.lock")
     assert not is_locked(lock)

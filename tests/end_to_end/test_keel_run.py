@@ -7,10 +7,9 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from run_fixtures import all_models, assert_same_run, history_of, same_bits, summary_of
+from run_fixtures import all_models, assert_same_run, history_of, same_bits, summary_of, wait_until
 
 import protocol.files
 import server_app.manifest
@@ -78,11 +77,7 @@ def test_keel_stop_stops_the_run_cleanly(home):
         [*command, "--clients", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        deadline = time.monotonic() + 100
-        while not list(home.glob("runs/*/checkpoints/round-00002*")):
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: list(home.glob("runs/*/checkpoints/round-00002*")), process=process)
         directory = only_run(home)
         assert SavedRun(directory).state == "running"
         assert main(["stop", directory.name]) == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from run_fixtures import SMALL, assert_same_run, summary_of
+from run_fixtures import SMALL, assert_same_run, summary_of, wait_until
 
 from keel.cli.interrupts import ENDED, STOPPING
 from keel.deployment.simulation import MARK
@@ -65,11 +65,7 @@ def test_a_flower_run_is_stopped_by_ctrl_c_and_resumed_to_the_same_bits(tmp_path
                     "--clients", "3")  # fmt: skip
     directory = home / "runs" / "cut"
     try:
-        deadline = time.monotonic() + 200
-        while not list(directory.glob("checkpoints/round-00002*")):
-            assert time.monotonic() < deadline
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.1)
+        wait_until(lambda: list(directory.glob("checkpoints/round-00002*")), 200, process)
         assert any("flower-superlink" in command for command in started_by(home))
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)

@@ -4,9 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from run_fixtures import wait_until
 from tools.processes import descendants
 
 import keel.deployment.loopback
@@ -37,13 +37,6 @@ def start(monkeypatch, tmp_path):
         pids = [process.process.pid for process in processes.values()]
         pids += [pid for each in pids for pid in descendants(each)]
     wait_until(lambda: not any(exists(pid) for pid in pids))
-
-
-def wait_until(holds):
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def exists(pid):

@@ -26,7 +26,15 @@ from deployment_fixtures import (
     state_of_clients,
     wait_for_round,
 )
-from run_fixtures import SMALL, Overrides, final_model, history_of, same_bits, summary_of
+from run_fixtures import (
+    SMALL,
+    Overrides,
+    final_model,
+    history_of,
+    same_bits,
+    summary_of,
+    wait_until,
+)
 from source_fixtures import write_newer_app
 from tools.processes import client_app_pid, descendants
 
@@ -218,12 +226,8 @@ def endless(deployed):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + limit_s
-        while not (new := set(runs(deployed)) - before):
-            assert time.monotonic() < deadline
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.1)
-        [run] = new
+        wait_until(lambda: set(runs(deployed)) - before, limit_s, process)
+        [run] = set(runs(deployed)) - before
         wait_for_round(run, 1)
         yield process, run
     finally:
@@ -245,11 +249,8 @@ def test_a_registered_key_cannot_take_the_name_of_a_client_that_is_away(deployed
     try:
         config = partitions(LOOPBACK_CLIENTS)[name] | {"name": name}
         deployed.start_client(impostor, config)
-        deadline = time.monotonic() + limit_s
         refusal = f"node {node} is new and cannot be used: it calls itself '{name}', but its key is"
-        while refusal not in (run / "run.log").read_text():
-            assert time.monotonic() < deadline, (run / "run.log").read_text()
-            time.sleep(0.2)
+        wait_until(lambda: refusal in (run / "run.log").read_text(), limit_s)
         nodes = {
             row["client"]: row["node"] for row in json.loads((run / "roster.json").read_text())
         }

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from method_fixtures import METHODS
-from run_fixtures import SMALL, history_of, resume, summary_of
+from run_fixtures import SMALL, history_of, resume, summary_of, wait_until
 
 import server_app.trackers
 from client_app.methods.moon import MOON
@@ -141,14 +141,9 @@ def test_a_run_that_is_ended_from_outside(tmp_path, number):
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 100
-        while not (histories := list(tmp_path.glob("*/history.jsonl"))) or not history_of(
-            histories[0].parent
-        ):
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
-        [folder] = [path.parent for path in histories]
+        histories = partial(tmp_path.glob, "*/history.jsonl")
+        wait_until(lambda: any(path.read_text() for path in histories()), process=process)
+        [folder] = [path.parent for path in histories()]
         assert SavedRun(folder).state == "running"
         process.send_signal(number)
         process.wait(timeout=60)

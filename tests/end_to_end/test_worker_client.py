@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from client_fixtures import Client, assert_same_bits, initial, make_config
+from run_fixtures import wait_until
 
 import client_app.worker_client
 import client_app.worker_socket
@@ -122,10 +123,7 @@ def test_other_code_than_the_run_s_is_refused(handed_over, tmp_path, monkeypatch
 
 
 def wait_until_busy(resident):
-    deadline = time.monotonic() + 30
-    while not worker_status(str(resident.socket), 5)["busy"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: worker_status(str(resident.socket), 5)["busy"])
 
 
 def test_a_worker_killed_in_its_work_is_asked_again_and_gives_the_same_bits(handed_over, tmp_path):

@@ -15,6 +15,7 @@ from client_fixtures import make_config
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from run_fixtures import wait_until
 
 import client_app.handlers
 import client_app.worker_server
@@ -325,9 +326,9 @@ def test_a_client_trains_while_another_writes_its_state(worker, monkeypatch):
 
     monkeypatch.setattr(client_app.worker_server, "answer", handled)
     threads = messages_of(worker, ["slow"])
-    wait_for(lambda: events == ["slow trains"])
+    wait_until(lambda: events == ["slow trains"])
     threads += messages_of(worker, ["other"])
-    wait_for(lambda: events[1:] == ["other trains", "other has written"])
+    wait_until(lambda: events[1:] == ["other trains", "other has written"])
     may_write.set()
     for thread in threads:
         thread.join(20)
@@ -369,13 +370,6 @@ def test_time_spent_waiting_for_another_client_does_not_count(monkeypatch):
         other.start()
         other.join()
     assert armed == [None, 30, None, None, 50, None, 30, None, 50]
-
-
-def wait_for(condition, seconds=10):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
@@ -421,10 +415,7 @@ def test_many_large_messages_take_no_more_than_the_worker_holds(worker, monkeypa
             first.sendall(half)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 second.sendall(half)
-            arrived = time.monotonic() + 5
-            while sum(worker.held.values()) != 600_000 and time.monotonic() < arrived:
-                time.sleep(0.01)
-            assert sum(worker.held.values()) == 600_000
+            wait_until(lambda: sum(worker.held.values()) == 600_000)
             assert_serves(worker)
         while worker.held:
             time.sleep(0.01)
