@@ -239,7 +239,3 @@ def list_command(scale: Scale = "paper", output: Output = None) -> None:
     for line in overview(scale, output_folder(output)):
         table.add_row(*(line[i] for i in shown))
     console.print(table)
-
-
-if __name__ == "__main__":
-    app()

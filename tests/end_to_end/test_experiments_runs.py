@@ -15,12 +15,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
-import typer
 from run_fixtures import final_model, history_of, same_bits, summary_of, wait_until, without_times
 
-from keel.cli import experiments as command_line
+from keel.cli.main import main as keel
 from keel.experiments.rendering import write_report
 from keel.experiments.tasks import RayTasks
 from keel.experiments.verify import checks
@@ -47,11 +45,7 @@ def main(*arguments: str) -> int:
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        command = typer.main.get_command(command_line.app)
-        return int(command.main(list(arguments), standalone_mode=False) or 0)
-    except (ValueError, OSError, click.ClickException) as error:  # as keel.cli.main does
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return keel(["experiments", *arguments])
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -66,7 +60,7 @@ def started(recipe: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
     """A runner in a process and a process group of its own, one run at a time."""
     words = ["run", str(recipe), "--output", str(output), *ONCE, "--workers", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "keel.cli.experiments", *words],
+        [sys.executable, "-m", "keel", "experiments", *words],
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

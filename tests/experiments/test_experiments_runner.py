@@ -4,7 +4,6 @@ import io
 import json
 import math
 import signal
-import sys
 import time
 import zipfile
 from collections.abc import Callable, Sequence
@@ -13,13 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import click
 import pytest
-import typer
 from method_fixtures import METHODS
 from rich.console import Console
 
-from keel.cli import experiments as command_line
+from keel.cli.main import main as keel
 from keel.experiments import runner
 from keel.experiments.archive import pack, unpacked
 from keel.experiments.claims import JudgedClaim, judge, judge_claims, tally
@@ -42,11 +39,7 @@ def main(*arguments: str) -> int:
     """`keel experiments` in this process; a run of the runner still has one of its own."""
     before = signal.getsignal(signal.SIGTERM)
     try:
-        command = typer.main.get_command(command_line.app)
-        return int(command.main(list(arguments), standalone_mode=False) or 0)
-    except (ValueError, OSError, click.ClickException) as error:  # as keel.cli.main does
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return keel(["experiments", *arguments])
     finally:
         signal.signal(signal.SIGTERM, before)
 
