@@ -180,6 +180,28 @@ def run(tmp_path: Path, no_pictures: None) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """client-0001 fails in round 2 of FedAvg."""
+    from client_app.methods.fedavg import FedAvg
+
+    train = FedAvg.train
+
+    def train_or_fail(method: FedAvg, ctx: Any) -> Any:
+        if (ctx.client, ctx.round) == ("client-0001", 2):
+            raise ValueError("no power")
+        return train(method, ctx)
+
+    monkeypatch.setattr(FedAvg, "train", train_or_fail)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None) -> Path:
+    """A Keel home of one test's own; its runs draw nothing."""
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Networks and batches of the clients in float64.
 

@@ -55,6 +55,12 @@ def resume(folder: Path, num_clients: int = NUM_CLIENTS, **given: OptionValue) -
     return run_inline({"resume": str(folder)} | keys, num_clients)
 
 
+def only_run(home: Path) -> Path:
+    """The directory of the one run in this Keel home."""
+    [directory] = (home / "runs").iterdir()
+    return directory
+
+
 def history_of(folder: Path) -> list[dict[str, Any]]:
     """The lines of history.jsonl."""
     return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]

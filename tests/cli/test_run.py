@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from model_fixtures import undrawn
+from run_fixtures import only_run
 from tools.sizes import as_json, measured_sizes
 
 from keel.cli.main import main
@@ -14,18 +15,6 @@ from keel.runs import SavedRun
 from protocol.config import presets, resolve_config
 
 SMALL = ["model=cnn-fedreco", "lr=0.05", "alpha=5", "num-rounds=3"]
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch, no_pictures):
-    """A Keel home of its own."""
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
-    return tmp_path
-
-
-def only_run(home):
-    [directory] = (home / "runs").iterdir()
-    return directory
 
 
 @pytest.mark.end_to_end

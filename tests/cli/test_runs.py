@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from method_fixtures import METHODS
 from PIL import Image
 from run_fixtures import history_of, without_pictures
 
@@ -59,19 +58,6 @@ def two(home, trained):
         config["config"]["lr"] = lr
         (copy / "config.json").write_text(json.dumps(config))
     return home / "runs"
-
-
-@pytest.fixture
-def failing(monkeypatch):
-    """client-0001 fails in round 2."""
-    train = METHODS["fedavg"].train
-
-    def train_or_fail(method, ctx):
-        if (ctx.client, ctx.round) == ("client-0001", 2):
-            raise ValueError("no power")
-        return train(method, ctx)
-
-    monkeypatch.setattr(METHODS["fedavg"], "train", train_or_fail)
 
 
 # --- status --------------------------------------------------------------------------------------
@@ -451,6 +437,22 @@ def test_torchscript_gives_the_models_logits(trained, tmp_path):
         found = exported(pixels).numpy()
     np.testing.assert_allclose(found, expected_logits(trained, pixels), atol=1e-4)
     assert tuple(json.loads(extra["classes.json"])) == load_model(trained).class_names
+
+
+@pytest.mark.end_to_end  # imports torch's exporter
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_gives_the_models_logits(trained, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    from onnx.reference import ReferenceEvaluator
+
+    path = tmp_path / "model.onnx"
+    assert main(["export", str(trained), "--to", "onnx", "-o", str(path)]) == 0
+    pixels = torch.randint(0, 256, (5, 1, 32, 32), generator=torch.manual_seed(0)).float()
+    [found] = ReferenceEvaluator(str(path)).run(None, {"pixels": pixels.numpy()})
+    np.testing.assert_allclose(found, expected_logits(trained, pixels), atol=1e-4)
+    [metadata] = [p for p in onnx.load(str(path)).metadata_props if p.key == "classes"]
+    assert tuple(json.loads(metadata.value)) == load_model(trained).class_names
 
 
 def test_without_the_extra_the_export_says_what_to_install(trained, tmp_path, monkeypatch, capsys):

@@ -18,13 +18,6 @@ notebook = root / "docs" / "keel-in-a-notebook.ipynb"
 SMALL = {"data-fraction": 0.4, "model": "cnn-fedreco", "num-rounds": 2, "lr": 0.05}
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch, no_pictures):
-    """A Keel home of its own."""
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
-    return tmp_path
-
-
 def test_importing_keel_imports_neither_torch_nor_flower():
     code = "import keel, sys; sys.exit(bool({'torch', 'flwr', 'pandas'} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", code], check=True)

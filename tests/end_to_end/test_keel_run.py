@@ -9,7 +9,15 @@ import subprocess
 import sys
 
 import pytest
-from run_fixtures import all_models, assert_same_run, history_of, same_bits, summary_of, wait_until
+from run_fixtures import (
+    all_models,
+    assert_same_run,
+    history_of,
+    only_run,
+    same_bits,
+    summary_of,
+    wait_until,
+)
 
 import protocol.files
 import server_app.manifest
@@ -22,22 +30,9 @@ from protocol.processes import num_cores
 from server_app.inline import InlineGrid
 from server_app.summary import read_manifest
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
 WHOLE = ["model=cnn-fedreco", "lr=0.05", "alpha=5", "num-rounds=3"]
 SMALL = ["model=cnn-fedreco", "data-fraction=0.4", *WHOLE[1:]]
 FULL = "failed: OSError: [Errno 28] No space left on device"
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """A Keel home of its own."""
-    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
-    return tmp_path
-
-
-def only_run(home):
-    [directory] = (home / "runs").iterdir()
-    return directory
 
 
 def audit_of(directory):

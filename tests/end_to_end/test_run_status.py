@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from method_fixtures import METHODS
 from run_fixtures import SMALL, history_of, resume, summary_of, wait_until
 
 import server_app.trackers
@@ -25,19 +24,6 @@ from strategies.average import TooFewRepliesError
 
 root = Path(__file__).parents[2]
 quick = {"local-epochs": 0, "num-rounds": 2}
-
-
-@pytest.fixture
-def failing(monkeypatch):
-    """client-0001 fails in round 2."""
-    train = METHODS["fedavg"].train
-
-    def train_or_fail(method, now):
-        if (now.client, now.round) == ("client-0001", 2):
-            raise ValueError("no power")
-        return train(method, now)
-
-    monkeypatch.setattr(METHODS["fedavg"], "train", train_or_fail)
 
 
 # --- run.log --------------------------------------------------------------------------------------
