@@ -170,25 +170,15 @@ def test_moon_contrasts_with_the_received_and_with_the_kept_model():
     assert update.terms["penalty"] == pytest.approx(2.0 * sum(terms) / len(terms), rel=1e-5)
 
 
-def count_frozen_rows(monkeypatch):
-    """A list that gets the batch size of every run of a frozen model."""
+def count_frozen_rows(monkeypatch, of_body=False):
+    """A list that gets the batch size of every run of a frozen model.
+
+    of_body: of every run of a network up to its features.
+    """
     rows, run = [], StagedModel.run
 
     def counted(self, x, layers=(), *, to_logits=True):
-        if not self.classifier.weight.requires_grad:
-            rows.append(len(x))
-        return run(self, x, layers, to_logits=to_logits)
-
-    monkeypatch.setattr(StagedModel, "run", counted)
-    return rows
-
-
-def count_frozen_body_rows(monkeypatch):
-    """A list that gets the batch size of every run of a network up to its features."""
-    rows, run = [], StagedModel.run
-
-    def counted(self, x, layers=(), *, to_logits=True):
-        if not to_logits:
+        if not (to_logits if of_body else self.classifier.weight.requires_grad):
             rows.append(len(x))
         return run(self, x, layers, to_logits=to_logits)
 
@@ -278,7 +268,7 @@ def test_a_cache_that_is_done_with_leaves_its_room_to_the_next():
 def test_a_head_trained_alone_reads_each_sample_of_the_body_once(monkeypatch):
     """FedRep's head, 3 epochs: the same weights as without a cache; 30 rows through the body."""
     keys = {"method": "fedrep", "fedrep__head_epochs": 3, "fedrep__extractor_epochs": 1}
-    rows = count_frozen_body_rows(monkeypatch)
+    rows = count_frozen_rows(monkeypatch, of_body=True)
     update = train(make_config(**keys))
     assert sum(rows) == 30
     rows.clear()

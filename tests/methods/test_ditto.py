@@ -9,7 +9,7 @@ from client_fixtures import (
     make_round,
     train,
 )
-from method_fixtures import batches_of, sgd_by_hand, trains_as_fedavg
+from method_fixtures import batches_of, sgd_by_hand
 
 from client_app.methods import method_of
 
@@ -75,7 +75,3 @@ def test_dittos_personal_model_is_what_was_kept_at_first_the_runs_weights():
     assert_same_bits(method.personal_model(now, {}).state_dict(), initial(config))
     kept = initial(config, seed=8)
     assert_same_bits(method.personal_model(now, {"personal": kept}).state_dict(), kept)
-
-
-def test_its_global_model_is_fedavgs_to_the_bit():
-    assert trains_as_fedavg("ditto")

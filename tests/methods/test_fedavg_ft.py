@@ -40,12 +40,16 @@ def test_it_trains_as_fedavg_to_the_bit():
     assert trains_as_fedavg("fedavg-ft")
 
 
-@pytest.mark.parametrize(("lr", "decays"), [(0.03, False), (0.0, True)])  # 0: the run's own
-def test_tuning_at_a_rate_of_its_own_is_the_same_in_every_round(lr, decays):
-    options = {"fedavg-ft__lr": lr, "fedavg-ft__epochs": 2}
+@pytest.mark.parametrize(
+    ("method", "lr", "decays"),
+    [("fedavg-ft", 0.03, False), ("fedavg-ft", 0.0, True), ("fedbabu", 0.03, False)],
+)
+def test_tuning_at_a_rate_of_its_own_is_the_same_in_every_round(method, lr, decays):
+    """At FedAvg-FT's rate of 0, which is the run's own, it decays as that does."""
+    options = {f"{method}__lr": lr, f"{method}__epochs": 2}
     tuned = []
     for keys in ({}, DECAYS):
-        config = make_config(method="fedavg-ft", seed=3, **options, **keys)
+        config = make_config(method=method, seed=3, **options, **keys)
         now = make_round(config, number=4, received=initial(config, seed=5))
         tuned.append(method_of(config).personal_model(now, {}).state_dict())
     assert bool(differ(*tuned)) == decays

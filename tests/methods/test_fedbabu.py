@@ -10,7 +10,7 @@ from client_fixtures import (
     make_round,
     train,
 )
-from method_fixtures import DECAYS, HEAD, batches_of, body_part, head_part, sgd_by_hand
+from method_fixtures import HEAD, batches_of, body_part, head_part, sgd_by_hand
 
 from client_app.methods import method_of
 
@@ -34,12 +34,3 @@ def test_a_fedper_like_fedbabu_trains_head_and_body_together_and_keeps_the_head(
     update = train(config, received=body_part(w), state={"head": head_part(w)})
     plain = train(make_config(), received=w)
     assert_same_bits(update.arrays | update.state["head"], plain.arrays)
-
-
-def test_tuning_at_a_rate_of_its_own_is_the_same_in_every_round():
-    tuned = []
-    for keys in ({}, DECAYS):
-        config = make_config(method="fedbabu", seed=3, fedbabu__lr=0.03, fedbabu__epochs=2, **keys)
-        now = make_round(config, number=4, received=initial(config, seed=5))
-        tuned.append(method_of(config).personal_model(now, {}).state_dict())
-    assert not differ(*tuned)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from client_fixtures import batch_of
 from method_fixtures import random
+from printed_formulas import cka_as_printed, cosine
 
 from client_app.method import ModelParts
 from client_app.methods.fedcka import SIMILARITIES, FedCKA, cka_contrast
@@ -32,17 +33,6 @@ def alike(name, x, y):
     return similarity.compare(similarity.view(x), similarity.view(y))
 
 
-def linear_cka_as_printed(x, y):
-    """Eq. (3): every squared Frobenius norm as a sum over its entries."""
-    x, y = x - x.mean(0), y - y.mean(0)
-
-    def squared_norm(a, b):  # ||b' a||_F^2
-        columns = [(i, j) for i in range(a.shape[1]) for j in range(b.shape[1])]
-        return sum(float(a[:, i] @ b[:, j]) ** 2 for i, j in columns)
-
-    return squared_norm(x, y) / math.sqrt(squared_norm(x, x) * squared_norm(y, y))
-
-
 def kernel_cka_as_printed(x, y):
     """Kornblith et al. 2019: HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)), HSIC = tr(K H L H)."""
     size = len(x)
@@ -62,9 +52,7 @@ def kernel_cka_as_printed(x, y):
 
 
 def cosine_as_printed(x, y):
-    a, b = x.flatten().tolist(), y.flatten().tolist()
-    dot = sum(p * q for p, q in zip(a, b, strict=True))
-    return dot / math.sqrt(sum(p * p for p in a) * sum(q * q for q in b))
+    return cosine(x.flatten().tolist(), y.flatten().tolist())
 
 
 def negative_mean_square_as_printed(x, y):
@@ -73,7 +61,7 @@ def negative_mean_square_as_printed(x, y):
 
 
 AS_PRINTED = {
-    "linear-cka": linear_cka_as_printed,
+    "linear-cka": cka_as_printed,
     "kernel-cka": kernel_cka_as_printed,
     "cosine": cosine_as_printed,
     "frobenius": negative_mean_square_as_printed,
@@ -91,7 +79,7 @@ def test_similarity_equals_its_formula_as_printed(name, size, width):
 @pytest.mark.parametrize(("p", "q"), [(4, 9), (20, 3)])
 def test_linear_cka_compares_layers_of_unequal_width(p, q):
     x, y = random(6, p, seed=1), 3 + random(6, q, seed=2)
-    assert alike("linear-cka", x, y).item() == pytest.approx(linear_cka_as_printed(x, y), rel=1e-12)
+    assert alike("linear-cka", x, y).item() == pytest.approx(cka_as_printed(x, y), rel=1e-12)
 
 
 def test_a_narrow_layer_is_compared_by_its_features_and_a_wide_one_by_its_gram_matrix():
@@ -271,7 +259,7 @@ def test_cosine_of_dead_units_is_zero_with_no_gradient():
 
 def test_a_dead_frozen_layer_leaves_the_other_comparison():
     a, g, p = random(6, 8, seed=1), random(6, 8, seed=2), torch.zeros(6, 8).double()
-    expected = -math.log(1 / (1 + math.exp(-linear_cka_as_printed(a, g))))
+    expected = -math.log(1 / (1 + math.exp(-cka_as_printed(a, g))))
     assert cka_contrast([a], [g], [p]).item() == pytest.approx(expected, rel=1e-12)
 
 
@@ -349,7 +337,7 @@ def test_with_a_side_branch_the_projected_outputs_are_compared():
             first, _, last = model.projection_heads[name]
             hidden = (h.flatten(1) @ first.weight.T + first.bias).clamp_min(0)
             z.append((hidden @ last.weight.T + last.bias).detach())
-        c_g, c_p = linear_cka_as_printed(z[0], z[1]), linear_cka_as_printed(z[0], z[2])
+        c_g, c_p = cka_as_printed(z[0], z[1]), cka_as_printed(z[0], z[2])
         total -= math.log(math.exp(c_g) / (math.exp(c_g) + math.exp(c_p))) / 2
     assert method.penalty(batch_of(*reps)).item() == pytest.approx(3 * total, rel=1e-12)
     with pytest.raises(ValueError, match=r"num-layers = 6.*cnn-fedintr.*5 layers"):

@@ -4,13 +4,7 @@ import math
 
 import pytest
 import torch
-from client_fixtures import (
-    assert_close,
-    batch_of,
-    initial,
-    make_config,
-    train,
-)
+from client_fixtures import batch_of
 from method_fixtures import cross_entropy, kl, labels, random, softmax, trains_as_fedavg
 
 from client_app.methods.fedntd import FedNTD, not_true_divergence
@@ -83,13 +77,3 @@ def test_fedntds_two_forms(convex):
 
 def test_without_its_term_the_convex_form_is_fedavg():
     assert trains_as_fedavg("fedntd", fedntd__beta=0.0, fedntd__convex=True)
-
-
-def test_distilling_from_the_model_it_starts_from_leaves_the_first_step():
-    received = initial(make_config(), seed=5)
-    plain = train(make_config(batch_size=100), received=received)
-    config = make_config(method="fedntd", batch_size=100, fedntd__beta=50.0)
-    update = train(config, received=received)
-    assert update.num_steps == 1
-    assert update.terms["penalty"] == pytest.approx(0, abs=1e-6)
-    assert_close(update.arrays, plain.arrays, rtol=0, atol=1e-6)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from client_fixtures import batch_of
-from method_fixtures import trains_as_fedavg
 from torch import nn
 
 from client_app.drift import squared_distance
@@ -145,7 +144,3 @@ def test_the_global_arrays_get_no_gradient():
 def test_the_gradient_of_the_distance_is_that_of_its_value():
     w, w_g = [a.requires_grad_() for a in random_arrays(1)], random_arrays(2)
     assert torch.autograd.gradcheck(lambda *a: 3 * squared_distance(list(a), w_g), w)
-
-
-def test_without_its_term_it_is_fedavg_to_the_bit():
-    assert trains_as_fedavg("fedprox", fedprox__mu=0.0)

@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from client_fixtures import (
-    NUM_CLASSES,
-    SHAPE,
-    assert_close,
-    batch_of,
-    initial,
-    make_config,
-    train,
-)
+from client_fixtures import NUM_CLASSES, SHAPE, batch_of, make_config
 from method_fixtures import random
 
 from client_app.methods.fitnet import FitNet, feature_distance
@@ -71,13 +63,3 @@ def test_fitnets_levels_are_all_stages_before_their_activation_and_the_logits(wi
     layers = fitnet(logits=with_logits).layers(model)
     assert layers[:4] == ["conv1:pre", "conv2:pre", "fc1:pre", "fc2:pre"]
     assert layers[4:] == (["logits"] if with_logits else [])
-
-
-def test_distilling_from_the_model_it_starts_from_leaves_the_first_step():
-    received = initial(make_config(), seed=5)
-    plain = train(make_config(batch_size=100), received=received)
-    config = make_config(method="fitnet", batch_size=100, fitnet__lambda=50.0)
-    update = train(config, received=received)
-    assert update.num_steps == 1
-    assert update.terms["penalty"] == pytest.approx(0, abs=1e-6)
-    assert_close(update.arrays, plain.arrays, rtol=0, atol=1e-6)

@@ -12,11 +12,13 @@ from client_fixtures import (
     NUM_CLASSES,
     SHAPE,
     Client,
+    assert_close,
     assert_same_bits,
     differ,
     initial,
     make_config,
     make_round,
+    train,
 )
 from method_fixtures import METHODS
 
@@ -135,6 +137,17 @@ def test_at_its_limit_a_method_is_fedavg_to_the_bit_and_otherwise_not(name, form
     assert_same_bits(trained(**at_limit), fedavg, names=fedavg)
     arrays = trained()
     assert differ(fedavg, arrays)
+
+
+@pytest.mark.parametrize("weight", ["fedntd__beta", "fitnet__lambda"])
+def test_distilling_from_the_model_it_starts_from_leaves_the_first_step(weight):
+    received = initial(make_config(), seed=5)
+    plain = train(make_config(batch_size=100), received=received)
+    config = make_config(method=weight.partition("__")[0], batch_size=100, **{weight: 50.0})
+    update = train(config, received=received)
+    assert update.num_steps == 1
+    assert update.terms["penalty"] == pytest.approx(0, abs=1e-6)
+    assert_close(update.arrays, plain.arrays, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "form"), LIMITS)
