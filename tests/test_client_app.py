@@ -484,7 +484,7 @@ def test_a_client_without_a_name_says_how_to_give_it_one(tmp_path):
 def test_a_client_without_data_says_how_to_give_it_some(tmp_path):
     reason = error_of(Client(make_config(), tmp_path, {"name": "site-a"}).ask("query"))
     assert reason.startswith("client site-a: its node config names no data: add source=")
-    assert "source=" in reason
+    assert 'source="folder:PATH"' in reason
 
 
 @pytest.mark.parametrize(
