@@ -145,14 +145,10 @@ def begin_manifest(
     if stacked:
         fields["stacked"] = stacked
     if precisions:
-        fields["precision"] = list(dict.fromkeys([*before.get("precision", []), *precisions]))
+        fields["precision"] = appended(before.get("precision", []), *precisions)
     if fields["simulated"]:
-        names = [
-            *before.get("machines", []),
-            machine(device),
-            *(each.report.machine for each in workers),
-        ]
-        fields["machines"] = list(dict.fromkeys(names))
+        found = (machine(device), *(each.report.machine for each in workers))
+        fields["machines"] = appended(before.get("machines", []), *found)
     if workers:
         fields["workers"] = [
             {"node": each.node, "device": each.report.device, "machine": each.report.machine}
@@ -161,9 +157,9 @@ def begin_manifest(
     update(directory, **fields)
 
 
-def appended(names: Sequence[str], name: str) -> list[str]:
-    """The names, then this one unless it is among them."""
-    return list(dict.fromkeys([*names, name]))
+def appended(names: Sequence[str], *more: str) -> list[str]:
+    """The names, then those of `more` that are not among them."""
+    return list(dict.fromkeys([*names, *more]))
 
 
 def note_round(
