@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,21 @@ HEALTH = {
 def ip(*words: str) -> str:
     done = subprocess.run(["ip", *words], check=True, timeout=30, capture_output=True, text=True)
     return done.stdout
+
+
+def make_network(switch: str, spaces: Mapping[str, tuple[str, str]]) -> None:
+    """Namespaces on a switch, which has no firewall of this machine's: (cable there, address)."""
+    ip("netns", "add", switch)
+    ip("-n", switch, "link", "add", "br0", "type", "bridge")
+    ip("-n", switch, "link", "set", "br0", "up")
+    for space, (cable, address) in spaces.items():
+        ip("netns", "add", space)
+        ends = ("type", "veth", "peer", "name", "eth0", "netns", space)
+        ip("-n", switch, "link", "add", cable, *ends)
+        ip("-n", switch, "link", "set", cable, "master", "br0", "up")
+        ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
+        ip("-n", space, "link", "set", "eth0", "up")
+        ip("-n", space, "link", "set", "lo", "up")
 
 
 class Node:
@@ -94,19 +109,10 @@ class Cluster:
         return f"10.213.78.{number + 1}"
 
     def make_network(self) -> None:
-        switch = f"{self.mark}-s"
-        ip("netns", "add", switch)
-        ip("-n", switch, "link", "add", "br0", "type", "bridge")
-        ip("-n", switch, "link", "set", "br0", "up")
-        for number in range(2):
-            space, cable = f"{self.mark}-{number}", f"{self.mark}v{number}"
-            ip("netns", "add", space)
-            ends = ("type", "veth", "peer", "name", "eth0", "netns", space)
-            ip("-n", switch, "link", "add", cable, *ends)
-            ip("-n", switch, "link", "set", cable, "master", "br0", "up")
-            ip("-n", space, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
-            ip("-n", space, "link", "set", "eth0", "up")
-            ip("-n", space, "link", "set", "lo", "up")
+        make_network(
+            f"{self.mark}-s",
+            {f"{self.mark}-{n}": (f"{self.mark}v{n}", self.address(n)) for n in range(2)},
+        )
 
     def start(self, number: int, mounts: Sequence[str] = (), cpus: int = 1) -> Node:
         """Start this node, ending the one that had its number; returns once it has joined."""

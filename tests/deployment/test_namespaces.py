@@ -7,26 +7,22 @@ import subprocess
 import time
 
 import pytest
-from deployment_fixtures import new_run, state_inline, state_of_clients, wait_for_round
-from run_fixtures import SMALL, final_model, history_of, same_bits, summary_of
+from cluster_fixtures import ip, make_network
+from deployment_fixtures import (
+    LOOPBACK_KEYS,
+    new_run,
+    state_inline,
+    state_of_clients,
+    wait_for_round,
+)
+from run_fixtures import final_model, history_of, same_bits, summary_of
 
 from keel.deployment.loopback import partitions, running
 from server_app.inline import run_inline
 
 pytestmark = [pytest.mark.deployment, pytest.mark.timeout(900)]
 limit_s, pulled_s = 600, 20
-KEYS = SMALL | {
-    "method": "fedreco",
-    "fedreco.eta-0": 0.5,
-    "local-test-fraction": 0.2,
-    "num-rounds": 6,
-    "round-timeout": 300.0,
-    "device": "cpu",
-}
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, timeout=30, capture_output=True)
+KEYS = LOOPBACK_KEYS | {"num-rounds": 6, "round-timeout": 300.0}
 
 
 @pytest.fixture
@@ -40,20 +36,12 @@ def network():
     cables = {machine: f"{mark}v{i}" for i, machine in enumerate(machines)}
     try:
         try:
-            ip("netns", "add", switch)  # with no firewall of this machine's
-            ip("-n", switch, "link", "add", "br0", "type", "bridge")
-            ip("-n", switch, "link", "set", "br0", "up")
-            for i, machine in enumerate(machines):
-                space, cable = spaces[machine], cables[machine]
-                ip("netns", "add", space)
-                ends = ("type", "veth", "peer", "name", "eth0", "netns", space)
-                ip("-n", switch, "link", "add", cable, *ends)
-                ip("-n", switch, "link", "set", cable, "master", "br0", "up")
-                ip("-n", space, "addr", "add", f"10.213.77.{i + 1}/24", "dev", "eth0")
-                ip("-n", space, "link", "set", "eth0", "up")
-                ip("-n", space, "link", "set", "lo", "up")
+            make_network(
+                switch,
+                {spaces[m]: (cables[m], f"10.213.77.{i + 1}") for i, m in enumerate(machines)},
+            )
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"this machine makes no namespaces: {error.stderr.decode()}")
+            pytest.skip(f"this machine makes no namespaces: {error.stderr}")
         yield spaces, switch, cables
     finally:
         for space in (*spaces.values(), switch):

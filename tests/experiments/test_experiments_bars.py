@@ -1,6 +1,5 @@
 """What the runner's bars say of a run: row, column, seed, the newest accuracy."""
 
-import json
 from random import Random
 from types import SimpleNamespace
 
@@ -9,6 +8,7 @@ from keel.experiments.recipe import load_recipe
 from keel.experiments.runner import ActiveRun, labels_of, outcome
 from keel.experiments.runs import Options, run_of
 from keel.runs import SavedRun
+from server_app.history import append_history
 from tests.tools.run_directories import line_of, make_run
 
 
@@ -28,8 +28,7 @@ def test_a_bar_follows_the_newest_attempt_and_its_accuracy(tmp_path):
     process = ActiveRun(run, None, 0)
     assert (process.accuracy, process.new_rounds(), process.new_rounds()) == ("", 4, 0)
     line = line_of(5, Random(1))
-    with (first / "history.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    append_history(first / "history.jsonl", line)
     assert process.new_rounds() == 1
     assert process.accuracy == f"{100 * line['global']['accuracy']:.2f} %"
     attempts.append(make_run(tmp_path / "2", {"method": "fedavg"}, 9, num_written=2))

@@ -100,7 +100,7 @@ def test_pack_leaves_one_small_file_with_the_runs_that_have_ended(
         return {"a run": "no disk"} if ending == "failed" else {}
 
     monkeypatch.setattr(runner, "run_recipe", run_recipe)
-    (output / "jobs").mkdir(parents=True)
+    output.mkdir()
     words = ["run", str(path), "--seeds", "1", "--grid", "full", "--output", str(output)]
     code = {"finished": 0, "failed": 1, "interrupted": 130}[ending]
     assert main(*words, "--pack", str(folder)) == code
@@ -272,7 +272,6 @@ judged = two_rows + "seeds: 3\nclaims: [FedProx above FedAvg in result]\n"
 def all_run(output: Path, how: Options, **of: list[Any]) -> tuple[Recipe, list[Run]]:
     """The recipe `judged` with finished runs: FedAvg 50, FedProx 60 %; `of`: for each run."""
     recipe = parse_recipe(judged, Path("t.yaml"))
-    (output / "jobs").mkdir(exist_ok=True)
     runner.save_job(recipe, how, output)
     runs = list(runs_needed(recipe, recipe.cells, how, output, ()))
     for i, run in enumerate(runs):
@@ -479,7 +478,6 @@ def test_a_job_is_known_by_its_content_and_keeps_its_tuning_seed(tmp_path):
 def test_seeds_asked_for_later_are_run_with_what_the_first_seed_chose(tmp_path, monkeypatch):
     recipe, how = parse_recipe(tuned, Path("t.yaml")), options(seeds=[5])
     fake_runs(recipe, tmp_path, how, {0.1: 0.5, 1: 0.9, 10: 0.7})
-    (tmp_path / "jobs").mkdir()
     runner.save_job(recipe, how, tmp_path)
     fake_run(run_of(recipe.cells[0], {"fedprox.mu": 1}, 0, how, tmp_path), 0.4)
     assert ran(recipe, options(seeds=[0]), tmp_path, monkeypatch)[0] == []
@@ -631,7 +629,6 @@ def timed(output: Path, accuracies: dict[str, list[float]]) -> tuple[Recipe, Opt
     """The recipe of times, with a finished run for each of these accuracies; its options."""
     recipe = parse_recipe(times, Path("t.yaml"))
     how = options(seeds=list(range(max(map(len, accuracies.values())))))
-    (output / "jobs").mkdir(parents=True)
     runner.save_job(recipe, how, output)
     for name, values in accuracies.items():
         for seed, accuracy in enumerate(values):
@@ -738,7 +735,6 @@ def test_a_table_says_what_is_missing_in_a_cell(tmp_path):
     )
     recipe, how = parse_recipe(text, Path("t.yaml")), options(seeds=[0, 1, 2])
     average, tried = recipe.cells
-    (tmp_path / "jobs").mkdir()
     runner.save_job(recipe, how, tmp_path)
     for mu, accuracy in ((0.1, 0.5), (10, 0.7)):
         fake_run(run_of(tried, {"fedprox.mu": mu}, 0, how, tmp_path), accuracy)
@@ -771,7 +767,6 @@ def test_a_table_says_what_is_missing_in_a_cell(tmp_path):
 
 def test_a_value_whose_run_failed_was_not_tried_and_its_table_is_archived(tmp_path):
     recipe, how = parse_recipe(tuned, Path("t.yaml")), options(seeds=[0, 1])
-    (tmp_path / "jobs").mkdir()
     runner.save_job(recipe, how, tmp_path)
     fake_runs(recipe, tmp_path, how, {0.1: 0.5, 10: 0.7})
     failing = run_of(recipe.cells[0], {"fedprox.mu": 1}, 0, how, tmp_path)
@@ -791,7 +786,6 @@ def test_what_a_set_makes_alike_is_reported_where_it_was_asked_for_alone(tmp_pat
     """`--only slow --set lr=0.3`: the column fast, with that lr, would be of the same run."""
     text = two_rows + "columns:\n  slow: {lr: 0.1}\n  fast: {lr: 0.2}\n"
     recipe, how = parse_recipe(text, Path("t.yaml")), options(changes={"lr": 0.3})
-    (tmp_path / "jobs").mkdir()
     slow, fast = (selected(recipe, [name]) for name in ("slow", "fast"))
     runner.save_job(recipe, how, tmp_path, slow[:1])
     fake_run(run_of(slow[0], {}, 0, how, tmp_path), 0.5)
@@ -826,7 +820,6 @@ def test_a_curve_is_the_moving_average_where_its_number_is(tmp_path):
 
 def test_measures_of_features_are_compared_over_rows_on_one_axis(tmp_path):
     recipe, how = parse_recipe(two_rows, Path("t.yaml")), options(seeds=[0, 1])
-    (tmp_path / "jobs").mkdir()
     runner.save_job(recipe, how, tmp_path)
     for i, cell in enumerate(recipe.cells):
         for seed in how.seeds:
@@ -854,7 +847,6 @@ def test_text_of_a_recipe_is_escaped_and_its_notes_are_below_the_table(tmp_path)
     text = two_rows.replace("FedAvg:", "<b>A & B</b>:")
     text += 'title: a < b\nnotes: ["<script>alert(1)</script>", second]\n'
     text += "claims: [<b>A & B</b> above FedProx in result]\n"
-    (tmp_path / "jobs").mkdir()
     runner.save_job(parse_recipe(text, Path("t.yaml")), options(), tmp_path)
     page, markdown = (path.read_text() for path in write_report(tmp_path))
     assert "<h2>a &lt; b</h2>" in page

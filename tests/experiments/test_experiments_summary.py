@@ -52,7 +52,6 @@ def fake_job(tmp_path: Path, changes: dict[str, float], lead: float) -> Path:
         selected(recipe, ["FedAvg", "FedCKA", "alpha 5"]),
         Options("paper", changes, [0, 1, 2], full_grid=False),
     )
-    (tmp_path / "jobs").mkdir(exist_ok=True)
     runner.save_job(recipe, how, tmp_path, cells)
     for run in runs_needed(recipe, cells, how, tmp_path, ()):
         flat = dict(resolve_config(run.keys).flat) | {"output-dir": str(tmp_path)}

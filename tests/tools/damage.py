@@ -26,7 +26,15 @@ from pathlib import Path
 from keel.deployment.loopback import Loopback, partitions, running
 from server_app.audit import audit_problem
 from server_app.history import whole_lines
-from tests.tools.faults import common, lost_models, methods, send, status, submit_until
+from tests.tools.faults import (
+    common,
+    lost_models,
+    methods,
+    send,
+    status,
+    submit_until,
+    unnamed_failures,
+)
 from tests.tools.processes import descendants
 
 disk_mb = 256
@@ -243,17 +251,7 @@ def main() -> int:
                 happen = disk_full if number < arguments.disk_full else corrupt
                 rows.append(happen(watch, draw))
                 print(rows[-1], flush=True)
-            lines = whole_lines(watch.folder)[0]
-            silent = [
-                (line["round"], client)
-                for line in lines
-                for client in clients
-                if not (
-                    client in line["participants"]
-                    or line["left_out"].get(client)
-                    or client in line["backed_off"]
-                )
-            ]
+            silent = unnamed_failures(whole_lines(watch.folder)[0], clients)
             print(f"\n{watch.rounds()} rounds, {watch.resumes} resumes; {len(silent)} absences")
             lost = lost_models(local, watch.folder)
             print(f"without a reason; state damaged or old at the end: {lost}")

@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +41,7 @@ from keel.deployment.loopback import Loopback, partitions, running
 from protocol.files import digest
 from protocol.options import OptionValue
 from server_app.audit import audit_problem
-from server_app.history import read_history
+from server_app.history import Line, read_history
 from server_app.inline import run_inline
 from server_app.run_directory import read_arrays
 from server_app.summary import read_manifest
@@ -163,13 +163,14 @@ def wrong_results(folder: Path, undisturbed: Path, rounds: int) -> tuple[list[st
     return wrong, is_whole
 
 
-def unnamed_failures(folder: Path, clients: Sequence[str]) -> int:
-    """Clients without a reason for taking no part, summed over the rounds."""
-    return sum(
-        not (c in line["participants"] or line["left_out"].get(c) or c in line["backed_off"])
-        for line in read_history(folder)
+def unnamed_failures(lines: Sequence[Line], clients: Iterable[str]) -> list[tuple[int, str]]:
+    """(round, client) of those that took no part in a round, without a reason."""
+    return [
+        (line["round"], c)
+        for line in lines
         for c in clients
-    )
+        if not (c in line["participants"] or line["left_out"].get(c) or c in line["backed_off"])
+    ]
 
 
 def accuracy(folder: Path) -> float:
@@ -277,7 +278,7 @@ def one_run(
     outcome.left_out = len(left_out)
     outcome.reasons += [f"{client}: {reason}" for client, reason in left_out]
     outcome.lost = lost_models(local, folder)
-    outcome.unnamed += unnamed_failures(folder, local.clients)
+    outcome.unnamed += len(unnamed_failures(read_history(folder), local.clients))
     if outcome.finished:
         outcome.wrong, outcome.compared = wrong_results(folder, undisturbed, rounds)
     with contextlib.suppress(ValueError):

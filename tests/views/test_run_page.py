@@ -9,7 +9,7 @@ from views_fixtures import Pages
 
 from keel.views import run_page
 from keel.views.store import Store
-from server_app.history import duration, truncate_history
+from server_app.history import append_history, duration, truncate_history
 from tests.tools.run_directories import line_of, make_large, make_run
 
 
@@ -55,8 +55,7 @@ def test_clients_left_out_are_listed_with_the_reason_and_counted_by_kind(tmp_pat
         **{"left_out": {"b": "norm 9 > 5", "c": "ValueError: no power"}, "rejected": 1},
         **{"late": ["d, 3 s late"], "backed_off": ["e", "f"]},
     }
-    with (run / "history.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    append_history(run / "history.jsonl", line)
     _, reader = only_run(tmp_path)
     found, total = run_page.events(reader.lines)
     assert total == 5
@@ -90,8 +89,7 @@ def test_the_time_left_after_a_resume_is_that_of_the_rounds_to_come(tmp_path, mo
     config["config"]["num-rounds"] = 20
     (run / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("keel.views.store.is_locked", lambda path: True)
-    with (run / "history.jsonl").open("a") as file:
-        file.write(json.dumps(line_of(4, Random(0)) | {"seconds": {"training": 100.0}}) + "\n")
+    append_history(run / "history.jsonl", line_of(4, Random(0)) | {"seconds": {"training": 100.0}})
     entry = store.find(entry.id)
     reader = store.history(entry)
     assert [line["round"] for line in reader.lines] == [1, 2, 3, 4]
@@ -128,8 +126,7 @@ def test_sites_show_who_takes_part_who_is_away_and_whose_state_is_lost(tmp_path)
         **{"participants": ["here"], "backed_off": ["away"], "reset_needed": ["lost"]},
         "left_out": {"lost": "withheld", "here": "the word reset-state means nothing"},
     }
-    with (run / "history.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    append_history(run / "history.jsonl", line)
     entry, reader = only_run(tmp_path)
     rows = {row["site"]: row for row in run_page.site_rows(entry, reader, None)}
     assert (rows["here"]["connected"], rows["here"]["last round"]) == ("yes", "2")
@@ -145,8 +142,7 @@ def test_sites_show_who_takes_part_who_is_away_and_whose_state_is_lost(tmp_path)
     online = run_page.site_rows(entry, reader, {14950884137768953985: "online", 1: "offline"})
     assert [row["connected"] for row in online] == ["online", "offline", "not registered"]
     assert "away or in backoff" in Pages(tmp_path).get("/deployment").text
-    with (run / "history.jsonl").open("a") as file:
-        file.write(json.dumps(line_of(3, Random(0)) | {"participants": ["lost"]}) + "\n")
+    append_history(run / "history.jsonl", line_of(3, Random(0)) | {"participants": ["lost"]})
     for i in range(6):  # newer simulations do not hide it
         make_run(tmp_path / f"simulation-{i}", {"method": "fedavg"}, 1)
     (tmp_path / "simulation-0" / "roster.json").write_text('{"simulated": 20000}')
@@ -195,8 +191,9 @@ def test_what_happened_to_a_site_long_ago_is_still_shown(tmp_path):
         **{"here": "no", "gone": "no", "lost": "yes"}
     }
     assert rows["lost"]["last trouble"] == "round 2: state is lost"
-    with (entry.directory / "history.jsonl").open("a") as file:
-        file.write(json.dumps(line_of(63, Random(0)) | {"participants": ["lost"]}) + "\n")
+    append_history(
+        entry.directory / "history.jsonl", line_of(63, Random(0)) | {"participants": ["lost"]}
+    )
     reader.update()
     rows = {row["site"]: row for row in run_page.site_rows(entry, reader, None, sites)}
     assert (rows["lost"]["last round"], rows["lost"]["pending reset"]) == ("63", "no")

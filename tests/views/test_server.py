@@ -20,6 +20,7 @@ from views_fixtures import HOSTILE, TOKEN, Pages, damaged_runs
 
 from keel.views.charts import static_file
 from keel.views.server import SuperLinkNodes, listening
+from server_app.history import append_history
 from tests.tools.run_directories import line_of, make_run
 
 OLD_RUN = Path(__file__).parents[1] / "data" / "run-0.1"
@@ -235,8 +236,7 @@ def test_hostile_names_are_shown_and_not_executed(tmp_path):
     line = line_of(3, Random(0)) | {
         **{"left_out": {HOSTILE: HOSTILE}, "late": [HOSTILE], "losses": {HOSTILE: 1.0}},
     }
-    with (run / "history.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    append_history(run / "history.jsonl", line)
     (run / "summary.json").write_text(
         json.dumps({"status": HOSTILE, "num_rounds": 3, "privacy": {HOSTILE: HOSTILE}})
     )
@@ -277,8 +277,7 @@ def test_a_look_at_what_has_not_changed_is_answered_without_content(pages, tmp_p
     for path in ("/rows", f"{base}/data", f"{base}/clients"):
         first = pages.get(path).json()["version"]
         assert pages.get(f"{path}?version={first}").status_code == 204
-    with (tmp_path / "runs" / "one" / "history.jsonl").open("a") as file:
-        file.write(json.dumps(line_of(4, Random(0))) + "\n")
+    append_history(tmp_path / "runs" / "one" / "history.jsonl", line_of(4, Random(0)))
     news = pages.get(f"{base}/data?version={first}").json()
     assert news["charts"]["accuracy"]["data"][0]["x"] == [1, 2, 3, 4]
 
@@ -323,8 +322,7 @@ def test_the_pages_work_through_another_port_while_the_run_writes(tmp_path):
                 news = client.get(f"{page}/data", headers={"origin": base}).json()
                 same = f"{page}/data?version={news['version']}"
                 assert client.get(same).status_code == 204
-                with (run / "history.jsonl").open("a") as file:
-                    file.write(json.dumps(line_of(2, Random(0))) + "\n")
+                append_history(run / "history.jsonl", line_of(2, Random(0)))
                 later = client.get(same).json()
                 assert later["charts"]["accuracy"]["data"][0]["x"] == [1, 2]
                 direct = {"origin": f"http://127.0.0.1:{link.port}"}

@@ -12,6 +12,7 @@ from views_fixtures import HOSTILE, damaged_runs
 
 from keel.cli.main import main
 from keel.views.terminal import clients_at_work, sparkline, watch_run
+from server_app.history import append_history
 from tests.tools.run_directories import line_of, make_run
 
 
@@ -79,8 +80,7 @@ def test_no_damage_and_no_name_upsets_the_terminal(tmp_path):
         shown(tmp_path / "damaged" / name)
     run = make_run(tmp_path / "b", {"method": HOSTILE, "source": "[red]x[/]"}, 2)
     line = line_of(3, Random(0)) | {"left_out": {HOSTILE: "[bold]\x1b[31mno"}}
-    with (run / "history.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    append_history(run / "history.jsonl", line)
     text = shown(run)
     assert "\x1b" not in text
     assert "left out" in text
