@@ -154,27 +154,6 @@ def test_the_folder_is_fine_as_it_is(run, small_data):
     assert len(history_of(run(small_data))) == 1
 
 
-def test_a_data_path_that_is_missing(rejected, small_data, tmp_path):
-    path = tmp_path / "nowhere"
-    line = rejected(small_data | {"source": f"folder:{path}"})
-    assert str(path) in line
-    assert "train/<class>/" in line
-
-
-def test_a_relative_data_path(rejected, small_data):
-    line = rejected(small_data | {"source": "folder:images"})
-    assert "source = 'folder:images'" in line
-    assert "absolute" in line
-
-
-@pytest.mark.parametrize("empty", ["train", "train/cat", "test/dog"])
-def test_a_data_path_that_is_empty(rejected, small_data, folder_source, empty):
-    folder = folder_source / empty
-    for path in sorted(folder.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    assert str(folder) in rejected(small_data)
-
-
 @pytest.mark.parametrize("content", [b"", b"not an image", None], ids=["empty", "text", "cut"])
 def test_an_unreadable_image_is_named(rejected, small_data, folder_source, content):
     path = folder_source / "train" / "dog" / "07.png"
@@ -203,13 +182,6 @@ def test_a_class_that_no_client_has(rejected, tmp_path):
     source = npz_of(tmp_path / "gap.npz", [0, 1, 3] * 20)  # no sample of class 2
     line = rejected({"source": source, "partition": "iid"})
     assert line == "no client has samples of class 2: it cannot be learnt"
-
-
-def test_an_npz_file_that_is_cut_short(rejected, tmp_path):
-    source = npz_of(tmp_path / "cut.npz", [0, 1] * 20)
-    path = tmp_path / "cut.npz"
-    path.write_bytes(path.read_bytes()[:-50])
-    assert str(path) in rejected({"source": source, "partition": "iid"})
 
 
 # --- clients ---------------------------------------------------------------------------------
