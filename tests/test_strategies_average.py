@@ -364,34 +364,19 @@ def content_without(record: str):
     return spoil
 
 
-def words_for_numbers(message: Message, reply: TrainReply) -> Message:
-    content = reply_content(reply)
-    content["arrays"] = ArrayRecord({"0.bias": Array(np.array(["nonsense", "words"]))})
-    return Message(content, reply_to=message)
-
-
-def bytes_for_numbers(data: bytes):
-    """A reply whose arrays are these bytes."""
-
+def content_with(name: str, record: ArrayRecord | ConfigRecord | MetricRecord):
     def spoil(message: Message, reply: TrainReply) -> Message:
         content = reply_content(reply)
-        array = Array(dtype="uint8", shape=(len(data),), stype=PACKED, data=data)
-        content["arrays"] = ArrayRecord({"arrays": array})
+        content[name] = record
         return Message(content, reply_to=message)
 
     return spoil
 
 
-def rounds_for_round(message: Message, reply: TrainReply) -> Message:
-    content = reply_content(reply)
-    content["reply"] = ConfigRecord({"client": "client-2", "round": [1, 2]})
-    return Message(content, reply_to=message)
-
-
-def counts_for_count(message: Message, reply: TrainReply) -> Message:
-    content = reply_content(reply)
-    content["metrics"] = MetricRecord({"num-examples": [1, 2]})
-    return Message(content, reply_to=message)
+def bytes_for_numbers(data: bytes):
+    """A reply whose arrays are these bytes."""
+    array = Array(dtype="uint8", shape=(len(data),), stype=PACKED, data=data)
+    return content_with("arrays", ArrayRecord({"arrays": array}))
 
 
 def packed_bytes(names: Sequence[str] = ("0.bias",)) -> bytes:
@@ -418,13 +403,16 @@ def test_no_client_fills_the_log():
     assert "\n" not in reason
 
 
+WORDS = ArrayRecord({"0.bias": Array(np.array(["nonsense", "words"]))})
+ROUNDS = ConfigRecord({"client": "client-2", "round": [1, 2]})
+COUNTS = MetricRecord({"num-examples": [1, 2]})
 bad_messages = {
     "error": (lambda m, r: Message(Error(1, "ValueError: no disk"), reply_to=m), "no disk"),
     "error without words": (lambda m, r: Message(Error(7), reply_to=m), "error 7"),
     "empty": (lambda m, r: Message(RecordDict(), reply_to=m), "no record 'reply'"),
     "no arrays": (content_without("arrays"), "no record 'arrays'"),
     "no metrics": (content_without("metrics"), "no record 'metrics'"),
-    "words": (words_for_numbers, "unreadable"),
+    "words": (content_with("arrays", WORDS), "unreadable"),
     "no bytes": (bytes_for_numbers(b""), "unreadable"),
     "zip": (bytes_for_numbers(b"PK\x03\x04xx"), "unreadable"),
     "cut": (bytes_for_numbers(packed_bytes()[:-4]), "unreadable"),
@@ -433,8 +421,8 @@ bad_messages = {
     "an array more": (bytes_for_numbers(packed_bytes([])), "other arrays than it names"),
     "too long a header": (bytes_for_numbers(b"\xff" * 100), "holds no arrays packed by Keel"),
     "too large": (bytes_for_numbers(huge_header()), "unreadable"),
-    "list for round": (rounds_for_round, "unreadable"),
-    "list for count": (counts_for_count, "unreadable"),
+    "list for round": (content_with("reply", ROUNDS), "unreadable"),
+    "list for count": (content_with("metrics", COUNTS), "unreadable"),
 }
 
 
