@@ -13,7 +13,6 @@ import keel.deployment.loopback
 from keel.deployment.loopback import LocalProcess, restarting
 from protocol.config import app_folder
 
-limit_s = 60
 sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
 parent = [  # a process with a child of its own, as executors have
     sys.executable,
