@@ -8,13 +8,16 @@ import sys
 set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int) -> None:
     """Have the kernel send this process SIGTERM when the thread that started it ends.
 
-    Linux only; does nothing elsewhere.
+    parent: the id of that thread's process; if it has ended already, so does this one. Linux only;
+    does nothing elsewhere.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def give_back_freed_memory() -> None:

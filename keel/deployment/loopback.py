@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from client_app.worker_socket import worker_status, worker_variable
@@ -48,7 +49,7 @@ class LocalProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=partial(end_with_parent, os.getpid()),
             )
         self.starts, self.restart_at = self.starts + 1, 0.0
 

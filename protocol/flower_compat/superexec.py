@@ -154,9 +154,8 @@ def run_in_child(spec: ExecutionSpec) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Flower's own watchdog signals from a thread, which does not wake a main thread that waits for
     # a SuperNode that is gone too.
-    end_with_parent()
-    if os.getppid() != spec.parent_pid:
-        return 1
+    assert spec.parent_pid is not None
+    end_with_parent(spec.parent_pid)
     exit_handler.registered_exit_handlers.clear()  # they would close what belongs to the parent
     random.seed()
     module = sys.modules[run_clientapp.__module__]

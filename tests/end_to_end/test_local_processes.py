@@ -82,3 +82,14 @@ def test_a_killed_deployment_leaves_no_process_that_it_started(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_process_whose_parent_ended_before_it_could_ask_ends_too():
+    ask = (
+        "import os; from protocol.processes import end_with_parent\n"
+        "end_with_parent(os.getppid()); print('lives', flush=True)\n"
+        "end_with_parent(os.getpid()); print('lives', flush=True)"
+    )
+    command = [sys.executable, "-c", ask]
+    said = subprocess.run(command, cwd=app_folder, capture_output=True, text=True, timeout=60)
+    assert (said.returncode, said.stdout) == (1, "lives\n")
