@@ -492,7 +492,7 @@ def measure_training(
         )
         update.state = ctx.state
     groups = {"update": update.arrays, "extra": update.extra, **update.state}
-    refuse_unless_finite(request.round, groups, ctx.faults)
+    refuse_unless_finite(groups, ctx.faults)
     if request.evaluate:
         metrics |= personal_metrics(method, ctx, update.state)
     update.arrays, update.extra = on_cpu(update.arrays), on_cpu(update.extra)
@@ -557,7 +557,7 @@ def check_state(method: Method, update: Update) -> None:
         )
 
 
-def refuse_unless_finite(round_: int, groups: dict[str, Arrays], faults: list[str]) -> None:
+def refuse_unless_finite(groups: dict[str, Arrays], faults: list[str]) -> None:
     """ValueError if training diverged: a client could never recover from such a state.
 
     faults: loss terms that were not finite although the weights were.
@@ -565,8 +565,8 @@ def refuse_unless_finite(round_: int, groups: dict[str, Arrays], faults: list[st
     for name, arrays in groups.items():
         if not all_finite(arrays):
             raise ValueError(
-                f"round {round_}: local training left values that are not finite in {name!r}; the "
-                "client state is unchanged. "
+                f"local training left values that are not finite in {name!r}; the client state is "
+                "unchanged. "
                 + (f"The loss term {faults[0]}" if faults else "A smaller lr or clip-norm may help")
             )
 

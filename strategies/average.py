@@ -50,6 +50,7 @@ from strategies.validation import (
     NormReference,
     RoundReport,
     Validation,
+    by_reason,
     count_outliers,
     largest_values,
     norm,
@@ -461,9 +462,7 @@ class Average(Strategy):
                 *(server_round, client, self.backoff.failures[client], rounds.backoff_rounds),
             )
         if len(accepted) < rounds.fewest_replies:
-            clients: dict[str, list[str]] = {}
-            for client, why in self.report.left_out.items():
-                clients.setdefault(why, []).append(client)
+            clients = by_reason(self.report.left_out)
             reasons = [f"{shortened(names)}: {why}" for why, names in clients.items()]
             if len(reasons) > MAX_REASONS:
                 reasons[MAX_REASONS:] = [f"and {len(reasons) - MAX_REASONS} more: see run.log"]

@@ -26,7 +26,7 @@ from protocol.messages import (
     payload_bytes,
     read_reply,
 )
-from protocol.text import in_one_line
+from protocol.text import in_one_line, shortened
 
 log = logging.getLogger("keel.server")
 MIN_REPLIES_FOR_MEDIAN = 3  # with an update that is not 0; of two, neither is an outlier
@@ -218,8 +218,9 @@ class Validation:
             updates = {c: half.update_of(r) for c, r in accepted.items() if c not in rejected}
             rejected |= opposed(updates, self.expected.outliers)
         left_out = dict(sorted((self.failed | rejected).items()))
-        for client, reason in left_out.items():
-            log.warning("round %d: left out client %s: %s", self.expected.round, client, reason)
+        for reason, clients in by_reason(left_out).items():
+            text = f"client {clients[0]}" if len(clients) == 1 else f"clients {shortened(clients)}"
+            log.warning("round %d: left out %s: %s", self.expected.round, text, reason)
         return RoundReport(
             accepted=[accepted[client] for client in sorted(accepted.keys() - rejected.keys())],
             left_out=left_out,
@@ -227,6 +228,14 @@ class Validation:
             reset_needed=sorted(self.reset_needed),
             bytes_up=self.bytes_up,
         )
+
+
+def by_reason(left_out: Mapping[str, str]) -> dict[str, list[str]]:
+    """The clients that were left out, by the reason."""
+    clients: dict[str, list[str]] = {}
+    for client, reason in left_out.items():
+        clients.setdefault(reason, []).append(client)
+    return clients
 
 
 def rejection_reason(reply: TrainReply, expected: ExpectedReply) -> str:

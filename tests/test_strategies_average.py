@@ -517,6 +517,20 @@ def test_a_bad_reply_is_left_out_and_named_and_the_others_are_averaged(kind, cap
     assert "\n" not in line
 
 
+def test_clients_that_are_left_out_for_one_reason_are_named_in_one_line(caplog):
+    strategy = average_of()
+    replies = [
+        Message(Error(1, "no disk" if i == 2 else "no power"), reply_to=message)
+        for i, message in enumerate(ask(strategy, network().state_dict()))
+    ]
+    with pytest.raises(TooFewRepliesError), caplog.at_level(logging.WARNING, logger="keel.server"):
+        strategy.aggregate_train(1, replies)
+    assert caplog.messages == [
+        "round 1: left out clients client-0, client-1, client-3, client-4: no power",
+        "round 1: left out client client-2: no disk",
+    ]
+
+
 def streaming(monkeypatch, **keys: object) -> Average:
     monkeypatch.setattr(strategies.average, "STREAM_BYTES", 0)
     return average_of(**keys)

@@ -68,8 +68,8 @@ class Terminal(logging.Handler):
         logging.getLogger("keel").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a warning; not what clients refuse before the run begins: the refusal says it."""
-        if record.name == "keel.client" and record.levelno >= logging.ERROR and not self.directory:
+        """Print a warning; not why a client of this process failed, which the server says too."""
+        if record.name == "keel.client" and record.levelno >= logging.ERROR:
             return
         self.print(f"[yellow]{record.levelname.lower()}:[/] {escape(record.getMessage())}")
 
