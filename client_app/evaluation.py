@@ -41,10 +41,12 @@ def evaluate(model: nn.Module, samples: Samples, precision: str = "fp32") -> Sco
 def predictions(
     model: nn.Module, samples: Samples, precision: str = "fp32"
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits [B, K], labels [B]) of one batch after the other, in eval mode, as `evaluate`."""
+    """Yield (logits [B, K], labels [B]) of each batch in eval mode; `precision` as `evaluate`."""
     was_training = model.training
     model.eval()
-    with products(of_evaluation(precision)):
-        for x, y in samples.in_order():
-            yield model(x), y
-    model.train(was_training)
+    try:
+        with products(of_evaluation(precision)):
+            for x, y in samples.in_order():
+                yield model(x), y
+    finally:
+        model.train(was_training)

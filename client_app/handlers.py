@@ -114,6 +114,8 @@ class Turn:
             self._lock.release()
 
 
+# errors whose text says all, so they are sent without their type
+REFUSALS = (ValueError, PrivacyRefused, ResetNeeded, ImageFileError)
 process_caches, turn = ProcessCaches(), Turn()
 
 
@@ -187,7 +189,7 @@ def answer_as(message: Message, context: Context) -> RecordDict | Error:
 def error_reply(error: Exception, message: Message, context: Context) -> Error:
     """What the server is told of an error; the log has it too."""
     place, is_full = line_in_method(error), is_out_of_memory(error)
-    is_refusal = isinstance(error, ValueError) and not place and bool(str(error))
+    is_refusal = type(error) in REFUSALS and not place and bool(str(error))
     reason = str(error) if is_refusal else f"{type(error).__name__}{place}: {error}"
     if is_full:
         sentence, *_ = reason.splitlines()[0].partition(". ")
@@ -195,17 +197,23 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
             f"{sentence}: lower batch-size, cache-mb or clients-per-step, or set precision=bf16"
         )
     reason = in_one_line(reason, MAX_REASON)
-    # or a full disk: no traceback
-    is_mistake = is_refusal or is_full or isinstance(error, OSError)
+    # the user's to mend, a full disk included: no traceback
+    is_mistake = is_full or isinstance(error, OSError)
+    is_mistake |= isinstance(error, ValueError) and not place
+    is_withheld = not isinstance(error, PrivacyRefused) and withholds_metrics(message)
     try:
         client = client_name(context.node_config)
     except ValueError:
         client = "without a name"
     what = run_and_round(message)
-    log.error("%s: client %s: %s", what, client, reason, exc_info=error if not is_mistake else None)
+    log.error(
+        *("%s: client %s: %s", what, client, reason),
+        exc_info=error if not is_mistake else None,
+        extra={"is_withheld": is_withheld},
+    )
     if is_deployed(context.node_config):
         reason = without_file_names(reason, error, str(context.node_config.get("source", "")))
-    if not isinstance(error, PrivacyRefused) and withholds_metrics(message):
+    if is_withheld:
         reason = "failed; privacy.metrics = 'withheld': the reason is in this client's log"
     if message.metadata.message_type == MessageType.QUERY:  # the server does not know its name yet
         reason = f"client {client}: {reason}"

@@ -73,9 +73,9 @@ class Method:
     is_personal: ClassVar[bool] = False
     # The personal model is made from the newest global arrays, so evaluated after aggregation.
     is_adapted_from_global: ClassVar[bool] = False
-    # Before it has trained, a client's personal model follows from its network and the received
-    # arrays alone: the server of a simulation evaluates it for all these clients at once. A class
-    # that overrides `personal_model` declares it for itself.
+    # Before its first training, a client's personal model depends only on its network and the
+    # received arrays, so the server of a simulation evaluates it once for all such clients. Not
+    # inherited by a class that overrides `personal_model`: set it there again.
     starts_alike: ClassVar[bool] = False
     # The server has a whole model (FedReCo's has only a shared extractor).
     has_global_model: ClassVar[bool] = True
@@ -166,6 +166,6 @@ class Method:
         return None
 
     def personal_models_start_alike(self) -> bool:
-        """`starts_alike` of the class whose `personal_model` this is."""
+        """Whether `starts_alike` holds: an overridden `personal_model` does not inherit it."""
         owner = next(cls for cls in type(self).__mro__ if "personal_model" in vars(cls))
         return self.starts_alike and bool(vars(owner).get("starts_alike"))

@@ -50,6 +50,7 @@ def own_splits(
     set. Labels are the run's (`data`); where metrics are withheld, images are converted to the
     run's shape too. ValueError, naming what differs, if the two disagree.
     """
+    client_name(node_config)  # raises without one, before data is read
     if "source" in node_config:
         shape = data.image_shape if config.privacy.withholds_metrics else None
         source = open_source(config, str(node_config["source"]), shape)

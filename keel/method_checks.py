@@ -413,8 +413,8 @@ def flags_are_consistent(subject: Subject) -> None:
             states.append(model.state_dict() if model else {})
         require(
             same_bits(*states),
-            "starts_alike = True, and the personal models of two clients that have not trained "
-            "differ",
+            "starts_alike = True, but the personal models of two untrained clients differ: set it "
+            "to False",
         )
     for flag, keys in (
         ("supports_privacy", {"privacy.epsilon": 0.5}),

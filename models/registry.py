@@ -104,7 +104,10 @@ def build_model(
 
 
 def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) -> Trunk:
-    """What the model's function returns. ValueError, naming it, if that is no Trunk that works."""
+    """The Trunk of the model's function.
+
+    ValueError, naming the function, if it fails on one image or its width is wrong.
+    """
     if name not in BUILDERS:
         raise ValueError(f"model = {name!r} is in MODELS, but not in BUILDERS: models/registry.py")
     build = BUILDERS[name]
@@ -131,8 +134,8 @@ def _trunk_of(name: str, input_shape: tuple[int, int, int], *options: object) ->
         ) from error
     if shape != [1, trunk.width]:
         raise ValueError(
-            f"{place_of(build)}: to_features makes {shape} of one image: expected "
-            f"[1, {trunk.width}], the Trunk's width"
+            f"{place_of(build)}: the features of one image have shape {shape}: expected "
+            f"[1, {trunk.width}], as the Trunk's width says"
         )
     chain.train()
     return trunk

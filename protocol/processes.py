@@ -11,8 +11,8 @@ set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 def end_with_parent(parent: int) -> None:
     """Have the kernel send this process SIGTERM when the thread that started it ends.
 
-    parent: the id of that thread's process; if it has ended already, so does this one. Linux only;
-    does nothing elsewhere.
+    parent: its process id. If that process has already ended, this one exits with status 1. Does
+    nothing outside Linux.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

@@ -375,9 +375,13 @@ def run_rounds(
     run.exchange.progress = reporter.replied
     arrays = array_record(run.start.arrays)  # after the last round that is on disk
     trained: Trained | None = None  # the round after it, if that is not on disk yet
-    # of the last round of each kind: whether it was evaluated, whether it had a checkpoint
+    # to evaluate and write the last round of each kind: (is evaluated, has a checkpoint)
     recording_s: dict[tuple[bool, bool], float] = {}
     status = "finished"
+
+    def kind_of(server_round: int) -> tuple[bool, bool]:
+        has_checkpoint = server_round % config.rounds.checkpoint_interval == 0
+        return run.is_evaluated(server_round), has_checkpoint
 
     def finish_round(beside_training: bool = False) -> None:
         nonlocal arrays, trained
@@ -388,10 +392,6 @@ def run_rounds(
             reporter.round_done(line)
             give_back_memory(run)
             recording_s[kind_of(newest.round)] = time.monotonic() - started
-
-    def kind_of(server_round: int) -> tuple[bool, bool]:
-        has_checkpoint = server_round % config.rounds.checkpoint_interval == 0
-        return run.is_evaluated(server_round), has_checkpoint
 
     try:
         reporter.begin()
@@ -597,7 +597,7 @@ def train_round(
     line["late"] = run.exchange.take_late()
     line["seconds"] = seconds
     state = strategy.state()
-    if run.overlaps_rounds:  # a server half may change its own in place before they are written
+    if run.overlaps_rounds:  # written during the next round, in which a half may change its tensors
         state = {name: array.clone() for name, array in state.items()}
     if config.privacy.epsilon:
         state |= run.directory.release_state()

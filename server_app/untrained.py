@@ -1,7 +1,7 @@
-"""Evaluation of a simulation's clients that have not trained, where personal models start alike.
+"""Evaluation of simulated clients that have not trained yet (`Method.starts_alike`).
 
-All clients with the same network then have the same model, so the server evaluates it on all their
-test parts in large batches. A message to each client would take five times the processor time.
+All such clients with the same network have the same personal model, so the server evaluates it on
+all their test parts in large batches, instead of sending each client a message.
 """
 
 from dataclasses import replace
@@ -31,8 +31,8 @@ def untrained_accuracies(
     for number in range(num_networks):
         alike = clients[clients % num_networks == number]
         if len(alike):
-            shares = _accuracies(request, received, alike, num_clients)
-            accuracies |= zip(map(name_of, alike.tolist()), shares.tolist(), strict=True)
+            found = _accuracies(request, received, alike, num_clients)
+            accuracies |= zip(map(name_of, alike.tolist()), found.tolist(), strict=True)
     return accuracies
 
 
@@ -40,17 +40,18 @@ def _accuracies(
     request: EvaluateRequest, received: Arrays, clients: np.ndarray, num_clients: int
 ) -> np.ndarray:
     """As `untrained_accuracies`, [n], of clients with one network."""
-    config = config_from_json(request.config.to_json())  # by which this process caches networks
+    # the object that this process's clients have: caches compare configs by identity
+    config = config_from_json(request.config.to_json())
     method, source = method_of(config), open_source(config)
     parts, pixels = local_test_parts(config, num_clients), pixels_of(config, source)
     places = np.concatenate([parts[client] for client in clients])
     num_threads = torch.get_num_threads()
-    is_right = []
+    is_correct = []
     with turn():
         node_config = {"partition-id": int(clients[0]), "num-partitions": num_clients}
         request = replace(request, config=config)
         ctx = process_caches.of(config).begin_round(request, node_config, received, {}, {})
-        torch.set_num_threads(num_threads)  # not those of a worker
+        torch.set_num_threads(num_threads)  # begin_round has set a worker's number
         model = method.personal_model(ctx, {})
         assert model is not None
         for start in range(0, len(places), evaluation_batch):
@@ -58,8 +59,9 @@ def _accuracies(
             images, labels = source.train.images[batch], source.train.labels[batch]
             samples = Samples(images, np.asarray(labels), pixels, ctx.device)
             for logits, y in predictions(model, samples, config.train.precision):
-                is_right.append((logits.argmax(1) == y).cpu().numpy())
+                is_correct.append((logits.argmax(1) == y).cpu().numpy())
     sizes = parts.sizes[clients]
     owners = np.repeat(np.arange(len(clients)), sizes)
-    shares: np.ndarray = np.bincount(owners, np.concatenate(is_right), len(clients)) / sizes
-    return shares
+    num_correct = np.bincount(owners, np.concatenate(is_correct), len(clients))
+    accuracies: np.ndarray = num_correct / sizes
+    return accuracies

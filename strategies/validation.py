@@ -206,7 +206,7 @@ class Validation:
         self.rejected[client] = reason
 
     def report(self) -> RoundReport:
-        """All replies, sorted; those that are left out are named in the log."""
+        """All replies, sorted. The log names the first five of those left out for each reason."""
         half, accepted, rejected = self.half, self.accepted, self.rejected
         has_arrays = bool(self.expected.arrays)
         if self.rounds.norm_bound != "off" and has_arrays:

@@ -241,12 +241,16 @@ def test_an_empty_folder(load, tmp_path):
     assert "mine/train is empty" in rejected(load, f"folder:{tmp_path}/mine")
 
 
-def test_a_class_without_images(load, tmp_path):
+@pytest.mark.parametrize("empty", ["train/cat", "test/ant"])
+def test_a_class_without_images(load, tmp_path, empty):
     spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
-    (tmp_path / "mine" / "train" / "cat").mkdir()
-    (tmp_path / "mine" / "train" / "cat" / "cat.txt").touch()
+    folder = tmp_path / "mine" / empty
+    folder.mkdir(exist_ok=True)
+    for image in folder.iterdir():
+        image.rename(image.with_suffix(".txt"))
+    (folder / "notes.txt").touch()
     message = rejected(load, spec)
-    assert "train/cat has no images" in message
+    assert f"{empty} has no images" in message
     assert ".png" in message
 
 

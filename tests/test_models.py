@@ -444,7 +444,7 @@ def of_other_images(input_shape, norm):
         (lambda input_shape, norm: nowhere, ": NameError: name 'nowhere' is not defined"),  # noqa: F821
         (bare_module, ": stage 'conv1' is a Conv2d: expected a Stage"),
         (named_with_a_dot, ": stage 'conv.1' is a Stage: .* a name without dots"),
-        (too_narrow, r": to_features makes \[1, 7200\] of one image: expected \[1, 8\]"),
+        (too_narrow, r": the features of one image have shape \[1, 7200\]: expected \[1, 8\]"),
         (of_other_images, r": its stages fail on an image of shape \[3, 32, 32\]: RuntimeError: "),
     ],
 )

@@ -182,6 +182,10 @@ CONTRADICTIONS = [
         ["norm = 'batch'", "cnn-fedreco", "expected group"],
     ),
     ({"model": "vgg9", "width": 8}, ["width = 8", "vgg9", "resnet18"]),
+    (
+        {"method": "fedreco", "server-optimizer": "fedadam"},
+        ["server-optimizer = 'fedadam'", "fedreco", "fedavg"],
+    ),
     ({"source": "folder:data"}, ["source = 'folder:data'", "absolute"]),
     ({"privacy.epsilon": 1.5}, ["privacy.epsilon = 1.5", "below 1", "0 turns"]),
     (

@@ -68,8 +68,9 @@ class Terminal(logging.Handler):
         logging.getLogger("keel").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a warning; not why a client of this process failed, which the server says too."""
-        if record.name == "keel.client" and record.levelno >= logging.ERROR:
+        """Print a warning, but not a client's error that the server's line repeats."""
+        is_error = record.name == "keel.client" and record.levelno >= logging.ERROR
+        if is_error and not getattr(record, "is_withheld", False):
             return
         self.print(f"[yellow]{record.levelname.lower()}:[/] {escape(record.getMessage())}")
 

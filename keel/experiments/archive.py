@@ -16,6 +16,7 @@ from typing import Any
 
 from keel.experiments.measure import CLOCKS, is_divergence
 from keel.experiments.plan import job_name, load_job, runs_needed
+from keel.experiments.recipe import parse_recipe
 from keel.experiments.runs import name_of, read_json
 from protocol.config import resolve_config
 from protocol.files import digest, write_atomically
@@ -44,7 +45,8 @@ def pack(output: Path, archive: Path) -> list[Path]:
         if files:
             about, changes = read_json(job), without_folders(options.changes)
             about |= {"recipe": recipe.path.name, "changes": changes}
-            name = job_name(recipe, replace(options, changes=changes))
+            whole = parse_recipe(about["text"], recipe.path)  # cells added later keep the name
+            name = job_name(whole, replace(options, changes=changes))
             files[f"jobs/{name}.json"] = json.dumps(about, indent=1)
             path = archive / f"{name}.zip"
             refuse_loss(path, files, output)

@@ -151,7 +151,7 @@ def test_a_personal_model_that_starts_with_the_clients_own_weights_needs_no_flag
     OwnStart.starts_alike = True
     [result] = check_method("local", tmp_path)
     assert result.outcome == "FAIL"
-    assert result.reason.startswith("starts_alike = True, and the personal models of two clients")
+    assert result.reason.startswith("starts_alike = True, but the personal models of two")
 
 
 def test_nothing_else_is_checked_without_the_options_defaults(monkeypatch, tmp_path):

@@ -72,10 +72,13 @@ def test_why_a_client_of_this_process_failed_is_left_to_the_server_to_say(capsys
         logging.getLogger("keel.client").warning("few samples")
         terminal.begin(Path("run"), 0)
         logging.getLogger("keel.client").error("client-0001: out of memory")
+        withheld = {"is_withheld": True}  # the server is not told the reason
+        logging.getLogger("keel.client").error("client-0002: not finite", extra=withheld)
     text = capsys.readouterr().out
     assert "min-samples" not in text
     assert "few samples" in text
     assert "out of memory" not in text
+    assert "not finite" in text
 
 
 def test_the_time_of_the_run_includes_its_start_as_the_bars_does(monkeypatch, capsys):

@@ -247,7 +247,7 @@ def test_the_servers_scores_keep_the_networks_that_clients_have(run, monkeypatch
     assert len(built) == 2  # the client's and the extractor
 
 
-def test_clients_with_names_or_networks_of_their_own_are_asked(tmp_path):
+def test_clients_with_names_of_their_own_are_asked(tmp_path):
     """A simulation that `run_inline` was given: the split does not follow from the names."""
     nodes = [
         {"partition-id": k, "num-partitions": 3, "name": f"client-{(k + 1) % 3:04d}"}

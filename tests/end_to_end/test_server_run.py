@@ -670,7 +670,7 @@ def test_a_checkpoint_ahead_of_the_history_is_passed_over(run, is_cut):
     """As after a power cut that left the checkpoint; is_cut: killed while a line was written."""
     whole, broken = run({"num-rounds": 4}), run({"num-rounds": 3})
     first, second, third = (broken / "history.jsonl").read_text().splitlines(keepends=True)
-    (broken / "history.jsonl").write_text(first + second + third[:-40] * is_cut)
+    (broken / "history.jsonl").write_text(first + second + (third[:-40] if is_cut else ""))
     resume(broken, num_rounds=4)
     assert_same_run(broken, whole)
 

@@ -233,6 +233,14 @@ def test_runs_on_folders_of_one_name_stay_apart(tmp_path):
     assert one == without_folders({"source": "folder:/a/cifar10"})["source"]
 
 
+def test_an_archive_keeps_its_name_when_cells_are_added(output):
+    (path,) = pack(output, output / "histories")
+    (job,) = (output / "jobs").glob("*.json")
+    recipe, (_, how) = load_recipe("fedcka-table-2"), load_job(job)
+    runner.save_job(recipe, how, output, selected(recipe, ["FedAvg", "MOON", "alpha 5"]))
+    assert pack(output, output / "histories") == [path]
+
+
 def test_an_archive_does_not_lose_a_run_to_another_output_directory(output):
     (path,) = pack(output, output / "histories")
     before = path.read_bytes()
