@@ -206,11 +206,8 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
     except ValueError:
         client = "without a name"
     what = run_and_round(message)
-    log.error(
-        *("%s: client %s: %s", what, client, reason),
-        exc_info=error if not is_mistake else None,
-        extra={"is_withheld": is_withheld},
-    )
+    trace, extra = None if is_mistake else error, {"is_withheld": is_withheld}
+    log.error("%s: client %s: %s", what, client, reason, exc_info=trace, extra=extra)
     if is_deployed(context.node_config):
         reason = without_file_names(reason, error, str(context.node_config.get("source", "")))
     if is_withheld:

@@ -19,6 +19,7 @@ import client_app.app
 import client_app.handlers
 from client_app.handlers import answer, turn
 from client_app.site_privacy import Ledger, PrivacyRefused, check_limits, site_limits, variable_of
+from keel.cli.progress import Terminal
 from protocol.config import config_from_json
 from protocol.messages import (
     PreflightRequest,
@@ -394,14 +395,18 @@ def test_a_site_plays_no_simulated_clients(source, monkeypatch, task_identity):
         monkeypatch.setenv("KEEL_WORKER", "/run/keel/worker.sock")
 
 
-def test_the_reason_of_a_failed_query_is_withheld_too(source, tmp_path):
-    """It may name a class or a file of the site."""
+def test_the_reason_of_a_failed_query_is_withheld_too(source, tmp_path, caplog):
+    """It may name a class or a file of the site. The terminal of an inline run shows it."""
     own = np.load(source.partition(":")[2])
     np.savez(tmp_path / "other.npz", **{**own, "y_train": own["y_train"] + 7})
     client = site(f"npz:{tmp_path / 'other.npz'}", private())
     assert client.ask("query").error.reason == (
         "client site-a: failed; privacy.metrics = 'withheld': the reason is in this client's log"
     )
+    (record,) = caplog.records
+    with Terminal(1) as terminal, terminal.console.capture() as printed:
+        terminal.emit(record)
+    assert "its own data has the class" in printed.get()
 
 
 @pytest.mark.parametrize("damage", ["cut short", "broken link", "16 bits", "size", "gone"])
