@@ -9,7 +9,6 @@ import shutil
 
 import torch
 
-from client_app.memory import keep_freed_memory
 from client_app.node_config import NodeConfig, client_name, own_architecture, own_splits
 from client_app.round import RoundContext
 from client_app.samples import Pixels, Samples
@@ -18,6 +17,7 @@ from client_app.site_privacy import is_site
 from models import StagedModel
 from protocol.config import RunConfig
 from protocol.messages import Arrays, DatasetSpec, RoundRequest
+from protocol.processes import keep_freed_memory
 
 # At import: OMP_NUM_THREADS, which Ray sets to a client's share, or all cores.
 available_threads = torch.get_num_threads()

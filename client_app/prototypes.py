@@ -8,19 +8,23 @@ from models import StagedModel
 
 
 @torch.no_grad()
-def class_sums(model: StagedModel, samples: Samples) -> tuple[Tensor, Tensor]:
-    """(sums [C, d], counts [C]) of the classifier's input over all samples, in eval mode."""
+def class_sums(model: StagedModel, samples: Samples) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the classifier's input f over all samples, in eval mode.
+
+    Per class, the sum of f [C, d] and the number of samples [C]; over all, the mean of ||f||^2.
+    """
     was_training = model.training
     model.eval()
     like = model.classifier.weight
     sums = like.new_zeros(model.num_classes, model.feature_width)
-    counts = like.new_zeros(model.num_classes)
+    counts, squares = like.new_zeros(model.num_classes), like.new_zeros(())
     for x, y in samples.in_order():
         _, (features,) = model.run(x, ["features"], to_logits=False)
         sums.index_add_(0, y, features)
         counts.index_add_(0, y, torch.ones_like(y, dtype=counts.dtype))
+        squares += features.square().sum()
     model.train(was_training)
-    return sums, counts
+    return sums, counts, squares / len(samples)
 
 
 def class_means(sums: Tensor, counts: Tensor) -> Tensor:

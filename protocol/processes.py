@@ -1,11 +1,13 @@
-"""Processes: ending with the parent, returning freed memory, and how many fit on a machine."""
+"""Processes: ending with the parent, what happens to freed memory, how many fit on a machine."""
 
 import ctypes
 import os
+import platform
 import signal
 import sys
 
 set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+trim_threshold, mmap_threshold = -1, -3  # parameters of mallopt(3), in bytes
 
 
 def end_with_parent(parent: int) -> None:
@@ -27,6 +29,33 @@ def give_back_freed_memory() -> None:
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
+
+
+def keep_freed_memory() -> None:
+    """Keep up to 128 MiB of freed memory at the end of the heap, for this process's next request.
+
+    glibc's malloc gives it back to the system when a backward pass has freed it, and requests it
+    again in the next step, page by page. How often this happens depends on what else is allocated,
+    so it differs between two processes of one run. Does nothing where the environment configures
+    malloc (MALLOC_... or GLIBC_TUNABLES).
+    """
+    if not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        # 32 MiB: the maximum of older glibc on 64 bits
+        _set_malloc({mmap_threshold: 32 * 2**20, trim_threshold: 128 * 2**20})
+
+
+def return_large_blocks() -> None:
+    """Return each block of 256 KiB or more to the system as soon as it is freed.
+
+    For a process with many threads: they have several heaps, and each would keep some.
+    """
+    _set_malloc({mmap_threshold: 2**18})
+
+
+def _set_malloc(parameters: dict[int, int]) -> None:
+    if platform.libc_ver()[0] == "glibc":
+        for parameter, value in parameters.items():
+            ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def num_cores() -> int:

@@ -62,7 +62,7 @@ class FedPAC(Method):
     regularises: ClassVar[str] = "classifier's input, towards the global class prototypes"
     paper: ClassVar[str] = "Xu et al. 2023"
     duration_keys: ClassVar[tuple[str, ...]] = ("fedpac.extractor-epochs",)
-    extra_forwards: ClassVar[str] = "3 passes over its data per round"
+    extra_forwards: ClassVar[str] = "2 passes over its data per round"
 
     lambda_: float = option(
         at_least(0), "weight of the feature alignment", source="authors' code: 1", key="lambda"
@@ -91,9 +91,9 @@ class FedPAC(Method):
     def phases(self, ctx: RoundContext) -> Phases:
         """Statistics, head, extractor, class means."""
         model, train = self.personal_model(ctx, ctx.state), ctx.config.train
-        sums, counts = class_sums(model, ctx.train_samples)
+        sums, counts, mean_square = class_sums(model, ctx.train_samples)
         own_means = class_means(sums, counts)
-        h, v = head_statistics(own_means, counts, mean_square_features(model, ctx))
+        h, v = head_statistics(own_means, counts, mean_square)
         t = []
         if "prototypes" in ctx.extra:
             t = [targets(ctx.extra["prototypes"], ctx.extra["is-known"], own_means)]
@@ -118,7 +118,7 @@ class FedPAC(Method):
             lr=train.lr,
             duration=Duration(self.extractor_epochs, "epochs"),
         )
-        trained_sums, _ = class_sums(model, ctx.train_samples)
+        trained_sums, *_ = class_sums(model, ctx.train_samples)
         own_head = head_of(model)
         extra = {f"head.{name}": array for name, array in own_head.items()}
         extra |= {"h": h, "v": v.reshape(1), "means": class_means(trained_sums, counts)}
@@ -130,14 +130,3 @@ class FedPAC(Method):
             extra=extra,
             state={"head": own_head},
         )
-
-
-@torch.no_grad()
-def mean_square_features(model: StagedModel, ctx: RoundContext) -> Tensor:
-    """Mean of ||f||^2 over this client's samples, a scalar."""
-    model.eval()
-    total = model.classifier.weight.new_zeros(())
-    for x, _ in ctx.train_samples.in_order():
-        _, (features,) = model.run(x, ["features"], to_logits=False)
-        total += features.square().sum()
-    return total / len(ctx.train_samples)

@@ -28,7 +28,7 @@ if sys.argv[1] == "worker":
 
     ProcessCache()
 elif sys.argv[1] == "told":  # as that does, without PyTorch
-    from client_app.memory import keep_freed_memory
+    from protocol.processes import keep_freed_memory
 
     keep_freed_memory()
 before = own_mb()
