@@ -19,7 +19,8 @@ to 1 / (1 - rho) times larger, because momentum does not amplify its correction.
 It diverges if eta K is too large: c_i is a gradient of the last round, and the further a client
 moves, the larger the next c_i. The paper's theorems bound eta by a constant over K. A client with
 few steps has a noisy c_i. If the clients' numbers of steps differ by a factor of more than ten, a
-warning is logged before round 1; `batches-per-epoch` gives all clients the same number.
+warning is logged before round 1; `batches-per-epoch` gives clients with enough samples nearly the
+same number.
 """
 
 import logging
@@ -110,7 +111,7 @@ class Scaffold(LocalObjective):
         return (
             f"scaffold: client {few} takes {steps[few]} steps a round, client {many} "
             f"{steps[many]}: control variates from few steps are noisy, and the accuracy may swing "
-            "or collapse; batches-per-epoch gives all clients the same number of steps"
+            "or collapse; with batches-per-epoch, clients with enough samples take nearly as many"
         )
 
     def phases(self, ctx: RoundContext) -> Phases:

@@ -17,21 +17,22 @@ from typing import Any
 from keel.experiments.measure import CLOCKS, is_divergence
 from keel.experiments.plan import job_name, load_job, runs_needed
 from keel.experiments.recipe import parse_recipe
-from keel.experiments.runs import name_of, read_json
+from keel.experiments.runs import UNKNOWN, Options, name_of, read_json
 from protocol.config import resolve_config
 from protocol.files import digest, write_atomically
 from server_app.history import CURVES, Line, read_history
 from server_app.summary import read_manifest
 
 PRIVATE = ("output-dir", "data-dir", "resume", "run-name")
-MANIFEST = ("code", "keel", "machines", "precision", "simulated", "versions")
+MANIFEST = ("code", "data", "keel", "machines", "precision", "simulated", "versions")
 MAX_STATUS = 200  # characters
 
 
 def pack(output: Path, archive: Path) -> list[Path]:
     """Copy every job of an output folder that has runs into `archive`; returns the zips.
 
-    ValueError, before anything is written, if this would remove a run from one that is there.
+    ValueError, before anything is written, if this would remove a run from one that is there, or
+    put runs of other code beside its runs.
     """
     written: dict[Path, dict[str, str]] = {}
     for job in sorted((output / "jobs").glob("*.json")):
@@ -57,24 +58,48 @@ def pack(output: Path, archive: Path) -> list[Path]:
 
 
 def refuse_loss(path: Path, files: Mapping[str, str], output: Path) -> None:
-    """ValueError if the zip at this path has a run directory that `output` does not have."""
-    if path.exists():
-        with zipfile.ZipFile(path) as before:
-            gone = {Path(name).parent for name in before.namelist() if name.startswith("runs/")}
-        gone -= {Path(name).parent for name in files}
-        gone = {run for run in gone if not list(output.glob(f"runs/*/{run.name}"))}
-        if gone:
-            raise ValueError(
-                f"--output {output}: lacks {len(gone)} runs that {path} has, such as {min(gone)}: "
-                "put them there, or remove the file"
-            )
+    """ValueError if these files would replace a zip that has more, or that is of one code.
+
+    A run directory may be replaced by a newer one of the same run, if `output` has both.
+    """
+    if not path.exists():
+        return
+    with zipfile.ZipFile(path) as archive:
+        before = {name: archive.read(name).decode() for name in archive.namelist()}
+    kept = {Path(name).parent for name in files}
+    repeated = {
+        attempt
+        for attempt in map(Path, {str(Path(name).parent) for name in before})
+        if attempt.parent in {each.parent for each in kept}
+        and list(output.glob(f"runs/*/{attempt.name}"))
+    }
+    gone = {Path(name).parent for name in before if name.startswith("runs/")} - kept - repeated
+    if gone:
+        raise ValueError(
+            f"--output {output}: its jobs lack {len(gone)} runs that {path} has, such as "
+            f"{min(gone)}: put them there with keel experiments restore, or remove the file"
+        )
+    then, now = codes_in(before), codes_in(files)
+    if len(then) == 1 and len(now) > 1:
+        raise ValueError(
+            f"{path} has runs of one code ({min(then)}), and --output {output} now has others of "
+            f"{'; '.join(sorted(now - then))}, with which they are not compared: run all of them "
+            "with one, or archive into another folder"
+        )
+
+
+def codes_in(files: Mapping[str, str]) -> set[str]:
+    """The code of the runs in these files of a zip."""
+    manifests = (text for name, text in files.items() if name.endswith("/manifest.json"))
+    return {code for text in manifests for code in json.loads(text).get("code", [UNKNOWN])}
 
 
 def restore(path: Path, output: Path, source: str = "") -> list[Path]:
-    """Put a zip's runs into an output folder, so that more can be added; their directories.
+    """Put a zip's job and runs into an output folder, so that more can be added; the directories.
 
     source: of the runs, if it is a file or folder, whose path the zip does not contain. A run that
-    is there already is left alone. ValueError if `source` is missing or has another name.
+    is there already is left alone, and the job's seeds and cells are added to those of the job
+    there. ValueError if `source` is missing or has another name.
     """
     found = []
     kind_given, _, path_given = source.rstrip("/").partition(":")
@@ -103,7 +128,22 @@ def restore(path: Path, output: Path, source: str = "") -> list[Path]:
                 if Path(other).parent == folder and other != name:
                     (to / Path(other).name).write_bytes(archive.read(other))
             write_atomically(to / "config.json", json.dumps({"config": flat}).encode())
+        for name in archive.namelist():
+            if name.startswith("jobs/"):
+                restore_job(json.loads(archive.read(name)), output, source.rstrip("/"))
     return found
+
+
+def restore_job(about: Mapping[str, Any], output: Path, source: str) -> None:
+    """Record an archived job in an output folder. source: as `restore`."""
+    from keel.experiments.runner import save_job  # imports torch, which the summary does without
+
+    recipe, changes = parse_recipe(about["text"], Path(about["recipe"])), dict(about["changes"])
+    if "/" in str(changes.get("source", "")):
+        changes["source"] = source
+    cells = [c for c in recipe.cells if [c.row.name, c.column.name] in about["cells"]]
+    options = Options(about["scale"], changes, about["seeds"], about["full_grid"])
+    save_job(recipe, options, output, cells)
 
 
 def without_folders(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,10 +195,15 @@ def write_zip(path: Path, files: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def unpacked(archive: Path) -> Iterator[Path]:
-    """An output folder, for as long as the context lasts, with all jobs and runs of `archive`."""
+def unpacked(archive: Path) -> Iterator[list[Path]]:
+    """An output folder for each zip of `archive`, for as long as the context lasts.
+
+    Two zips may have the same run in different code: each job is judged on its own.
+    """
     with tempfile.TemporaryDirectory() as folder:
+        outputs = []
         for path in sorted(archive.glob("*.zip")):
+            outputs.append(Path(folder) / path.stem)
             with zipfile.ZipFile(path) as file:
-                file.extractall(folder)
-        yield Path(folder)
+                file.extractall(outputs[-1])
+        yield outputs

@@ -39,6 +39,7 @@ class JudgedClaim:
     the paper's. failures: sides of which a run diverged, failed or left out updates.
     decide: what would decide an open claim; empty for a decided one.
     runs: equal for claims that read the same numbers of the same runs, each at its round `read_at`.
+    early: "at round 200 instead of 500" if the runs end before the round that the paper reads.
     """
 
     paper: str
@@ -58,6 +59,7 @@ class JudgedClaim:
     is_headline: bool
     runs: tuple[str, ...] = ()
     read_at: int = 0
+    early: str = ""
 
 
 def judge_claims(recipe: Recipe, results: Results, options: Options) -> list[JudgedClaim]:
@@ -90,7 +92,7 @@ def _judged(
     failures, decide = "", "runs of both sides at the paper's setting"
     lost: list[str] = []
     deviations: dict[str, None] = {}
-    share, read_at = 0.0, 0
+    share, read_at, early = 0.0, 0, ""
     identity: tuple[str, ...] = (recipe.name, claim.text)
     if len(sides) == 2:
         differences, leads, detail = compared(claim, *sides)
@@ -102,12 +104,17 @@ def _judged(
         lost = [f"{name}: {side.left_out}" for name, side in named if side.left_out]
         share = min(share_of_steps(claim, side, run) for side, run in both)
         read_at = max(last_round_read(side.cell, run) for side, run in both)
+        if read_at < sides[0].cell.at:
+            early = f"at round {read_at} instead of {sides[0].cell.at}"
         identity = tuple(f"{run.name} {s.cell.of} {s.cell.take}" for s, run in both)
     if detail != "not run":
         machines = sorted({name for side in sides for name in side.machines})
         lacks = lacking(sides, runs, code)
         if lacks:
-            detail, decide, differences = f"no verdict on {lacks[0]}; {detail}", lacks[1], []
+            mixed = [{name for side in sides for name in side.code}]
+            mixed += [{name for side in sides for name in side.precision}]
+            number = "" if any(len(each) > 1 for each in mixed) else f"; {detail}"
+            detail, decide, differences = f"no verdict on {lacks[0]}{number}", lacks[1], []
         elif sides[0].cell.take.is_time and len(machines) > 1:
             verdict, detail = INCONCLUSIVE, f"different machines: {', '.join(machines)}"
             decide = "runs on one machine"
@@ -118,7 +125,8 @@ def _judged(
             detail = (
                 f"at {percent} of the {'paper' if recipe.paper else 'recipe'}'s {what}; {detail}"
             )
-            decide = f"{1 / share:.2g} times the {what}"
+            times = f"{1 / share:.2g}" if share < 0.95 else f"{1 / share:.3g}"
+            decide = f"{times} times the {what}"
         else:
             verdict = judge(leads)
             decide = what_decides(differences, paper_effect, failures, len(leads))
@@ -140,6 +148,7 @@ def _judged(
         is_headline=claim.is_headline,
         runs=identity,
         read_at=read_at,
+        early=early,
     )
 
 
@@ -156,6 +165,9 @@ def lacking(
         return "runs whose code is not recorded", "runs of today's code"
     if len({name for side in sides for name in side.precision}) > 1:
         return "runs in different precision", "runs in one precision"
+    data = set[tuple[str, str]]().union(*(side.data for side in sides))
+    if len(data) > len({source for source, _ in data}):
+        return "runs whose data has different content", "runs on the same data"
     if any(side.num_tried < side.num_candidates for side in sides):
         return (
             "a side whose tuned values were not all tried, or failed",
@@ -316,6 +328,15 @@ def what_decides(
     more = range(len(differences) + 1, MAX_SEEDS)
     seeds = next((n for n in more if half_width_of(deviation, n) < effect), None)
     return f"{seeds} seeds" if seeds else f"more than {MAX_SEEDS} seeds"
+
+
+def different_headlines(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
+    """The headline claims; of those that read the same runs at one round, only the first."""
+    found: dict[tuple[object, ...], JudgedClaim] = {}
+    for claim in claims:
+        if claim.is_headline:
+            found.setdefault((claim.runs, claim.read_at), claim)
+    return list(found.values())
 
 
 def counted(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:

@@ -41,7 +41,7 @@ def run_charts(recipe: Recipe, results: Results) -> Iterator[Chart]:
         lines = [
             report_curve(result, [results.get((result.cell.row.name, c.name)) for c in columns])
             for result in found
-            if result.finished
+            if result.finished and not result.mixes
         ]
         figure = curves(lines, "round", "accuracy (%)", max_points=MAX_POINTS)
         yield f"{title}: accuracy over rounds{average}", figure

@@ -16,6 +16,7 @@ from keel.experiments.runs import (
     Options,
     Run,
     code_of,
+    data_of,
     history_in,
     identity,
     machines_of,
@@ -195,10 +196,20 @@ class Result:
         return [number for number in self.counted.values() if math.isfinite(number)]
 
     @property
+    def mixes(self) -> str:
+        """Why its runs are not averaged: what they differ in; empty if they are."""
+        if len(self.code) > 1:
+            return "runs of different code"
+        if len(self.precision) > 1:
+            return "runs in different precision"
+        if self.cell.take.is_time and len(self.machines) > 1:
+            return "runs on different machines"
+        return ""
+
+    @property
     def mean(self) -> float | None:
-        """Mean of `reached`; None where runs of different code or precision would mix."""
-        is_one = len(self.code) < 2 and len(self.precision) < 2
-        return statistics.fmean(self.reached) if self.reached and is_one else None
+        """Mean of `reached`; None where `mixes`."""
+        return statistics.fmean(self.reached) if self.reached and not self.mixes else None
 
     @property
     def deviation(self) -> float | None:
@@ -234,6 +245,13 @@ class Result:
     def machines(self) -> list[str]:
         """The machines of its runs."""
         return sorted({name for _, path in self.finished for name in machines_of(path)})
+
+    @property
+    def data(self) -> set[tuple[str, str]]:
+        """(source, digest of its content) of its runs, as far as they recorded it."""
+        found = self.finished
+        pairs = {(resolve_config(run.keys).data.source, data_of(path)) for run, path in found}
+        return {(source, digest) for source, digest in pairs if digest}
 
 
 def result_of(cell: Cell, options: Options, output: Path) -> Result:

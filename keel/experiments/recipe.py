@@ -1,6 +1,6 @@
 """A recipe: one table or figure, expanded from its YAML file into the cells of a table.
 
-    title, paper, item   what it is; `notes` are shown below the table
+    title, paper, item   what it is; `notes` are shown below the table, `remark` beside verdicts
     shows                table, curves (drawn above the numbers) or labels (how a split distributes
                          classes over clients: nothing is run)
     config               config keys of every run
@@ -100,6 +100,7 @@ class Recipe:
     paper: str
     item: str
     notes: Sequence[str]
+    remark: str
     shows: str
     seeds: Sequence[int]
     rows: Sequence[Entry]
@@ -198,7 +199,9 @@ def _recipe(file: RecipeFile, top: Lines, text: str, path: Path) -> Recipe:
         text=text,
         lines={**top.lines, **current_names(config_lines)},
         title=file.title or path.stem,
-        **{name: getattr(file, name) for name in ("paper", "item", "notes", "shows", "seeds")},
+        **{name: getattr(file, name) for name in ("paper", "item", "notes", "remark")},
+        shows=file.shows,
+        seeds=file.seeds,
         rows=rows,
         columns=columns,
         cells=list(_cells(file, rows, columns)),

@@ -184,6 +184,7 @@ class RecipeFile(Reading):
     paper: Text = ""
     item: Text = ""
     notes: Texts = Field(default=[], validation_alias=AliasChoices("notes", "note"))
+    remark: Text = ""
     shows: Literal["table", "curves", "labels"] = "table"
     seeds: Annotated[list[int], BeforeValidator(_seeds)] = [0]
     config: ConfigKeys = {}

@@ -21,6 +21,7 @@ from markupsafe import Markup
 from keel.experiments.claims import (
     JudgedClaim,
     counted,
+    different_headlines,
     failed_share,
     judge_claims,
     shown_effect,
@@ -112,7 +113,7 @@ class Section:
     @property
     def headlines(self) -> list[JudgedClaim]:
         """The headline claims that were asked for."""
-        return [claim for claim in self.claims if claim.is_headline]
+        return different_headlines(self.claims)
 
     @cached_property
     def counted(self) -> list[JudgedClaim]:
@@ -278,11 +279,7 @@ def tuned_value(result: Result) -> str:
 
 def absence(result: Result) -> str:
     """What is shown where there is no mean."""
-    if len(result.code) > 1:
-        return "runs of different code"
-    if len(result.precision) > 1:
-        return "runs in different precision"
-    return "not reached" if result.by_seed else "–"
+    return result.mixes or ("not reached" if result.by_seed else "–")
 
 
 def missing(result: Result) -> Iterator[str]:

@@ -66,11 +66,10 @@ def locked(output: Path) -> Iterator[None]:
 
 def failed_since(run: Run, when: float) -> bool:
     """Whether its newest attempt has failed after this time: another runner's."""
-    attempts = run.attempts()
-    summary = attempts[-1] / "summary.json" if attempts else None
-    if summary is None or run.failure() != FAILED:
+    attempt = run.ended()
+    if attempt is None or run.failure() != FAILED:
         return False
-    return summary.stat().st_mtime >= when
+    return (attempt / "summary.json").stat().st_mtime >= when
 
 
 def save_job(
@@ -259,6 +258,8 @@ def run_recipe(
                 if directory := each.run.finished():
                     console.print(f"{name}: {outcome(directory)}")
                 elif reason:
+                    if not each.run.failure():
+                        each.run.note_failure(reason)
                     word = DIVERGED if each.run.failure() == DIVERGED else "failed"
                     if word != DIVERGED:
                         failed[each.run.name] = reason

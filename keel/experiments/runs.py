@@ -15,6 +15,7 @@ from keel.experiments.scale import SCALES, Keys, scaled
 from protocol.catalogue import method_spec
 from protocol.code import code_version
 from protocol.config import RENAMED_KEYS, RENAMED_VALUES, RunConfig, default_config, resolve_config
+from protocol.files import write_atomically
 from protocol.options import OptionValue
 from server_app.history import HISTORY_FILE, HistoryReader
 from server_app.summary import read_manifest, read_object
@@ -158,15 +159,35 @@ class Run:
 
     def attempts(self) -> list[Path]:
         """Its run directories, oldest first."""
-        found = (path.parent for folder in self.folders for path in folder.glob("*/config.json"))
-        return sorted(found, key=lambda path: path.name)
+        found = {path.parent for folder in self.folders for path in folder.glob("*/config.json")}
+        return sorted(found - {self.failed}, key=lambda path: path.name)
+
+    @property
+    def failed(self) -> Path:
+        """Where `note_failure` says why the newest attempt left no result."""
+        return self.folder / f"{self.name}-failed"
+
+    def note_failure(self, reason: str) -> None:
+        """Record a failure of which its run directory, if there is one, does not know: it counts.
+
+        The next attempt has to remove `failed`.
+        """
+        self.failed.mkdir(parents=True, exist_ok=True)
+        for name, content in (
+            ("summary.json", {"status": f"{FAILED}: {reason}"}),
+            ("manifest.json", {"code": [code_version()]}),
+            ("config.json", {"config": dict(resolve_config(self.keys).flat), "overrides": {}}),
+        ):
+            write_atomically(self.failed / name, json.dumps(content).encode())
+        (self.failed / HISTORY_FILE).touch()
 
     def ended(self) -> Path | None:
         """The attempt that counts: the newest that finished or failed with today's config and code.
 
         Of other code only with `any_code`.
         """
-        found = [a for a in self.attempts() if status_of(a) and not self.other_default(a)]
+        attempts = (*self.attempts(), self.failed)
+        found = [a for a in attempts if status_of(a) and not self.other_default(a)]
         of_today = [attempt for attempt in found if code_of(attempt) == (code_version(),)]
         counting = of_today or (found if self.any_code else [])
         return counting[-1] if counting else None
@@ -280,6 +301,11 @@ def code_of(directory: Path) -> tuple[str, ...]:
 def precision_of(directory: Path) -> list[str]:
     """What `precision = "auto"` was in the run; empty if the run had another value."""
     return list(read_manifest(directory).get("precision", []))
+
+
+def data_of(directory: Path) -> str:
+    """The digest of the run's data; empty if it recorded none."""
+    return str(read_manifest(directory).get("data", ""))
 
 
 @lru_cache(maxsize=4096)

@@ -17,6 +17,7 @@ from keel.experiments.claims import (
     REPRODUCED,
     JudgedClaim,
     Results,
+    different_headlines,
     judge_claims,
     sides_of,
 )
@@ -85,11 +86,7 @@ class Evidence:
     @property
     def headlines(self) -> list[JudgedClaim]:
         """Judged headline claims; only the first of those that read the same runs at one round."""
-        found: dict[tuple[object, ...], JudgedClaim] = {}
-        for claim in self.claims:
-            if claim.is_headline and claim.seeds:
-                found.setdefault((claim.runs, claim.read_at), claim)
-        return list(found.values())
+        return [claim for claim in different_headlines(self.claims) if claim.seeds]
 
     @property
     def about(self) -> str:
@@ -151,6 +148,8 @@ def headlines(evidence: Sequence[Evidence], pictures: dict[str, str]) -> Iterato
                 yield Headline(empty, in_full(claim, recipe), command)
                 continue
             best, each = max(judged, key=lambda pair: weight(pair[0]))
+            if needed := re.fullmatch(r"(\d+) seeds", best.decide):
+                command += f" --seeds {needed[1]}"
             verdict = "; ".join(verdict_of(best, [c for c, _ in judged], recipe))
             found = Headline(best, in_full(claim, recipe), command, each, verdict)
             if not recipe.cell(*sides_of(claim, recipe)[0]).take.is_time:
@@ -166,12 +165,7 @@ def headlines(evidence: Sequence[Evidence], pictures: dict[str, str]) -> Iterato
 def verdict_of(best: JudgedClaim, judged: Sequence[JudgedClaim], recipe: Recipe) -> Iterator[str]:
     """The verdict on the best of these, a headline of the recipe, and what to know beside it."""
     yield best.verdict
-    if best.failures:
-        yield best.failures
-    (claim,) = (claim for claim in recipe.claims if claim.text == best.text)
-    at = recipe.cell(*sides_of(claim, recipe)[0]).at
-    if best.read_at < at:
-        yield f"at round {best.read_at} instead of {at}"
+    yield from filter(None, (best.failures, best.early, recipe.remark))
     if best.deviations:
         yield "not the paper's setting"
     if {best.verdict, *(claim.verdict for claim in judged)} >= {REPRODUCED, NOT_REPRODUCED}:
@@ -208,7 +202,7 @@ def curves_of(claim: Claim, evidence: Evidence) -> Curves:
     for name, side in zip((claim.left, claim.right), sides, strict=True):
         curve: Curve = []
         paper = side.cell.paper
-        if side.finished:
+        if side.finished and not side.mixes:
             run = side.finished[0][0]
             last = last_round_read(side.cell, run)
             curve = [p for p in curve_of(side.cell, side.counted_runs) if p[0] <= last]
@@ -245,9 +239,13 @@ def svg_of(curves: Curves, title: str) -> str:
         f"<title>{escape(title)}</title>",
     ]
     for (name, (curve, paper)), colour in zip(curves.items(), COLOURS, strict=True):
-        line = " ".join(place(n, mean) for n, mean, _ in curve)
+        places = [place(n, mean) for n, mean, _ in curve]
+        line = " ".join(places)
         parts.append(f'<polyline points="{line}" stroke="{colour}"><title>{escape(name)}</title>')
         parts.append("</polyline>")
+        if len(places) == 1:  # a line through one point cannot be seen
+            cx, cy = places[0].split(",")
+            parts.append(f'<circle cx="{cx}" cy="{cy}" r="3" fill="{colour}"/>')
         if paper is not None:
             ends = f"M{place(0, paper)} L{place(last, paper)}"
             parts.append(f'<path d="{ends}" stroke="{colour}" stroke-dasharray="4 3"/>')
@@ -273,8 +271,8 @@ def write_summary(archive: Path, page: Path, readme: Path) -> list[Path]:
         raise ValueError(f"{readme}: expected the lines {BEGIN} and {END}")
     pictures: dict[str, str] = {}
     environment = template_environment()
-    with unpacked(archive) as output:
-        evidence = evidence_in(output)
+    with unpacked(archive) as outputs:
+        evidence = [each for output in outputs for each in evidence_in(output)]
         found = list(headlines(evidence, pictures))
         recipes = [load_recipe(name) for name in dict.fromkeys(h.claim.recipe for h in found)]
         content = {"headlines": found, "evidence": evidence, "recipes": recipes}

@@ -104,6 +104,20 @@ def test_other_bits_of_the_same_setup_are_passed_on_a_gpu_alone(machine, passed)
     assert check.passed == passed
 
 
+@pytest.mark.parametrize(
+    ("accuracy", "is_same_setup", "passed"),
+    [(0.5, True, True), (0.51, True, False), (0.51, False, True), (0.53, False, False)],
+)
+def test_a_round_without_a_digest_is_compared_by_its_accuracies(accuracy, is_same_setup, passed):
+    ours, theirs = ({"round": 4, "global": {"accuracy": a}} for a in (accuracy, 0.5))
+    replay = {"rounds": {}, "machines": ["cpu: x"]}
+    check = round_check(theirs, ours, {"rounds": {"1": "a"}}, replay, is_same_setup)
+    assert check.passed == passed
+    assert check.found.startswith("round 4: no digest recorded, accuracies differ by ")
+    bare = {"round": 4}
+    assert round_check(bare, bare, {"rounds": {}}, replay, is_same_setup).passed
+
+
 def test_only_rounds_of_the_versions_of_the_manifest_and_of_no_others_before_are_noted(
     tmp_path, monkeypatch
 ):

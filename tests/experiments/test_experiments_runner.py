@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import shutil
 import signal
 import time
 import zipfile
@@ -17,14 +18,14 @@ from method_fixtures import METHODS
 from rich.console import Console
 
 from keel.cli.main import main as keel
-from keel.experiments import runner
+from keel.experiments import runner, tasks
 from keel.experiments.archive import pack, unpacked
 from keel.experiments.claims import JudgedClaim, judge, judge_claims, tally
 from keel.experiments.figures import curve_of, run_charts
 from keel.experiments.plan import Result, best_candidate, results_of, runs_needed, selected
 from keel.experiments.recipe import Claim, Recipe, parse_recipe
 from keel.experiments.rendering import ours as cell_text
-from keel.experiments.rendering import write_report
+from keel.experiments.rendering import section_of, write_report
 from keel.experiments.runs import Options, Run, code_of, run_of
 from keel.experiments.summary import Evidence, curves_of
 from keel.experiments.tasks import KilledError, claimed, overrides_of
@@ -258,6 +259,7 @@ def test_a_run_of_another_config_does_not_count_is_named_and_run_again(tmp_path,
     assert (
         f"1 runs do not count, stay on disk and are run again:\n  {odd.name}: {message}" in printed
     )
+    shutil.rmtree(odd.failed)  # which the next attempt would remove
     _, text = write_report(tmp_path)
     assert f"| FedAvg | –; a run does not count: {message} |" in text.read_text()
     assert "| FedProx | 25.00 |" in text.read_text()
@@ -296,7 +298,10 @@ def test_runs_of_different_code_are_not_averaged_and_not_judged(tmp_path):
     text = write_report(tmp_path)[1].read_text()
     assert "| FedAvg | runs of different code |" in text
     assert "| FedProx | 61.00 ± 1.00 |" in text
-    assert "| not tested | no verdict on runs of different code" in text
+    assert "| not tested | no verdict on runs of different code |" in text  # and no difference
+    (_, figure), *_ = section_of(next((tmp_path / "jobs").iterdir()), tmp_path).charts
+    assert "FedProx" in str(figure)
+    assert "FedAvg" not in str(figure)
     named = "; ".join(sorted([OTHER, code_version()]))
     assert f"Runs of different code, never averaged or judged together: {named}." in text
 
@@ -502,6 +507,31 @@ def test_a_run_that_was_killed_is_started_once_more(tmp_path, monkeypatch):
     assert sorted(started) == sorted([*failed, *failed])
     assert printed.count("its machine is lost; it is resumed once") == 2
     assert set(failed.values()) == {"its machine is lost"}
+
+
+def test_a_run_that_was_killed_counts_against_its_claim_until_it_is_repeated(tmp_path, monkeypatch):
+    """Its run directory says that it is running, and another's failure may leave none."""
+    how = options(seeds=[0, 1, 2])
+    recipe, runs = all_run(tmp_path, how)
+    killed = runs[-1]
+    attempt = killed.folder / "attempt"
+    (attempt / "summary.json").write_text(json.dumps({"status": "running"}))
+    ran(recipe, how, tmp_path, monkeypatch, lambda run: "its process was killed")
+    text = write_report(tmp_path)[1].read_text()
+    assert "| FedProx above FedAvg in result | inconclusive | FedProx failed 1/3, " in text
+    pack(tmp_path, tmp_path / "packed")
+    with unpacked(tmp_path / "packed") as (copy,):
+        (claim,) = judge_claims(recipe, results_of(recipe, how, copy), how)
+        assert claim.failures == "FedProx failed 1/3"
+    assert overrides_of(killed) == {**killed.keys, "output-dir": str(killed.folder)}
+    (attempt / "checkpoints").mkdir()
+    (attempt / "checkpoints" / "round-00001-ab.safetensors").touch()
+    assert overrides_of(killed) == {"resume": str(attempt)}
+    monkeypatch.setattr(tasks, "run_alone", lambda run: attempt)
+    assert tasks.execute([killed], code_version()) == [""]
+    assert not killed.failed.exists()
+    (attempt / "summary.json").write_text(json.dumps({"status": "finished"}))
+    assert killed.finished() == attempt
 
 
 def test_runs_that_train_together_take_one_slot_and_fail_by_name(tmp_path, monkeypatch):
@@ -727,6 +757,8 @@ def test_times_of_different_machines_are_not_compared(tmp_path):
     assert "inconclusive | different machines: cpu: not recorded, cuda: some GPU |" in text
     assert "The seconds are from different machines and cannot be compared." in text
     assert "2 runs on cuda: some GPU: 3 min 0 s of rounds, the longest 1 min 30 s." in text
+    (attempt / "manifest.json").write_text(json.dumps(about))  # of one seed
+    assert "| B | runs on different machines |" in write_report(tmp_path)[1].read_text()
 
 
 def test_a_table_says_what_is_missing_in_a_cell(tmp_path):
@@ -773,7 +805,7 @@ def test_a_value_whose_run_failed_was_not_tried_and_its_table_is_archived(tmp_pa
     fake_run(failing, 0.0, status="failed: out of memory")
     fake_run(run_of(recipe.cells[0], {"fedprox.mu": 10}, 1, how, tmp_path), 0.6)
     pack(tmp_path, tmp_path / "packed")
-    with unpacked(tmp_path / "packed") as copy:
+    with unpacked(tmp_path / "packed") as (copy,):
         for output in (tmp_path, copy):
             (result,) = results_of(recipe, how, output).values()
             assert cell_text(result) == "60.00 (10); 2 of 3 values tried, 1 failed"

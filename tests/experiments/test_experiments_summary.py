@@ -17,6 +17,7 @@ from keel.experiments.claims import JudgedClaim
 from keel.experiments.measure import History
 from keel.experiments.plan import load_job, runs_needed, selected
 from keel.experiments.recipe import load_recipe
+from keel.experiments.rendering import write_report
 from keel.experiments.runs import Options
 from keel.experiments.summary import (
     BEGIN,
@@ -104,7 +105,7 @@ def test_an_archive_of_nothing_is_refused(tmp_path, capsys):
 
 def test_verdict_and_effect_of_an_archive_are_those_of_the_runs(output):
     pack(output, output / "histories")
-    with unpacked(output / "histories") as copy:
+    with unpacked(output / "histories") as (copy,):
         (found,) = evidence_in(copy)
     (claim,) = [c for c in found.claims if c.text == "FedCKA above FedAvg in alpha 5"]
     assert (claim.verdict, claim.seeds) == ("reproduced", 3)
@@ -191,6 +192,13 @@ def test_one_run_decides_one_of_two_headlines_that_name_later_rounds(tmp_path):
     make_table(tmp_path, "fedrcl-table-1", only, changes={"num-rounds": 200}, seeds=3)
     page = summary_of(tmp_path)
     claim = "FedRCL above FedAvg on CIFAR-10, alpha 0.05"
+    report = write_report(tmp_path)[1].read_text()
+    (row,) = [
+        line
+        for line in report.splitlines()
+        if line.endswith("| Table 1, scale paper, num-rounds=200 |")
+    ]
+    assert "| reproduced; at round 200 instead of 500 |" in row
     early, late = [line for line in page.splitlines() if line.startswith(f"| {claim}, ")]
     assert early.endswith("| reproduced; at round 200 instead of 500; not the paper's setting |")
     assert late.endswith(" | not tested |")
@@ -246,7 +254,9 @@ def test_an_archive_does_not_lose_a_run_to_another_output_directory(output):
     before = path.read_bytes()
     for attempt in output.glob("runs/*/attempt"):
         attempt.rename(attempt.with_name("another"))
-    with pytest.raises(ValueError, match=r"lacks 6 runs that .* has, such as runs/fedavg-.*: put"):
+    with pytest.raises(
+        ValueError, match=r"jobs lack 6 runs that .* has, such as runs/fedavg-.*: put"
+    ):
         pack(output, output / "histories")
     assert path.read_bytes() == before
     for attempt in list(output.glob("runs/*/another")):  # both: the newer one counts
@@ -280,6 +290,74 @@ def test_restored_runs_are_finished_and_archive_as_before(output, tmp_path, caps
     assert {run.finished() for run in needed} == {*paths}
     assert pack(output, output / "histories") == [path]
     assert path.read_bytes() == before
+
+
+def archived(path: Path) -> list[str]:
+    """The runs in a zip, by method and seed."""
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if name.endswith("/config.json")]
+    return sorted(re.sub(r"runs/(\w+)-.*(seed\d).*", r"\1 \2", name) for name in names)
+
+
+def test_what_is_run_after_a_restore_is_added_to_the_archive(output, tmp_path):
+    (path,) = pack(output, output / "histories")
+    before, source = archived(path), f"folder:{tmp_path}/private/cifar10-jpg"
+    for folder in ("runs", "jobs"):
+        shutil.rmtree(output / folder)
+    command = ["experiments", "restore", str(path), "--output", str(output), "--source", source]
+    assert main(command) == 0
+    recipe = load_recipe("fedcka-table-2")
+    changes = {"source": source, "num-rounds": 41}
+    cells = selected(recipe, ["MOON", "alpha 5"])
+    runner.save_job(recipe, Options("paper", changes, [0, 1], full_grid=False), output, cells)
+    assert pack(output, output / "histories") == [path]
+    assert archived(path) == before
+    (job,) = (output / "jobs").iterdir()
+    assert json.loads(job.read_text())["seeds"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("fewer", [{"seeds": [0, 1]}, {"cells": [["FedAvg", "alpha 5"]]}])
+def test_an_archive_does_not_lose_a_seed_or_a_row_that_a_job_does_not_name(output, fewer):
+    (path,) = pack(output, output / "histories")
+    before = path.read_bytes()
+    (job,) = (output / "jobs").iterdir()
+    job.write_text(json.dumps(json.loads(job.read_text()) | fewer))
+    with pytest.raises(ValueError, match=r"its jobs lack \d runs that .* has"):
+        pack(output, output / "histories")
+    assert path.read_bytes() == before
+
+
+def test_an_archive_of_one_code_does_not_become_one_of_two(output):
+    (path,) = pack(output, output / "histories")
+    before = path.read_bytes()
+    (attempt, *_) = output.glob("runs/*/attempt")
+    later = shutil.copytree(attempt, attempt.with_name("later")) / "manifest.json"
+    later.write_text(json.dumps(json.loads(later.read_text()) | {"code": ["sources 1"]}))
+    message = rf"has runs of one code \({OTHER}\), and .* others of sources 1, with which"
+    with pytest.raises(ValueError, match=message):
+        pack(output, output / "histories")
+    assert path.read_bytes() == before
+
+
+def test_an_archive_does_not_change_the_verdict_on_another_with_the_same_runs(output, tmp_path):
+    """FedCKA's Tables 1 and 2 share FedAvg with alpha 5."""
+    before = summary_of(output)
+    other = tmp_path / "other"
+    changes = {"source": f"folder:{tmp_path}/private/cifar10-jpg", "num-rounds": 41}
+    make_table(other, "fedcka-table-1", ["FedAvg", "CIFAR-10"], changes=changes, seeds=2)
+    pack(other, output / "histories")
+    after = summary_of(output)
+    name = "FedCKA above FedAvg on CIFAR-10, alpha 5"
+    assert after.count("keel experiments run fedcka-table-1 --only") == 1
+    for row in [line for line in before.splitlines() if line.startswith(f"| {name}")]:
+        assert row in after
+
+
+def test_runs_on_data_of_different_content_are_not_judged(output):
+    """A folder of one name may hold other files."""
+    for i, path in enumerate(sorted(output.glob("runs/*/attempt/manifest.json"))):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"data": "ab"[i // 3]}))
+    assert "no verdict on runs whose data has different content" in summary_of(output)
 
 
 @pytest.mark.parametrize("name", ["missing.zip", "README.md"])
@@ -401,6 +479,13 @@ def test_a_picture_has_both_curves_and_the_papers_values():
     (path,) = tree.iter(f"{name}path")
     assert path.get("d") == "M34.0,75.0 L386.0,75.0"
     assert "a < b" in [each.text for each in tree.iter(f"{name}text")]
+
+
+def test_a_curve_of_one_round_is_a_dot():
+    curves = {"a": ([(1, 0.0, 0), (2, 100.0, 0)], None), "c": ([(2, 50.0, 0)], None)}
+    tree = ElementTree.fromstring(svg_of(curves, "t"))
+    (dot,) = tree.iter("{http://www.w3.org/2000/svg}circle")
+    assert (dot.get("cx"), dot.get("cy")) == ("386.0", "75.0")
 
 
 def test_a_picture_is_cut_where_the_first_rounds_are_lower_than_all_later_ones():
