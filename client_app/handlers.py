@@ -62,6 +62,7 @@ from protocol.exact_sum import ExactSum
 from protocol.files import private_files
 from protocol.flower_compat import GPU_LOST
 from protocol.messages import (
+    REJECTED,
     RESET_NEEDED,
     Arrays,
     EvaluateRequest,
@@ -159,7 +160,7 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
                 total.add(arrays_to_sum(reply, like), shares[k])
                 reply["arrays"] = ArrayRecord()
             except ValueError as error:
-                reply = error_reply(error, own, node)
+                reply = Error(REJECTED, in_one_line(error, MAX_REASON))
         replies.append(reply)
     return simulated_reply(replies, total.sums)
 
@@ -212,7 +213,8 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
         reason = without_file_names(reason, error, str(context.node_config.get("source", "")))
     if is_withheld:
         reason = "failed; privacy.metrics = 'withheld': the reason is in this client's log"
-    if message.metadata.message_type == MessageType.QUERY:  # the server does not know its name yet
+    is_query = message.metadata.message_type == MessageType.QUERY
+    if is_query and not is_about_machine(message):  # the server does not know its name yet
         reason = f"client {client}: {reason}"
     if is_gpu_lost(error):
         return Error(GPU_LOST, reason)
@@ -358,10 +360,15 @@ def withholds_metrics(message: Message) -> bool:
         return False
 
 
+def is_about_machine(message: Message) -> bool:
+    """Whether a query asks a simulation's worker about its machine."""
+    record = find_record(message.content, "round", ConfigRecord)
+    return record is not None and "token" in record
+
+
 def query(message: Message, context: Context) -> RecordDict:
     """What the server asks before round 1: of a client, or of a simulation's worker."""
-    record = find_record(message.content, "round", ConfigRecord)
-    if record is not None and "token" in record:
+    if is_about_machine(message):
         if is_deployed(context.node_config):  # a digest of the data would be exact
             raise ValueError("a query about the machine: only a simulation's worker answers that")
         return machine_content(report_of(read_request(message, PreflightRequest)))

@@ -73,7 +73,14 @@ def open_about(entry: Path) -> dict[str, Any]:
 
 
 def remove_superseded(entry: Path, key: Key) -> None:
-    """Remove entries of the same source with another version or content that nobody uses."""
+    """Remove entries of the same source with another version or content that nobody uses.
+
+    And what builds and removals that were killed have left.
+    """
+    for left in entry.parent.glob(".*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > UNUSED_DAYS * 86400:
+                shutil.rmtree(left, ignore_errors=True)
     for about in entry.parent.glob(f"{_slug(key['source'])}-*/about.json"):
         with suppress(OSError, ValueError, KeyError):  # another process is removing it
             other = read_about(about.parent)["key"]

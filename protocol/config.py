@@ -272,7 +272,10 @@ class RoundsConfig:
         between(0, 1, open_low=True), "share of the clients that are sampled in a round"
     )
     min_replies: int = option(at_least(1), "a round with fewer accepted replies ends the run")
-    round_timeout: float = option(more_than(0), "seconds to wait for the replies of a round")
+    round_timeout: float = option(
+        more_than(0),
+        "seconds to wait for the replies of a round; in a simulation, per client of a worker",
+    )
     start_timeout: float = option(more_than(0), "seconds to wait for the clients before round 1")
     backoff_after: int = option(
         at_least(0),

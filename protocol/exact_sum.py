@@ -34,7 +34,8 @@ class ExactSum:
     def add(self, arrays: Arrays, share: float) -> None:
         """Add share * arrays; ValueError naming an array with a value beyond its bound.
 
-        All calls need arrays of the same names, shapes and dtypes. Nothing is added on an error.
+        The arrays are not modified; all calls need those of the same names, shapes and dtypes.
+        Nothing is added on an error.
         """
         if reason := out_of_range(arrays, self.limits):
             raise ValueError(reason)
@@ -45,7 +46,7 @@ class ExactSum:
             # in chunks that fit into the cache: the whole array is never copied in double precision
             flat = array.reshape(-1), self.sums[name].view(-1)
             for chunk, total in zip(*(torch.split(a, CHUNK) for a in flat), strict=True):
-                total += chunk.double().mul_(factor).round_().long()
+                total += chunk.to(torch.float64, copy=True).mul_(factor).round_().long()
 
     def merge(self, sums: Arrays) -> None:
         """Add the `sums` of another `ExactSum` with the same limits, and empty them.

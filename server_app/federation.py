@@ -82,6 +82,7 @@ from server_app.run_directory import (
     RunDirectory,
     new_run_directory,
     open_run_directory,
+    remove_state,
     save_arrays,
 )
 from server_app.simulated_roster import (
@@ -129,6 +130,7 @@ class Run:
     monitor: Monitor | None
     memory: StateMemory
     threads_beside_workers: int  # of this process while a simulation's workers train; 0: torch's
+    num_workers: int  # that simulate the clients in other processes; 0: a deployment, or none
     # by client whose newest update was aggregated: its own model's score since, if known
     scores: dict[str, float | None] = field(default_factory=dict)
     # the clients that were asked to train so far; None: not known
@@ -146,6 +148,17 @@ class Run:
         """Whether accuracies are measured after this round."""
         rounds = self.config.rounds
         return server_round == rounds.num_rounds or server_round % rounds.evaluate_every == 0
+
+    def limit_for(self, num_clients: int) -> tuple[float, str]:
+        """Seconds to wait for the replies of this many clients, and the limit in words.
+
+        `round-timeout` is for one client: a worker that simulates several takes longer, and a
+        result must not depend on the number of workers.
+        """
+        timeout_s, turns = self.config.rounds.round_timeout, 1
+        if self.num_workers:
+            turns = math.ceil(num_clients / self.num_workers)
+        return turns * timeout_s, f"{turns} x round-timeout" if turns > 1 else "round-timeout"
 
     @property
     def overlaps_rounds(self) -> bool:
@@ -308,6 +321,11 @@ def prepare(
     for path in directory.skipped:
         log.warning("%s is damaged: skipped, the run continues from round %d", path, start.round)
     notes += [*config_warnings(config, overrides), *worker_warnings(workers, device)]
+    if config.rounds.snapshot_every > 1 and workers:
+        notes.append(
+            f"snapshot-every = {config.rounds.snapshot_every}: the workers of Flower's simulation "
+            "still write client state in every round; only the inline engine keeps it in memory"
+        )
     for note in notes:
         log.warning("%s", note)
     save_roster(directory.path / ROSTER_FILE, roster)
@@ -329,6 +347,7 @@ def prepare(
     exchange = Exchange(grid, lambda n: roster[n].client if n in roster else f"on node {n}")
     if not is_in_process_grid(grid):
         exchange.returned, exchange.silent_s = registry.returned, watch_superlink(grid)
+    num_workers = len(grid.workers if isinstance(grid, LogicalGrid) else workers)
     return Run(
         config=config,
         data=data,
@@ -349,6 +368,7 @@ def prepare(
         monitor=monitor,
         memory=memory,
         threads_beside_workers=threads_beside(workers, config.train.threads),
+        num_workers=num_workers,
     )
 
 
@@ -433,10 +453,10 @@ def run_rounds(
         last_round = max([run.start.round, *(line["round"] for line in reporter.history[-1:])])
         # first: without state, no resume could complete it
         finish_manifest(path, last_round, keeps_clients)
-        if removes_state:
-            run.directory.remove_state(last_round, keeps_personal=run.method.is_personal)
         if run.monitor:
             plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
+        if removes_state:
+            remove_state(path, last_round, keeps_personal=run.method.is_personal)
 
 
 def give_back_memory(run: Run) -> None:
@@ -515,9 +535,10 @@ def train_round(
             run.audit.note("released", round=server_round, clients=clients, **privacy)
 
     backed_off = sorted(strategy.backed_off(server_round))
-    what, timeout_s = f"round {server_round}", rounds.round_timeout
+    what = f"round {server_round}"
     if isinstance(run.grid, LogicalGrid):
-        shares = strategy.begin_sums(server_round)
+        # with a rejected client, those summed with it train again: a release more
+        shares = {} if config.privacy.epsilon else strategy.begin_sums(server_round)
         like = strategy.expected(strategy.current)
         summing = Summing(shares, strategy.limits, like, strategy.take_sum)
         run.grid.summing = summing if shares else None
@@ -525,10 +546,12 @@ def train_round(
     to_ask = messages
     while to_ask:
         note_releases(*(message.metadata.dst_node_id for message in to_ask))
+        timeout_s, limit = run.limit_for(len(to_ask))
         run.exchange.ask(
             to_ask,
             timeout_s,
             what,
+            limit,
             max_bytes=strategy.max_reply_bytes(),
             before_resend=note_releases,
             on_reply=lambda reply: strategy.accept(server_round, reply),
@@ -547,7 +570,8 @@ def train_round(
     if report.left_out:
         run.audit.note("rejected", round=server_round, kind="train", clients=report.left_out)
     assert following is not None
-    if not all_finite(tensors(following)) or not all_finite(strategy.state()):
+    state = strategy.state()
+    if not all_finite(tensors(following)) or not all_finite(state):
         raise DivergedError(
             f"round {server_round}: the server update gave values that are not finite; the model "
             f"of the round before is kept. Lower lr, or the server's learning rate (options of "
@@ -596,7 +620,6 @@ def train_round(
     run.exchange.drain()
     line["late"] = run.exchange.take_late()
     line["seconds"] = seconds
-    state = strategy.state()
     if run.overlaps_rounds:  # written during the next round, in which a half may change its tensors
         state = {name: array.clone() for name, array in state.items()}
     if config.privacy.epsilon:
@@ -691,8 +714,8 @@ def evaluate_on_clients(
     record = request_record(evaluate_request(run, server_round))
     messages = run.strategy.messages(MessageType.EVALUATE, nodes, arrays, record)
     what = f"the evaluation of round {server_round}"
-    timeout_s = run.config.rounds.round_timeout
-    replies = run.exchange.ask(messages, timeout_s, what, max_bytes=2 * RECORD_BYTES)
+    timeout_s, limit = run.limit_for(len(messages))
+    replies = run.exchange.ask(messages, timeout_s, what, limit, max_bytes=2 * RECORD_BYTES)
     run.strategy.aggregate_evaluate(server_round, replies)
     report = run.strategy.report
     report.bytes_down = sum(payload_bytes(message) for message in messages)

@@ -207,8 +207,12 @@ class LogicalGrid(OwnGrid):
 
 
 def with_logical_clients(grid: Grid, num_clients: int) -> Grid:
-    """The grid; a `LogicalGrid` over a simulation with fewer nodes than the run has clients."""
+    """The grid; a `LogicalGrid` over a simulation with another number of nodes than clients.
+
+    num_clients: 0: as many as nodes.
+    """
     can_simulate = is_in_process_grid(grid) and getattr(grid, "simulates_clients", True)
     if not can_simulate or isinstance(grid, LogicalGrid):
         return grid
-    return LogicalGrid(grid, num_clients) if len(list(grid.get_node_ids())) < num_clients else grid
+    is_logical = num_clients not in (0, len(list(grid.get_node_ids())))
+    return LogicalGrid(grid, num_clients) if is_logical else grid

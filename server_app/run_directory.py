@@ -39,6 +39,7 @@ from server_app.history import DAMAGE, HISTORY_FILE, whole_lines
 from server_app.summary import (
     check_has_rounds_left,
     check_has_state,
+    has_finished,
     new_path,
     newest_version,
     read_config_file,
@@ -226,21 +227,6 @@ class RunDirectory:
         )
         return is_due or any((self.path / "checkpoints").glob("round-*"))
 
-    def remove_state(self, last_round: int, keeps_personal: bool) -> None:
-        """Remove the checkpoints and client state of a run that has finished after `last_round`.
-
-        keeps_personal: except the newest of each, from which personal models are made.
-        """
-        checkpoints, clients = self.path / "checkpoints", self.path / "clients"
-        if not keeps_personal:
-            for folder in filter(Path.exists, (checkpoints, clients)):
-                shutil.rmtree(folder)
-            return
-        for folder in (checkpoints, *clients.glob("*")):
-            newest = newest_version(folder, last_round)
-            for path in {*folder.glob("*")} - {newest}:
-                path.unlink()
-
     def newest_checkpoint(self, expected: Arrays, model: str) -> Checkpoint:
         """The newest intact checkpoint, of those whose round is in the history if there are any.
 
@@ -349,6 +335,9 @@ def open_run_directory(
             f"num-rounds = {num_rounds}: the result of {config.rounds.method} depends on it: it "
             f"was {saved['num-rounds']} and cannot change on resume"
         )
+    if has_finished(directory) and not config.rounds.keep_state:  # it may have been cut off
+        last_round = max((line["round"] for line in whole_lines(directory)[0]), default=0)
+        remove_state(directory, last_round, method_of(config).is_personal)
     check_has_rounds_left(directory, num_rounds)
     expected = saved | {"num-rounds": num_rounds}
     for key, value in config.flat.items():
@@ -358,6 +347,26 @@ def open_run_directory(
                 f"is {value!r}; set {key} explicitly in a new run"
             )
     return RunDirectory(directory), config, merged
+
+
+def remove_state(directory: Path, last_round: int, keeps_personal: bool) -> None:
+    """Remove the checkpoints and client state of a run that has finished after `last_round`.
+
+    keeps_personal: except the newest of each, from which personal models are made. What cannot be
+    removed is named in the log.
+    """
+    checkpoints, clients = directory / "checkpoints", directory / "clients"
+    try:
+        if not keeps_personal:
+            for folder in filter(Path.exists, (checkpoints, clients)):
+                shutil.rmtree(folder)
+            return
+        for folder in (checkpoints, *clients.glob("*")):
+            newest = newest_version(folder, last_round)
+            for path in {*folder.glob("*")} - {newest}:
+                path.unlink()
+    except OSError as error:
+        log.warning("state of the finished run is left: %s: %s", error.filename, error.strerror)
 
 
 def metadata_entry(about: Mapping[str, Any]) -> dict[str, str]:

@@ -216,25 +216,28 @@ class Average(Strategy):
         """The server's state for its checkpoint, beside the model."""
         step = {f"step/{name}": array for name, array in self.server_optimizer.state().items()}
         own = {f"own/{name}": array for name, array in self.own_state().items()}
-        backoff = {f"attendance/{c}": a for c, a in self.backoff.state().items()}
-        # one array for all clients, under its name of 0.1
-        accepted = bytearray(json.dumps(self.last_accepted_rounds).encode())
-        reference = self.norm_reference.state()
-        counted = {"counted": torch.frombuffer(accepted, dtype=torch.uint8)}
-        return step | own | backoff | reference | counted
+        # one array each for all clients
+        by_client = {"counted": self.last_accepted_rounds, "attendance": self.backoff.state()}
+        texts = {name: bytearray(json.dumps(each).encode()) for name, each in by_client.items()}
+        arrays = {name: torch.frombuffer(t, dtype=torch.uint8) for name, t in texts.items()}
+        return step | own | self.norm_reference.state() | arrays
 
     def load(self, state: Arrays) -> None:
         """Restore a checkpoint's state."""
-        step, own, backoff = (
+        step, own, attendance = (
             {name[len(p) :]: array for name, array in state.items() if name.startswith(p)}
             for p in ("step/", "own/", "attendance/")
         )
         self.server_optimizer.load(step)
         self.load_own(own)
-        self.backoff.load(backoff)
         self.norm_reference.load(state)
-        accepted = bytes(state["counted"].tolist()) if "counted" in state else b"{}"
-        self.last_accepted_rounds = json.loads(accepted)
+        accepted, backoff = (
+            json.loads(bytes(state[name].tolist())) if name in state else {}
+            for name in ("counted", "attendance")
+        )
+        self.last_accepted_rounds = accepted
+        # before 0.2.0, an array for each client
+        self.backoff.load(backoff | {c: array.tolist() for c, array in attendance.items()})
 
     # --- Flower's Strategy ---------------------------------------------------------------------
 

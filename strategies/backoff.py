@@ -5,11 +5,7 @@ failures in a row it is not sampled for `backoff-rounds` rounds. Then one more f
 again, and one success clears it.
 """
 
-from collections.abc import Collection
-
-import torch
-
-from protocol.messages import Arrays
+from collections.abc import Collection, Mapping, Sequence
 
 
 class Backoff:
@@ -43,14 +39,14 @@ class Backoff:
             self.last_rounds[client] = server_round + self.backoff_rounds
         return new
 
-    def state(self) -> Arrays:
+    def state(self) -> dict[str, list[int]]:
         """[failures, last round of the backoff] of each client that has failed lately."""
         return {
-            client: torch.tensor([failures, self.last_rounds.get(client, 0)])
+            client: [failures, self.last_rounds.get(client, 0)]
             for client, failures in self.failures.items()
         }
 
-    def load(self, state: Arrays) -> None:
+    def load(self, state: Mapping[str, Sequence[int]]) -> None:
         """Restore what `state` returned."""
-        self.failures = {client: int(pair[0]) for client, pair in state.items()}
-        self.last_rounds = {client: int(pair[1]) for client, pair in state.items() if pair[1]}
+        self.failures = {client: failures for client, (failures, _) in state.items()}
+        self.last_rounds = {client: last for client, (_, last) in state.items() if last}

@@ -16,6 +16,7 @@ from flwr.app import Message
 
 from protocol.config import PrivacyConfig, RoundsConfig
 from protocol.messages import (
+    REJECTED,
     RESET_NEEDED,
     Arrays,
     RosterEntry,
@@ -178,7 +179,8 @@ class Validation:
         client = self.roster[node].client if node in self.roster else f"node {node}"
         if message.has_error():
             reason = message.error.reason or f"error {message.error.code}"
-            self.failed[client] = in_one_line(reason)
+            left_out = self.rejected if message.error.code == REJECTED else self.failed
+            left_out[client] = in_one_line(reason)
             if message.error.code == RESET_NEEDED:
                 self.reset_needed.add(client)
             return client

@@ -124,6 +124,17 @@ def test_an_entry_of_an_earlier_version_is_not_used_and_is_removed_in_time(
     assert now != earlier
 
 
+def test_what_a_killed_decoding_left_is_removed_after_a_month(load, tmp_path):
+    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
+    left = [tmp_path / "cache" / f".folder-mine-{i}" for i in range(2)]
+    for folder in left:
+        folder.mkdir(parents=True)
+        (folder / "train.npy").touch()
+    os.utime(left[0], (time.time() - 31 * 86400,) * 2)
+    load(spec)
+    assert [folder.exists() for folder in left] == [False, True]
+
+
 def test_a_failed_decoding_leaves_no_entry(load, tmp_path):
     spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
     (tmp_path / "mine" / "test" / "bee" / "3.png").write_bytes(b"no image")

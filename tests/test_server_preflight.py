@@ -8,15 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from flwr.app import Context, Message, RecordDict
 from run_fixtures import FACTS, SMALL
 
 from client_app import machine
+from client_app.handlers import answer
 from client_app.machine import data_digest, report_of
 from client_app.setup import device_for
 from data.sources import ImageSplit, Source
 from protocol.config import resolve_config
 from protocol.flower_compat.simulation import WorkerReply
-from protocol.messages import MachineReport, PreflightRequest, machine_content, machine_report
+from protocol.messages import (
+    MachineReport,
+    PreflightRequest,
+    machine_content,
+    machine_report,
+    request_record,
+)
 from server_app import preflight
 from server_app.inline import InlineGrid
 from server_app.manifest import versions
@@ -117,6 +125,14 @@ def test_the_token_is_there_while_it_is_looked_for_and_gone_then(tmp_path):
 def request(tmp_path, **keys):
     config = resolve_config(SMALL | keys)
     return PreflightRequest(config, FACTS, str(tmp_path / "token"), "abc", reads_data=False)
+
+
+def test_a_worker_that_runs_other_code_is_no_client_without_a_name(tmp_path):
+    record = request_record(request(tmp_path))
+    record["code"] = "0123456789abcdef"
+    message = Message(RecordDict({"round": record}), dst_node_id=2, message_type="query")
+    refused = answer(message, Context(1, 2, {}, RecordDict(), {}))
+    assert refused.reason.startswith("this client runs code ")
 
 
 def test_a_worker_reports_whether_it_shares_the_directory(tmp_path):

@@ -120,6 +120,14 @@ def test_a_running_mean_has_the_same_bits_in_any_order_and_grouping(order, missi
     assert mean["steps"].dtype == torch.int64
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64])
+def test_an_exact_sum_does_not_modify_what_it_adds(dtype):
+    """In one process, they may be the client's state or the received arrays."""
+    arrays = {"w": torch.tensor([1, 2], dtype=dtype)}
+    ExactSum({"w": 1e4}).add(arrays, 0.5)
+    assert arrays["w"].tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("value", [1e5, -1e5])
 def test_an_exact_sum_takes_every_value_within_its_limit_and_names_others(value):
     total = ExactSum({"w": 1e5})

@@ -1,6 +1,9 @@
 """A run with logical clients has the bits of one with a node a client, on any number of workers."""
 
 import json
+import queue
+import threading
+import time
 
 import pytest
 import torch
@@ -17,19 +20,24 @@ from run_fixtures import (
     without_times,
 )
 
+import client_app.handlers
 import client_app.process_cache
 import server_app.federation
+import server_app.inline
 import server_app.simulated_roster
 import strategies.average
+import strategies.validation
 from client_app.methods import method_of
 from client_app.setup import build_network
 from models.cnn import _plain_cnn
 from protocol.config import resolve_config
 from server_app.federation import Run
 from server_app.inline import InlineGrid, run_inline
+from server_app.run_directory import RunDirectory
 from server_app.simulated_roster import ByName
 from server_app.trained import load_model
 from strategies.aggregation import RunningMean
+from strategies.average import TooFewRepliesError
 from strategies.scaffold import ScaffoldServer
 
 KEYS = {"fraction-train": 0.5, "local-test-fraction": 0.2, "num-rounds": 3}
@@ -107,6 +115,100 @@ def test_a_client_whose_extra_is_rejected_takes_no_other_with_it(
         left_out = [line["left_out"] for line in history_of(other)]
         assert left_out == [{}, *[{"client-0002": "it is odd"}] * 2]
         assert same_bits(all_models(other), all_models(whole))
+
+
+def test_a_round_is_the_same_whoever_rejects_an_update(run, tmp_path, monkeypatch):
+    """The server, or a worker, which does not add it to its sum."""
+    monkeypatch.setattr(strategies.average, "STREAM_BYTES", 1)
+    train = client_app.handlers.handlers["train"]
+
+    def spoilt(message, context):
+        reply = train(message, context)
+        if context.node_config["partition-id"] == 2:
+            arrays = client_app.handlers.tensors(reply["arrays"])
+            next(iter(arrays.values())).view(-1)[0] = 1e30
+        return reply
+
+    monkeypatch.setitem(client_app.handlers.handlers, "train", spoilt)
+    keys = SMALL | {"num-rounds": 2, "output-dir": str(tmp_path)}
+    whole = run(keys)
+    [reason] = {line["left_out"]["client-0002"] for line in history_of(whole)}
+    assert "holds 1e+30: the bound" in reason
+    for num_workers in (1, 3):
+        other = run_inline(keys, NUM_CLIENTS, num_workers=num_workers)
+        for line, expected in zip(history_of(other), history_of(whole), strict=True):
+            assert line["left_out"] == expected["left_out"]
+            assert line["rejected"] == expected["rejected"] == 1
+        assert same_bits(all_models(other), all_models(whole))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_a_rejected_update_costs_no_client_a_second_private_release(
+    run, tmp_path, monkeypatch, num_workers
+):
+    """Had the worker summed them, the others would train again."""
+    monkeypatch.setattr(strategies.average, "STREAM_BYTES", 1)
+    reject = strategies.validation.rejection_reason
+    monkeypatch.setattr(
+        strategies.validation,
+        "rejection_reason",
+        lambda reply, how: "odd" if reply.client == "client-0002" else reject(reply, how),
+    )
+    keys = SMALL | {"privacy.epsilon": 0.5, "num-rounds": 2, "output-dir": str(tmp_path)}
+    folder = run_inline(keys, NUM_CLIENTS, num_workers=num_workers)
+    directory = RunDirectory(folder)
+    directory.close()
+    assert set(directory.release_counts().values()) == {2}
+
+
+class Slow(InlineGrid):
+    """One worker in a thread, which takes 0.3 s for each client."""
+
+    has_own_clients = False
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.to_do, self.done = queue.SimpleQueue(), {}
+        threading.Thread(target=self.work, daemon=True).start()
+
+    def work(self):
+        while True:
+            message_id, message = self.to_do.get()
+            self.done[message_id] = self.answer(message)
+
+    def push_messages(self, messages):
+        ids = list(super().push_messages(messages))
+        for each in ids:
+            self.to_do.put((each, self.waiting.pop(each)))
+        return ids
+
+    def pull_messages(self, message_ids):
+        return [self.done.pop(each) for each in message_ids if each in self.done]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_time_limit_is_for_each_client_of_a_worker(tmp_path, monkeypatch, hangs):
+    """The limit of a round on one worker is four times that of one with four."""
+    train = client_app.handlers.handlers["train"]
+
+    def slow(message, context):
+        time.sleep(30 if hangs else 0.3)
+        return train(message, context)
+
+    monkeypatch.setitem(client_app.handlers.handlers, "train", slow)
+    monkeypatch.setattr(server_app.inline, "InlineGrid", Slow)
+    keys = SMALL | {"num-rounds": 1, "round-timeout": 0.9, "output-dir": str(tmp_path)}
+    if hangs:
+        with pytest.raises(TooFewRepliesError, match=r"within 4 x round-timeout = 3\.6 seconds"):
+            run_inline(keys, NUM_CLIENTS, num_workers=1)
+    else:
+        (line,) = history_of(run_inline(keys, NUM_CLIENTS, num_workers=1))
+        assert len(line["participants"]) == NUM_CLIENTS
+
+
+def test_more_workers_than_clients_give_the_same_bits(run, tmp_path):
+    keys = SMALL | {"num-rounds": 2, "output-dir": str(tmp_path)}
+    assert_same_run(run_inline(keys, NUM_CLIENTS, num_workers=NUM_CLIENTS + 3), run(keys))
 
 
 def test_the_models_of_many_clients_follow_from_the_config(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import shutil
 import stat
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -38,6 +39,7 @@ import protocol.files
 import server_app.client_registry
 import server_app.federation
 import server_app.inline
+import server_app.run_directory
 from client_app.method import Update
 from client_app.methods import method_of
 from client_app.objective import LocalObjective
@@ -481,6 +483,30 @@ def test_a_finished_run_gives_up_its_state_but_not_its_models(run, method, num_r
         rule = "it finished with keep-state = false, which removes its checkpoints: start a new run"
         with pytest.raises(ValueError, match=rule):
             resume(removed, num_rounds=3)
+
+
+@pytest.mark.parametrize("how", ["killed", "refused"])
+def test_state_that_a_finished_run_could_not_remove_is_removed_by_a_resume(
+    run, tmp_path, monkeypatch, caplog, how
+):
+    def removed(path):
+        if how == "killed":
+            raise KeyboardInterrupt
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    keys = {"method": "moon", "run-name": "cut", "keep-state": False, "diagnostics": "all"}
+    with monkeypatch.context() as patch:
+        patch.setattr(server_app.run_directory.shutil, "rmtree", removed)
+        with suppress(KeyboardInterrupt), caplog.at_level(logging.WARNING, logger="keel.server"):
+            run(keys)
+    [folder] = tmp_path.glob("**/cut")
+    assert (folder / "clients").exists()
+    assert list((folder / "diagnostics").glob("*.png"))
+    left = f"state of the finished run is left: {folder / 'checkpoints'}: Directory not empty"
+    assert (left in caplog.text) == (how == "refused")
+    with pytest.raises(ValueError, match="it finished with keep-state = false"):
+        resume(folder)
+    assert not (folder / "clients").exists()
 
 
 def test_a_client_that_lost_what_it_kept_is_named_and_left_out_until_it_may_begin_anew(run):
