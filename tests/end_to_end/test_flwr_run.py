@@ -17,6 +17,7 @@ from ray._private.utils import get_num_cpus
 from run_fixtures import (
     SMALL,
     all_models,
+    assert_same_run,
     final_model,
     history_of,
     same_bits,
@@ -139,6 +140,17 @@ def test_the_model_is_the_same_to_the_bit_inline_with_one_worker_and_with_two(
         for line, expected in zip(history_of(folder), history_of(inline), strict=True):
             assert line["participants"] == expected["participants"]
             assert line["losses"] == expected["losses"]
+
+
+@pytest.mark.slow
+def test_more_workers_than_clients_and_cores_give_the_same_bits(superlink, tmp_path, no_pictures):
+    keys = half | {"method": "fedintr", "num-clients": num_supernodes}
+    base = tmp_path / "runs"
+    printed = superlink.run(keys | {"output-dir": str(base)}, num_supernodes + 2, cpus_each=1)
+    assert "Traceback" not in printed
+    [folder] = base.glob("*")
+    inline = run_inline(keys | {"output-dir": str(tmp_path / "inline")}, num_supernodes)
+    assert_same_run(folder, inline)
 
 
 @pytest.mark.slow
