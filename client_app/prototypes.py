@@ -8,11 +8,8 @@ from models import StagedModel
 
 
 @torch.no_grad()
-def class_sums(model: StagedModel, samples: Samples) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the classifier's input f over all samples, in eval mode.
-
-    Per class, the sum of f [C, d] and the number of samples [C]; over all, the mean of ||f||^2.
-    """
+def feature_sums(model: StagedModel, samples: Samples) -> tuple[Tensor, Tensor, Tensor]:
+    """(sums [C, d], counts [C], mean of ||f||^2) of the classifier's input f, in eval mode."""
     was_training = model.training
     model.eval()
     like = model.classifier.weight
@@ -25,6 +22,12 @@ def class_sums(model: StagedModel, samples: Samples) -> tuple[Tensor, Tensor, Te
         squares += features.square().sum()
     model.train(was_training)
     return sums, counts, squares / len(samples)
+
+
+def class_sums(model: StagedModel, samples: Samples) -> tuple[Tensor, Tensor]:
+    """(sums [C, d], counts [C]) of the classifier's input over all samples, in eval mode."""
+    sums, counts, _ = feature_sums(model, samples)
+    return sums, counts
 
 
 def class_means(sums: Tensor, counts: Tensor) -> Tensor:

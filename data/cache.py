@@ -75,7 +75,7 @@ def open_about(entry: Path) -> dict[str, Any]:
 def remove_superseded(entry: Path, key: Key) -> None:
     """Remove entries of the same source with another version or content that nobody uses.
 
-    And what builds and removals that were killed have left.
+    Also removes what killed builds and removals left behind.
     """
     for left in entry.parent.glob(".*"):
         with suppress(OSError):

@@ -61,13 +61,16 @@ class Exchange:
 
     name: the client behind a node, for the log. returned: finds clients that are connected again;
     None: a node that is gone stays away (simulation). silent_s: how long the SuperLink has answered
-    nothing. progress: told what is asked, how many clients have answered, and how many were asked.
+    nothing. turns: by the number of messages that were just sent, how many clients a worker takes
+    one after the other; a time limit is for one. progress: told what is asked, how many clients
+    have answered, and how many were asked.
     """
 
     grid: Grid
     name: Callable[[int], str] = "on node {}".format
     returned: Returned | None = None
     silent_s: Callable[[], float] = lambda: 0.0
+    turns: Callable[[int], int] = lambda num_asked: 1
     progress: Callable[[str, int, int], None] = lambda what, num_replies, num_asked: None
     late: dict[str, str] = field(default_factory=dict)  # message id: description
     arrived_late: list[str] = field(default_factory=list)  # descriptions, see `take_late`
@@ -153,7 +156,8 @@ class Exchange:
             return True
 
         refused = self.push(list(asked.values()), waiting)
-        sent_at = time.monotonic()
+        sent_at, turns = time.monotonic(), self.turns(len(asked))
+        deadline += (turns - 1) * timeout_s
         meanwhile()
         self.progress(what, 0, len(asked))
         for message in refused:
@@ -224,7 +228,8 @@ class Exchange:
         self.pulls.clear()  # those under way go on; what they bring is late
         for message_id, node in waiting.items():
             self.late[message_id] = f"client {self.name(node)}'s reply to {what}"
-        silence = f"no answer within {key} = {timeout_s:g} seconds"
+        limit = key if turns == 1 else f"{turns} x {key}"
+        silence = f"no answer within {limit} = {turns * timeout_s:g} seconds"
         for node, message in asked.items():
             if node not in replies:
                 settle(node, away[node][1] if node in away else failure(message, silence))

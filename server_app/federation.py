@@ -130,7 +130,6 @@ class Run:
     monitor: Monitor | None
     memory: StateMemory
     threads_beside_workers: int  # of this process while a simulation's workers train; 0: torch's
-    num_workers: int  # that simulate the clients in other processes; 0: a deployment, or none
     # by client whose newest update was aggregated: its own model's score since, if known
     scores: dict[str, float | None] = field(default_factory=dict)
     # the clients that were asked to train so far; None: not known
@@ -148,17 +147,6 @@ class Run:
         """Whether accuracies are measured after this round."""
         rounds = self.config.rounds
         return server_round == rounds.num_rounds or server_round % rounds.evaluate_every == 0
-
-    def limit_for(self, num_clients: int) -> tuple[float, str]:
-        """Seconds to wait for the replies of this many clients, and the limit in words.
-
-        `round-timeout` is for one client: a worker that simulates several takes longer, and a
-        result must not depend on the number of workers.
-        """
-        timeout_s, turns = self.config.rounds.round_timeout, 1
-        if self.num_workers:
-            turns = math.ceil(num_clients / self.num_workers)
-        return turns * timeout_s, f"{turns} x round-timeout" if turns > 1 else "round-timeout"
 
     @property
     def overlaps_rounds(self) -> bool:
@@ -347,7 +335,11 @@ def prepare(
     exchange = Exchange(grid, lambda n: roster[n].client if n in roster else f"on node {n}")
     if not is_in_process_grid(grid):
         exchange.returned, exchange.silent_s = registry.returned, watch_superlink(grid)
-    num_workers = len(grid.workers if isinstance(grid, LogicalGrid) else workers)
+    # of a simulation a result must not depend on how many workers share the clients
+    if isinstance(grid, LogicalGrid):
+        exchange.turns = lambda _: grid.largest_share
+    elif workers:  # whoever is idle takes the next of the messages
+        exchange.turns = lambda num: -(-num // len(workers)) + (num > len(workers))
     return Run(
         config=config,
         data=data,
@@ -368,7 +360,6 @@ def prepare(
         monitor=monitor,
         memory=memory,
         threads_beside_workers=threads_beside(workers, config.train.threads),
-        num_workers=num_workers,
     )
 
 
@@ -546,12 +537,10 @@ def train_round(
     to_ask = messages
     while to_ask:
         note_releases(*(message.metadata.dst_node_id for message in to_ask))
-        timeout_s, limit = run.limit_for(len(to_ask))
         run.exchange.ask(
             to_ask,
-            timeout_s,
+            rounds.round_timeout,
             what,
-            limit,
             max_bytes=strategy.max_reply_bytes(),
             before_resend=note_releases,
             on_reply=lambda reply: strategy.accept(server_round, reply),
@@ -714,8 +703,8 @@ def evaluate_on_clients(
     record = request_record(evaluate_request(run, server_round))
     messages = run.strategy.messages(MessageType.EVALUATE, nodes, arrays, record)
     what = f"the evaluation of round {server_round}"
-    timeout_s, limit = run.limit_for(len(messages))
-    replies = run.exchange.ask(messages, timeout_s, what, limit, max_bytes=2 * RECORD_BYTES)
+    timeout_s = run.config.rounds.round_timeout
+    replies = run.exchange.ask(messages, timeout_s, what, max_bytes=2 * RECORD_BYTES)
     run.strategy.aggregate_evaluate(server_round, replies)
     report = run.strategy.report
     report.bytes_down = sum(payload_bytes(message) for message in messages)

@@ -1,4 +1,4 @@
-"""Logical clients: many clients on few nodes, each of which simulates those that a message lists.
+"""Logical clients: clients on fewer or more nodes, which simulate those that a message lists.
 
 `LogicalGrid` looks like a grid with a node for every client. It sends each worker, a node of the
 grid below, one message with its share of the round's clients. In training, unless the workers sum
@@ -8,6 +8,7 @@ end. The model is in each message once.
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -96,6 +97,7 @@ class LogicalGrid(OwnGrid):
         self.workers = sorted(grid.get_node_ids())
         self.expected_time: Callable[[int], float] = lambda node: 1.0
         self.summing: Summing | None = None
+        self.largest_share = 1  # clients of one worker in the newest messages
         self.seconds_per_unit: dict[int, float] = {}  # by worker, once it has trained
         self.numbers = itertools.count(1)
         # id of a worker's message to the clients' messages in it, how their arrays are summed, and
@@ -118,6 +120,8 @@ class LogicalGrid(OwnGrid):
             assign_message_id(message, ids[-1])
         is_training = bool(requests) and requests[0].metadata.message_type == MessageType.TRAIN
         parts = self.parts(times, is_training)
+        clients_of = Counter(worker for worker, places in parts for _ in places)
+        self.largest_share = max(clients_of.values(), default=1)
         wholes = []
         for worker, places in parts:
             part = [requests[i] for i in places]

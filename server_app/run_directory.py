@@ -39,7 +39,6 @@ from server_app.history import DAMAGE, HISTORY_FILE, whole_lines
 from server_app.summary import (
     check_has_rounds_left,
     check_has_state,
-    has_finished,
     new_path,
     newest_version,
     read_config_file,
@@ -335,9 +334,6 @@ def open_run_directory(
             f"num-rounds = {num_rounds}: the result of {config.rounds.method} depends on it: it "
             f"was {saved['num-rounds']} and cannot change on resume"
         )
-    if has_finished(directory) and not config.rounds.keep_state:  # it may have been cut off
-        last_round = max((line["round"] for line in whole_lines(directory)[0]), default=0)
-        remove_state(directory, last_round, method_of(config).is_personal)
     check_has_rounds_left(directory, num_rounds)
     expected = saved | {"num-rounds": num_rounds}
     for key, value in config.flat.items():
@@ -362,9 +358,9 @@ def remove_state(directory: Path, last_round: int, keeps_personal: bool) -> None
                 shutil.rmtree(folder)
             return
         for folder in (checkpoints, *clients.glob("*")):
-            newest = newest_version(folder, last_round)
-            for path in {*folder.glob("*")} - {newest}:
-                path.unlink()
+            if newest := newest_version(folder, last_round):
+                for path in {*folder.glob("*")} - {newest}:
+                    path.unlink()
     except OSError as error:
         log.warning("state of the finished run is left: %s: %s", error.filename, error.strerror)
 

@@ -7,7 +7,7 @@ from client_fixtures import (
     make_round,
 )
 
-from client_app.prototypes import class_sums
+from client_app.prototypes import class_sums, feature_sums
 
 
 def test_class_sums_are_of_the_model_in_eval_mode_and_leave_its_mode():
@@ -15,7 +15,7 @@ def test_class_sums_are_of_the_model_in_eval_mode_and_leave_its_mode():
     now = make_round(config)
     now.model.train()
     statistics = {n: b.clone() for n, b in now.model.named_buffers()}
-    sums, counts, mean_square = class_sums(now.model, now.train_samples)
+    sums, counts, mean_square = feature_sums(now.model, now.train_samples)
     assert now.model.training
     assert_same_bits(dict(now.model.named_buffers()), statistics)
     (x, y) = next(now.train_samples.in_order())
@@ -25,3 +25,4 @@ def test_class_sums_are_of_the_model_in_eval_mode_and_leave_its_mode():
         torch.testing.assert_close(sums[k], f[y == k].sum(0), rtol=1e-4, atol=1e-4)
         assert counts[k] == (y == k).sum()
     torch.testing.assert_close(mean_square, f.square().sum(1).mean())
+    assert all(map(torch.equal, class_sums(now.model, now.train_samples), (sums, counts)))

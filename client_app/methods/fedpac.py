@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.method import Method, Phases, Update
-from client_app.prototypes import class_means, class_sums
+from client_app.prototypes import class_means, class_sums, feature_sums
 from client_app.round import RoundContext
 from client_app.split_model import extractor_of, head_of, part_phase
 from client_app.trainer import Duration, Phase
@@ -91,7 +91,7 @@ class FedPAC(Method):
     def phases(self, ctx: RoundContext) -> Phases:
         """Statistics, head, extractor, class means."""
         model, train = self.personal_model(ctx, ctx.state), ctx.config.train
-        sums, counts, mean_square = class_sums(model, ctx.train_samples)
+        sums, counts, mean_square = feature_sums(model, ctx.train_samples)
         own_means = class_means(sums, counts)
         h, v = head_statistics(own_means, counts, mean_square)
         t = []
@@ -118,7 +118,7 @@ class FedPAC(Method):
             lr=train.lr,
             duration=Duration(self.extractor_epochs, "epochs"),
         )
-        trained_sums, *_ = class_sums(model, ctx.train_samples)
+        trained_sums, _ = class_sums(model, ctx.train_samples)
         own_head = head_of(model)
         extra = {f"head.{name}": array for name, array in own_head.items()}
         extra |= {"h": h, "v": v.reshape(1), "means": class_means(trained_sums, counts)}

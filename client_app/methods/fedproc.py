@@ -97,6 +97,6 @@ class FedProc(LocalObjective):
 
     def finish(self, update: Update, ctx: RoundContext) -> Update:
         """The update with this client's class sums under the trained model."""
-        sums, counts, _ = class_sums(ctx.model, ctx.train_samples)
+        sums, counts = class_sums(ctx.model, ctx.train_samples)
         extra: Arrays = {"sums": sums, "counts": counts}
         return replace(update, extra=extra)

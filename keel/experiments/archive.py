@@ -17,7 +17,7 @@ from typing import Any
 from keel.experiments.measure import CLOCKS, is_divergence
 from keel.experiments.plan import job_name, load_job, runs_needed
 from keel.experiments.recipe import parse_recipe
-from keel.experiments.runs import UNKNOWN, Options, name_of, read_json
+from keel.experiments.runs import NOTE, UNKNOWN, Options, name_of, read_json
 from protocol.config import resolve_config
 from protocol.files import digest, write_atomically
 from server_app.history import CURVES, Line, read_history
@@ -37,53 +37,60 @@ def pack(output: Path, archive: Path) -> list[Path]:
     written: dict[Path, dict[str, str]] = {}
     for job in sorted((output / "jobs").glob("*.json")):
         recipe, options = load_job(job)
-        files: dict[str, str] = {}
+        about, files = read_json(job), dict[str, str]()
+        source = about.pop("archived-source", "")
+        places: dict[str, Path] = {}  # of the runs in the zip
         for run in runs_needed(recipe, recipe.cells, options, output, None):
             if directory := run.ended():
-                config = resolve_config(without_folders(run.keys))
-                folder = f"runs/{name_of(config, run.is_timed)}/{directory.name}"
-                files |= {f"{folder}/{name}": text for name, text in copies(directory)}
+                config = resolve_config(without_folders(run.keys, source))
+                folder = f"runs/{name_of(config, run.is_timed)}"
+                places[folder] = directory
+                for name, text in copies(directory, source):
+                    files[f"{folder}/{directory.name}/{name}"] = text
         if files:
-            about, changes = read_json(job), without_folders(options.changes)
+            changes = without_folders(options.changes, source)
             about |= {"recipe": recipe.path.name, "changes": changes}
             whole = parse_recipe(about["text"], recipe.path)  # cells added later keep the name
             name = job_name(whole, replace(options, changes=changes))
             files[f"jobs/{name}.json"] = json.dumps(about, indent=1)
             path = archive / f"{name}.zip"
-            refuse_loss(path, files, output)
+            refuse_loss(path, files, places, output)
             written[path] = files
     for path, files in written.items():
         write_zip(path, files)
     return list(written)
 
 
-def refuse_loss(path: Path, files: Mapping[str, str], output: Path) -> None:
-    """ValueError if these files would replace a zip that has more, or that is of one code.
+def refuse_loss(
+    path: Path, files: Mapping[str, str], places: Mapping[str, Path], output: Path
+) -> None:
+    """ValueError if these files would drop archived runs, or mix code in an archive of one code.
 
-    A run directory may be replaced by a newer one of the same run, if `output` has both.
+    A run directory may be replaced by a newer one of the same run, if `output` has both; a note of
+    a failure by any. places: where the run directories are, by their folder in the zip.
     """
     if not path.exists():
         return
     with zipfile.ZipFile(path) as archive:
         before = {name: archive.read(name).decode() for name in archive.namelist()}
-    kept = {Path(name).parent for name in files}
-    repeated = {
-        attempt
-        for attempt in map(Path, {str(Path(name).parent) for name in before})
-        if attempt.parent in {each.parent for each in kept}
-        and list(output.glob(f"runs/*/{attempt.name}"))
-    }
-    gone = {Path(name).parent for name in before if name.startswith("runs/")} - kept - repeated
+    gone = {Path(name).parent for name in before if name.startswith("runs/")}
+    gone -= {Path(name).parent for name in files}
+    for attempt in sorted(gone):
+        now = places.get(str(attempt.parent))
+        is_newer = now and now.name > attempt.name and (now.parent / attempt.name).exists()
+        if is_newer or (now and attempt.name == NOTE):
+            gone.remove(attempt)
     if gone:
+        lacking = f"{len(gone)} run{'s' * (len(gone) > 1)}"
         raise ValueError(
-            f"--output {output}: its jobs lack {len(gone)} runs that {path} has, such as "
+            f"--output {output}: its jobs lack {lacking} that {path} has, such as "
             f"{min(gone)}: put them there with keel experiments restore, or remove the file"
         )
-    then, now = codes_in(before), codes_in(files)
-    if len(then) == 1 and len(now) > 1:
+    then, after = codes_in(before), codes_in(files)
+    if len(then) == 1 and len(after) > 1:
         raise ValueError(
             f"{path} has runs of one code ({min(then)}), and --output {output} now has others of "
-            f"{'; '.join(sorted(now - then))}, with which they are not compared: run all of them "
+            f"{'; '.join(sorted(after - then))}, with which they are not compared: run all of them "
             "with one, or archive into another folder"
         )
 
@@ -95,18 +102,18 @@ def codes_in(files: Mapping[str, str]) -> set[str]:
 
 
 def restore(path: Path, output: Path, source: str = "") -> list[Path]:
-    """Put a zip's job and runs into an output folder, so that more can be added; the directories.
+    """Put a zip's job and runs into an output folder, so that more can be added.
 
-    source: of the runs, if it is a file or folder, whose path the zip does not contain. A run that
-    is there already is left alone, and the job's seeds and cells are added to those of the job
-    there. ValueError if `source` is missing or has another name.
+    Returns the runs' directories. source: of the runs, if it is a file or folder, whose path the
+    zip does not contain. A run that is there already is left alone, and the job's seeds and cells
+    are added to those of the job there. ValueError if `source` is missing or has another name.
     """
     found = []
     kind_given, _, path_given = source.rstrip("/").partition(":")
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             folder = Path(name).parent
-            if not name.endswith("/config.json"):
+            if not name.endswith("/config.json") or folder.name == NOTE:
                 continue
             flat = json.loads(archive.read(name))["config"]
             is_timed = name_of(resolve_config(flat), False) != folder.parent.name
@@ -136,30 +143,39 @@ def restore(path: Path, output: Path, source: str = "") -> list[Path]:
 
 def restore_job(about: Mapping[str, Any], output: Path, source: str) -> None:
     """Record an archived job in an output folder. source: as `restore`."""
-    from keel.experiments.runner import save_job  # imports torch, which the summary does without
+    # imports torch, which the summary does without
+    from keel.experiments.runner import locked, save_job
 
     recipe, changes = parse_recipe(about["text"], Path(about["recipe"])), dict(about["changes"])
-    if "/" in str(changes.get("source", "")):
+    archived = str(changes.get("source", ""))
+    if "/" in archived:
         changes["source"] = source
-    cells = [c for c in recipe.cells if [c.row.name, c.column.name] in about["cells"]]
+    every = [[c.row.name, c.column.name] for c in recipe.cells]
+    names = about.get("cells", every)
+    cells = [c for c in recipe.cells if [c.row.name, c.column.name] in names]
     options = Options(about["scale"], changes, about["seeds"], about["full_grid"])
-    save_job(recipe, options, output, cells)
+    with locked(output):
+        save_job(recipe, options, output, cells, archived if "/" in archived else "")
 
 
-def without_folders(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Config keys without the places of files on this machine."""
+def without_folders(keys: Mapping[str, Any], archived: str = "") -> dict[str, Any]:
+    """Config keys without the places of files on this machine.
+
+    archived: the source's name in the archive from which the job was restored, if it was.
+    """
     kept = {key: value for key, value in keys.items() if key not in PRIVATE}
     if "/" in str(kept.get("source", "")):
         kind, _, path = str(kept["source"]).partition(":")
         name = path.rstrip("/").rpartition("/")[2]
-        kept["source"] = f"{kind}:/data/{digest(path.encode())[:6]}/{name}"  # never one of others
+        own = f"{kind}:/data/{digest(path.encode())[:6]}/{name}"  # never one of others
+        kept["source"] = archived or own
     return kept
 
 
-def copies(directory: Path) -> Iterator[tuple[str, str]]:
-    """(name, text) of the small copies of a run directory's files."""
+def copies(directory: Path, archived: str = "") -> Iterator[tuple[str, str]]:
+    """(name, text) of the small copies of a run directory's files. archived: its source's name."""
     config = read_json(directory / "config.json")["config"]
-    yield "config.json", json.dumps({"config": without_folders(config)})
+    yield "config.json", json.dumps({"config": without_folders(config, archived)})
     summary = read_json(directory / "summary.json")
     yield "summary.json", json.dumps({"status": str(summary["status"])[:MAX_STATUS]})
     manifest = read_manifest(directory)

@@ -24,6 +24,9 @@ REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 INCONCLUSIVE, NOT_TESTED = "inconclusive", "not tested"
 VERDICTS = (REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_TESTED)
 
+# runs whose numbers are not compared
+MIXED = ("runs of different code", "runs in different precision", "runs on different data")
+
 Results = Mapping[tuple[str, str], Result]
 
 
@@ -104,16 +107,16 @@ def _judged(
         lost = [f"{name}: {side.left_out}" for name, side in named if side.left_out]
         share = min(share_of_steps(claim, side, run) for side, run in both)
         read_at = max(last_round_read(side.cell, run) for side, run in both)
-        if read_at < sides[0].cell.at:
+        if leads and read_at < sides[0].cell.at and not runs[0].is_scaled:
             early = f"at round {read_at} instead of {sides[0].cell.at}"
         identity = tuple(f"{run.name} {s.cell.of} {s.cell.take}" for s, run in both)
     if detail != "not run":
         machines = sorted({name for side in sides for name in side.machines})
         lacks = lacking(sides, runs, code)
         if lacks:
-            mixed = [{name for side in sides for name in side.code}]
-            mixed += [{name for side in sides for name in side.precision}]
-            number = "" if any(len(each) > 1 for each in mixed) else f"; {detail}"
+            are_mixed = len({name for side in sides for name in side.code}) > 1
+            are_mixed |= lacks[0] in MIXED[1:]  # the first is of the whole table
+            number = "" if are_mixed else f"; {detail}"
             detail, decide, differences = f"no verdict on {lacks[0]}{number}", lacks[1], []
         elif sides[0].cell.take.is_time and len(machines) > 1:
             verdict, detail = INCONCLUSIVE, f"different machines: {', '.join(machines)}"
@@ -160,15 +163,15 @@ def lacking(
     code: of all runs of the table.
     """
     if len(code) > 1:
-        return "runs of different code", "runs of one code"
+        return MIXED[0], "runs of one code"
     if any(UNKNOWN in each for each in code):
         return "runs whose code is not recorded", "runs of today's code"
     if len({name for side in sides for name in side.precision}) > 1:
-        return "runs in different precision", "runs in one precision"
+        return MIXED[1], "runs in one precision"
     data = set[tuple[str, str]]().union(*(side.data for side in sides))
     if len(data) > len({source for source, _ in data}):
-        return "runs whose data has different content", "runs on the same data"
-    if any(side.num_tried < side.num_candidates for side in sides):
+        return MIXED[2], "runs on the same data"
+    if any(1 < s.num_candidates > s.num_tried for s in sides):
         return (
             "a side whose tuned values were not all tried, or failed",
             "the other values under `tune`",

@@ -202,6 +202,8 @@ class Result:
             return "runs of different code"
         if len(self.precision) > 1:
             return "runs in different precision"
+        if len(self.data) > len({source for source, _ in self.data}):
+            return "runs on different data"
         if self.cell.take.is_time and len(self.machines) > 1:
             return "runs on different machines"
         return ""

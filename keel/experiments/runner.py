@@ -39,7 +39,7 @@ from keel.experiments.runs import (
     wall_seconds,
 )
 from keel.experiments.stack import stack_of
-from keel.experiments.tasks import LOG_FILE, KilledError, RayTasks, Resources, is_executed
+from keel.experiments.tasks import LOG_FILE, KilledError, RayTasks, Resources, claimed, is_executed
 from protocol.files import write_atomically
 from server_app.history import HISTORY_FILE, HistoryReader
 from server_app.summary import HEADLINE
@@ -73,13 +73,18 @@ def failed_since(run: Run, when: float) -> bool:
 
 
 def save_job(
-    recipe: Recipe, options: Options, output: Path, cells: Sequence[Cell] | None = None
+    recipe: Recipe,
+    options: Options,
+    output: Path,
+    cells: Sequence[Cell] | None = None,
+    archived_source: str = "",
 ) -> list[int]:
     """Record what is run, for the report; returns the job's seeds, those of earlier calls first.
 
     cells: the selected ones, None for all. A call with the same cells in its recipe, wherever that
     is, and the same options continues the same job: its tuning seed stays, selected cells are
-    added. ValueError if two cells would be one run.
+    added. archived_source: the name of its source in the archive that it is restored from.
+    ValueError if two cells would be one run.
     """
     job: dict[str, object] = {
         "recipe": str(recipe.path.absolute()),
@@ -103,6 +108,8 @@ def save_job(
     selected += [names for names in before.get("cells", []) if names not in selected]
     refuse_overriding(narrowed(recipe, selected).cells, options.changes)
     job |= {"text": recipe.text, "seeds": seeds, "cells": selected}
+    if source := archived_source or before.get("archived-source"):
+        job["archived-source"] = source
     write_atomically(path, json.dumps(job, indent=2).encode())
     return seeds
 
@@ -255,11 +262,14 @@ def run_recipe(
                         progress.advance(total, before[each.run.name] - each.rounds)
                         console.print(f"{name}: {escape(reason)}; it is resumed once")
                         continue
+                    each.run.folder.mkdir(parents=True, exist_ok=True)
+                    if lock := claimed(each.run):  # else another runner has begun it again
+                        with lock:
+                            if not each.run.ended():
+                                each.run.note_failure(reason)
                 if directory := each.run.finished():
                     console.print(f"{name}: {outcome(directory)}")
                 elif reason:
-                    if not each.run.failure():
-                        each.run.note_failure(reason)
                     word = DIVERGED if each.run.failure() == DIVERGED else "failed"
                     if word != DIVERGED:
                         failed[each.run.name] = reason

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -35,6 +36,7 @@ IRRELEVANT = {
 }
 RELEVANT_TO_SECONDS = {"device", "cache-mb"}  # and `threads`, on which the bits depend too
 DIVERGED, FAILED = "diverged", "failed"
+NOTE = "failed"  # the folder of `Run.note_failure`, beside the run directories
 UNKNOWN = "not recorded"  # code that a manifest does not name
 
 
@@ -160,33 +162,37 @@ class Run:
     def attempts(self) -> list[Path]:
         """Its run directories, oldest first."""
         found = {path.parent for folder in self.folders for path in folder.glob("*/config.json")}
-        return sorted(found - {self.failed}, key=lambda path: path.name)
+        return sorted((p for p in found if p.name != NOTE), key=lambda path: path.name)
 
     @property
-    def failed(self) -> Path:
+    def note(self) -> Path:
         """Where `note_failure` says why the newest attempt left no result."""
-        return self.folder / f"{self.name}-failed"
+        return self.folder / NOTE
 
     def note_failure(self, reason: str) -> None:
-        """Record a failure of which its run directory, if there is one, does not know: it counts.
+        """Record a failure of which the run directory does not know; it counts until one ends.
 
-        The next attempt has to remove `failed`.
+        Call it with the run's lock, where none has ended.
         """
-        self.failed.mkdir(parents=True, exist_ok=True)
+        self.note.mkdir(exist_ok=True)
         for name, content in (
-            ("summary.json", {"status": f"{FAILED}: {reason}"}),
             ("manifest.json", {"code": [code_version()]}),
             ("config.json", {"config": dict(resolve_config(self.keys).flat), "overrides": {}}),
+            ("summary.json", {"status": f"{FAILED}: {reason}"}),  # last: without it, no note
         ):
-            write_atomically(self.failed / name, json.dumps(content).encode())
-        (self.failed / HISTORY_FILE).touch()
+            write_atomically(self.note / name, json.dumps(content).encode())
+
+    def remove_note(self) -> None:
+        """Remove what `note_failure` wrote, before another attempt."""
+        (self.note / "summary.json").unlink(missing_ok=True)
+        shutil.rmtree(self.note, ignore_errors=True)
 
     def ended(self) -> Path | None:
         """The attempt that counts: the newest that finished or failed with today's config and code.
 
         Of other code only with `any_code`.
         """
-        attempts = (*self.attempts(), self.failed)
+        attempts = (self.note, *self.attempts())
         found = [a for a in attempts if status_of(a) and not self.other_default(a)]
         of_today = [attempt for attempt in found if code_of(attempt) == (code_version(),)]
         counting = of_today or (found if self.any_code else [])

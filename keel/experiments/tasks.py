@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import sys
 import tempfile
@@ -282,7 +281,7 @@ def execute(
         log_to_stdout()
         left = [run for run in runs if not run.is_done()]  # since the runner looked at them
         for run in left:
-            shutil.rmtree(run.failed, ignore_errors=True)
+            run.remove_note()
         outcomes = run_together(left) if num_together(runs[0]) > 1 else map(run_alone, left)
         ended = dict(zip((run.name for run in left), outcomes, strict=True))
         return [

@@ -10,7 +10,6 @@ import shutil
 import stat
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -51,7 +50,7 @@ from protocol.config import default_config, resolve_config
 from protocol.seeds import seed_of
 from server_app.federation import DivergedError
 from server_app.inline import InlineGrid, run_inline
-from server_app.run_directory import Checkpoint, RunDirectory, read_arrays
+from server_app.run_directory import Checkpoint, RunDirectory, read_arrays, remove_state
 from server_app.summary import read_manifest
 from server_app.trained import load_model
 from strategies.average import TooFewRepliesError
@@ -485,28 +484,29 @@ def test_a_finished_run_gives_up_its_state_but_not_its_models(run, method, num_r
             resume(removed, num_rounds=3)
 
 
-@pytest.mark.parametrize("how", ["killed", "refused"])
-def test_state_that_a_finished_run_could_not_remove_is_removed_by_a_resume(
-    run, tmp_path, monkeypatch, caplog, how
-):
+def test_a_run_whose_state_cannot_be_removed_finishes_and_says_so(run, monkeypatch, caplog):
     def removed(path):
-        if how == "killed":
-            raise KeyboardInterrupt
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
-    keys = {"method": "moon", "run-name": "cut", "keep-state": False, "diagnostics": "all"}
-    with monkeypatch.context() as patch:
+    keys = {"method": "moon", "keep-state": False, "diagnostics": "all"}
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="keel.server"):
         patch.setattr(server_app.run_directory.shutil, "rmtree", removed)
-        with suppress(KeyboardInterrupt), caplog.at_level(logging.WARNING, logger="keel.server"):
-            run(keys)
-    [folder] = tmp_path.glob("**/cut")
-    assert (folder / "clients").exists()
+        folder = run(keys)
+    assert summary_of(folder)["status"] == "finished"
     assert list((folder / "diagnostics").glob("*.png"))
     left = f"state of the finished run is left: {folder / 'checkpoints'}: Directory not empty"
-    assert (left in caplog.text) == (how == "refused")
-    with pytest.raises(ValueError, match="it finished with keep-state = false"):
-        resume(folder)
-    assert not (folder / "clients").exists()
+    assert left in caplog.text
+
+
+def test_a_refused_resume_of_a_finished_run_removes_nothing(run):
+    """Not even where its history was cut, so that its state seems to be of later rounds."""
+    folder = run({"method": "fedrep", "local-test-fraction": 0.2, "keep-state": False})
+    before = sorted(folder.rglob("*.safetensors"))
+    (folder / "history.jsonl").write_text("")
+    remove_state(folder, 0, keeps_personal=True)
+    with pytest.raises(ValueError):
+        resume(folder, num_rounds=1, lr=0.5)
+    assert sorted(folder.rglob("*.safetensors")) == before
 
 
 def test_a_client_that_lost_what_it_kept_is_named_and_left_out_until_it_may_begin_anew(run):

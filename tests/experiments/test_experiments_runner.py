@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import shutil
 import signal
 import time
 import zipfile
@@ -259,7 +258,6 @@ def test_a_run_of_another_config_does_not_count_is_named_and_run_again(tmp_path,
     assert (
         f"1 runs do not count, stay on disk and are run again:\n  {odd.name}: {message}" in printed
     )
-    shutil.rmtree(odd.failed)  # which the next attempt would remove
     _, text = write_report(tmp_path)
     assert f"| FedAvg | –; a run does not count: {message} |" in text.read_text()
     assert "| FedProx | 25.00 |" in text.read_text()
@@ -516,7 +514,18 @@ def test_a_run_that_was_killed_counts_against_its_claim_until_it_is_repeated(tmp
     killed = runs[-1]
     attempt = killed.folder / "attempt"
     (attempt / "summary.json").write_text(json.dumps({"status": "running"}))
-    ran(recipe, how, tmp_path, monkeypatch, lambda run: "its process was killed")
+    locks = []
+
+    def ending(run: Run) -> str:
+        if len(locks) == 1:  # at the second time, another runner has begun it again
+            locks.append(claimed(run))
+        locks.append(None)
+        raise KilledError("its process was killed")
+
+    ran(recipe, how, tmp_path, monkeypatch, ending)
+    assert not killed.note.exists()
+    locks[1].close()
+    ran(recipe, how, tmp_path, monkeypatch, ending)
     text = write_report(tmp_path)[1].read_text()
     assert "| FedProx above FedAvg in result | inconclusive | FedProx failed 1/3, " in text
     pack(tmp_path, tmp_path / "packed")
@@ -529,9 +538,25 @@ def test_a_run_that_was_killed_counts_against_its_claim_until_it_is_repeated(tmp
     assert overrides_of(killed) == {"resume": str(attempt)}
     monkeypatch.setattr(tasks, "run_alone", lambda run: attempt)
     assert tasks.execute([killed], code_version()) == [""]
-    assert not killed.failed.exists()
+    assert not killed.note.exists()
+    killed.note_failure("its process was killed")
     (attempt / "summary.json").write_text(json.dumps({"status": "finished"}))
-    assert killed.finished() == attempt
+    assert killed.finished() == attempt  # whatever a note says
+    pack(tmp_path, tmp_path / "packed")  # nor does the archive keep it
+    (killed.note / "config.json").unlink()
+    (killed.note / "summary.json").unlink()  # cut off
+    (attempt / "summary.json").unlink()
+    assert killed.ended() is None
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_failed_run_counts_with_every_seed(seed, tmp_path):
+    how = options(seeds=[0, 1, 2])
+    recipe, runs = all_run(tmp_path, how)
+    (run,) = [r for r in runs if (r.keys["method"], r.keys["seed"]) == ("fedprox", seed)]
+    (run.folder / "attempt" / "summary.json").write_text(json.dumps({"status": "failed: no disk"}))
+    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    assert (claim.verdict, claim.failures) == ("inconclusive", "FedProx failed 1/3")
 
 
 def test_runs_that_train_together_take_one_slot_and_fail_by_name(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from keel.experiments.measure import History
 from keel.experiments.plan import load_job, runs_needed, selected
 from keel.experiments.recipe import load_recipe
 from keel.experiments.rendering import write_report
-from keel.experiments.runs import Options
+from keel.experiments.runs import Options, run_of
 from keel.experiments.summary import (
     BEGIN,
     END,
@@ -301,17 +301,22 @@ def archived(path: Path) -> list[str]:
 
 def test_what_is_run_after_a_restore_is_added_to_the_archive(output, tmp_path):
     (path,) = pack(output, output / "histories")
-    before, source = archived(path), f"folder:{tmp_path}/private/cifar10-jpg"
+    before, source = archived(path), f"folder:{tmp_path}/elsewhere/cifar10-jpg"
     for folder in ("runs", "jobs"):
         shutil.rmtree(output / folder)
     command = ["experiments", "restore", str(path), "--output", str(output), "--source", source]
     assert main(command) == 0
     recipe = load_recipe("fedcka-table-2")
-    changes = {"source": source, "num-rounds": 41}
+    how = Options("paper", {"source": source, "num-rounds": 41}, [0, 1], full_grid=False)
     cells = selected(recipe, ["MOON", "alpha 5"])
-    runner.save_job(recipe, Options("paper", changes, [0, 1], full_grid=False), output, cells)
+    runner.save_job(recipe, how, output, cells)
+    run = run_of(cells[0], cells[0].paper_candidate, 0, how, output)
+    example = next(output.glob("runs/fedavg*"))
+    shutil.copytree(example, run.folder)
+    config = {"config": dict(resolve_config(run.keys).flat), "overrides": {}}
+    (run.folder / "attempt" / "config.json").write_text(json.dumps(config))
     assert pack(output, output / "histories") == [path]
-    assert archived(path) == before
+    assert archived(path) == sorted([*before, "moon seed0"])
     (job,) = (output / "jobs").iterdir()
     assert json.loads(job.read_text())["seeds"] == [0, 1, 2]
 
@@ -354,10 +359,14 @@ def test_an_archive_does_not_change_the_verdict_on_another_with_the_same_runs(ou
 
 
 def test_runs_on_data_of_different_content_are_not_judged(output):
-    """A folder of one name may hold other files."""
-    for i, path in enumerate(sorted(output.glob("runs/*/attempt/manifest.json"))):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"data": "ab"[i // 3]}))
-    assert "no verdict on runs whose data has different content" in summary_of(output)
+    """A folder of one name may hold other files: on each side, or from seed to seed."""
+    paths = sorted(output.glob("runs/*/attempt/manifest.json"))
+    for digests, cell in (("aaabbb", "64.00 ± 1.00 (5)"), ("aabaab", "runs on different data")):
+        for path, data in zip(paths, digests, strict=True):
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"data": data}))
+        page = summary_of(output)
+        assert "(no verdict on runs on different data)" in page
+        assert f"| FedCKA | 67.86 | {cell} |" in page
 
 
 @pytest.mark.parametrize("name", ["missing.zip", "README.md"])
