@@ -88,7 +88,9 @@ def package_sentences(results: Sequence[Result]) -> Iterator[str]:
         for name, version in manifest.get("versions", {}).items():
             if name not in ("sources", "gpu", "cpu"):
                 found.setdefault(name, {})[str(version)] = None
-    if found:
+    keel = found.get("keel", {})  # a bundle has no commit, which runs of the same code name
+    found["keel"] = {v: None for v in keel if not any(o.startswith(f"{v} ") for o in keel)}
+    if found := {name: versions for name, versions in found.items() if versions}:
         each = (f"{name} {' and '.join(versions)}" for name, versions in found.items())
         yield f"Packages: {', '.join(each)}."
 
