@@ -217,7 +217,9 @@ class Average(Strategy):
         step = {f"step/{name}": array for name, array in self.server_optimizer.state().items()}
         own = {f"own/{name}": array for name, array in self.own_state().items()}
         # one array each for all clients
-        by_client = {"counted": self.last_accepted_rounds, "attendance": self.backoff.state()}
+        by_client: dict[str, object] = {"counted": self.last_accepted_rounds}
+        if backoff := self.backoff.state():
+            by_client["attendance"] = backoff
         texts = {name: bytearray(json.dumps(each).encode()) for name, each in by_client.items()}
         arrays = {name: torch.frombuffer(t, dtype=torch.uint8) for name, t in texts.items()}
         return step | own | self.norm_reference.state() | arrays

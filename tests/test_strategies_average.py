@@ -473,6 +473,22 @@ def test_every_client_is_told_its_last_round_that_counted():
     assert told(ask(strategy, current, 2)) == after_one
 
 
+def test_the_state_has_one_array_for_the_backoff_and_one_for_each_client_is_still_read():
+    names = [f"client/{i}" for i in range(3)]
+    strategy, resumed, older = (average_of(3) for _ in range(3))
+    for number in (1, 2, 3):
+        strategy.backoff.note(number, names[:1], names[1:])
+    state = strategy.state()
+    assert len(state) == 2
+    resumed.load(state)
+    before = {f"attendance/{name}": torch.tensor([3, 8]) for name in names[1:]}
+    older.load({"counted": state["counted"]} | before)
+    for other in (resumed, older):
+        assert other.backoff.failures == dict.fromkeys(names[1:], 3)
+        assert other.backoff.last_rounds == strategy.backoff.last_rounds
+        assert same_bits(other.state(), state)
+
+
 def test_clients_that_are_away_are_not_asked_while_enough_others_are_there():
     strategy = average_of(fraction_train=0.4, min_replies=2)
     nodes = {entry.client: node for node, entry in strategy.roster.items()}
