@@ -1,9 +1,9 @@
 """A run with logical clients has the bits of one with a node a client, on any number of workers."""
 
 import json
+import os
 import queue
 import threading
-import time
 
 import pytest
 import torch
@@ -169,12 +169,14 @@ class Slow(InlineGrid):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.to_do, self.done = queue.SimpleQueue(), {}
+        self.is_idle, Slow.newest = threading.Event(), self
         threading.Thread(target=self.work, daemon=True).start()
 
     def work(self):
         while True:
             message_id, message = self.to_do.get()
             self.done[message_id] = self.answer(message)
+            self.is_idle.set()
 
     def push_messages(self, messages):
         ids = list(super().push_messages(messages))
@@ -189,18 +191,22 @@ class Slow(InlineGrid):
 @pytest.mark.parametrize("hangs", [False, True])
 def test_the_time_limit_is_for_each_client_of_a_worker(tmp_path, monkeypatch, hangs):
     """The limit of a round on one worker is four times that of one with four."""
-    train = client_app.handlers.handlers["train"]
+    train, is_over = client_app.handlers.handlers["train"], threading.Event()
 
     def slow(message, context):
-        time.sleep(30 if hangs else 0.3)
+        is_over.wait(30 if hangs else 0.3)
         return train(message, context)
 
     monkeypatch.setitem(client_app.handlers.handlers, "train", slow)
     monkeypatch.setattr(server_app.inline, "InlineGrid", Slow)
     keys = SMALL | {"num-rounds": 1, "round-timeout": 0.9, "output-dir": str(tmp_path)}
+    os.umask(umask := os.umask(0))
     if hangs:
         with pytest.raises(TooFewRepliesError, match=r"within 4 x round-timeout = 3\.6 seconds"):
             run_inline(keys, NUM_CLIENTS, num_workers=1)
+        is_over.set()
+        Slow.newest.is_idle.wait(30)
+        os.umask(umask)  # the client outlived the run, and put back the run's own
     else:
         (line,) = history_of(run_inline(keys, NUM_CLIENTS, num_workers=1))
         assert len(line["participants"]) == NUM_CLIENTS
