@@ -23,6 +23,7 @@ from protocol.files import write_atomically
 
 Key = dict[str, Any]
 UNUSED_DAYS = 30
+LEFTOVER = re.compile(r"\.([a-z0-9-]+-[0-9a-f]{16}-)?[0-9a-f]{32}")  # of a build or a removal
 
 
 def entry_path(cache_dir: Path, key: Key) -> Path:
@@ -77,7 +78,9 @@ def remove_superseded(entry: Path, key: Key) -> None:
 
     Also removes what killed builds and removals left behind.
     """
-    for left in entry.parent.glob(".*"):
+    for left in entry.parent.glob(".*"):  # beside files of others: data-dir may be any folder
+        if not LEFTOVER.fullmatch(left.name):
+            continue
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > UNUSED_DAYS * 86400:
                 shutil.rmtree(left, ignore_errors=True)

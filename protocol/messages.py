@@ -54,7 +54,7 @@ MAX_INTEGER = 2**40  # of a counter
 METRIC_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # error code of a client whose state is lost or ahead of the server; Flower's own are below 100
 RESET_NEEDED = 100
-# of a worker that sums its clients' arrays: the server would have rejected these
+# of a client that a worker left out of its sum, as the server would have rejected its reply
 REJECTED = 102
 protocol_version = 4  # of the layout of messages; both sides need the same
 # of `from_shared_memory`, which threads call: there `catch_warnings` may leave its filter in place

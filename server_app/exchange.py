@@ -61,9 +61,9 @@ class Exchange:
 
     name: the client behind a node, for the log. returned: finds clients that are connected again;
     None: a node that is gone stays away (simulation). silent_s: how long the SuperLink has answered
-    nothing. turns: by the number of messages that were just sent, how many clients a worker takes
-    one after the other; a time limit is for one. progress: told what is asked, how many clients
-    have answered, and how many were asked.
+    nothing. turns: how many clients a worker may have to train one after the other, by the number
+    of messages just sent; the time limit is for one client. progress: told what is asked, how many
+    clients have answered, and how many were asked.
     """
 
     grid: Grid

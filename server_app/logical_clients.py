@@ -1,4 +1,4 @@
-"""Logical clients: clients on fewer or more nodes, which simulate those that a message lists.
+"""Logical clients: any number of them on any number of nodes, which simulate those of a message.
 
 `LogicalGrid` looks like a grid with a node for every client. It sends each worker, a node of the
 grid below, one message with its share of the round's clients. In training, unless the workers sum

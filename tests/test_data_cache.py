@@ -126,13 +126,15 @@ def test_an_entry_of_an_earlier_version_is_not_used_and_is_removed_in_time(
 
 def test_what_a_killed_decoding_left_is_removed_after_a_month(load, tmp_path):
     spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
-    left = [tmp_path / "cache" / f".folder-mine-{i}" for i in range(2)]
-    for folder in left:
-        folder.mkdir(parents=True)
+    build, removal = f"folder-mine-{16 * 'a'}-{31 * 'b'}1", f"{31 * 'b'}2"
+    names = {build: False, removal: False, f"{31 * 'b'}0": True, "ssh": True, "config": True}
+    for name in names:
+        (folder := tmp_path / "cache" / f".{name}").mkdir(parents=True)
         (folder / "train.npy").touch()
-    os.utime(left[0], (time.time() - 31 * 86400,) * 2)
+        if not name.endswith("0"):  # a new one: another process is building it
+            os.utime(folder, (time.time() - 31 * 86400,) * 2)
     load(spec)
-    assert [folder.exists() for folder in left] == [False, True]
+    assert {name: (tmp_path / "cache" / f".{name}").exists() for name in names} == names
 
 
 def test_a_failed_decoding_leaves_no_entry(load, tmp_path):

@@ -66,8 +66,9 @@ def refuse_loss(
 ) -> None:
     """ValueError if these files would drop archived runs, or mix code in an archive of one code.
 
-    A run directory may be replaced by a newer one of the same run, if `output` has both; a note of
-    a failure by any. places: where the run directories are, by their folder in the zip.
+    A run directory may be replaced by a newer one of the same run, if `output` has both, but not by
+    the note of a failure, which any may replace. places: where the run directories are, by their
+    folder in the zip.
     """
     if not path.exists():
         return
@@ -77,7 +78,7 @@ def refuse_loss(
     gone -= {Path(name).parent for name in files}
     for attempt in sorted(gone):
         now = places.get(str(attempt.parent))
-        is_newer = now and now.name > attempt.name and (now.parent / attempt.name).exists()
+        is_newer = now and NOTE != now.name > attempt.name and (now.parent / attempt.name).exists()
         if is_newer or (now and attempt.name == NOTE):
             gone.remove(attempt)
     if gone:

@@ -1,6 +1,7 @@
 """A recipe: one table or figure, expanded from its YAML file into the cells of a table.
 
-    title, paper, item   what it is; `notes` are shown below the table, `remark` beside verdicts
+    title, paper, item   what it is; `notes` are shown below the table, `remark` beside
+                         the summary's verdicts
     shows                table, curves (drawn above the numbers) or labels (how a split distributes
                          classes over clients: nothing is run)
     config               config keys of every run

@@ -332,6 +332,20 @@ def test_an_archive_does_not_lose_a_seed_or_a_row_that_a_job_does_not_name(outpu
     assert path.read_bytes() == before
 
 
+def test_a_note_of_a_failure_does_not_replace_an_archived_run(output):
+    """With today's code it was killed, with that of the archive it had finished."""
+    (path,) = pack(output, output / "histories")
+    before = path.read_bytes()
+    (job,) = (output / "jobs").iterdir()
+    recipe, how = load_job(job)
+    for run in runs_needed(recipe, recipe.cells, how, output, ()):
+        run.note_failure("its process was killed")
+        assert run.ended() == run.note
+    with pytest.raises(ValueError, match=r"its jobs lack 6 runs that .* has"):
+        pack(output, output / "histories")
+    assert path.read_bytes() == before
+
+
 def test_an_archive_of_one_code_does_not_become_one_of_two(output):
     (path,) = pack(output, output / "histories")
     before = path.read_bytes()
