@@ -415,6 +415,21 @@ def contents_to_simulate(whole: RecordDict) -> list[tuple[int, int, RecordDict]]
     return contents
 
 
+def contents_one_by_one(whole: RecordDict) -> list[RecordDict]:
+    """Each client's part of `simulated_content`, as a message's content of its own."""
+    simulated: dict[str, Any] = dict(get_record(whole, "simulated", ConfigRecord))
+    by_client = [name for name in ("clients", "counted-rounds", "shares") if name in simulated]
+    parts = []
+    for k in range(len(simulated["clients"])):
+        own = simulated | {name: [simulated[name][k]] for name in by_client}
+        part = {name: whole[name] for name in ("round", "arrays", "extra")}
+        part["simulated"] = ConfigRecord(own)
+        if f"own-{k}" in whole:
+            part["own-0"] = whole[f"own-{k}"]
+        parts.append(RecordDict(part))
+    return parts
+
+
 def shares_in_sum(whole: RecordDict) -> tuple[list[float], dict[str, float], Arrays]:
     """(shares, limits, like) of `simulated_content`; no shares if the worker does not sum.
 
@@ -458,6 +473,20 @@ def simulated_replies(whole: RecordDict, num_clients: int) -> list[RecordDict | 
                 content[name] = whole[f"{name}-{k}"]
         replies.append(content)
     return replies
+
+
+def reply_of_all(replies: Sequence[RecordDict | Error]) -> RecordDict:
+    """`simulated_reply` of all clients, from the replies to each of `contents_one_by_one`."""
+    contents: list[RecordDict | Error] = []
+    sums: Arrays = {}
+    for reply in replies:
+        if isinstance(reply, Error):
+            contents.append(reply)
+            continue
+        contents += simulated_replies(reply, 1)
+        for name, array in tensors(find_record(reply, "sum", ArrayRecord)).items():
+            sums[name] = sums[name] + array if name in sums else array
+    return simulated_reply(contents, sums)
 
 
 def reply_content(reply: TrainReply) -> RecordDict:

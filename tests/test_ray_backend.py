@@ -1,5 +1,6 @@
 """The backend of Flower's simulation: guards on what it replaces, GPUs, workers that die."""
 
+import ast
 import importlib
 import inspect
 import itertools
@@ -9,19 +10,40 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
-from flwr.app import Context, Error, Message, MessageType, RecordDict
+import torch
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.simulation.ray_transport.ray_actor import ClientAppActor, VirtualClientEngineActor
 from ray._private.node import Node as RayNode
 from ray.exceptions import RayActorError
 
+from protocol.exact_sum import ExactSum
 from protocol.flower_compat import GPU_LOST, ray_backend, simulation_patches
 from protocol.flower_compat.ray_backend import ClusterBackend, Worker, gpu_share
 from protocol.flower_compat.simulation import WorkerThreads, vce_api_name, worker_variables
 from protocol.flower_compat.simulation_patches import deliver_messages, limit_workers
+from protocol.messages import (
+    array_record,
+    contents_to_simulate,
+    get_record,
+    message_content,
+    simulated_content,
+    simulated_replies,
+    simulated_reply,
+    tensors,
+)
 from protocol.ray_nodes import MAX_WORKERS, Node
 from server_app.preflight import START_TIMEOUT_S
 
@@ -171,7 +193,9 @@ def test_flower_is_asked_how_many_nodes_a_simulation_has():
 def test_messages_to_workers_are_looked_for_as_flower_does():
     """With its arguments: each message once, in the order of the nodes, until the run is over."""
     vce_api = importlib.import_module(vce_api_name)
-    names = list(inspect.signature(vce_api.add_messages_to_queue).parameters)
+    tree = ast.parse(inspect.getsource(vce_api))  # the function itself may be replaced by now
+    functions = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
+    names = [each.arg for each in functions["add_messages_to_queue"].args.args]
     assert names == ["state", "queue", "nodes_mapping", "f_stop"]
     assert "target=add_messages_to_queue," in inspect.getsource(vce_api.run_api)
     waiting = {7: ["a", "b"], 8: ["c"]}
@@ -254,6 +278,7 @@ def test_workers_get_the_variables_of_keel_and_of_the_libraries_that_compute(mon
 class FakeFuture:
     address: str
     starts: bool
+    message: Message | None = None
 
 
 class FakeReply(str):
@@ -272,6 +297,7 @@ class FakeReply(str):
 class FakeRay:
     """Actors that answer, or die while they are asked. `dies`: the addresses that do.
 
+    kills: the logical clients, by number, on whose messages any actor dies.
     loses_gpu: the addresses whose actors are left without their GPU by a message.
     late: the numbers, in the order in which they were asked for, of actors that never start.
     """
@@ -279,7 +305,7 @@ class FakeRay:
     def __init__(self, nodes, late):
         self.all_nodes, self.dies, self.asked, self.killed = nodes, set(), [], []
         self.late, self.num_actors, self.waited_s = late, 0, 0
-        self.loses_gpu = set()
+        self.loses_gpu, self.kills = set(), set()
 
     def nodes(self):
         return self.all_nodes
@@ -287,7 +313,11 @@ class FakeRay:
     def actor(self, address):
         future = FakeFuture(address, self.num_actors not in self.late)
         self.num_actors += 1
-        method = SimpleNamespace(remote=lambda *args: future)
+
+        def remote(app_fn=None, message=None, client=None, context=None):
+            return replace(future, message=message)
+
+        method = SimpleNamespace(remote=remote)
         return SimpleNamespace(address=address, run=method, __ray_ready__=method)
 
     def wait(self, futures, num_returns, timeout):
@@ -299,11 +329,24 @@ class FakeRay:
         self.asked.append(future.address)
         if future.address in self.dies:
             raise RayActorError(error_msg="the worker died.\nmore about it")
+        if future.message and "simulated" in future.message.content:
+            return "7", self.reply_of_logical_clients(future.message), "context"
         reply = FakeReply(f"reply of {future.address}")
         if future.address in self.loses_gpu:
             reply = FakeReply("RuntimeError: CUDA error: unspecified launch failure")
             reply.code = GPU_LOST
         return "7", reply, "context"
+
+    def reply_of_logical_clients(self, message):
+        """Each client's update is its number + 1, its weight 1 / 4."""
+        total, replies = ExactSum({"w": 8.0}), []
+        for client, _, content in contents_to_simulate(message.content):
+            if client in self.kills:
+                raise RayActorError(error_msg="the worker died.")
+            assert get_record(content, "client", ConfigRecord)["counted-round"] == 10 + client
+            total.add({"w": torch.full((2,), client + 1.0)}, 1 / 4)
+            replies.append(RecordDict({"metrics": MetricRecord({"client": client})}))
+        return Message(simulated_reply(replies, total.sums), reply_to=message)
 
     def kill(self, actor):
         self.killed.append(actor.address)
@@ -458,6 +501,29 @@ def test_a_message_on_which_each_worker_dies_is_an_error_of_one_line(backend, as
     assert len(ray.asked) == 3
     ray.dies = set()
     assert found.process_message(*asked)[1] == "context"  # the next one has a worker
+
+
+def test_a_client_that_kills_its_workers_takes_no_other_client_with_it(backend, task_identity):
+    """All clients of its message failed with it. The sum is that of the others, to the bit."""
+    found, ray = backend(node("a", 1), node("b", 1))
+    ray.kills = {2}
+    arrays = array_record({"w": torch.zeros(2)})
+    clients = [0, 2, 3]
+    contents = [message_content(ConfigRecord(), arrays, ArrayRecord(), 10 + c) for c in clients]
+    whole = simulated_content(contents, clients, 4, [1 / 4] * 3, {"w": 8.0}, {"w": torch.zeros(2)})
+    message = Message(whole, dst_node_id=2, message_type=MessageType.TRAIN)
+    context = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
+    reply, _ = found.process_message(message, context)
+    first, second, third = simulated_replies(reply.content, 3)
+    assert (first["metrics"]["client"], third["metrics"]["client"]) == (0, 3)
+    assert second.reason == "the worker died 3 times on this message: the worker died."
+    expected = ExactSum({"w": 8.0})
+    for client in (0, 3):
+        expected.add({"w": torch.full((2,), client + 1.0)}, 1 / 4)
+    sums = tensors(reply.content["sum"])
+    assert torch.equal(sums["w"], expected.sums["w"])
+    assert len(ray.killed) == 3
+    assert found.num_workers == 2
 
 
 def test_a_worker_that_can_no_longer_use_its_gpu_is_replaced_as_one_that_died(backend, asked):

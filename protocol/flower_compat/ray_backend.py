@@ -23,6 +23,7 @@ Replaces `RayBackend` (see `simulation_patches`), whose options and start of Ray
 No public way for any of these.
 """
 
+import copy
 import logging
 import os
 import threading
@@ -32,9 +33,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from flwr.app import Context, Message, MessageType, RecordDict
+from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import PARTITION_ID_KEY
+from flwr.common.constant import PARTITION_ID_KEY, ErrorCode
 from flwr.server.superlink.fleet.vce.backend.backend import BackendConfig
 from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
 from flwr.simulation.ray_transport.ray_actor import ClientAppActor
@@ -82,6 +83,12 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, RayActorError):
         reason = lines[0] if lines else reason
     return reason
+
+
+def num_clients_in(message: Message) -> int:
+    """How many logical clients a message is for."""
+    simulated = message.content.config_records.get("simulated") if message.has_content() else None
+    return len(simulated["clients"]) if simulated else 1  # type: ignore[arg-type]
 
 
 def gpu_share(nodes: Sequence[Node], environment: Mapping[str, str]) -> float:
@@ -240,9 +247,19 @@ class ClusterBackend(RayBackend):
             self.changed.notify()
 
     def process_message(self, message: Message, context: Context) -> tuple[Message, Context]:
-        """The reply of an idle worker, the node's own if it can be; of another one if it dies."""
+        """The reply of an idle worker, the node's own if it can be; of another one if it dies.
+
+        Of a message for several clients, each is sent alone once two workers have died on it, so
+        that a client that kills its worker takes no other with it.
+        """
+        return self.reply_of_worker(message, context, MAX_ATTEMPTS)
+
+    def reply_of_worker(
+        self, message: Message, context: Context, attempts_left: int
+    ) -> tuple[Message, Context]:
+        """As `process_message`; RuntimeError once so many workers have died on the message."""
         client = str(context.node_config[PARTITION_ID_KEY])
-        num_attempts = 0
+        is_for_many = num_clients_in(message) > 1
         node: int | None = message.metadata.dst_node_id
         while True:
             worker = self.next_idle(node)
@@ -260,16 +277,34 @@ class ClusterBackend(RayBackend):
                     return reply, updated
                 reason = reply.error.reason
             node = None
-            num_attempts += self.replace_lost(worker)
-            if num_attempts == MAX_ATTEMPTS:
+            attempts_left -= self.replace_lost(worker)
+            if not attempts_left:
                 raise RuntimeError(
                     f"the worker died {MAX_ATTEMPTS} times on this message: {reason}"
                 )
+            is_last = attempts_left == 1 and is_for_many
             log.warning(
-                "a worker on %s is lost (%s): its message is sent again",
-                worker.node.address,
-                reason,
+                "a worker on %s is lost (%s): its %s",
+                *(worker.node.address, reason),
+                "clients are asked again, one by one" if is_last else "message is sent again",
             )
+            if is_last:
+                return self.one_by_one(message, context), context
+
+    def one_by_one(self, message: Message, context: Context) -> Message:
+        """The reply to a message for several clients, each sent alone for a last attempt."""
+        from protocol.messages import contents_one_by_one, reply_of_all  # imports torch
+
+        replies: list[RecordDict | Error] = []
+        for content in contents_one_by_one(message.content):
+            own = copy.copy(message)
+            own.content = content
+            try:
+                reply, _ = self.reply_of_worker(own, context, 1)
+                replies.append(reply.error if reply.has_error() else reply.content)
+            except RuntimeError as error:
+                replies.append(Error(ErrorCode.UNKNOWN, str(error)))
+        return Message(reply_of_all(replies), reply_to=message)
 
     def replace_lost(self, worker: Worker) -> bool:
         """Start another worker on the node of one that died; whether the node is alive."""
