@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,26 +157,31 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
             return reply  # the others would fail too
         if shares and isinstance(reply, RecordDict):
             try:
-                total.add(arrays_to_sum(reply, like), shares[k])
-                reply["arrays"] = ArrayRecord()
+                found = arrays_to_sum(reply, like)
+                for arrays in found.values():
+                    total.check(arrays)
+                for record, arrays in found.items():
+                    total.add(arrays, shares[record][k])
+                    reply[record] = ArrayRecord()
             except ValueError as error:
                 reply = Error(REJECTED, in_one_line(error, MAX_REASON))
         replies.append(reply)
     return simulated_reply(replies, total.sums)
 
 
-def arrays_to_sum(reply: RecordDict, like: Arrays) -> Arrays:
-    """The arrays in a reply; ValueError if the server would reject it.
+def arrays_to_sum(reply: RecordDict, like: Mapping[str, Arrays]) -> dict[str, Arrays]:
+    """The arrays in a reply, by record; ValueError if the server would reject it.
 
     It would reject all clients of the sum with it. like: as `simulated_content`.
     """
-    arrays = tensors(get_record(reply, "arrays", ArrayRecord))
-    if reason := mismatch(arrays, like):
-        raise ValueError(reason)
+    found = {record: tensors(get_record(reply, record, ArrayRecord)) for record in like}
+    for record, arrays in found.items():
+        if reason := mismatch(arrays, like[record]):
+            raise ValueError(reason)
     for name, value in get_record(reply, "metrics", MetricRecord).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value:g}, not finite")
-    return arrays
+    return found
 
 
 def answer_as(message: Message, context: Context) -> RecordDict | Error:

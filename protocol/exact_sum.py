@@ -31,14 +31,17 @@ class ExactSum:
     def _step(self, name: str, like: torch.Tensor) -> float:
         return 2.0 ** (math.ceil(math.log2(limit_of(name, like, self.limits))) - SUM_BITS)
 
-    def add(self, arrays: Arrays, share: float) -> None:
-        """Add share * arrays; ValueError naming an array with a value beyond its bound.
-
-        The arrays are not modified; all calls need those of the same names, shapes and dtypes.
-        Nothing is added on an error.
-        """
+    def check(self, arrays: Arrays) -> None:
+        """ValueError naming an array with a value beyond its bound."""
         if reason := out_of_range(arrays, self.limits):
             raise ValueError(reason)
+
+    def add(self, arrays: Arrays, share: float) -> None:
+        """Add share * arrays, or raise the error of `check` and add nothing.
+
+        The arrays are not modified; each name needs the same shape and dtype in all calls.
+        """
+        self.check(arrays)
         for name, array in arrays.items():
             if name not in self.sums:
                 self.sums[name] = torch.zeros(array.shape, dtype=torch.int64)
@@ -61,9 +64,12 @@ class ExactSum:
                 self.sums[name] = each.clone()  # it may be read-only
 
     def scaled(self, factor: float, like: Arrays) -> Arrays:
-        """The sum times a factor, in the dtypes of `like`; integers are rounded. Call it once."""
+        """The sum times a factor, of the arrays and in the dtypes of `like`; integers are rounded.
+
+        The sum of these arrays is then gone.
+        """
         found: Arrays = {}
-        for name in [*self.sums]:
+        for name in [name for name in self.sums if name in like]:
             dtype = like[name].dtype
             value = self.sums.pop(name).double().mul_(factor * self._step(name, like[name]))
             found[name] = (value if dtype.is_floating_point else value.round_()).to(dtype)

@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
@@ -350,17 +351,17 @@ def simulated_content(
     contents: Sequence[RecordDict],
     clients: Sequence[int],
     num_clients: int,
-    shares: Sequence[float] = (),
-    limits: Mapping[str, float] | None = None,
-    like: Arrays | None = None,
+    shares: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    limits: Mapping[str, float] = MappingProxyType({}),
+    like: Mapping[str, Arrays] = MappingProxyType({}),
 ) -> RecordDict:
     """One message's content from those of several simulated clients, given by number.
 
     They have the request, the arrays and `extra` in common, but for arrays called "own".
 
-    shares: each client's weight in the sum of their arrays, which the worker then sends instead of
-    the arrays themselves; (): it does not sum. limits: as `ExactSum`. like: arrays with the names,
-    shapes and dtypes of each client's.
+    shares: by record of a reply, "arrays" or "extra", each client's weight in the sum of their
+    arrays, which the worker then sends instead of the arrays themselves. limits: as `ExactSum`.
+    like: by record, arrays with the names, shapes and dtypes of each client's.
     """
     first = contents[0]
     accepted = [int(get_record(c, "client", ConfigRecord)["counted-round"]) for c in contents]  # type: ignore[arg-type]
@@ -371,14 +372,14 @@ def simulated_content(
     }
     if shares:
         layout = {
-            name: [str(array.dtype).removeprefix("torch."), *array.shape]
-            for name, array in (like or {}).items()
+            record: {
+                name: [str(array.dtype).removeprefix("torch."), *array.shape]
+                for name, array in like[record].items()
+            }
+            for record in shares
         }
-        simulated |= {
-            "shares": list(shares),
-            "limits": json.dumps(dict(limits or {})),
-            "layout": json.dumps(layout),
-        }
+        simulated |= {f"shares-{record}": list(each) for record, each in shares.items()}
+        simulated |= {"limits": json.dumps(dict(limits)), "layout": json.dumps(layout)}
     shared = ArrayRecord()
     whole: dict[str, Any] = {
         "simulated": ConfigRecord(simulated),
@@ -418,7 +419,7 @@ def contents_to_simulate(whole: RecordDict) -> list[tuple[int, int, RecordDict]]
 def contents_one_by_one(whole: RecordDict) -> list[RecordDict]:
     """Each client's part of `simulated_content`, as a message's content of its own."""
     simulated: dict[str, Any] = dict(get_record(whole, "simulated", ConfigRecord))
-    by_client = [name for name in ("clients", "counted-rounds", "shares") if name in simulated]
+    by_client = [name for name, value in simulated.items() if isinstance(value, list)]
     parts = []
     for k in range(len(simulated["clients"])):
         own = simulated | {name: [simulated[name][k]] for name in by_client}
@@ -430,18 +431,23 @@ def contents_one_by_one(whole: RecordDict) -> list[RecordDict]:
     return parts
 
 
-def shares_in_sum(whole: RecordDict) -> tuple[list[float], dict[str, float], Arrays]:
+def shares_in_sum(
+    whole: RecordDict,
+) -> tuple[dict[str, list[float]], dict[str, float], dict[str, Arrays]]:
     """(shares, limits, like) of `simulated_content`; no shares if the worker does not sum.
 
     The arrays in `like` have no data.
     """
     simulated: dict[str, Any] = dict(get_record(whole, "simulated", ConfigRecord))
-    layout = json.loads(simulated.get("layout", "{}"))
     like = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        for name, (dtype, *shape) in layout.items()
+        record: {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for name, (dtype, *shape) in layout.items()
+        }
+        for record, layout in json.loads(simulated.get("layout", "{}")).items()
     }
-    return [*simulated.get("shares", ())], json.loads(simulated.get("limits", "{}")), like
+    shares = {record: [*simulated[f"shares-{record}"]] for record in like}
+    return shares, json.loads(simulated.get("limits", "{}")), like
 
 
 def simulated_reply(replies: Sequence[RecordDict | Error], sums: Arrays) -> RecordDict:

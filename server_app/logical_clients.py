@@ -51,14 +51,14 @@ def place(times: Sequence[float], seconds_per_unit: Sequence[float]) -> list[lis
 class Summing:
     """How workers sum their clients' arrays, which the clients' replies then lack.
 
-    shares: by node, its client's weight in the sum. limits: as `ExactSum`. like: arrays with
-    the names, shapes and dtypes of each client's. take: called with the nodes whose clients are in
-    a sum, and the sum, before `pull_messages` returns their replies.
+    shares: by record of a reply and node, its client's weight in the sum. limits: as `ExactSum`.
+    like: by record, arrays with the names, shapes and dtypes of each client's. take: called with
+    the nodes whose clients are in a sum, and the sum, before `pull_messages` returns their replies.
     """
 
-    shares: Mapping[int, float]
+    shares: Mapping[str, Mapping[int, float]]
     limits: Mapping[str, float]
-    like: Arrays
+    like: Mapping[str, Arrays]
     take: Callable[[Collection[int], Arrays], None]
 
 
@@ -129,7 +129,10 @@ class LogicalGrid(OwnGrid):
             clients = [m.metadata.dst_node_id - FIRST_NODE for m in part]
             contents, summing = [m.content for m in part], self.summing
             if summing and is_training:
-                shares = [summing.shares[m.metadata.dst_node_id] for m in part]
+                shares = {
+                    record: [by_node[m.metadata.dst_node_id] for m in part]
+                    for record, by_node in summing.shares.items()
+                }
                 how = shares, summing.limits, summing.like
                 content = simulated_content(contents, clients, self.num_clients, *how)
             else:

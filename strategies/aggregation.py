@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -29,11 +30,18 @@ class RunningMean:
     Uses `ExactSum`: the bits depend on neither the order of the clients nor who sums. If some
     clients send no arrays, the sum is scaled by the total weight over the weight of those that did.
 
-    weights: n_i by client, of all that were asked. limits: as `ExactSum`.
+    weights: n_i by client, of all that were asked. limits: as `ExactSum`. extra_shares: by client,
+    its weight in the sum of the arrays beside the model; {}: these are not summed.
     """
 
-    def __init__(self, weights: Mapping[str, float], limits: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        limits: Mapping[str, float],
+        extra_shares: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         self.weights, self.total = weights, math.fsum(weights.values())
+        self.extra_shares = extra_shares
         self.sum = ExactSum(limits)
         self.added: set[str] = set()  # clients
 
@@ -41,9 +49,11 @@ class RunningMean:
         """This client's p_i."""
         return self.weights[client] / self.total
 
-    def add(self, client: str, arrays: Arrays) -> None:
-        """Add a client's arrays, which are not modified."""
+    def add(self, client: str, arrays: Arrays, extra: Arrays) -> None:
+        """Add a client's arrays, which are not modified; the names in `extra` are others."""
         self.sum.add(arrays, self.share(client))
+        if self.extra_shares:
+            self.sum.add(extra, self.extra_shares[client])
         self.added.add(client)
 
     def merge(self, clients: Iterable[str], sums: Arrays) -> None:
@@ -54,6 +64,10 @@ class RunningMean:
     def mean(self, like: Arrays) -> Arrays:
         """The mean of what was added, in the dtypes of `like`. Call it once."""
         return self.sum.scaled(self.total / math.fsum(self.weights[c] for c in self.added), like)
+
+    def extra_sum(self, like: Arrays) -> Arrays:
+        """The sum of the arrays beside the model, in the dtypes of `like`. Call it once."""
+        return self.sum.scaled(1.0, like)
 
 
 def weighted_mean(replies: Sequence[TrainReply], weights: Sequence[float]) -> Arrays:

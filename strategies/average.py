@@ -7,7 +7,7 @@ sampled by name from the run's seed (strategies/sampling.py), replies are valida
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import Strategy
 
 from models import StagedModel
 from protocol.config import RunConfig
+from protocol.exact_sum import ExactSum
 from protocol.messages import (
     Arrays,
     RosterEntry,
@@ -45,6 +46,7 @@ from strategies.sampling import (
 )
 from strategies.server_optimizers import server_optimizer
 from strategies.validation import (
+    MAX_VALUE_RATIO,
     RECORD_BYTES,
     ExpectedReply,
     NormReference,
@@ -134,9 +136,26 @@ class Average(Strategy):
             by_name = dict(zip((reply.client for reply in replies), weights, strict=True))
             running = RunningMean(by_name, self.limits)
             for reply in replies:
-                running.add(reply.client, reply.arrays)
+                running.add(reply.client, reply.arrays, {})
             return running.mean(like)
         return aggregate(replies, weights, self.config.rounds, self.update_of)
+
+    def extra_sum(self, replies: list[TrainReply]) -> Arrays:
+        """The sum of the accepted replies' `extra`, weighted by `extra_shares`."""
+        like = self.expected_extra()
+        if self.running:
+            return self.running.extra_sum(like)
+        shares = self.extra_shares([reply.client for reply in replies])
+        if self.is_large:  # as in `average`
+            total = ExactSum(self.limits)
+            for reply in replies:
+                total.add(reply.extra, shares[reply.client])
+            return total.scaled(1.0, like)
+        found = {name: torch.zeros_like(array) for name, array in like.items()}
+        for reply in replies:
+            for name, array in found.items():
+                array.add_(reply.extra[name], alpha=shares[reply.client])
+        return found
 
     @property
     def is_weighted_by_examples(self) -> bool:
@@ -200,6 +219,14 @@ class Average(Strategy):
     def beside_model(self, reply: TrainReply) -> Arrays:
         """The reply's `extra`, on a scale that does not grow with the client's samples."""
         return reply.extra
+
+    def extra_shares(self, clients: Sequence[str]) -> dict[str, float]:
+        """Each client's weight in `extra_sum`, by name; they add up to at most 1.
+
+        {}: this half needs the `extra` of each reply. Otherwise it may read it only through
+        `extra_sum`, and `extra_reason` is not asked.
+        """
+        return {}
 
     def extra_reason(self, reply: TrainReply) -> str:
         """Why the reply's `extra` is rejected, beyond names, shapes and sizes; "": it is not."""
@@ -348,10 +375,12 @@ class Average(Strategy):
 
     @property
     def limits(self) -> dict[str, float]:
-        """The largest magnitude of a value in each array of a valid reply."""
+        """The largest magnitude of a value in each array of a valid reply, by name."""
         sent = self.sent or self.current
         arrays = {name: sent.get(name, a) for name, a in self.expected(self.current).items()}
-        return largest_values(arrays, self.config.privacy)
+        limits = largest_values(arrays, self.config.privacy)
+        beside = dict.fromkeys(self.expected_extra(), max(limits.values(), default=MAX_VALUE_RATIO))
+        return beside | limits
 
     def streamed_weights(self) -> dict[str, float]:
         """The weight of each client asked, by name, if replies are summed as they come; else {}.
@@ -372,8 +401,10 @@ class Average(Strategy):
             return {}
         return {entry.client: float(entry.num_examples) for entry in entries}
 
-    def begin_sums(self, server_round: int) -> dict[int, float]:
-        """Expect sums from the simulation's workers; by node, its client's weight in the sum.
+    def begin_sums(self, server_round: int) -> dict[str, dict[int, float]]:
+        """Expect sums from the simulation's workers.
+
+        By record of a reply that they sum, and by node, its client's weight in the sum.
 
         {} if the server needs each update: then workers must not sum. Call it after
         `configure_train`.
@@ -382,10 +413,18 @@ class Average(Strategy):
         if not running:
             return {}
         self.workers_sum = True
-        validation.bytes_in_sum = record_bytes(array_record(validation.expected.arrays))
-        validation.expected = replace(validation.expected, arrays={})
         nodes = self.nodes_of(sorted(self.addressed))
-        return {node: running.share(self.roster[node].client) for node in nodes}
+        clients = {node: self.roster[node].client for node in nodes}
+        shares = {"arrays": {node: running.share(client) for node, client in clients.items()}}
+        if running.extra_shares:
+            shares["extra"] = {n: running.extra_shares[client] for n, client in clients.items()}
+        expected = validation.expected
+        validation.expected = replace(expected, arrays={})
+        validation.bytes_in_sum = record_bytes(array_record(expected.arrays))
+        if running.extra_shares:
+            validation.expected = replace(expected, arrays={}, extra={})
+            validation.bytes_in_sum += record_bytes(array_record(expected.extra))
+        return shares
 
     def take_sum(self, nodes: Iterable[int], sums: Arrays) -> None:
         """Store a worker's sum of the arrays of these nodes' clients, whose replies follow."""
@@ -402,8 +441,9 @@ class Average(Strategy):
         if self.running and self.workers_sum:
             self._merge_sums(validation, self.running)
         elif self.running and reply and reply.arrays:
-            self.running.add(client, reply.arrays)
-            validation.accepted[client] = replace(reply, arrays={})
+            self.running.add(client, reply.arrays, reply.extra)
+            extra = {} if self.running.extra_shares else reply.extra
+            validation.accepted[client] = replace(reply, arrays={}, extra=extra)
 
     def to_ask_again(self) -> set[int]:
         """The nodes of valid clients rejected because of others; their rejections are withdrawn."""
@@ -419,7 +459,8 @@ class Average(Strategy):
         expected, extra = self.expected(self.current), self.expected_extra()
         self.validation = self._validation(server_round, expected, extra)
         weights = {} if self.outliers else self.streamed_weights()
-        self.running = RunningMean(weights, self.limits) if weights else None
+        shares = self.extra_shares(sorted(self.addressed)) if weights else {}
+        self.running = RunningMean(weights, self.limits, shares) if weights else None
         self.unused = set()
         return self.validation, self.running
 

@@ -12,6 +12,7 @@ round in which its update was aggregated. The exception is a client whose lost c
 last contribution stays in c.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from models import StagedModel
@@ -41,32 +42,26 @@ class ScaffoldServer(Average):
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """Lines 16 and 17; buffers are averaged."""
         average = super().next_arrays(current, replies)
-        weights, total = self._control_weights(replies)
-        for name in self.c:
-            for reply, weight in zip(replies, weights, strict=True):
-                dc = reply.extra[f"dc.{name}"]
-                self.c[name] = self.c[name] + dc * weight / total
+        change = self.extra_sum(replies)
+        self.c = {name: array + change[f"dc.{name}"] for name, array in self.c.items()}
         eta_g = self.options.lr_global
         stepped = {n: current[n] + eta_g * (average[n] - current[n]) for n in self.trainable}
         return average | stepped
 
-    def _control_weights(self, replies: list[TrainReply]) -> tuple[list[float], float]:
-        """p_i of the replies' clients, and the sum of all clients', up to a common factor.
-
-        The same in every round.
-        """
-        clients = [reply.client for reply in replies]
+    def extra_shares(self, clients: Sequence[str]) -> dict[str, float]:
+        """p_i, the same in every round."""
         chosen = self.options.control_weighting
         if chosen == "uniform" or (chosen == "auto" and not self.is_weighted_by_examples):
-            return [1.0] * len(clients), float(len(self.roster))
+            return dict.fromkeys(clients, 1 / len(self.roster))
         if total := getattr(self.roster, "num_train", None):  # a roster of logical clients has it
-            return [float(self.partition_sizes[client]) for client in clients], float(total)
+            return {client: self.partition_sizes[client] / total for client in clients}
         entries = list(self.roster.values())
         counts = [float(entry.num_examples) for entry in entries]
         checked = [self.partition_sizes.get(e.client) == e.num_examples for e in entries]
         counts = capped_counts(counts, checked, self.config.rounds.max_weight_share)
         weights = {entry.client: n for entry, n in zip(entries, counts, strict=True)}
-        return [weights[client] for client in clients], sum(counts)
+        total = sum(counts)
+        return {client: weights[client] / total for client in clients}
 
     def own_state(self) -> Arrays:
         """c."""

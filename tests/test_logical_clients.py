@@ -134,7 +134,7 @@ def test_a_cuda_error_of_one_client_ends_the_whole_message(monkeypatch, sums):
     monkeypatch.setitem(client_app.handlers.handlers, "train", fail)
     content = message_content(ConfigRecord({"round": 1}), array_record({}), array_record({}), 0)
     like = {"w": torch.zeros(2)}
-    summing = ([0.5, 0.5], {"w": 1.0}, like) if sums else ()
+    summing = ({"arrays": [0.5, 0.5]}, {"w": 1.0}, {"arrays": like}) if sums else ()
     whole = simulated_content([content, content], [4, 7], 9, *summing)
     grid = InlineGrid(client_app.app.app, simulated_nodes(1))
     (node,) = grid.get_node_ids()
@@ -341,6 +341,10 @@ def test_a_message_from_a_server_with_other_code_is_refused(monkeypatch):
     assert isinstance(answer(ConfigRecord({k: v for k, v in record.items() if k != "code"})), Error)
 
 
+def summing_of_one(take):
+    return Summing({"arrays": {2: 1.0}}, {}, {"arrays": {}}, take)
+
+
 def test_a_sum_of_an_earlier_round_is_not_taken():
     """A worker's reply may come once the next round has begun."""
     taken = []
@@ -350,9 +354,13 @@ def test_a_sum_of_an_earlier_round_is_not_taken():
         RecordDict({"sum": array_record({"w": torch.ones(2)}), "reply-0": ConfigRecord({})}),
         reply_to=message,
     )
-    grid.summing = Summing({2: 1.0}, {}, {}, lambda nodes, sums: taken.append(("early", nodes)))
+    grid.summing = Summing(
+        {"arrays": {2: 1.0}}, {}, {"arrays": {}}, lambda nodes, sums: taken.append(("early", nodes))
+    )
     late = asked(grid, [2])
-    grid.summing = Summing({2: 1.0}, {}, {}, lambda nodes, sums: taken.append(("now", nodes)))
+    grid.summing = Summing(
+        {"arrays": {2: 1.0}}, {}, {"arrays": {}}, lambda nodes, sums: taken.append(("now", nodes))
+    )
     assert len(list(grid.pull_messages(late))) == 1
     assert taken == []
     list(grid.pull_messages(asked(grid, [2])))
@@ -372,7 +380,9 @@ def test_a_sum_is_read_from_shared_memory_and_then_let_go(monkeypatch):
         whole, sums, below = pickle.loads(pickled, buffers=shared), [], Nodes(1)
     below.answer = lambda message: Message(whole, reply_to=message)
     grid = LogicalGrid(below, 40)
-    grid.summing = Summing({2: 1.0}, {}, {}, lambda nodes, arrays: sums.append(arrays))
+    grid.summing = Summing(
+        {"arrays": {2: 1.0}}, {}, {"arrays": {}}, lambda nodes, arrays: sums.append(arrays)
+    )
     list(grid.pull_messages(asked(grid, [2])))
     assert sums[0]["b"] == 3
     assert torch.equal(sums[0]["w"], torch.arange(10_000))
@@ -382,7 +392,7 @@ def test_a_sum_is_read_from_shared_memory_and_then_let_go(monkeypatch):
 
 def test_a_worker_sums_its_clients_arrays_and_leaves_out_what_the_server_would_reject(monkeypatch):
     w = torch.tensor
-    cases = [  # arrays, loss, why it is left out
+    cases = [  # arrays, loss, why it is left out; the last one's extra is beyond the bound
         ({"w": w([1.0, 2.0])}, 0.5, ""),
         ({"w": w([3.0, 4.0])}, 0.5, ""),
         ({"w": w([2e4, 0.0])}, 0.5, "array 'w' holds 2e+04: the bound on values is 1e+04"),
@@ -392,6 +402,7 @@ def test_a_worker_sums_its_clients_arrays_and_leaves_out_what_the_server_would_r
         ({"w": w([1, 2])}, 0.5, "array 'w' is torch.int64, the global model's is torch.float32"),
         ({"w": w([1.0, 2.0])}, math.nan, "loss.x is nan, not finite"),
         (None, 0.5, "no data"),
+        ({"w": w([1.0, 2.0])}, 0.5, "array 'e' holds 2e+04: the bound on values is 1e+04"),
     ]
 
     def train(message, context):
@@ -399,13 +410,16 @@ def test_a_worker_sums_its_clients_arrays_and_leaves_out_what_the_server_would_r
         arrays, loss, _ = cases[client]
         if arrays is None:
             raise ValueError("no data")
-        return reply_content(TrainReply(f"client-{client}", 1, arrays, {}, {"loss.x": loss}))
+        extra = {"e": w(2e4 if client == len(cases) - 1 else client + 1.0)}
+        return reply_content(TrainReply(f"client-{client}", 1, arrays, extra, {"loss.x": loss}))
 
     monkeypatch.setitem(client_app.handlers.handlers, "train", train)
     none, num = array_record({}), len(cases)
     contents = [message_content(ConfigRecord({"round": 1}), none, none, 0) for _ in cases]
-    how = [0.25] * num, {"w": 1e4}, {"w": torch.zeros(2)}
-    content = simulated_content(contents, range(num), num, *how)
+    shares = {"arrays": [0.25] * num, "extra": [0.5] * num}
+    limits, like = {"w": 1e4, "e": 1e4}, {"w": torch.zeros(2), "e": torch.tensor(0.0)}
+    layout = {"arrays": {"w": like["w"]}, "extra": {"e": like["e"]}}
+    content = simulated_content(contents, range(num), num, shares, limits, layout)
     answer = client_app.handlers.answer
     whole = answer(Message(content, 1, "train"), Context(1, 1, {}, RecordDict(), {}))
     for reply, (_, _, why) in zip(simulated_replies(whole, num), cases, strict=True):
@@ -413,7 +427,9 @@ def test_a_worker_sums_its_clients_arrays_and_leaves_out_what_the_server_would_r
         if why:
             assert why in reply.reason
         else:
-            assert find_record(reply, "arrays", ArrayRecord) == ArrayRecord()
-    total = ExactSum({"w": 1e4})
+            for record in shares:
+                assert find_record(reply, record, ArrayRecord) == ArrayRecord()
+    total = ExactSum(limits)
     total.merge(tensors(whole["sum"]))
-    assert total.scaled(1.0, {"w": torch.zeros(2)})["w"].tolist() == [1.0, 1.5]
+    found = {name: array.tolist() for name, array in total.scaled(1.0, like).items()}
+    assert found == {"w": [1.0, 1.5], "e": 1.5}

@@ -510,7 +510,8 @@ def test_a_client_that_kills_its_workers_takes_no_other_client_with_it(backend, 
     arrays = array_record({"w": torch.zeros(2)})
     clients = [0, 2, 3]
     contents = [message_content(ConfigRecord(), arrays, ArrayRecord(), 10 + c) for c in clients]
-    whole = simulated_content(contents, clients, 4, [1 / 4] * 3, {"w": 8.0}, {"w": torch.zeros(2)})
+    how = {"arrays": [1 / 4] * 3}, {"w": 8.0}, {"arrays": {"w": torch.zeros(2)}}
+    whole = simulated_content(contents, clients, 4, *how)
     message = Message(whole, dst_node_id=2, message_type=MessageType.TRAIN)
     context = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
     reply, _ = found.process_message(message, context)

@@ -101,14 +101,14 @@ def test_a_running_mean_has_the_same_bits_in_any_order_and_grouping(order, missi
     limits = {"w": 1e5}
     plain, running = RunningMean(weights, limits), RunningMean(weights, limits)
     for i in kept:
-        plain.add(clients[i], arrays[i])
+        plain.add(clients[i], arrays[i], {})
     group = ExactSum(limits)  # of a worker
     grouped = [i for i in order if i in kept][:num_grouped]
     for i in order:
         if i in grouped:
             group.add(arrays[i], running.share(clients[i]))
         elif i in kept:
-            running.add(clients[i], arrays[i])
+            running.add(clients[i], arrays[i], {})
     running.merge([clients[i] for i in grouped], group.sums)
     mean = running.mean(arrays[0])
     assert same_bits(mean, plain.mean(arrays[0]))

@@ -603,7 +603,7 @@ def summed_by_workers(
     for n, group in enumerate(groups):
         total = ExactSum(strategy.limits)
         for i in group:
-            total.add(answers[i][1].arrays, shares[100 + i])
+            total.add(answers[i][1].arrays, shares["arrays"][100 + i])
         if n != missing:
             strategy.take_sum([100 + i for i in group], total.sums)
     replies = [(message, replace(reply, arrays={})) for message, reply in answers]

@@ -31,6 +31,7 @@ from client_app.methods import method_of
 from client_app.setup import build_network
 from models.cnn import _plain_cnn
 from protocol.config import resolve_config
+from protocol.messages import tensors
 from server_app.federation import Run
 from server_app.inline import InlineGrid, run_inline
 from server_app.run_directory import RunDirectory
@@ -38,7 +39,7 @@ from server_app.simulated_roster import ByName
 from server_app.trained import load_model
 from strategies.aggregation import RunningMean
 from strategies.average import TooFewRepliesError
-from strategies.scaffold import ScaffoldServer
+from strategies.fedpac import FedPACServer
 
 KEYS = {"fraction-train": 0.5, "local-test-fraction": 0.2, "num-rounds": 3}
 # an objective, a stateful one, a procedure with arrays beside the model, a personal one, one whose
@@ -77,7 +78,7 @@ def test_bits_do_not_depend_on_who_sums_large_updates(run, tmp_path, method, mon
     small = run(keys)
     sums, add, merge = [], RunningMean.add, RunningMean.merge
     monkeypatch.setattr(strategies.average, "STREAM_BYTES", 1)
-    monkeypatch.setattr(RunningMean, "add", lambda s, c, a: sums.append(1) or add(s, c, a))
+    monkeypatch.setattr(RunningMean, "add", lambda s, c, *a: sums.append(1) or add(s, c, *a))
     monkeypatch.setattr(RunningMean, "merge", lambda s, c, a: sums.append(len(c)) or merge(s, c, a))
     whole = run(keys)
     size = NUM_CLIENTS // 2  # of a cohort
@@ -96,6 +97,26 @@ def test_bits_do_not_depend_on_who_sums_large_updates(run, tmp_path, method, mon
         torch.testing.assert_close(all_models(whole)[name], array)
 
 
+def test_a_scaffold_worker_sends_nothing_but_sums(tmp_path, monkeypatch):
+    """Of the models and of the changes of the control variates, for all of its clients."""
+    sent, answer = [], InlineGrid.answer
+
+    def recorded(grid, message):
+        reply = answer(grid, message)
+        if message.metadata.message_type == "train":
+            sent.append({name: tensors(a) for name, a in reply.content.array_records.items()})
+        return reply
+
+    monkeypatch.setattr(strategies.average, "STREAM_BYTES", 1)
+    monkeypatch.setattr(InlineGrid, "answer", recorded)
+    keys = SMALL | {"method": "scaffold", "num-rounds": 1, "output-dir": str(tmp_path)}
+    run_inline(keys, NUM_CLIENTS, num_workers=2)
+    assert len(sent) == 2
+    for records in sent:
+        assert {name for name, arrays in records.items() if arrays} == {"sum"}
+        assert any(name.startswith("dc.") for name in records["sum"])
+
+
 @pytest.mark.parametrize("snapshot_every", [1, 3])
 def test_a_client_whose_extra_is_rejected_takes_no_other_with_it(
     run, tmp_path, monkeypatch, snapshot_every
@@ -103,11 +124,12 @@ def test_a_client_whose_extra_is_rejected_takes_no_other_with_it(
     """The others of its worker train again, from the same state."""
     monkeypatch.setattr(strategies.average, "STREAM_BYTES", 1)
     monkeypatch.setattr(
-        ScaffoldServer,
+        FedPACServer,
         "extra_reason",
         lambda half, reply: "it is odd" * (reply.client == "client-0002" and reply.round > 1),
     )
-    keys = SMALL | {"method": "scaffold", "num-rounds": 3, "output-dir": str(tmp_path)}
+    keys = SMALL | KEYS | {"method": "fedpac", "fraction-train": 1.0}
+    keys["output-dir"] = str(tmp_path)
     keys["snapshot-every"] = snapshot_every
     whole = run(keys)
     for num_workers in (1, 2, 3):
