@@ -36,6 +36,7 @@ from keel.experiments.recipe_file import (
     old_names,
     read_recipe_file,
 )
+from keel.experiments.scale import Keys
 from protocol.config import refuse_unknown
 from protocol.files import digest
 from protocol.options import OptionValue
@@ -90,6 +91,14 @@ class Cell:
     only_last: bool
 
 
+def with_integers(keys: Keys) -> dict[str, OptionValue]:
+    """The keys with 10 for 10.0: as for runs, both are one value."""
+    return {
+        key: int(value) if isinstance(value, float) and value.is_integer() else value
+        for key, value in keys.items()
+    }
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A validated recipe. `text`: the file's content; `lines`: of its keys and those of config."""
@@ -121,7 +130,7 @@ class Recipe:
         for cell in self.cells:
             keys = [cell.keys, *cell.candidates, cell.paper_candidate or {}]
             read = [cell.of, cell.take.how, cell.take.number, cell.at]
-            hashed.append([cell.row.name, cell.column.name, *map(dict, keys), *read])
+            hashed.append([cell.row.name, cell.column.name, *map(with_integers, keys), *read])
         return digest(json.dumps(hashed, sort_keys=True).encode())
 
     def cell(self, row: str, column: str) -> Cell:

@@ -49,7 +49,9 @@ def scaled(keys: Keys, scale: Scale, read_at: Sequence[int] = ()) -> dict[str, O
     - The batch size shrinks with the data, so that an epoch keeps its number of steps, down to 128:
       learning rates that fit the paper's batches (FedCKA's 0.1 with momentum) diverge with small
       batches, and losses that compare the samples of a batch change.
-    - Then rounds are added until there are `min_steps` steps, up to the paper's number of rounds.
+    - Then rounds are added until there are `min_steps` steps, up to the paper's number of rounds;
+      where these are too few, local epochs, and then data, up to the paper's. Not for your own
+      data, whose size is not known here.
     - `min-samples` shrinks with the data. Where `batches-per-epoch` is set, it shrinks instead of
       the batch size, down to 1.
     - The run is evaluated 20 times, or as much more often as the rounds in `read_at` (shrunk too)
@@ -68,9 +70,10 @@ def scaled(keys: Keys, scale: Scale, read_at: Sequence[int] = ()) -> dict[str, O
         "min-samples": max(1, round(config.data.min_samples * scale.data)),
     }
     num_rounds = max(min(rounds, MIN_ROUNDS), round(rounds * scale.rounds))
-    if scale.min_steps:
+    if scale.min_steps and published_size(config.data.source):
         steps = steps_per_round(resolve_config({**keys, **smaller}), config.data.source)
         num_rounds = max(num_rounds, min(rounds, math.ceil(scale.min_steps / steps)))
+        smaller |= with_more_steps(config, smaller, scale, math.ceil(scale.min_steps / num_rounds))
     needed = [scaled_round(at, rounds, num_rounds) for at in read_at if at < rounds]
     divisor = math.gcd(*needed)  # 0, which every number divides, if none is needed
     max_interval = max(1, num_rounds // NUM_EVALUATIONS)
@@ -85,9 +88,37 @@ def scaled(keys: Keys, scale: Scale, read_at: Sequence[int] = ()) -> dict[str, O
     }
 
 
+def with_more_steps(
+    paper: RunConfig, smaller: Mapping[str, OptionValue], scale: Scale, per_round: int
+) -> dict[str, OptionValue]:
+    """`local-epochs` and `data-fraction` for `per_round` steps a round; at most the paper's."""
+    config = resolve_config({**paper.flat, **smaller})
+    found: dict[str, OptionValue] = {}
+
+    def steps() -> float:
+        return steps_per_round(resolve_config({**config.flat, **found}), config.data.source)
+
+    epochs, fraction = config.train.local_epochs, config.data.data_fraction
+    if steps() < per_round:
+        epochs = math.ceil(epochs * per_round / steps())
+        found["local-epochs"] = min(paper.train.local_epochs, epochs)
+    while steps() < per_round and fraction < paper.data.data_fraction:
+        fraction += paper.data.data_fraction * scale.data
+        found["data-fraction"] = min(paper.data.data_fraction, round(fraction, 6))
+    return found
+
+
 def scaled_round(at: int, paper_rounds: int, rounds: int) -> int:
     """The round of a scaled run that corresponds to round `at` of the paper."""
     return max(1, round(at * rounds / paper_rounds))
+
+
+def published_size(source: str) -> int:
+    """Training samples of a published data set; 0 for others."""
+    from data.readers import READERS  # numpy and PIL: not needed for `--help`
+
+    reader = READERS.get(source)
+    return reader.published.num_train if reader and reader.published else 0
 
 
 def steps_per_round(config: RunConfig, source: str, key: str = "local-epochs") -> float:
@@ -96,13 +127,10 @@ def steps_per_round(config: RunConfig, source: str, key: str = "local-epochs") -
     source: the data set whose published size counts; of one without, one sample is an epoch, so
     that only ratios mean something. key: one of the method's `duration_keys`.
     """
-    from data.readers import READERS  # numpy and PIL: not needed for `--help`
-
     data, train = config.data, config.train
     steps: float = train.batches_per_epoch
     if not steps:
-        reader = READERS.get(source)
-        size = reader.published.num_train if reader and reader.published else 1
+        size = published_size(source) or 1
         held = size * data.data_fraction * (1 - data.local_test_fraction)
         steps = held / config.rounds.num_clients / train.batch_size
         steps = math.ceil(steps) if size > 1 else steps

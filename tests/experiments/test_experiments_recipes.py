@@ -22,6 +22,7 @@ from keel.experiments.measure import History, measure, parse_take
 from keel.experiments.plan import (
     Result,
     differing,
+    job_name,
     last_round_read,
     number_of,
     result_of,
@@ -32,7 +33,7 @@ from keel.experiments.preflight import check_reading, check_recipe, refuse_overr
 from keel.experiments.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
 from keel.experiments.rendering import ours
 from keel.experiments.runs import Options, make_run, run_of
-from keel.experiments.scale import SCALES, Keys, scaled
+from keel.experiments.scale import SCALES, Keys, scaled, steps_per_round
 from keel.experiments.settings import settings_of
 from protocol.config import RENAMED_KEYS, RENAMED_VALUES, presets, resolve_config
 from server_app.checks import check_config
@@ -41,6 +42,7 @@ from tests.tools.run_directories import make_run as make_run_directory
 root = Path(__file__).parent.parent.parent
 OURS = (" eq. (5)", " alone")  # endings of rows that the papers do not have
 PAPER = Options("paper", {}, [0], full_grid=True)
+TENS = [10, 10.0, 10.5]
 
 wanted = {
     "FedIntR": [
@@ -539,19 +541,59 @@ def test_scales_shrink_by_their_stated_factors():
         ({"preset": "fedintr-table1-fmnist"}, 67),
         # 1 batch an epoch, 2 epochs
         ({"preset": "fedrcl-table1-cifar10"}, 200),
-        # 50,000 / 20 / 10 = 250 samples: 2 steps, 2 epochs; 40 rounds are all the paper's
+        # 50,000 / 20 / 10 = 250 samples: 2 steps; 40 rounds are all the paper's: 5 epochs
         ({"preset": "fedcka-table1-cifar100"}, 40),
         # four fifths of 60,000 / 20 / 50 samples in batches of 64: 1 step, 2 epochs
         ({"preset": "fedreco-table1-fmnist"}, 200),
+        # of unknown size: a twentieth
+        ({"preset": "fedreco-table1-fmnist", "source": "folder:/data/mine"}, 25),
     ],
 )
-def test_scale_minutes_has_at_least_400_steps_or_the_papers_rounds(keys, rounds):
+def test_scale_minutes_has_rounds_for_400_steps_or_the_papers(keys, rounds):
     assert scaled(keys, SCALES["minutes"])["num-rounds"] == rounds
+
+
+def num_steps(keys):
+    config = resolve_config(keys)
+    return config.rounds.num_rounds * steps_per_round(config, config.data.source)
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_scale_minutes_has_at_least_400_steps_and_at_most_the_papers(name):
+    for cell in load_recipe(name).cells:
+        keys = scaled(cell.keys, SCALES["minutes"])
+        assert num_steps({**cell.keys, **keys}) >= min(400, num_steps(cell.keys))
+        paper = resolve_config(cell.keys).flat
+        for key in ("num-rounds", "local-epochs", "data-fraction"):
+            assert keys[key] <= paper[key]
+
+
+@pytest.mark.parametrize(
+    ("keys", "epochs", "fraction"),
+    [
+        ({"preset": "fedcka-table1-cifar100"}, 5, 1 / 20),
+        # 5 rounds of 4 epochs of 20 steps; on all the data an epoch has 40
+        ({"preset": "fedcka-table1-cifar100", "num-rounds": 5, "local-epochs": 4}, 4, 1 / 2),
+        # all that the paper has: 2 rounds, 1 epoch
+        ({"preset": "fedcka-table1-cifar100", "num-rounds": 2, "local-epochs": 1}, 1, 1.0),
+    ],
+)
+def test_scale_minutes_has_more_epochs_then_more_data_where_rounds_are_few(keys, epochs, fraction):
+    minutes = scaled(keys, SCALES["minutes"])
+    assert minutes["local-epochs"] == epochs
+    assert minutes["data-fraction"] == pytest.approx(fraction)
+
+
+def test_ten_and_ten_point_zero_are_one_job(tmp_path):
+    path = tmp_path / "mine.yaml"
+    rows = [f"config: {{method: fedintr, fedintr.mu: {mu}}}\nrows: {{A: {{}}}}\n" for mu in TENS]
+    names = [job_name(parse_recipe(text, path), PAPER) for text in rows]
+    assert names[0] == names[1] != names[2]
 
 
 def test_ten_and_ten_point_zero_are_one_run_found_also_under_its_name_of_0_1(tmp_path):
     keys = {"preset": "fedintr-table1-cifar10"}
-    runs = [make_run({**keys, "fedintr.mu": mu}, 0, PAPER, tmp_path) for mu in (10, 10.0, 10.5)]
+    runs = [make_run({**keys, "fedintr.mu": mu}, 0, PAPER, tmp_path) for mu in TENS]
     assert runs[0].name == runs[1].name != runs[2].name
     assert len(runs[0].folders) == 2  # an integer had a name of its own
     for folder in runs[0].folders:
@@ -806,7 +848,7 @@ def test_the_seeds_that_would_decide_are_computed_from_the_spread():
     [
         ("paper", {}, "+0.00"),
         ("day", {}, "at 50% of the paper's samples a round"),
-        ("minutes", {}, "at 1% of"),  # a tenth of the epochs, a twentieth of the data
+        ("minutes", {}, "at 3% of"),  # half the epochs, a twentieth of the data
         ("paper", {"data-fraction": 0.01, "batch-size": 1}, "at under 1% of"),
         ("paper", {"num-rounds": 1}, "+0.00"),  # seconds a round
         ("paper", {"stacked-runs": 8}, "no verdict on seconds of runs that trained together"),
