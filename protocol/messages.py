@@ -4,13 +4,15 @@ server -> client   query     round: `RosterRequest`
                    train     round: `TrainRequest`; client: counted-round; arrays; extra
                    evaluate  round: `EvaluateRequest`; client: counted-round; arrays; extra
                    of many logical clients: simulated: clients, num-clients, counted-rounds, and
-                             shares, limit and layout if the worker sums their arrays; round,
-                             arrays and extra of all; own-K: what only the K-th is sent
+                             shares-arrays, shares-extra, limits and layout as far as the worker
+                             sums these; round, arrays and extra of all; own-K: what only the K-th
+                             is sent
 client -> server   query     roster: `RosterEntry`
                    train     reply: client, round; arrays; extra; metrics
                    evaluate  reply: client, round; metrics
                    of many:  the records of the K-th with -K after their names, or error-K; sum:
-                             the sum of their arrays, if the worker sums them, instead of each one's
+                             that of their arrays, and extra, if the worker sums these, instead of
+                             each one's
 
 `counted-round` is the client's last accepted round: the last one whose update was aggregated, 0:
 none. `extra` holds what a method sends beside the model (control variates, prototypes) and may be
@@ -481,8 +483,11 @@ def simulated_replies(whole: RecordDict, num_clients: int) -> list[RecordDict | 
     return replies
 
 
-def reply_of_all(replies: Sequence[RecordDict | Error]) -> RecordDict:
-    """`simulated_reply` of all clients, from the replies to each of `contents_one_by_one`."""
+def reply_of_all(replies: Iterable[RecordDict | Error]) -> RecordDict:
+    """`simulated_reply` of all clients, from the replies to each of `contents_one_by_one`.
+
+    Sums are taken out of the replies and added up as these come.
+    """
     contents: list[RecordDict | Error] = []
     sums: Arrays = {}
     for reply in replies:
@@ -491,7 +496,11 @@ def reply_of_all(replies: Sequence[RecordDict | Error]) -> RecordDict:
             continue
         contents += simulated_replies(reply, 1)
         for name, array in tensors(find_record(reply, "sum", ArrayRecord)).items():
-            sums[name] = sums[name] + array if name in sums else array
+            if name in sums:
+                sums[name] += array
+            else:
+                sums[name] = array.clone()  # it may be read-only
+        reply.pop("sum", None)
     return simulated_reply(contents, sums)
 
 

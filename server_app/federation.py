@@ -530,10 +530,8 @@ def train_round(
     if isinstance(run.grid, LogicalGrid):
         # with a rejected client, those summed with it train again: a release more
         shares = {} if config.privacy.epsilon else strategy.begin_sums(server_round)
-        like = {
-            "arrays": strategy.expected(strategy.current),
-            "extra": strategy.expected_extra(),
-        }
+        extra = strategy.expected_extra()
+        like = {"arrays": strategy.expected(strategy.current), "extra": extra}
         summing = Summing(shares, strategy.limits, like, strategy.take_sum)
         run.grid.summing = summing if shares else None
 

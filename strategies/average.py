@@ -46,7 +46,6 @@ from strategies.sampling import (
 )
 from strategies.server_optimizers import server_optimizer
 from strategies.validation import (
-    MAX_VALUE_RATIO,
     RECORD_BYTES,
     ExpectedReply,
     NormReference,
@@ -221,10 +220,11 @@ class Average(Strategy):
         return reply.extra
 
     def extra_shares(self, clients: Sequence[str]) -> dict[str, float]:
-        """Each client's weight in `extra_sum`, by name; they add up to at most 1.
+        """Each client's weight in `extra_sum`, by name, at least 0; of all clients at most 1.
 
-        {}: this half needs the `extra` of each reply. Otherwise it may read it only through
-        `extra_sum`, and `extra_reason` is not asked.
+        {}: this half needs the `extra` of each reply. Otherwise it reads it only through
+        `extra_sum`, the arrays are floating ones with names of their own, and `beside_model` and
+        `extra_reason` are those of this class: a worker that sums does not call them.
         """
         return {}
 
@@ -379,8 +379,10 @@ class Average(Strategy):
         sent = self.sent or self.current
         arrays = {name: sent.get(name, a) for name, a in self.expected(self.current).items()}
         limits = largest_values(arrays, self.config.privacy)
-        beside = dict.fromkeys(self.expected_extra(), max(limits.values(), default=MAX_VALUE_RATIO))
-        return beside | limits
+        if type(self).extra_shares is not Average.extra_shares:
+            largest = max(limit for name, limit in limits.items() if name in self.trainable)
+            limits |= dict.fromkeys(self.expected_extra(), largest)
+        return limits
 
     def streamed_weights(self) -> dict[str, float]:
         """The weight of each client asked, by name, if replies are summed as they come; else {}.

@@ -31,9 +31,11 @@ from protocol.messages import (
     RosterRequest,
     TrainReply,
     array_record,
+    contents_one_by_one,
     find_record,
     message_content,
     reply_content,
+    reply_of_all,
     request_record,
     simulated_content,
     simulated_replies,
@@ -390,7 +392,10 @@ def test_a_sum_is_read_from_shared_memory_and_then_let_go(monkeypatch):
     assert "sum" not in whole
 
 
-def test_a_worker_sums_its_clients_arrays_and_leaves_out_what_the_server_would_reject(monkeypatch):
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_worker_sums_its_clients_arrays_and_leaves_out_what_the_server_would_reject(
+    monkeypatch, one_by_one
+):
     w = torch.tensor
     cases = [  # arrays, loss, why it is left out; the last one's extra is beyond the bound
         ({"w": w([1.0, 2.0])}, 0.5, ""),
@@ -408,6 +413,7 @@ def test_a_worker_sums_its_clients_arrays_and_leaves_out_what_the_server_would_r
     def train(message, context):
         client = int(context.node_config["partition-id"])
         arrays, loss, _ = cases[client]
+        assert tensors(message.content["extra"])["mine"] == client
         if arrays is None:
             raise ValueError("no data")
         extra = {"e": w(2e4 if client == len(cases) - 1 else client + 1.0)}
@@ -415,13 +421,20 @@ def test_a_worker_sums_its_clients_arrays_and_leaves_out_what_the_server_would_r
 
     monkeypatch.setitem(client_app.handlers.handlers, "train", train)
     none, num = array_record({}), len(cases)
-    contents = [message_content(ConfigRecord({"round": 1}), none, none, 0) for _ in cases]
+    owns = [array_record({"mine": torch.tensor(client)}, "own") for client in range(num)]
+    contents = [message_content(ConfigRecord({"round": 1}), none, own, 0) for own in owns]
     shares = {"arrays": [0.25] * num, "extra": [0.5] * num}
     limits, like = {"w": 1e4, "e": 1e4}, {"w": torch.zeros(2), "e": torch.tensor(0.0)}
     layout = {"arrays": {"w": like["w"]}, "extra": {"e": like["e"]}}
     content = simulated_content(contents, range(num), num, shares, limits, layout)
-    answer = client_app.handlers.answer
-    whole = answer(Message(content, 1, "train"), Context(1, 1, {}, RecordDict(), {}))
+
+    def answer(content):
+        message = Message(content, 1, "train")
+        return client_app.handlers.answer(message, Context(1, 1, {}, RecordDict(), {}))
+
+    whole = answer(content)
+    if one_by_one:
+        whole = reply_of_all(map(answer, contents_one_by_one(content)))
     for reply, (_, _, why) in zip(simulated_replies(whole, num), cases, strict=True):
         assert isinstance(reply, Error) == bool(why)
         if why:

@@ -92,7 +92,7 @@ class Cell:
 
 
 def with_integers(keys: Keys) -> dict[str, OptionValue]:
-    """The keys with 10 for 10.0: as for runs, both are one value."""
+    """The keys, with whole floats as integers, so that 10 and 10.0 are one value, as for runs."""
     return {
         key: int(value) if isinstance(value, float) and value.is_integer() else value
         for key, value in keys.items()

@@ -17,7 +17,7 @@ NUM_EVALUATIONS = 20
 class Scale:
     """Factors of rounds, training data and local epochs; 1 is the paper's setting.
 
-    min_steps: optimizer steps, one after the other, that a run has at least: fewer show chance
+    min_steps: optimizer steps, one after the other, that `scaled` aims at: fewer show chance
     (FedAvg on CIFAR-10: 11 % after 78 steps, 28 % after 390; docs/results/four-methods.md).
     """
 
@@ -50,8 +50,8 @@ def scaled(keys: Keys, scale: Scale, read_at: Sequence[int] = ()) -> dict[str, O
       learning rates that fit the paper's batches (FedCKA's 0.1 with momentum) diverge with small
       batches, and losses that compare the samples of a batch change.
     - Then rounds are added until there are `min_steps` steps, up to the paper's number of rounds;
-      where these are too few, local epochs, and then data, up to the paper's. Not for your own
-      data, whose size is not known here.
+      where these are too few, local epochs, and then data (or `batches-per-epoch`), up to the
+      paper's. Not on your own data without `batches-per-epoch`: its size is not known here.
     - `min-samples` shrinks with the data. Where `batches-per-epoch` is set, it shrinks instead of
       the batch size, down to 1.
     - The run is evaluated 20 times, or as much more often as the rounds in `read_at` (shrunk too)
@@ -67,13 +67,14 @@ def scaled(keys: Keys, scale: Scale, read_at: Sequence[int] = ()) -> dict[str, O
         "data-fraction": config.data.data_fraction * scale.data,
         "batch-size": max(min(batch, MIN_BATCH_SIZE), round(batch * scale.data)),
         "batches-per-epoch": max(1, round(batches * scale.data)) if batches else 0,
-        "min-samples": max(1, round(config.data.min_samples * scale.data)),
     }
     num_rounds = max(min(rounds, MIN_ROUNDS), round(rounds * scale.rounds))
-    if scale.min_steps and published_size(config.data.source):
+    if scale.min_steps and (batches or published_size(config.data.source)):
         steps = steps_per_round(resolve_config({**keys, **smaller}), config.data.source)
         num_rounds = max(num_rounds, min(rounds, math.ceil(scale.min_steps / steps)))
         smaller |= with_more_steps(config, smaller, scale, math.ceil(scale.min_steps / num_rounds))
+    share = float(smaller["data-fraction"]) / config.data.data_fraction
+    smaller["min-samples"] = max(1, round(config.data.min_samples * share))
     needed = [scaled_round(at, rounds, num_rounds) for at in read_at if at < rounds]
     divisor = math.gcd(*needed)  # 0, which every number divides, if none is needed
     max_interval = max(1, num_rounds // NUM_EVALUATIONS)
@@ -91,18 +92,22 @@ def scaled(keys: Keys, scale: Scale, read_at: Sequence[int] = ()) -> dict[str, O
 def with_more_steps(
     paper: RunConfig, smaller: Mapping[str, OptionValue], scale: Scale, per_round: int
 ) -> dict[str, OptionValue]:
-    """`local-epochs` and `data-fraction` for `per_round` steps a round; at most the paper's."""
+    """What of `smaller` is larger for `per_round` steps a round; at most the paper's."""
     config = resolve_config({**paper.flat, **smaller})
     found: dict[str, OptionValue] = {}
 
     def steps() -> float:
         return steps_per_round(resolve_config({**config.flat, **found}), config.data.source)
 
-    epochs, fraction = config.train.local_epochs, config.data.data_fraction
+    epochs, batches = config.train.local_epochs, config.train.batches_per_epoch
+    fraction = config.data.data_fraction
     if steps() < per_round:
         epochs = math.ceil(epochs * per_round / steps())
         found["local-epochs"] = min(paper.train.local_epochs, epochs)
-    while steps() < per_round and fraction < paper.data.data_fraction:
+    if batches and steps() < per_round:
+        more = math.ceil(batches * per_round / steps())
+        found["batches-per-epoch"] = min(paper.train.batches_per_epoch, more)
+    while not batches and steps() < per_round and fraction < paper.data.data_fraction:
         fraction += paper.data.data_fraction * scale.data
         found["data-fraction"] = min(paper.data.data_fraction, round(fraction, 6))
     return found

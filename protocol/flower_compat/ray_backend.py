@@ -87,7 +87,7 @@ def in_one_line(error: BaseException) -> str:
 
 def num_clients_in(message: Message) -> int:
     """How many logical clients a message is for."""
-    simulated = message.content.config_records.get("simulated") if message.has_content() else None
+    simulated = message.content.get("simulated")
     return len(simulated["clients"]) if simulated else 1  # type: ignore[arg-type]
 
 
@@ -257,7 +257,7 @@ class ClusterBackend(RayBackend):
     def reply_of_worker(
         self, message: Message, context: Context, attempts_left: int
     ) -> tuple[Message, Context]:
-        """As `process_message`; RuntimeError once so many workers have died on the message."""
+        """As `process_message`; RuntimeError once so many more workers have died on the message."""
         client = str(context.node_config[PARTITION_ID_KEY])
         is_for_many = num_clients_in(message) > 1
         node: int | None = message.metadata.dst_node_id
@@ -279,9 +279,7 @@ class ClusterBackend(RayBackend):
             node = None
             attempts_left -= self.replace_lost(worker)
             if not attempts_left:
-                raise RuntimeError(
-                    f"the worker died {MAX_ATTEMPTS} times on this message: {reason}"
-                )
+                raise RuntimeError(f"{MAX_ATTEMPTS} workers died on its messages: {reason}")
             is_last = attempts_left == 1 and is_for_many
             log.warning(
                 "a worker on %s is lost (%s): its %s",
@@ -295,15 +293,16 @@ class ClusterBackend(RayBackend):
         """The reply to a message for several clients, each sent alone for a last attempt."""
         from protocol.messages import contents_one_by_one, reply_of_all  # imports torch
 
-        replies: list[RecordDict | Error] = []
-        for content in contents_one_by_one(message.content):
+        def replied(content: RecordDict) -> RecordDict | Error:
             own = copy.copy(message)
             own.content = content
             try:
                 reply, _ = self.reply_of_worker(own, context, 1)
-                replies.append(reply.error if reply.has_error() else reply.content)
-            except RuntimeError as error:
-                replies.append(Error(ErrorCode.UNKNOWN, str(error)))
+            except Exception as error:
+                return Error(ErrorCode.UNKNOWN, in_one_line(error))
+            return reply.error if reply.has_error() else reply.content
+
+        replies = map(replied, contents_one_by_one(message.content))
         return Message(reply_of_all(replies), reply_to=message)
 
     def replace_lost(self, worker: Worker) -> bool:

@@ -97,6 +97,29 @@ def test_bits_do_not_depend_on_who_sums_large_updates(run, tmp_path, method, mon
         torch.testing.assert_close(all_models(whole)[name], array)
 
 
+def test_a_lost_reply_is_in_no_sum_of_control_variates(run, tmp_path, monkeypatch):
+    """Unlike the models' mean, that sum is not scaled up for it."""
+    train = client_app.handlers.handlers["train"]
+
+    def lost(message, context):
+        if context.node_config["partition-id"] == 2 and message.content["round"]["round"] == 2:
+            raise ValueError("lost")
+        return train(message, context)
+
+    monkeypatch.setitem(client_app.handlers.handlers, "train", lost)
+    keys = SMALL | {"method": "scaffold", "num-rounds": 3, "output-dir": str(tmp_path)}
+    small = run(keys)
+    monkeypatch.setattr(strategies.average, "STREAM_BYTES", 1)
+    whole = run(keys)
+    for name, array in all_models(small).items():
+        torch.testing.assert_close(all_models(whole)[name], array)
+    for num_workers in (1, 2):
+        other = run_inline(keys, NUM_CLIENTS, num_workers=num_workers)
+        assert same_bits(all_models(other), all_models(whole))
+        for line, expected in zip(history_of(other), history_of(whole), strict=True):
+            assert line["bytes_up"] == expected["bytes_up"]
+
+
 def test_a_scaffold_worker_sends_nothing_but_sums(tmp_path, monkeypatch):
     """Of the models and of the changes of the control variates, for all of its clients."""
     sent, answer = [], InlineGrid.answer

@@ -547,6 +547,7 @@ def test_scales_shrink_by_their_stated_factors():
         ({"preset": "fedreco-table1-fmnist"}, 200),
         # of unknown size: a twentieth
         ({"preset": "fedreco-table1-fmnist", "source": "folder:/data/mine"}, 25),
+        ({"preset": "fedrcl-table1-cifar10", "source": "folder:/data/mine"}, 200),
     ],
 )
 def test_scale_minutes_has_rounds_for_400_steps_or_the_papers(keys, rounds):
@@ -568,20 +569,30 @@ def test_scale_minutes_has_at_least_400_steps_and_at_most_the_papers(name):
             assert keys[key] <= paper[key]
 
 
+RCL = {"preset": "fedrcl-table1-cifar10"}  # 5 epochs of 10 batches
+
+
 @pytest.mark.parametrize(
-    ("keys", "epochs", "fraction"),
+    ("keys", "epochs", "batches", "fraction"),
     [
-        ({"preset": "fedcka-table1-cifar100"}, 5, 1 / 20),
+        ({"preset": "fedcka-table1-cifar100"}, 5, 0, 1 / 20),
         # 5 rounds of 4 epochs of 20 steps; on all the data an epoch has 40
-        ({"preset": "fedcka-table1-cifar100", "num-rounds": 5, "local-epochs": 4}, 4, 1 / 2),
+        ({"preset": "fedcka-table1-cifar100", "num-rounds": 5, "local-epochs": 4}, 4, 0, 1 / 2),
         # all that the paper has: 2 rounds, 1 epoch
-        ({"preset": "fedcka-table1-cifar100", "num-rounds": 2, "local-epochs": 1}, 1, 1.0),
+        ({"preset": "fedcka-table1-cifar100", "num-rounds": 2, "local-epochs": 1}, 1, 0, 1.0),
+        (RCL | {"num-rounds": 100}, 4, 1, 1 / 20),
+        (RCL | {"num-rounds": 40}, 5, 2, 1 / 20),
+        (RCL | {"num-rounds": 5}, 5, 10, 1 / 20),
     ],
 )
-def test_scale_minutes_has_more_epochs_then_more_data_where_rounds_are_few(keys, epochs, fraction):
+def test_scale_minutes_has_more_epochs_then_more_data_where_rounds_are_few(
+    keys, epochs, batches, fraction
+):
     minutes = scaled(keys, SCALES["minutes"])
-    assert minutes["local-epochs"] == epochs
+    assert (minutes["local-epochs"], minutes["batches-per-epoch"]) == (epochs, batches)
     assert minutes["data-fraction"] == pytest.approx(fraction)
+    min_samples = resolve_config(keys).data.min_samples
+    assert minutes["min-samples"] == max(1, round(min_samples * fraction))
 
 
 def test_ten_and_ten_point_zero_are_one_job(tmp_path):

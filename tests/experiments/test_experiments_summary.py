@@ -15,8 +15,8 @@ from keel.experiments import runner
 from keel.experiments.archive import copies, pack, unpacked, without_folders
 from keel.experiments.claims import JudgedClaim
 from keel.experiments.measure import History
-from keel.experiments.plan import load_job, runs_needed, selected
-from keel.experiments.recipe import load_recipe
+from keel.experiments.plan import job_name, load_job, runs_needed, selected
+from keel.experiments.recipe import load_recipe, parse_recipe
 from keel.experiments.rendering import write_report
 from keel.experiments.runs import Options, run_of
 from keel.experiments.summary import (
@@ -529,3 +529,15 @@ def test_page_table_and_curves_of_this_repository_are_those_of_its_archive(tmp_p
     for ours, theirs in zip(written, committed, strict=True):
         assert ours.read_text() == theirs.read_text(), f"{theirs}: run `keel experiments summary`"
     assert not re.search(r"/(tmp|root|home|work)/", page.read_text())
+
+
+@pytest.mark.parametrize(
+    "path", sorted((RESULTS / "histories").glob("*.zip")), ids=lambda p: p.stem
+)
+def test_an_archive_has_the_name_that_its_job_has_today(path):
+    """Otherwise archiving more seeds would write another one beside it."""
+    with zipfile.ZipFile(path) as archive:
+        about = json.loads(archive.read(f"jobs/{path.stem}.json"))
+    recipe = parse_recipe(about["text"], Path(about["recipe"]))
+    options = Options(about["scale"], about["changes"], about["seeds"], about["full_grid"])
+    assert job_name(recipe, options) == path.stem

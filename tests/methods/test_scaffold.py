@@ -18,6 +18,7 @@ from client_fixtures import (
 )
 from torch import nn
 
+import strategies.average
 from client_app.methods import method_of
 from client_app.methods.scaffold import Scaffold, momentum_steps, next_control_variate
 from client_app.objective import LocalObjective, train_on_objective
@@ -426,7 +427,10 @@ def test_one_full_batch_step_keeps_the_gradient_at_w():
         torch.testing.assert_close(array, change)
 
 
-def test_control_variates_are_of_parameters_and_buffers_are_averaged():
+@pytest.mark.parametrize("is_large", [False, True])
+def test_control_variates_are_of_parameters_and_buffers_are_averaged(monkeypatch, is_large):
+    if is_large:
+        monkeypatch.setattr(strategies.average, "STREAM_BYTES", -1)
     config = make_config(method="scaffold", model="resnet20", scaffold__lr_global=0.5)
     model = build_network(config, SHAPE, NUM_CLASSES)
     server = ScaffoldServer(config, model)
@@ -438,6 +442,7 @@ def test_control_variates_are_of_parameters_and_buffers_are_averaged():
         arrays = {n: a + k for n, a in current.items()}
         extra = {f"dc.{n}": torch.full_like(a, k) for n, a in server.c.items()}
         replies.append(TrainReply(str(k), 1, arrays, extra, {"num-examples": 1}))
+    server.current = current
     following = server.next_arrays(current, replies)
     buffers = set(current) - set(server.c)
     assert any("running_var" in n for n in buffers)
