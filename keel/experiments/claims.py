@@ -40,9 +40,10 @@ class JudgedClaim:
     seeds: pairs of runs that were judged, failed ones included. share: the local steps of the runs
     over those from which the paper makes the claim. deviations: keys that differ from
     the paper's. failures: sides of which a run diverged, failed or left out updates.
-    decide: what would decide an open claim; empty for a decided one.
+    decide: what would decide an open claim, or complete its seeds; empty for a decided one.
     runs: equal for claims that read the same numbers of the same runs, each at its round `read_at`.
-    early: "at round 200 instead of 500" if the runs end before the round that the paper reads.
+    early: "at round 200 instead of 500" if the runs end before the round that the paper reads,
+    "after 4 of 5 seeds" if runs with other seeds that were asked for are to come.
     """
 
     paper: str
@@ -95,7 +96,8 @@ def _judged(
     failures, decide = "", "runs of both sides at the paper's setting"
     lost: list[str] = []
     deviations: dict[str, None] = {}
-    share, read_at, early = 0.0, 0, ""
+    share, read_at, num_asked = 0.0, 0, 0
+    early: list[str] = []
     identity: tuple[str, ...] = (recipe.name, claim.text)
     if len(sides) == 2:
         differences, leads, detail = compared(claim, *sides)
@@ -107,8 +109,12 @@ def _judged(
         lost = [f"{name}: {side.left_out}" for name, side in named if side.left_out]
         share = min(share_of_steps(claim, side, run) for side, run in both)
         read_at = max(last_round_read(side.cell, run) for side, run in both)
+        tuned_on = {side.tuned_on for side in sides}
+        num_asked = len({*options.seeds} - tuned_on) if leads else 0
         if leads and read_at < sides[0].cell.at and not runs[0].is_scaled:
-            early = f"at round {read_at} instead of {sides[0].cell.at}"
+            early.append(f"at round {read_at} instead of {sides[0].cell.at}")
+        if len(leads) < num_asked:
+            early.append(f"after {len(leads)} of {num_asked} seeds")
         identity = tuple(f"{run.name} {s.cell.of} {s.cell.take}" for s, run in both)
     if detail != "not run":
         machines = sorted({name for side in sides for name in side.machines})
@@ -133,6 +139,8 @@ def _judged(
         else:
             verdict = judge(leads)
             decide = what_decides(differences, paper_effect, failures, len(leads))
+            if verdict in VERDICTS[:2]:
+                decide = f"{num_asked} seeds" if len(leads) < num_asked else ""
     return JudgedClaim(
         paper=f"{recipe.paper} {recipe.item}".strip(),
         recipe=recipe.name,
@@ -147,11 +155,11 @@ def _judged(
         scale=options.scale,
         deviations=list(deviations),
         failures=", ".join(filter(None, [failures, *lost])),
-        decide="" if verdict in VERDICTS[:2] else decide,
+        decide=decide,
         is_headline=claim.is_headline,
         runs=identity,
         read_at=read_at,
-        early=early,
+        early="; ".join(early),
     )
 
 

@@ -304,6 +304,21 @@ def test_runs_of_different_code_are_not_averaged_and_not_judged(tmp_path):
     assert f"Runs of different code, never averaged or judged together: {named}." in text
 
 
+@pytest.mark.parametrize("num_missing", [0, 1])
+def test_a_verdict_before_all_seeds_have_ended_says_so(num_missing, tmp_path):
+    """Who stops when the interval excludes 0 favours a decision."""
+    how = options(seeds=[0, 1, 2])
+    recipe, runs = all_run(tmp_path, how)
+    for run in runs[:num_missing]:
+        (run.folder / "attempt" / "summary.json").unlink()
+    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    assert (claim.verdict, claim.seeds) == ("reproduced", 3 - num_missing)
+    assert claim.early == "after 2 of 3 seeds" * num_missing
+    assert claim.decide == "3 seeds" * num_missing
+    page, *_ = write_report(tmp_path)
+    assert ("reproduced; after 2 of 3 seeds" in page.read_text()) == bool(num_missing)
+
+
 @pytest.mark.parametrize(
     ("precisions", "verdict", "row"),  # of the runs: FedAvg and FedProx with seeds 0, 1 and 2
     [
