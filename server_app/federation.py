@@ -335,7 +335,7 @@ def prepare(
     exchange = Exchange(grid, lambda n: roster[n].client if n in roster else f"on node {n}")
     if not is_in_process_grid(grid):
         exchange.returned, exchange.silent_s = registry.returned, watch_superlink(grid)
-    # of a simulation a result must not depend on how many workers share the clients
+    # in a simulation the result must not depend on how many workers share the clients
     if isinstance(grid, LogicalGrid):
         exchange.turns = lambda _: grid.largest_share
     elif workers:  # whoever is idle takes the next of the messages

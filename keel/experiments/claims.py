@@ -43,7 +43,7 @@ class JudgedClaim:
     decide: what would decide an open claim, or complete its seeds; empty for a decided one.
     runs: equal for claims that read the same numbers of the same runs, each at its round `read_at`.
     early: "at round 200 instead of 500" if the runs end before the round that the paper reads,
-    "after 4 of 5 seeds" if runs with other seeds that were asked for are to come.
+    "after 4 of 5 seeds" if the verdict comes before all seeds that were asked for have ended.
     """
 
     paper: str
@@ -113,8 +113,6 @@ def _judged(
         num_asked = len({*options.seeds} - tuned_on) if leads else 0
         if leads and read_at < sides[0].cell.at and not runs[0].is_scaled:
             early.append(f"at round {read_at} instead of {sides[0].cell.at}")
-        if len(leads) < num_asked:
-            early.append(f"after {len(leads)} of {num_asked} seeds")
         identity = tuple(f"{run.name} {s.cell.of} {s.cell.take}" for s, run in both)
     if detail != "not run":
         machines = sorted({name for side in sides for name in side.machines})
@@ -139,8 +137,11 @@ def _judged(
         else:
             verdict = judge(leads)
             decide = what_decides(differences, paper_effect, failures, len(leads))
+            is_early = len(leads) < num_asked
+            if is_early:
+                early.append(f"after {len(leads)} of {num_asked} seeds")
             if verdict in VERDICTS[:2]:
-                decide = f"{num_asked} seeds" if len(leads) < num_asked else ""
+                decide = f"{num_asked} seeds" if is_early else ""
     return JudgedClaim(
         paper=f"{recipe.paper} {recipe.item}".strip(),
         recipe=recipe.name,

@@ -249,8 +249,8 @@ class ClusterBackend(RayBackend):
     def process_message(self, message: Message, context: Context) -> tuple[Message, Context]:
         """The reply of an idle worker, the node's own if it can be; of another one if it dies.
 
-        Of a message for several clients, each is sent alone once two workers have died on it, so
-        that a client that kills its worker takes no other with it.
+        Once two workers have died on a message for several clients, each of these is asked alone,
+        so that a client that kills its worker takes no other with it.
         """
         return self.reply_of_worker(message, context, MAX_ATTEMPTS)
 
@@ -290,7 +290,7 @@ class ClusterBackend(RayBackend):
                 return self.one_by_one(message, context), context
 
     def one_by_one(self, message: Message, context: Context) -> Message:
-        """The reply to a message for several clients, each sent alone for a last attempt."""
+        """The reply to a message for several clients, each asked alone for a last attempt."""
         from protocol.messages import contents_one_by_one, reply_of_all  # imports torch
 
         def replied(content: RecordDict) -> RecordDict | Error:

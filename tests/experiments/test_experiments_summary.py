@@ -199,6 +199,7 @@ def test_one_run_decides_one_of_two_headlines_that_name_later_rounds(tmp_path):
         if line.endswith("| Table 1, scale paper, num-rounds=200 |")
     ]
     assert "| reproduced; at round 200 instead of 500 |" in row
+    assert ": reproduced; at round 200 instead of 500.** Difference" in page
     early, late = [line for line in page.splitlines() if line.startswith(f"| {claim}, ")]
     assert early.endswith("| reproduced; at round 200 instead of 500; not the paper's setting |")
     assert late.endswith(" | not tested |")
