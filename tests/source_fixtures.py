@@ -28,7 +28,9 @@ def imports_of(file: Path) -> list[ast.Import | ast.ImportFrom]:
 def write_newer_app(app: Path) -> Path:
     """The Flower app of a checkout with one name more in `protocol`, used in `client_app`."""
     for package in (*run_by_worker, *SERVER_PACKAGES):
-        shutil.copytree(app_folder / package, app / package)
+        shutil.copytree(
+            app_folder / package, app / package, ignore=shutil.ignore_patterns("*.pyc.*")
+        )
     shutil.copy(app_folder / "LICENSE", app)
     project = re.sub(r"(?m)^fab-exclude = .*\n", "", project_file().read_text())
     (app / "pyproject.toml").write_text(project)  # Flower refuses patterns that match nothing

@@ -21,7 +21,9 @@ def checkout(tmp_path_factory):
     """A copy of Keel to write methods in."""
     copy = tmp_path_factory.mktemp("checkout")
     for package in PACKAGES:
-        shutil.copytree(app_folder / package, copy / package)
+        shutil.copytree(
+            app_folder / package, copy / package, ignore=shutil.ignore_patterns("*.pyc.*")
+        )
     shutil.copy(app_folder / "pyproject.toml", copy)
     (copy / "tests").mkdir()
     return copy

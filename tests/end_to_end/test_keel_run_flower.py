@@ -16,7 +16,7 @@ from keel.deployment.simulation import MARK
 from keel.runs import SavedRun
 from server_app.inline import run_inline
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
 root = Path(__file__).parent.parent.parent
 keys = SMALL | {
     **{"method": "fedreco", "fedreco.eta-0": 0.5, "local-test-fraction": 0.2},

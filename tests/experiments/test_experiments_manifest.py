@@ -173,7 +173,9 @@ def test_an_app_bundle_is_the_same_place_as_the_checkout_and_changed_sources_are
 ):
     ours = sources_digest()
     for package in {*run_by_worker, *SERVER_PACKAGES}:
-        shutil.copytree(app_folder / package, tmp_path / package)
+        shutil.copytree(
+            app_folder / package, tmp_path / package, ignore=shutil.ignore_patterns("*.pyc.*")
+        )
     monkeypatch.setattr(protocol.code, "app_folder", tmp_path)
 
     def again():

@@ -4,10 +4,10 @@ import fcntl
 import io
 import json
 import threading
-import time
 from random import Random
 
 from rich.console import Console
+from run_fixtures import wait_until
 from views_fixtures import HOSTILE, damaged_runs
 
 from keel.cli.main import main
@@ -16,8 +16,8 @@ from server_app.history import append_history
 from tests.tools.run_directories import line_of, make_run
 
 
-def shown(directory, **options):
-    out = io.StringIO()
+def shown(directory, out=None, **options):
+    out = out or io.StringIO()
     watch_run(directory, console=Console(file=out, width=140, **options))
     return out.getvalue()
 
@@ -57,11 +57,11 @@ def test_clients_at_work_are_those_of_the_round_that_is_not_done(tmp_path):
 
 def test_the_view_follows_a_run_until_it_ends(tmp_path):
     run = make_run(tmp_path / "a", {"method": "moon"}, 3, num_written=1, status="running")
-    lock = (run / ".lock").open("w")
+    lock, out = (run / ".lock").open("w"), io.StringIO()
     fcntl.flock(lock, fcntl.LOCK_EX)
 
     def finish():
-        time.sleep(0.2)
+        wait_until(lambda: "round 1/3" in out.getvalue())
         with (run / "history.jsonl").open("a") as file:
             for number in (2, 3):
                 file.write(json.dumps(line_of(number, Random(0))) + "\n")
@@ -70,7 +70,7 @@ def test_the_view_follows_a_run_until_it_ends(tmp_path):
         lock.close()
 
     threading.Thread(target=finish).start()
-    text = shown(run, force_terminal=True)
+    text = shown(run, out, force_terminal=True)
     assert text.index("round 1/3") < text.index("round 3/3")
     assert "finished" in text
 

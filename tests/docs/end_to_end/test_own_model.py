@@ -18,7 +18,9 @@ packages = ["client_app", "data", "keel", "models", "protocol", "server_app", "s
 def copy(tmp_path: Path) -> Path:
     """A copy with the page's file, and the lines of its other blocks at their places."""
     for package in (*packages, "tests/tools"):
-        shutil.copytree(repository / package, tmp_path / package)
+        shutil.copytree(
+            repository / package, tmp_path / package, ignore=shutil.ignore_patterns("*.pyc.*")
+        )
     for file in ("pyproject.toml", "tests/test_models.py", "tests/model_fixtures.py"):
         shutil.copy(repository / file, tmp_path / file)
     blocks = dict(re.findall(r'```python title="([^"]+)"\n(.*?)```', page, re.S))

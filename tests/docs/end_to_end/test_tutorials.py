@@ -75,7 +75,9 @@ def copy_and_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
     """A copy of the packages with the blocks as files, and what `keel new-method` wrote there."""
     copy, python = tmp_path_factory.mktemp("tutorial"), []
     for package in packages:
-        shutil.copytree(repository / package, copy / package)
+        shutil.copytree(
+            repository / package, copy / package, ignore=shutil.ignore_patterns("*.pyc.*")
+        )
     shutil.copy(repository / "pyproject.toml", copy)
     (copy / "tests").mkdir()
     (copy / "tests" / "conftest.py").write_text(CONFTEST)
