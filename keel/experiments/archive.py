@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from keel.experiments.measure import CLOCKS, is_divergence
+from keel.experiments.measure import CLOCKS, DIVERGENCE, is_divergence
 from keel.experiments.plan import job_name, load_job, runs_needed
 from keel.experiments.recipe import parse_recipe
-from keel.experiments.runs import NOTE, UNKNOWN, Options, name_of, read_json
+from keel.experiments.runs import NOTE, UNKNOWN, Options, name_of, read_json, status_of
 from protocol.config import resolve_config
 from protocol.files import digest, write_atomically
 from server_app.history import CURVES, Line, read_history
@@ -64,7 +64,7 @@ def pack(output: Path, archive: Path) -> list[Path]:
 def refuse_loss(
     path: Path, files: Mapping[str, str], places: Mapping[str, Path], output: Path
 ) -> None:
-    """ValueError if these files would drop archived runs, or mix code in an archive of one code.
+    """ValueError if these files would drop archived runs or seeds that were asked for, or mix code.
 
     A run directory may be replaced by a newer one of the same run, if `output` has both, but not by
     the note of a failure, which any may replace. places: where the run directories are, by their
@@ -87,6 +87,13 @@ def refuse_loss(
             f"--output {output}: its jobs lack {lacking} that {path} has, such as "
             f"{min(gone)}: put them there with keel experiments restore, or remove the file"
         )
+    job = f"jobs/{path.stem}.json"
+    asked, now_asked = (set(json.loads(each[job])["seeds"]) for each in (before, files))
+    if asked - now_asked:
+        raise ValueError(
+            f"{path} is of a job with the seeds {sorted(asked)}, and that of --output {output} has "
+            f"only {sorted(now_asked)}: restore the archive there, or remove the file"
+        )
     then, after = codes_in(before), codes_in(files)
     if len(then) == 1 and len(after) > 1:
         raise ValueError(
@@ -106,15 +113,16 @@ def restore(path: Path, output: Path, source: str = "") -> list[Path]:
     """Put a zip's job and runs into an output folder, so that more can be added.
 
     Returns the runs' directories. source: of the runs, if it is a file or folder, whose path the
-    zip does not contain. A run that is there already is left alone, and the job's seeds and cells
-    are added to those of the job there. ValueError if `source` is missing or has another name.
+    zip does not contain. A run that is there already is left alone, the note of a failure is left
+    out if the run has ended there, and the job's seeds and cells are added to those of the job
+    there. ValueError if `source` is missing or has another name.
     """
     found = []
     kind_given, _, path_given = source.rstrip("/").partition(":")
     with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
+        for name in sorted(archive.namelist(), key=lambda name: Path(name).parent.name == NOTE):
             folder = Path(name).parent
-            if not name.endswith("/config.json") or folder.name == NOTE:
+            if not name.endswith("/config.json"):
                 continue
             flat = json.loads(archive.read(name))["config"]
             is_timed = name_of(resolve_config(flat), False) != folder.parent.name
@@ -128,6 +136,8 @@ def restore(path: Path, output: Path, source: str = "") -> list[Path]:
                     )
                 flat["source"] = source.rstrip("/")
             to = output / "runs" / name_of(resolve_config(flat), is_timed) / folder.name
+            if folder.name == NOTE and any(map(status_of, to.parent.glob("*"))):
+                continue
             found.append(to)
             if (to / "config.json").exists():  # written last
                 continue
@@ -178,7 +188,10 @@ def copies(directory: Path, archived: str = "") -> Iterator[tuple[str, str]]:
     config = read_json(directory / "config.json")["config"]
     yield "config.json", json.dumps({"config": without_folders(config, archived)})
     summary = read_json(directory / "summary.json")
-    yield "summary.json", json.dumps({"status": str(summary["status"])[:MAX_STATUS]})
+    status = str(summary["status"])
+    sign = next((sign for sign in DIVERGENCE if sign in status), "")
+    short = status[:MAX_STATUS]
+    yield "summary.json", json.dumps({"status": short if sign in short else f"{short}: {sign}"})
     manifest = read_manifest(directory)
     yield "manifest.json", json.dumps({key: manifest[key] for key in MANIFEST if key in manifest})
     yield (
@@ -191,10 +204,11 @@ def lines(history: Sequence[Line]) -> Iterator[dict[str, Any]]:
     """The accuracies and times of each round, rounded; nothing of single clients."""
     for line in history:
         small: dict[str, Any] = {"round": line["round"], "losses": {}}
-        reasons = sorted("not finite" * is_divergence(r) for r in line["left_out"].values())
+        found = ("not finite" * is_divergence(reason) for reason in line["left_out"].values())
+        reasons = sorted(found, reverse=True)  # a reader may see only the first
         small["left_out"] = dict(zip(map(str, range(len(reasons))), reasons, strict=True))
-        small |= {key: round(line[key], 2) for key in CLOCKS if key in line}
-        small["seconds"] = {"all": round(sum(line["seconds"].values()), 2)}
+        small |= {key: round(line[key], 4) for key in CLOCKS if key in line}
+        small["seconds"] = {"all": round(sum(line["seconds"].values()), 4)}
         for key, name, _ in CURVES:
             if key in line:
                 small.setdefault(key, {})[name] = round(line[key][name], 5)

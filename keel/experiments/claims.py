@@ -12,13 +12,20 @@ from pathlib import Path
 
 import scipy  # loads submodules on first use: scipy.stats takes a second
 
-from keel.experiments.plan import Result, differing, last_round_read
+from keel.experiments.plan import (
+    Result,
+    differing,
+    ends_before,
+    last_round_read,
+    paper_round_read,
+)
 from keel.experiments.recipe import Claim, Recipe
 from keel.experiments.runs import UNKNOWN, Options, Run, run_of
 from keel.experiments.scale import steps_per_round
 from protocol.config import resolve_config
 
 CONFIDENCE = 0.95
+PER_ROUND = "seconds a round"  # what a cell takes of its runs
 MAX_SEEDS = 1000  # where the search for a sufficient number ends
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 INCONCLUSIVE, NOT_TESTED = "inconclusive", "not tested"
@@ -42,8 +49,9 @@ class JudgedClaim:
     the paper's. failures: sides of which a run diverged, failed or left out updates.
     decide: what would decide an open claim, or complete its seeds; empty for a decided one.
     runs: equal for claims that read the same numbers of the same runs, each at its round `read_at`.
-    early: "at round 200 instead of 500" if the runs end before the round that the paper reads,
-    "after 4 of 5 seeds" if the verdict comes before all seeds that were asked for have ended.
+    early: "at round 200 instead of 500" if the runs end before the round that the paper reads, "at
+    40% of the local steps" if a scaled run has fewer than the paper there, "after 4 of 5 seeds" if
+    the verdict comes before all seeds of the recipe, and all that were asked for, have ended.
     """
 
     paper: str
@@ -109,10 +117,9 @@ def _judged(
         lost = [f"{name}: {side.left_out}" for name, side in named if side.left_out]
         share = min(share_of_steps(claim, side, run) for side, run in both)
         read_at = max(last_round_read(side.cell, run) for side, run in both)
-        tuned_on = {side.tuned_on for side in sides}
-        num_asked = len({*options.seeds} - tuned_on) if leads else 0
-        if leads and read_at < sides[0].cell.at and not runs[0].is_scaled:
-            early.append(f"at round {read_at} instead of {sides[0].cell.at}")
+        asked, tuned_on = {*options.seeds, *recipe.seeds}, {side.tuned_on for side in sides}
+        num_asked = len(asked - tuned_on) if leads else 0
+        early += early_of(sides, runs) if leads else []
         identity = tuple(f"{run.name} {s.cell.of} {s.cell.take}" for s, run in both)
     if detail != "not run":
         machines = sorted({name for side in sides for name in side.machines})
@@ -124,10 +131,10 @@ def _judged(
             detail, decide, differences = f"no verdict on {lacks[0]}{number}", lacks[1], []
         elif sides[0].cell.take.is_time and len(machines) > 1:
             verdict, detail = INCONCLUSIVE, f"different machines: {', '.join(machines)}"
-            decide = "runs on one machine"
+            decide, differences = "runs on one machine", []
         elif share < 1:
             percent = "under 1%" if share < 0.01 else f"{share:.0%}"
-            is_round = sides[0].cell.take.how == "seconds a round"
+            is_round = sides[0].cell.take.how == PER_ROUND
             what = "samples a round" if is_round else "local steps"
             detail = (
                 f"at {percent} of the {'paper' if recipe.paper else 'recipe'}'s {what}; {detail}"
@@ -136,12 +143,13 @@ def _judged(
             decide = f"{times} times the {what}"
         else:
             verdict = judge(leads)
-            decide = what_decides(differences, paper_effect, failures, len(leads))
+            num_tuning = len(asked & tuned_on)
+            decide = what_decides(differences, paper_effect, failures, len(leads), num_tuning)
             is_early = len(leads) < num_asked
             if is_early:
                 early.append(f"after {len(leads)} of {num_asked} seeds")
             if verdict in VERDICTS[:2]:
-                decide = f"{num_asked} seeds" if is_early else ""
+                decide = f"{len(asked)} seeds" if is_early else ""
     return JudgedClaim(
         paper=f"{recipe.paper} {recipe.item}".strip(),
         recipe=recipe.name,
@@ -254,21 +262,50 @@ def failed_share(counts: Mapping[str, int], ended: int) -> str:
 def share_of_steps(claim: Claim, side: Result, run: Run) -> float:
     """Local steps of the run where it is read / those of the paper from which it makes the claim.
 
-    Where several keys say how long a round trains, of the one with the smallest share. For seconds
-    a round, which do not depend on the number of rounds: the samples of a round. Runs of another
-    data set, which have no verdict, count as if on the paper's.
+    For seconds a round, which do not depend on the number of rounds: the samples of a round.
+    """
+    if side.cell.take.how == PER_ROUND:
+        paper = resolve_config({**side.cell.keys, **(side.candidate or {})})
+        samples = (
+            config.train.batch_size * config.rounds.num_clients * config.rounds.fraction_train
+            for config in (resolve_config(run.keys), paper)
+        )
+        return steps_ratio(side, run) * next(samples) / next(samples)
+    read_at = paper_round_read(side.cell, run)
+    first = min(claim.from_round or read_at, read_at)
+    return steps_ratio(side, run) * last_round_read(side.cell, run) / first
+
+
+def steps_ratio(side: Result, run: Run) -> float:
+    """Local steps in a round of the run / in one of the paper.
+
+    Where several keys say how long a round trains, of the one with the smallest ratio. Runs of
+    another data set, which have no verdict, count as if on the paper's.
     """
     paper = resolve_config({**side.cell.keys, **(side.candidate or {})})
     ours, source = resolve_config(run.keys), paper.data.source
-    share = min(
+    return min(
         steps_per_round(ours, source, key) / (steps_per_round(paper, source, key) or 1)
         for key in paper.method_options().duration_keys
     )
-    if side.cell.take.how == "seconds a round":
-        return share * ours.train.batch_size / paper.train.batch_size
-    read_at = side.cell.at or run.paper_rounds
-    first = min(claim.from_round or read_at, read_at)
-    return share * last_round_read(side.cell, run) / first
+
+
+def early_of(sides: Sequence[Result], runs: Sequence[Run]) -> list[str]:
+    """In words, where runs end that do not get to where the paper reads its number.
+
+    Nothing for seconds a round, which do not depend on it.
+    """
+    both = [(s, run) for s, run in zip(sides, runs, strict=True) if s.cell.take.how != PER_ROUND]
+    for side, run in both:
+        if ends_before(side.cell, run):
+            due = paper_round_read(side.cell, run)
+            return [f"at round {last_round_read(side.cell, run)} instead of {due}"]
+    shares = [
+        steps_ratio(side, run) * last_round_read(side.cell, run) / paper_round_read(side.cell, run)
+        for side, run in both
+        if run.is_scaled
+    ]
+    return [f"at {min(shares):.0%} of the local steps"] if min(shares, default=1) < 0.995 else []
 
 
 def deviations_of(side: Result, run: Run) -> Iterator[str]:
@@ -323,11 +360,13 @@ def what_decides(
     paper_effect: float | None,
     failures: str = "",
     num_seeds: int = 1,
+    num_tuning: int = 0,
 ) -> str:
     """What an inconclusive claim lacks: runs that finish, or seeds, at the spread and effect found.
 
     The effect is the paper's if that is the smaller one. num_seeds: how many were judged. If
     there are fewer differences, a time was never reached and the number of seeds needed is unknown.
+    num_tuning: seeds beside these, which chose a tuned value.
     """
     if failures:
         return f"runs that finish: {failures}"
@@ -339,7 +378,7 @@ def what_decides(
     effect, deviation = min(map(abs, effects)), statistics.stdev(differences)
     more = range(len(differences) + 1, MAX_SEEDS)
     seeds = next((n for n in more if half_width_of(deviation, n) < effect), None)
-    return f"{seeds} seeds" if seeds else f"more than {MAX_SEEDS} seeds"
+    return f"{seeds + num_tuning} seeds" if seeds else f"more than {MAX_SEEDS} seeds"
 
 
 def different_headlines(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
@@ -368,7 +407,10 @@ def tally(claims: Sequence[JudgedClaim]) -> str:
         found += f"; {again} at an earlier round of the same runs not counted"
     if all(claim.verdict == NOT_TESTED for claim in once):
         return found
-    return f"{found}; where there is no difference, chance decides one judged claim in 20"
+    return (
+        f"{found}; where there is no difference, chance decides one judged claim in 20, and more "
+        "if seeds were added after a look at the verdict"
+    )
 
 
 def shown_effect(claim: JudgedClaim) -> str:

@@ -47,9 +47,14 @@ def last_round_read(cell: Cell, run: Run) -> int:
     return min(cell.at or run.rounds, run.rounds)
 
 
+def paper_round_read(cell: Cell, run: Run) -> int:
+    """The round at which the paper reads the cell's number."""
+    return cell.at or run.paper_rounds
+
+
 def ends_before(cell: Cell, run: Run) -> bool:
     """Whether the run is over before the round at which the paper reads the cell's number."""
-    return not run.is_scaled and run.rounds < cell.at
+    return not run.is_scaled and run.rounds < paper_round_read(cell, run)
 
 
 def keys_not_read(cell: Cell) -> set[str]:

@@ -29,7 +29,7 @@ from keel.experiments.claims import (
     tally,
 )
 from keel.experiments.figures import Chart, Picture, label_pictures, run_charts, run_pictures
-from keel.experiments.plan import Result, ends_before, load_job, results_of
+from keel.experiments.plan import Result, ends_before, load_job, paper_round_read, results_of
 from keel.experiments.recipe import Recipe
 from keel.experiments.runs import Options
 from keel.experiments.settings import (
@@ -137,9 +137,10 @@ class Section:
 
     @cached_property
     def _means(self) -> dict[str, list[float]]:
-        """The different means of each column, best first, of cells without failed seeds.
+        """The different means of each column, best first, of cells whose seeds all have a number.
 
-        Empty where runs are of different code or precision.
+        Empty where runs are of different code or precision; without columns whose cells are of
+        different data, or are times of different machines.
         """
         found: dict[str, set[float]] = {}
         results = self.results.values()
@@ -147,19 +148,28 @@ class Section:
         precisions = {name for result in results for name in result.precision}
         if len(codes) > 1 or len(precisions) > 1:
             return {}
-        times = set()
+        times, data = set(), dict[str, set[tuple[str, str]]]()
+        machines: dict[str, set[str]] = {}
         for result in results:
             name = result.cell.column.name
+            data.setdefault(name, set()).update(result.data)
             if result.cell.take.is_time:
                 times.add(name)
-            if result.mean is not None and not result.failures:
+                machines.setdefault(name, set()).update(result.machines)
+            if result.mean is not None and is_ranked(result):
                 found.setdefault(name, set()).add(result.mean)
-        return {name: sorted(each, reverse=name not in times) for name, each in found.items()}
+        mixed = {name for name, each in data.items() if len(each) > len({s for s, _ in each})}
+        mixed |= {name for name, each in machines.items() if len(each) > 1}
+        return {
+            name: sorted(each, reverse=name not in times)
+            for name, each in found.items()
+            if name not in mixed
+        }
 
     def rank(self, result: Result) -> str:
         """`best` or `second` of its column, by the mean; "" for others, and for one row alone."""
         means = self._means.get(result.cell.column.name, [])
-        if result.mean is None or result.failures or len(means) < 2:
+        if result.mean is None or not is_ranked(result) or len(means) < 2:
             return ""
         return {0: "best", 1: "second"}.get(means.index(result.mean), "")
 
@@ -298,9 +308,14 @@ def missing(result: Result) -> Iterator[str]:
         yield f"{result.num_tried} of {result.num_candidates} values tried{failed}"
     for run, _ in result.finished[:1]:
         if ends_before(result.cell, run):
-            yield f"at round {run.rounds} instead of {result.cell.at}"
+            yield f"at round {run.rounds} instead of {paper_round_read(result.cell, run)}"
     if result.outdated:
         yield f"a run does not count: {result.outdated}"
+
+
+def is_ranked(result: Result) -> bool:
+    """Whether each of its seeds has a number: none failed, and a time was always reached."""
+    return not result.failures and len(result.reached) == len(result.counted)
 
 
 def records(section: Section) -> Iterator[dict[str, object]]:
@@ -334,7 +349,8 @@ def as_json(section: Section) -> str:
         "cells": list(records(section)),
         "claims": [
             {"claim": c.text, "verdict": c.verdict, "effect": c.effect, "interval": c.interval}
-            | {"paper": c.paper_effect, "seeds": c.seeds, "detail": c.detail}
+            | {"paper": c.paper_effect, "seeds": c.seeds, "detail": c.detail, "early": c.early}
+            | {"failures": c.failures, "deviations": list(c.deviations)}
             for c in section.claims
         ],
     }

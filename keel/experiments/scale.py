@@ -133,12 +133,14 @@ def steps_per_round(config: RunConfig, source: str, key: str = "local-epochs") -
     that only ratios mean something. key: one of the method's `duration_keys`.
     """
     data, train = config.data, config.train
+    size = published_size(source) or 1
+    held = size * data.data_fraction * (1 - data.local_test_fraction) / config.rounds.num_clients
     steps: float = train.batches_per_epoch
     if not steps:
-        size = published_size(source) or 1
-        held = size * data.data_fraction * (1 - data.local_test_fraction)
-        steps = held / config.rounds.num_clients / train.batch_size
+        steps = held / train.batch_size
         steps = math.ceil(steps) if size > 1 else steps
+    elif size > 1:  # a batch has at least one sample
+        steps = min(steps, math.ceil(held))
     length = config.flat[key]
     count, unit = parse_duration(length) if isinstance(length, str) else (int(length), "epochs")
     return max(1, count) * (1 if unit == "steps" else steps)

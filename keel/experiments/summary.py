@@ -168,8 +168,11 @@ def verdict_of(best: JudgedClaim, judged: Sequence[JudgedClaim], recipe: Recipe)
     yield from filter(None, (best.failures, best.early, recipe.remark))
     if best.deviations:
         yield "not the paper's setting"
-    if {best.verdict, *(claim.verdict for claim in judged)} >= {REPRODUCED, NOT_REPRODUCED}:
+    decided = {claim.verdict for claim in judged} & {REPRODUCED, NOT_REPRODUCED}
+    if len(decided) > 1:
         yield "contradicted by other runs"
+    elif best.verdict not in decided:
+        yield from (f"{verdict} by other runs" for verdict in decided)
 
 
 def weight(claim: JudgedClaim) -> tuple[bool, bool, float, int]:

@@ -72,6 +72,8 @@ def unfinished(directory: Path) -> str:
         manifest = read_manifest(directory)
     except ValueError:
         return ""
+    if "files" not in manifest and not (directory / "model.safetensors").exists():
+        return "it was restored from an archive, which does not hold its files"
     if not manifest.get("files"):
         return "the run has not ended: its manifest is incomplete"
     path = directory / "summary.json"

@@ -16,7 +16,14 @@ import pytest
 
 from data.partitions import partition_indices, stratified_share
 from keel.experiments import preflight
-from keel.experiments.claims import JudgedClaim, judge_claims, what_decides
+from keel.experiments.claims import (
+    JudgedClaim,
+    early_of,
+    judge_claims,
+    share_of_steps,
+    sides_of,
+    what_decides,
+)
 from keel.experiments.figures import report_curve
 from keel.experiments.measure import History, measure, parse_take
 from keel.experiments.plan import (
@@ -569,6 +576,47 @@ def test_scale_minutes_has_at_least_400_steps_and_at_most_the_papers(name):
             assert keys[key] <= paper[key]
 
 
+def test_an_epoch_has_at_most_a_batch_for_each_sample():
+    config = resolve_config({"preset": "fedrcl-table1-cifar10", "batches-per-epoch": 100_000})
+    assert steps_per_round(config, "cifar10") == 5 * 500  # 50,000 samples, 100 clients
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [({}, 1.0), ({"fraction-train": 0.1}, 0.1), ({"num-clients": 20, "fraction-train": 0.5}, 0.5)],
+)
+def test_seconds_a_round_are_judged_by_the_samples_of_the_whole_cohort(tmp_path, changes, share):
+    recipe = load_recipe("fedcka-table-4")
+    (claim, *_) = [c for c in recipe.claims if c.is_headline]
+    cell = recipe.cell(*sides_of(claim, recipe)[0])
+    options = Options("paper", changes, [0], full_grid=False)
+    found = result_of(cell, options, tmp_path)
+    run = run_of(cell, found.candidate or {}, 0, options, tmp_path)
+    assert share_of_steps(claim, found, run) == pytest.approx(share, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("scale", "changes", "early"),
+    [
+        ("paper", {}, []),
+        ("paper", {"num-rounds": 45}, ["at round 45 instead of 100"]),
+        ("paper", {"num-rounds": 200}, []),
+        (
+            "day",
+            {"num-rounds": 50, "local-epochs": 10, "data-fraction": 1.0},
+            ["at 50% of the local steps"],
+        ),
+    ],
+)
+def test_runs_that_end_before_the_paper_reads_its_number_are_named(tmp_path, scale, changes, early):
+    """Also where the recipe names no round, as the paper reads the last one."""
+    cells = selected(load_recipe("fedcka-table-2"), ["FedAvg", "FedCKA", "alpha 5"])
+    options = Options(scale, changes, [0], full_grid=False)
+    sides = [result_of(cell, options, tmp_path) for cell in cells]
+    runs = [run_of(s.cell, s.candidate or {}, 0, options, tmp_path) for s in sides]
+    assert early_of(sides, runs) == early
+
+
 RCL = {"preset": "fedrcl-table1-cifar10"}  # 5 epochs of 10 batches
 
 
@@ -847,6 +895,7 @@ def test_the_seeds_that_would_decide_are_computed_from_the_spread():
     assert what_decides([x - 0.35 for x in spread], 0.6) == what_decides(spread, 0.25)
     # at the paper's effect three seeds would be enough, and there are three
     assert int(what_decides([-0.5, 0.5, 1.5], 7.71).split()[0]) > 3
+    assert what_decides(spread, 0.25, num_tuning=1) == "24 seeds"  # `--seeds` counts it too
     assert what_decides([4.31], 7.71) == "a second seed, to know the spread"
     assert what_decides([], 0.25) == what_decides([], 0.25, "", 0) == "more seeds"
     assert what_decides(spread, 0.25, "FedIntR diverged 1/4") == (

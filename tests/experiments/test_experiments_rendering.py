@@ -22,7 +22,9 @@ from tests.tools.run_directories import line_of, make_table
 ROOT = Path(__file__).parent.parent.parent
 
 
-def section(means, paper=None, is_time=False, code="abc", precision=(), failed=()):
+def section(
+    means, paper=None, is_time=False, code="abc", precision=(), failed=(), unreached=(), mixed=""
+):
     results = {}
     for name, mean in means.items():
         cell = SimpleNamespace(
@@ -31,6 +33,9 @@ def section(means, paper=None, is_time=False, code="abc", precision=(), failed=(
         results[name, "c"] = SimpleNamespace(
             cell=cell, mean=mean, code=(code or name,), precision=precision and (name,),
             failures={0: "diverged"} if name in failed else {},
+            reached=[mean], counted=dict.fromkeys(range(1 + (name in unreached)), mean),
+            data={("digits", name if mixed == "data" else "")},
+            machines=[name if mixed == "machines" else ""],
         )  # fmt: skip
     return Section(None, None, "", results, [])
 
@@ -48,6 +53,12 @@ def test_the_best_of_a_column_and_the_second_are_marked():
     assert set(ranks(of_different_code).values()) == {""}
     assert set(ranks(section(means, precision="each its own")).values()) == {""}
     assert ranks(section(means, failed="c")) == {"a": "second", "b": "", "c": "", "d": "best"}
+    assert ranks(section(means, is_time=True, unreached="a")) == {
+        **{"a": "", "b": "", "c": "second", "d": "best"}
+    }
+    assert set(ranks(section(means, mixed="data")).values()) == {""}
+    assert set(ranks(section(means, is_time=True, mixed="machines")).values()) == {""}
+    assert ranks(section(means, mixed="machines"))["c"] == "best"
     assert ranks(section({"a": 1.0, "b": 1.0, "c": 0.0})) == {
         **{"a": "best", "b": "best", "c": "second"}
     }

@@ -12,13 +12,13 @@ import pytest
 
 from keel.cli.main import main
 from keel.experiments import runner
-from keel.experiments.archive import copies, pack, unpacked, without_folders
+from keel.experiments.archive import copies, pack, restore, unpacked, without_folders
 from keel.experiments.claims import JudgedClaim
 from keel.experiments.measure import History
 from keel.experiments.plan import job_name, load_job, runs_needed, selected
 from keel.experiments.recipe import load_recipe, parse_recipe
 from keel.experiments.rendering import write_report
-from keel.experiments.runs import Options, run_of
+from keel.experiments.runs import Options, run_of, status_of
 from keel.experiments.summary import (
     BEGIN,
     END,
@@ -27,15 +27,18 @@ from keel.experiments.summary import (
     headlines,
     in_full,
     svg_of,
+    verdict_of,
     weight,
     write_summary,
 )
 from protocol.config import resolve_config
 from protocol.files import digest
+from server_app.history import read_history
 from tests.tools.run_directories import make_table
 
 root = Path(__file__).parent.parent.parent
 RESULTS = root / "docs" / "results"
+EARLY = "at round 41 instead of 100"
 OTHER = "sources 0123456789abcdef, torch 2.0.0"
 
 
@@ -133,8 +136,8 @@ def test_a_job_whose_rows_have_different_columns_has_a_page_and_a_command_for_ea
     text = page.read_text()
     for only in ("'FedAvg;alpha 5;alpha 0.1'", "'FedCKA;alpha 5'"):
         assert f"keel experiments run fedcka-table-2 --only {only} --set" in text
-    assert "| FedCKA | 67.86 | 64.00 ± 1.00 (5) | | |\n" in text
-    assert re.search(r"\| FedAvg \| 64.37 \| 61.00 ± 1.00 \| 50.43 \| – \|\n", text)
+    assert f"| FedCKA | 67.86 | 64.00 ± 1.00 (5); {EARLY} | | |\n" in text
+    assert f"| FedAvg | 64.37 | 61.00 ± 1.00; {EARLY} | 50.43 | – |\n" in text
 
 
 @pytest.mark.parametrize(
@@ -183,8 +186,17 @@ def test_evidence_against_a_verdict_is_on_the_page_and_named_beside_it(output):
     page = summary_of(output)
     (row,) = [line for line in page.splitlines() if line.startswith(f"| {claim} (")]
     assert row.endswith("; not the paper's setting; contradicted by other runs |")
-    assert f"**{claim}: reproduced.** Difference +3.00" in page
-    assert f"**{claim}: not reproduced.** Difference -10.00" in page
+    assert f"**{claim}: reproduced; {EARLY}.** Difference +3.00" in page
+    assert f"**{claim}: not reproduced; {EARLY}.** Difference -10.00" in page
+
+
+def test_an_open_verdict_names_a_decided_one_of_other_runs():
+    recipe = load_recipe("fedcka-table-2")
+    open_one, decided = judged(verdict="inconclusive"), judged(verdict="not reproduced")
+    assert [*verdict_of(open_one, [open_one, decided], recipe)] == [
+        "inconclusive",
+        "not reproduced by other runs",
+    ]
 
 
 def test_one_run_decides_one_of_two_headlines_that_name_later_rounds(tmp_path):
@@ -209,7 +221,7 @@ def test_one_run_decides_one_of_two_headlines_that_name_later_rounds(tmp_path):
 
 def test_a_run_that_gets_to_both_rounds_decides_both_headlines(tmp_path):
     only = ["FedAvg", "FedRCL", "CIFAR-10", "alpha 0.05"]
-    make_table(tmp_path, "fedrcl-table-1", only, seeds=2)
+    make_table(tmp_path, "fedrcl-table-1", only, seeds=3)
     page = summary_of(tmp_path)
     for rounds in (500, 1000):
         claim = f"FedRCL above FedAvg on CIFAR-10, alpha 0.05, {rounds} rounds"
@@ -347,6 +359,49 @@ def test_a_note_of_a_failure_does_not_replace_an_archived_run(output):
     assert path.read_bytes() == before
 
 
+def test_a_run_that_was_killed_is_still_a_failure_once_it_is_restored(output):
+    """It was left out of a restored job, and its seed no longer counted against the claim."""
+    (killed,) = output.glob("runs/fedcka-*seed2-*/attempt")
+    (job,) = (output / "jobs").iterdir()
+    recipe, how = load_job(job)
+    shutil.rmtree(killed)
+    for run in runs_needed(recipe, recipe.cells, how, output, ()):
+        if not run.ended():
+            run.note_failure("its process was killed")
+    (path,) = pack(output, output / "histories")
+    again = output / "again"
+    source = f"folder:{output}/cifar10-jpg"
+    restore(path, again, source)
+    for folder in (output, again):
+        (found,) = evidence_in(folder)
+        (claim,) = [c for c in found.claims if c.text == "FedCKA above FedAvg in alpha 5"]
+        assert claim.failures == "FedCKA failed 1/3"
+    attempt = again / "runs" / run_with_seed(again, 2) / "attempt"
+    shutil.copytree(next(again.glob("runs/fedcka-*seed1-*/attempt")), attempt)
+    shutil.rmtree(attempt.with_name("failed"))
+    restore(path, again, source)
+    assert not attempt.with_name("failed").exists()  # it has ended there
+
+
+def run_with_seed(output: Path, seed: int) -> str:
+    """The folder of FedCKA's run with this seed."""
+    (found,) = (output / "runs").glob(f"fedcka-*seed{seed}-*")
+    return found.name
+
+
+def test_an_archive_does_not_forget_seeds_that_were_asked_for(output):
+    """Or a verdict would no longer say that it came after three of five."""
+    (job,) = (output / "jobs").iterdir()
+    about = json.loads(job.read_text())
+    job.write_text(json.dumps(about | {"seeds": [0, 1, 2, 3, 4]}))
+    pack(output, output / "histories")
+    job.write_text(json.dumps(about))
+    with pytest.raises(
+        ValueError, match=r"with the seeds \[0, 1, 2, 3, 4\], and .* only \[0, 1, 2\]"
+    ):
+        pack(output, output / "histories")
+
+
 def test_an_archive_of_one_code_does_not_become_one_of_two(output):
     (path,) = pack(output, output / "histories")
     before = path.read_bytes()
@@ -376,7 +431,10 @@ def test_an_archive_does_not_change_the_verdict_on_another_with_the_same_runs(ou
 def test_runs_on_data_of_different_content_are_not_judged(output):
     """A folder of one name may hold other files: on each side, or from seed to seed."""
     paths = sorted(output.glob("runs/*/attempt/manifest.json"))
-    for digests, cell in (("aaabbb", "64.00 ± 1.00 (5)"), ("aabaab", "runs on different data")):
+    for digests, cell in (
+        ("aaabbb", f"64.00 ± 1.00 (5); {EARLY}"),
+        ("aabaab", f"runs on different data; {EARLY}"),
+    ):
         for path, data in zip(paths, digests, strict=True):
             path.write_text(json.dumps(json.loads(path.read_text()) | {"data": data}))
         page = summary_of(output)
@@ -404,6 +462,23 @@ def test_a_copy_counts_the_updates_that_were_left_out_and_names_no_client(output
     assert (found.num_left_out, found.rounds_not_finite) == (2, 1)
 
 
+def test_a_copy_keeps_the_sign_of_divergence(output):
+    """Of many updates left out in a round, and of a long status."""
+    (path, *_) = sorted(output.glob("runs/*/attempt/history.jsonl"))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[3]["left_out"] = {"a": "not finite"} | {f"b{n}": "no answer" for n in range(150)}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status = f"failed: {'x' * 300} is not finite"
+    path.with_name("summary.json").write_text(json.dumps({"status": status}))
+    copy = output / "copy"
+    copy.mkdir()
+    for name, text in copies(path.parent):
+        (copy / name).write_text(text)
+    assert status_of(path.parent) == status_of(copy) == "diverged"
+    found = History(read_history(copy))
+    assert (found.num_left_out, found.rounds_not_finite) == (151, 1)
+
+
 def test_the_page_and_the_table_say_what_an_archive_holds(output):
     pack(output, output / "histories")
     page, readme = output / "papers.md", output / "README.md"
@@ -412,7 +487,7 @@ def test_the_page_and_the_table_say_what_an_archive_holds(output):
     row = "| FedCKA above FedAvg on CIFAR-10, alpha 5 (FedCKA Table 2) "
     row += "| +3.49 | +3.00 [+3.00, +3.00] | 3 "
     for made in (page, readme):
-        assert f"{row}| reproduced; not the paper's setting |" in made.read_text()
+        assert f"{row}| reproduced; {EARLY}; not the paper's setting |" in made.read_text()
     assert readme.read_text().startswith(f"before\n{BEGIN}\n| claim")
     assert readme.read_text().endswith(f"{END}\nafter\n")
     text = page.read_text()
@@ -421,9 +496,9 @@ def test_the_page_and_the_table_say_what_an_archive_holds(output):
     assert "6 runs on cpu: some: 41 min 0 s of rounds, the longest 6 min 50 s." in text
     assert "Processor time of the clients: 246.0 core hours." in text
     assert f"Code: {OTHER}. Packages: keel 0.2.0 51716e2fbfa1." in text
-    assert "alpha 5: reproduced.** Difference +3.00 [+3.00, +3.00]" in text
+    assert f"alpha 5: reproduced; {EARLY}.** Difference +3.00 [+3.00, +3.00]" in text
     assert "num-rounds 41 (paper: 100); source folder:cifar10-jpg (paper: cifar10)" in text
-    assert "| FedCKA | 67.86 | 64.00 ± 1.00 (5) |" in text
+    assert f"| FedCKA | 67.86 | 64.00 ± 1.00 (5); {EARLY} |" in text
     assert f"](curves/{picture.name})" in text
     assert (
         "keel experiments run fedrcl-table-1 --only 'FedRCL;CIFAR-10, alpha 0.6, 500R;FedAvg'"
