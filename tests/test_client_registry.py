@@ -125,7 +125,7 @@ def test_a_node_that_had_little_time_to_answer_is_asked_again(fleet, monkeypatch
 def resumed(grid, monkeypatch, **given):
     """The registry of a resumed run of a, b and c."""
     config = config_of(**given)
-    monkeypatch.setattr(server_app.client_registry, "RETURN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server_app.client_registry, "RETURN_TIMEOUT_S", 0.6)
     monkeypatch.setattr(server_app.client_registry, "SETTLE_S", 0.01)
     source = open_source(config)
     query = query_for(config)
@@ -328,9 +328,9 @@ def test_a_missing_client_is_named_at_once_again_later_and_in_the_error(
 ):
     grid, _, registry = fleet
     del grid.nodes[2], grid.nodes[3]
-    monkeypatch.setattr(server_app.client_registry, "WAITING_EVERY_S", 0.2)
+    monkeypatch.setattr(server_app.client_registry, "WAITING_EVERY_S", 0.1)
     monkeypatch.setattr(server_app.client_registry, "SETTLE_S", 0)
-    config = config_of(num_clients=2, start_timeout=0.8)
+    config = config_of(num_clients=2, start_timeout=2.0)
     with (
         caplog.at_level(logging.INFO, logger="keel.server"),
         pytest.raises(

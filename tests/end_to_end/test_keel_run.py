@@ -76,7 +76,7 @@ def test_keel_stop_stops_the_run_cleanly(home):
         directory = only_run(home)
         assert SavedRun(directory).state == "running"
         assert main(["stop", directory.name]) == 0
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=250)
     finally:
         process.kill()
         process.wait(timeout=60)

@@ -314,7 +314,7 @@ def test_the_pages_work_through_another_port_while_the_run_writes(tmp_path):
             threading.Thread(target=relay.serve_forever, daemon=True).start()
             base = f"http://127.0.0.1:{relay.server_address[1]}"
             assert relay.server_address[1] != link.port
-            with httpx.Client(base_url=base, follow_redirects=True) as client:
+            with httpx.Client(base_url=base, follow_redirects=True, timeout=60) as client:
                 first = client.get(f"/?{link.query}", headers={"origin": base})
                 assert (first.status_code, str(first.url)) == (200, f"{base}/")
                 page = re.search(r"/run/\w+", first.text)[0]
