@@ -31,6 +31,7 @@ from keel.experiments.summary import (
     weight,
     write_summary,
 )
+from keel.experiments.verify import unfinished
 from protocol.config import resolve_config
 from protocol.files import digest
 from server_app.history import read_history
@@ -371,7 +372,8 @@ def test_a_run_that_was_killed_is_still_a_failure_once_it_is_restored(output):
     (path,) = pack(output, output / "histories")
     again = output / "again"
     source = f"folder:{output}/cifar10-jpg"
-    restore(path, again, source)
+    (first, *_) = restore(path, again, source)
+    assert unfinished(first).startswith("it was restored from an archive")
     for folder in (output, again):
         (found,) = evidence_in(folder)
         (claim,) = [c for c in found.claims if c.text == "FedCKA above FedAvg in alpha 5"]
