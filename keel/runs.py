@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config import keel_home
-from protocol.files import digest
+from protocol.files import digest, full_path
 from protocol.options import did_you_mean
 from protocol.text import shortened
 from server_app.history import HISTORY_FILE, curve, read_history
@@ -227,7 +227,7 @@ def find_run(run: str | Path = "") -> SavedRun:
     path = Path(text).expanduser()
     for candidate in (path, base / text):
         if (candidate / CONFIG_FILE).is_file():
-            return SavedRun(candidate.absolute())
+            return SavedRun(full_path(candidate))
     if path.is_dir():
         raise ValueError(f"{path} has no {CONFIG_FILE}: not a run directory")
     if len(path.parts) > 1:

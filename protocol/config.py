@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import yaml
 
 from protocol.catalogue import method_names, method_spec
+from protocol.files import full_path
 from protocol.models import MODELS
 from protocol.options import (
     Constraint,
@@ -467,7 +468,7 @@ class RunConfig:
 
 def keel_home() -> Path:
     """$KEEL_HOME, or ~/.keel: where runs, data and caches go unless the config says otherwise."""
-    return Path(os.environ.get("KEEL_HOME") or Path.home() / ".keel").expanduser().absolute()
+    return full_path(Path(os.environ.get("KEEL_HOME") or Path.home() / ".keel"))
 
 
 def project_file() -> Path:

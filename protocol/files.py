@@ -15,6 +15,12 @@ RESET_FILE = "reset-state"
 HISTORY_FILE = "history.jsonl"
 
 
+def full_path(path: Path) -> Path:
+    """The absolute path, with `~` and `..` resolved: clients refuse a run directory with `..`."""
+    path = path.expanduser().absolute()
+    return path.resolve() if ".." in path.parts else path
+
+
 def digest(*pieces: Any) -> str:
     """The first 16 hex digits of the SHA-256 of the joined pieces, bytes or arrays of bytes."""
     found = hashlib.sha256()

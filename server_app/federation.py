@@ -26,7 +26,7 @@ from client_app.state import StateMemory, max_rounds_ahead, memories
 from data.sources import Source
 from models import StagedModel
 from protocol.config import RunConfig, resolve_config
-from protocol.files import digest, private_files
+from protocol.files import private_files
 from protocol.flower_compat import has_own_clients, is_in_process_grid, watch_superlink
 from protocol.messages import (
     Arrays,
@@ -78,6 +78,7 @@ from server_app.roster import (
     save_roster,
 )
 from server_app.run_directory import (
+    RELEASES,
     Checkpoint,
     RunDirectory,
     new_run_directory,
@@ -92,7 +93,7 @@ from server_app.simulated_roster import (
     shown_entries,
     simulated_roster,
 )
-from server_app.summary import new_path, runs_directory
+from server_app.summary import new_path, read_manifest, runs_directory
 from server_app.untrained import untrained_accuracies
 from strategies import Average, strategy_for
 from strategies.average import RoundReport, TooFewRepliesError
@@ -329,6 +330,10 @@ def prepare(
         *(data_of_run, workers, about, precisions if is_auto else ()),
         trains=start.round < config.rounds.num_rounds,
     )
+    noted = read_manifest(directory.path).get("rounds", {})
+    if 0 < start.round <= NUM_NOTED_ROUNDS and str(start.round) not in noted:  # killed before it
+        digest = start.noted_digest(config.model.model)
+        note_round(directory.path, config, start.round, digest)
     memory = StateMemory(max_rounds_ahead(config.rounds.checkpoint_interval))
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):
         memories[directory.path] = memory
@@ -637,16 +642,15 @@ def record_round(run: Run, trained: Trained, beside_training: bool = False) -> L
     line = finite_or_null(line)
     # before the checkpoint: a resume drops what is ahead of it
     append_history(run.directory.path / HISTORY_FILE, line)
-    model = run.config.model.model
+    model, saved = run.config.model.model, ""
     checkpoint = Checkpoint(server_round, tensors(trained.arrays), trained.state)
     if server_round == rounds.num_rounds or server_round % rounds.snapshot_every == 0:
         run.memory.write(run.directory.checkpoint_rounds())
     if server_round == rounds.num_rounds or server_round % rounds.checkpoint_interval == 0:
-        checkpoint_digest = run.directory.save_checkpoint(checkpoint, model)
-        note_round(run.directory.path, run.config, server_round, checkpoint_digest)
-    elif server_round <= NUM_NOTED_ROUNDS:
-        checkpoint_digest = digest(*checkpoint.pieces(model))
-        note_round(run.directory.path, run.config, server_round, checkpoint_digest)
+        saved = run.directory.save_checkpoint(checkpoint, model)
+    if server_round <= NUM_NOTED_ROUNDS:
+        noted = saved if saved and RELEASES not in trained.state else checkpoint.noted_digest(model)
+        note_round(run.directory.path, run.config, server_round, noted)
     return line
 
 

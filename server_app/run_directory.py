@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,10 +27,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from client_app.methods import method_of
+from client_app.node_config import RUN_NAME
 from client_app.state import NUM_CHECKPOINTS
 from protocol.chained import append_chained, read_chained
 from protocol.config import RunConfig, keel_home, resolve_config
-from protocol.files import digest, remove_parts, write_atomically
+from protocol.files import digest, full_path, remove_parts, write_atomically
 from protocol.messages import UNREADABLE, Arrays, with_current_names
 from protocol.options import OptionValue
 from protocol.packing import Pieces, packed_pieces
@@ -39,6 +40,7 @@ from server_app.history import DAMAGE, HISTORY_FILE, whole_lines
 from server_app.summary import (
     check_has_rounds_left,
     check_has_state,
+    check_last_is_evaluated,
     new_path,
     newest_version,
     read_config_file,
@@ -47,6 +49,7 @@ from server_app.summary import (
 
 log = logging.getLogger("keel.server")
 RELEASES_FILE = "releases.jsonl"
+RELEASES = "releases"  # their numbers, in the state of a checkpoint
 LOCK_ATTEMPTS = 5
 
 
@@ -57,6 +60,11 @@ class Checkpoint:
     round: int
     arrays: Arrays
     state: Arrays
+
+    def noted_digest(self, model: str) -> str:
+        """Its content's digest, without the numbers of releases: a repeated round adds to them."""
+        state = {name: array for name, array in self.state.items() if name != RELEASES}
+        return digest(*replace(self, state=state).pieces(model))
 
     def pieces(self, model: str) -> Pieces:
         """The content of its file. model: the network's name."""
@@ -160,7 +168,7 @@ class RunDirectory:
     def release_state(self) -> Arrays:
         """`release_counts` for a checkpoint; {} without private releases."""
         counts = json.dumps(self.release_counts(), sort_keys=True).encode()
-        return {"releases": torch.tensor([*counts], dtype=torch.uint8)}
+        return {RELEASES: torch.tensor([*counts], dtype=torch.uint8)}
 
     def restore_releases(self, state: Arrays) -> None:
         """Complete the releases before a resume: audit log, history, and the checkpoint's `state`.
@@ -169,7 +177,7 @@ class RunDirectory:
         more for each client: a round may have been under way. Only the audit log has rounds that an
         earlier resume repeated before its next checkpoint.
         """
-        seen = json.loads(bytes(state["releases"].tolist())) if "releases" in state else {}
+        seen = json.loads(bytes(state[RELEASES].tolist())) if RELEASES in state else {}
         rounds = Counter[str](
             client
             for line in whole_lines(self.path)[0]
@@ -319,6 +327,12 @@ def open_run_directory(
     directory = Path(path).expanduser()
     if not directory.is_absolute():
         directory = keel_home() / "runs" / path
+    directory = full_path(directory)
+    if not RUN_NAME.fullmatch(directory.name):
+        raise ValueError(
+            f"{directory}: expected a name of letters, digits, '.', '_' and '-', the first no '.': "
+            "rename the directory"
+        )
     saved, saved_overrides = read_config_file(directory)
     changed = sorted(overrides.keys() - {"resume", "num-rounds"})
     if changed:
@@ -329,6 +343,8 @@ def open_run_directory(
     merged = saved_overrides | {k: v for k, v in overrides.items() if k == "num-rounds"}
     config = resolve_config(merged)
     num_rounds = config.rounds.num_rounds
+    if num_rounds < saved["num-rounds"]:
+        check_last_is_evaluated(directory, config)
     if num_rounds != saved["num-rounds"] and method_of(config).depends_on_num_rounds():
         raise ValueError(
             f"num-rounds = {num_rounds}: the result of {config.rounds.method} depends on it: it "

@@ -22,7 +22,7 @@ from protocol.config import (
     presets,
     with_current_names,
 )
-from protocol.files import write_atomically
+from protocol.files import full_path, write_atomically
 from protocol.options import OptionValue
 from server_app.history import CURVES, DAMAGE, Line, curve, whole_lines
 
@@ -154,7 +154,7 @@ def read_summary(directory: Path) -> dict[str, Any]:
 
 def runs_directory(config: RunConfig) -> Path:
     """The directory in which the run directory is made."""
-    return Path(config.rounds.output_dir or keel_home() / "runs").expanduser()
+    return full_path(Path(config.rounds.output_dir or keel_home() / "runs"))
 
 
 def new_path(config: RunConfig) -> Path:
@@ -166,6 +166,11 @@ def new_path(config: RunConfig) -> Path:
     name = rounds.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{rounds.method}-{source}"
     paths = (runs_directory(config) / f"{name}{f'-{n}' if n else ''}" for n in itertools.count())
     path = next(path for path in paths if rounds.run_name or not path.exists())
+    if path.exists() and not (path / "config.json").exists():
+        raise ValueError(
+            f"run-name = {name!r}: {path} exists: choose another name, or remove it: it has no "
+            "config.json, as after a kill before a run began"
+        )
     if path.exists():
         raise ValueError(
             f"run-name = {name!r}: {path} exists: choose another name, or continue that run with "
@@ -177,7 +182,7 @@ def new_path(config: RunConfig) -> Path:
 def check_has_state(directory: Path) -> None:
     """ValueError if the run has finished and has no checkpoints, as with keep-state = false."""
     has_checkpoints = any((directory / "checkpoints").glob("round-*"))
-    if not has_checkpoints and read_summary(directory)["status"] == "finished":
+    if not has_checkpoints and has_finished(directory):
         raise ValueError(
             f"{directory}: it finished with keep-state = false, which removes its checkpoints: "
             "start a new run with more rounds, and with keep-state = true if it is to be continued"
@@ -217,6 +222,16 @@ def check_has_rounds_left(directory: Path, num_rounds: int) -> None:
         raise ValueError(
             f"{directory.name}: {done} rounds are done, which a resume keeps: num-rounds = "
             f"{num_rounds} is fewer; set {done} or more"
+        )
+
+
+def check_last_is_evaluated(directory: Path, config: RunConfig) -> None:
+    """ValueError if a resume would end the run after a round that is done and was not evaluated."""
+    done = max((line["round"] for line in whole_lines(directory)[0]), default=0)
+    if config.rounds.num_rounds == done and done % config.rounds.evaluate_every:
+        raise ValueError(
+            f"{directory.name}: {done} rounds are done, and the last was not evaluated: set "
+            f"num-rounds={done + 1} or more"
         )
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TextIO
 
 from keel.cli.progress import Terminal
-from keel.deployment.simulation import last_line, simulation_superlink
+from keel.deployment.simulation import end_abandoned, last_line, simulation_superlink
 from keel.deployment.superlink import SuperLinkClient, app_directory, run_config
-from keel.runs import FINISHED, SavedRun
+from keel.runs import FINISHED, SavedRun, is_locked
 from protocol.config import keel_home
 from protocol.options import OptionValue
 from protocol.processes import num_cores
@@ -94,6 +94,9 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
     assert job.directory is not None
     folder = keel_home() / "flower" / job.directory.name
     terminal.phase("starting Flower")
+    if is_locked(folder / ".lock"):
+        raise ValueError(f"another run of the name {job.directory.name} is running: start it again")
+    end_abandoned(folder)
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
     try:
         with (

@@ -14,6 +14,7 @@ from keel.cli.overrides import parse_overrides
 from keel.experiments.scale import SCALES
 from keel.runs import find_run
 from protocol.config import keel_home, refuse_unknown, with_current_names
+from protocol.files import full_path
 from protocol.options import OptionValue
 
 app = typer.Typer(
@@ -33,7 +34,7 @@ Scale = Annotated[str, typer.Option(help=f"How much the runs are reduced: {', '.
 
 def output_folder(output: Path | None) -> Path:
     """The absolute output folder."""
-    return (output or keel_home() / "experiments").expanduser().absolute()
+    return full_path(output or keel_home() / "experiments")
 
 
 def new_console() -> Console:

@@ -19,7 +19,8 @@ CLEAR = "\r\x1b[2K\x1b[?25h"  # the line of a progress bar, which hides the curs
 def interruptible(at_once: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Within: SIGINT raises KeyboardInterrupt, a second one ends the process with code 130.
 
-    SIGTERM raises SystemExit, once: who sends it may repeat it. at_once: called before the process
+    SIGTERM, and SIGHUP unless it is ignored as under nohup, raise SystemExit, once: who sends them
+    may repeat them. at_once: called before the process
     ends at once, to end others.
     """
     presses = itertools.count(1)
@@ -39,6 +40,8 @@ def interruptible(at_once: Callable[[], None] = lambda: None) -> Iterator[None]:
 
     # SIGINT also where a shell had it ignored
     handlers = {signal.SIGINT: interrupt, signal.SIGTERM: terminate}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        handlers[signal.SIGHUP] = terminate
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # no traceback of a late one
     try:

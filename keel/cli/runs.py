@@ -210,15 +210,18 @@ def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:
     saved = find_run(run) if run else only_run(running, "can be stopped", "keel stop")
     if not saved.is_running:
         raise ValueError(f"{saved.name} is not running: {saved.state}")
+    from keel.deployment.simulation import end_abandoned
+
     engine_lock = keel_home() / "flower" / saved.name / ".lock"
     pid = lock_holder(engine_lock if is_locked(engine_lock) else saved.directory / LOCK_FILE)
     if pid is None:
         raise RuntimeError(f"cannot determine which process writes {saved.directory}")
-    if is_flower(pid):
+    if not is_flower(pid):
+        os.kill(pid, signal.SIGINT)
+    elif not end_abandoned(engine_lock.parent):  # its `keel run` was killed
         raise ValueError(
             f"{saved.name} was started by `flwr run` (process {pid}): use `flwr stop RUN_ID`"
         )
-    os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while (saved.is_running or is_locked(engine_lock)) and time.monotonic() < deadline:
         time.sleep(0.1)

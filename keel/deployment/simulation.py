@@ -13,9 +13,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from keel.deployment.superlink import SuperLinkClient, free_ports
+from keel.runs import is_locked
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 30.0  # for processes to end after SIGTERM: the ServerApp writes its summary
+MARK_FILE = "mark"
 MARK = "KEEL_ENGINE"  # environment variable of every process that came of such a SuperLink
 
 
@@ -41,6 +43,7 @@ def simulation_superlink(
         client.environment.setdefault("RAY_TMPDIR", sockets)
     log_path = folder / "superlink.log"
     with locked(folder / ".lock"), log_path.open("w") as log_file:
+        (folder / MARK_FILE).write_text(mark)
         process = subprocess.Popen(
             [
                 *("flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"),
@@ -72,17 +75,32 @@ def wait_until_healthy(process: subprocess.Popen[bytes], port: int, log_path: Pa
     raise RuntimeError(f"Flower's SuperLink did not start: {last_line(log_path)} (log: {log_path})")
 
 
-def end_processes(superlink: subprocess.Popen[bytes], mark: str) -> None:
+def end_abandoned(folder: Path) -> bool:
+    """End what is left of the simulation in `folder`, whose own process was killed.
+
+    False if there is nothing to end, or if its process is alive.
+    """
+    path = folder / MARK_FILE
+    mark = path.read_text() if path.exists() else ""
+    if not mark or is_locked(folder / ".lock") or not marked_processes(mark):
+        return False
+    end_processes(None, mark)
+    return True
+
+
+def end_processes(superlink: subprocess.Popen[bytes] | None, mark: str) -> None:
     """End the SuperLink and every process with our mark, by SIGTERM, then by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
-            os.killpg(superlink.pid, number)
+            if superlink:
+                os.killpg(superlink.pid, number)
         for pid in marked_processes(mark):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         deadline = time.monotonic() + END_TIMEOUT_S
         while time.monotonic() < deadline:
-            if superlink.poll() is not None and not marked_processes(mark):
+            has_ended = superlink is None or superlink.poll() is not None
+            if has_ended and not marked_processes(mark):
                 return
             time.sleep(0.1)
 

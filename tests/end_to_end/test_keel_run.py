@@ -88,6 +88,23 @@ def test_keel_stop_stops_the_run_cleanly(home):
     assert err == ""
 
 
+def test_a_terminal_that_closes_stops_the_run_cleanly(home):
+    """By SIGHUP, which ended the process: a run of Flower's went on without it."""
+    command = [sys.executable, "-m", "keel", "run", *SMALL[:-1], "num-rounds=100000"]
+    process = subprocess.Popen(
+        [*command, "--clients", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_until(lambda: list(home.glob("runs/*/checkpoints/round-00002*")), process=process)
+        process.send_signal(signal.SIGHUP)
+        process.communicate(timeout=250)
+    finally:
+        process.kill()
+        process.wait(timeout=60)
+    assert process.returncode == 128 + signal.SIGHUP
+    assert summary_of(only_run(home))["status"] == "stopped"
+
+
 def test_a_second_ctrl_c_ends_the_run_at_once(home, capsys):
     command = [sys.executable, "-m", "keel", "run", *SMALL[:-1], "num-rounds=100000"]
     process = subprocess.Popen(

@@ -12,6 +12,7 @@ from PIL import Image
 from run_fixtures import SMALL, assert_same_run, summary_of
 
 from keel.cli.interrupts import ENDED, STOPPING
+from keel.cli.main import main
 from keel.deployment.simulation import MARK
 from keel.runs import SavedRun
 from server_app.inline import run_inline
@@ -116,6 +117,28 @@ def test_a_second_ctrl_c_ends_a_flower_run_with_all_its_processes_at_once(tmp_pa
     run = SavedRun(tmp_path / "runs" / "cut")
     done = run.rounds
     assert done >= 2
+    run_inline({"resume": str(run.directory), "num-rounds": done + 1}, 3)
+    assert SavedRun(run.directory).rounds == done + 1
+
+
+@pytest.mark.slow
+def test_what_a_killed_keel_run_leaves_of_a_flower_run_is_stopped(tmp_path, monkeypatch, capsys):
+    """Its SuperLink went on for good, and `keel stop` sent to `flwr stop`."""
+    process = start(tmp_path, "run", *words, "num-rounds=1000", "run-name=cut", "--engine",
+                    "flower", "--clients", "3")  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("round    2/1000"):
+            break
+    process.kill()
+    process.communicate(timeout=60)
+    assert any("flower-superlink" in command for command in started_by(tmp_path))
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    assert main(["stop", "cut"]) == 0
+    assert "after round" in capsys.readouterr().out
+    assert_all_end(tmp_path)
+    run = SavedRun(tmp_path / "runs" / "cut")
+    done = run.rounds
     run_inline({"resume": str(run.directory), "num-rounds": done + 1}, 3)
     assert SavedRun(run.directory).rounds == done + 1
 

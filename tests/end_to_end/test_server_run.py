@@ -45,6 +45,7 @@ from client_app.objective import LocalObjective
 from client_app.setup import model_for, open_source, pixels_of
 from client_app.state import StateFolder
 from keel.cli.runs import status_lines
+from keel.experiments.verify import checks
 from keel.runs import find_run
 from protocol.config import default_config, resolve_config
 from protocol.seeds import seed_of
@@ -909,6 +910,87 @@ def test_an_interrupted_run_that_is_ended_at_the_rounds_done_goes_on(run, interr
     assert read_manifest(parts)["kept"] == read_manifest(two)["kept"]
     resume(parts, num_rounds=4)
     assert_same_run(parts, whole)
+
+
+def test_an_interrupted_run_does_not_end_without_an_evaluation(run, interrupted):
+    """It was finished, and had no accuracy at all."""
+    parts = interrupted({"num-rounds": 10, "evaluate-every": 5}, 4)
+    config = (parts / "config.json").read_bytes()
+    with pytest.raises(ValueError, match="and the last was not evaluated: set num-rounds=4"):
+        resume(parts, num_rounds=3)
+    assert (parts / "config.json").read_bytes() == config
+    resume(parts, num_rounds=4)
+    assert summary_of(parts)["final_accuracy"]
+
+
+def test_a_path_with_dots_is_that_of_the_run(run, tmp_path):
+    """Clients refuse one: a finished run became one that had failed."""
+    (tmp_path / "other").mkdir()
+    folder = run({"num-rounds": 1, "output-dir": f"{tmp_path}/other/../runs", "keep-state": True})
+    assert folder.parent == tmp_path / "runs"
+    resume(tmp_path / "other" / ".." / "runs" / folder.name, num_rounds=2)
+    assert summary_of(folder)["status"] == "finished"
+    odd = folder.rename(folder.with_name("a (copy)"))
+    before = digests(odd)
+    with pytest.raises(ValueError, match=r"expected a name of letters, .*: rename the directory"):
+        resume(odd, num_rounds=3)
+    assert digests(odd) == before
+
+
+def digests(folder: Path) -> dict[Path, bytes]:
+    """The content of each file."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_damaged_summary_does_not_stop_a_resume_without_a_checkpoint(run, interrupted):
+    parts = interrupted({"num-rounds": 2}, 1)
+    (parts / "summary.json").write_text("{broken")
+    resume(parts)
+    assert_same_run(parts, run({"num-rounds": 2}))
+
+
+def test_a_directory_without_a_config_does_not_name_a_command_that_refuses_it(run, tmp_path):
+    """As after a kill before the config was written."""
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ValueError, match=r"exists: choose another name, or remove it: it has no"):
+        run({"run-name": "a"})
+
+
+@pytest.mark.parametrize("keys", [{}, {"privacy.epsilon": 0.5, "privacy.metrics": "exact"}])
+def test_a_resumed_run_is_verified(run, interrupted, keys):
+    """A repeated private round counts more releases, which are no part of what is compared."""
+    parts = interrupted(keys | {"num-rounds": 3, "keep-state": True}, 2)
+    resume(parts)
+    whole = run(keys | {"num-rounds": 3})
+    assert read_manifest(parts)["rounds"] == read_manifest(whole)["rounds"]
+    assert all(check.passed for check in checks(parts, 2))
+    resume(parts, num_rounds=4)
+    assert all(check.passed for check in checks(parts, 3))
+
+
+def test_a_round_whose_digest_was_not_noted_is_noted_by_the_resume(run, interrupted, monkeypatch):
+    """A kill in between ended the noting of all later rounds, which verified nothing."""
+    note = server_app.federation.note_round
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server_app.federation, "note_round", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run({"num-rounds": 3, "run-name": "cut"})
+    monkeypatch.setattr(server_app.federation, "note_round", note)
+    whole = run({"num-rounds": 3})
+    parts = whole.with_name("cut")
+    assert not read_manifest(parts).get("rounds")
+    resume(parts)
+    assert read_manifest(parts)["rounds"] == read_manifest(whole)["rounds"]
+
+
+def test_a_run_that_was_extended_is_verified(run):
+    """Its former last round was evaluated for being the last."""
+    folder = run({"num-rounds": 2, "evaluate-every": 5, "keep-state": True})
+    resume(folder, num_rounds=4)
+    assert all(check.passed for check in checks(folder, 2))
 
 
 def test_what_the_defaults_have_become_since_is_named(run):
