@@ -95,7 +95,10 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
     folder = keel_home() / "flower" / job.directory.name
     terminal.phase("starting Flower")
     if is_locked(folder / ".lock"):
-        raise ValueError(f"another run of the name {job.directory.name} is running: start it again")
+        raise ValueError(
+            f"a run named {job.directory.name} is running: start this one under another name, with "
+            "run-name=NAME"
+        )
     end_abandoned(folder)
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
     try:

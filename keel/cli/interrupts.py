@@ -20,8 +20,7 @@ def interruptible(at_once: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Within: SIGINT raises KeyboardInterrupt, a second one ends the process with code 130.
 
     SIGTERM, and SIGHUP unless it is ignored as under nohup, raise SystemExit, once: who sends them
-    may repeat them. at_once: called before the process
-    ends at once, to end others.
+    may repeat them. at_once: called before the process ends at once, to end others.
     """
     presses = itertools.count(1)
 
