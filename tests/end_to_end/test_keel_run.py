@@ -92,8 +92,9 @@ def test_a_terminal_that_closes_stops_the_run_cleanly(home):
     """By SIGHUP, which ended the process: a run of Flower's went on without it."""
     command = [sys.executable, "-m", "keel", "run", *SMALL[:-1], "num-rounds=100000"]
     process = subprocess.Popen(
-        [*command, "--clients", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [*command, "--clients", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also under nohup
+    )  # fmt: skip
     try:
         wait_until(lambda: list(home.glob("runs/*/checkpoints/round-00002*")), process=process)
         process.send_signal(signal.SIGHUP)
