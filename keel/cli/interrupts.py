@@ -16,11 +16,14 @@ CLEAR = "\r\x1b[2K\x1b[?25h"  # the line of a progress bar, which hides the curs
 
 
 @contextmanager
-def interruptible(at_once: Callable[[], None] = lambda: None) -> Iterator[None]:
+def interruptible(
+    at_once: Callable[[], None] = lambda: None, ends_on_hangup: bool = True
+) -> Iterator[None]:
     """Within: SIGINT raises KeyboardInterrupt, a second one ends the process with code 130.
 
-    SIGTERM, and SIGHUP unless it is ignored as under nohup, raise SystemExit, once: who sends them
-    may repeat them. at_once: called before the process ends at once, to end others.
+    SIGTERM raises SystemExit, once: who sends it may repeat it. So does SIGHUP with
+    `ends_on_hangup`, unless it is ignored, as under nohup. at_once: called before the process ends
+    at once, to end others.
     """
     presses = itertools.count(1)
 
@@ -39,7 +42,7 @@ def interruptible(at_once: Callable[[], None] = lambda: None) -> Iterator[None]:
 
     # SIGINT also where a shell had it ignored
     handlers = {signal.SIGINT: interrupt, signal.SIGTERM: terminate}
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+    if ends_on_hangup and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         handlers[signal.SIGHUP] = terminate
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # no traceback of a late one

@@ -177,7 +177,8 @@ def executed(overrides: Mapping[str, OptionValue], options: EngineOptions) -> in
             kill_own_processes()
 
     try:
-        with interruptible(end_simulation):
+        # a run on a deployment does not depend on the terminal that submitted it
+        with interruptible(end_simulation, options.engine is not Engine.deployment):
             execute(overrides, options)
     except KeyboardInterrupt:
         return INTERRUPTED_CODE

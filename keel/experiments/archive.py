@@ -87,8 +87,7 @@ def refuse_loss(
             f"--output {output}: its jobs lack {lacking} that {path} has, such as "
             f"{min(gone)}: put them there with keel experiments restore, or remove the file"
         )
-    job = f"jobs/{path.stem}.json"
-    asked, now_asked = (set(json.loads(each[job])["seeds"]) for each in (before, files))
+    asked, now_asked = seeds_in(before), seeds_in(files)
     if asked - now_asked:
         raise ValueError(
             f"{path} is of a job with the seeds {sorted(asked)}, and that of --output {output} has "
@@ -101,6 +100,12 @@ def refuse_loss(
             f"{'; '.join(sorted(after - then))}, with which they are not compared: run all of them "
             "with one, or archive into another folder"
         )
+
+
+def seeds_in(files: Mapping[str, str]) -> set[int]:
+    """The seeds that the job in these files of a zip asks for."""
+    jobs = (text for name, text in files.items() if name.startswith("jobs/"))
+    return {seed for text in jobs for seed in json.loads(text)["seeds"]}
 
 
 def codes_in(files: Mapping[str, str]) -> set[str]:

@@ -15,6 +15,7 @@ import scipy  # loads submodules on first use: scipy.stats takes a second
 from keel.experiments.plan import (
     Result,
     differing,
+    differs,
     ends_before,
     last_round_read,
     paper_round_read,
@@ -186,7 +187,7 @@ def lacking(
     if len({name for side in sides for name in side.precision}) > 1:
         return MIXED[1], "runs in one precision"
     data = set[tuple[str, str]]().union(*(side.data for side in sides))
-    if len(data) > len({source for source, _ in data}):
+    if differs(data):
         return MIXED[2], "runs on the same data"
     if any(1 < s.num_candidates > s.num_tried for s in sides):
         return (

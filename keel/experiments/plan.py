@@ -47,6 +47,11 @@ def last_round_read(cell: Cell, run: Run) -> int:
     return min(cell.at or run.rounds, run.rounds)
 
 
+def differs(data: Collection[tuple[str, str]]) -> bool:
+    """Whether a source has different contents. data: (source, digest of its content)."""
+    return len({*data}) > len({source for source, _ in data})
+
+
 def paper_round_read(cell: Cell, run: Run) -> int:
     """The round at which the paper reads the cell's number."""
     return cell.at or run.paper_rounds
@@ -207,7 +212,7 @@ class Result:
             return "runs of different code"
         if len(self.precision) > 1:
             return "runs in different precision"
-        if len(self.data) > len({source for source, _ in self.data}):
+        if differs(self.data):
             return "runs on different data"
         if self.cell.take.is_time and len(self.machines) > 1:
             return "runs on different machines"

@@ -29,7 +29,14 @@ from keel.experiments.claims import (
     tally,
 )
 from keel.experiments.figures import Chart, Picture, label_pictures, run_charts, run_pictures
-from keel.experiments.plan import Result, ends_before, load_job, paper_round_read, results_of
+from keel.experiments.plan import (
+    Result,
+    differs,
+    ends_before,
+    load_job,
+    paper_round_read,
+    results_of,
+)
 from keel.experiments.recipe import Recipe
 from keel.experiments.runs import Options
 from keel.experiments.settings import (
@@ -158,7 +165,7 @@ class Section:
                 machines.setdefault(name, set()).update(result.machines)
             if result.mean is not None and is_ranked(result):
                 found.setdefault(name, set()).add(result.mean)
-        mixed = {name for name, each in data.items() if len(each) > len({s for s, _ in each})}
+        mixed = {name for name, each in data.items() if differs(each)}
         mixed |= {name for name, each in machines.items() if len(each) > 1}
         return {
             name: sorted(each, reverse=name not in times)

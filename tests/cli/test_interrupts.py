@@ -4,10 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
+import keel.cli.run
 from keel.cli.interrupts import ENDED, STOPPING, interruptible
+from keel.cli.run import Engine, EngineOptions, executed
 
 
 def send(number):
@@ -36,6 +39,38 @@ def test_a_sigterm_that_is_repeated_does_not_disturb_the_first():
         run()
     assert ended
     assert error.value.code == 128 + signal.SIGTERM
+
+
+def test_a_hangup_ends_a_run_here_and_not_one_on_a_deployment():
+    """Nor one that was started under nohup, which ignores it."""
+    default, ignored = signal.SIG_DFL, signal.SIG_IGN
+    before = signal.signal(signal.SIGHUP, default)
+    try:
+        with pytest.raises(SystemExit) as error, interruptible():
+            send(signal.SIGHUP)
+        assert error.value.code == 128 + signal.SIGHUP
+        with interruptible(ends_on_hangup=False):
+            assert signal.getsignal(signal.SIGHUP) is default
+        signal.signal(signal.SIGHUP, ignored)
+        with interruptible():
+            send(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("engine", "ends"), [("inline", True), ("deployment", False)])
+def test_the_engine_says_whether_a_hangup_ends_the_run(monkeypatch, engine, ends):
+    seen = []
+
+    def interrupt(at_once, ends_on_hangup):
+        seen.append(ends_on_hangup)
+        return nullcontext()
+
+    monkeypatch.setattr(keel.cli.run, "interruptible", interrupt)
+    monkeypatch.setattr(keel.cli.run, "execute", lambda *_: None)
+    options = EngineOptions(Engine(engine), federation="x" if engine == "deployment" else "")
+    assert executed({}, options) == 0
+    assert seen == [ends]
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])

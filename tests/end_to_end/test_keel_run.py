@@ -89,7 +89,7 @@ def test_keel_stop_stops_the_run_cleanly(home):
 
 
 def test_a_terminal_that_closes_stops_the_run_cleanly(home):
-    """By SIGHUP, which ended the process: a run of Flower's went on without it."""
+    """SIGHUP used to end the process, and left a simulation of Flower running."""
     command = [sys.executable, "-m", "keel", "run", *SMALL[:-1], "num-rounds=100000"]
     process = subprocess.Popen(
         [*command, "--clients", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

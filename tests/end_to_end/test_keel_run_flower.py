@@ -123,7 +123,7 @@ def test_a_second_ctrl_c_ends_a_flower_run_with_all_its_processes_at_once(tmp_pa
 
 @pytest.mark.slow
 def test_what_a_killed_keel_run_leaves_of_a_flower_run_is_stopped(tmp_path, monkeypatch, capsys):
-    """Its SuperLink went on for good, and `keel stop` sent to `flwr stop`."""
+    """Its SuperLink used to stay for good, and `keel stop` named `flwr stop`."""
     process = start(tmp_path, "run", *words, "num-rounds=1000", "run-name=cut", "--engine",
                     "flower", "--clients", "3")  # fmt: skip
     assert process.stdout is not None

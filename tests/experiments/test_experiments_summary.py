@@ -12,7 +12,14 @@ import pytest
 
 from keel.cli.main import main
 from keel.experiments import runner
-from keel.experiments.archive import copies, pack, restore, unpacked, without_folders
+from keel.experiments.archive import (
+    copies,
+    pack,
+    restore,
+    unpacked,
+    without_folders,
+    write_zip,
+)
 from keel.experiments.claims import JudgedClaim
 from keel.experiments.measure import History
 from keel.experiments.plan import job_name, load_job, runs_needed, selected
@@ -396,7 +403,11 @@ def test_an_archive_does_not_forget_seeds_that_were_asked_for(output):
     (job,) = (output / "jobs").iterdir()
     about = json.loads(job.read_text())
     job.write_text(json.dumps(about | {"seeds": [0, 1, 2, 3, 4]}))
-    pack(output, output / "histories")
+    (path,) = pack(output, output / "histories")
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name).decode() for name in archive.namelist()}
+    named = {name.replace("jobs/", "jobs/old-"): text for name, text in files.items()}
+    write_zip(path, named)  # as under a name that jobs had before
     job.write_text(json.dumps(about))
     with pytest.raises(
         ValueError, match=r"with the seeds \[0, 1, 2, 3, 4\], and .* only \[0, 1, 2\]"
