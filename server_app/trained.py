@@ -5,6 +5,7 @@ names = model.predict(images)          # uint8 [N, H, W], [N, H, W, C] or [N, C,
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +22,9 @@ from client_app.setup import build_network
 from client_app.state import StateFolder
 from models import StagedModel
 from protocol.messages import Arrays
-from server_app.history import HISTORY_FILE, whole_lines
+from server_app.history import HISTORY_FILE, Line, whole_lines
 from server_app.run_directory import read_arrays
-from server_app.summary import read_run_config
+from server_app.summary import newest_version, read_run_config, round_of
 
 log = logging.getLogger("keel.server")
 
@@ -114,11 +115,12 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
                 f"({config.rounds.method}.final-head-epochs > 0) and are not stored"
             )
         lines, _ = whole_lines(path)  # a later state is of a round that was interrupted
-        after = lines[-1]["round"] + 1 if lines else END
-        state = StateFolder(path / "clients" / client, max_ahead=END).load(after)
+        done = lines[-1]["round"] if lines else END
+        check_is_newest(newest_version(path / "clients" / client, done), client, lines)
+        state = StateFolder(path / "clients" / client, max_ahead=END).load(done + 1)
         own = state.get("model") or state.get("personal")
         if own is None and "head" in state:
-            own = arrays | state["head"] | head_from_server(path, client)
+            own = arrays | state["head"] | head_from_server(path, client, lines)
         if own is None:
             raise ValueError(
                 f"client = {client!r}: there is no personal model of it under {path / 'clients'}"
@@ -137,7 +139,21 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
     return TrainedModel(network.eval(), Pixels(mean, std), class_names)
 
 
-def head_from_server(directory: Path, client: str) -> Arrays:
+def check_is_newest(version: Path | None, client: str, history: Sequence[Line]) -> None:
+    """ValueError if this client has trained since: its head is not the global model's.
+
+    version: a client state or checkpoint of a run that was stopped between two of them.
+    """
+    trained = max((line["round"] for line in history if client in line["participants"]), default=0)
+    if version and round_of(version) < trained:
+        run = version.parents[1] if version.parent.name == "checkpoints" else version.parents[2]
+        raise ValueError(
+            f"client = {client!r}: it trained in round {trained}, and {version} is older: "
+            f"`keel resume {run.name}` repeats the rounds since then"
+        )
+
+
+def head_from_server(directory: Path, client: str, history: Sequence[Line]) -> Arrays:
     """The head that the server combined for this client (FedPAC); {} where it makes none."""
     checkpoints = sorted((directory / "checkpoints").glob("round-*.safetensors"))
     if not checkpoints:
@@ -145,4 +161,6 @@ def head_from_server(directory: Path, client: str) -> Arrays:
     with safe_open(checkpoints[-1], framework="pt") as file:
         prefix = f"{OWN_STATE}{client}/head."
         names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+        if names:
+            check_is_newest(checkpoints[-1], client, history)
         return {name.removeprefix(prefix): file.get_tensor(name) for name in names}

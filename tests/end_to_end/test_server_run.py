@@ -446,6 +446,28 @@ def test_between_snapshots_nothing_of_a_client_is_written(interrupted):
     assert names == {"round-00003"}
 
 
+@pytest.mark.parametrize("method", ["fedrep", "fedpac"])
+@pytest.mark.parametrize("every", [{"snapshot-every": 2}, {"checkpoint-every": 2}])
+def test_a_head_of_before_the_last_rounds_of_a_stopped_run_is_not_joined_to_its_model(
+    interrupted, method, every
+):
+    keys = {"method": method, "local-test-fraction": 0.2, "num-rounds": 4}
+    parts = interrupted(half_of_them | keys | every, 4)
+    trained = {line["round"]: line["participants"] for line in history_of(parts)}
+    for client in {*trained[2], *trained[3]}:
+        if client in trained[3] and (method == "fedpac" or "snapshot-every" in every):
+            rule = rf"client = '{client}': it trained in round 3, and .*round-0000[12].* is older"
+            with pytest.raises(ValueError, match=rule):
+                load_model(parts, client)
+        else:
+            load_model(parts, client)
+    assert trained[3]
+    assert set(trained[2]) - set(trained[3])
+    resume(parts)
+    for client in {*trained[2], *trained[3]}:
+        load_model(parts, client)
+
+
 def test_messages_carry_the_runs_id_which_a_resume_keeps_and_a_new_run_does_not(run, monkeypatch):
     answer, seen = InlineGrid.answer, []
 
