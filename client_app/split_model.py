@@ -27,7 +27,7 @@ def extractor_of(model: StagedModel) -> Arrays:
 
 
 def with_own_head(ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
-    """The client's network: the received extractor and its own head, initially the run seed's."""
+    """The client's network: the received extractor and its head, first the run's initial one."""
     head = {name: array.to(ctx.device) for name, array in state.get("head", {}).items()}
     ctx.model.load_state_dict(ctx.initial_weights() | ctx.received | head)
     return ctx.model

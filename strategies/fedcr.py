@@ -50,9 +50,10 @@ class FedCRServer(Average):
         return {"M": self.m, "S": self.s, "seen": torch.zeros(len(self.m))}
 
     def beside_model(self, reply: TrainReply) -> Arrays:
-        """M, and 1 / (S sqrt(samples)), which says how much of the product is this client's.
+        """What the norm bound judges: M, and the client's share of the product.
 
-        Of the classes that it saw, and at most MAX_VALUE_RATIO: the norm bound judges it.
+        The share, 1 / (S sqrt(samples)), is 0 for classes that the client did not see, and at most
+        MAX_VALUE_RATIO.
         """
         entry = self.roster[self.nodes_of([reply.client])[0]]
         samples = torch.tensor(entry.label_counts).clamp_min(1)[:, None]

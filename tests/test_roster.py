@@ -187,7 +187,7 @@ def test_scaffold_warns_of_clients_with_few_steps():
     entries = [entry("a", (90,) * 10), entry("b", (2,) * 10)]
     config = {"method": "scaffold", "batch-size": 10}
     *_, line = roster_warnings(config_of(**config), entries)
-    assert line.startswith("scaffold: client b takes 2 steps a round, client a 90")
+    assert line.startswith("scaffold: the steps of a round range from 2 (b) to 90 (a)")
     lines = roster_warnings(config_of(**config, **{"batches-per-epoch": 5}), entries)
     assert not any("scaffold" in line for line in lines)
 

@@ -27,7 +27,9 @@ class FedAvgFT(FedAvg):
     is_adapted_from_global: ClassVar[bool] = True
     paper: ClassVar[str] = "Collins et al. 2022"
 
-    part: str = option(one_of("head", "full"), "what is tuned at evaluation", source="this project")
+    part: str = option(
+        one_of("head", "full"), "what is tuned at evaluation", source="the code of FedRep and FedCR"
+    )
     epochs: int = option(
         at_least(0), "epochs of tuning at evaluation", source="the code of FedRep and FedCR: 10"
     )

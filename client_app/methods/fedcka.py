@@ -29,9 +29,8 @@ from client_app.method import ModelParts
 from client_app.objective import Batch, PreviousModelObjective
 from client_app.similarity import alignment, kernel_view, linear_alignment, linear_view
 from models import StagedModel
+from models.registry import PROJECTION_WIDTH
 from protocol.options import at_least, one_of, option
-
-PROJECTION_WIDTH = 256  # outputs of a head in FedIntR's code
 
 
 def unchanged(x: Tensor) -> Tensor:

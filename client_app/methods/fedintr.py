@@ -14,8 +14,8 @@ regulariser is left out.
 
 The code differs from the paper in three ways, each available as an option. A client that is first
 sampled after round 1 has the run's initial model as its previous one (`first-use = "initial"`).
-Frozen models with BatchNorm stay in training mode (`frozen-statistics = "batch"`). All layers are
-initialised by fan-in (`init = "fan-in"`).
+Frozen models with BatchNorm stay in training mode (`frozen-statistics = "batch"`). All layers of
+its ResNet-20, heads included, are initialised by fan-in (`init = "fan-in"`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -8,11 +8,11 @@ s_ij = <phi(x_i), phi(x_j)>; the positives of anchor i are the other samples of 
 the option `threshold`.
 
 `mining = "all"` is eq. (5), with the mean over positives instead of the sum. `mining = "hard"` is
-the authors' code, which produced their tables: it uses only the least similar positive (the anchor
-itself if it has none) and the two most similar samples of other classes, and averages over all
-anchors. `beta = 0` is FedSCL, eq. (2); `levels = "last"` is the ablation of Table 4.
-`pre-activation` takes each level before its final ReLU, as the authors' code does; the paper does
-not specify it.
+the authors' code, which produced their tables: it uses only the least similar positive (in the
+contrast the anchor itself if it has none; it then has no penalty) and the two most similar samples
+of other classes, and averages over all anchors. `beta = 0` is FedSCL, eq. (2); `levels = "last"` is
+the ablation of Table 4. `pre-activation` takes each level before its final ReLU, as the authors'
+code does; the paper does not specify it.
 
 The second logarithm of eq. (5) is at least 1/tau (20 for tau = 0.05). This constant has no
 gradient, so the losses here, and the penalty that a run records, omit it and are lower by beta/tau.
@@ -76,7 +76,8 @@ def rcl_hard(phi: Tensor, y: Tensor, tau: float, threshold: float, beta: float) 
     of_others = s.masked_fill(is_same, -torch.inf)
     s_n = of_others.topk(min(2, len(y)), dim=1).values  # [B, 2]; -inf where there are fewer
     contrast = torch.cat([s_p, s_n], dim=1).div(tau).logsumexp(1) - s_p.squeeze(1) / tau
-    divergence = divergence_penalty(s_p.masked_fill(s_p <= threshold, -torch.inf), tau)
+    has_no_penalty = (s_p <= threshold) | (is_same.sum(1, keepdim=True) == 1)  # or no positive
+    divergence = divergence_penalty(s_p.masked_fill(has_no_penalty, -torch.inf), tau)
     return (contrast + beta * divergence).mean()
 
 

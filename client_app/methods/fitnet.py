@@ -4,8 +4,8 @@ Romero et al., "FitNets: Hints for Thin Deep Nets", ICLR 2015, arXiv 1412.6550, 
 received global model as the teacher, as in FedRCL's tables.
 Aggregation: weighted average. Client state: none.
 
-FedRCL publishes no FitNet configuration. This is the generic feature distillation of its released
-client: the mean square over batch and channels, then the mean over layers. Teacher and student have
+FedRCL states only lambda. This is the generic feature distillation of its released client: the
+mean square over batch and channels, then the mean over layers. Teacher and student have
 the same architecture, so there is no regressor; the factor 1/2 is absent. The layers are the
 stages, before their final ReLU, and the logits (`logits = false` drops them; `pooled = false`
 compares whole feature maps).
@@ -44,7 +44,10 @@ class FitNet(LocalObjective):
     extra_forwards: ClassVar[str] = "1"
 
     lambda_: float = option(
-        at_least(0), "weight of the distillation term", source="this project", key="lambda"
+        at_least(0),
+        "weight of the distillation term",
+        source="FedRCL, supplement E: 0.001",
+        key="lambda",
     )
     logits: bool = option(true_or_false(), "compare the logits too", source="FedRCL's code")
     pooled: bool = option(

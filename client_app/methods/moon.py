@@ -28,9 +28,8 @@ from torch import Tensor
 from client_app.method import ModelParts
 from client_app.objective import Batch, PreviousModelObjective
 from models import StagedModel
+from models.registry import PROJECTION_WIDTH
 from protocol.options import at_least, more_than, one_of, option
-
-PROJECTION_WIDTH = 256  # outputs of the side branch, as many as of the projection in line
 
 
 def model_contrastive_loss(

@@ -109,9 +109,9 @@ class Scaffold(LocalObjective):
         if steps[many] <= MAX_STEP_RATIO * steps[few]:
             return ""
         return (
-            f"scaffold: client {few} takes {steps[few]} steps a round, client {many} "
-            f"{steps[many]}: control variates from few steps are noisy, and the accuracy may swing "
-            "or collapse; with batches-per-epoch, clients with enough samples take nearly as many"
+            f"scaffold: the steps of a round range from {steps[few]} ({few}) to {steps[many]} "
+            f"({many}): control variates from few steps are noisy, and the accuracy may swing or "
+            "collapse; with batches-per-epoch, clients with enough samples take nearly as many"
         )
 
     def phases(self, ctx: RoundContext) -> Phases:

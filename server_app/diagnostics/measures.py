@@ -1,7 +1,7 @@
 """Measures of representations: pure functions of features and outputs on one probe batch.
 
-N samples, d features (phi, what enters the classifier), C classes. Linear CKA is FedCKA's own, in
-client_app/methods/fedcka.py; `cka_of_views` compares two of its views.
+N samples, d features (phi, what enters the classifier), C classes. Linear CKA is in
+client_app/similarity.py, shared with FedCKA.
 Papers: FedCKA = Son et al., Appl. Sci. 12(19) 9943; FedRCL = Seo et al., CVPR 2024.
 """
 

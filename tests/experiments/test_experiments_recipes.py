@@ -194,7 +194,7 @@ def test_old_names_of_keys_and_values_mean_the_same_and_are_named(tmp_path, capl
         ("fedintr-table-5", "89.03 85.62 64.20 40.33"),
         ("fedintr-table-4 fedintr-figure-4", "first_participation initial"),
         ("fedintr-table-[134] fedintr-figure-[45]", "projection projected squared"),
-        ("fedintr-table-[134]", "fan-in training_mode"),
+        ("fedintr-table-[13]", "fan-in training_mode"),
         ("fedcka-table-[124]", "SCAFFOLD niid-bench uniformly"),
         ("fedcka-table-1", "round_41 40_and_20_rounds"),
         ("fedrcl-table-[1235bcd] fedrcl-figure-[1a]", "MOON's_tau 1,000_rounds code:_100"),

@@ -51,14 +51,16 @@ def all_as_printed(features, y, tau, threshold, beta):
 
 
 def hard_as_described(features, y, tau, threshold, beta):
-    """The authors' code as the specification has it: self is a positive of similarity 1."""
+    """As in the authors' code: without a positive, similarity 1 to self, and no penalty."""
     s, size = similarities(features), len(y)
     anchors = []
     for i in range(size):
-        s_p = min([s[i][j] for j in range(size) if j != i and y[j] == y[i]], default=1.0)
+        positives = [s[i][j] for j in range(size) if j != i and y[j] == y[i]]
+        s_p = min(positives, default=1.0)
         s_n = sorted(s[i][k] for k in range(size) if y[k] != y[i])[-2:]
         others = math.exp(s_p / tau) + sum(math.exp(n / tau) for n in s_n)
-        penalty = math.exp(1 / tau) + (math.exp(s_p / tau) if s_p > threshold else 0.0)
+        is_penalised = bool(positives) and s_p > threshold
+        penalty = math.exp(1 / tau) + (math.exp(s_p / tau) if is_penalised else 0.0)
         anchors.append(
             -math.log(math.exp(s_p / tau) / others) + beta * (math.log(penalty) - 1 / tau)
         )

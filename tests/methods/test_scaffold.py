@@ -299,8 +299,8 @@ def test_with_weights_by_examples_a_step_of_everybody_is_the_weighted_gradient()
 @pytest.mark.parametrize(
     ("keys", "found"),
     [
-        ({}, ["client b takes 2 steps", "client a 22", "batches-per-epoch"]),
-        ({"batch_size": 9}, ["client b takes 2 steps", "client a 24"]),
+        ({}, ["from 2 (b) to 22 (a)", "batches-per-epoch"]),
+        ({"batch_size": 9}, ["from 2 (b) to 24 (a)"]),
         ({"batch_size": 40}, []),
         ({"batches_per_epoch": 3}, []),
     ],
