@@ -54,13 +54,13 @@ from client_app.setup import (
 from client_app.site_privacy import PrivacyRefused, charge_release, check_limits
 from client_app.stacked import clients_that_fit, key_of_stack, train_stacked
 from client_app.state import ResetNeeded
-from client_app.worker_client import client_failed, run_and_round
+from client_app.worker_client import run_and_round
 from data.decoding import ImageFileError
 from protocol.code import line_in_method, place_of
 from protocol.config import config_from_json
 from protocol.exact_sum import ExactSum
 from protocol.files import private_files
-from protocol.flower_compat import GPU_LOST
+from protocol.flower_compat import CLIENT_FAILED, GPU_LOST
 from protocol.messages import (
     REJECTED,
     RESET_NEEDED,
@@ -212,7 +212,9 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
     except ValueError:
         client = "without a name"
     what = run_and_round(message)
-    trace, extra = None if is_mistake else error, {"is_withheld": is_withheld}
+    # the reason again: the text of the exception may be the server's
+    trace = None if is_mistake else (type(error), RuntimeError(reason), error.__traceback__)
+    extra = {"is_withheld": is_withheld}
     log.error("%s: client %s: %s", what, client, reason, exc_info=trace, extra=extra)
     if is_deployed(context.node_config):
         reason = without_file_names(reason, error, str(context.node_config.get("source", "")))
@@ -223,7 +225,7 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
         reason = f"client {client}: {reason}"
     if is_gpu_lost(error):
         return Error(GPU_LOST, reason)
-    return Error(RESET_NEEDED if isinstance(error, ResetNeeded) else client_failed, reason)
+    return Error(RESET_NEEDED if isinstance(error, ResetNeeded) else CLIENT_FAILED, reason)
 
 
 def without_file_names(reason: str, error: Exception, source: str) -> str:

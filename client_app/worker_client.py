@@ -13,11 +13,10 @@ from flwr.app import Context, Error, Message, MessageType, RecordDict
 
 from client_app.worker_socket import exchange, wait_until_ready
 from protocol.code import code_digest
-from protocol.flower_compat import from_bytes, to_bytes
+from protocol.flower_compat import CLIENT_FAILED, from_bytes, to_bytes
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
-client_failed = 1  # error code of a reply; Flower's own codes start at 0, unknown
 max_timeout_s = 30 * 86400.0
 
 
@@ -47,7 +46,7 @@ def send_to_worker(path: str, message: Message, context: Context) -> RecordDict 
     node = context.node_config
     client = node.get("name", f"of partition {node.get('partition-id')}")
     log.error("%s: client %s: %s", run_and_round(message), client, reason)
-    return Error(client_failed, reason)
+    return Error(CLIENT_FAILED, reason)
 
 
 def run_and_round(message: Message) -> str:

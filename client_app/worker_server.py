@@ -40,11 +40,7 @@ from client_app.handlers import answer, turn
 from client_app.node_config import client_name, clients_folder
 from client_app.old_state import OldState
 from client_app.setup import device_for
-from client_app.worker_client import (
-    client_failed,
-    max_timeout_s,
-    run_and_round,
-)
+from client_app.worker_client import max_timeout_s, run_and_round
 from client_app.worker_socket import (
     Frames,
     default_socket,
@@ -56,7 +52,7 @@ from client_app.worker_socket import (
 )
 from protocol.code import code_digest
 from protocol.files import remove_parts
-from protocol.flower_compat import GPU_LOST, from_bytes, to_bytes
+from protocol.flower_compat import CLIENT_FAILED, GPU_LOST, from_bytes, to_bytes
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
@@ -270,7 +266,7 @@ class WorkerProcess:
         return json.dumps(status).encode()
 
 
-def error_frames(reason: str, code: int = client_failed) -> Frames:
+def error_frames(reason: str, code: int = CLIENT_FAILED) -> Frames:
     """The reply that reports an error."""
     return [json.dumps({"error": {"code": code, "reason": reason[:max_reason]}}).encode()]
 
@@ -360,7 +356,7 @@ def main() -> int:
     parser.add_argument(
         "--keep-days",
         type=float,
-        default=float(os.environ.get("KEEL_KEEP_DAYS") or 0),
+        default=os.environ.get("KEEL_KEEP_DAYS") or "0",
         help="delete state so much older than the newest run's; 0: never; or $KEEL_KEEP_DAYS",
     )
     parser.add_argument(

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from protocol.files import write_atomically
+from protocol.files import private_files, write_atomically
 
 Key = dict[str, Any]
 UNUSED_DAYS = 30
@@ -54,9 +54,10 @@ def build_once(entry: Path, fill: Callable[[Path], None]) -> None:
     work is discarded.
     """
     building = entry.with_name(f".{entry.name}-{uuid.uuid4().hex}")
-    building.mkdir(parents=True)
     try:
-        fill(building)
+        with private_files():
+            building.mkdir(parents=True)
+            fill(building)
         try:
             building.rename(entry)
         except OSError:
@@ -70,6 +71,7 @@ def open_about(entry: Path) -> dict[str, Any]:
     """The entry's about.json, whose time then says when the entry was opened last."""
     with suppress(OSError):  # the cache may be read-only
         os.utime(entry / "about.json")
+        entry.chmod(0o700)  # Keel 0.1 and `keel doctor` made some that others could read
     return read_about(entry)
 
 
@@ -103,12 +105,12 @@ def content_digest(
     The files are read once: the digest is noted in the cache beside their sizes and times.
     only_noted: read no file; "" where the digest is not noted.
     """
-    seen, files = hashlib.sha256(str(root).encode()), []
+    seen, files = hashlib.sha256(os.fsencode(str(root))), []
     for path in paths:
         for file in [str(path)] if path.is_file() else files_under(path):
             found = os.stat(file)
             files.append((file, file.removeprefix(str(root))))
-            seen.update(f"{files[-1][1]}\t{found.st_size}\t{found.st_mtime_ns}\n".encode())
+            seen.update(os.fsencode(f"{files[-1][1]}\t{found.st_size}\t{found.st_mtime_ns}\n"))
     noted = cache_dir.expanduser() / "contents" / seen.hexdigest()[:32]
     with suppress(OSError):
         if len(known := noted.read_text()) == 64:
@@ -118,9 +120,11 @@ def content_digest(
     digest = hashlib.sha256()
     for file, name in files:
         with open(file, "rb") as opened:
-            digest.update(f"{name}\0{hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
-    noted.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(noted, digest.hexdigest().encode())
+            content = hashlib.file_digest(opened, "sha256").hexdigest()
+            digest.update(os.fsencode(f"{name}\0{content}\n"))
+    with private_files():
+        noted.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(noted, digest.hexdigest().encode())
     return digest.hexdigest()
 
 

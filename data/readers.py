@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from data.cache import files_under
-from data.decoding import RawSource, RawSplit, one_line
+from data.decoding import ImageFileError, RawSource, RawSplit, one_line
 from data.partitions import split_local_test
 
 DIGITS_TEST_FRACTION = 0.2
@@ -197,9 +197,9 @@ def _read_folder(path: Path) -> RawSource:
     test_names = _class_folders(path / "test")
     unknown = sorted(set(test_names) - set(class_names))
     if unknown:
-        raise ValueError(
-            f"{path / 'test' / unknown[0]}: this class is not in train/, which has "
-            f"{', '.join(class_names)}"
+        reason = f"this class is not in train/, which has {', '.join(class_names)}"
+        raise ImageFileError(
+            f"{path / 'test' / unknown[0]}: {reason}", f"a folder in test/: {reason}"
         )
     return RawSource(
         tuple(class_names),
@@ -225,10 +225,8 @@ def _labelled_images(folder: Path, present: list[str], class_names: list[str]) -
             if os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES
         ]
         if not images:
-            raise ValueError(
-                f"{folder / class_name} has no images; expected files ending in one of "
-                f"{', '.join(IMAGE_SUFFIXES)}"
-            )
+            reason = f"has no images; expected files ending in one of {', '.join(IMAGE_SUFFIXES)}"
+            raise ImageFileError(f"{folder / class_name} {reason}", f"a folder of a class {reason}")
         files += images
         labels += [class_names.index(class_name)] * len(images)
     return RawSplit(files, np.array(labels))

@@ -54,10 +54,18 @@ def newest_digest(content: bytes) -> str:
     return next((str(each) for each in found if each is not None), "")
 
 
+def without_repetition(pairs: list[tuple[str, Any]]) -> Entry:
+    """For `json.loads`: an object; ValueError if a name is there twice, as in an edited line."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
 def parsed(text: bytes) -> Entry:
     """The object in a line; {} if it holds none."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=without_repetition)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

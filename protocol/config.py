@@ -513,6 +513,7 @@ def presets() -> dict[str, FlatConfig]:
 
 
 max_shown = 60  # names in a line
+SMALLEST_EPSILON = 1e-6
 # what other programs call a key
 OTHER_NAMES = {"learning-rate": "lr", "dataset": "source", "epochs": "local-epochs"}
 
@@ -627,6 +628,11 @@ def _validate_method(config: RunConfig) -> None:
     rounds, model, epsilon = config.rounds, config.model, config.privacy.epsilon
     name, method, server = rounds.method, config.method_options(), config.server_optimizer_options()
     has_batch_norm = MODELS[model.model].norm_layer(model.norm) == "batch"
+    if 0 < epsilon < SMALLEST_EPSILON:
+        raise ValueError(
+            f"privacy.epsilon = {epsilon}: expected 0 (no noise) or at least {SMALLEST_EPSILON:g}; "
+            "with less, the noise would hide every update"
+        )
     if epsilon >= 1:
         raise ValueError(
             f"privacy.epsilon = {epsilon}: the Gaussian mechanism's formula needs a number below 1 "

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from protocol.chained import without_repetition
 from protocol.files import append_line
 from protocol.text import in_one_line
 from server_app.history import DAMAGE, whole_lines
@@ -102,7 +103,7 @@ def audit_problem(
     starts: list[int] = []  # rounds; the log of a run of Keel 0.1 starts where it was resumed
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            line = json.loads(text)
+            line = json.loads(text, object_pairs_hook=without_repetition)
             written, before = line["digest"], line["previous"]
             if line.get("event") == "started":
                 starts.append(int(line["round"]))

@@ -89,9 +89,10 @@ def gather_roster(
                 raise ValueError(f"client {names[node]} cannot take part: {reason}")
             raise ValueError(f"a client cannot take part (node {node}): {reason}")
         if answers.silent:
+            silent = sorted((names or {}).get(node, f"node {node}") for node in answers.silent)
             raise TimeoutError(
-                f"start-timeout = {config.rounds.start_timeout:g}: {len(answers.silent)} nodes did "
-                f"not answer in time: {shortened([str(node) for node in answers.silent])}"
+                f"start-timeout = {config.rounds.start_timeout:g}: no answer in time from "
+                f"{shortened(silent)}"
             )
         entries |= answers.entries
         check_partitions(entries.values())
@@ -202,7 +203,10 @@ class ClientRegistry:
         known = self.roster.keys() | self.waiting.keys()
         known |= {node for node, until in self.unusable.items() if until > now and node in online}
         if new := sorted(online - known):
-            self.waiting |= self.entries_of(new, timeout_s)
+            is_complete = self.roster.keys() <= online
+            if is_complete:  # a stranger, or a client that has left lately: no round waits for it
+                timeout_s = min(timeout_s, self.config.rounds.round_timeout / 10)
+            self.waiting |= self.entries_of(new, timeout_s, is_complete)
         for node, entry in list(self.waiting.items()):
             old = next((n for n, e in self.roster.items() if e.client == entry.client), None)
             if old is None:
@@ -214,18 +218,22 @@ class ClientRegistry:
                 self.replace(old, node, entry)
         return online
 
-    def entries_of(self, nodes: list[int], timeout_s: float) -> dict[int, RosterEntry]:
+    def entries_of(
+        self, nodes: list[int], timeout_s: float, is_complete: bool
+    ) -> dict[int, RosterEntry]:
         """The entries of new nodes; one that fails or is silent is queried again later.
 
-        One that had less than QUERY_TIMEOUT_S to answer is queried again at the next look.
+        One that was silent for QUERY_TIMEOUT_S is not queried for ten minutes; for less, for one
+        minute, or only until the next look if a client is missing.
         """
         deadline = time.monotonic() + timeout_s
         answers = ask(self.grid, nodes, self.query, deadline, self.names)
-        silent = dict.fromkeys(answers.silent, f"no answer within {timeout_s:g} seconds")
-        if timeout_s < QUERY_TIMEOUT_S:
-            silent = {}
-        for node, reason in (answers.rejected | silent).items():
-            self.refuse(node, reason, (1 if node in answers.rejected else 10) * RETRY_AFTER_S)
+        for node, reason in answers.rejected.items():
+            self.refuse(node, reason, RETRY_AFTER_S)
+        had_little_time = timeout_s < QUERY_TIMEOUT_S
+        for node in answers.silent if is_complete or not had_little_time else []:
+            wait_s = (1 if had_little_time else 10) * RETRY_AFTER_S
+            self.refuse(node, f"no answer within {timeout_s:g} seconds", wait_s)
         return answers.entries
 
     def refuse(self, node: int, reason: str, wait_s: float) -> None:

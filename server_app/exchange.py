@@ -21,6 +21,7 @@ from flwr.app import Error, Message
 from flwr.serverapp import Grid
 
 from protocol.flower_compat import (
+    CLIENT_FAILED,
     CRASHED,
     NO_REPLY,
     NODE_UNAVAILABLE,
@@ -82,6 +83,7 @@ class Exchange:
         self.numbers = itertools.count()
         self.max_bytes = 0  # the largest bound so far
         self.one_by_one = False  # after a reply that could not be read
+        self.silent: set[int] = set()  # nodes that gave no answer in time to the newest messages
         self.stopped_s = Stops().take
 
     def ask(
@@ -205,6 +207,8 @@ class Exchange:
                     log.warning("%s: client %s's %s: asked again", what, name, why)
                     if not sent_again(source, node_now[source]):
                         note_gone(source, failure(asked[source], "its SuperNode is not connected"))
+                elif code in (NO_REPLY, NODE_UNAVAILABLE):  # ours and the SuperLink's to say
+                    settle(source, failure(asked[source], reply.error.reason or "", CLIENT_FAILED))
                 else:
                     settle(source, reply)
             if self.returned and away and time.monotonic() - looked_at >= LOOK_EVERY_S:
@@ -230,6 +234,7 @@ class Exchange:
             self.late[message_id] = f"client {self.name(node)}'s reply to {what}"
         limit = key if turns == 1 else f"{turns} x {key}"
         silence = f"no answer within {limit} = {turns * timeout_s:g} seconds"
+        self.silent = asked.keys() - replies.keys() - away.keys()
         for node, message in asked.items():
             if node not in replies:
                 settle(node, away[node][1] if node in away else failure(message, silence))

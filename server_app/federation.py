@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, MessageType
+from flwr.app import ArrayRecord, Message, MessageType
 from flwr.serverapp import Grid
 
 from client_app.evaluation import evaluate
@@ -97,6 +97,7 @@ from server_app.summary import new_path, read_manifest, runs_directory
 from server_app.untrained import untrained_accuracies
 from strategies import Average, strategy_for
 from strategies.average import RoundReport, TooFewRepliesError
+from strategies.backoff import Backoff
 from strategies.sampling import ClientNames
 from strategies.validation import RECORD_BYTES
 
@@ -131,6 +132,7 @@ class Run:
     monitor: Monitor | None
     memory: StateMemory
     threads_beside_workers: int  # of this process while a simulation's workers train; 0: torch's
+    evaluation_backoff: Backoff  # clients that gave no answer to evaluations
     # by client whose newest update was aggregated: its own model's score since, if known
     scores: dict[str, float | None] = field(default_factory=dict)
     # the clients that were asked to train so far; None: not known
@@ -365,6 +367,7 @@ def prepare(
         monitor=monitor,
         memory=memory,
         threads_beside_workers=threads_beside(workers, config.train.threads),
+        evaluation_backoff=Backoff(config.rounds.backoff_after, config.rounds.backoff_rounds),
     )
 
 
@@ -432,27 +435,35 @@ def run_rounds(
         raise
     finally:
         try:
-            final = tensors(arrays)
-            if run.method.has_global_model:  # arrays that are never sent keep their initial values
-                final = run.initial_weights | final
-            save_arrays(path / "model.safetensors", final, model_metadata(run))
-            plot_split(shown_entries(run.roster), run.source, path / "labels.png")
-        except BaseException as error:
-            if status == "finished":
-                status = status_after(error)
-            raise
-        finally:
-            reporter.finish(status)
-            run.audit.note("ended", status=status)
-        removes_state = status == "finished" and not config.rounds.keep_state
-        keeps_clients = run.method.is_personal or not removes_state
-        last_round = max([run.start.round, *(line["round"] for line in reporter.history[-1:])])
-        # first: without state, no resume could complete it
-        finish_manifest(path, last_round, keeps_clients)
-        if run.monitor:
-            plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
-        if removes_state:
-            remove_state(path, last_round, keeps_personal=run.method.is_personal)
+            end_run(run, reporter, tensors(arrays), status)
+        finally:  # last: an observer may raise
+            reporter.tell_end()
+
+
+def end_run(run: Run, reporter: Reporter, final: Arrays, status: str) -> None:
+    """Write the final model, summary, manifest and pictures; remove the state of a finished run."""
+    config, path = run.config, run.directory.path
+    try:
+        if run.method.has_global_model:  # arrays that are never sent keep their initial values
+            final = run.initial_weights | final
+        save_arrays(path / "model.safetensors", final, model_metadata(run))
+        plot_split(shown_entries(run.roster), run.source, path / "labels.png")
+    except BaseException as error:
+        if status == "finished":
+            status = status_after(error)
+        raise
+    finally:
+        reporter.finish(status)
+        run.audit.note("ended", status=status)
+    removes_state = status == "finished" and not config.rounds.keep_state
+    keeps_clients = run.method.is_personal or not removes_state
+    last_round = max([run.start.round, *(line["round"] for line in reporter.history[-1:])])
+    # first: without state, no resume could complete it
+    finish_manifest(path, last_round, keeps_clients)
+    if run.monitor:
+        plot_rounds(reporter.history, reporter.info.title, path / "diagnostics")
+    if removes_state:
+        remove_state(path, last_round, keeps_personal=run.method.is_personal)
 
 
 def give_back_memory(run: Run) -> None:
@@ -481,6 +492,28 @@ class Trained:
     arrays: ArrayRecord
     state: Arrays
     line: Line
+
+
+class Sent:
+    """Notes in the audit log what is sent in a round, and what is sent again.
+
+    clients: by node, which may no longer be the client's when a message is sent again.
+    """
+
+    def __init__(self, run: Run, server_round: int, kind: str, messages: Sequence[Message]) -> None:
+        self.audit, self.round, self.kind = run.audit, server_round, kind
+        self.sizes = {m.metadata.dst_node_id: payload_bytes(m) for m in messages}
+        self.clients = {node: run.roster[node].client for node in self.sizes}
+        self.num_bytes = 0
+        self.note(*self.sizes)
+
+    def note(self, *nodes: int) -> None:
+        """Note the messages to these nodes."""
+        clients = [self.clients[node] for node in nodes]
+        size = sum(self.sizes[node] for node in nodes)
+        self.num_bytes += size
+        about = {"kind": self.kind, "bytes": size, "round": self.round}
+        self.audit.note("sent", **about, clients=clients)
 
 
 def train_round(
@@ -518,17 +551,19 @@ def train_round(
     messages = list(
         strategy.configure_train(server_round, arrays, request_record(request), run.grid)
     )
-    bytes_down = sum(payload_bytes(message) for message in messages)
-    cohort = [run.roster[message.metadata.dst_node_id].client for message in messages]
-    run.audit.note("sent", kind="train", bytes=bytes_down, round=server_round, clients=cohort)
+    sent = Sent(run, server_round, "train", messages)
 
     def note_releases(*nodes: int) -> None:
         if config.privacy.epsilon:
-            clients = [run.roster[node].client for node in nodes]
+            clients = [sent.clients[node] for node in nodes]
             privacy = {"epsilon": config.privacy.epsilon, "delta": config.privacy.delta}
             # first: a resume would complete it from the audit log, with one release more
             run.directory.append_releases(server_round, clients)
             run.audit.note("released", round=server_round, clients=clients, **privacy)
+
+    def note_again(node: int) -> None:
+        sent.note(node)
+        note_releases(node)
 
     backed_off = sorted(strategy.backed_off(server_round))
     what = f"round {server_round}"
@@ -540,7 +575,7 @@ def train_round(
         summing = Summing(shares, strategy.limits, like, strategy.take_sum)
         run.grid.summing = summing if shares else None
 
-    to_ask = messages
+    to_ask, silent = messages, set[str]()
     while to_ask:
         note_releases(*(message.metadata.dst_node_id for message in to_ask))
         run.exchange.ask(
@@ -548,10 +583,11 @@ def train_round(
             rounds.round_timeout,
             what,
             max_bytes=strategy.max_reply_bytes(),
-            before_resend=note_releases,
+            before_resend=note_again,
             on_reply=lambda reply: strategy.accept(server_round, reply),
             meanwhile=meanwhile,
         )
+        silent |= silent_clients(run)
         again = strategy.to_ask_again()
         to_ask = [message for message in messages if message.metadata.dst_node_id in again]
         if to_ask:
@@ -560,10 +596,12 @@ def train_round(
     seconds["training"] = time.perf_counter() - started
 
     started = time.perf_counter()
-    following, _ = strategy.aggregate_train(server_round, ())
-    report = strategy.report
-    if report.left_out:
-        run.audit.note("rejected", round=server_round, kind="train", clients=report.left_out)
+    try:
+        following, _ = strategy.aggregate_train(server_round, ())
+    finally:  # too few replies end the run
+        report = strategy.report
+        if report.left_out:
+            run.audit.note("rejected", round=server_round, kind="train", clients=report.left_out)
     assert following is not None
     state = strategy.state()
     if not all_finite(tensors(following)) or not all_finite(state):
@@ -576,7 +614,7 @@ def train_round(
 
     started = time.perf_counter()
     weights = strategy.counts(report.accepted)
-    line = training_fields(server_round, report, bytes_down, weights, run.loss_terms)
+    line = training_fields(server_round, report, sent.num_bytes, weights, run.loss_terms)
     line["backed_off"] = backed_off
     note_trained(run, line)
     if run.monitor and is_measured:
@@ -598,16 +636,18 @@ def train_round(
             ]
             scored += score_untrained(run, server_round, following, clients)
         clients = clients - {reply.client for reply in scored}
-        nodes = strategy.nodes_of(sorted(clients - strategy.away))
+        unasked = not_to_evaluate(run, server_round, clients, {*backed_off}, silent)
+        if unasked:
+            line["evaluation_left_out"] = unasked
+        nodes = strategy.nodes_of(sorted(clients - unasked.keys()))
         if nodes:
             evaluation = evaluate_on_clients(run, server_round, following, nodes)
             scored += evaluation.accepted
-            away = dict.fromkeys(sorted(clients & strategy.away), "not connected")
-            line["evaluation_left_out"] = evaluation.left_out | away
+            line["evaluation_left_out"] = evaluation.left_out | unasked
             line["reset_needed"] = sorted({*report.reset_needed, *evaluation.reset_needed})
             line["evaluation_bytes_down"] = evaluation.bytes_down
             line["evaluation_bytes_up"] = evaluation.bytes_up
-        line |= client_fields(sorted(scored, key=lambda reply: reply.client))
+        line |= client_fields(sorted(scored, key=lambda reply: reply.client), run.method)
         note_scores(run.scores, line)
     seconds["evaluation"] = time.perf_counter() - started
 
@@ -701,6 +741,32 @@ def threads_beside(workers: Sequence[WorkerOnNode], threads: int) -> int:
     return max(1, num_cores() - used) if workers else 0
 
 
+def silent_clients(run: Run) -> set[str]:
+    """The clients that gave no answer in time to the newest messages."""
+    return {run.roster[node].client for node in run.exchange.silent if node in run.roster}
+
+
+def not_to_evaluate(
+    run: Run, server_round: int, clients: Set[str], backed_off: Set[str], silent: Set[str]
+) -> dict[str, str]:
+    """Those of these clients that are not asked to evaluate, and why; none in a simulation.
+
+    Each might cost a whole timeout again. backed_off: from training. silent: gave no answer in this
+    round's training.
+    """
+    if is_in_process_grid(run.grid):
+        return {}
+    reasons = {
+        "no answer to the last evaluations": run.evaluation_backoff.backed_off(
+            server_round, clients, 0
+        ),
+        "in backoff": backed_off,
+        "no answer in this round's training": silent,
+        "not connected": run.strategy.away,
+    }
+    return {c: why for why, found in reasons.items() for c in sorted(clients & found)}
+
+
 def evaluate_on_clients(
     run: Run, server_round: int, arrays: ArrayRecord, nodes: Sequence[int]
 ) -> RoundReport:
@@ -709,15 +775,23 @@ def evaluate_on_clients(
     messages = run.strategy.messages(MessageType.EVALUATE, nodes, arrays, record)
     what = f"the evaluation of round {server_round}"
     timeout_s = run.config.rounds.round_timeout
-    replies = run.exchange.ask(messages, timeout_s, what, max_bytes=2 * RECORD_BYTES)
+    sent = Sent(run, server_round, "evaluate", messages)
+    replies = run.exchange.ask(
+        messages, timeout_s, what, max_bytes=2 * RECORD_BYTES, before_resend=sent.note
+    )
     run.strategy.aggregate_evaluate(server_round, replies)
     report = run.strategy.report
-    report.bytes_down = sum(payload_bytes(message) for message in messages)
-    clients = [run.roster[node].client for node in nodes if node in run.roster]
-    sent = {"round": server_round, "kind": "evaluate"}
-    run.audit.note("sent", **sent, clients=clients, bytes=report.bytes_down)
+    answered = {reply.client for reply in report.accepted}
+    for client in run.evaluation_backoff.note(server_round, answered, silent_clients(run)):
+        log.warning(
+            "%s: client %s gave no answer to %d evaluations in a row; it is not evaluated for %d "
+            "rounds",
+            *(what, client, run.evaluation_backoff.failures[client]),
+            run.config.rounds.backoff_rounds,
+        )
+    report.bytes_down = sent.num_bytes
     if report.left_out:
-        run.audit.note("rejected", **sent, clients=report.left_out)
+        run.audit.note("rejected", round=server_round, kind="evaluate", clients=report.left_out)
     return report
 
 

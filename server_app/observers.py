@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from server_app.history import CURVES, Line, duration
@@ -177,17 +178,17 @@ class SummaryTable(RunObserver):
 def print_summary(summary: Mapping[str, Any], title: str) -> None:
     """A summary for a person: accuracies, time, traffic, privacy, the run directory."""
     console = Console(width=100, highlight=False)
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("accuracy (%)")
     rows = list(summary["results"].values())
     for name in list(rows[0])[1:] if rows else []:
         table.add_column(name, justify="right")
     for row in rows:
         what, *values = row.values()
-        table.add_row(what, *(f"{100 * value:.2f}" for value in values))
+        table.add_row(escape(what), *(f"{100 * value:.2f}" for value in values))
     console.print(table)
     console.print(
-        f"{summary['status']}: {summary['rounds']} rounds, {duration(summary['seconds'])}, "
+        f"{escape(summary['status'])}: {summary['rounds']} rounds, {duration(summary['seconds'])}, "
         f"{summary['seconds_per_round']:.2f} s a round, "
         f"{summary['bytes_down'] / 1e6:.1f} MB sent, {summary['bytes_up'] / 1e6:.1f} MB received"
     )
@@ -200,4 +201,4 @@ def print_summary(summary: Mapping[str, Any], title: str) -> None:
             f"over {privacy['releases']} releases: epsilon {composed['epsilon']:.2f}, delta "
             f"{composed['delta']}{at_small_delta * (small['delta'] < composed['delta'])}"
         )
-    console.print(f"run directory: {summary['directory']}", soft_wrap=True)
+    console.print(f"run directory: {escape(summary['directory'])}", soft_wrap=True)

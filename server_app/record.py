@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from client_app.method import Method
 from protocol.messages import TrainReply
 from strategies.average import RoundReport
 
@@ -63,14 +64,19 @@ def training_fields(
     }
 
 
-def client_fields(replies: list[TrainReply]) -> dict[str, Any]:
+def client_fields(replies: list[TrainReply], method: Method) -> dict[str, Any]:
     """Accuracies on the clients' local test parts: mean, worst decile, and each client's.
 
-    `personal` is of the clients' own models, `local_global` of the global one.
+    `personal` is of the clients' own models, `local_global` of the global one. An accuracy of a
+    model that the method does not have is a hostile client's, and ignored.
     """
     fields: dict[str, Any] = {}
-    for key, metric in (("local_global", "global-accuracy"), ("personal", "personal-accuracy")):
-        accuracies = {r.client: r.metrics[metric] for r in replies if metric in r.metrics}
+    for key, metric, has_model in (
+        ("local_global", "global-accuracy", method.has_global_model),
+        ("personal", "personal-accuracy", method.is_personal),
+    ):
+        sent = replies if has_model else []
+        accuracies = {r.client: r.metrics[metric] for r in sent if metric in r.metrics}
         if accuracies:
             ascending = sorted(accuracies.values())
             fields[key] = {

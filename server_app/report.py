@@ -51,6 +51,7 @@ class Reporter:
             except (ValueError, KeyError) as error:
                 log.warning("summary.json is rewritten: %s", error)
         self.written_at = 0.0
+        self.summary: dict[str, Any] | None = None  # the last
 
     def begin(self) -> None:
         """Note that the rounds start, in summary.json and to the observers."""
@@ -100,11 +101,15 @@ class Reporter:
     def finish(self, status: str) -> None:
         """Write the last summary and accuracy.png; the run ends with `status`."""
         with self.lock:
-            summary = self.write(status)
+            self.summary = self.write(status)
             self.is_finished = True
         plot_accuracy(self.history, self.info.title, self.info.directory / "accuracy.png")
-        for observer in self.observers:
-            observer.on_run_end(summary)
+
+    def tell_end(self) -> None:
+        """Call the observers, which may raise, once everything else is done."""
+        if self.summary:
+            for observer in self.observers:
+                observer.on_run_end(self.summary)
 
 
 def plot_split(roster: Sequence[RosterEntry], source: Source, path: Path) -> None:

@@ -252,7 +252,10 @@ def rejection_reason(reply: TrainReply, expected: ExpectedReply) -> str:
     count, declared = reply.metrics.get("num-examples"), expected.num_examples[reply.client]
     if count != declared:
         shown = "missing" if count is None else f"{count:g}"
-        return f"num-examples is {shown}, the roster says {declared}"
+        return (
+            f"num-examples is {shown}, the roster says {declared}: if its data has changed, "
+            "restore it or start a new run"
+        )
     for name, value in sorted(reply.metrics.items()):
         if name.endswith("-accuracy") and not 0 <= value <= 1:
             return f"{name} is {value:g}, not from 0 to 1"

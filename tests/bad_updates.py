@@ -15,7 +15,7 @@ import torch
 from flwr.app import Error, Message, MessageType
 
 import client_app.app
-from client_app.worker_client import client_failed
+from protocol.flower_compat import CLIENT_FAILED
 from protocol.messages import Arrays, TrainReply, read_reply, reply_content, tensors
 from protocol.options import OptionValue
 from server_app.federation import run_federation
@@ -105,7 +105,7 @@ class FaultyGrid(InlineGrid):
             self.before = super().answer(message)
             return self.before
         if self.kind == "no reply":
-            return Message(Error(client_failed, "OSError: no power"), reply_to=message)
+            return Message(Error(CLIENT_FAILED, "OSError: no power"), reply_to=message)
         if self.kind == "replay":
             assert self.before is not None
             return Message(self.before.content, reply_to=message)

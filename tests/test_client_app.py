@@ -1,6 +1,7 @@
 """The ClientApp through Flower's messages: what it answers, what it keeps, how it says no."""
 
 import json
+import logging
 import re
 import shutil
 import time
@@ -492,6 +493,8 @@ def test_a_client_without_data_says_how_to_give_it_some(tmp_path):
     [
         ({"name": "a", "source": "folder:relative"}, ["folder:relative", "absolute"]),
         ({"partition-id": 0, "num-partitions": 2, "model": "resnet99"}, ["resnet99", "resnet20"]),
+        ({"name": "a", "modle": "resnet20"}, ["node config key = 'modle'", "did you mean model?"]),
+        ({"name": "a", "max-clip-norm": 1.0}, ["'max-clip-norm' is unknown", "state-dir"]),
     ],
 )
 def test_a_nodes_mistake_is_named(node, words, tmp_path):
@@ -520,6 +523,20 @@ def test_arrays_that_do_not_fit_are_an_error_of_one_line(tmp_path):
     arrays["classifier.bias"] = torch.zeros(4)
     reason = error_of(Client(config, tmp_path).ask("train", 1, arrays))
     assert "classifier.bias" in reason
+
+
+def test_text_of_the_server_is_in_the_log_without_its_lines_and_control_characters(
+    tmp_path, caplog
+):
+    forged = "12:00:00 worker run x, round 9: client a: trained"
+    config = make_config()
+    arrays = initial(config) | {f"\x1b[2Jx\n{forged}": torch.zeros(1)}
+    error_of(Client(config, tmp_path).ask("train", 1, arrays))
+    [record] = [record for record in caplog.records if record.exc_info]
+    text = logging.Formatter().format(record)
+    assert "Traceback" in text
+    assert "\x1b" not in text
+    assert not any(line.startswith(forged) for line in text.splitlines())
 
 
 @dataclass(frozen=True)

@@ -209,6 +209,23 @@ def test_a_node_that_could_not_be_used_is_asked_again_later(fleet, monkeypatch):
     assert registry.has_changed
 
 
+def test_a_silent_stranger_costs_a_tenth_of_a_round_s_limit_and_then_nothing_for_a_minute(
+    fleet, monkeypatch, caplog
+):
+    grid, _, registry = fleet
+    registry.config = config_of(round_timeout=2.0)
+    monkeypatch.setattr(grid, "pull_messages", lambda ids: [])
+    grid.nodes[9] = entry("b")
+    with caplog.at_level(logging.WARNING, logger="keel.server"):
+        for _ in range(3):
+            assert registry.refresh() == {1, 2, 3, 9}
+    assert "node 9 is new and cannot be used: no answer within 0.2 seconds" in caplog.messages
+    assert grid.asked == [9]
+    monkeypatch.setitem(registry.unusable, 9, 0.0)  # a minute later
+    registry.refresh()
+    assert grid.asked == [9, 9]
+
+
 @pytest.mark.parametrize(("deaths", "is_usable"), [(2, True), (3, False)])
 def test_a_client_app_that_dies_on_the_query_is_asked_three_times(task_identity, deaths, is_usable):
     grid = Fleet({1: entry("a"), 2: entry("b")})
@@ -341,6 +358,31 @@ def test_a_missing_client_is_named_at_once_again_later_and_in_the_error(
     assert "federation-config" not in str(error.value)
     assert len(caplog.messages) > 1
     assert set(caplog.messages) == {"waiting for clients: 1 of 2 connected; not connected: b, c, d"}
+
+
+@pytest.mark.parametrize("code", [ErrorCode.NODE_UNAVAILABLE, ErrorCode.UNKNOWN])
+def test_a_client_that_says_it_is_not_there_is_named_and_asked_once(keys, fleet, code):
+    grid, _, registry = fleet
+    reply = grid.reply
+
+    def denied(message):
+        if message.metadata.dst_node_id != 2:
+            return reply(message)
+        return Message(Error(code, "I am not here"), reply_to=message)
+
+    grid.reply = denied
+    with pytest.raises(ValueError, match=r"^client b cannot take part: I am not here"):
+        gather_roster(grid, registry.config, registry.query, registry.source)
+    assert sorted(grid.asked) == [1, 2, 3]
+
+
+def test_a_client_that_says_nothing_at_the_start_is_named(keys, fleet):
+    grid, _, registry = fleet
+    reply = grid.pull_messages
+    grid.pull_messages = lambda ids: [m for m in reply(ids) if m.metadata.src_node_id != 2]
+    config = config_of(start_timeout=0.5)
+    with pytest.raises(TimeoutError, match=r"start-timeout = 0.5: no answer in time from b$"):
+        gather_roster(grid, config, registry.query, registry.source)
 
 
 def test_without_keys_it_is_said_once_that_names_are_the_clients_word(

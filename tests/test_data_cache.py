@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -39,6 +40,30 @@ def test_the_second_load_reads_no_image(load, tmp_path, monkeypatch):
         first.class_names,
         first.name,
     )
+
+
+def test_decoded_images_are_for_their_owner_alone(load, tmp_path):
+    """Whoever loads them first, such as `keel doctor`, and where others could read them before."""
+    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30, 3))
+    before = os.umask(0)
+    try:
+        load(spec)
+        made = list((tmp_path / "cache").rglob("*"))
+        assert not any(path.stat().st_mode & 0o077 for path in made)
+        [entry] = entries(tmp_path)
+        (tmp_path / "cache" / entry).chmod(0o755)
+        load(spec)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "cache" / entry).stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file names are UTF-8")
+def test_a_file_s_name_may_be_no_utf_8(load, tmp_path):
+    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30, 3))
+    file = tmp_path / "mine" / "train" / "ant" / "0.png"
+    file.rename(os.fsdecode(os.fsencode(file.parent) + b"/\xff.png"))
+    assert len(load(spec).train.labels) == 2
 
 
 def test_each_size_and_number_of_channels_is_cached_on_its_own(load, tmp_path):

@@ -187,6 +187,7 @@ CONTRADICTIONS = [
         ["server-optimizer = 'fedadam'", "fedreco", "fedavg"],
     ),
     ({"source": "folder:data"}, ["source = 'folder:data'", "absolute"]),
+    ({"privacy.epsilon": 1e-300}, ["privacy.epsilon = 1e-300", "0 (no noise) or at least 1e-06"]),
     ({"privacy.epsilon": 1.5}, ["privacy.epsilon = 1.5", "below 1", "0 turns"]),
     (
         {"privacy.epsilon": 0.5, "method": "moon"},

@@ -57,6 +57,15 @@ def test_an_edited_line_is_found(log, number):
     assert changed(log, edit) == f"audit.jsonl: line {number + 1} was edited"
 
 
+def test_a_name_that_is_written_twice_in_a_line_is_found(log):
+    """The second would count, so the digest would not change."""
+
+    def edit(lines):
+        lines[1] = lines[1].replace("{", '{"event": "refused", ', 1)
+
+    assert changed(log, edit) == "audit.jsonl: line 2 is damaged"
+
+
 def test_an_edited_line_with_a_digest_of_its_own_is_found_by_the_next(log):
     end = audit_end(log.parent)
 

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from run_fixtures import history_of, resume, summary_of
+from run_fixtures import SMALL, history_of, resume, summary_of
 
 from protocol.config import resolve_config
+from server_app.audit import audit_problem
 from server_app.federation import run_federation
 from server_app.inline import run_inline
 from server_app.observers import (
@@ -19,6 +20,7 @@ from server_app.observers import (
     round_text,
 )
 from server_app.run_directory import new_run_directory
+from server_app.summary import has_finished, read_manifest
 
 quick = {"local-epochs": 0, "num-rounds": 2}
 
@@ -186,6 +188,31 @@ def test_the_table_shows_every_figure_of_the_summary(run, capsys):
     assert "finished: 2 rounds" in shown
     assert "privacy: epsilon 0.5, delta 1e-05 a release; composed over 2 releases" in shown
     assert f"run directory: {folder}" in shown
+
+
+def test_what_looks_like_markup_is_shown_as_it_is(run, tmp_path, capsys):
+    """A path, which may have any characters, is not a tag of the terminal library."""
+    folder = run({"num-rounds": 1, "output-dir": str(tmp_path / "a[/b]c[bold]")})
+    print_summary(summary_of(folder) | {"status": "failed: [/x]"}, "a [/title]")
+    shown = capsys.readouterr().out
+    assert shown.startswith("a [/title]")
+    assert "failed: [/x]: 1 rounds" in shown
+    assert f"run directory: {folder}" in shown
+
+
+class Broken(RunObserver):
+    def on_run_end(self, summary):
+        raise RuntimeError("no terminal")
+
+
+def test_an_observer_that_fails_at_the_end_leaves_the_run_complete(tmp_path, no_pictures):
+    keys = SMALL | {"num-rounds": 1, "output-dir": str(tmp_path), "run-name": "whole"}
+    with pytest.raises(RuntimeError, match="no terminal"):
+        run_inline(keys, 2, observers=[Broken()])
+    folder = tmp_path / "whole"
+    assert summary_of(folder)["status"] == "finished"
+    assert has_finished(folder)
+    assert audit_problem(folder, read_manifest(folder)["audit"]) == ""
 
 
 def test_the_table_is_printed_at_the_end_only(capsys):

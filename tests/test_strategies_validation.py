@@ -27,16 +27,19 @@ def reply_of(client="a", round_=3, count=10.0, arrays=None, extra=None, **metric
 want = ExpectedReply(3, {"w": torch.zeros(2)}, {}, {"a": 10, "b": 5})
 
 
+changed = ": if its data has changed, restore it or start a new run"
+
+
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
         (reply_of(), ""),
         (reply_of("b", count=5.0), ""),
-        (reply_of("b"), "num-examples is 10, the roster says 5"),
+        (reply_of("b"), f"num-examples is 10, the roster says 5{changed}"),
         (reply_of("c"), "it was sent no message in round 3"),
         (reply_of(round_=2), "it answers round 2"),
         (reply_of(round_=4), "it answers round 4"),
-        (reply_of(count=math.nan), "num-examples is nan, the roster says 10"),
+        (reply_of(count=math.nan), f"num-examples is nan, the roster says 10{changed}"),
         (reply_of(seconds=-math.inf), "seconds is -inf, not finite"),
         (reply_of(**{"loss.supervised": 3.4e38}), ""),  # as float32 can say it
         (reply_of(**{"loss.a": 1.7e308}), "loss.a is 1.7e+308, beyond 3.40282e+38"),

@@ -140,7 +140,7 @@ def run_command(
         )
     if loaded.shows == "labels":
         console.print("nothing to train: the report plots the splits")
-    console.print(f"results: {folder}; keel experiments report --output {folder}")
+    console.print(f"results: {folder}; keel experiments report --output {folder}", markup=False)
     archive_into(pack, folder)
     raise typer.Exit(1 if failed else 0)
 

@@ -193,7 +193,7 @@ def described(error: Exception) -> str:
 
     home, path = keel_home(), Path(error.filename)
     if isinstance(error, PermissionError | NotADirectoryError):
-        is_home = path.is_relative_to(home)
+        is_home = path.is_relative_to(home) and not os.access(home, os.W_OK | os.X_OK)
     else:  # the home itself cannot be made
         is_home = not home.is_dir() and home.is_relative_to(path)
     hint = "; set KEEL_HOME to a directory that you can write to" if is_home else ""

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +31,7 @@ from keel.runs import (
 from keel.tables import add_column, is_too_wide, print_table, terminal_console
 from keel.views.exports import harmless
 from protocol.config import keel_home
-from protocol.files import digest
+from protocol.files import digest, private_files
 from protocol.text import in_one_line
 from server_app.history import CURVES, curve, duration
 from server_app.summary import summarise
@@ -287,8 +288,9 @@ def compare(
     path = (plot or keel_home() / "comparisons" / f"{comparison_name(found)}.png").expanduser()
     from keel.cli.plots import figure_of
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure_of(found, keys).savefig(path, dpi=150)
+    with nullcontext() if plot else private_files():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure_of(found, keys).savefig(path, dpi=150)
     print(f"plot: {path}")
 
 

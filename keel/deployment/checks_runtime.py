@@ -108,8 +108,15 @@ def check_data(
     try:
         data = open_source(resolve_config(run_config), source)
     except (PermissionError, ValueError) as error:
-        if not any(isinstance(e, PermissionError) for e in (error, error.__cause__)):
+        denied = [e for e in (error, error.__cause__) if isinstance(e, PermissionError)]
+        if not denied:
             raise
+        if Path(denied[0].filename or "/").is_relative_to(keel_home()):
+            yield problem(
+                f"data: {error}: user id {os.getuid()} cannot write to {keel_home()}, where "
+                "decoded images are stored: change its owner, or deploy with its owner's KEEL_UID"
+            )
+            return
         yield problem(
             f"data: {error}: not readable for user id {os.getuid()}: change the group or mode of "
             "the data (chgrp, chmod), or deploy with the KEEL_UID of a user who can read it"

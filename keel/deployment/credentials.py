@@ -111,7 +111,7 @@ def server_certificate(
 ) -> bytes:
     """A certificate of this key for these DNS names and IP addresses, signed by the CA, as PEM."""
     ca_key = load_key(ca / "ca.key")
-    issuer = x509.load_pem_x509_certificate((ca / "ca.pem").read_bytes()).subject
+    issuer = load_certificate(ca / "ca.pem").subject
     signed = (
         certificate(names[0], key.public_key(), issuer, ca_key, days)
         .add_extension(
@@ -124,9 +124,20 @@ def server_certificate(
     return signed.public_bytes(Encoding.PEM)
 
 
+def load_certificate(path: Path) -> x509.Certificate:
+    """The certificate in a PEM file; ValueError if it is damaged."""
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, or no certificate: {error}") from error
+
+
 def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """The key in a PEM file; ValueError if it is of another kind."""
-    key = load_pem_private_key(path.read_bytes(), None)
+    """The key in a PEM file; ValueError if it is damaged or of another kind."""
+    try:
+        key = load_pem_private_key(path.read_bytes(), None)
+    except (ValueError, TypeError) as error:  # TypeError: it has a password
+        raise ValueError(f"{path} is damaged, or no key: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ValueError(f"{path}: expected an ECDSA key, as `keel deploy credentials` makes")
     return key
@@ -152,7 +163,7 @@ def renew(folder: Path, names: Sequence[str] = (), days: int = 825) -> list[str]
             raise ValueError(
                 f"{needed} is missing: renew where `keel deploy credentials` ran, with its `ca`"
             )
-    last = x509.load_pem_x509_certificate((ca / "ca.pem").read_bytes()).not_valid_after_utc
+    last = load_certificate(ca / "ca.pem").not_valid_after_utc
     left = (last - datetime.datetime.now(datetime.UTC)).days
     if left < 1:
         raise ValueError(
@@ -171,7 +182,7 @@ def renew(folder: Path, names: Sequence[str] = (), days: int = 825) -> list[str]
 
 def certificate_problem(path: Path, now: datetime.datetime) -> str:
     """What is wrong with a certificate's validity, or will be within 30 days; else empty."""
-    found = x509.load_pem_x509_certificate(path.read_bytes())
+    found = load_certificate(path)
     first, last = found.not_valid_before_utc, found.not_valid_after_utc
     if now < first:
         return (
@@ -216,7 +227,7 @@ def general_name(name: str) -> x509.GeneralName:
 
 def certificate_names(path: Path) -> list[str]:
     """The DNS names and IP addresses that a certificate is for."""
-    extensions = x509.load_pem_x509_certificate(path.read_bytes()).extensions
+    extensions = load_certificate(path).extensions
     names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return [str(name.value) for name in names]
 

@@ -21,6 +21,7 @@ from client_app.worker_socket import worker_status, worker_variable
 from keel.deployment.credentials import make_credentials
 from keel.deployment.superlink import SuperLinkClient, captured, environment, free_ports, run_config
 from protocol.config import app_folder
+from protocol.files import private_files
 from protocol.options import OptionValue
 from protocol.processes import end_with_parent
 
@@ -41,7 +42,7 @@ class LocalProcess:
 
     def start(self) -> None:
         """Start the command in a process group of its own."""
-        with self.log.open("ab") as log:
+        with private_files(), self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command,
                 env=self.env,

@@ -4,6 +4,9 @@ import json
 import os
 from pathlib import Path
 
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+
 from keel.deployment.reach import wait_for_server
 from protocol.files import write_atomically
 from protocol.flower_compat.registration import register_keys
@@ -30,6 +33,14 @@ def register(credentials: Path, address: str, wait_s: float) -> list[str]:
     keys = {
         path.stem: path.read_bytes() for path in sorted((credentials / "clients").glob("*.pub"))
     }
+    for name, key in keys.items():
+        try:
+            load_ssh_public_key(key)
+        except (ValueError, UnsupportedAlgorithm) as error:
+            raise ValueError(
+                f"{credentials / 'clients' / name}.pub is damaged, or no public key: {error}: copy "
+                "the client's client.pub again"
+            ) from error
     nodes = register_keys(address, ca.read_bytes(), keys)
     clients = {
         name: {"node": str(node), "key": " ".join(keys[name].decode().split()[:2])}

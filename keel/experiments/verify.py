@@ -50,7 +50,7 @@ def verify(folder: Path, rounds: int, console: Console) -> int:
         raise ValueError(f"{folder} holds no manifest.json: it is no run directory")
     num_failed = num_skipped = 0
     for directory in directories:
-        console.print(str(directory))
+        console.print(escape(str(directory)))
         if len(directories) > 1 and (reason := unfinished(directory)):
             console.print(f"  skipped: {escape(reason)}")
             num_skipped += 1

@@ -61,6 +61,7 @@ from flwr.supercore.task_identity import TaskIdentity
 # Error codes of replies. Flower documents `Error.code` and has no public list of its values.
 NO_REPLY = ErrorCode.UNKNOWN  # ours, for a reply that never came
 NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE  # the SuperNode is no longer connected
+CLIENT_FAILED = 1  # the client says that it failed; Flower's own codes start at 0, unknown
 SUPERLINK_NODE = SUPERLINK_NODE_ID  # the source of a reply that the SuperLink gives for a node
 UNDELIVERED = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 CRASHED = (ErrorCode.CLIENT_APP_CRASHED, *UNDELIVERED)  # the ClientApp died on the message

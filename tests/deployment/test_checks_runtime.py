@@ -89,6 +89,20 @@ def test_data_that_the_user_must_not_read(monkeypatch, is_wrapped):
     assert "KEEL_UID" in text
 
 
+def test_a_home_that_the_user_cannot_write_to_is_not_the_data_s_fault(monkeypatch, tmp_path):
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    denied = PermissionError(13, "Permission denied", str(tmp_path / "cache"))
+
+    def open_source(*_):
+        raise denied
+
+    monkeypatch.setattr("client_app.setup.open_source", open_source)
+    is_problem, text = result(check_data("folder:/srv", [], {}))
+    assert is_problem
+    assert f"cannot write to {tmp_path}, where decoded images are stored" in text
+    assert "mode of the data" not in text
+
+
 def test_a_worker_with_other_code_and_one_in_order(tmp_path, monkeypatch):
     status = {"pid": 7, "code": code_digest(), "versions": {"flwr": "1.39.0", "torch": "2.9"}}
     monkeypatch.setattr(checks_runtime, "worker_status", lambda *_: status)

@@ -230,8 +230,25 @@ def test_registering_where_nothing_listens_names_the_address(tmp_path):
         register(tmp_path / "server", address, 0.0)
 
 
-def test_a_certificate_that_is_never_valid_is_refused(tmp_path):
-    words = ["--folder", str(tmp_path), "--name", "a.org", "--days", "0"]
+@pytest.mark.parametrize("name", ["ca/ca.key", "ca/ca.pem", "server/server.pem"])
+def test_a_damaged_file_is_named_when_a_certificate_is_renewed(tmp_path, name):
+    make_credentials(tmp_path, ["a.org"], [])
+    (tmp_path / name).write_bytes(b"-----BEGIN")
+    with pytest.raises(ValueError, match=rf"{name} is damaged, or no (key|certificate): "):
+        renew(tmp_path)
+
+
+def test_a_damaged_public_key_is_named(tmp_path, monkeypatch):
+    make_credentials(tmp_path, ["localhost"], ["x"])
+    monkeypatch.setattr("keel.deployment.register.wait_for_server", lambda *_: None)
+    (tmp_path / "server/clients/x.pub").write_bytes(b"ecdsa-sha2-nistp384 AAAA")
+    with pytest.raises(ValueError, match=r"clients/x\.pub is damaged, or no public key: .*: copy"):
+        register(tmp_path / "server", "localhost:1", 0.0)
+
+
+@pytest.mark.parametrize("days", ["0", "2000000"])
+def test_a_certificate_that_is_never_valid_is_refused(tmp_path, days):
+    words = ["--folder", str(tmp_path), "--name", "a.org", "--days", days]
     assert CliRunner().invoke(app, ["credentials", *words]).exit_code == 2
     assert not list(tmp_path.iterdir())
 

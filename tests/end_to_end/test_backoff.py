@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from flwr.app import MessageType
 from method_fixtures import METHODS
 from run_fixtures import (
     SMALL,
@@ -13,6 +14,10 @@ from run_fixtures import (
     same_bits,
     summary_of,
 )
+
+import client_app.app
+from server_app.federation import run_federation
+from server_app.inline import InlineGrid, simulated_nodes
 
 
 @pytest.fixture
@@ -98,3 +103,59 @@ def test_sampling_is_as_without_rests_as_long_as_nobody_fails(run):
     one, other = run(keys), run(keys | {"backoff-after": 0})
     assert same_bits(final_model(one), final_model(other))
     assert SMALL["num-rounds"] == 2
+
+
+class HungGrid(InlineGrid):
+    """A deployment in which client-0001 is connected and does not answer messages of `kinds`."""
+
+    is_in_process = has_own_clients = False
+
+    def __init__(self, *kinds):
+        super().__init__(client_app.app.app, simulated_nodes(4))
+        self.kinds, self.num_unanswered = kinds, 0
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        about = [m.metadata for m in messages if m.metadata.dst_node_id == HUNG_NODE]
+        self.num_unanswered += sum(each.message_type in self.kinds for each in about)
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids):
+        about = {i: self.waiting[i].metadata for i in message_ids if i in self.waiting}
+        hung = [
+            i
+            for i, each in about.items()
+            if each.dst_node_id == HUNG_NODE and each.message_type in self.kinds
+        ]
+        return super().pull_messages([i for i in message_ids if i not in hung])
+
+
+HUNG_NODE = 3
+all_messages = (MessageType.TRAIN, MessageType.EVALUATE)
+
+
+in_training = {1: "no answer in this round's training", 3: "in backoff"}
+
+
+@pytest.mark.parametrize(
+    ("method", "kinds", "not_evaluated"),
+    [
+        ("fedavg", all_messages, in_training),
+        ("fedreco", all_messages, in_training),
+        ("fedavg", [MessageType.EVALUATE], {3: "no answer to the last evaluations"}),
+    ],
+)
+def test_a_client_that_hangs_is_waited_for_as_often_as_backoff_says(
+    tmp_path, monkeypatch, caplog, method, kinds, not_evaluated
+):
+    monkeypatch.setenv("KEEL_HOME", str(tmp_path))
+    keys = {"method": method, "local-test-fraction": 0.2, "evaluate-clients": "all"}
+    keys |= {"num-rounds": 4, "round-timeout": 2.0, "backoff-after": 2, "backoff-rounds": 3}
+    grid = HungGrid(*kinds)
+    folder = run_federation(grid, SMALL | short | keys | {"min-replies": 2}).path
+    history = history_of(folder)
+    assert grid.num_unanswered == 2
+    for number, reason in not_evaluated.items():
+        assert history[number - 1]["evaluation_left_out"] == {"client-0001": reason}
+    assert len(history[-1]["participants"]) == (3 if MessageType.TRAIN in kinds else 4)
+    assert "client-0001" in " ".join(text for text in caplog.messages if "in a row" in text)

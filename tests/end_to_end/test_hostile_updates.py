@@ -1,12 +1,14 @@
 """Whole runs with a hostile site, which lies about its samples or sends absurd arrays."""
 
+import json
 import logging
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message, MessageType
+from flwr.app import Error, Message, MessageType
+from flwr.common.constant import ErrorCode
 from hypothesis import given
 from hypothesis import strategies as st
 from run_fixtures import SMALL, final_model, history_of, same_bits, summary_of, without_pictures
@@ -25,6 +27,7 @@ from protocol.messages import (
 from server_app.federation import run_federation
 from server_app.inline import InlineGrid, run_inline
 from strategies.aggregation import capped_counts
+from strategies.average import TooFewRepliesError
 
 HOSTILE, NODE = "site-1", 3
 HONEST = ["site-0", "site-2", "site-3"]
@@ -262,6 +265,85 @@ def test_counts_beside_the_model_are_those_of_the_roster(sites, tmp_path):
 
     first, _ = history_of(run(HostileGrid(sites, spoil), tmp_path, method="fedproc"))
     assert first["left_out"][HOSTILE].startswith("array 'counts' is not [")
+
+
+# --- the audit log --------------------------------------------------------------------------------
+
+
+def audit_of(folder, event):
+    lines = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == event]
+
+
+def test_an_update_that_ends_the_run_is_in_the_audit_log(sites, tmp_path):
+    def spoil(reply: TrainReply, sent: Arrays) -> TrainReply:
+        return replace(reply, arrays={n: a * torch.nan for n, a in reply.arrays.items()})
+
+    with pytest.raises(TooFewRepliesError):
+        run(HostileGrid(sites, spoil), tmp_path, min_replies=4)
+    [line] = audit_of(tmp_path / tmp_path.name, "rejected")
+    assert list(line["clients"]) == [HOSTILE]
+    assert "not finite" in line["clients"][HOSTILE]
+
+
+class CrashingGrid(InlineGrid):
+    """A grid in which site-1's ClientApp dies once on a train message."""
+
+    is_in_process = False
+
+    def answer(self, message: Message) -> Message:
+        about = message.metadata
+        if about.message_type == MessageType.TRAIN and about.dst_node_id == NODE:
+            self.num_sent = getattr(self, "num_sent", 0) + 1
+            if self.num_sent == 1:
+                return Message(Error(ErrorCode.CLIENT_APP_CRASHED, "killed"), reply_to=message)
+        return super().answer(message)
+
+
+def test_what_is_sent_again_is_in_the_audit_log_and_in_the_traffic(sites, tmp_path):
+    folder = run(CrashingGrid(client_app.app.app, sites), tmp_path, num_rounds=1)
+    first, again = [line for line in audit_of(folder, "sent") if line["kind"] == "train"]
+    assert (first["clients"], again["clients"]) == (sorted([HOSTILE, *HONEST]), [HOSTILE])
+    assert first["bytes"] == pytest.approx(4 * again["bytes"], rel=0.01)
+    assert history_of(folder)[0]["bytes_down"] == first["bytes"] + again["bytes"]
+
+
+# --- metrics that the method does not have --------------------------------------------------------
+
+
+class BoastingGrid(InlineGrid):
+    """A grid in which site-1 adds a metric of 1 to all that it sends."""
+
+    is_in_process = False
+
+    def __init__(self, sites, metric):
+        super().__init__(client_app.app.app, sites)
+        self.metric = metric
+
+    def answer(self, message: Message) -> Message:
+        reply = super().answer(message)
+        about = message.metadata
+        if about.dst_node_id != NODE or about.message_type == MessageType.QUERY:
+            return reply
+        sent = read_reply(reply)
+        more = replace(sent, metrics=sent.metrics | {self.metric: 1.0})
+        return Message(reply_content(more), reply_to=message)
+
+
+@pytest.mark.parametrize(
+    ("method", "metric", "curves"),
+    [
+        ("fedavg", "personal-accuracy", {"global.accuracy", "local_global.mean"}),
+        ("fedreco", "global-accuracy", {"personal.mean"}),
+    ],
+)
+def test_the_accuracy_of_a_model_that_a_method_does_not_have_counts_for_nothing(
+    method, metric, curves, sites, tmp_path
+):
+    grid = BoastingGrid(sites, metric)
+    folder = run(grid, tmp_path, method=method, evaluate_clients="all", num_rounds=1)
+    found = summary_of(folder)["results"]
+    assert {name for name in found if "decile" not in name} == curves
 
 
 # --- sizes and texts ------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import client_app.worker_socket
 from client_app.worker_server import listen, warm_device
 from client_app.worker_socket import receive_frame, send_frames, worker_status, worker_variable
 from keel.deployment.loopback import LocalProcess, restarting
+from protocol.flower_compat import CLIENT_FAILED
 from protocol.messages import read_reply
 
 repository = Path(__file__).parents[2]
@@ -110,7 +111,7 @@ def test_the_worker_answers_as_the_handlers_in_process_to_the_bit(
 def test_an_error_of_the_handlers_comes_back_as_their_line(handed_over, tmp_path):
     config = config_with(device="cuda:63")
     reply = Client(config, tmp_path).ask("train", 1, initial(config_with()))
-    assert reply.error.code == client_app.worker_client.client_failed
+    assert reply.error.code == CLIENT_FAILED
     assert reply.error.reason.startswith("device = 'cuda:63'")
     line = f"run {tmp_path.name}, round 1: client client-0000: {reply.error.reason}\n"
     assert line in handed_over.printed()
