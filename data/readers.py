@@ -29,6 +29,7 @@ from data.partitions import split_local_test
 
 DIGITS_TEST_FRACTION = 0.2
 DIGITS_SPLIT_SEED = 1797
+MAX_CLASSES = 100_000  # of an npz file; each has a name, and an output of the network
 DEBIAN_DATASETS = Path("/usr/share/datasets")  # of the package dataset-fashion-mnist
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -263,6 +264,11 @@ def _read_npz(path: Path) -> RawSource:
         for split in ("train", "test")
     )
     num_classes = int(train.labels.max()) + 1
+    if num_classes > MAX_CLASSES:
+        raise ValueError(
+            f"{path}: y_train has the label {num_classes - 1}; expected less than {MAX_CLASSES}: "
+            "number the classes from 0"
+        )
     for split, labels in (("train", train.labels), ("test", test.labels)):
         outside = labels[(labels < 0) | (labels >= num_classes)]
         if len(outside):

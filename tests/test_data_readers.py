@@ -304,6 +304,7 @@ def test_idx_files_that_are_missing_or_broken(load, tmp_path, monkeypatch):
         ({"y_train": np.arange(5)}, "y_train is int64 [5]; expected integers [6]"),
         ({"y_train": np.zeros((6, 1), dtype=int)}, "y_train is int64 [6, 1]"),
         ({"y_train": np.zeros(6)}, "y_train is float64 [6]"),
+        ({"y_train": np.array([0, 1, 2, 3, 4, 10**5])}, "has the label 100000; expected less than"),
         ({"y_test": np.array([0, 3, 1])}, "y_test has the label 3; expected 0 to 2"),
         ({"y_train": np.array([0, 1, -1, 0, 1, 2])}, "y_train has the label -1"),
         ({"y_train": np.array([None] * 6)}, "not a readable npz file: ValueError: Object arrays"),
