@@ -18,6 +18,7 @@ from protocol.text import shortened
 from server_app.history import DAMAGE
 from strategies.validation import count_outliers
 
+ROSTER_FILE = "roster.json"
 CLASSES = "number of classes"
 MAX_LISTED = 10_000  # simulated clients; with more, files and plots do not list each
 

@@ -20,10 +20,11 @@ from protocol.config import config_from_json
 from protocol.files import digest
 from protocol.messages import array_record
 from server_app.audit import AUDIT_FILE, audit_problem
-from server_app.federation import prepare, record_round, train_round
+from server_app.federation import prepare
 from server_app.history import read_history
 from server_app.inline import Companions, InlineGrid, simulated_nodes
 from server_app.manifest import signed_files, versions
+from server_app.rounds import record_round, train_round
 from server_app.summary import read_config_file, read_manifest, read_run_config
 
 MAX_DIFFERENCE = 0.02  # accuracy in [0, 1]: other versions or processors, after a few rounds

@@ -24,6 +24,7 @@ import client_app.handlers
 import client_app.process_cache
 import server_app.federation
 import server_app.inline
+import server_app.rounds
 import server_app.simulated_roster
 import strategies.average
 import strategies.validation
@@ -32,8 +33,8 @@ from client_app.setup import build_network
 from models.cnn import _plain_cnn
 from protocol.config import resolve_config
 from protocol.messages import tensors
-from server_app.federation import Run
 from server_app.inline import InlineGrid, run_inline
+from server_app.rounds import Run
 from server_app.run_directory import RunDirectory
 from server_app.simulated_roster import ByName
 from server_app.trained import load_model
@@ -381,9 +382,9 @@ def test_the_server_scores_clients_that_have_not_trained_as_they_do(run, monkeyp
 
     add_model(monkeypatch, "small-cnn", build)
     keys = KEYS | keys | {"fraction-train": 1 / NUM_CLIENTS, "local-test-fraction": 0.4}
-    num_asked, ask = [], server_app.federation.evaluate_on_clients
+    num_asked, ask = [], server_app.rounds.evaluate_on_clients
     monkeypatch.setattr(
-        server_app.federation,
+        server_app.rounds,
         "evaluate_on_clients",
         lambda *what: num_asked.append(len(what[-1])) or ask(*what),
     )

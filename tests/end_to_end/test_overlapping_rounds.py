@@ -13,8 +13,9 @@ from run_fixtures import assert_same_run, history_of, resume, summary_of
 
 import server_app.federation
 import server_app.inline
-from server_app.federation import DivergedError
+import server_app.rounds
 from server_app.inline import InlineGrid
+from server_app.rounds import DivergedError
 from server_app.run_directory import RunDirectory, read_arrays
 from strategies import Average
 
@@ -44,8 +45,8 @@ class Elsewhere(InlineGrid):
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """All runs of this file have such clients; `events` has their training and the evaluations."""
-    score = server_app.federation.global_score
-    append = server_app.federation.append_history
+    score = server_app.rounds.global_score
+    append = server_app.rounds.append_history
 
     def scored(*arguments: Any) -> dict[str, float]:
         written = [n for what, n in events if what == "written"]
@@ -58,8 +59,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
     events.clear()
     monkeypatch.setattr(server_app.inline, "InlineGrid", Elsewhere)
-    monkeypatch.setattr(server_app.federation, "global_score", scored)
-    monkeypatch.setattr(server_app.federation, "append_history", appended)
+    monkeypatch.setattr(server_app.rounds, "global_score", scored)
+    monkeypatch.setattr(server_app.rounds, "append_history", appended)
 
 
 APART = [(what, n) for n in (1, 2, 3) for what in ("trained", "evaluated", "written")]
@@ -161,7 +162,7 @@ def test_the_seconds_of_all_rounds_are_those_of_the_clock(run, monkeypatch):
     """An evaluation beside training is in the seconds of that training alone."""
     now = 0.0
     score, save, train = (
-        server_app.federation.evaluate,
+        server_app.rounds.evaluate,
         RunDirectory.save_checkpoint,
         Elsewhere.pull_messages,
     )
@@ -175,7 +176,7 @@ def test_the_seconds_of_all_rounds_are_those_of_the_clock(run, monkeypatch):
         return after
 
     monkeypatch.setattr(server_app.federation.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(server_app.federation, "evaluate", lasts(4.0, score))
+    monkeypatch.setattr(server_app.rounds, "evaluate", lasts(4.0, score))
     monkeypatch.setattr(RunDirectory, "save_checkpoint", lasts(8.0, save))
     monkeypatch.setattr(Elsewhere, "pull_messages", lasts(1.0, train))
     folder = run({"num-rounds": 4, "local-epochs": 0}, num_clients=1)
@@ -201,7 +202,7 @@ def test_an_evaluation_leaves_the_workers_their_cores(monkeypatch, nodes, thread
 
 @pytest.mark.parametrize("beside", [0, 3])
 def test_an_evaluation_beside_workers_has_other_threads(run, monkeypatch, beside):
-    evaluate, seen = server_app.federation.evaluate, []
+    evaluate, seen = server_app.rounds.evaluate, []
 
     def evaluated(*arguments: Any) -> Any:
         seen.append(torch.get_num_threads())
@@ -210,7 +211,7 @@ def test_an_evaluation_beside_workers_has_other_threads(run, monkeypatch, beside
         return evaluate(*arguments)
 
     monkeypatch.setattr(server_app.federation, "threads_beside", lambda *workers: beside)
-    monkeypatch.setattr(server_app.federation, "evaluate", evaluated)
+    monkeypatch.setattr(server_app.rounds, "evaluate", evaluated)
     with pytest.raises(OSError, match="no"):
         run({"num-rounds": 5, "threads": 1})
     assert seen == [1, beside or 1, beside or 1, beside or 1]
@@ -218,8 +219,8 @@ def test_an_evaluation_beside_workers_has_other_threads(run, monkeypatch, beside
 
 
 STEPS = [
-    (server_app.federation, "evaluate"),
-    (server_app.federation, "append_history"),
+    (server_app.rounds, "evaluate"),
+    (server_app.rounds, "append_history"),
     (RunDirectory, "save_checkpoint"),
 ]
 
@@ -280,7 +281,7 @@ def test_a_round_is_written_if_the_next_one_cannot_begin(run, monkeypatch):
 
 def test_a_model_that_diverges_ends_the_run_after_the_round_before(run, monkeypatch):
     monkeypatch.setattr(
-        server_app.federation, "all_finite", lambda arrays: ("trained", 3) not in events
+        server_app.rounds, "all_finite", lambda arrays: ("trained", 3) not in events
     )
     with pytest.raises(DivergedError, match="round 3"):
         run({"num-rounds": 4, "run-name": "diverged"})

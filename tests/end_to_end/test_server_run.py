@@ -38,6 +38,7 @@ import protocol.files
 import server_app.client_registry
 import server_app.federation
 import server_app.inline
+import server_app.rounds
 import server_app.run_directory
 from client_app.method import Update
 from client_app.methods import method_of
@@ -49,8 +50,8 @@ from keel.experiments.verify import checks
 from keel.runs import find_run
 from protocol.config import default_config, resolve_config
 from protocol.seeds import seed_of
-from server_app.federation import DivergedError
 from server_app.inline import InlineGrid, run_inline
+from server_app.rounds import DivergedError
 from server_app.run_directory import Checkpoint, RunDirectory, read_arrays, remove_state
 from server_app.summary import read_manifest
 from server_app.trained import load_model
@@ -679,7 +680,7 @@ def test_a_later_run_of_the_process_trains_on_what_the_file_holds_by_then(run, t
 
 @pytest.mark.parametrize(
     ("owner", "step"),
-    [(RunDirectory, "save_checkpoint"), (server_app.federation, "append_history")],
+    [(RunDirectory, "save_checkpoint"), (server_app.rounds, "append_history")],
 )
 @pytest.mark.parametrize("server_round", [1, 3])
 def test_a_crash_while_a_round_is_recorded_loses_no_line(
@@ -992,15 +993,15 @@ def test_a_resumed_run_is_verified(run, interrupted, keys):
 
 def test_a_round_whose_digest_was_not_noted_is_noted_by_the_resume(run, interrupted, monkeypatch):
     """A kill in between ended the noting of all later rounds, which verified nothing."""
-    note = server_app.federation.note_round
+    note = server_app.rounds.note_round
 
     def killed(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(server_app.federation, "note_round", killed)
+    monkeypatch.setattr(server_app.rounds, "note_round", killed)
     with pytest.raises(KeyboardInterrupt):
         run({"num-rounds": 3, "run-name": "cut"})
-    monkeypatch.setattr(server_app.federation, "note_round", note)
+    monkeypatch.setattr(server_app.rounds, "note_round", note)
     whole = run({"num-rounds": 3})
     parts = whole.with_name("cut")
     assert not read_manifest(parts).get("rounds")

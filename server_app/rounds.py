@@ -1,0 +1,458 @@
+"""One round of a run: train, aggregate, evaluate, record."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Message, MessageType
+from flwr.serverapp import Grid
+
+from client_app.evaluation import evaluate
+from client_app.method import Method
+from client_app.samples import Samples
+from client_app.state import StateMemory
+from data.sources import Source
+from models import StagedModel
+from protocol.config import RunConfig
+from protocol.flower_compat import has_own_clients, is_in_process_grid
+from protocol.messages import (
+    Arrays,
+    DatasetSpec,
+    EvaluateRequest,
+    TrainReply,
+    TrainRequest,
+    all_finite,
+    payload_bytes,
+    request_record,
+    tensors,
+)
+from server_app.audit import AuditLog
+from server_app.client_registry import ClientRegistry
+from server_app.diagnostics.monitor import Monitor
+from server_app.exchange import Exchange
+from server_app.history import (
+    HISTORY_FILE,
+    Line,
+    append_history,
+    finite_or_null,
+)
+from server_app.logical_clients import LogicalGrid, Summing
+from server_app.manifest import (
+    NUM_NOTED_ROUNDS,
+    note_round,
+)
+from server_app.record import client_fields, training_fields
+from server_app.roster import (
+    ROSTER_FILE,
+    save_roster,
+)
+from server_app.run_directory import (
+    RELEASES,
+    Checkpoint,
+    RunDirectory,
+)
+from server_app.simulated_roster import (
+    Roster,
+    SimulatedRoster,
+)
+from server_app.untrained import untrained_accuracies
+from strategies import Average
+from strategies.average import RoundReport
+from strategies.backoff import Backoff
+from strategies.sampling import ClientNames
+from strategies.validation import RECORD_BYTES
+
+log = logging.getLogger("keel.server")
+
+
+class DivergedError(RuntimeError):
+    """The global arrays are no longer finite."""
+
+
+@dataclass
+class Run:
+    """One run under way. `start`: the checkpoint that it begins from, of round 0 for a new run."""
+
+    config: RunConfig
+    data: DatasetSpec
+    directory: RunDirectory
+    grid: Grid
+    strategy: Average
+    method: Method
+    model: StagedModel
+    initial_weights: Arrays
+    source: Source
+    test_samples: Samples
+    roster: Roster
+    registry: ClientRegistry
+    audit: AuditLog
+    exchange: Exchange
+    cohort_size: int
+    start: Checkpoint
+    monitor: Monitor | None
+    memory: StateMemory
+    threads_beside_workers: int  # of this process while a simulation's workers train; 0: torch's
+    evaluation_backoff: Backoff  # clients that gave no answer to evaluations
+    # by client whose newest update was aggregated: its own model's score since, if known
+    scores: dict[str, float | None] = field(default_factory=dict)
+    # the clients that were asked to train so far; None: not known
+    asked: set[str] | None = field(default_factory=set)
+    # the loss metrics of all rounds so far: names, and the most clients that sent each in one round
+    loss_terms: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def has_own_models(self) -> bool:
+        """Whether clients are evaluated with models that change when they train, and then only."""
+        method = self.method
+        return method.is_personal and not (method.is_adapted_from_global or method.has_global_model)
+
+    def is_evaluated(self, server_round: int) -> bool:
+        """Whether accuracies are measured after this round."""
+        rounds = self.config.rounds
+        return server_round == rounds.num_rounds or server_round % rounds.evaluate_every == 0
+
+    @property
+    def overlaps_rounds(self) -> bool:
+        """Whether a round may be evaluated and written while clients train in the next one.
+
+        Not if they train in this process, nor with private releases: after a crash, a resume
+        repeats both rounds, and would request one release more of each client.
+        """
+        return not has_own_clients(self.grid) and not self.config.privacy.epsilon
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether `scores` holds: in a deployment, a client may lose or reset its state."""
+        return self.has_own_models and is_in_process_grid(self.grid)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A round that is aggregated and not yet on disk: the global arrays and the server's state.
+
+    line: the round's history line without the global model's score.
+    """
+
+    round: int
+    arrays: ArrayRecord
+    state: Arrays
+    line: Line
+
+
+class Sent:
+    """Notes in the audit log what is sent in a round, and what is sent again.
+
+    clients: by node, which may no longer be the client's when a message is sent again.
+    """
+
+    def __init__(self, run: Run, server_round: int, kind: str, messages: Sequence[Message]) -> None:
+        self.audit, self.round, self.kind = run.audit, server_round, kind
+        self.sizes = {m.metadata.dst_node_id: payload_bytes(m) for m in messages}
+        self.clients = {node: run.roster[node].client for node in self.sizes}
+        self.num_bytes = 0
+        self.note(*self.sizes)
+
+    def note(self, *nodes: int) -> None:
+        """Note the messages to these nodes."""
+        clients = [self.clients[node] for node in nodes]
+        size = sum(self.sizes[node] for node in nodes)
+        self.num_bytes += size
+        about = {"kind": self.kind, "bytes": size, "round": self.round}
+        self.audit.note("sent", **about, clients=clients)
+
+
+def train_round(
+    run: Run,
+    server_round: int,
+    arrays: ArrayRecord,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Trained:
+    """Train, aggregate, and evaluate on the clients where that is due.
+
+    meanwhile: called while the clients train.
+    """
+    config, strategy = run.config, run.strategy
+    rounds = config.rounds
+    is_evaluated = run.is_evaluated(server_round)
+    evaluated = config.evaluated_clients if is_evaluated else "none"
+    # a client's own model does not change between training and evaluation: one message does both
+    scores_in_replies = evaluated != "none" and run.has_own_models
+    seconds: dict[str, float] = {}
+
+    started = time.perf_counter()
+    if not isinstance(run.roster, SimulatedRoster):
+        strategy.away = run.registry.absent(run.registry.refresh())
+    if run.registry.has_changed:
+        save_roster(run.directory.path / ROSTER_FILE, run.roster)
+        run.registry.has_changed = False
+    checkpoint_rounds = run.directory.checkpoint_rounds()
+    run_dir = name_for_clients(run)
+    is_measured = run.monitor is not None and run.monitor.is_due(server_round)
+    strategy.keeps_updates = is_measured
+    request = TrainRequest(
+        *(config, run.data, server_round, checkpoint_rounds, scores_in_replies, run_dir),
+        run.directory.id,
+    )
+    messages = list(
+        strategy.configure_train(server_round, arrays, request_record(request), run.grid)
+    )
+    sent = Sent(run, server_round, "train", messages)
+
+    def note_releases(*nodes: int) -> None:
+        if config.privacy.epsilon:
+            clients = [sent.clients[node] for node in nodes]
+            privacy = {"epsilon": config.privacy.epsilon, "delta": config.privacy.delta}
+            # first: a resume would complete it from the audit log, with one release more
+            run.directory.append_releases(server_round, clients)
+            run.audit.note("released", round=server_round, clients=clients, **privacy)
+
+    def note_again(node: int) -> None:
+        sent.note(node)
+        note_releases(node)
+
+    backed_off = sorted(strategy.backed_off(server_round))
+    what = f"round {server_round}"
+    if isinstance(run.grid, LogicalGrid):
+        # with a rejected client, those summed with it train again: a release more
+        shares = {} if config.privacy.epsilon else strategy.begin_sums(server_round)
+        extra = strategy.expected_extra()
+        like = {"arrays": strategy.expected(strategy.current), "extra": extra}
+        summing = Summing(shares, strategy.limits, like, strategy.take_sum)
+        run.grid.summing = summing if shares else None
+
+    to_ask, silent = messages, set[str]()
+    while to_ask:
+        note_releases(*(message.metadata.dst_node_id for message in to_ask))
+        run.exchange.ask(
+            to_ask,
+            rounds.round_timeout,
+            what,
+            max_bytes=strategy.max_reply_bytes(),
+            before_resend=note_again,
+            on_reply=lambda reply: strategy.accept(server_round, reply),
+            meanwhile=meanwhile,
+        )
+        silent |= silent_clients(run)
+        again = strategy.to_ask_again()
+        to_ask = [message for message in messages if message.metadata.dst_node_id in again]
+        if to_ask:
+            text = "%s: %d clients train again, as their updates were summed with a rejected one"
+            log.warning(text, what, len(to_ask))
+    seconds["training"] = time.perf_counter() - started
+
+    started = time.perf_counter()
+    try:
+        following, _ = strategy.aggregate_train(server_round, ())
+    finally:  # too few replies end the run
+        report = strategy.report
+        if report.left_out:
+            run.audit.note("rejected", round=server_round, kind="train", clients=report.left_out)
+    assert following is not None
+    state = strategy.state()
+    if not all_finite(tensors(following)) or not all_finite(state):
+        raise DivergedError(
+            f"round {server_round}: the server update gave values that are not finite; the model "
+            f"of the round before is kept. Lower lr, or the server's learning rate (options of "
+            f"{rounds.method} and of server-optimizer {rounds.server_optimizer})"
+        )
+    seconds["aggregation"] = time.perf_counter() - started
+
+    started = time.perf_counter()
+    weights = strategy.counts(report.accepted)
+    line = training_fields(server_round, report, sent.num_bytes, weights, run.loss_terms)
+    line["backed_off"] = backed_off
+    note_trained(run, line)
+    if run.monitor and is_measured:
+        line["diagnostics"] = run.monitor.measure(
+            server_round, tensors(arrays), report.accepted, run.directory.path
+        )
+        seconds["diagnostics"] = time.perf_counter() - started
+        started = time.perf_counter()
+    if evaluated != "none":
+        scored: list[TrainReply] = list(report.accepted) if scores_in_replies else []
+        clients: Set[str] = {reply.client for reply in report.accepted}
+        if evaluated == "all":
+            clients = strategy.clients
+        if run.keeps_scores:
+            scored += [
+                TrainReply(client, server_round, {}, {}, {"personal-accuracy": score})
+                for client, score in run.scores.items()
+                if score is not None and client in clients
+            ]
+            scored += score_untrained(run, server_round, following, clients)
+        clients = clients - {reply.client for reply in scored}
+        unasked = not_to_evaluate(run, server_round, clients, {*backed_off}, silent)
+        if unasked:
+            line["evaluation_left_out"] = unasked
+        nodes = strategy.nodes_of(sorted(clients - unasked.keys()))
+        if nodes:
+            evaluation = evaluate_on_clients(run, server_round, following, nodes)
+            scored += evaluation.accepted
+            line["evaluation_left_out"] = evaluation.left_out | unasked
+            line["reset_needed"] = sorted({*report.reset_needed, *evaluation.reset_needed})
+            line["evaluation_bytes_down"] = evaluation.bytes_down
+            line["evaluation_bytes_up"] = evaluation.bytes_up
+        line |= client_fields(sorted(scored, key=lambda reply: reply.client), run.method)
+        note_scores(run.scores, line)
+    seconds["evaluation"] = time.perf_counter() - started
+
+    strategy.report = RoundReport()  # this round's updates are not held during the next
+    run.exchange.drain()
+    line["late"] = run.exchange.take_late()
+    line["seconds"] = seconds
+    if run.overlaps_rounds:  # written during the next round, in which a half may change its tensors
+        state = {name: array.clone() for name, array in state.items()}
+    if config.privacy.epsilon:
+        state |= run.directory.release_state()
+    return Trained(server_round, following, state, line)
+
+
+def record_round(run: Run, trained: Trained, beside_training: bool = False) -> Line:
+    """Evaluate the global model where that is due, and write the round to disk; its line.
+
+    beside_training: clients train in the next round, whose seconds contain those of this.
+    """
+    rounds, server_round = run.config.rounds, trained.round
+    line: Line = trained.line
+    started = time.perf_counter()
+    if run.is_evaluated(server_round) and rounds.evaluate_global and run.method.has_global_model:
+        num_threads = run.threads_beside_workers if beside_training else 0
+        line["global"] = global_score(run, trained.arrays, num_threads)
+        taken_s = time.perf_counter() - started
+        if beside_training:
+            line["overlapped_evaluation_seconds"] = round(taken_s, 4)
+        else:
+            line["seconds"]["evaluation"] += taken_s
+    line["seconds"] = {name: round(value, 4) for name, value in line["seconds"].items()}
+    line = finite_or_null(line)
+    # before the checkpoint: a resume drops what is ahead of it
+    append_history(run.directory.path / HISTORY_FILE, line)
+    model, saved = run.config.model.model, ""
+    checkpoint = Checkpoint(server_round, tensors(trained.arrays), trained.state)
+    if server_round == rounds.num_rounds or server_round % rounds.snapshot_every == 0:
+        run.memory.write(run.directory.checkpoint_rounds())
+    if server_round == rounds.num_rounds or server_round % rounds.checkpoint_interval == 0:
+        saved = run.directory.save_checkpoint(checkpoint, model)
+    if server_round <= NUM_NOTED_ROUNDS:
+        noted = saved if saved and RELEASES not in trained.state else checkpoint.noted_digest(model)
+        note_round(run.directory.path, run.config, server_round, noted)
+    return line
+
+
+def note_trained(run: Run, line: Line) -> None:
+    """Note who was asked to train in this round, and forget their scores.
+
+    A client whose update was not aggregated may still be training: its score does not hold.
+    """
+    for client in line["left_out"]:
+        run.scores.pop(client, None)
+    run.scores |= dict.fromkeys(line["participants"])
+    if run.asked is not None:
+        run.asked.update(line["participants"], line["left_out"])
+
+
+def note_scores(scores: dict[str, float | None], line: Line) -> None:
+    """Note the scores in the line, less those of models that clients make from the newest u_0."""
+    accuracies = line.get("personal", {}).get("clients", {})
+    scores |= {client: accuracies[client] for client in scores.keys() & accuracies.keys()}
+
+
+def name_for_clients(run: Run) -> str:
+    """The run directory's path in a simulation, whose clients store their state there; its name."""
+    path = run.directory.path
+    return str(path) if is_in_process_grid(run.grid) else path.name
+
+
+def global_score(run: Run, arrays: ArrayRecord, num_threads: int) -> dict[str, float]:
+    """Accuracy and loss of the global model on the source's test set. num_threads: 0: torch's."""
+    device, before = run.test_samples.labels.device, torch.get_num_threads()
+    run.model.to(device).load_state_dict(run.initial_weights | tensors(arrays))
+    torch.set_num_threads(num_threads or before)
+    try:
+        score = evaluate(run.model, run.test_samples, run.config.train.precision)
+    finally:
+        torch.set_num_threads(before)
+    return {"accuracy": score.accuracy, "loss": score.loss}
+
+
+def silent_clients(run: Run) -> set[str]:
+    """The clients that gave no answer in time to the newest messages."""
+    return {run.roster[node].client for node in run.exchange.silent if node in run.roster}
+
+
+def not_to_evaluate(
+    run: Run, server_round: int, clients: Set[str], backed_off: Set[str], silent: Set[str]
+) -> dict[str, str]:
+    """Those of these clients that are not asked to evaluate, and why; none in a simulation.
+
+    Each might cost a whole timeout again. backed_off: from training. silent: gave no answer in this
+    round's training.
+    """
+    if is_in_process_grid(run.grid):
+        return {}
+    reasons = {
+        "no answer to the last evaluations": run.evaluation_backoff.backed_off(
+            server_round, clients, 0
+        ),
+        "in backoff": backed_off,
+        "no answer in this round's training": silent,
+        "not connected": run.strategy.away,
+    }
+    return {c: why for why, found in reasons.items() for c in sorted(clients & found)}
+
+
+def evaluate_on_clients(
+    run: Run, server_round: int, arrays: ArrayRecord, nodes: Sequence[int]
+) -> RoundReport:
+    """The replies of these nodes to an evaluate message, and who gave none."""
+    record = request_record(evaluate_request(run, server_round))
+    messages = run.strategy.messages(MessageType.EVALUATE, nodes, arrays, record)
+    what = f"the evaluation of round {server_round}"
+    timeout_s = run.config.rounds.round_timeout
+    sent = Sent(run, server_round, "evaluate", messages)
+    replies = run.exchange.ask(
+        messages, timeout_s, what, max_bytes=2 * RECORD_BYTES, before_resend=sent.note
+    )
+    run.strategy.aggregate_evaluate(server_round, replies)
+    report = run.strategy.report
+    answered = {reply.client for reply in report.accepted}
+    for client in run.evaluation_backoff.note(server_round, answered, silent_clients(run)):
+        log.warning(
+            "%s: client %s gave no answer to %d evaluations in a row; it is not evaluated for %d "
+            "rounds",
+            *(what, client, run.evaluation_backoff.failures[client]),
+            run.config.rounds.backoff_rounds,
+        )
+    report.bytes_down = sent.num_bytes
+    if report.left_out:
+        run.audit.note("rejected", round=server_round, kind="evaluate", clients=report.left_out)
+    return report
+
+
+def score_untrained(
+    run: Run, server_round: int, arrays: ArrayRecord, clients: Set[str]
+) -> list[TrainReply]:
+    """The scores of those of these clients that are simulated and were never asked to train.
+
+    Empty if their personal models do not start alike.
+    """
+    is_custom = getattr(run.grid, "has_custom_clients", False)
+    if not run.method.personal_models_start_alike() or run.asked is None or is_custom:
+        return []
+    names = ClientNames(run.roster[next(iter(run.roster))].num_partitions)
+    untrained = sorted(names.number(client) for client in clients - run.asked if client in names)
+    request = evaluate_request(run, server_round)
+    scores = untrained_accuracies(request, tensors(arrays), np.array(untrained, int), len(names))
+    return [
+        TrainReply(client, server_round, {}, {}, {"personal-accuracy": score})
+        for client, score in scores.items()
+    ]
+
+
+def evaluate_request(run: Run, server_round: int) -> EvaluateRequest:
+    """What evaluate messages of this round ask."""
+    run_dir = name_for_clients(run)
+    return EvaluateRequest(run.config, run.data, server_round, run_dir, run.directory.id)
