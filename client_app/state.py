@@ -93,6 +93,7 @@ class StateFolder:
     max_ahead: rounds that a resume may repeat. memory: has the newest version, if not None.
     run_directory: of a simulation, whose workers may train a client while another is late with it.
     run_id: the id of a deployment's run; another run directory may have its name. "": not known.
+    reads_only: `load` writes nothing, and lets nobody reset the state.
     """
 
     def __init__(
@@ -102,7 +103,9 @@ class StateFolder:
         memory: StateMemory | None = None,
         run_directory: Path | None = None,
         run_id: str = "",
+        reads_only: bool = False,
     ) -> None:
+        self.reads_only = reads_only
         self.folder, self.max_ahead, self.memory = folder, max_ahead, memory
         self.run_directory, self.run_id = run_directory, run_id
 
@@ -147,8 +150,13 @@ class StateFolder:
                         *(path, last_accepted_round),
                     )
                 return groups
+            if self.reads_only:
+                log.warning("%s is damaged", path)
+                continue
             path.rename(path.with_suffix(".damaged"))
             log.warning("%s is damaged and was renamed to *.damaged", path)
+        if self.reads_only:
+            return {}
         damaged = [path for r, path in self._versions("damaged") if r < before_round]
         lost = ""
         if damaged:

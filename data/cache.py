@@ -110,7 +110,9 @@ def content_digest(
         for file in [str(path)] if path.is_file() else files_under(path):
             found = os.stat(file)
             files.append((file, file.removeprefix(str(root))))
-            seen.update(os.fsencode(f"{files[-1][1]}\t{found.st_size}\t{found.st_mtime_ns}\n"))
+            # st_ctime: changes with the content, also where st_mtime was set back
+            times = f"{found.st_mtime_ns}\t{found.st_ctime_ns}"
+            seen.update(os.fsencode(f"{files[-1][1]}\t{found.st_size}\t{times}\n"))
     noted = cache_dir.expanduser() / "contents" / seen.hexdigest()[:32]
     with suppress(OSError):
         if len(known := noted.read_text()) == 64:

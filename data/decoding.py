@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ def own_channels(raw: RawSource) -> int:
     for split in (raw.train, raw.test):
         num_alike = len(split.images) if isinstance(split.images, np.ndarray) else 1
         for i in range(0, len(split.images), num_alike):
-            if _with_image(split, i, lambda image: CHANNELS_OF_MODE[image.mode]) == 3:
+            if _with_image(split, i, lambda image: CHANNELS_OF_MODE[image.mode], False) == 3:
                 return 3
     return 1
 
@@ -80,8 +80,7 @@ def decode(raw: RawSource, split: RawSplit, into: np.ndarray, any_size: bool) ->
     required = raw.first_size
 
     def read(image: Image.Image) -> tuple[tuple[int, int], np.ndarray]:
-        own_size = image.size
-        image = image.convert(mode)
+        own_size, image = image.size, image.convert(mode)
         if own_size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         return own_size, np.asarray(image)
@@ -124,15 +123,27 @@ def one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _with_image(split: RawSplit, i: int, use: Callable[[Image.Image], T]) -> T:
-    """use(image i); ImageFileError for whatever Pillow raises."""
+def _with_image(
+    split: RawSplit, i: int, use: Callable[[Image.Image], T], upright: bool = True
+) -> T:
+    """use(image i); ImageFileError if its file cannot be used."""
     item = split.images[i]
     if isinstance(item, np.ndarray):
         return use(Image.fromarray(item))
+    return with_file(item, use, upright)
+
+
+def with_file(item: str, use: Callable[[Image.Image], T], upright: bool = True) -> T:
+    """use(the image in a file); ImageFileError for whatever Pillow raises.
+
+    upright: turned as its EXIF data says, as cameras note how they were held. For that, all of a
+    PNG file is read.
+    """
     try:
         with Image.open(item) as image:
             if image.mode in CHANNELS_OF_MODE:
-                return use(image)
+                is_turned = upright and _orientation(image) != 1
+                return use(ImageOps.exif_transpose(image) if is_turned else image)
             mode = image.mode
     except Exception as error:  # each of Pillow's decoders raises its own
         raise ImageFileError(
@@ -140,3 +151,11 @@ def _with_image(split: RawSplit, i: int, use: Callable[[Image.Image], T]) -> T:
         ) from error
     wrong = f"pixels have Pillow's mode {mode!r}; expected one of {', '.join(CHANNELS_OF_MODE)}"
     raise ImageFileError(f"{item}: its {wrong}", f"an image's {wrong}")
+
+
+def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation, 1 to 8; 1, upright, where there is none or it cannot be read."""
+    try:
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # Pillow reads the image nevertheless
+        return 1

@@ -6,6 +6,7 @@ To add a source, write a function that reads it, add a line to `READERS`, and it
 
 import gzip
 import http.client
+import logging
 import math
 import os
 import shutil
@@ -27,11 +28,16 @@ from data.cache import files_under
 from data.decoding import ImageFileError, RawSource, RawSplit, one_line
 from data.partitions import split_local_test
 
+log = logging.getLogger("keel.data")
+
 DIGITS_TEST_FRACTION = 0.2
 DIGITS_SPLIT_SEED = 1797
 MAX_CLASSES = 100_000  # of an npz file; each has a name, and an output of the network
 DEBIAN_DATASETS = Path("/usr/share/datasets")  # of the package dataset-fashion-mnist
-IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+IMAGE_SUFFIXES = (
+    ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff",
+    ".webp",
+)  # fmt: skip
 
 DIGIT_NAMES = tuple("0123456789")
 FASHION_NAMES = (
@@ -213,6 +219,12 @@ def _class_folders(folder: Path) -> list[str]:
     names = sorted(f.name for f in folder.iterdir() if f.is_dir() and not f.name.startswith("."))
     if not names:
         raise ValueError(f"{folder} is empty; expected one folder of images per class")
+    for name in names:
+        if not name.isprintable():  # a line break, or no UTF-8
+            raise ValueError(
+                f"{folder} has the class {name!r}: rename it without line breaks and control "
+                "characters, in UTF-8"
+            )
     return names
 
 
@@ -220,14 +232,17 @@ def _labelled_images(folder: Path, present: list[str], class_names: list[str]) -
     """The images at or below folder/<class> for each class in `present`."""
     files, labels = [], []
     for class_name in present:
-        images = [
-            file
-            for file in files_under(folder / class_name)
-            if os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES
-        ]
+        found = files_under(folder / class_name)
+        images = [f for f in found if os.path.splitext(f)[1].lower() in IMAGE_SUFFIXES]
         if not images:
             reason = f"has no images; expected files ending in one of {', '.join(IMAGE_SUFFIXES)}"
             raise ImageFileError(f"{folder / class_name} {reason}", f"a folder of a class {reason}")
+        if others := sorted(set(found) - set(images)):
+            log.warning(
+                "%s: %d of %d files are not read, such as %s: expected the endings %s",
+                *(folder / class_name, len(others), len(found), os.path.basename(others[0])),
+                ", ".join(IMAGE_SUFFIXES),
+            )
         files += images
         labels += [class_names.index(class_name)] * len(images)
     return RawSplit(files, np.array(labels))
@@ -252,6 +267,9 @@ def _read_npz(path: Path) -> RawSource:
         raise ValueError(
             f"{path} has {found} and no {', '.join(missing)}; expected {', '.join(keys)}"
         )
+    for key, array in arrays.items():
+        if not isinstance(array, np.ndarray) or array.ndim == 0:
+            raise ValueError(f"{path}: {key} is no array: write the file with numpy.savez")
     for split in ("train", "test"):
         labels, num_images = arrays[f"y_{split}"], len(arrays[f"x_{split}"])
         if labels.dtype.kind not in "iu" or labels.shape != (num_images,):

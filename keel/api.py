@@ -127,6 +127,8 @@ def run(
             f"config = {config!r}: expected a dict of keys, such as {{'method': 'fedavg'}}"
         )
     overrides = dict(config or {})
+    if odd := [key for key in overrides if not isinstance(key, str)]:
+        raise ValueError(f"config key = {odd[0]!r}: expected a text, such as 'method'")
     known = default_config().keys() | RENAMED_KEYS
     for name, value in keys.items():
         key = name.replace("_", "-")
@@ -134,6 +136,8 @@ def run(
         if key in overrides:
             raise ValueError(f"{key} is set twice")
         overrides[key] = value
+    # NumPy's numbers, as of np.linspace
+    overrides = {key: getattr(v, "item", lambda v=v: v)() for key, v in overrides.items()}
     if engine not in ("inline", "flower"):
         raise ValueError(
             f"engine = {engine!r}: expected inline or flower; `keel run` offers deployment"
@@ -154,7 +158,7 @@ def load_run(run: str | Path = "") -> Run:
     return Run(find_run(run).directory)
 
 
-def load_model(run: str | Path, client: str = "") -> "TrainedModel":
+def load_model(run: "str | Path | Run", client: str = "") -> "TrainedModel":
     """A run's final global model, or the personal model of one of its clients.
 
     ``model.predict(images)`` takes uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W] of any size
@@ -163,4 +167,6 @@ def load_model(run: str | Path, client: str = "") -> "TrainedModel":
     """
     from server_app.trained import load_model as load
 
+    if isinstance(run, Run):
+        run = run.directory
     return load(find_run(run).directory, client)

@@ -1,6 +1,6 @@
 """Checks of the config, before training, that need packages which `protocol` does not import."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from client_app.methods import method_of
 from data.partitions import PARTITIONS
@@ -17,21 +17,28 @@ def check_config(config: RunConfig) -> None:
     check_trackers(config.rounds)
 
 
-def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> list[str]:
-    """A line for each key that was set but has no effect, and for models never evaluated."""
-    rounds, method = config.rounds, method_of(config)
+def keys_without_effect(config: RunConfig, keys: Collection[str]) -> list[str]:
+    """A line for each of these keys that this run does not read."""
+    rounds = config.rounds
     in_use = {"method": rounds.method, "server-optimizer": rounds.server_optimizer}
     tables = dict.fromkeys(SERVER_OPTIMIZERS, "server-optimizer")
     tables |= dict.fromkeys(method_names(), "method")
     lines = []
-    for key in sorted(overrides):
+    for key in sorted(keys):
         table, dot, _ = key.partition(".")
         if dot and table in tables and table not in in_use.values():
             lines.append(f"{key} has no effect: {tables[table]} is {in_use[tables[table]]}")
     used = PARTITIONS[config.data.partition][1]
     for key in ("alpha", "classes-per-client", "shards-per-client"):
-        if key in overrides and key.replace("-", "_") not in used:
+        if key in keys and key.replace("-", "_") not in used:
             lines.append(f"{key} has no effect: partition is {config.data.partition}")
+    return lines
+
+
+def config_warnings(config: RunConfig, overrides: Mapping[str, OptionValue]) -> list[str]:
+    """A line for each key that was set but has no effect, and for models never evaluated."""
+    rounds, method = config.rounds, method_of(config)
+    lines = keys_without_effect(config, overrides)
     on_clients = config.evaluated_clients != "none"
     if config.privacy.withholds_metrics:
         what = "no losses and no accuracies of clients"

@@ -21,13 +21,16 @@ from client_app.samples import Pixels
 from client_app.setup import build_network
 from client_app.state import StateFolder
 from models import StagedModel
+from protocol.files import digest
 from protocol.messages import Arrays
+from protocol.text import in_one_line
 from server_app.history import HISTORY_FILE, Line, whole_lines
 from server_app.run_directory import read_arrays
-from server_app.summary import newest_version, read_run_config, round_of
+from server_app.summary import newest_version, read_manifest, read_run_config, round_of
 
 log = logging.getLogger("keel.server")
 
+IMAGES_AT_A_TIME = 100
 END = 2**31  # after every round
 OWN_STATE = "state/own/"  # prefix in a checkpoint of the state of the method's server half
 
@@ -42,23 +45,35 @@ class TrainedModel:
 
     @torch.no_grad()
     def probabilities(self, images: np.ndarray) -> Tensor:
-        """[N, num_classes] for uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W] of any size."""
-        channels, size, _ = self.network.input_shape
+        """[N, num_classes] for uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W] of any size.
+
+        Colours are converted as in training. ValueError for other arrays, and where it is not clear
+        which axis is which.
+        """
         found = images.dtype if isinstance(images, np.ndarray) else type(images).__name__
         if found != np.uint8:
             raise ValueError(f"images are {found}: expected a NumPy array of uint8, 0..255")
         x = torch.from_numpy(np.ascontiguousarray(images))
-        if x.ndim == 3:
+        if x.ndim == 3 and x.shape[-1] not in (1, 3):
             x = x[:, None]
-        elif x.ndim == 4 and x.shape[1] not in (1, 3):
+        last, first = (x.ndim == 4 and x.shape[axis] in (1, 3) for axis in (-1, 1))
+        if last and not first:
             x = x.permute(0, 3, 1, 2)
-        if x.ndim != 4 or x.shape[1] not in (1, 3):
+        if last == first or 0 in x.shape[1:]:
+            hint = "; of one image, pass image[None]" if x.ndim == 3 else ""
             raise ValueError(
-                f"images are {list(images.shape)}: expected [N, H, W], [N, H, W, C] or [N, C, H, W]"
+                f"images are {list(images.shape)}: expected [N, H, W], [N, H, W, C] or "
+                f"[N, C, H, W] with C = 1 or 3{hint}"
             )
+        parts = [self._probabilities(part) for part in torch.split(x, IMAGES_AT_A_TIME)]
+        return torch.cat(parts)
+
+    def _probabilities(self, x: Tensor) -> Tensor:
+        """The same of a few images [N, C, H, W]."""
+        channels, size, _ = self.network.input_shape
         x = x.float()
         if x.shape[1] != channels:
-            x = x.expand(-1, 3, -1, -1) if channels == 3 else x.mean(1, keepdim=True)
+            x = x.expand(-1, 3, -1, -1) if channels == 3 else grey(x)
         if x.shape[2:] != (size, size):
             x = F.interpolate(x, (size, size), mode="bilinear", antialias=True).clamp(0, 255)
         return torch.softmax(self.network(self.pixels.normalise(x)), dim=1)
@@ -68,12 +83,20 @@ class TrainedModel:
         return [self.class_names[i] for i in self.probabilities(images).argmax(1).tolist()]
 
 
+def grey(x: Tensor) -> Tensor:
+    """[N, 1, H, W] of colours [N, 3, H, W], 0..255, with the weights of Pillow's mode L."""
+    weights = torch.tensor([19595.0, 38470.0, 7471.0])[:, None, None]
+    return ((x * weights).sum(1, keepdim=True) + 32768).div(65536).floor()
+
+
 def load_model(directory: str | Path, client: str = "") -> TrainedModel:
     """The final global model of a run, or the personal model of one of its clients.
 
     ValueError, one line, where no round has finished or the run has no such model. A run that has
     rounds left is named in a warning.
     """
+    if not isinstance(client, str):
+        raise ValueError(f"client = {client!r}: expected a name, such as client-0000")
     path = Path(directory).expanduser()
     model = read_model(path, client)
     check_rounds(path)
@@ -101,6 +124,7 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
     """As `load_model`, of whatever round. ValueError if the run has no such model."""
     if not (path / "model.safetensors").is_file():
         raise ValueError(f"{path} has no model.safetensors: it is not a run that has ended")
+    check_is_as_written(path)
     arrays, about = read_arrays(path / "model.safetensors")
     config = read_run_config(path)
     shape = tuple(int(n) for n in about["shape"].split(","))
@@ -117,7 +141,7 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
         lines, _ = whole_lines(path)  # a later state is of a round that was interrupted
         done = lines[-1]["round"] if lines else END
         check_is_newest(newest_version(path / "clients" / client, done), client, lines)
-        state = StateFolder(path / "clients" / client, max_ahead=END).load(done + 1)
+        state = StateFolder(path / "clients" / client, END, reads_only=True).load(done + 1)
         own = state.get("model") or state.get("personal")
         if own is None and "head" in state:
             own = arrays | state["head"] | head_from_server(path, client, lines)
@@ -135,8 +159,27 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
             "(--client, or load_model(..., client=...))"
         )
     network = build_network(config, (shape[0], shape[1], shape[2]), len(class_names), name)
-    network.load_state_dict(arrays)
+    try:
+        network.load_state_dict(arrays)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path}: its model does not fit its config: {in_one_line(error, 200)}"
+        ) from error
     return TrainedModel(network.eval(), Pixels(mean, std), class_names)
+
+
+def check_is_as_written(path: Path) -> None:
+    """ValueError if model.safetensors does not have the digest in the run's manifest."""
+    model = path / "model.safetensors"
+    try:
+        expected = read_manifest(path).get("files", {}).get(model.name)
+    except ValueError:  # a model that was copied without it, or a damaged one
+        return
+    if expected and (found := digest(model.read_bytes())) != expected:
+        raise ValueError(
+            f"{model} is not as the run wrote it: its digest is {found}, manifest.json has "
+            f"{expected}: restore it from a backup"
+        )
 
 
 def check_is_newest(version: Path | None, client: str, history: Sequence[Line]) -> None:

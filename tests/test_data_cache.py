@@ -66,6 +66,15 @@ def test_a_file_s_name_may_be_no_utf_8(load, tmp_path):
     assert len(load(spec).train.labels) == 2
 
 
+def test_a_file_whose_time_was_set_back_is_read_again(load, tmp_path):
+    spec = make_npz(tmp_path / "mine.npz", x_train=np.full((6, 28, 30), 1, np.uint8))
+    load(spec)
+    times = (tmp_path / "mine.npz").stat()
+    make_npz(tmp_path / "mine.npz", x_train=np.full((6, 28, 30), 9, np.uint8))
+    os.utime(tmp_path / "mine.npz", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert (load(spec).train.images == 9).all()
+
+
 def test_each_size_and_number_of_channels_is_cached_on_its_own(load, tmp_path):
     spec = make_folder(tmp_path / "mine", random_images(2, 30, 30, 3))
     for recipe in ({}, {"image_size": 28}, {"channels": 1}, {"image_size": 28}):

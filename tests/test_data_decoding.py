@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from data_fixtures import make_folder, make_npz, random_images, rejected
+from PIL import ExifTags, Image
 
 
 def test_a_source_of_small_images_becomes_32_pixels(load):
@@ -64,6 +65,23 @@ def test_an_unreadable_image_is_named(load, tmp_path, kind):
     content = {"text": b"no image", "cut short": file.read_bytes()[:200], "empty": b""}[kind]
     file.write_bytes(content)
     assert f"{file}: not a readable image: " in rejected(load, spec)
+
+
+def test_images_are_turned_as_their_exif_data_says(load, tmp_path):
+    """Cameras store the image as the sensor saw it. Damaged EXIF data turns nothing."""
+    images = random_images(2, 30, 40)
+    spec = make_folder(tmp_path / "mine", images)
+    before = load(spec).train.images
+    for number, orientation in enumerate((6, 3)):
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        [file] = (tmp_path / "mine" / "train").glob(f"*/{number}.png")
+        back = {6: Image.Transpose.ROTATE_90, 3: Image.Transpose.ROTATE_180}[orientation]
+        Image.fromarray(images[number]).transpose(back).save(file, exif=exif)
+    assert np.array_equal(load(spec).train.images, before)
+    [file] = (tmp_path / "mine" / "train").glob("*/0.png")
+    Image.fromarray(images[0]).save(file, exif=b"Exif\0\0damaged")
+    assert np.array_equal(load(spec).train.images[0], before[0])
 
 
 def test_images_of_16_bits(load, tmp_path):

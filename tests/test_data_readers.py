@@ -292,6 +292,7 @@ def test_idx_files_that_are_missing_or_broken(load, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
+        ({"x_train": np.uint8(3)}, "x_train is no array: write the file with numpy.savez"),
         ({"y_test": None}, "has x_train, y_train, x_test and no y_test; expected x_train, y_"),
         ({"x_train": np.zeros((6, 28, 28))}, "x_train is float64 [6, 28, 28]; expected uint8"),
         ({"x_test": random_images(3, 28)}, "x_test is uint8 [3, 28]"),
@@ -338,3 +339,20 @@ def test_a_folder_in_place_of_an_npz_file(load, tmp_path):
 def test_an_npz_file_that_is_not_there(load, tmp_path):
     message = rejected(load, f"npz:{tmp_path}/no.npz", FileNotFoundError)
     assert f"{tmp_path}/no.npz does not exist; expected a file with x_train" in message
+
+
+def test_files_of_a_class_that_are_not_read_are_named_in_a_warning(load, tmp_path, caplog):
+    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
+    for name in ("scan.dcm", "notes"):
+        (tmp_path / "mine" / "train" / "ant" / name).touch()
+    load(spec)
+    [line] = [text for text in caplog.messages if "not read" in text]
+    assert line.startswith(
+        f"{tmp_path / 'mine' / 'train' / 'ant'}: 2 of 4 files are not read, such"
+    )
+
+
+def test_a_class_whose_name_has_a_line_break_is_refused(load, tmp_path):
+    """Names of classes are stored in lines."""
+    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30), classes=("a\nb", "c"))
+    assert "has the class 'a\\nb': rename it without line breaks" in rejected(load, spec)

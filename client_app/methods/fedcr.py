@@ -14,6 +14,8 @@ KL(local || global), which follows from the paper's bound and diverges as S_y sh
 beta = 1e-4 is that of the authors' command, which has dz 512; here dz is 256, their code's default
 (there with beta 0.001).
 
+A stored model, as of `keel predict`, uses mu, without draws.
+
 The authors' code trains the heads of all clients for 10 final epochs (`final-head-epochs`), and
 evaluates each client's model after local training, before aggregation. Here, as with the other
 methods that share an extractor, the personal model uses the newest global extractor.

@@ -339,14 +339,15 @@ def predict(
 ) -> None:
     """Classify images with the final model of a run: file, class, probability."""
     directory = find_run(run).directory
-    pixels = [read_image(path) for path in images]  # before torch is imported
+    for path in images:  # before torch is imported
+        check_image(path)
 
     from server_app.trained import load_model
 
     model = load_model(directory, client)
     found = []
-    for path, image in zip(images, pixels, strict=True):
-        probabilities = model.probabilities(image[None])[0]
+    for path in images:
+        probabilities = model.probabilities(read_image(path)[None])[0]
         best = int(probabilities.argmax())
         name, share = model.class_names[best], float(probabilities[best])
         found.append({"image": str(path), "class": name, "probability": round(share, 4)})
@@ -357,18 +358,26 @@ def predict(
         print(f"{row['image']}\t{row['class']}\t{row['probability']:.3f}")
 
 
-def read_image(path: Path) -> Any:
-    """An image as uint8 [H, W] if it is grey, else [H, W, 3]. ValueError naming the file."""
-    import numpy as np
-    from PIL import Image
+def check_image(path: Path) -> None:
+    """ValueError naming the file if it is missing, or training would refuse it by its header."""
+    from data.decoding import with_file
 
-    try:
-        with Image.open(path.expanduser()) as image:
-            return np.array(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
-    except Exception as error:  # each of Pillow's decoders has its own
-        raise ValueError(f"{path} is not a readable image: {error}") from error
+    if not path.expanduser().exists():
+        raise ValueError(f"{path} does not exist")
+    with_file(str(path.expanduser()), lambda image: None, upright=False)
+
+
+def read_image(path: Path) -> Any:
+    """An image as uint8 [H, W] if it is grey, else [H, W, 3], read as training reads it."""
+    import numpy as np
+
+    from data.decoding import CHANNELS_OF_MODE, with_file
+
+    modes = {1: "L", 3: "RGB"}
+    return with_file(
+        str(path.expanduser()),
+        lambda image: np.array(image.convert(modes[CHANNELS_OF_MODE[image.mode]])),
+    )
 
 
 def diagnose(
@@ -418,6 +427,10 @@ def export(
     suffix = {Format.csv: "csv", Format.onnx: "onnx", Format.torchscript: "pt"}[to]
     stem = f"{saved.name}-{client}" if client else saved.name
     path = (output or Path(f"{stem}.{suffix}")).expanduser().absolute()
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory: name a file, such as {path / f'{stem}.{suffix}'}")
+    if client and to is Format.csv:
+        raise ValueError("--client with --to csv: the history is of all clients; leave it out")
     if to is Format.csv:
         what = f"{write_csv(saved, path)} rounds of {saved.name}"
     else:

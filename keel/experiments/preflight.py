@@ -1,6 +1,6 @@
 """Checks before the first run: what can be known beforehand fails no run hours later."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from client_app.methods import method_of
@@ -11,7 +11,7 @@ from keel.experiments.recipe import Cell, Recipe
 from keel.experiments.runs import Options, Run, run_of
 from protocol.config import RunConfig, resolve_config
 from protocol.options import OptionValue
-from server_app.checks import check_config
+from server_app.checks import check_config, keys_without_effect
 from server_app.inline import MAX_NODES
 
 
@@ -32,10 +32,12 @@ def check_recipe(
         checked.add(what)
         return True
 
-    def check(cell: Cell, runs: Sequence[Run]) -> None:
+    def check(cell: Cell, runs: Sequence[Run], own_keys: Collection[str]) -> None:
         configs = [resolve_config(run.keys) for run in runs]
         if is_new(runs[0].name):
             check_config(configs[0])
+            if lines := keys_without_effect(configs[0], own_keys):
+                raise ValueError(lines[0])
         for config in configs:  # a split may be impossible for one seed only
             clients = config.rounds.num_clients
             if is_new((config.data, clients, config.rounds.seed)):
@@ -50,7 +52,8 @@ def check_recipe(
     for cell in cells:
         for candidate in cell.candidates:
             try:
-                check(cell, [run_of(cell, candidate, s, options, output) for s in options.seeds])
+                runs = [run_of(cell, candidate, s, options, output) for s in options.seeds]
+                check(cell, runs, {*cell.row.keys, *candidate})
             except (ValueError, OSError) as error:
                 raise ValueError(
                     f"{recipe.path}, {recipe.lines_of(cell, str(error))} "

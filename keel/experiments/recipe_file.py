@@ -3,6 +3,7 @@
 Example: `docs/sweep.yaml`. `keel.experiments.recipe` expands the file into the cells of a table.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -64,6 +65,12 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Lines:
     return mapping
 
 
+# YAML 1.1 takes 1e-2, without a point or a sign, for text
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
 
 

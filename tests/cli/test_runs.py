@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from PIL import Image
+from PIL import ExifTags, Image
 from run_fixtures import history_of, without_pictures
 
 import server_app.report
@@ -407,6 +407,29 @@ def test_what_is_no_image_is_one_line_naming_it(trained, tmp_path, capsys, conte
     said = capsys.readouterr().err
     assert str(path) in said
     assert said.count("\n") == 1
+
+
+def test_predict_reads_an_image_as_training_does(trained, tmp_path, capsys):
+    """Turned as its EXIF data says; not with 16 bits."""
+    grey = np.random.default_rng(0).integers(0, 256, (32, 32), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    upright, turned, deep = (tmp_path / f"{name}.png" for name in ("upright", "turned", "deep"))
+    Image.fromarray(grey).save(upright)
+    Image.fromarray(grey).transpose(Image.Transpose.ROTATE_90).save(turned, exif=exif)
+    assert main(["predict", str(trained), str(upright), str(turned), "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first["probability"] == second["probability"]
+    Image.fromarray(grey.astype(np.uint16) * 257).save(deep)
+    assert main(["predict", str(trained), str(deep)]) == 2
+    assert f"{deep}: its pixels have Pillow's mode 'I;16'; expected" in capsys.readouterr().err
+
+
+def test_an_export_to_a_directory_or_of_a_client_s_history_is_refused(trained, tmp_path, capsys):
+    assert main(["export", str(trained), "--to", "torchscript", "-o", str(tmp_path)]) == 2
+    assert f"{tmp_path} is a directory: name a file, such as" in capsys.readouterr().err
+    assert main(["export", str(trained), "--to", "csv", "--client", "foo"]) == 2
+    assert "--client with --to csv" in capsys.readouterr().err
 
 
 def test_a_run_exports_as_csv(trained, tmp_path, capsys):

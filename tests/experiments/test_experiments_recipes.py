@@ -464,6 +464,7 @@ def test_runs_that_could_not_start_are_refused_before_the_first(old, new, where,
         ("lrr: [0.1]", "line 6: config key = 'lrr' is unknown; did you mean lr?"),
         ("lr: [0.1, fast]", "line 6 (lr = fast; a): lr = 'fast': "),
         ("lr: [0.1, -1.0]", "line 6 (lr = -1.0; a): lr = -1.0: "),
+        ("fedprox.mu: [0.1, 1]", "lines 6 and 4 (fedprox.mu = 0.1; a): fedprox.mu has no effect"),
         ("alpha: [1.0, 2.0]", "line 6: alpha is set by 'a' (line 4)"),
         ("lr: [0.1, 0.1]", "line 6: two rows are called 'lr = 0.1'"),
     ],
@@ -478,6 +479,15 @@ def test_an_impossible_grid_is_refused_with_its_line(grid, words, tmp_path):
         check()
     assert str(rejected.value).startswith(f"r.yaml, {words}")
     assert "\n" not in str(rejected.value)
+
+
+def test_a_number_with_an_exponent_needs_no_point():
+    """YAML 1.1 takes 1e-2 for text."""
+    recipe = parse_recipe(good.partition("columns")[0].strip() + "\n" + GRID, Path("r.yaml"))
+    assert [cell.keys["lr"] for cell in recipe.cells] == [0.01, 200.0, 0.003]
+
+
+GRID = "columns:\n  a: {alpha: 0.5}\ngrid:\n  lr: [1e-2, 2E2, +3.e-3]\n"
 
 
 def test_a_key_of_a_product_is_refused_with_its_own_line(tmp_path):

@@ -1,0 +1,88 @@
+"""Models of finished runs: images become probabilities as in training, and nothing is guessed."""
+
+import numpy as np
+import pytest
+import torch
+from data_fixtures import make_folder, random_images
+from PIL import Image
+from run_fixtures import history_of, summary_of
+
+import keel
+from server_app.trained import IMAGES_AT_A_TIME, grey, load_model
+
+
+@pytest.fixture
+def trained(run):
+    return run({"num-rounds": 1, "local-epochs": 0})
+
+
+def test_colours_become_grey_as_pillow_makes_them():
+    colours = random_images(50, 40, 3, seed=3)
+    x = torch.from_numpy(colours).permute(2, 0, 1)[None].float()
+    expected = np.asarray(Image.fromarray(colours).convert("L"))
+    assert np.array_equal(grey(x)[0, 0].numpy(), expected)
+
+
+def test_a_grey_model_classifies_colour_images_as_it_was_evaluated(run, tmp_path):
+    """Red and blue of one mean differ in luma alone."""
+    images = np.zeros((20, 32, 32, 3), np.uint8)
+    images[::2, ..., 0] = images[1::2, ..., 2] = 250
+    images[..., 1] = np.arange(20)[:, None, None]
+    make_folder(tmp_path / "colours", images)
+    keys = {"source": f"folder:{tmp_path / 'colours'}", "channels": 1, "num-rounds": 3}
+    keys |= {"partition": "iid", "lr": 0.1, "local-epochs": 5, "batch-size": 4, "min-samples": 1}
+    folder = run(keys, 2)
+    accuracy = summary_of(folder)["results"]["global.accuracy"]["final"]
+    found = load_model(folder).predict(images)
+    assert accuracy == 1
+    assert found == ["ant", "bee"] * 10
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((32, 32, 3), r"images are \[32, 32, 3\]: .*; of one image, pass image\[None\]"),
+        ((2, 3, 32, 3), r"images are \[2, 3, 32, 3\]: expected \[N, H, W\]"),
+        ((2, 32, 32, 2), r"images are \[2, 32, 32, 2\]"),
+        ((2, 0, 0), r"images are \[2, 0, 0\]|images are \[2, 1, 0, 0\]"),
+        ((32, 32), r"images are \[32, 32\]"),
+    ],
+)
+def test_an_array_whose_axes_are_not_clear_is_refused(trained, shape, words):
+    with pytest.raises(ValueError, match=words):
+        load_model(trained).probabilities(np.zeros(shape, np.uint8))
+
+
+def test_many_images_are_classified_in_parts(trained):
+    model = load_model(trained)
+    images = random_images(IMAGES_AT_A_TIME + 3, 28, 28)
+    together = model.probabilities(images)
+    one_by_one = torch.cat([model.probabilities(image[None]) for image in images])
+    torch.testing.assert_close(together, one_by_one)
+    assert model.probabilities(images[:0]).shape == (0, len(model.class_names))
+
+
+def test_a_client_is_a_name_and_a_run_is_a_run(trained):
+    run = keel.load_run(trained)
+    with pytest.raises(ValueError, match="client = 0: expected a name, such as client-0000"):
+        run.model(0)
+    assert keel.load_model(run).class_names == run.model().class_names
+
+
+def test_a_model_that_is_not_the_run_s_is_refused(trained):
+    model = trained / "model.safetensors"
+    content = bytearray(model.read_bytes())
+    content[-8:] = bytes(8)
+    model.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors is not as the run wrote it: its di"):
+        load_model(trained)
+
+
+def test_a_damaged_state_of_a_client_is_named_and_left_as_it_is(run):
+    folder = run({"method": "fedreco", "local-test-fraction": 0.2, "num-rounds": 1})
+    client = history_of(folder)[0]["participants"][0]
+    [state] = (folder / "clients" / client).glob("round-*")
+    state.write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=f"client = '{client}': there is no personal model"):
+        load_model(folder, client)
+    assert [path.name for path in (folder / "clients" / client).glob("round-*")] == [state.name]
