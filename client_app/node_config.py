@@ -12,25 +12,21 @@ from client_app.setup import client_indices, open_source
 from client_app.state import StateFolder, max_rounds_ahead, memories
 from client_app.worker_socket import worker_variable
 from data.sources import ImageSplit, Source
-from protocol.config import RunConfig, keel_home, refuse_unknown
+from protocol.config import RunConfig, keel_home
 from protocol.messages import DatasetSpec, RoundRequest
 from protocol.text import check_client_name
 
 # accepts every valid `run-name`, and longer names
 RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-NODE_KEYS = {"name", "source", "device", "model", "state-dir", "partition-id", "num-partitions"}
+NODE_KEYS = ("name", "source", "device", "model", "state-dir", "partition-id", "num-partitions")
 NodeConfig = Mapping[str, bool | int | float | str]
 
 
 def client_name(node_config: NodeConfig) -> str:
     """The client's stable name: `name` of its node config, else from its partition's number.
 
-    ValueError for a name that the server would reject, where there is neither, and for an unknown
-    key of the node config, which is probably misspelt.
+    ValueError for a name that the server would reject, or where there is neither.
     """
-    for key in node_config:
-        if key not in NODE_KEYS and not key.lower().startswith("privacy"):  # see `check_names`
-            refuse_unknown("node config key", key, sorted(NODE_KEYS))
     if "name" in node_config:
         return check_client_name(node_config["name"])
     if "partition-id" in node_config:

@@ -29,9 +29,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from client_app.node_config import NodeConfig, is_deployed
+from client_app.node_config import NODE_KEYS, NodeConfig, is_deployed
 from protocol.chained import append_chained, newest_digest, read_chained
-from protocol.config import PrivacyConfig, RunConfig, keel_home, validate
+from protocol.config import PrivacyConfig, RunConfig, keel_home, refuse_unknown, validate
 from protocol.files import digest, write_atomically
 from protocol.privacy import SMALL_DELTA, composed_epsilon, noise_sigma
 from protocol.text import in_one_line
@@ -70,10 +70,13 @@ def variable_of(key: str) -> str:
 
 
 def check_names(node_config: NodeConfig) -> None:
-    """PrivacyRefused for a key or variable that begins as a limit and is none.
+    """ValueError for a key of the node config that is none, as it is probably misspelt.
 
-    It is probably misspelt, and ignoring it would lift the limit.
+    PrivacyRefused for a key or variable that begins as a limit: ignoring it would lift the limit.
     """
+    for key in node_config:
+        if key not in NODE_KEYS and not key.lower().startswith("privacy"):
+            refuse_unknown("node config key", key, [*NODE_KEYS, *KEYS])
     for prefix, given, known in (
         ("privacy", node_config, KEYS),
         ("keel_privacy", os.environ, [variable_of(key) for key in KEYS]),

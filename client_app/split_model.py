@@ -27,7 +27,10 @@ def extractor_of(model: StagedModel) -> Arrays:
 
 
 def with_own_head(ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
-    """The client's network: the received extractor and its head, first the run's initial one."""
+    """The client's network: the received extractor and the client's own head.
+
+    Before its first participation, the run's initial head.
+    """
     head = {name: array.to(ctx.device) for name, array in state.get("head", {}).items()}
     ctx.model.load_state_dict(ctx.initial_weights() | ctx.received | head)
     return ctx.model

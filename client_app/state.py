@@ -93,7 +93,8 @@ class StateFolder:
     max_ahead: rounds that a resume may repeat. memory: has the newest version, if not None.
     run_directory: of a simulation, whose workers may train a client while another is late with it.
     run_id: the id of a deployment's run; another run directory may have its name. "": not known.
-    reads_only: `load` writes nothing, and lets nobody reset the state.
+    reads_only: `load` renames no damaged version, ignores `reset-state`, and returns {} where it
+    would raise ResetNeeded for lost state.
     """
 
     def __init__(

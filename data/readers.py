@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import struct
+import unicodedata
 import uuid
 import zipfile
 import zlib
@@ -220,7 +221,8 @@ def _class_folders(folder: Path) -> list[str]:
     if not names:
         raise ValueError(f"{folder} is empty; expected one folder of images per class")
     for name in names:
-        if not name.isprintable():  # a line break, or no UTF-8
+        # Cs: no UTF-8; the others break lines
+        if any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in name):
             raise ValueError(
                 f"{folder} has the class {name!r}: rename it without line breaks and control "
                 "characters, in UTF-8"

@@ -280,9 +280,10 @@ class RoundsConfig:
     start_timeout: float = option(more_than(0), "seconds to wait for the clients before round 1")
     backoff_after: int = option(
         at_least(0),
-        "failures in a row after which a client is not sampled for a while; 0: never",
+        "failures in a row after which a client is not sampled (in a deployment, not evaluated "
+        "either) for a while; 0: never",
     )
-    backoff_rounds: int = option(at_least(1), "rounds that such a client is not sampled")
+    backoff_rounds: int = option(at_least(1), "rounds of such a backoff")
     norm_bound: str = option(
         one_of("off", "fixed", "median"), "bound on the norm of a client's update"
     )

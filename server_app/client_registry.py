@@ -128,6 +128,7 @@ class ClientRegistry:
         self.source, self.roster = source, roster
         self.waiting: dict[int, RosterEntry] = {}  # nodes whose client is still connected elsewhere
         self.unusable: dict[int, float] = {}  # node: when to query it again
+        self.hurried: set[int] = set()  # unusable nodes that had less than QUERY_TIMEOUT_S
         self.missing: set[str] = set()  # clients that were not connected when last checked
         self.has_changed = False  # since `roster.json` was written
         self.names = registered_names(grid)
@@ -200,10 +201,14 @@ class ClientRegistry:
                     self.refuse(node, why, math.inf)
         now = time.monotonic()
         self.waiting = {node: entry for node, entry in self.waiting.items() if node in online}
+        is_complete = self.roster.keys() <= online
         known = self.roster.keys() | self.waiting.keys()
-        known |= {node for node, until in self.unusable.items() if until > now and node in online}
+        known |= {
+            node
+            for node, until in self.unusable.items()
+            if until > now and node in online and (is_complete or node not in self.hurried)
+        }
         if new := sorted(online - known):
-            is_complete = self.roster.keys() <= online
             if is_complete:  # a stranger, or a client that has left lately: no round waits for it
                 timeout_s = min(timeout_s, self.config.rounds.round_timeout / 10)
             self.waiting |= self.entries_of(new, timeout_s, is_complete)
@@ -223,17 +228,20 @@ class ClientRegistry:
     ) -> dict[int, RosterEntry]:
         """The entries of new nodes; one that fails or is silent is queried again later.
 
-        One that was silent for QUERY_TIMEOUT_S is not queried for ten minutes; for less, for one
-        minute, or only until the next look if a client is missing.
+        One that was silent is queried again after 20 times as long, at least a minute; at once when
+        a client is missing and it had less than QUERY_TIMEOUT_S.
         """
         deadline = time.monotonic() + timeout_s
         answers = ask(self.grid, nodes, self.query, deadline, self.names)
         for node, reason in answers.rejected.items():
             self.refuse(node, reason, RETRY_AFTER_S)
         had_little_time = timeout_s < QUERY_TIMEOUT_S
+        self.hurried = self.hurried.difference(nodes)
         for node in answers.silent if is_complete or not had_little_time else []:
-            wait_s = (1 if had_little_time else 10) * RETRY_AFTER_S
+            wait_s = max(RETRY_AFTER_S, 20 * timeout_s)
             self.refuse(node, f"no answer within {timeout_s:g} seconds", wait_s)
+            if had_little_time:
+                self.hurried.add(node)
         return answers.entries
 
     def refuse(self, node: int, reason: str, wait_s: float) -> None:

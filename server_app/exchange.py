@@ -207,7 +207,8 @@ class Exchange:
                     log.warning("%s: client %s's %s: asked again", what, name, why)
                     if not sent_again(source, node_now[source]):
                         note_gone(source, failure(asked[source], "its SuperNode is not connected"))
-                elif code in (NO_REPLY, NODE_UNAVAILABLE):  # ours and the SuperLink's to say
+                elif code in (NO_REPLY, NODE_UNAVAILABLE):
+                    # only Keel and the SuperLink set these; from a client it is any failure
                     settle(source, failure(asked[source], reply.error.reason or "", CLIENT_FAILED))
                 else:
                     settle(source, reply)

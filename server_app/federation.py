@@ -37,11 +37,7 @@ from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
 from server_app.diagnostics.plots import plot_rounds
 from server_app.exchange import Exchange
-from server_app.history import (
-    HISTORY_FILE,
-    Line,
-    truncate_history,
-)
+from server_app.history import HISTORY_FILE, Line, truncate_history
 from server_app.logical_clients import LogicalGrid, with_logical_clients
 from server_app.manifest import (
     NUM_NOTED_ROUNDS,

@@ -146,11 +146,11 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
     """
     num_clients, entries = config.rounds.num_clients, list(roster.values())
     if num_clients and len(entries) > num_clients:
-        simulated = any(entry.num_partitions for entry in entries)
-        less = f"start with --federation-config 'num-supernodes={num_clients}'"
+        is_simulated = any(entry.num_partitions for entry in entries)
+        hint = f"start with --federation-config 'num-supernodes={num_clients}'"
         raise ValueError(
             f"num-clients = {num_clients}, but {len(entries)} SuperNodes are connected: "
-            f"{less if simulated else 'stop those that are too many'}, or set "
+            f"{hint if is_simulated else 'stop the surplus ones'}, or set "
             f"num-clients={len(entries)}"
         )
     [(name, count), *_] = Counter(e.client for e in entries).most_common(1)

@@ -33,31 +33,13 @@ from server_app.audit import AuditLog
 from server_app.client_registry import ClientRegistry
 from server_app.diagnostics.monitor import Monitor
 from server_app.exchange import Exchange
-from server_app.history import (
-    HISTORY_FILE,
-    Line,
-    append_history,
-    finite_or_null,
-)
+from server_app.history import HISTORY_FILE, Line, append_history, finite_or_null
 from server_app.logical_clients import LogicalGrid, Summing
-from server_app.manifest import (
-    NUM_NOTED_ROUNDS,
-    note_round,
-)
+from server_app.manifest import NUM_NOTED_ROUNDS, note_round
 from server_app.record import client_fields, training_fields
-from server_app.roster import (
-    ROSTER_FILE,
-    save_roster,
-)
-from server_app.run_directory import (
-    RELEASES,
-    Checkpoint,
-    RunDirectory,
-)
-from server_app.simulated_roster import (
-    Roster,
-    SimulatedRoster,
-)
+from server_app.roster import ROSTER_FILE, save_roster
+from server_app.run_directory import RELEASES, Checkpoint, RunDirectory
+from server_app.simulated_roster import Roster, SimulatedRoster
 from server_app.untrained import untrained_accuracies
 from strategies import Average
 from strategies.average import RoundReport
@@ -235,10 +217,11 @@ def train_round(
             on_reply=lambda reply: strategy.accept(server_round, reply),
             meanwhile=meanwhile,
         )
-        silent |= silent_clients(run)
+        silent |= {sent.clients[node] for node in run.exchange.silent}
         again = strategy.to_ask_again()
         to_ask = [message for message in messages if message.metadata.dst_node_id in again]
         if to_ask:
+            sent.note(*(message.metadata.dst_node_id for message in to_ask))
             text = "%s: %d clients train again, as their updates were summed with a rejected one"
             log.warning(text, what, len(to_ask))
     seconds["training"] = time.perf_counter() - started
@@ -378,11 +361,6 @@ def global_score(run: Run, arrays: ArrayRecord, num_threads: int) -> dict[str, f
     return {"accuracy": score.accuracy, "loss": score.loss}
 
 
-def silent_clients(run: Run) -> set[str]:
-    """The clients that gave no answer in time to the newest messages."""
-    return {run.roster[node].client for node in run.exchange.silent if node in run.roster}
-
-
 def not_to_evaluate(
     run: Run, server_round: int, clients: Set[str], backed_off: Set[str], silent: Set[str]
 ) -> dict[str, str]:
@@ -418,8 +396,9 @@ def evaluate_on_clients(
     )
     run.strategy.aggregate_evaluate(server_round, replies)
     report = run.strategy.report
-    answered = {reply.client for reply in report.accepted}
-    for client in run.evaluation_backoff.note(server_round, answered, silent_clients(run)):
+    silent = {sent.clients[node] for node in run.exchange.silent}
+    answered = set(sent.clients.values()) - silent
+    for client in run.evaluation_backoff.note(server_round, answered, silent):
         log.warning(
             "%s: client %s gave no answer to %d evaluations in a row; it is not evaluated for %d "
             "rounds",

@@ -307,7 +307,7 @@ class Average(Strategy):
 
         Neither kind is left out where fewer than `fewest_replies` clients would remain.
         """
-        clients, fewest = self.clients, self.config.rounds.fewest_replies
+        clients, fewest = self.clients, max(1, self.config.rounds.fewest_replies)
         if not self.away:
             return self.backoff.backed_off(server_round, clients, fewest)
         away = self.away if len(clients - self.away) >= fewest else set()

@@ -1,4 +1,4 @@
-"""Backoff: clients that fail repeatedly are not sampled for some rounds.
+"""Backoff: clients that fail repeatedly are not sampled, or not evaluated, for some rounds.
 
 A dead client costs a whole timeout in each round in which it is sampled. After `backoff-after`
 failures in a row it is not sampled for `backoff-rounds` rounds. Then one more failure excludes it
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 
 class Backoff:
-    """Each client's failures in a row, and the last round in which it is not sampled."""
+    """Each client's failures in a row, and the last round of its backoff."""
 
     def __init__(self, backoff_after: int, backoff_rounds: int) -> None:
         self.backoff_after, self.backoff_rounds = backoff_after, backoff_rounds
@@ -23,7 +23,7 @@ class Backoff:
             for client, last in self.last_rounds.items()
             if server_round <= last < server_round + self.backoff_rounds and client in clients
         }
-        return found if len(clients) - len(found) >= max(1, min_left) else set()
+        return found if len(clients) - len(found) >= min_left else set()
 
     def note(self, server_round: int, good: Collection[str], failed: Collection[str]) -> list[str]:
         """Record a round; returns the clients that are backed off from the next round on."""

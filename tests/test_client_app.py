@@ -494,12 +494,16 @@ def test_a_client_without_data_says_how_to_give_it_some(tmp_path):
         ({"name": "a", "source": "folder:relative"}, ["folder:relative", "absolute"]),
         ({"partition-id": 0, "num-partitions": 2, "model": "resnet99"}, ["resnet99", "resnet20"]),
         ({"name": "a", "modle": "resnet20"}, ["node config key = 'modle'", "did you mean model?"]),
-        ({"name": "a", "max-clip-norm": 1.0}, ["'max-clip-norm' is unknown", "state-dir"]),
+        (
+            {"name": "a", "max-clip-norm": 1.0},
+            ["'max-clip-norm' is unknown", "privacy-max-clip"],
+        ),
     ],
 )
 def test_a_nodes_mistake_is_named(node, words, tmp_path):
     reason = error_of(Client(make_config(), tmp_path, node).ask("query"))
     assert all(word in reason for word in words)
+    assert "without a name" not in reason
 
 
 def test_a_source_that_is_missing_is_named_in_the_clients_log_alone(tmp_path, caplog):

@@ -226,6 +226,20 @@ def test_a_silent_stranger_costs_a_tenth_of_a_round_s_limit_and_then_nothing_for
     assert grid.asked == [9, 9]
 
 
+def test_a_new_node_that_was_slow_is_asked_again_once_its_client_is_missing(fleet, monkeypatch):
+    """A SuperNode that restarted: its old node stays in the list for a while."""
+    grid, roster, registry = fleet
+    registry.config = config_of(round_timeout=2.0)
+    grid.nodes[9] = entry("b")
+    with monkeypatch.context() as slow:
+        slow.setattr(grid, "pull_messages", lambda ids: [])
+        registry.refresh()
+    assert roster.keys() == {1, 2, 3}
+    del grid.nodes[2]
+    registry.refresh()
+    assert roster.keys() == {1, 3, 9}
+
+
 @pytest.mark.parametrize(("deaths", "is_usable"), [(2, True), (3, False)])
 def test_a_client_app_that_dies_on_the_query_is_asked_three_times(task_identity, deaths, is_usable):
     grid = Fleet({1: entry("a"), 2: entry("b")})

@@ -66,10 +66,11 @@ class ToyGrid:
                 found.append(
                     Message(RecordDict({"from": ConfigRecord({"n": node})}), reply_to=message)
                 )
-            elif what in ("gone", "lost", "killed"):
+            elif what in ("gone", "lost", "killed", "mute"):
                 codes = {"gone": "NODE_UNAVAILABLE", "lost": "MESSAGE_UNAVAILABLE"}
-                codes |= {"killed": "CLIENT_APP_CRASHED"}
-                reason = "no heartbeat" if what == "gone" else "not found"
+                codes |= {"killed": "CLIENT_APP_CRASHED", "mute": "UNKNOWN"}
+                reasons = {"gone": "no heartbeat", "mute": "no answer in time"}
+                reason = reasons.get(what, "not found")
                 error = Error(getattr(ErrorCode, codes[what]), reason)
                 found.append(Message(error, reply_to=message))
                 assign_source_node(found[-1], superlink)
@@ -245,9 +246,10 @@ def test_a_node_that_returns_with_its_id_is_asked_again(hurry, caplog):
     ]
 
 
-def test_a_node_that_says_it_is_not_connected_has_failed_and_is_not_asked_again(hurry):
+@pytest.mark.parametrize("what", ["gone", "mute"])
+def test_a_node_that_says_it_is_not_connected_has_failed_and_is_not_asked_again(hurry, what):
     """Each time would be another message, and another private release."""
-    grid = ToyGrid(lambda node, before: "gone" if node == 6 else "reply")
+    grid = ToyGrid(lambda node, before: what if node == 6 else "reply")
     pull = grid.pull_messages
 
     def pull_from_nodes(message_ids):
@@ -258,8 +260,10 @@ def test_a_node_that_says_it_is_not_connected_has_failed_and_is_not_asked_again(
 
     grid.pull_messages = pull_from_nodes
     exchange = Exchange(grid, str, lambda nodes, timeout_s: {n: n for n in nodes})
-    assert outcomes(exchange.ask(to(5, 6), 2, "round 3")) == [(5, 5), (6, "no heartbeat")]
+    reason = "no heartbeat" if what == "gone" else "no answer in time"
+    assert outcomes(exchange.ask(to(5, 6), 2, "round 3")) == [(5, 5), (6, reason)]
     assert grid.pushes == [5, 6]
+    assert exchange.silent == set()
 
 
 def test_a_client_that_returns_with_another_node_id_is_asked_there(hurry):

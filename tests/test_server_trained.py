@@ -78,11 +78,12 @@ def test_a_model_that_is_not_the_run_s_is_refused(trained):
         load_model(trained)
 
 
-def test_a_damaged_state_of_a_client_is_named_and_left_as_it_is(run):
+def test_a_damaged_state_of_a_client_is_named_and_left_as_it_is(run, caplog):
     folder = run({"method": "fedreco", "local-test-fraction": 0.2, "num-rounds": 1})
     client = history_of(folder)[0]["participants"][0]
     [state] = (folder / "clients" / client).glob("round-*")
     state.write_bytes(b"damaged")
     with pytest.raises(ValueError, match=f"client = '{client}': there is no personal model"):
         load_model(folder, client)
+    assert f"{state} is damaged" in caplog.messages
     assert [path.name for path in (folder / "clients" / client).glob("round-*")] == [state.name]

@@ -36,7 +36,8 @@ def test_never_with_zero():
 
 
 @pytest.mark.parametrize(
-    ("failing", "at_least", "backed_off"), [("ab", 1, "ab"), ("ab", 2, ""), ("abc", 1, "")]
+    ("failing", "at_least", "backed_off"),
+    [("ab", 1, "ab"), ("ab", 2, ""), ("abc", 1, ""), ("abc", 0, "abc")],
 )
 def test_nobody_is_backed_off_where_too_few_would_be_left(failing, at_least, backed_off):
     backoff = Backoff(backoff_after=1, backoff_rounds=3)

@@ -11,10 +11,10 @@ Loss: CE, mean over batch and `samples` draws, plus beta KL( G_y || N(mu, s^2) )
 mean over the batch. This is the direction of the KL in the authors' code. `reverse = true` is
 KL(local || global), which follows from the paper's bound and diverges as S_y shrinks.
 
-beta = 1e-4 is that of the authors' command, which has dz 512; here dz is 256, their code's default
-(there with beta 0.001).
+The authors' command sets beta = 1e-4 with dz = 512. Here dz is 256, the default of their code,
+whose default beta is 0.001.
 
-A stored model, as of `keel predict`, uses mu, without draws.
+`keel predict` and `load_model` use the mean mu instead of drawing samples.
 
 The authors' code trains the heads of all clients for 10 final epochs (`final-head-epochs`), and
 evaluates each client's model after local training, before aggregation. Here, as with the other

@@ -65,7 +65,7 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Lines:
     return mapping
 
 
-# YAML 1.1 takes 1e-2, without a point or a sign, for text
+# YAML 1.1 reads numbers without a point (1e-2), or without a sign in the exponent (2.0e2), as text
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),

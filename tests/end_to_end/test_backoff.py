@@ -150,12 +150,13 @@ def test_a_client_that_hangs_is_waited_for_as_often_as_backoff_says(
 ):
     monkeypatch.setenv("KEEL_HOME", str(tmp_path))
     keys = {"method": method, "local-test-fraction": 0.2, "evaluate-clients": "all"}
-    keys |= {"num-rounds": 4, "round-timeout": 2.0, "backoff-after": 2, "backoff-rounds": 3}
+    keys |= {"num-rounds": 4, "round-timeout": 5.0, "backoff-after": 2, "backoff-rounds": 3}
     grid = HungGrid(*kinds)
     folder = run_federation(grid, SMALL | short | keys | {"min-replies": 2}).path
     history = history_of(folder)
     assert grid.num_unanswered == 2
     for number, reason in not_evaluated.items():
-        assert history[number - 1]["evaluation_left_out"] == {"client-0001": reason}
-    assert len(history[-1]["participants"]) == (3 if MessageType.TRAIN in kinds else 4)
+        assert history[number - 1]["evaluation_left_out"]["client-0001"] == reason
+    trains = "client-0001" in history[-1]["participants"]
+    assert trains == (MessageType.TRAIN not in kinds)
     assert "client-0001" in " ".join(text for text in caplog.messages if "in a row" in text)

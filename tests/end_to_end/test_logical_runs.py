@@ -161,6 +161,13 @@ def test_a_client_whose_extra_is_rejected_takes_no_other_with_it(
         left_out = [line["left_out"] for line in history_of(other)]
         assert left_out == [{}, *[{"client-0002": "it is odd"}] * 2]
         assert same_bits(all_models(other), all_models(whole))
+        lines = map(json.loads, (other / "audit.jsonl").read_text().splitlines())
+        sent = [each for each in lines if each.get("round") == 2 and each.get("kind") == "train"]
+        sent = [each for each in sent if each["event"] == "sent"]
+        assert history_of(other)[1]["bytes_down"] == sum(each["bytes"] for each in sent)
+        if num_workers == 1:
+            others = [name for name in sent[0]["clients"] if name != "client-0002"]
+            assert [each["clients"] for each in sent[1:]] == [others]
 
 
 def test_a_round_is_the_same_whoever_rejects_an_update(run, tmp_path, monkeypatch):
