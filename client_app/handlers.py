@@ -212,7 +212,7 @@ def error_reply(error: Exception, message: Message, context: Context) -> Error:
     except ValueError:
         client = "without a name"
     what = run_and_round(message)
-    # the reason again: the text of the exception may be the server's
+    # with the sanitised reason: the exception's own text may come from the server
     trace = None if is_mistake else (type(error), RuntimeError(reason), error.__traceback__)
     extra = {"is_withheld": is_withheld}
     log.error("%s: client %s: %s", what, client, reason, exc_info=trace, extra=extra)

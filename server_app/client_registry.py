@@ -209,7 +209,7 @@ class ClientRegistry:
             if until > now and node in online and (is_complete or node not in self.hurried)
         }
         if new := sorted(online - known):
-            if is_complete:  # a stranger, or a client that has left lately: no round waits for it
+            if is_complete:  # a stranger, or a client that has just restarted
                 timeout_s = min(timeout_s, self.config.rounds.round_timeout / 10)
             self.waiting |= self.entries_of(new, timeout_s, is_complete)
         for node, entry in list(self.waiting.items()):

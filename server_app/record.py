@@ -68,7 +68,7 @@ def client_fields(replies: list[TrainReply], method: Method) -> dict[str, Any]:
     """Accuracies on the clients' local test parts: mean, worst decile, and each client's.
 
     `personal` is of the clients' own models, `local_global` of the global one. An accuracy of a
-    model that the method does not have is a hostile client's, and ignored.
+    model that the method does not have is ignored: no honest client sends it.
     """
     fields: dict[str, Any] = {}
     for key, metric, has_model in (

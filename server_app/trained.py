@@ -183,7 +183,7 @@ def check_is_as_written(path: Path) -> None:
 
 
 def check_is_newest(version: Path | None, client: str, history: Sequence[Line]) -> None:
-    """ValueError if this client has trained since: its head is not the global model's.
+    """ValueError if this client has trained since: its state is older than the global model.
 
     version: a client state or checkpoint of a run that was stopped between two of them.
     """

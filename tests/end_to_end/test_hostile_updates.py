@@ -15,6 +15,7 @@ from run_fixtures import SMALL, final_model, history_of, same_bits, summary_of, 
 
 import client_app.app
 from data.sources import load_source
+from protocol.flower_compat import SUPERLINK_NODE, assign_source_node
 from protocol.messages import (
     Arrays,
     TrainReply,
@@ -306,6 +307,30 @@ def test_what_is_sent_again_is_in_the_audit_log_and_in_the_traffic(sites, tmp_pa
     assert (first["clients"], again["clients"]) == (sorted([HOSTILE, *HONEST]), [HOSTILE])
     assert first["bytes"] == pytest.approx(4 * again["bytes"], rel=0.01)
     assert history_of(folder)[0]["bytes_down"] == first["bytes"] + again["bytes"]
+
+
+class MovingGrid(InlineGrid):
+    """A grid in which site-1's SuperNode restarts in round 1, and has another node id since."""
+
+    is_in_process = False
+
+    def answer(self, message: Message) -> Message:
+        about = message.metadata
+        if about.message_type == MessageType.TRAIN and about.dst_node_id == NODE:
+            self.contexts[99] = self.contexts.pop(NODE)
+            reply = Message(Error(ErrorCode.NODE_UNAVAILABLE, "gone"), reply_to=message)
+            assign_source_node(reply, SUPERLINK_NODE)
+            return reply
+        return super().answer(message)
+
+
+def test_a_private_client_that_returns_as_another_node_is_asked_again_and_noted(sites, tmp_path):
+    """Its old node is no longer in the roster then."""
+    privacy = {"privacy.epsilon": 0.5, "privacy.clip_norm": 1e-3}
+    folder = run(MovingGrid(client_app.app.app, sites), tmp_path, num_rounds=1, **privacy)
+    assert history_of(folder)[0]["participants"] == sorted([HOSTILE, *HONEST])
+    first, again = audit_of(folder, "released")
+    assert (first["clients"], again["clients"]) == (sorted([HOSTILE, *HONEST]), [HOSTILE])
 
 
 # --- metrics that the method does not have --------------------------------------------------------
