@@ -93,6 +93,7 @@ def config_of_0_1(keys: Keys) -> Keys:
 
 PRESETS_THEN = {  # by the beginning of their names; keys that there were not are left out as well
     "fedintr": {"moon.projection": "mlp", "moon.first-use": "received"},
+    "fedcka": {"lr": 0.1},
     "fedrcl": {"precision": "fp32"},
     "fedreco": {
         "fedrep.final-head-epochs": 0,
@@ -197,6 +198,7 @@ def test_old_names_of_keys_and_values_mean_the_same_and_are_named(tmp_path, capl
         ("fedintr-table-[13]", "fan-in training_mode"),
         ("fedcka-table-[124]", "SCAFFOLD niid-bench uniformly"),
         ("fedcka-table-1", "round_41 40_and_20_rounds"),
+        ("fedcka-table-* fedcka-figure-[256]", "MOON's 0.1 0.01"),
         ("fedrcl-table-[1235bcd] fedrcl-figure-[1a]", "MOON's_tau 1,000_rounds code:_100"),
     ],
 )
@@ -844,7 +846,7 @@ def test_a_judged_claim_says_what_it_rests_on():
     assert claim.interval == pytest.approx((1.0, 1.0))
     assert claim.paper_effect == pytest.approx(52.35 - 50.43)
     assert "num-rounds 20 (paper: 100)" in claim.deviations
-    assert "lr 0.05 (paper: 0.1)" in claim.deviations
+    assert "lr 0.05 (paper: 0.01)" in claim.deviations
     assert claim.decide == "41 times the local steps"  # 16,400 / 400
     almost = first_claim(
         "fedcka-table-2", "FedCKA above FedAvg in alpha 0.1", "paper", {"num-rounds": 30}
