@@ -105,8 +105,10 @@ def check_kinds(line: Line) -> None:
     if abs(line["round"]) > MAX_ROUND:
         raise TypeError(f"round = {line['round']!r:.40}")
     for key, name, _ in CURVES:
-        if key in line and not isinstance(line[key][name], int | float):
+        if key in line and not isinstance(value := line[key][name], int | float):
             raise TypeError(f"{key} has no {name}")
+        if key in line and not 0 <= value <= 1:  # nor NaN
+            raise TypeError(f"{key}.{name} = {value!r:.40}: expected a number from 0 to 1")
     if not all(isinstance(value, int | float) for value in line.get("seconds", {}).values()):
         raise TypeError("seconds are no numbers")
 

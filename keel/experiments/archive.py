@@ -20,7 +20,7 @@ from keel.experiments.recipe import parse_recipe
 from keel.experiments.runs import NOTE, UNKNOWN, Options, name_of, read_json, status_of
 from protocol.config import resolve_config
 from protocol.files import digest, write_atomically
-from server_app.history import CURVES, Line, read_history
+from server_app.history import CURVES, HISTORY_FILE, Line, read_history
 from server_app.summary import read_manifest
 
 PRIVATE = ("output-dir", "data-dir", "resume", "run-name")
@@ -189,7 +189,17 @@ def without_folders(keys: Mapping[str, Any], archived: str = "") -> dict[str, An
 
 
 def copies(directory: Path, archived: str = "") -> Iterator[tuple[str, str]]:
-    """(name, text) of the small copies of a run directory's files. archived: its source's name."""
+    """(name, text) of the small copies of a run directory's files. archived: its source's name.
+
+    ValueError if the history is not the one that the manifest has the digest of.
+    """
+    manifest = read_manifest(directory)
+    expected = manifest.get("files", {}).get(HISTORY_FILE)
+    if expected and digest((directory / HISTORY_FILE).read_bytes()) != expected:
+        raise ValueError(
+            f"{directory / HISTORY_FILE} was changed after the run: its digest is not the one in "
+            "manifest.json. Nothing is archived; remove the run directory to run it again"
+        )
     config = read_json(directory / "config.json")["config"]
     yield "config.json", json.dumps({"config": without_folders(config, archived)})
     summary = read_json(directory / "summary.json")
@@ -197,10 +207,9 @@ def copies(directory: Path, archived: str = "") -> Iterator[tuple[str, str]]:
     sign = next((sign for sign in DIVERGENCE if sign in status), "")
     short = status[:MAX_STATUS]
     yield "summary.json", json.dumps({"status": short if sign in short else f"{short}: {sign}"})
-    manifest = read_manifest(directory)
     yield "manifest.json", json.dumps({key: manifest[key] for key in MANIFEST if key in manifest})
     yield (
-        "history.jsonl",
+        HISTORY_FILE,
         "".join(json.dumps(line) + "\n" for line in lines(read_history(directory))),
     )
 

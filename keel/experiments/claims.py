@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import scipy  # loads submodules on first use: scipy.stats takes a second
@@ -19,6 +19,7 @@ from keel.experiments.plan import (
     ends_before,
     last_round_read,
     paper_round_read,
+    seeds_for,
 )
 from keel.experiments.recipe import Claim, Recipe
 from keel.experiments.runs import UNKNOWN, Options, Run, run_of
@@ -50,9 +51,11 @@ class JudgedClaim:
     the paper's. failures: sides of which a run diverged, failed or left out updates.
     decide: what would decide an open claim, or complete its seeds; empty for a decided one.
     runs: equal for claims that read the same numbers of the same runs, each at its round `read_at`.
-    early: "at round 200 instead of 500" if the runs end before the round that the paper reads, "at
-    40% of the local steps" if a scaled run has fewer than the paper there, "after 4 of 5 seeds" if
-    the verdict comes before all seeds of the recipe, and all that were asked for, have ended.
+    remarks: what to know beside the verdict, joined by "; ": "at round 200 instead of 500" if the
+    runs end before the round that the paper reads, "at 40% of the local steps" if a scaled run has
+    fewer than the paper there, "after 4 of 5 seeds" if the verdict comes before all seeds of the
+    recipe, and all that were asked for, have ended, "inconclusive with the recipe's 3 seeds" if
+    seeds were added, and whether the paper's effect lies outside the interval.
     """
 
     paper: str
@@ -72,7 +75,7 @@ class JudgedClaim:
     is_headline: bool
     runs: tuple[str, ...] = ()
     read_at: int = 0
-    early: str = ""
+    remarks: str = ""
 
 
 def judge_claims(recipe: Recipe, results: Results, options: Options) -> list[JudgedClaim]:
@@ -94,7 +97,7 @@ def judge_claims(recipe: Recipe, results: Results, options: Options) -> list[Jud
 def _judged(
     claim: Claim, recipe: Recipe, results: Results, options: Options, code: Collection[str]
 ) -> JudgedClaim:
-    names = sides_of(claim, recipe)
+    names = recipe.sides_of(claim)
     sides = [results[name] for name in names if name in results]
     cells = [c for name in names for c in recipe.cells if (c.row.name, c.column.name) == name]
     papers = [cell.paper for cell in cells if cell.paper is not None]
@@ -102,14 +105,16 @@ def _judged(
     verdict, detail = NOT_TESTED, "not run"
     differences: list[float] = []
     leads: list[float] = []
+    interval: tuple[float, float] | None = None
     failures, decide = "", "runs of both sides at the paper's setting"
     lost: list[str] = []
     deviations: dict[str, None] = {}
     share, read_at, num_asked = 0.0, 0, 0
-    early: list[str] = []
+    remarks: list[str] = []
     identity: tuple[str, ...] = (recipe.name, claim.text)
     if len(sides) == 2:
         differences, leads, detail = compared(claim, *sides)
+        interval = interval_of(differences) if len(differences) == len(leads) else None
         failures = failures_of(claim, sides)
         runs = [run_of(s.cell, s.candidate or {}, 0, options, Path()) for s in sides]
         both = list(zip(sides, runs, strict=True))
@@ -120,7 +125,9 @@ def _judged(
         read_at = max(last_round_read(side.cell, run) for side, run in both)
         asked, tuned_on = {*options.seeds, *recipe.seeds}, {side.tuned_on for side in sides}
         num_asked = len(asked - tuned_on) if leads else 0
-        early += early_of(sides, runs) if leads else []
+        early = early_of(sides, runs)
+        if leads:
+            remarks += [*early, *read_differently(sides)]
         identity = tuple(f"{run.name} {s.cell.of} {s.cell.take}" for s, run in both)
     if detail != "not run":
         machines = sorted({name for side in sides for name in side.machines})
@@ -143,14 +150,23 @@ def _judged(
             times = f"{1 / share:.2g}" if share < 0.95 else f"{1 / share:.3g}"
             decide = f"{times} times the {what}"
         else:
-            verdict = judge(leads)
+            verdict = verdict_on(claim, differences, leads)
             num_tuning = len(asked & tuned_on)
-            decide = what_decides(differences, paper_effect, failures, len(leads), num_tuning)
+            effects = [abs(statistics.fmean(differences))] if differences else []
+            if claim.margin:
+                effects = [abs(claim.margin - effect) for effect in effects]
+            elif paper_effect is not None:
+                effects.append(abs(paper_effect))
+            decide = what_decides(differences, effects, failures, len(leads), num_tuning)
             is_early = len(leads) < num_asked
             if is_early:
-                early.append(f"after {len(leads)} of {num_asked} seeds")
+                remarks.append(f"after {len(leads)} of {num_asked} seeds")
+            remarks += [] if is_early else seeds_added(claim, sides, recipe, options, verdict)
             if verdict in VERDICTS[:2]:
                 decide = f"{len(asked)} seeds" if is_early else ""
+            if interval and paper_effect is not None and not (claim.margin or early):
+                is_outside = not interval[0] <= paper_effect <= interval[1]
+                remarks += [f"the paper's {paper_effect:+.2f} is outside the interval"] * is_outside
     return JudgedClaim(
         paper=f"{recipe.paper} {recipe.item}".strip(),
         recipe=recipe.name,
@@ -158,7 +174,7 @@ def _judged(
         verdict=verdict,
         detail=detail,
         effect=statistics.fmean(differences) if differences else None,
-        interval=interval_of(differences) if len(differences) == len(leads) else None,
+        interval=interval if differences else None,
         paper_effect=paper_effect,
         seeds=len(leads),
         share=share,
@@ -169,8 +185,64 @@ def _judged(
         is_headline=claim.is_headline,
         runs=identity,
         read_at=read_at,
-        early="; ".join(early),
+        remarks="; ".join(remarks),
     )
+
+
+def verdict_on(claim: Claim, differences: Sequence[float], leads: Sequence[float]) -> str:
+    """The verdict on a claim that can be judged: of leads as `judge` says.
+
+    A claim that two sides are within a margin is reproduced if the interval of the differences lies
+    within it, not reproduced if it lies outside; it is open where any pair has no difference.
+    """
+    if not claim.margin:
+        return judge(leads)
+    interval = interval_of(differences)
+    if interval is None or len(differences) < len(leads):
+        return INCONCLUSIVE
+    low, high = interval
+    if -claim.margin < low and high < claim.margin:
+        return REPRODUCED
+    return NOT_REPRODUCED if low > claim.margin or high < -claim.margin else INCONCLUSIVE
+
+
+def seeds_added(
+    claim: Claim, sides: Sequence[Result], recipe: Recipe, options: Options, verdict: str
+) -> Iterator[str]:
+    """In words, that more seeds were judged than the recipe plans, and the verdict on its own.
+
+    To add seeds after a look at a verdict makes a decision too likely. One seed decides nothing,
+    so seeds beside it are not added to a verdict.
+    """
+    planned = {*seeds_for(recipe, [side.cell for side in sides], options.full_grid)}
+    whole, part = sides, [only_seeds(side, planned) for side in sides]
+    (_, all_leads, _), (differences, leads, _) = (compared(claim, *each) for each in (whole, part))
+    if not len(all_leads) > len(leads) > 1:
+        return
+    then = verdict_on(claim, differences, leads)
+    word = "more than" if then == verdict else f"{then} with"
+    yield f"{word} the recipe's {len(leads)} seeds"
+
+
+def only_seeds(side: Result, seeds: Collection[int]) -> Result:
+    """The side without the runs of other seeds."""
+    numbers = {seed: number for seed, number in side.by_seed.items() if seed in seeds}
+    failures = {seed: word for seed, word in side.failures.items() if seed in seeds}
+    return replace(side, by_seed=numbers, failures=failures)
+
+
+def read_differently(sides: Sequence[Result]) -> Iterator[str]:
+    """In words, that the sides' numbers are not read in the same way.
+
+    Of which accuracy they are is for the recipe to choose: a global model beside personal ones.
+    """
+    reads = [
+        side.cell.take.of("accuracy").removesuffix(", in %")
+        + f" at round {side.cell.at}" * bool(side.cell.at)
+        for side in sides
+    ]
+    if reads[0] != reads[1]:
+        yield f"read differently: {reads[0]} and {reads[1]}"
 
 
 def lacking(
@@ -202,13 +274,6 @@ def lacking(
     if is_time and any(resolve_config(run.keys).train.stacked_runs > 1 for run in runs):
         return "seconds of runs that trained together", "runs one after the other"
     return None
-
-
-def sides_of(claim: Claim, recipe: Recipe) -> list[tuple[str, str]]:
-    """(row, column) of the claim's left and right side."""
-    is_rows = any(row.name == claim.left for row in recipe.rows)
-    sides = (claim.left, claim.right)
-    return [(name, claim.place) if is_rows else (claim.place, name) for name in sides]
 
 
 def compared(claim: Claim, left: Result, right: Result) -> tuple[list[float], list[float], str]:
@@ -358,14 +423,15 @@ def judge(leads: Sequence[float]) -> str:
 
 def what_decides(
     differences: Sequence[float],
-    paper_effect: float | None,
+    effects: Sequence[float],
     failures: str = "",
     num_seeds: int = 1,
     num_tuning: int = 0,
 ) -> str:
-    """What an inconclusive claim lacks: runs that finish, or seeds, at the spread and effect found.
+    """What an inconclusive claim lacks: runs that finish, or seeds, at the spread found.
 
-    The effect is the paper's if that is the smaller one. num_seeds: how many were judged. If
+    effects: the smallest is how far the mean is from what would change the verdict: of what was
+    found and what the paper has. num_seeds: how many were judged. If
     there are fewer differences, a time was never reached and the number of seeds needed is unknown.
     num_tuning: seeds beside these, which chose a tuned value.
     """
@@ -375,8 +441,7 @@ def what_decides(
         return "more seeds"
     if len(differences) == 1:
         return "a second seed, to know the spread"
-    effects = [statistics.fmean(differences), *([] if paper_effect is None else [paper_effect])]
-    effect, deviation = min(map(abs, effects)), statistics.stdev(differences)
+    effect, deviation = min(effects), statistics.stdev(differences)
     more = range(len(differences) + 1, MAX_SEEDS)
     seeds = next((n for n in more if half_width_of(deviation, n) < effect), None)
     return f"{seeds + num_tuning} seeds" if seeds else f"more than {MAX_SEEDS} seeds"

@@ -165,8 +165,8 @@ class Result:
     """A cell's outcome: one number a finished seed, of one candidate. A time never reached is inf.
 
     num_seeds: how many were asked for. finished: the runs of the numbers, with their directories.
-    failures: `diverged` or `failed`, by seed. code, and precision where it was "auto": of all runs
-    that were read, the tuning's too.
+    failures: `diverged` or `failed`, by seed. code, precision: of all runs that were read, the
+    tuning's too.
     tuned_on: the seed that chose the candidate, if there are several: of `num_tried` its run
     finished or diverged, of `num_failed` it failed.
     outdated: why the first run that does not count does not: its config, or its code.

@@ -9,8 +9,9 @@
     of, take, at         which curve of the history, how it becomes one number, at which round
     columns, rows        mappings of name to config keys; a list of mappings is their product
     grid                 config key to list of values: each combination is a row
-    claims               "FedIntR above FedAvg in CIFAR-10", judged in the report; with
-                         " from round 40" if the paper makes it before the round that it reads
+    claims               "FedIntR above FedAvg in CIFAR-10" (or below, or "within 1 of", which is
+                         points or seconds), judged in the report; with " from round 40" if the
+                         paper makes it before the round that it reads
     headlines            the claims, without their rounds, that `keel experiments summary` shows
 
 A row or column may also hold `of`, `take`, `at`; `tune` (config key to the list of values to try),
@@ -44,7 +45,8 @@ from protocol.options import OptionValue
 log = logging.getLogger("keel.experiments")
 RECIPES = Path(__file__).parent / "recipes"
 CLAIM = re.compile(
-    r"(?P<left>.+?) (?P<sign>above|below) (?P<right>.+?) in (?P<place>.+?)"
+    r"(?P<left>.+?) (?P<sign>above|below|within (?P<margin>\d+(\.\d+)?) of) (?P<right>.+?)"
+    r" in (?P<place>.+?)"
     r"( from round (?P<from_round>[1-9]\d*))?"
 )
 EVERYWHERE = {"every column": "columns", "every row": "rows"}
@@ -54,6 +56,7 @@ EVERYWHERE = {"every column": "columns", "every row": "rows"}
 class Claim:
     """`left` above (or below) `right`: two rows in a column, or two columns in a row.
 
+    margin: if not 0, the claim is that they differ by less than it, and `is_above` says nothing.
     from_round: the paper's round from which it makes the claim, at the latest the one at which it
     reads the numbers; 0: that one.
     """
@@ -64,6 +67,7 @@ class Claim:
     is_above: bool
     place: str
     from_round: int = 0
+    margin: float = 0.0
     is_headline: bool = False
 
 
@@ -137,6 +141,12 @@ class Recipe:
         """The cell of this row and column."""
         return next(c for c in self.cells if c.row.name == row and c.column.name == column)
 
+    def sides_of(self, claim: Claim) -> list[tuple[str, str]]:
+        """(row, column) of the claim's left and right side."""
+        is_rows = any(row.name == claim.left for row in self.rows)
+        sides = (claim.left, claim.right)
+        return [(name, claim.place) if is_rows else (claim.place, name) for name in sides]
+
     def lines_of(self, cell: Cell, message: str) -> str:
         """`line N` of the key in a message `KEY = ...`; else the lines of the row and column."""
         key = message.partition(" = ")[0]
@@ -204,7 +214,7 @@ def _recipe(file: RecipeFile, top: Lines, text: str, path: Path) -> Recipe:
                 line = [other.line for other in entries if other.name == entry.name][1]
                 raise LineError(line, f"two {kind}s are called {entry.name!r}")
     config_lines = top["config"].lines if top.get("config") else {}
-    return Recipe(
+    recipe = Recipe(
         path=path,
         text=text,
         lines={**top.lines, **current_names(config_lines)},
@@ -217,6 +227,12 @@ def _recipe(file: RecipeFile, top: Lines, text: str, path: Path) -> Recipe:
         cells=list(_cells(file, rows, columns)),
         claims=list(_claims(file, rows, columns, text)),
     )
+    for claim in recipe.claims:
+        left, right = (recipe.cell(*side).take for side in recipe.sides_of(claim))
+        if left != right and (left.is_time or right.is_time):
+            both = f"{left.of('accuracy')} and {right.of('accuracy')}"
+            raise LineError(_line_of(claim.text, text), f"{claim.text!r} would compare {both}")
+    return recipe
 
 
 def _axes(files: Sequence[Mapping[str, Entry]], top: Lines, kind: str) -> Iterator[list[Entry]]:
@@ -330,7 +346,9 @@ def _claims_of_line(
     line = _line_of(claim, text)
     found = CLAIM.fullmatch(claim)
     if not found:
-        raise LineError(line, f"{claim!r}: expected 'ROW above ROW in COLUMN' (or below)")
+        raise LineError(
+            line, f"{claim!r}: expected 'ROW above ROW in COLUMN' (or below, or within 1 of)"
+        )
     left, right, place = found["left"], found["right"], found["place"]
     compared = "rows" if left in names["rows"] else "columns"
     across = "columns" if compared == "rows" else "rows"
@@ -341,4 +359,5 @@ def _claims_of_line(
     for each in names[across] if place in EVERYWHERE else [place]:
         short = f"{left} {found['sign']} {right} in {each}"
         is_above, from_round = found["sign"] == "above", int(found["from_round"] or 0)
-        yield Claim(short, left, right, is_above, each, from_round)
+        margin = float(found["margin"] or 0)
+        yield Claim(short, left, right, is_above, each, from_round, margin)

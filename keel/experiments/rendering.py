@@ -25,7 +25,6 @@ from keel.experiments.claims import (
     failed_share,
     judge_claims,
     shown_effect,
-    sides_of,
     tally,
 )
 from keel.experiments.figures import Chart, Picture, label_pictures, run_charts, run_pictures
@@ -242,7 +241,7 @@ def section_of(job: Path, output: Path) -> Section:
         results = results_of(recipe, options, output)
         charts = list(run_charts(recipe, results))
         pictures = run_pictures(recipe, results, output, job.stem)
-    asked = [c for c in recipe.claims if all(side in results for side in sides_of(c, recipe))]
+    asked = [c for c in recipe.claims if all(side in results for side in recipe.sides_of(c))]
     return Section(
         recipe,
         options,
@@ -356,7 +355,7 @@ def as_json(section: Section) -> str:
         "cells": list(records(section)),
         "claims": [
             {"claim": c.text, "verdict": c.verdict, "effect": c.effect, "interval": c.interval}
-            | {"paper": c.paper_effect, "seeds": c.seeds, "detail": c.detail, "early": c.early}
+            | {"paper": c.paper_effect, "seeds": c.seeds, "detail": c.detail, "remarks": c.remarks}
             | {"failures": c.failures, "deviations": list(c.deviations)}
             for c in section.claims
         ],

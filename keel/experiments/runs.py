@@ -1,6 +1,7 @@
 """One run of an experiment: its config, its name, and the run directories of its attempts."""
 
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -305,8 +306,9 @@ def code_of(directory: Path) -> tuple[str, ...]:
 
 
 def precision_of(directory: Path) -> list[str]:
-    """What `precision = "auto"` was in the run; empty if the run had another value."""
-    return list(read_manifest(directory).get("precision", []))
+    """The run's precision; where it was "auto", what that was, if this is recorded."""
+    value = read_json(directory / "config.json")["config"].get("precision", "fp32")
+    return list(read_manifest(directory).get("precision", [value] * (value != "auto")))
 
 
 def data_of(directory: Path) -> str:
@@ -316,12 +318,22 @@ def data_of(directory: Path) -> str:
 
 @lru_cache(maxsize=4096)
 def history_in(directory: Path) -> History:
-    """The history of a finished run. ValueError naming the file if a line is damaged."""
+    """The history of a finished run.
+
+    ValueError naming the file if a line is damaged, or if a round does not come after the one
+    before it.
+    """
     reader = HistoryReader(directory / HISTORY_FILE)
     reader.update()
     if reader.faults:
         raise ValueError(f"{directory}: {reader.faults[0]}")
-    return History(reader.lines)
+    history = History(reader.lines)
+    for before, after in itertools.pairwise(history.rounds):
+        if after <= before:
+            raise ValueError(
+                f"{directory}: {HISTORY_FILE} is damaged: round {after} follows round {before}"
+            )
+    return history
 
 
 def wall_seconds(directory: Path) -> float:

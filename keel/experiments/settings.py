@@ -7,7 +7,7 @@ from typing import Any
 
 from keel.experiments.plan import Result, differing, with_own_lengths
 from keel.experiments.recipe import Recipe
-from keel.experiments.runs import Options, machines_of, run_of, wall_seconds
+from keel.experiments.runs import Options, data_of, machines_of, run_of, wall_seconds
 from keel.views.store import Entry
 from protocol.config import resolve_config
 from server_app.history import duration
@@ -68,7 +68,7 @@ def finished_in(results: Iterable[Result]) -> list[Path]:
 
 
 def code_sentences(results: Sequence[Result]) -> Iterator[str]:
-    """Which code the runs are of; several versions are never compared."""
+    """Which code, precision and data the runs are of; several versions are never compared."""
     found = sorted({code for result in results for code in result.code})
     if len(found) > 1:
         yield f"Runs of different code, never averaged or judged together: {'; '.join(found)}."
@@ -76,23 +76,30 @@ def code_sentences(results: Sequence[Result]) -> Iterator[str]:
         yield f"Code: {found[0]}."
     if precision := sorted({name for result in results for name in result.precision}):
         yield f"Precision: {', '.join(precision)}."
+    every = [data_of(directory) for directory in finished_in(results)]
+    if recorded := [one for one in every if one]:
+        many = f"{len(recorded)} of {len(every)} runs"
+        yield f"Digest of the data, recorded by {many}: {', '.join(sorted({*recorded}))}."
 
 
 def package_sentences(results: Sequence[Result]) -> Iterator[str]:
-    """The versions of Keel and of packages that the runs recorded."""
+    """The versions of Keel and of packages that the runs recorded, and the processors' features."""
     found: dict[str, dict[str, None]] = {}
     for directory in finished_in(results):
         manifest = read_manifest(directory)
         for version in manifest.get("keel", ()):
             found.setdefault("keel", {})[str(version)] = None
         for name, version in manifest.get("versions", {}).items():
-            if name not in ("sources", "gpu", "cpu"):
+            if name not in ("sources", "gpu"):
                 found.setdefault(name, {})[str(version)] = None
+    processors = found.pop("cpu", {})
     keel = found.get("keel", {})  # a bundle has no commit, which runs of the same code name
     found["keel"] = {v: None for v in keel if not any(o.startswith(f"{v} ") for o in keel)}
     if found := {name: versions for name, versions in found.items() if versions}:
         each = (f"{name} {' and '.join(versions)}" for name, versions in found.items())
         yield f"Packages: {', '.join(each)}."
+    if processors:
+        yield f"Processors: {', '.join(processors)}."
 
 
 def machine_sentences(results: Sequence[Result]) -> Iterator[str]:

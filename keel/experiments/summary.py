@@ -19,7 +19,6 @@ from keel.experiments.claims import (
     Results,
     different_headlines,
     judge_claims,
-    sides_of,
 )
 from keel.experiments.figures import curve_of
 from keel.experiments.plan import ends_before, last_round_read, load_job, narrowed, results_of
@@ -142,7 +141,7 @@ def headlines(evidence: Sequence[Evidence], pictures: dict[str, str]) -> Iterato
             if not claim.is_headline:
                 continue
             judged = [(c, each) for each in own for c in each.headlines if c.text == claim.text]
-            cells = ";".join(dict.fromkeys(n for side in sides_of(claim, recipe) for n in side))
+            cells = ";".join(dict.fromkeys(n for side in recipe.sides_of(claim) for n in side))
             command = shlex.join(["keel", "experiments", "run", recipe.name, "--only", cells])
             if not judged:
                 yield Headline(empty, in_full(claim, recipe), command)
@@ -152,7 +151,7 @@ def headlines(evidence: Sequence[Evidence], pictures: dict[str, str]) -> Iterato
                 command += f" --seeds {needed[1]}"
             verdict = "; ".join(verdict_of(best, [c for c, _ in judged], recipe))
             found = Headline(best, in_full(claim, recipe), command, each, verdict)
-            if not recipe.cell(*sides_of(claim, recipe)[0]).take.is_time:
+            if not recipe.cell(*recipe.sides_of(claim)[0]).take.is_time:
                 name, curves = f"{recipe.name}-{number}.svg", curves_of(claim, each)
                 pictures[name] = svg_of(curves, claim.text)
                 has_paper_values = any(paper is not None for _, paper in curves.values())
@@ -165,7 +164,7 @@ def headlines(evidence: Sequence[Evidence], pictures: dict[str, str]) -> Iterato
 def verdict_of(best: JudgedClaim, judged: Sequence[JudgedClaim], recipe: Recipe) -> Iterator[str]:
     """The verdict on the best of these, a headline of the recipe, and what to know beside it."""
     yield best.verdict
-    yield from filter(None, (best.failures, best.early, recipe.remark))
+    yield from filter(None, (best.failures, best.remarks, recipe.remark))
     if best.deviations:
         yield "not the paper's setting"
     decided = {claim.verdict for claim in judged} & {REPRODUCED, NOT_REPRODUCED}
@@ -184,11 +183,15 @@ def weight(claim: JudgedClaim) -> tuple[bool, bool, float, int]:
 
 def in_full(claim: Claim, recipe: Recipe) -> str:
     """The claim with its data set: `FedCKA above FedAvg on CIFAR-10, alpha 5`."""
-    sides = sides_of(claim, recipe)
+    sides = recipe.sides_of(claim)
     cell = recipe.cell(*sides[0])
     data = DATA_NAMES[resolve_config(cell.keys).data.source]
     words = ("slower than", "faster than") if cell.take.is_time else ("above", "below")
-    compared = f"{claim.left} {words[not claim.is_above]} {claim.right}"
+    word = words[not claim.is_above]
+    if claim.margin:
+        unit = "s" if cell.take.is_time else "point" + "s" * (claim.margin != 1)
+        word = f"within {claim.margin:g} {unit} of"
+    compared = f"{claim.left} {word} {claim.right}"
     if sides[0][0] == claim.place:
         return f"{claim.place}: {compared} on {data}"
     place = re.sub(r"\b(\d+)R\b", r"\1 rounds", claim.place).replace("FMNIST", "Fashion-MNIST")
@@ -201,7 +204,7 @@ def curves_of(claim: Claim, evidence: Evidence) -> Curves:
     Each with the paper's value there, if the runs get that far.
     """
     curves: dict[str, tuple[Curve, float | None]] = {}
-    sides = [evidence.results[name] for name in sides_of(claim, evidence.recipe)]
+    sides = [evidence.results[name] for name in evidence.recipe.sides_of(claim)]
     for name, side in zip((claim.left, claim.right), sides, strict=True):
         curve: Curve = []
         paper = side.cell.paper
@@ -257,7 +260,7 @@ def svg_of(curves: Curves, title: str) -> str:
         at = x + i * (WIDTH - 2 * MARGIN) / 2
         parts.append(f'<text x="{at:.0f}" y="14" fill="{colour}">{escape(name)}</text>')
     more = 'fill="#555" text-anchor="end" dx="-4"'
-    parts += [text(0, low, f"{low:.0f} %", more), text(0, high, f"{high:.0f} %", more)]
+    parts += [text(0, low, f"{low:.1f} %", more), text(0, high, f"{high:.1f} %", more)]
     parts.append(f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 8}" {more}>round {last}</text></svg>\n')
     return "\n".join(parts)
 

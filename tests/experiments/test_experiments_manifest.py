@@ -218,7 +218,7 @@ def test_a_manifest_of_before_says_its_kind_of_processor(tmp_path):
         assert machines_of(tmp_path) == [expected]
 
 
-@pytest.mark.parametrize(("precision", "noted"), [("auto", ["bf16"]), ("fp32", [])])
+@pytest.mark.parametrize(("precision", "noted"), [("auto", ["bf16"]), ("fp32", ["fp32"])])
 def test_what_auto_precision_was_is_noted(precision, noted, run, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     monkeypatch.setattr("client_app.precision.auto_min_parameters", 0)

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import shutil
 import signal
 import time
 import zipfile
@@ -19,7 +20,7 @@ from rich.console import Console
 from keel.cli.main import main as keel
 from keel.experiments import runner, tasks
 from keel.experiments.archive import pack, unpacked
-from keel.experiments.claims import JudgedClaim, judge, judge_claims, tally
+from keel.experiments.claims import JudgedClaim, judge, judge_claims, tally, verdict_on
 from keel.experiments.figures import curve_of, run_charts
 from keel.experiments.plan import Result, best_candidate, results_of, runs_needed, selected
 from keel.experiments.recipe import Claim, Recipe, parse_recipe
@@ -269,9 +270,11 @@ OTHER = "sources 0123456789abcdef, torch 2.0.0"
 judged = two_rows + "seeds: 3\nclaims: [FedProx above FedAvg in result]\n"
 
 
-def all_run(output: Path, how: Options, **of: list[Any]) -> tuple[Recipe, list[Run]]:
-    """The recipe `judged` with finished runs: FedAvg 50, FedProx 60 %; `of`: for each run."""
-    recipe = parse_recipe(judged, Path("t.yaml"))
+def all_run(
+    output: Path, how: Options, text: str = judged, **of: list[Any]
+) -> tuple[Recipe, list[Run]]:
+    """A recipe with finished runs: FedAvg 50, FedProx 60 %; `of`: for each run."""
+    recipe = parse_recipe(text, Path("t.yaml"))
     runner.save_job(recipe, how, output)
     runs = list(runs_needed(recipe, recipe.cells, how, output, ()))
     for i, run in enumerate(runs):
@@ -313,7 +316,7 @@ def test_a_verdict_before_all_seeds_have_ended_says_so(num_missing, tmp_path):
         (run.folder / "attempt" / "summary.json").unlink()
     (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
     assert (claim.verdict, claim.seeds) == ("reproduced", 3 - num_missing)
-    assert claim.early == "after 2 of 3 seeds" * num_missing
+    assert claim.remarks == "after 2 of 3 seeds" * num_missing
     assert claim.decide == "3 seeds" * num_missing
     for page in write_report(tmp_path)[:2]:
         assert ("reproduced; after 2 of 3 seeds" in page.read_text()) == bool(num_missing)
@@ -340,6 +343,57 @@ def test_runs_in_different_precision_are_not_judged(precisions, verdict, row, tm
     text = write_report(tmp_path)[1].read_text()
     assert f"Precision: {', '.join(sorted(set(precisions)))}." in text
     assert f"| FedProx | {row} |" in text
+
+
+def test_a_stated_precision_is_not_that_which_auto_became_on_the_other_side(tmp_path):
+    how = options(seeds=[0, 1, 2])
+    text = judged.replace("{method: fedprox", "{precision: auto, method: fedprox")
+    assert text != judged
+    recipe, runs = all_run(tmp_path, how, text)
+    for run in runs:
+        if run.keys["method"] == "fedprox":
+            manifest = {"code": [code_version()], "precision": ["bf16"]}
+            (run.folder / "attempt" / "manifest.json").write_text(json.dumps(manifest))
+    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    assert (claim.verdict, claim.effect) == ("not tested", None)
+    assert claim.detail == "no verdict on runs in different precision"
+
+
+@pytest.mark.parametrize("accuracy", [math.nan, 60.0, -0.01])
+def test_an_accuracy_that_cannot_be_is_a_damaged_line_not_a_number(accuracy, tmp_path):
+    _, runs = all_run(tmp_path, options(seeds=[0, 1, 2]))
+    shutil.rmtree(runs[-1].folder)
+    folder = fake_run(runs[-1], accuracy)
+    found = rf"{folder}: history.jsonl, line \d+ is damaged: global.accuracy = {accuracy}: expected"
+    with pytest.raises(ValueError, match=found):
+        write_report(tmp_path)
+
+
+def test_sides_that_are_read_differently_are_named_beside_the_verdict(tmp_path):
+    how = options(seeds=[0, 1, 2])
+    recipe, _ = all_run(
+        tmp_path, how, judged.replace("{method: fedprox", "{take: best, method: fedprox")
+    )
+    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    assert claim.remarks == "read differently: best accuracy and final accuracy"
+
+
+@pytest.mark.parametrize("take", ["seconds a round", "seconds to 40"])
+def test_a_time_is_not_compared_with_something_else(take):
+    text = judged.replace("{method: fedprox", f"{{take: {take}, method: fedprox")
+    assert text != judged
+    with pytest.raises(
+        ValueError, match=r"line \d+: 'FedProx above FedAvg in result' would compare seconds"
+    ):
+        parse_recipe(text, Path("t.yaml"))
+
+
+def test_rounds_that_are_there_twice_are_damage(tmp_path):
+    _, runs = all_run(tmp_path, options(seeds=[0, 1, 2]))
+    path = runs[0].folder / "attempt" / "history.jsonl"
+    path.write_text(2 * path.read_text())
+    with pytest.raises(ValueError, match=r"history.jsonl is damaged: round \d+ follows round \d+"):
+        write_report(tmp_path)
 
 
 def test_runs_that_all_are_of_one_older_code_are_reported_and_it_is_named(tmp_path):
@@ -748,6 +802,58 @@ def test_a_time_that_is_never_reached_is_longer_than_any(a, b, cell, word, tmp_p
 )
 def test_an_infinite_lead_counts_as_the_largest_on_its_side(leads, verdict):
     assert judge(leads) == verdict
+
+
+@pytest.mark.parametrize(
+    ("differences", "pairs", "verdict"),  # the half width of [x - 0.1, x, x + 0.1] is 0.248
+    [
+        ([-0.1, 0, 0.1], 3, "reproduced"),
+        ([0.65, 0.75, 0.85], 3, "reproduced"),
+        ([0.66, 0.76, 0.86], 3, "inconclusive"),
+        ([-0.86, -0.76, -0.66], 3, "inconclusive"),
+        ([1.14, 1.24, 1.34], 3, "inconclusive"),
+        ([1.15, 1.25, 1.35], 3, "not reproduced"),
+        ([-4.8, -4.2, -3.4], 3, "not reproduced"),
+        ([-2, 0, 2], 3, "inconclusive"),
+        ([0.0, 0.0], 3, "inconclusive"),  # a run of either side failed
+        ([0.0], 1, "inconclusive"),
+        ([], 0, "inconclusive"),
+    ],
+)
+def test_two_sides_are_within_a_margin_if_the_interval_is(differences, pairs, verdict):
+    claim = Claim("A within 1 of B in c", "A", "B", False, "c", margin=1.0)
+    assert verdict_on(claim, differences, pairs * [0.0]) == verdict
+
+
+def test_a_claim_within_a_margin_is_reported(tmp_path):
+    """FedProx is 10 points above FedAvg."""
+    claims = [f"FedProx within {margin} of FedAvg in result" for margin in (11, 2)]
+    text = f"{two_rows}seeds: 3\nclaims: {json.dumps(claims)}\n"
+    all_run(tmp_path, options(seeds=[0, 1, 2]), text)
+    text = write_report(tmp_path)[1].read_text()
+    assert "| FedProx within 11 of FedAvg in result | reproduced | +10.00" in text
+    assert "| FedProx within 2 of FedAvg in result | not reproduced | +10.00" in text
+
+
+@pytest.mark.parametrize(
+    ("added", "remarks"),
+    [
+        ([], ""),
+        ([2.0, 2.1, 1.9], "inconclusive with the recipe's 3 seeds"),
+        ([-9.0, 9.0], "more than the recipe's 3 seeds"),
+    ],
+)
+def test_seeds_that_were_added_are_named_beside_the_verdict(added, remarks, tmp_path):
+    """3.5, 2 and 0.5 alone: 2 +- 3.7."""
+    leads = [3.5, 2.0, 0.5, *added]
+    how = options(seeds=list(range(len(leads))))
+    recipe = parse_recipe(judged, Path("t.yaml"))
+    for run in runs_needed(recipe, recipe.cells, how, tmp_path, ()):
+        lead = leads[int(run.keys["seed"])] * (run.keys["method"] == "fedprox")
+        fake_run(run, 0.5 + lead / 100)
+    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    assert (claim.remarks, claim.seeds) == (remarks, len(leads))
+    assert claim.verdict == ("reproduced" if len(added) == 3 else "inconclusive")
 
 
 @pytest.mark.parametrize("ends", [["finished", FINITE], [FINITE, "finished"]])

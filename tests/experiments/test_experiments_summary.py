@@ -109,6 +109,20 @@ def test_an_archive_is_small_says_nothing_of_the_machines_folders_and_is_always_
     assert pack(root / "tests" / "experiments" / "none", output) == []
 
 
+def test_a_history_that_was_changed_after_its_run_is_not_archived(tmp_path):
+    output = make_table(tmp_path / "out", "fedcka-table-2", ["FedAvg", "alpha 5"], seeds=2)
+    changed = next(output.glob("runs/*/*/history.jsonl"))
+    manifest = json.loads((changed.parent / "manifest.json").read_text())
+    manifest["files"] = {"history.jsonl": digest(changed.read_bytes())}
+    (changed.parent / "manifest.json").write_text(json.dumps(manifest))
+    (archived,) = pack(output, tmp_path / "histories")
+    before = archived.read_bytes()
+    changed.write_text(changed.read_text().replace("0.5", "0.6"))
+    with pytest.raises(ValueError, match=f"{changed} was changed after the run: its digest"):
+        pack(output, tmp_path / "histories")
+    assert archived.read_bytes() == before
+
+
 def test_an_archive_of_nothing_is_refused(tmp_path, capsys):
     assert main(["experiments", "archive", str(tmp_path), "--output", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: --output {tmp_path}: no run of a recipe")
@@ -234,7 +248,7 @@ def test_a_run_that_gets_to_both_rounds_decides_both_headlines(tmp_path):
     page = summary_of(tmp_path)
     for rounds in (500, 1000):
         claim = f"FedRCL above FedAvg on CIFAR-10, alpha 0.05, {rounds} rounds"
-        assert re.search(rf"\| {claim} .*\| reproduced \|", page)
+        assert re.search(rf"\| {claim} .*\| reproduced(; the paper's [^;|]*)? \|", page)
         assert f"{claim}: accuracy over rounds, mean over seeds; dashed: the paper" in page
 
 
@@ -510,7 +524,7 @@ def test_the_page_and_the_table_say_what_an_archive_holds(output):
     assert f"| {other} (FedRCL Table 1) | +5.07 | –" in text
     assert "6 runs on cpu: some: 41 min 0 s of rounds, the longest 6 min 50 s." in text
     assert "Processor time of the clients: 246.0 core hours." in text
-    assert f"Code: {OTHER}. Packages: keel 0.2.0 51716e2fbfa1." in text
+    assert f"Code: {OTHER}. Precision: fp32. Packages: keel 0.2.0 51716e2fbfa1." in text
     assert f"alpha 5: reproduced; {EARLY}.** Difference +3.00 [+3.00, +3.00]" in text
     assert "num-rounds 41 (paper: 100); source folder:cifar10-jpg (paper: cifar10)" in text
     assert f"| FedCKA | 67.86 | 64.00 ± 1.00 (5); {EARLY} |" in text

@@ -31,6 +31,7 @@ def line_of(
 ) -> dict[str, Any]:
     """A plausible line of history.jsonl; with clients, one that evaluates all of them."""
     accuracy = level * (1 - math.exp(-number / period)) + rng.gauss(0, 0.005)
+    accuracy = min(1.0, max(0.0, accuracy))
     line: dict[str, Any] = {
         "round": number,
         "participants": list(clients[:: max(1, len(clients) // 1000)]) or ["client-0000"],
