@@ -236,31 +236,25 @@ class Run:
         return (self.other_default(ended[-1]) or self.other_code(ended[-1])) if ended else ""
 
 
-def make_run(
-    keys: Keys,
-    seed: int,
-    options: Options,
-    output: Path,
-    read_at: Sequence[int] = (),
-    is_timed: bool = False,
-    only_last: bool = False,
-) -> Run:
-    """The run of these recipe keys. ValueError if the config is invalid.
+def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, output: Path) -> Run:
+    """The run of one cell with one tuned value and one seed. ValueError if the config is invalid.
 
     Runs with the same identity share a folder; runs at different scales do not have the same.
     Where only the last round is read, a method that fine-tunes a copy of the global model at each
     evaluation is evaluated after that round alone.
     """
-    full = {**keys, **scaled(keys, SCALES[options.scale], read_at), **options.changes, "seed": seed}
+    keys = {**cell.keys, **candidate}
+    smaller = scaled(keys, SCALES[options.scale], cell.read_at)
+    full = {**keys, **smaller, **options.changes, "seed": seed}
     config = resolve_config(full)
     if not config.rounds.num_clients:
         raise ValueError("num-clients = 0: expected the recipe to set the number of clients")
-    name_0_1 = name_of(config, is_timed, is_0_1=True)
+    name_0_1 = name_of(config, cell.is_timed, is_0_1=True)
     method = method_spec(config.rounds.method)
-    if only_last and method.is_adapted_from_global and method.is_stateful is not True:
+    if cell.only_last and method.is_adapted_from_global and method.is_stateful is not True:
         full |= {"evaluate-every": config.rounds.num_rounds, **options.changes}
         config = resolve_config(full)
-    own = [name_of(config, is_timed, more=more) for more in ((), KEPT_FILES)]
+    own = [name_of(config, cell.is_timed, more=more) for more in ((), KEPT_FILES)]
     names = list(dict.fromkeys([*own, name_0_1]))
     return Run(
         keys=full,
@@ -270,16 +264,10 @@ def make_run(
         name=names[0],
         folders=[output / "runs" / name for name in names],
         is_scaled=options.scale != "paper",
-        is_timed=is_timed,
-        only_last=only_last,
+        is_timed=cell.is_timed,
+        only_last=cell.only_last,
         any_code=options.any_code,
     )
-
-
-def run_of(cell: Cell, candidate: Keys, seed: int, options: Options, output: Path) -> Run:
-    """The run of one cell with one tuned value and one seed."""
-    keys = {**cell.keys, **candidate}
-    return make_run(keys, seed, options, output, cell.read_at, cell.is_timed, cell.only_last)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from keel.experiments.plan import (
 from keel.experiments.preflight import check_reading, check_recipe, refuse_overriding
 from keel.experiments.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
 from keel.experiments.rendering import ours
-from keel.experiments.runs import Options, make_run, run_of
+from keel.experiments.runs import Options, run_of
 from keel.experiments.scale import SCALES, Keys, scaled, steps_per_round
 from keel.experiments.settings import settings_of
 from protocol.config import RENAMED_KEYS, RENAMED_VALUES, presets, resolve_config
@@ -223,7 +223,7 @@ def test_every_run_of_a_recipe_has_a_config_that_makes_sense(name, tmp_path):
                 if (key := repr((keys, scale))) not in checked:
                     checked.add(key)
                     options = Options(scale, {}, [0], full_grid=True)
-                    check_config(resolve_config(make_run(keys, 0, options, tmp_path).keys))
+                    check_config(resolve_config(run_of(cell, candidate, 0, options, tmp_path).keys))
     assert checked
 
 
@@ -664,8 +664,8 @@ def test_ten_and_ten_point_zero_are_one_job(tmp_path):
 
 
 def test_ten_and_ten_point_zero_are_one_run_found_also_under_its_name_of_0_1(tmp_path):
-    keys = {"preset": "fedintr-table1-cifar10"}
-    runs = [make_run({**keys, "fedintr.mu": mu}, 0, PAPER, tmp_path) for mu in TENS]
+    cell = load_recipe("fedintr-table-1").cell("FedIntR", "CIFAR-10")
+    runs = [run_of(cell, {"fedintr.mu": mu}, 0, PAPER, tmp_path) for mu in TENS]
     assert runs[0].name == runs[1].name != runs[2].name
     assert len(runs[0].folders) == 2  # an integer had a name of its own
     for folder in runs[0].folders:
@@ -969,7 +969,7 @@ def test_a_fedproc_run_with_a_schedule_of_its_own_length_counts_as_one_without(s
     how = Options(scale, {}, [0], full_grid=False, any_code=True)
     run = run_of(cell, {}, 0, how, tmp_path)
     length = {"fedproc.schedule-rounds": 0}
-    before = make_run({**cell.keys, **length}, 0, how, tmp_path, cell.read_at)
+    before = run_of(cell, length, 0, how, tmp_path)
     assert run.name == before.name
     config = resolve_config({**run.keys, **length}).flat
     attempt = make_run_directory(run.folder / "attempt", config, run.rounds)
@@ -1021,8 +1021,8 @@ def test_what_the_notes_say_of_shards_at_minutes_is_so(tmp_path):
     options = Options("minutes", {}, [0], full_grid=True)
     labels = np.repeat(np.arange(100), 500)  # CIFAR-100's
     for gamma, fits in ((20, True), (50, False)):
-        keys = recipe.cell("FedRCL", f"CIFAR-100, gamma {gamma}, 1000R").keys
-        config = resolve_config(make_run(keys, 0, options, tmp_path).keys)
+        cell = recipe.cell("FedRCL", f"CIFAR-100, gamma {gamma}, 1000R")
+        config = resolve_config(run_of(cell, {}, 0, options, tmp_path).keys)
         share = labels[stratified_share(labels, config.data.data_fraction, 0)]
         with nullcontext() if fits else pytest.raises(ValueError, match="shards-per-client"):
             partition_indices(
@@ -1076,17 +1076,17 @@ def test_what_cells_differ_in_cannot_be_set_for_all_of_them(recipe, key, is_refu
 
 def test_runs_of_one_setting_have_one_folder_and_a_scaled_one_another(tmp_path):
     table, figure = load_recipe("fedintr-table-1"), load_recipe("fedintr-figure-5")
-    a = make_run(table.cell("FedAvg", "CIFAR-10").keys, 0, PAPER, tmp_path)
-    b = make_run(figure.cell("FedAvg", "E = 10").keys, 0, PAPER, tmp_path)
+    cell = table.cell("FedAvg", "CIFAR-10")
+    a = run_of(cell, {}, 0, PAPER, tmp_path)
+    b = run_of(figure.cell("FedAvg", "E = 10"), {}, 0, PAPER, tmp_path)
     assert a.folder == b.folder
     hour = Options("hour", {}, [0], full_grid=True)
     changed = Options("paper", {"lr": 0.5}, [0], full_grid=True)
-    keys = table.cell("FedAvg", "CIFAR-10").keys
-    others = [make_run(keys, 0, hour, tmp_path), make_run(keys, 1, PAPER, tmp_path)]
-    others += [make_run(keys, 0, changed, tmp_path)]
+    others = [run_of(cell, {}, 0, hour, tmp_path), run_of(cell, {}, 1, PAPER, tmp_path)]
+    others += [run_of(cell, {}, 0, changed, tmp_path)]
     assert len({a.folder, *(other.folder for other in others)}) == 4
     # another method's option is none of this run's business
-    same = make_run({**keys, "moon.mu": 0.3}, 0, PAPER, tmp_path)
+    same = run_of(cell, {"moon.mu": 0.3}, 0, PAPER, tmp_path)
     assert same.folder == a.folder
 
 

@@ -26,7 +26,6 @@ from keel.experiments.runs import (
     hash_of,
     identity,
     machines_of,
-    make_run,
     run_of,
 )
 from protocol.config import app_folder, default_config, resolve_config
@@ -83,8 +82,8 @@ def test_the_name_of_a_run_is_that_of_0_1():
     """Computed with 0.1; the key is `server` there."""
     recorded = json.loads((Path(__file__).parent / "recipes_0_1.json").read_text())
     cell = load_recipe("fedrcl-table-5").cell("FedADAM + FedRCL", "CIFAR-10")
-    keys = {**cell.keys, "balanced-order": "interleaved", "precision": "fp32"}  # those of 0.1
-    run = make_run(keys, 0, PAPER, Path(), cell.read_at)
+    then = {"balanced-order": "interleaved", "precision": "fp32"}  # those of 0.1
+    run = run_of(cell, then, 0, PAPER, Path())
     assert run.name == recorded["example"]
 
 
