@@ -8,12 +8,11 @@ Content-Security-Policy too. Any local port may stand in Host: ssh forwards from
 
 import hashlib
 import hmac
-import json
 import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -250,7 +249,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             coming: list[str] = []
             with suppress(*UNREADABLE):
                 coming = [] if entry.problem else run_page.coming_charts(reader)
-            return answer({"version": now, "html": html, "charts": charts, "coming": coming})
+            return JSONResponse({"version": now, "html": html, "charts": charts, "coming": coming})
 
     @app.get("/run/{run_id}/clients")
     def run_clients(run_id: str, version: str = "") -> Response:
@@ -265,14 +264,14 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             charts: dict[str, Any] = {}
             with suppress(*UNREADABLE):  # if it was replaced meanwhile, the next look reads it anew
                 charts = {} if entry.problem else run_page.client_charts(reader)
-            return answer({"version": now, "charts": charts})
+            return JSONResponse({"version": now, "charts": charts})
 
     @app.get("/run/{run_id}/labels")
     def run_labels(run_id: str) -> Response:
         entry = store.find(run_id)
         if entry is None:
             return no_run()
-        return answer({"charts": {} if entry.problem else run_page.label_chart(entry)})
+        return JSONResponse({"charts": {} if entry.problem else run_page.label_chart(entry)})
 
     @app.get("/run/{run_id}/picture")
     def run_picture(run_id: str, name: str) -> Response:
@@ -322,7 +321,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
             if now == request.query_params.get("version"):
                 return unchanged()
             charts = {"compare": compare_page.chart(groups, view)}
-            return answer({"version": now, "html": html, "charts": charts})
+            return JSONResponse({"version": now, "html": html, "charts": charts})
 
     @app.get("/compare.csv")
     def compare_csv(request: Request, ids: list[str] = Ids) -> Response:
@@ -368,7 +367,9 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
         with store.lock:
             html = pages.get_template("sites.html.j2").render(sites())
         now = digest_of(html)
-        return unchanged() if now == version else answer({"version": now, "html": {"sites": html}})
+        if now == version:
+            return unchanged()
+        return JSONResponse({"version": now, "html": {"sites": html}})
 
     @app.get("/static/{name}")
     def static(name: str, request: Request) -> Response:
@@ -442,11 +443,6 @@ def digest_of(value: Any) -> str:
 def unchanged() -> Response:
     """The answer to a look at what has not changed since."""
     return Response(status_code=204)
-
-
-def answer(content: Mapping[str, Any]) -> Response:
-    """JSON, without the numbers that it cannot express."""
-    return Response(json.dumps(content, allow_nan=False), media_type="application/json")
 
 
 def download(text: str, name: str, kind: str) -> Response:
