@@ -233,7 +233,6 @@ def train_round(
         report = strategy.report
         if report.left_out:
             run.audit.note("rejected", round=server_round, kind="train", clients=report.left_out)
-    assert following is not None
     state = strategy.state()
     if not all_finite(tensors(following)) or not all_finite(state):
         raise DivergedError(

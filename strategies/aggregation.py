@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
 from protocol.config import RoundsConfig
 from protocol.exact_sum import ExactSum
@@ -139,17 +139,6 @@ def aggregate(
         log.info("%s selects %s", rounds.aggregation, names)
         replies, weights = [replies[i] for i in chosen], [weights[i] for i in chosen]
     return weighted_mean(replies, weights)
-
-
-def mean_metrics(replies: Sequence[TrainReply]) -> MetricRecord:
-    """Each metric's mean over the clients that sent it, weighted by number of examples."""
-    names = sorted({name for reply in replies for name in reply.metrics})
-    means: dict[str, float] = {}
-    for name in names:
-        senders = [r for r in replies if name in r.metrics]
-        weights = [r.metrics["num-examples"] for r in senders]
-        means[name] = float(np.average([r.metrics[name] for r in senders], weights=weights))
-    return MetricRecord(dict(means))
 
 
 def coordinate_wise(replies: Sequence[TrainReply], rounds: RoundsConfig) -> Arrays:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
@@ -34,7 +34,6 @@ from strategies.aggregation import (
     RunningMean,
     aggregate,
     capped_counts,
-    mean_metrics,
 )
 from strategies.backoff import Backoff
 from strategies.sampling import (
@@ -488,7 +487,7 @@ class Average(Strategy):
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    ) -> tuple[ArrayRecord, None]:
         """The next global arrays. TooFewRepliesError if too few replies are accepted.
 
         replies: those that `accept` has not seen. `report` then says who was accepted and who was
@@ -521,17 +520,14 @@ class Average(Strategy):
         following = self.next_arrays(self.current, accepted)
         self.running = None
         self.last_accepted_rounds |= {reply.client: reply.round for reply in accepted}
-        return array_record(following), mean_metrics(accepted)
+        return array_record(following), None
 
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Mean of the clients' metrics; `report` holds each client's."""
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> None:
+        """Validate the replies; `report` holds each client's metrics."""
         validation = self._validation(server_round, {}, {})
         for message in replies:
             validation.add(message)
         self.report = validation.report()
-        return mean_metrics(self.report.accepted) if self.report.accepted else None
 
     def _validation(self, server_round: int, arrays: Arrays, extra: Arrays) -> Validation:
         entries = [self.roster[node] for node in self.nodes_of(self.addressed)]
