@@ -25,7 +25,7 @@ README = app_folder / "README.md"
 @pytest.fixture
 def speed(monkeypatch):
     """Made-up speeds: 1 ms an image forward, 3 ms a training step, on one core."""
-    measured = {"parameters": 5, "forward_ms": 1.0, "step_ms": 3.0, "device": "cpu, 1 thread"}
+    measured = {"forward_ms": 1.0, "step_ms": 3.0, "device": "cpu, 1 thread"}
     monkeypatch.setattr(catalog, "model_speed", lambda *_: measured)
     monkeypatch.setattr(catalog, "num_cores", lambda: 1)
 
@@ -181,11 +181,9 @@ def test_models_that_fit_have_equal_feature_widths():
 
 
 @pytest.mark.end_to_end
-def test_measuring_a_model_counts_and_times_it(monkeypatch):
+def test_measuring_a_model_times_it(monkeypatch):
     monkeypatch.setattr(keel.benchmarks.model_speed, "budget_s", 0.0)
     measured = keel.benchmarks.model_speed.measure("cnn-fedreco")
-    model = build("cnn-fedreco", "cpu")
-    assert measured["parameters"] == sum(p.numel() for p in model.parameters())
     assert 0 < measured["forward_ms"] < measured["step_ms"]
 
 
