@@ -93,11 +93,11 @@ class RoundCost:
 
 
 def keel_rounds(
-    home: Path, keys: Keys, num_clients: int, num_nodes: int = 0
+    home: Path, keys: Keys, num_clients: int, num_nodes: int
 ) -> tuple[float, list[RoundCost]]:
     """(seconds from `flwr run` to the end of round 1, the cost of every later round).
 
-    One core a node. num_nodes: play the clients as logical ones on so many; 0: a node a client.
+    num_nodes: which simulate the clients, with one core each.
     A round is the time between two lines of history.jsonl, so its checkpoint is included.
     RuntimeError with the end of the run's output if it fails or takes too long.
     """
@@ -109,7 +109,7 @@ def keel_rounds(
     ):
         out, log = Path(folder, "runs"), Path(folder, "log")
         mark = client.environment[MARK]
-        federation = f"num-supernodes={num_nodes or num_clients} client-resources-num-cpus=1"
+        federation = f"num-supernodes={num_nodes} client-resources-num-cpus=1"
         keys = {**keys, "num-clients": num_clients}
         command = ["flwr", "run", ".", client.connection, "--stream"]
         command += ["--federation-config", federation]
@@ -307,6 +307,13 @@ class RoundClock(RunObserver):
         return rounds[NUM_NOTED_ROUNDS - 1 : -1]
 
 
+def history_of(keys: Keys, num_clients: int, *observers: RunObserver) -> list[Line]:
+    """The history of a run of the inline engine in a temporary directory."""
+    with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder:
+        path = run_inline({**keys, "output-dir": folder}, num_clients, observers=observers)
+        return read_history(path)
+
+
 def untrained(options: BenchOptions) -> Iterator[Row]:
     """Processor milliseconds of an inline round of UNTRAINED, without training or evaluation.
 
@@ -332,11 +339,10 @@ def untrained(options: BenchOptions) -> Iterator[Row]:
             if method == "fedreco":
                 keys |= {"fedreco.k-u": "0 steps", "fedreco.k-v": "0 steps"}
                 keys |= {"local-test-fraction": 0.2, "evaluate-clients": "cohort"}
-            with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder:
-                clock = RoundClock()
-                path = run_inline({**keys, "output-dir": folder}, num_clients, observers=[clock])
-                if failed := [line["left_out"] for line in read_history(path) if line["left_out"]]:
-                    raise RuntimeError(f"clients failed in a round: {failed[0]}")
+            clock = RoundClock()
+            lines = history_of(keys, num_clients, clock)
+            if failed := [line["left_out"] for line in lines if line["left_out"]]:
+                raise RuntimeError(f"clients failed in a round: {failed[0]}")
             costs.append(round(1000 * statistics.median(clock.rounds_s())))
         yield {
             "what": f"{method}, {model}, {num_clients} clients, nothing trained: CPU ms a round",
@@ -363,10 +369,8 @@ def personal(options: BenchOptions) -> Iterator[Row]:
         "num-rounds": NUM_NOTED_ROUNDS + (3 if options.is_quick else 7),
         "device": "cpu",
     }
-    with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder:
-        clock = RoundClock()
-        path = run_inline({**keys, "output-dir": folder}, num_clients, observers=[clock])
-        num = len(read_history(path)[1]["personal"]["clients"])
+    clock = RoundClock()
+    num = len(history_of(keys, num_clients, clock)[1]["personal"]["clients"])
     rounds = dict(enumerate(clock.rounds_s(), start=NUM_NOTED_ROUNDS + 1))
     evaluated, rest = (
         statistics.median(cost for number, cost in rounds.items() if number % 2 == odd)
@@ -397,11 +401,8 @@ def million(options: BenchOptions) -> Iterator[Row]:
         "num-rounds": rounds,
         "device": "cpu",
     }
-    started, before_mb = time.process_time(), own_mb()
-    with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder:
-        clock = RoundClock()
-        path = run_inline({**keys, "output-dir": folder}, num_clients, observers=[clock])
-        lines = read_history(path)
+    started, before_mb, clock = time.process_time(), own_mb(), RoundClock()
+    lines = history_of(keys, num_clients, clock)
     yield {
         "what": f"FedReCo, {num_clients:,} clients, 100 a round, {len(lines)} rounds",
         "cpu_s_a_round": round(statistics.median(clock.rounds_s()), 2),
@@ -435,9 +436,7 @@ def memory(options: BenchOptions) -> Iterator[Row]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        with tempfile.TemporaryDirectory(prefix="keel-bench-") as folder:
-            path = run_inline({**keys, "output-dir": folder}, num_clients)
-            update_mb = read_history(path)[0]["bytes_up"] / 2**20
+        update_mb = history_of(keys, num_clients)[0]["bytes_up"] / 2**20
     finally:
         is_over.set()
         watcher.join()

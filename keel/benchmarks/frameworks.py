@@ -14,7 +14,6 @@ import os
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -36,6 +35,7 @@ from keel.benchmarks.engine import (
     RoundClock,
     RoundCost,
     bare_rounds,
+    history_of,
     keel_rounds,
     processes,
     round_costs,
@@ -43,8 +43,6 @@ from keel.benchmarks.engine import (
 from keel.benchmarks.report import BenchOptions, Keys, Row, workload_source
 from keel.deployment.simulation import MARK, marked_processes
 from protocol.processes import num_cores
-from server_app.history import read_history
-from server_app.inline import run_inline
 
 Measurement = tuple[str, Callable[[], Row]]  # what is measured, and how
 
@@ -328,13 +326,6 @@ def rounds_with(name: str, options: BenchOptions, rounds: int, threads: int = 1)
                 os.kill(pid, signal.SIGKILL)
 
 
-def history_of(keys: Keys, num_clients: int, observers: Iterable[Any] = ()) -> list[dict[str, Any]]:
-    """The history of a run of the inline engine in a temporary directory."""
-    with tempfile.TemporaryDirectory(prefix="keel-bench-") as out:
-        keys = {**keys, "output-dir": out}
-        return read_history(run_inline(keys, num_clients, observers=list(observers)))
-
-
 def seconds_of(line: dict[str, Any]) -> float:
     """Seconds of one round: training, aggregation and evaluation."""
     return float(sum(line["seconds"].values()))
@@ -353,7 +344,7 @@ def rounds(options: BenchOptions) -> Iterator[Measurement]:
     @lru_cache(maxsize=1)
     def inline(name: str) -> list[RoundCost]:
         clock = RoundClock()
-        lines = history_of({**WORKLOADS[name], **common}, bare.num_clients, [clock])
+        lines = history_of({**WORKLOADS[name], **common}, bare.num_clients, clock)
         costs = []
         for line, (before, after) in zip(lines[1:], itertools.pairwise(clock.at), strict=True):
             sent = {"mb_down": line["bytes_down"] / 1e6, "mb_up": line["bytes_up"] / 1e6}

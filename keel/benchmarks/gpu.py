@@ -17,7 +17,8 @@ from client_app.methods import method_of
 from client_app.precision import products
 from client_app.process_cache import ProcessCache
 from client_app.stacked import train_stacked
-from keel.benchmarks.frameworks import Measurement, history_of, rounds, seconds_of
+from keel.benchmarks.engine import history_of
+from keel.benchmarks.frameworks import Measurement, rounds, seconds_of
 from keel.benchmarks.model_speed import min_seconds
 from keel.benchmarks.report import BenchOptions, Keys, Row, random_source
 from keel.benchmarks.steps import Run, local_training, round_of
