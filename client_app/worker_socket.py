@@ -11,7 +11,6 @@ the length that a peer announces.
 """
 
 import json
-import math
 import os
 import socket
 import struct
@@ -97,7 +96,7 @@ def remaining_s(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
 
 
-def send_frames(peer: socket.socket, frames: Frames, deadline: float = math.inf) -> None:
+def send_frames(peer: socket.socket, frames: Frames, deadline: float) -> None:
     """Send each frame, its length first; TimeoutError if they are not all sent by the deadline."""
     for frame in frames:
         for part in (struct.pack(">Q", len(frame)), frame):
@@ -107,7 +106,7 @@ def send_frames(peer: socket.socket, frames: Frames, deadline: float = math.inf)
 
 def receive_frame(
     peer: socket.socket,
-    deadline: float = math.inf,
+    deadline: float,
     max_bytes: int = max_frame_bytes,
     note: Callable[[int], None] = lambda num_bytes: None,
 ) -> bytes:
@@ -142,8 +141,6 @@ def _receive(
 
 def set_timeout(peer: socket.socket, deadline: float) -> None:
     """Let the peer's next operation last until the deadline; TimeoutError if that has passed."""
-    if deadline == math.inf:
-        return
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("timed out")

@@ -158,8 +158,9 @@ def test_a_worker_that_dies_twice_on_a_message_is_an_error_of_one_line(
             for _ in range(2):  # the next one is ready, and dies too
                 peer, _ = listener.accept()
                 with peer:
-                    if json.loads(receive_frame(peer))["kind"] == "ready?":
-                        send_frames(peer, [b'{"pid": 1}'])
+                    deadline = time.monotonic() + 10
+                    if json.loads(receive_frame(peer, deadline))["kind"] == "ready?":
+                        send_frames(peer, [b'{"pid": 1}'], deadline)
 
         thread = threading.Thread(target=die_on_messages)
         thread.start()

@@ -292,9 +292,8 @@ def frames_check() -> Check:
             sender.start()
             worker._talk(theirs)
             sender.join()
-            ours.settimeout(max_seconds)
             try:
-                header = json.loads(receive_frame(ours, max_bytes=2**16))
+                header = json.loads(receive_frame(ours, time.monotonic() + max_seconds, 2**16))
             except ConnectionError:
                 return False
             return "error" not in header
