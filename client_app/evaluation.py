@@ -13,11 +13,10 @@ from client_app.samples import Samples
 
 @dataclass(frozen=True)
 class Score:
-    """Accuracy in [0, 1] and mean cross entropy over `num_examples` samples."""
+    """Accuracy in [0, 1] and mean cross entropy over the samples."""
 
     accuracy: float
     loss: float
-    num_examples: int
 
 
 @torch.no_grad()
@@ -34,7 +33,7 @@ def evaluate(model: nn.Module, samples: Samples, precision: str = "fp32") -> Sco
         correct += (logits.argmax(1) == y).sum()
         loss += F.cross_entropy(logits, y, reduction="sum")
     n = len(samples)
-    return Score(correct.item() / n, loss.item() / n, n)
+    return Score(correct.item() / n, loss.item() / n)
 
 
 @torch.no_grad()
