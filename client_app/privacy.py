@@ -6,13 +6,11 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from client_app.round import RoundContext
 from protocol.discrete_gaussian import Words, discrete_gaussian
+from protocol.messages import Arrays
 from protocol.privacy import granularity, noise_sigma
-
-Arrays = dict[str, Tensor]
 
 
 def random_words(num: int) -> npt.NDArray[np.uint64]:

@@ -9,12 +9,10 @@ from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from protocol.config import RunConfig
+from protocol.messages import Arrays
 from protocol.server_optimizers import FedACGOptions, FedAdamOptions, FedAvgMOptions
-
-Arrays = dict[str, Tensor]
 
 
 class ServerOptimizer:
