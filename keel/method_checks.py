@@ -6,7 +6,7 @@ import inspect
 import io
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeGuard
 
@@ -268,7 +268,7 @@ def trains_on_what_it_receives(subject: Subject) -> None:
     check_update(method, update)
     if has_own_penalty(method):
         require("penalty" in update.terms, f"{place_of(method.penalty)} returned None in round 2")
-    require(same_bits(before, ctx.received), "training changes the received arrays in place")
+    require(not difference(before, ctx.received), "training changes the received arrays in place")
 
 
 def frozen_models_get_no_gradient(subject: Subject) -> None:
@@ -329,12 +329,9 @@ def state_round_trip(subject: Subject) -> None:
     folder.save(1, state)
     loaded = folder.load(2)
     require(loaded.keys() == state.keys(), f"the file holds {sorted(loaded)}")
-    require(all(same_bits(state[g], loaded[g]) for g in state), "a loaded array has other bits")
-
-
-def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Equal names and values."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    require(
+        not any(difference(state[g], loaded[g]) for g in state), "a loaded array has other bits"
+    )
 
 
 def result_of(run: Path) -> Arrays:
@@ -412,7 +409,7 @@ def flags_are_consistent(subject: Subject) -> None:
             model = method.personal_model(ctx, {})
             states.append(model.state_dict() if model else {})
         require(
-            same_bits(*states),
+            not difference(*states),
             "starts_alike = True, but the personal models of two untrained clients differ: set it "
             "to False",
         )
@@ -434,7 +431,7 @@ def flags_are_consistent(subject: Subject) -> None:
         if is_supported and flag == "supports_privacy":
             noisy = subject.trained(altered)
             require(
-                not same_bits(update.arrays, noisy.arrays),
+                bool(difference(update.arrays, noisy.arrays)),
                 "supports_privacy = True, and privacy.epsilon changes nothing in the update",
             )
         elif is_supported:
