@@ -24,13 +24,8 @@ def shufflenet(input_shape: tuple[int, int, int], norm: Norm) -> Trunk:
     return Trunk(stages, global_average(), in_width)
 
 
-class Concatenated(nn.Module):
-    """The channels of the shortcut, then those of the body."""
-
-    def __init__(self, body: nn.Module, shortcut: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-        self.shortcut = shortcut
+class Concatenated(Residual):
+    """The channels of the shortcut, then those of the body, instead of their sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The two agree in all but the channels."""

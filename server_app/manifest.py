@@ -170,8 +170,6 @@ def note_round(
     Only if this and all rounds before it ran with the manifest's versions: after a resume with
     others nothing is recorded, and the digest of a repeated round is dropped.
     """
-    if server_round > NUM_NOTED_ROUNDS:
-        return
     manifest = read_manifest(directory)
     rounds = {n: noted for n, noted in manifest.get("rounds", {}).items() if int(n) < server_round}
     now = versions(device_for(config.train.device))

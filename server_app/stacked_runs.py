@@ -12,6 +12,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -318,11 +319,8 @@ def rewind(paths: Sequence[Path], config: RunConfig) -> dict[int, Outcome]:
 
 def set_back(path: Path, to_round: int) -> None:
     """Remove what this run has of later rounds, which are repeated; ValueError if it is running."""
-    directory = RunDirectory(path)
-    try:
+    with closing(RunDirectory(path)):
         for checkpoint in (path / "checkpoints").glob("round-*.safetensors"):
             if round_of(checkpoint) > to_round:
                 checkpoint.unlink()
         truncate_history(path / HISTORY_FILE, to_round)
-    finally:
-        directory.close()
