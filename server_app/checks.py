@@ -8,13 +8,6 @@ from protocol.catalogue import method_names
 from protocol.config import RunConfig
 from protocol.options import OptionValue
 from protocol.server_optimizers import SERVER_OPTIMIZERS
-from server_app.trackers import check_trackers
-
-
-def check_config(config: RunConfig) -> None:
-    """ValueError, one line, for mistakes that `protocol.config.validate` cannot see."""
-    method_of(config)
-    check_trackers(config.rounds)
 
 
 def keys_without_effect(config: RunConfig, keys: Collection[str]) -> list[str]:

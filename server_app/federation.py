@@ -32,7 +32,7 @@ from protocol.options import OptionValue
 from protocol.privacy import privacy_statement
 from protocol.processes import give_back_freed_memory, num_cores
 from server_app.audit import AuditLog
-from server_app.checks import check_config, config_warnings
+from server_app.checks import config_warnings
 from server_app.client_registry import ClientRegistry, gather_roster
 from server_app.diagnostics.monitor import Monitor
 from server_app.diagnostics.plots import plot_rounds
@@ -83,6 +83,7 @@ from server_app.simulated_roster import (
     simulated_roster,
 )
 from server_app.summary import new_path, read_manifest, runs_directory
+from server_app.trackers import check_trackers
 from strategies import strategy_for
 from strategies.average import TooFewRepliesError
 from strategies.backoff import Backoff
@@ -131,7 +132,7 @@ def prepare(
     resumed: RunDirectory | None,
 ) -> Run:
     """Check all that can be checked before round 1, then make (or open) the run directory."""
-    check_config(config)
+    check_trackers(config.rounds)
     if not resumed:
         new_path(config)  # raises if it exists
     grid = with_logical_clients(grid, config.rounds.num_clients)

@@ -11,7 +11,6 @@ from run_fixtures import NUM_CLIENTS, SMALL, final_model, history_of, same_bits
 
 import server_app.inline
 from protocol.config import default_config
-from server_app.checks import check_config
 from server_app.federation import run_federation
 from server_app.inline import InlineGrid, run_inline
 
@@ -257,9 +256,3 @@ def test_a_refused_resume_loses_nothing(rejected, run):
     rejected({"resume": str(folder), "num-rounds": 5}, num_clients=3)
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
     assert same_bits(final_model(folder), model)
-
-
-def test_check_config_accepts_what_is_there_by_default():
-    from protocol.config import resolve_config
-
-    check_config(resolve_config({}))

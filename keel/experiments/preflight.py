@@ -11,8 +11,9 @@ from keel.experiments.recipe import Cell, Recipe
 from keel.experiments.runs import Options, Run, run_of
 from protocol.config import RunConfig, resolve_config
 from protocol.options import OptionValue
-from server_app.checks import check_config, keys_without_effect
+from server_app.checks import keys_without_effect
 from server_app.inline import MAX_NODES
+from server_app.trackers import check_trackers
 
 
 def check_recipe(
@@ -35,7 +36,7 @@ def check_recipe(
     def check(cell: Cell, runs: Sequence[Run], own_keys: Collection[str]) -> None:
         configs = [resolve_config(run.keys) for run in runs]
         if is_new(runs[0].name):
-            check_config(configs[0])
+            check_trackers(configs[0].rounds)
             if lines := keys_without_effect(configs[0], own_keys):
                 raise ValueError(lines[0])
         for config in configs:  # a split may be impossible for one seed only

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from client_app.methods import method_of
 from data.partitions import partition_indices, stratified_share
 from keel.experiments import preflight
 from keel.experiments.claims import (
@@ -42,7 +43,6 @@ from keel.experiments.runs import Options, run_of
 from keel.experiments.scale import SCALES, Keys, scaled, steps_per_round
 from keel.experiments.settings import settings_of
 from protocol.config import RENAMED_KEYS, RENAMED_VALUES, presets, resolve_config
-from server_app.checks import check_config
 from tests.tools.run_directories import make_run as make_run_directory
 
 root = Path(__file__).parent.parent.parent
@@ -223,7 +223,7 @@ def test_every_run_of_a_recipe_has_a_config_that_makes_sense(name, tmp_path):
                 if (key := repr((keys, scale))) not in checked:
                     checked.add(key)
                     options = Options(scale, {}, [0], full_grid=True)
-                    check_config(resolve_config(run_of(cell, candidate, 0, options, tmp_path).keys))
+                    method_of(resolve_config(run_of(cell, candidate, 0, options, tmp_path).keys))
     assert checked
 
 
