@@ -97,7 +97,6 @@ class Average(Strategy):
         self.sent: Arrays = {}
         self.addressed: set[str] = set()  # clients that the newest messages go to
         self.outliers: frozenset[str] = frozenset()  # declared far more samples than others
-        self.cohort: set[str] = set()  # of the round under way
         self.away: set[str] = set()  # clients that are not connected
         self.last_accepted_rounds: dict[str, int] = {}  # by client
         rounds = config.rounds
@@ -322,17 +321,14 @@ class Average(Strategy):
             arrays = array_record(self.sent)
         self.validation = self.running = None
         self.workers_sum, self.sums = False, []
-        nodes = self.sample(server_round)
-        self.cohort = {self.roster[node].client for node in nodes}
-        return self.messages(MessageType.TRAIN, nodes, arrays, config)
+        return self.messages(MessageType.TRAIN, self.sample(server_round), arrays, config)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """An evaluate message for every client, or for the cohort (`evaluate-clients`)."""
-        is_cohort = self.config.rounds.evaluate_clients == "cohort"
-        clients = sorted(self.cohort) if is_cohort else sorted(self.clients)
-        return self.messages(MessageType.EVALUATE, self.nodes_of(clients), arrays, config)
+        """An evaluate message for every client."""
+        nodes = self.nodes_of(sorted(self.clients))
+        return self.messages(MessageType.EVALUATE, nodes, arrays, config)
 
     def messages(
         self, kind: str, nodes: Iterable[int], arrays: ArrayRecord, config: ConfigRecord
