@@ -10,23 +10,18 @@ from protocol.options import at_least, between, more_than, one_of, option
 class ServerOptimizerOptions:
     """Options of one server optimizer: the keys `<its name>.*`."""
 
-    paper: ClassVar[str]
     # The option that weighs a term in the clients' own loss; "": clients train as they are.
     client_term: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)
 class FedAvgOptions(ServerOptimizerOptions):
-    """The average itself."""
-
-    paper: ClassVar[str] = "McMahan et al., AISTATS 2017, arXiv 1602.05629"
+    """The average itself (McMahan et al., AISTATS 2017, arXiv 1602.05629)."""
 
 
 @dataclass(frozen=True)
 class FedAvgMOptions(ServerOptimizerOptions):
-    """SGD with momentum on the pseudo-gradient."""
-
-    paper: ClassVar[str] = "Hsu, Qi, Brown 2019, arXiv 1909.06335"
+    """SGD with momentum on the pseudo-gradient (Hsu, Qi, Brown 2019, arXiv 1909.06335)."""
 
     lr: float = option(more_than(0), "server learning rate eta_g")
     beta: float = option(
@@ -36,9 +31,7 @@ class FedAvgMOptions(ServerOptimizerOptions):
 
 @dataclass(frozen=True)
 class FedAdamOptions(ServerOptimizerOptions):
-    """Adam on the pseudo-gradient."""
-
-    paper: ClassVar[str] = "Reddi et al., ICLR 2021, arXiv 2003.00295"
+    """Adam on the pseudo-gradient (Reddi et al., ICLR 2021, arXiv 2003.00295)."""
 
     lr: float = option(more_than(0), "server learning rate eta_g")
     beta1: float = option(
@@ -64,9 +57,8 @@ class FedAdamOptions(ServerOptimizerOptions):
 
 @dataclass(frozen=True)
 class FedACGOptions(ServerOptimizerOptions):
-    """Clients start from a look-ahead model and are pulled towards it."""
+    """Clients are pulled towards a look-ahead model (Kim et al., CVPR 2024, arXiv 2201.03172)."""
 
-    paper: ClassVar[str] = "Kim et al., CVPR 2024, arXiv 2201.03172"
     client_term: ClassVar[str] = "beta"
 
     lambda_: float = option(
