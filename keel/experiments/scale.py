@@ -21,7 +21,6 @@ class Scale:
     (FedAvg on CIFAR-10: 11 % after 78 steps, 28 % after 390; docs/results/four-methods.md).
     """
 
-    name: str
     rounds: float
     data: float
     epochs: float
@@ -29,13 +28,10 @@ class Scale:
 
 
 SCALES = {
-    scale.name: scale
-    for scale in (
-        Scale("paper", 1, 1, 1),
-        Scale("day", 1 / 2, 1, 1 / 2),
-        Scale("hour", 1 / 5, 1 / 4, 1 / 5),
-        Scale("minutes", 1 / 20, 1 / 20, 1 / 10, min_steps=400),
-    )
+    "paper": Scale(1, 1, 1),
+    "day": Scale(1 / 2, 1, 1 / 2),
+    "hour": Scale(1 / 5, 1 / 4, 1 / 5),
+    "minutes": Scale(1 / 20, 1 / 20, 1 / 10, min_steps=400),
 }
 
 
@@ -57,7 +53,7 @@ def scaled(keys: Keys, scale: Scale, read_at: Sequence[int] = ()) -> dict[str, O
     - The run is evaluated 20 times, or as much more often as the rounds in `read_at` (shrunk too)
       require. `diagnostics-every` and `fedproc.schedule-rounds` shrink with the rounds.
     """
-    if scale.name == "paper":
+    if scale == SCALES["paper"]:
         return {}
     config = resolve_config(keys)
     rounds, epochs = config.rounds.num_rounds, config.train.local_epochs
