@@ -44,7 +44,7 @@ from client_app.node_config import (
 from client_app.objective import LocalObjective
 from client_app.precision import products
 from client_app.process_cache import ProcessCaches, available_threads
-from client_app.round import RoundContext
+from client_app.round import RoundContext, on_device
 from client_app.setup import (
     device_for,
     forget_sources,
@@ -118,6 +118,7 @@ class Turn:
 # errors whose text says all, so they are sent without their type
 REFUSALS = (ValueError, PrivacyRefused, ResetNeeded, ImageFileError)
 process_caches, turn = ProcessCaches(), Turn()
+cpu = torch.device("cpu")
 
 
 def forget_data() -> None:
@@ -514,14 +515,9 @@ def measure_training(
     refuse_unless_finite(groups, ctx.faults)
     if request.evaluate:
         metrics |= personal_metrics(method, ctx, update.state)
-    update.arrays, update.extra = on_cpu(update.arrays), on_cpu(update.extra)
-    update.state = {group: on_cpu(arrays) for group, arrays in update.state.items()}
+    update.arrays, update.extra = (on_device(a, cpu) for a in (update.arrays, update.extra))
+    update.state = {group: on_device(arrays, cpu) for group, arrays in update.state.items()}
     return metrics
-
-
-def on_cpu(arrays: Arrays) -> Arrays:
-    """The arrays on the CPU; those that are there are not copied."""
-    return {name: array.cpu() for name, array in arrays.items()}
 
 
 def finish_training(training: Training, update: Update, metrics: dict[str, float]) -> RecordDict:

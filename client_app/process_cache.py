@@ -10,7 +10,7 @@ import shutil
 import torch
 
 from client_app.node_config import NodeConfig, client_name, own_architecture, own_splits
-from client_app.round import RoundContext
+from client_app.round import RoundContext, on_device
 from client_app.samples import Pixels, Samples
 from client_app.setup import build_network, device_for
 from client_app.site_privacy import is_site
@@ -135,8 +135,8 @@ class ProcessCache:
             device=device,
             train_samples=train,
             test_samples=test,
-            received=_on(device, received),
-            extra=_on(device, extra),
+            received=on_device(received, device),
+            extra=on_device(extra, device),
             state=state,
             last_accepted_round=last_accepted_round,
             model=self.network(
@@ -168,7 +168,3 @@ class ProcessCaches:
     def clear(self) -> None:
         """Drop all caches."""
         self._caches.clear()
-
-
-def _on(device: torch.device, arrays: Arrays) -> Arrays:
-    return {name: array.to(device) for name, array in arrays.items()}

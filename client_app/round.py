@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -35,14 +35,9 @@ class Networks(Protocol):
         """Weights of the network `name` from this seed."""
 
 
-class Cache(Protocol):
-    """Cached representations; see client_app/feature_cache.py."""
-
-    @property
-    def size_bytes(self) -> int:
-        """The memory that it takes."""
-
-    def __hash__(self) -> int: ...
+def on_device(arrays: Arrays, device: torch.device) -> Arrays:
+    """The arrays on this device; those that are there are not copied."""
+    return {name: array.to(device) for name, array in arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class RoundContext:
     last_accepted_round: the last round in which this client's update was aggregated; 0: none.
     model: this client's network on `device`, its weights not yet set.
     is_simulated: its data is a partition, and its noise may be drawn from the run's seed.
-    caches: the caches in use, which share the run's `cache-mb`.
+    caches: each `FrozenFeatureCache` in use; they share the run's `cache-mb`.
     faults: the loss terms that were not finite in training, as `MeanTerms.fault` names them.
     """
 
@@ -73,7 +68,7 @@ class RoundContext:
     model: StagedModel
     is_simulated: bool
     networks: Networks = field(repr=False)
-    caches: "WeakSet[Cache]" = field(default_factory=WeakSet, repr=False)
+    caches: WeakSet[Any] = field(default_factory=WeakSet, repr=False)
     faults: list[str] = field(default_factory=list, repr=False)
 
     @property
