@@ -72,7 +72,6 @@ from server_app.run_directory import (
     RunDirectory,
     new_run_directory,
     open_run_directory,
-    remove_state,
     save_arrays,
 )
 from server_app.simulated_roster import (
@@ -82,7 +81,7 @@ from server_app.simulated_roster import (
     shown_entries,
     simulated_roster,
 )
-from server_app.summary import new_path, read_manifest, runs_directory
+from server_app.summary import new_path, read_manifest, remove_state, runs_directory
 from server_app.trackers import check_trackers
 from strategies import strategy_for
 from strategies.average import TooFewRepliesError

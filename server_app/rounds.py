@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -248,9 +249,10 @@ def train_round(
     line["backed_off"] = backed_off
     note_trained(run, line)
     if run.monitor and is_measured:
-        line["diagnostics"] = run.monitor.measure(
-            server_round, tensors(arrays), report.accepted, run.directory.path
-        )
+        with threads(run.config.train.threads or torch.get_num_threads()):
+            line["diagnostics"] = run.monitor.measure(
+                server_round, tensors(arrays), report.accepted, run.directory.path
+            )
         seconds["diagnostics"] = time.perf_counter() - started
         started = time.perf_counter()
     if evaluated != "none":
@@ -350,14 +352,22 @@ def name_for_clients(run: Run) -> str:
 
 def global_score(run: Run, arrays: ArrayRecord, num_threads: int) -> dict[str, float]:
     """Accuracy and loss of the global model on the source's test set. num_threads: 0: torch's."""
-    device, before = run.test_samples.labels.device, torch.get_num_threads()
+    device = run.test_samples.labels.device
     run.model.to(device).load_state_dict(run.initial_weights | tensors(arrays))
-    torch.set_num_threads(num_threads or before)
-    try:
+    with threads(num_threads or torch.get_num_threads()):
         score = evaluate(run.model, run.test_samples, run.config.train.precision)
+    return {"accuracy": score.accuracy, "loss": score.loss}
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """So many of torch's threads; sums of other numbers of them may differ in the last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
     finally:
         torch.set_num_threads(before)
-    return {"accuracy": score.accuracy, "loss": score.loss}
 
 
 def not_to_evaluate(

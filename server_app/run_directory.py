@@ -14,7 +14,6 @@ import fcntl
 import json
 import logging
 import secrets
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -42,7 +41,6 @@ from server_app.summary import (
     check_has_state,
     check_last_is_evaluated,
     new_path,
-    newest_version,
     read_config_file,
     round_of,
 )
@@ -359,26 +357,6 @@ def open_run_directory(
                 f"is {value!r}; set {key} explicitly in a new run"
             )
     return RunDirectory(directory), config, merged
-
-
-def remove_state(directory: Path, last_round: int, keeps_personal: bool) -> None:
-    """Remove the checkpoints and client state of a run that has finished after `last_round`.
-
-    keeps_personal: except the newest of each, from which personal models are made. What cannot be
-    removed is named in the log.
-    """
-    checkpoints, clients = directory / "checkpoints", directory / "clients"
-    try:
-        if not keeps_personal:
-            for folder in filter(Path.exists, (checkpoints, clients)):
-                shutil.rmtree(folder)
-            return
-        for folder in (checkpoints, *clients.glob("*")):
-            if newest := newest_version(folder, last_round):
-                for path in {*folder.glob("*")} - {newest}:
-                    path.unlink()
-    except OSError as error:
-        log.warning("state of the finished run is left: %s: %s", error.filename, error.strerror)
 
 
 def metadata_entry(about: Mapping[str, Any]) -> dict[str, str]:

@@ -6,6 +6,8 @@ It has all that a list of runs shows, so that no reader has to open the history.
 import errno
 import itertools
 import json
+import logging
+import shutil
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +16,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from protocol.catalogue import method_spec
 from protocol.config import (
     RunConfig,
     config_from_json,
@@ -26,6 +29,7 @@ from protocol.files import full_path, write_atomically
 from protocol.options import OptionValue
 from server_app.history import CURVES, DAMAGE, Line, curve, whole_lines
 
+log = logging.getLogger("keel.server")
 SUMMARY_FILE = "summary.json"
 BLOCK = 4096  # bytes that a file system gives a file at a time, or a multiple
 RENAMED_FIELDS = {"folder": "directory", "refused": "rejected"}  # names before 0.2
@@ -208,12 +212,16 @@ def has_finished(directory: Path) -> bool:
 def check_has_rounds_left(directory: Path, num_rounds: int) -> None:
     """ValueError, one line, if a resume up to this round would do nothing or undo rounds.
 
-    One with no rounds left completes a run that ended before its last files were written.
+    One with no rounds left completes a run that ended before its last files were written, or before
+    its state was removed.
     """
     done = max((line["round"] for line in whole_lines(directory)[0]), default=0)
     if has_finished(directory):
         check_has_state(directory)
         if num_rounds <= done:
+            flat, _ = read_config_file(directory)
+            if not flat["keep-state"] and done == flat["num-rounds"]:  # its history is whole
+                remove_state(directory, done, method_spec(flat["method"]).is_personal)
             raise ValueError(
                 f"{directory.name} has finished its {done} rounds: set more, such as "
                 f"num-rounds={2 * done}"
@@ -233,6 +241,26 @@ def check_last_is_evaluated(directory: Path, config: RunConfig) -> None:
             f"{directory.name}: {done} rounds are done, and the last was not evaluated: set "
             f"num-rounds={done + 1} or more"
         )
+
+
+def remove_state(directory: Path, last_round: int, keeps_personal: bool) -> None:
+    """Remove the checkpoints and client state of a run that has finished after `last_round`.
+
+    keeps_personal: except the newest of each, from which personal models are made. What cannot be
+    removed is named in the log.
+    """
+    checkpoints, clients = directory / "checkpoints", directory / "clients"
+    try:
+        if not keeps_personal:
+            for folder in filter(Path.exists, (checkpoints, clients)):
+                shutil.rmtree(folder)
+            return
+        for folder in (checkpoints, *clients.glob("*")):
+            if newest := newest_version(folder, last_round):
+                for path in {*folder.glob("*")} - {newest}:
+                    path.unlink()
+    except OSError as error:
+        log.warning("state of the finished run is left: %s: %s", error.filename, error.strerror)
 
 
 def newest_version(folder: Path, last_round: int) -> Path | None:

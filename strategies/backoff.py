@@ -30,7 +30,7 @@ class Backoff:
         for client in good:
             self.failures.pop(client, None)
             self.last_rounds.pop(client, None)
-        for client in failed:
+        for client in sorted(failed):  # the order is in the checkpoint
             self.failures[client] = self.failures.get(client, 0) + 1
         if not self.backoff_after:
             return []

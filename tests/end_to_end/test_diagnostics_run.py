@@ -25,6 +25,7 @@ import keel.cli.main
 import server_app.diagnostics.comparison
 import server_app.federation
 import server_app.inline
+import server_app.rounds
 from client_app.methods import method_of
 from client_app.setup import build_network, model_for, open_source
 from models.cnn import _plain_cnn
@@ -349,3 +350,25 @@ def test_the_command_refuses_in_one_line_what_it_cannot_measure(run, monkeypatch
 
 def test_the_guides_table_names_every_measure():
     assert tuple(re.findall(r"^\| `([a-z-]+)` \|", guide, re.M)) == DIAGNOSTICS
+
+
+def test_measures_are_taken_with_the_runs_threads_whatever_the_servers_are(run, monkeypatch):
+    """A server under Flower has torch's number, an inline one its clients': the last bits differ."""
+    seen, measure, fields = [], Monitor.measure, server_app.rounds.training_fields
+
+    def fields_of_a_server(*what):
+        torch.set_num_threads(3)
+        return fields(*what)
+
+    def noted(*what):
+        seen.append(torch.get_num_threads())
+        return measure(*what)
+
+    monkeypatch.setattr("server_app.rounds.training_fields", fields_of_a_server)
+    monkeypatch.setattr(Monitor, "measure", noted)
+    before = torch.get_num_threads()
+    try:
+        run({"diagnostics": "cka-global", "threads": 1, "num-rounds": 1})
+        assert (seen, torch.get_num_threads()) == ([1], 3)
+    finally:
+        torch.set_num_threads(before)

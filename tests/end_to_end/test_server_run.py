@@ -39,7 +39,7 @@ import server_app.client_registry
 import server_app.federation
 import server_app.inline
 import server_app.rounds
-import server_app.run_directory
+import server_app.summary
 from client_app.method import Update
 from client_app.methods import method_of
 from client_app.objective import LocalObjective
@@ -52,8 +52,8 @@ from protocol.config import default_config, resolve_config
 from protocol.seeds import seed_of
 from server_app.inline import InlineGrid, run_inline
 from server_app.rounds import DivergedError
-from server_app.run_directory import Checkpoint, RunDirectory, read_arrays, remove_state
-from server_app.summary import read_manifest
+from server_app.run_directory import Checkpoint, RunDirectory, read_arrays
+from server_app.summary import read_manifest, remove_state
 from server_app.trained import load_model
 from strategies.average import TooFewRepliesError
 
@@ -514,12 +514,33 @@ def test_a_run_whose_state_cannot_be_removed_finishes_and_says_so(run, monkeypat
 
     keys = {"method": "moon", "keep-state": False, "diagnostics": "all"}
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="keel.server"):
-        patch.setattr(server_app.run_directory.shutil, "rmtree", removed)
+        patch.setattr(server_app.summary.shutil, "rmtree", removed)
         folder = run(keys)
     assert summary_of(folder)["status"] == "finished"
     assert list((folder / "diagnostics").glob("*.png"))
     left = f"state of the finished run is left: {folder / 'checkpoints'}: Directory not empty"
     assert left in caplog.text
+
+
+@pytest.mark.parametrize(("method", "num_left"), [("moon", 0), ("fedpac", 1 + NUM_CLIENTS)])
+def test_a_resume_completes_the_removal_that_a_kill_cut_short(
+    run, tmp_path, monkeypatch, method, num_left
+):
+    """Killed after the manifest was signed, a run kept its state, maybe gigabytes, for good."""
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    keys = {"method": method, "local-test-fraction": 0.2, "keep-state": False}
+    with monkeypatch.context() as patch:
+        patch.setattr("server_app.federation.remove_state", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(keys)
+    folder = next(tmp_path.glob("*/history.jsonl")).parent
+    assert len(list(folder.rglob("round-*.safetensors"))) > num_left
+    with pytest.raises(ValueError, match="has finished its 2 rounds: set more"):
+        resume(folder, num_rounds=2)
+    assert len(list(folder.rglob("round-*.safetensors"))) == num_left
 
 
 def test_a_refused_resume_of_a_finished_run_removes_nothing(run):
