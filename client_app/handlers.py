@@ -119,6 +119,10 @@ class Turn:
 REFUSALS = (ValueError, PrivacyRefused, ResetNeeded, ImageFileError)
 process_caches, turn = ProcessCaches(), Turn()
 cpu = torch.device("cpu")
+ADVICE = (
+    "Lower lr, set clip-norm above 0, or look in the loss for a gradient that is not finite, such "
+    "as that of sqrt at 0"
+)
 
 
 def forget_data() -> None:
@@ -507,7 +511,7 @@ def measure_training(
     elif not all(map(all_finite, update.state.values())):
         log.warning(
             "round %d: client %s: local training left values that are not finite; the client state "
-            "is unchanged. A smaller lr or clip-norm may help",
+            "is unchanged. " + ADVICE,
             *(request.round, ctx.client),
         )
         update.state = ctx.state
@@ -564,6 +568,18 @@ def check_state(method: Method, update: Update) -> None:
 
     State of a method that is not stateful could be lost without anyone noticing.
     """
+    for group, arrays in update.state.items():
+        is_dict = isinstance(arrays, dict)
+        if not is_dict or not all(isinstance(each, torch.Tensor) for each in arrays.values()):
+            raise TypeError(
+                f"{type(method).__name__}: Update.state[{group!r}] is {type(arrays).__name__}: "
+                'expected a dict of tensors, as in state={"model": {"weight": tensor}}'
+            )
+    if isinstance(method, LocalObjective) and method.uses_previous and not method.is_stateful:
+        raise TypeError(
+            f"{type(method).__name__}.uses_previous keeps the local model as client state: set "
+            "is_stateful = True"
+        )
     if bool(update.state) != method.is_stateful:
         name, has = type(method).__name__, "returned" if update.state else "returned no"
         raise TypeError(
@@ -581,8 +597,7 @@ def refuse_unless_finite(groups: dict[str, Arrays], faults: list[str]) -> None:
         if not all_finite(arrays):
             raise ValueError(
                 f"local training left values that are not finite in {name!r}; the client state is "
-                "unchanged. "
-                + (f"The loss term {faults[0]}" if faults else "A smaller lr or clip-norm may help")
+                "unchanged. " + (f"The loss term {faults[0]}" if faults else ADVICE)
             )
 
 

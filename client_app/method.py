@@ -15,6 +15,7 @@ from torch import nn
 from client_app.round import RoundContext
 from client_app.trainer import Descent, Phase, train_phase
 from models import StagedModel
+from protocol.code import place_of
 from protocol.config import RunConfig
 from protocol.messages import Arrays
 
@@ -46,6 +47,17 @@ class Update:
 
 # Local training: yields its phases, is sent what came of each, and returns the update.
 Phases = Generator[Phase, Descent, Update]
+
+
+def phases_of(method: "Method", ctx: RoundContext) -> Phases:
+    """The method's phases. TypeError naming the function, if it does not yield them."""
+    phases = method.phases(ctx)
+    if not isinstance(phases, Generator):
+        raise TypeError(
+            f"{place_of(method.phases)} returned {type(phases).__name__}: expected a generator, "
+            "which yields each phase and returns an Update"
+        )
+    return phases
 
 
 def train_alone(ctx: RoundContext, phases: Phases) -> Update:
@@ -159,7 +171,7 @@ class Method:
 
         A method that overrides this instead trains one client at a time (`clients-per-step`).
         """
-        return train_alone(ctx, self.phases(ctx))
+        return train_alone(ctx, phases_of(self, ctx))
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> nn.Module | None:
         """The model that this client would use on its own data, or None: the global model."""

@@ -92,7 +92,7 @@ class LocalObjective(Method):
     def check_model(self, model: StagedModel) -> None:
         """ValueError if the network lacks a layer that is compared."""
         names = self.layers(model)
-        if isinstance(names, str) or set(names) - set(model.layer_names):
+        if not isinstance(names, list | tuple) or set(names) - set(model.layer_names):
             raise ValueError(
                 f"{place_of(self.layers)} returned {names!r}: expected a list of layers of "
                 f"{model.name}: {', '.join(model.layer_names)}"

@@ -32,7 +32,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from client_app.gpu_errors import is_out_of_memory
-from client_app.method import Method, Phases, Update
+from client_app.method import Method, Phases, Update, phases_of
 from client_app.precision import forward_in, products
 from client_app.round import RoundContext
 from client_app.samples import batch_size_for
@@ -532,7 +532,7 @@ def train_stacked(
     """
     own = contexts_of(ctxs)
     methods = [copy.copy(method) for method in methods]  # each with options of its own
-    trainings: list[Phases] = [m.phases(ctx) for m, ctx in zip(methods, own, strict=True)]
+    trainings: list[Phases] = [phases_of(m, ctx) for m, ctx in zip(methods, own, strict=True)]
     ended: dict[int, Update | Exception] = {}
     descents: Mapping[int, Descent] = {}
     while len(ended) < len(ctxs):

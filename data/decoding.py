@@ -145,6 +145,11 @@ def with_file(item: str, use: Callable[[Image.Image], T], upright: bool = True) 
                 is_turned = upright and _orientation(image) != 1
                 return use(ImageOps.exif_transpose(image) if is_turned else image)
             mode = image.mode
+    except IsADirectoryError as error:
+        raise ImageFileError(
+            f"{item} is a folder: name the images in it, such as {item}/*.png",
+            "an image is a folder",
+        ) from error
     except Exception as error:  # each of Pillow's decoders raises its own
         raise ImageFileError(
             f"{item}: not a readable image: {one_line(error)}", "an image cannot be read"

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from protocol.options import did_you_mean
+from protocol.options import Constraint, did_you_mean, type_names, types_of
 
 app_folder = Path(__file__).resolve().parent.parent
 methods_folder = app_folder / "client_app" / "methods"
@@ -111,6 +111,13 @@ def imported(name: str) -> ModuleType:
         raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
 
 
+EXPECTED_CLASS = (
+    "expected @dataclass(frozen=True), flags such as uses_global: ClassVar[bool] = True, and "
+    'options such as mu: float = option(at_least(0), "weight of the penalty"), of type bool, int, '
+    "float or str"
+)
+
+
 @lru_cache(maxsize=64)
 def options_class(path: Path, name: str) -> type[Any]:
     """Class `name` of a source file, reduced to its fields, flags and `__post_init__`.
@@ -133,7 +140,16 @@ def options_class(path: Path, name: str) -> type[Any]:
             f"{path}: {error} in the options or flags of {name}: use literals and the functions of "
             "protocol.options, because the config is checked before torch is imported"
         ) from None
+    except Exception as error:
+        raise ValueError(
+            f"{path}: {name}: {type(error).__name__}: {error}; {EXPECTED_CLASS}"
+        ) from error
     found: type[Any] = namespace[name]
+    types = types_of(found) if is_dataclass(found) else {}
+    for field in fields(found) if types else ():
+        constraint, kind = field.metadata.get("constraint"), types[field.name]
+        if not isinstance(constraint, Constraint) or kind not in type_names:
+            raise ValueError(f"{path}: {name}.{field.name} is no option; {EXPECTED_CLASS}")
     own = {each for each in vars(found) if not each.startswith("_")}
     inherited = {each for base in found.__mro__[1:] for each in vars(base)}
     options = {field.name for field in fields(found)} if is_dataclass(found) else set()

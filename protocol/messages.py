@@ -719,8 +719,11 @@ def out_of_range(arrays: Arrays, limits: Mapping[str, float]) -> str:
     return ""
 
 
-def mismatch(arrays: Arrays, expected: Arrays) -> str:
-    """What is wrong with these arrays; "" if names, shapes and dtypes agree and all are finite."""
+def mismatch(arrays: Arrays, expected: Arrays, with_values: bool = True) -> str:
+    """What is wrong with these arrays; "" if names, shapes and dtypes agree and all are finite.
+
+    with_values: false: whether they are finite is not looked at.
+    """
     missing = sorted(expected.keys() - arrays.keys())
     if missing:
         return f"array {missing[0]!r} is missing ({len(missing)} of {len(expected)})"
@@ -733,6 +736,6 @@ def mismatch(arrays: Arrays, expected: Arrays) -> str:
             return f"array {name!r} is {list(got.shape)}, the global model's is {list(like.shape)}"
         if got.dtype != like.dtype:
             return f"array {name!r} is {got.dtype}, the global model's is {like.dtype}"
-        if got.is_floating_point() and not is_finite(got):
+        if with_values and got.is_floating_point() and not is_finite(got):
             return f"array {name!r} holds {int((~got.isfinite()).sum())} values that are not finite"
     return ""

@@ -18,6 +18,7 @@ from client_app.samples import Samples
 from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of
 from client_app.stacked import check_stackable
 from client_app.state import StateMemory, max_rounds_ahead, memories
+from protocol.code import line_in_method
 from protocol.config import RunConfig, resolve_config
 from protocol.files import private_files
 from protocol.flower_compat import has_own_clients, is_in_process_grid, watch_superlink
@@ -401,7 +402,8 @@ def status_after(error: BaseException) -> str:
     if isinstance(error, TooFewRepliesError | DivergedError):
         return f"failed: {error}"
     if isinstance(error, Exception):
-        return " ".join(f"failed: {type(error).__name__}: {error}".split())
+        place = line_in_method(error)
+        return " ".join(f"failed: {type(error).__name__}: {error}{place}".split())
     return "stopped"
 
 

@@ -29,10 +29,11 @@ def server_half(method: str) -> type[Average]:
         classes = [value for value in vars(module).values() if isinstance(value, type)]
         halves = [c for c in classes if issubclass(c, Average) and c.__module__ == module.__name__]
     if len(halves) != has_own:
+        is_there = find_spec(f"{__name__}.{stem}") is not None
+        found = f"defines {len(halves)} subclasses of Average" if is_there else "does not exist"
         raise ValueError(
             f"method {method} has has_own_server_half = {has_own} (client_app/methods/{stem}.py), "
-            f"and strategies/{stem}.py defines {len(halves)} subclasses of Average: "
-            f"expected {int(has_own)}"
+            f"and strategies/{stem}.py {found}: expected {int(has_own)} in it"
         )
     for half in halves:
         _check_functions(half)

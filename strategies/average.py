@@ -7,7 +7,7 @@ sampled by name from the run's seed (strategies/sampling.py), replies are valida
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import ClassVar
 
@@ -17,6 +17,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from models import StagedModel
+from protocol.code import place_of
 from protocol.config import RunConfig
 from protocol.exact_sum import ExactSum
 from protocol.messages import (
@@ -26,6 +27,7 @@ from protocol.messages import (
     array_record,
     joined,
     message_content,
+    mismatch,
     record_bytes,
     tensors,
 )
@@ -139,7 +141,7 @@ class Average(Strategy):
 
     def extra_sum(self, replies: list[TrainReply]) -> Arrays:
         """The sum of the accepted replies' `extra`, weighted by `extra_shares`."""
-        like = self.expected_extra()
+        like = returned(self.expected_extra)
         if self.running:
             return self.running.extra_sum(like)
         shares = self.extra_shares([reply.client for reply in replies])
@@ -240,7 +242,7 @@ class Average(Strategy):
     def state(self) -> Arrays:
         """The server's state for its checkpoint, beside the model."""
         step = {f"step/{name}": array for name, array in self.server_optimizer.state().items()}
-        own = {f"own/{name}": array for name, array in self.own_state().items()}
+        own = {f"own/{name}": array for name, array in returned(self.own_state).items()}
         # one array each for all clients
         by_client: dict[str, object] = {"counted": self.last_accepted_rounds}
         if backoff := self.backoff.state():
@@ -337,7 +339,7 @@ class Average(Strategy):
 
         A message expires with the round's timeout.
         """
-        extra = array_record(self.extra())
+        extra = array_record(returned(self.extra))
         messages = []
         self.addressed = set()
         for node in nodes:
@@ -358,7 +360,7 @@ class Average(Strategy):
 
         With room for what the transport adds.
         """
-        arrays, extra = self.expected(self.current), self.expected_extra()
+        arrays, extra = self.expected(self.current), returned(self.expected_extra)
         return ExpectedReply(0, arrays, extra, {}).max_bytes + RECORD_BYTES
 
     @property
@@ -376,7 +378,7 @@ class Average(Strategy):
         limits = largest_values(arrays, self.config.privacy)
         if type(self).extra_shares is not Average.extra_shares:
             largest = max(limit for name, limit in limits.items() if name in self.trainable)
-            limits |= dict.fromkeys(self.expected_extra(), largest)
+            limits |= dict.fromkeys(returned(self.expected_extra), largest)
         return limits
 
     def streamed_weights(self) -> dict[str, float]:
@@ -453,7 +455,7 @@ class Average(Strategy):
 
     def _begin_round(self, server_round: int) -> tuple[Validation, RunningMean | None]:
         """Prepare for the replies to `configure_train`."""
-        expected, extra = self.expected(self.current), self.expected_extra()
+        expected, extra = self.expected(self.current), returned(self.expected_extra)
         self.validation = self._validation(server_round, expected, extra)
         weights = {} if self.outliers else self.streamed_weights()
         shares = self.extra_shares(sorted(self.addressed)) if weights else {}
@@ -513,7 +515,11 @@ class Average(Strategy):
                 f"round {server_round}: {len(accepted)} accepted replies, "
                 f"{rounds.fewest_replies_text}. {'; '.join(reasons)}"
             )
-        following = self.next_arrays(self.current, accepted)
+        following = returned(self.next_arrays, self.current, accepted)
+        if wrong := mismatch(following, self.current, with_values=False):
+            raise ValueError(
+                f"{place_of(self.next_arrays)} returned other arrays than it was given: {wrong}"
+            )
         self.running = None
         self.last_accepted_rounds |= {reply.client: reply.round for reply in accepted}
         return array_record(following), None
@@ -532,6 +538,18 @@ class Average(Strategy):
         self.outliers = count_outliers(unchecked, self.config.rounds.max_weight_share)
         expected = ExpectedReply(server_round, arrays, extra, declared, self.limits, self.outliers)
         return Validation(self.roster, expected, self.config.rounds, self, self.norm_reference)
+
+
+def returned(function: Callable[..., Arrays], *args: object) -> Arrays:
+    """What a function of a server half returns. ValueError naming it, unless a dict of tensors."""
+    found = function(*args)
+    what = "" if isinstance(found, Mapping) else type(found).__name__
+    if not what:
+        others = (k for k, each in found.items() if not isinstance(each, torch.Tensor))
+        what = next((f"{k!r}: {type(found[k]).__name__}" for k in others), "")
+    if what:
+        raise ValueError(f"{place_of(function)} returned {what}: expected a dict of tensors")
+    return found
 
 
 __all__ = ["Average", "RoundReport", "TooFewRepliesError"]

@@ -214,6 +214,10 @@ def execute(
             if terminal.directory:  # training has begun: a failure
                 raise RuntimeError(f"{error}{line_in_method(error)}") from error
             raise
+        except Exception as error:
+            if place := line_in_method(error):  # a mistake in a method of the user's own
+                raise RuntimeError(f"{type(error).__name__}: {error}{place}") from error
+            raise
     terminal.finished()
     return SavedRun(terminal.directory) if terminal.directory else None
 
@@ -306,7 +310,7 @@ def with_clients(
     if clients is None or clients == expected:
         return dict(overrides), expected or DEFAULT_CLIENTS
     if resumed or "num-clients" in overrides:
-        raise ValueError(f"--clients {clients}: num-clients is {expected}; remove one of them")
+        raise ValueError(f"{clients} clients, and num-clients is {expected}: remove one")
     return {**overrides, **({"num-clients": clients} if expected else {})}, clients
 
 

@@ -6,7 +6,11 @@
                          classes over clients: nothing is run)
     config               config keys of every run
     seeds                a number, or a list of seeds
-    of, take, at         which curve of the history, how it becomes one number, at which round
+    of                   global.accuracy (the default; the test set), local_global.mean or
+                         personal.mean (of the clients' test parts)
+    take, at             how the curve becomes one number, and at which round: final (the default),
+                         best, 'median N', 'mean N', 'ema DECAY', 'seconds to PERCENT' or 'seconds
+                         a round'
     columns, rows        mappings of name to config keys; a list of mappings is their product
     grid                 config key to list of values: each combination is a row
     claims               "FedIntR above FedAvg in CIFAR-10" (or below, or "within 1 of", which is
@@ -40,7 +44,7 @@ from keel.experiments.recipe_file import (
 from keel.experiments.scale import Keys
 from protocol.config import refuse_unknown
 from protocol.files import digest
-from protocol.options import OptionValue
+from protocol.options import OptionValue, did_you_mean
 
 log = logging.getLogger("keel.experiments")
 RECIPES = Path(__file__).parent / "recipes"
@@ -350,11 +354,12 @@ def _claims_of_line(
             line, f"{claim!r}: expected 'ROW above ROW in COLUMN' (or below, or within 1 of)"
         )
     left, right, place = found["left"], found["right"], found["place"]
-    compared = "rows" if left in names["rows"] else "columns"
+    is_rows = left in names["rows"] or (left not in names["columns"] and right in names["rows"])
+    compared = "rows" if is_rows else "columns"
     across = "columns" if compared == "rows" else "rows"
     for name, kind in ((left, compared), (right, compared), (place, across)):
         if name not in names[kind] and EVERYWHERE.get(name) != kind:
-            known = ", ".join(names[kind])
+            known = ", ".join(names[kind]) + did_you_mean(name, names[kind])
             raise LineError(line, f"{claim!r}: {name!r} is none of the {kind}: {known}")
     for each in names[across] if place in EVERYWHERE else [place]:
         short = f"{left} {found['sign']} {right} in {each}"

@@ -57,7 +57,10 @@ def test_data_that_does_not_fit_is_refused_with_code_2(home, capsys):
             "--clients 3: the clients of a deployment are not simulated; num-clients=3 waits for",
         ),
         (["--preset", "nope"], "preset = 'nope' is unknown"),
-        (["num-clients=3", "--clients", "4"], "--clients 4: num-clients is 3; remove one of them"),
+        (
+            ["num-clients=3", "--clients", "4"],
+            "4 clients, and num-clients is 3: remove one",
+        ),
         (["resume=/x"], "resume is not a key of `keel run`: use `keel resume /x`"),
         (
             ["--engine", "flower", "--cpus-per-client", "0.5"],

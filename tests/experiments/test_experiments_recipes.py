@@ -417,6 +417,12 @@ claims:
         ("two: {method: fedprox}", "two: fedprox", 9, "rows.two = 'fedprox': expected a mapping"),
         ("two above one in a", "two beats one in a", 11, "ROW above ROW in COLUMN"),
         ("two above one in a", "two above three in a", 11, "'three' is none of the rows"),
+        (
+            "two above one in a",
+            "Two above one in a",
+            11,
+            "one, two; did you mean two",
+        ),
         ("  one:", "  one: [", 9, "not YAML"),
     ],
 )

@@ -1,0 +1,159 @@
+"""A mistake in one's own method is named with its function or file, without a traceback."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from client_app.handlers import check_state
+from client_app.method import Update, phases_of
+from client_app.methods.fedavg import FedAvg
+from client_app.methods.moon import MOON
+from client_app.objective import LocalObjective
+from keel.cli.main import main
+from protocol.catalogue import options_class
+from server_app.summary import read_summary
+from strategies import Average
+from tests.run_fixtures import SMALL
+
+QUICK = {"method": "fedavg", "num-rounds": 1, "local-epochs": 1}
+
+
+def without_return(self, current, replies):
+    pass
+
+
+def one_less(self, current, replies):
+    return dict(list(current.items())[1:])
+
+
+def one_more(self, current, replies):
+    return {**current, "foo": torch.zeros(1)}
+
+
+def of_float64(self, current, replies):
+    return {name: array.double() for name, array in current.items()}
+
+
+def of_other_shapes(self, current, replies):
+    return {name: array[None] for name, array in current.items()}
+
+
+def of_numpy(self, current, replies):
+    return {name: array.numpy() for name, array in current.items()}
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (without_return, "returned NoneType: expected a dict of tensors"),
+        (of_numpy, r"returned '[\w.]+': ndarray: expected a dict of tensors"),
+        (one_less, r"returned other arrays than it was given: array '[\w.]+' is missing \(1 of"),
+        (one_more, "returned other arrays than it was given: array 'foo' is unknown"),
+        (of_float64, "returned other arrays than it was given: array '.+' is torch.float64"),
+        (of_other_shapes, r"returned other arrays than it was given: array '.+' is \[1, "),
+    ],
+)
+def test_the_arrays_of_a_server_half_are_checked(function, found, run, monkeypatch):
+    """A forgotten `return` gave a finished run with the initial model."""
+    monkeypatch.setattr(Average, "next_arrays", function)
+    with pytest.raises(ValueError, match=rf"^{function.__name__} \(.*:\d+\) {found}"):
+        run(QUICK)
+
+
+@pytest.mark.parametrize("name", ["extra", "own_state", "expected_extra"])
+@pytest.mark.parametrize(("value", "found"), [(None, "NoneType"), ({"h": 3.0}, "'h': float")])
+def test_what_else_a_server_half_returns_is_checked(name, value, found, run, monkeypatch):
+    def mistaken(self):
+        return value
+
+    monkeypatch.setattr(Average, name, mistaken)
+    with pytest.raises(ValueError, match=rf"mistaken \(.*:\d+\) returned {found}: expected a dict"):
+        run(QUICK)
+
+
+def test_an_error_in_a_server_half_is_one_line_with_its_place(tmp_path, monkeypatch, capsys):
+    """FedReCo's half then reads the keys of None."""
+    monkeypatch.setattr(Average, "average", lambda self, replies: None)
+    keys = {**SMALL, **QUICK, "method": "fedreco", "local-test-fraction": 0.2}
+    words = [f"{key}={str(value).lower()}" for key, value in keys.items()]
+    assert main(["run", *words, f"output-dir={tmp_path}", "--clients", "2"]) == 1
+    place = r"TypeError: 'NoneType' object is not iterable \(strategies/fedreco.py:\d+\)"
+    assert re.fullmatch(f"error: {place}", capsys.readouterr().err.splitlines()[-1])
+    (folder,) = (path.parent for path in tmp_path.glob("*/config.json"))
+    assert re.fullmatch(f"failed: {place}", read_summary(folder)["status"])
+
+
+@dataclass(frozen=True)
+class Stateful(FedAvg):
+    is_stateful: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class ReadsPrevious(LocalObjective):
+    uses_previous: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "found"),
+    [
+        (Stateful, {"w": torch.zeros(3)}, "Stateful: Update.state['w'] is Tensor: expected a dict"),
+        (Stateful, {"m": 3.0}, "Stateful: Update.state['m'] is float: expected a dict of tensors"),
+        (Stateful, {"m": {"w": 3.0}}, "Stateful: Update.state['m'] is dict: expected a dict of"),
+        (Stateful, {"m": {"w": np.zeros(3)}}, "Stateful: Update.state['m'] is dict: expected a"),
+        (ReadsPrevious, {"model": {"w": torch.zeros(3)}}, "set is_stateful = True"),
+    ],
+)
+def test_client_state_of_another_form_is_named(kind, state: Any, found):
+    update = Update(arrays={}, num_steps=1, terms={}, state=state)
+    with pytest.raises(TypeError, match=re.escape(found)):
+        check_state(kind(), update)
+
+
+def test_phases_that_yield_nothing_are_named():
+    class Mine(FedAvg):
+        def phases(self, ctx):
+            return Update(arrays={}, num_steps=0, terms={})
+
+    with pytest.raises(TypeError, match=r"Mine.phases \(.*:\d+\) returned Update: expected a "):
+        phases_of(Mine(), None)
+
+
+@pytest.mark.parametrize("found", [None, "conv1", 3, ["conv9"]])
+def test_layers_that_are_no_list_of_layers_are_named(found, run, monkeypatch):
+    def layers(self, model):
+        return found
+
+    monkeypatch.setattr(MOON, "layers", layers)
+    with pytest.raises(ValueError, match=r"layers \(.*\) returned .*: expected a list of layers"):
+        run(QUICK | {"method": "moon"})
+
+
+@pytest.mark.parametrize(
+    ("decorator", "field", "found"),
+    [
+        ("@dataclass", "", "TypeError: cannot inherit non-frozen"),
+        ("@dataclass(frozen=True)", "mu: float = 0.1", "Mine.mu is no option"),
+        ("@dataclass(frozen=True)", "mu: float", "Mine.mu is no option"),
+        ("@dataclass(frozen=True)", 'mu: list = option(at_least(0), "x")', "Mine.mu is no option"),
+        ("@dataclass(frozen=True)", 'mu: float = option("weight", "x")', "Mine.mu is no option"),
+        ("@dataclass(frozen=True)", "mu: float = option()", "TypeError: option() missing"),
+        ("@dataclass(frozen=True)", "uses_global: bool = True", "Mine.uses_global is no option"),
+    ],
+)
+def test_a_mistake_in_the_class_is_one_line_with_what_is_expected(
+    decorator, field, found, tmp_path
+):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from dataclasses import dataclass\n"
+        "from client_app.objective import LocalObjective\n"
+        "from protocol.options import at_least, option\n\n\n"
+        f"{decorator}\nclass Mine(LocalObjective):\n    {field or 'pass'}\n"
+    )
+    expected = re.escape(f"{path}: ") + ".*" + re.escape(found) + r".*; expected @dataclass\(froz"
+    with pytest.raises(ValueError, match=expected):
+        options_class(path, "Mine")
