@@ -113,4 +113,8 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
         "personal.mean": method.is_personal and evaluates,
     }
     if not has_curve[cell.of]:
-        raise ValueError(f"of = {cell.of!r}: not recorded by {config.rounds.method} in this config")
+        recorded = [name for name, is_there in has_curve.items() if is_there]
+        found = " and ".join(recorded) or "no accuracy without local-test-fraction"
+        raise ValueError(
+            f"of = {cell.of!r}: with this config, {config.rounds.method} records {found}"
+        )
