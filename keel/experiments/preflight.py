@@ -114,7 +114,7 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
     }
     if not has_curve[cell.of]:
         recorded = [name for name, is_there in has_curve.items() if is_there]
-        found = " and ".join(recorded) or "no accuracy without local-test-fraction"
+        found = " and ".join(recorded) or "no accuracy"
         raise ValueError(
             f"of = {cell.of!r}: with this config, {config.rounds.method} records {found}"
         )
