@@ -127,7 +127,10 @@ def options_class(path: Path, name: str) -> type[Any]:
     """
     tree = _parsed(path)
     bases = _bases(path, name)
-    namespace = _names_without_torch(tree)
+    try:
+        namespace = _names_without_torch(tree)
+    except Exception as error:  # an import of what is not there
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
     namespace |= {base: options_class(home, base) for base, home in bases.items()}
     reduced = copy.copy(_class_node(path, name))
     reduced.bases = [ast.Name(base, ast.Load()) for base in bases]
@@ -145,11 +148,14 @@ def options_class(path: Path, name: str) -> type[Any]:
             f"{path}: {name}: {type(error).__name__}: {error}; {EXPECTED_CLASS}"
         ) from error
     found: type[Any] = namespace[name]
-    types = types_of(found) if is_dataclass(found) else {}
+    try:
+        types = types_of(found) if is_dataclass(found) else {}
+    except NameError as error:
+        raise ValueError(f"{path}: {name}: {error}; {EXPECTED_CLASS}") from error
     for field in fields(found) if types else ():
         constraint, kind = field.metadata.get("constraint"), types[field.name]
         if not isinstance(constraint, Constraint) or kind not in type_names:
-            raise ValueError(f"{path}: {name}.{field.name} is no option; {EXPECTED_CLASS}")
+            raise ValueError(f"{path}: {name}.{field.name} is not an option; {EXPECTED_CLASS}")
     own = {each for each in vars(found) if not each.startswith("_")}
     inherited = {each for base in found.__mro__[1:] for each in vars(base)}
     options = {field.name for field in fields(found)} if is_dataclass(found) else set()

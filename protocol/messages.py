@@ -722,7 +722,7 @@ def out_of_range(arrays: Arrays, limits: Mapping[str, float]) -> str:
 def mismatch(arrays: Arrays, expected: Arrays, with_values: bool = True) -> str:
     """What is wrong with these arrays; "" if names, shapes and dtypes agree and all are finite.
 
-    with_values: false: whether they are finite is not looked at.
+    with_values: also check that the values are finite.
     """
     missing = sorted(expected.keys() - arrays.keys())
     if missing:

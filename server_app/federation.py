@@ -85,7 +85,7 @@ from server_app.simulated_roster import (
 from server_app.summary import new_path, read_manifest, remove_state, runs_directory
 from server_app.trackers import check_trackers
 from strategies import strategy_for
-from strategies.average import TooFewRepliesError
+from strategies.average import TooFewRepliesError, returned
 from strategies.backoff import Backoff
 
 log = logging.getLogger("keel.server")
@@ -212,7 +212,7 @@ def prepare(
     data_of_run = data_digest(source) if is_in_process_grid(grid) else ""
     if resumed and data_of_run:
         check_same_data(resumed.path, config, data_of_run, split)
-    start = Checkpoint(0, strategy.initial_arrays(model), {})
+    start = Checkpoint(0, returned(strategy.initial_arrays, model), {})
     if resumed and resumed.has_checkpoint(config.rounds.checkpoint_interval):
         start = resumed.newest_checkpoint(start.arrays, config.model.model)
         strategy.load(start.state)

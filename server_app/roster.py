@@ -205,7 +205,8 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
         totals = [sum(counts) for counts in zip(*(e.label_counts for e in entries), strict=True)]
         if 0 in totals:
             raise ValueError(
-                f"no client has samples of class {totals.index(0)}: it cannot be learnt"
+                f"no client has samples of class {totals.index(0)}: it cannot be learnt; labels "
+                "are numbered from 0"
             )
     method.check_roster(known_label_counts(entries))
     if config.evaluated_clients != "none":

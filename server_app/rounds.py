@@ -361,7 +361,7 @@ def global_score(run: Run, arrays: ArrayRecord, num_threads: int) -> dict[str, f
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """So many of torch's threads; sums of other numbers of them may differ in the last bits."""
+    """Run the block with `number` torch threads; with another number, last bits may differ."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -149,7 +149,10 @@ def check_simulated_roster(roster: SimulatedRoster, evaluates_clients: bool) -> 
     labels = np.asarray(roster.source.train.labels)[roster.parts.indices]
     totals = np.bincount(labels, minlength=roster.source.num_classes).tolist()
     if 0 in totals:
-        raise ValueError(f"no client has samples of class {totals.index(0)}: it cannot be learnt")
+        raise ValueError(
+            f"no client has samples of class {totals.index(0)}: it cannot be learnt; labels are "
+            "numbered from 0"
+        )
     if evaluates_clients and not sizes[:, 1].all():
         client = name_of(int(np.argmin(sizes[:, 1])))
         raise roster.config.no_test_part(client)

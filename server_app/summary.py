@@ -212,8 +212,8 @@ def has_finished(directory: Path) -> bool:
 def check_has_rounds_left(directory: Path, num_rounds: int) -> None:
     """ValueError, one line, if a resume up to this round would do nothing or undo rounds.
 
-    One with no rounds left completes a run that ended before its last files were written, or before
-    its state was removed.
+    One with no rounds left completes a run that ended before its last files were written. Before it
+    is refused for a finished run with `keep-state = false`, state that a kill left is removed.
     """
     done = max((line["round"] for line in whole_lines(directory)[0]), default=0)
     if has_finished(directory):
@@ -252,7 +252,8 @@ def remove_state(directory: Path, last_round: int, keeps_personal: bool) -> None
     checkpoints, clients = directory / "checkpoints", directory / "clients"
     try:
         if not keeps_personal:
-            for folder in filter(Path.exists, (checkpoints, clients)):
+            # clients first: without checkpoints, a resume does not come here
+            for folder in filter(Path.exists, (clients, checkpoints)):
                 shutil.rmtree(folder)
             return
         for folder in (checkpoints, *clients.glob("*")):

@@ -33,7 +33,7 @@ def server_half(method: str) -> type[Average]:
         found = f"defines {len(halves)} subclasses of Average" if is_there else "does not exist"
         raise ValueError(
             f"method {method} has has_own_server_half = {has_own} (client_app/methods/{stem}.py), "
-            f"and strategies/{stem}.py {found}: expected {int(has_own)} in it"
+            f"and strategies/{stem}.py {found}: expected {int(has_own)} subclass of Average in it"
         )
     for half in halves:
         _check_functions(half)

@@ -345,7 +345,7 @@ class Average(Strategy):
         for node in nodes:
             client = self.roster[node].client
             self.addressed.add(client)
-            own, sent = self.own_extra(client), extra
+            own, sent = returned(self.own_extra, client), extra
             if own:
                 sent = joined(extra, array_record(own, "own"))
             content = message_content(
@@ -518,7 +518,7 @@ class Average(Strategy):
         following = returned(self.next_arrays, self.current, accepted)
         if wrong := mismatch(following, self.current, with_values=False):
             raise ValueError(
-                f"{place_of(self.next_arrays)} returned other arrays than it was given: {wrong}"
+                f"{place_of(self.next_arrays)} returned arrays unlike those it was given: {wrong}"
             )
         self.running = None
         self.last_accepted_rounds |= {reply.client: reply.round for reply in accepted}

@@ -97,7 +97,7 @@ def keel_rounds(
 ) -> tuple[float, list[RoundCost]]:
     """(seconds from `flwr run` to the end of round 1, the cost of every later round).
 
-    num_nodes: which simulate the clients, with one core each.
+    num_nodes: nodes that simulate the clients, with one core each.
     A round is the time between two lines of history.jsonl, so its checkpoint is included.
     RuntimeError with the end of the run's output if it fails or takes too long.
     """

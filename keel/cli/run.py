@@ -310,7 +310,8 @@ def with_clients(
     if clients is None or clients == expected:
         return dict(overrides), expected or DEFAULT_CLIENTS
     if resumed or "num-clients" in overrides:
-        raise ValueError(f"{clients} clients, and num-clients is {expected}: remove one")
+        what = "a resumed run keeps its number" if resumed else "set only one of them"
+        raise ValueError(f"clients = {clients}, but num-clients = {expected}: {what}")
     return {**overrides, **({"num-clients": clients} if expected else {})}, clients
 
 

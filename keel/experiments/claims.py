@@ -54,8 +54,9 @@ class JudgedClaim:
     remarks: what to know beside the verdict, joined by "; ": "at round 200 instead of 500" if the
     runs end before the round that the paper reads, "at 40% of the local steps" if a scaled run has
     fewer than the paper there, "after 4 of 5 seeds" if the verdict comes before all seeds of the
-    recipe, and all that were asked for, have ended, "inconclusive with the recipe's 3 seeds" if
-    seeds were added, and whether the paper's effect lies outside the interval.
+    recipe, and all that were asked for, have ended, "inconclusive with the planned 3 seeds" if
+    seeds were added, whether the two numbers are read differently, and whether the paper's effect
+    lies outside the interval.
     """
 
     paper: str
@@ -161,10 +162,11 @@ def _judged(
             is_early = len(leads) < num_asked
             if is_early:
                 remarks.append(f"after {len(leads)} of {num_asked} seeds")
-            remarks += [] if is_early else seeds_added(claim, sides, recipe, options, verdict)
+            remarks += seeds_added(claim, sides, recipe, options, verdict)
             if verdict in VERDICTS[:2]:
                 decide = f"{len(asked)} seeds" if is_early else ""
-            if interval and paper_effect is not None and not (claim.margin or early):
+            is_time = sides[0].cell.take.is_time  # the paper's are of other machines
+            if interval and paper_effect is not None and not (claim.margin or early or is_time):
                 is_outside = not interval[0] <= paper_effect <= interval[1]
                 remarks += [f"the paper's {paper_effect:+.2f} is outside the interval"] * is_outside
     return JudgedClaim(
@@ -190,7 +192,7 @@ def _judged(
 
 
 def verdict_on(claim: Claim, differences: Sequence[float], leads: Sequence[float]) -> str:
-    """The verdict on a claim that can be judged: of leads as `judge` says.
+    """The verdict on a claim that can be judged, by `judge` where it has no margin.
 
     A claim that two sides are within a margin is reproduced if the interval of the differences lies
     within it, not reproduced if it lies outside; it is open where any pair has no difference.
@@ -209,7 +211,7 @@ def verdict_on(claim: Claim, differences: Sequence[float], leads: Sequence[float
 def seeds_added(
     claim: Claim, sides: Sequence[Result], recipe: Recipe, options: Options, verdict: str
 ) -> Iterator[str]:
-    """In words, that more seeds were judged than the recipe plans, and the verdict on its own.
+    """In words, that more seeds were judged than planned, and the verdict with the planned alone.
 
     To add seeds after a look at a verdict makes a decision too likely. One seed decides nothing,
     so seeds beside it are not added to a verdict.
@@ -217,11 +219,12 @@ def seeds_added(
     planned = {*seeds_for(recipe, [side.cell for side in sides], options.full_grid)}
     whole, part = sides, [only_seeds(side, planned) for side in sides]
     (_, all_leads, _), (differences, leads, _) = (compared(claim, *each) for each in (whole, part))
-    if not len(all_leads) > len(leads) > 1:
+    num_planned = len(planned - {side.tuned_on for side in sides})
+    if not len(all_leads) > len(leads) == num_planned > 1:
         return
     then = verdict_on(claim, differences, leads)
     word = "more than" if then == verdict else f"{then} with"
-    yield f"{word} the recipe's {len(leads)} seeds"
+    yield f"{word} the planned {len(leads)} seeds"
 
 
 def only_seeds(side: Result, seeds: Collection[int]) -> Result:
@@ -290,6 +293,9 @@ def compared(claim: Claim, left: Result, right: Result) -> tuple[list[float], li
         ours, theirs = left.by_seed.get(seed), right.by_seed.get(seed)
         if ours is None or theirs is None:
             leads.append(0.0 if seed in ahead.by_seed else -math.inf)
+            continue
+        if claim.margin and seed in {*left.not_finite, *right.not_finite}:
+            leads.append(0.0)  # without a difference
             continue
         lead = sign * (ours - theirs) if ours != theirs else 0.0  # both may be infinite
         leads.append(min(lead, 0.0) if seed in behind.not_finite else lead)
@@ -430,8 +436,8 @@ def what_decides(
 ) -> str:
     """What an inconclusive claim lacks: runs that finish, or seeds, at the spread found.
 
-    effects: the smallest is how far the mean is from what would change the verdict: of what was
-    found and what the paper has. num_seeds: how many were judged. If
+    effects: distances from the boundary of a decision, of the mean and of the paper's effect; the
+    smallest counts. num_seeds: how many were judged. If
     there are fewer differences, a time was never reached and the number of seeds needed is unknown.
     num_tuning: seeds beside these, which chose a tuned value.
     """
@@ -475,7 +481,7 @@ def tally(claims: Sequence[JudgedClaim]) -> str:
         return found
     return (
         f"{found}; where there is no difference, chance decides one judged claim in 20, and more "
-        "if seeds were added after a look at the verdict"
+        "if seeds were added after seeing the verdict"
     )
 
 

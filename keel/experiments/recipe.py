@@ -60,7 +60,8 @@ EVERYWHERE = {"every column": "columns", "every row": "rows"}
 class Claim:
     """`left` above (or below) `right`: two rows in a column, or two columns in a row.
 
-    margin: if not 0, the claim is that they differ by less than it, and `is_above` says nothing.
+    margin: if not 0, the claim is that they differ by less than it, and `is_above` is ignored.
+    line: of the file.
     from_round: the paper's round from which it makes the claim, at the latest the one at which it
     reads the numbers; 0: that one.
     """
@@ -72,6 +73,7 @@ class Claim:
     place: str
     from_round: int = 0
     margin: float = 0.0
+    line: int = 0
     is_headline: bool = False
 
 
@@ -234,8 +236,8 @@ def _recipe(file: RecipeFile, top: Lines, text: str, path: Path) -> Recipe:
     for claim in recipe.claims:
         left, right = (recipe.cell(*side).take for side in recipe.sides_of(claim))
         if left != right and (left.is_time or right.is_time):
-            both = f"{left.of('accuracy')} and {right.of('accuracy')}"
-            raise LineError(_line_of(claim.text, text), f"{claim.text!r} would compare {both}")
+            both = (take.of("accuracy").removesuffix(", in %") for take in (left, right))
+            raise LineError(claim.line, f"{claim.text!r} would compare {' and '.join(both)}")
     return recipe
 
 
@@ -353,16 +355,18 @@ def _claims_of_line(
         raise LineError(
             line, f"{claim!r}: expected 'ROW above ROW in COLUMN' (or below, or within 1 of)"
         )
+    margin = float(found["margin"] or 0)
+    if found["margin"] and not margin:
+        raise LineError(line, f"{claim!r}: expected a margin above 0")
     left, right, place = found["left"], found["right"], found["place"]
     is_rows = left in names["rows"] or (left not in names["columns"] and right in names["rows"])
     compared = "rows" if is_rows else "columns"
     across = "columns" if compared == "rows" else "rows"
     for name, kind in ((left, compared), (right, compared), (place, across)):
-        if name not in names[kind] and EVERYWHERE.get(name) != kind:
+        if name not in names[kind] and (name != place or EVERYWHERE.get(name) != kind):
             known = ", ".join(names[kind]) + did_you_mean(name, names[kind])
             raise LineError(line, f"{claim!r}: {name!r} is none of the {kind}: {known}")
     for each in names[across] if place in EVERYWHERE else [place]:
         short = f"{left} {found['sign']} {right} in {each}"
         is_above, from_round = found["sign"] == "above", int(found["from_round"] or 0)
-        margin = float(found["margin"] or 0)
-        yield Claim(short, left, right, is_above, each, from_round, margin)
+        yield Claim(short, left, right, is_above, each, from_round, margin, line)

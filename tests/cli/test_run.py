@@ -59,7 +59,7 @@ def test_data_that_does_not_fit_is_refused_with_code_2(home, capsys):
         (["--preset", "nope"], "preset = 'nope' is unknown"),
         (
             ["num-clients=3", "--clients", "4"],
-            "4 clients, and num-clients is 3: remove one",
+            "clients = 4, but num-clients = 3: set only one of them",
         ),
         (["resume=/x"], "resume is not a key of `keel run`: use `keel resume /x`"),
         (

@@ -141,7 +141,7 @@ def test_a_run_that_was_killed_at_its_very_end_is_resumed_and_not_called_changed
     assert all(check.passed for check in checks(folder, 1))
 
 
-@pytest.mark.parametrize("place", ["federation.finish_manifest", "run_directory.shutil.rmtree"])
+@pytest.mark.parametrize("place", ["federation.finish_manifest", "summary.shutil.rmtree"])
 def test_a_run_that_is_killed_as_its_state_is_to_be_removed_is_not_lost(run, tmp_path, place):
     """It is complete, or can be resumed; its status is finished already."""
 

@@ -417,6 +417,8 @@ claims:
         ("two: {method: fedprox}", "two: fedprox", 9, "rows.two = 'fedprox': expected a mapping"),
         ("two above one in a", "two beats one in a", 11, "ROW above ROW in COLUMN"),
         ("two above one in a", "two above three in a", 11, "'three' is none of the rows"),
+        ("two above one in a", "two within 0 of one in a", 11, "expected a margin above 0"),
+        ("two above one in a", "every row above one in a", 11, "'every row' is none of the rows"),
         (
             "two above one in a",
             "Two above one in a",
@@ -454,8 +456,8 @@ def test_a_bad_recipe_is_refused_with_its_line(old, new, line, words):
         (
             "method: fedprox",
             "method: fedrep",
-            "line 9",
-            "records no accuracy without local-test-fr",
+            "lines 9 and 5",
+            "fedrep records personal.mean",
         ),
         ("alpha: 5.0", "alpha: 5.0, at: 6", "line 6", "at = 6: expected at most 5, the last round"),
         ("title: x", "at: 3", "line 1", "round 3 of 5, which evaluate-every = 2 skips"),

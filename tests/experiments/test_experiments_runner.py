@@ -835,12 +835,62 @@ def test_a_claim_within_a_margin_is_reported(tmp_path):
     assert "| FedProx within 2 of FedAvg in result | not reproduced | +10.00" in text
 
 
+@pytest.mark.parametrize("claim", ["FedProx within 1 of FedAvg", "FedAvg within 1 of FedProx"])
+@pytest.mark.parametrize("method", ["fedavg", "fedprox"])
+def test_an_update_left_out_on_either_side_leaves_a_margin_open(claim, method, tmp_path):
+    """FedProx is 10 points above FedAvg, were it not for the round."""
+    how = options(seeds=[0, 1, 2])
+    recipe = parse_recipe(f"{two_rows}seeds: 3\nclaims: [{claim} in result]\n", Path("t.yaml"))
+    for run in runs_needed(recipe, recipe.cells, how, tmp_path, ()):
+        is_lost = (run.keys["method"], run.keys["seed"]) == (method, 1)
+        accuracy = 0.5 if run.keys["method"] == "fedavg" else 0.6
+        fake_run(run, accuracy, left_out={"a": "not finite"} if is_lost else None)
+    (found,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    assert (found.verdict, found.interval) == ("inconclusive", None)
+
+
+def test_what_decides_a_margin_is_its_distance_from_the_mean(tmp_path):
+    """Mean 0.4, SD 0.5: t(0.975, n - 1) * 0.5 / sqrt(n) is first below 0.6 at n = 6."""
+    how, leads = options(seeds=[0, 1, 2]), [0.9, 0.4, -0.1]
+    text = f"{two_rows}seeds: 3\nclaims: [FedProx within 1 of FedAvg in result]\n"
+    recipe = parse_recipe(text, Path("t.yaml"))
+    for run in runs_needed(recipe, recipe.cells, how, tmp_path, ()):
+        lead = leads[int(run.keys["seed"])] * (run.keys["method"] == "fedprox")
+        fake_run(run, 0.5 + lead / 100)
+    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    assert (claim.verdict, claim.decide) == ("inconclusive", "6 seeds")
+
+
+@pytest.mark.parametrize(
+    ("paper", "changes", "remarks"),
+    [
+        ("[50.0], [60.0]", {}, ""),
+        ("[50.0], [55.0]", {}, "the paper's +5.00 is outside the interval"),
+        ("[50.0], [75.0]", {}, "the paper's +25.00 is outside the interval"),
+        ("[50.0], [55.0]", {"num-rounds": 1}, "at round 1 instead of 2"),
+    ],
+)
+def test_whether_the_papers_difference_is_in_the_interval(paper, changes, remarks, tmp_path):
+    """It is 10 +- 0.25 here."""
+    ours, theirs = paper.split(", ")
+    text = judged.replace("{method: fedavg", f"{{paper: {ours}, method: fedavg")
+    text = text.replace("{method: fedprox", f"{{paper: {theirs}, method: fedprox")
+    text = text.replace("in result]", "in result from round 1]")
+    how = options(seeds=[0, 1, 2], changes=changes)
+    recipe = parse_recipe(text, Path("t.yaml"))
+    for run in runs_needed(recipe, recipe.cells, how, tmp_path, ()):
+        seed, is_better = int(run.keys["seed"]), run.keys["method"] == "fedprox"
+        fake_run(run, 0.5 + 0.1 * is_better + 0.001 * (seed - 1) * is_better)
+    (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
+    assert (claim.verdict, claim.remarks) == ("reproduced", remarks)
+
+
 @pytest.mark.parametrize(
     ("added", "remarks"),
     [
         ([], ""),
-        ([2.0, 2.1, 1.9], "inconclusive with the recipe's 3 seeds"),
-        ([-9.0, 9.0], "more than the recipe's 3 seeds"),
+        ([2.0, 2.1, 1.9], "inconclusive with the planned 3 seeds"),
+        ([-9.0, 9.0], "more than the planned 3 seeds"),
     ],
 )
 def test_seeds_that_were_added_are_named_beside_the_verdict(added, remarks, tmp_path):

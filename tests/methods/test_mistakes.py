@@ -51,10 +51,19 @@ def of_numpy(self, current, replies):
     [
         (without_return, "returned NoneType: expected a dict of tensors"),
         (of_numpy, r"returned '[\w.]+': ndarray: expected a dict of tensors"),
-        (one_less, r"returned other arrays than it was given: array '[\w.]+' is missing \(1 of"),
-        (one_more, "returned other arrays than it was given: array 'foo' is unknown"),
-        (of_float64, "returned other arrays than it was given: array '.+' is torch.float64"),
-        (of_other_shapes, r"returned other arrays than it was given: array '.+' is \[1, "),
+        (
+            one_less,
+            r"returned arrays unlike those it was given: array '[\w.]+' is missing \(1 of",
+        ),
+        (one_more, "returned arrays unlike those it was given: array 'foo' is unknown"),
+        (
+            of_float64,
+            "returned arrays unlike those it was given: array '.+' is torch.float64",
+        ),
+        (
+            of_other_shapes,
+            r"returned arrays unlike those it was given: array '.+' is \[1, ",
+        ),
     ],
 )
 def test_the_arrays_of_a_server_half_are_checked(function, found, run, monkeypatch):
@@ -64,10 +73,12 @@ def test_the_arrays_of_a_server_half_are_checked(function, found, run, monkeypat
         run(QUICK)
 
 
-@pytest.mark.parametrize("name", ["extra", "own_state", "expected_extra"])
+@pytest.mark.parametrize(
+    "name", ["extra", "own_extra", "own_state", "expected_extra", "initial_arrays"]
+)
 @pytest.mark.parametrize(("value", "found"), [(None, "NoneType"), ({"h": 3.0}, "'h': float")])
 def test_what_else_a_server_half_returns_is_checked(name, value, found, run, monkeypatch):
-    def mistaken(self):
+    def mistaken(self, *_):
         return value
 
     monkeypatch.setattr(Average, name, mistaken)
@@ -136,12 +147,34 @@ def test_layers_that_are_no_list_of_layers_are_named(found, run, monkeypatch):
     ("decorator", "field", "found"),
     [
         ("@dataclass", "", "TypeError: cannot inherit non-frozen"),
-        ("@dataclass(frozen=True)", "mu: float = 0.1", "Mine.mu is no option"),
-        ("@dataclass(frozen=True)", "mu: float", "Mine.mu is no option"),
-        ("@dataclass(frozen=True)", 'mu: list = option(at_least(0), "x")', "Mine.mu is no option"),
-        ("@dataclass(frozen=True)", 'mu: float = option("weight", "x")', "Mine.mu is no option"),
+        ("@dataclass(frozen=True)", "mu: float = 0.1", "mu is not an option"),
+        ("@dataclass(frozen=True)", "mu: float", "mu is not an option"),
+        (
+            "@dataclass(frozen=True)",
+            'mu: list = option(at_least(0), "x")',
+            "mu is not an option",
+        ),
+        (
+            "@dataclass(frozen=True)",
+            'mu: float = option("weight", "x")',
+            "mu is not an option",
+        ),
         ("@dataclass(frozen=True)", "mu: float = option()", "TypeError: option() missing"),
-        ("@dataclass(frozen=True)", "uses_global: bool = True", "Mine.uses_global is no option"),
+        (
+            "@dataclass(frozen=True)",
+            'mu: "Tensor" = option(at_least(0), "x")',
+            "'Tensor' is",
+        ),
+        (
+            "@dataclass(frozen=True)",
+            'uses_global: "ClassVar[bool]" = True',
+            "'ClassVar' is",
+        ),
+        (
+            "@dataclass(frozen=True)",
+            "uses_global: bool = True",
+            "is not an option",
+        ),
     ],
 )
 def test_a_mistake_in_the_class_is_one_line_with_what_is_expected(
@@ -156,4 +189,11 @@ def test_a_mistake_in_the_class_is_one_line_with_what_is_expected(
     )
     expected = re.escape(f"{path}: ") + ".*" + re.escape(found) + r".*; expected @dataclass\(froz"
     with pytest.raises(ValueError, match=expected):
+        options_class(path, "Mine")
+
+
+def test_an_import_of_what_is_not_there_is_named_with_its_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("from protocol.options import at_leest\n\n\nclass Mine:\n    pass\n")
+    with pytest.raises(ValueError, match=rf"^{path}: .*at_leest"):
         options_class(path, "Mine")
