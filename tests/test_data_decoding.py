@@ -5,6 +5,8 @@ import pytest
 from data_fixtures import make_folder, make_npz, random_images, rejected
 from PIL import ExifTags, Image
 
+from data.decoding import with_file
+
 
 def test_a_source_of_small_images_becomes_32_pixels(load):
     digits = load("digits")
@@ -87,3 +89,8 @@ def test_images_are_turned_as_their_exif_data_says(load, tmp_path):
 def test_images_of_16_bits(load, tmp_path):
     spec = make_folder(tmp_path / "mine", np.zeros((2, 30, 30), dtype=np.uint16))
     assert "mode 'I;16'" in rejected(load, spec)
+
+
+def test_a_folder_in_the_place_of_an_image_is_named_as_one(tmp_path):
+    with pytest.raises(ValueError, match=rf"^{tmp_path} is a folder: name the images in it"):
+        with_file(str(tmp_path), lambda image: image)
