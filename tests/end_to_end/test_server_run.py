@@ -518,7 +518,7 @@ def test_a_run_whose_state_cannot_be_removed_finishes_and_says_so(run, monkeypat
         folder = run(keys)
     assert summary_of(folder)["status"] == "finished"
     assert list((folder / "diagnostics").glob("*.png"))
-    left = f"state of the finished run is left: {folder / 'checkpoints'}: Directory not empty"
+    left = f"state of the finished run is left: {folder / 'clients'}: Directory not empty"
     assert left in caplog.text
 
 
