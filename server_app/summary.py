@@ -212,16 +212,18 @@ def has_finished(directory: Path) -> bool:
 def check_has_rounds_left(directory: Path, num_rounds: int) -> None:
     """ValueError, one line, if a resume up to this round would do nothing or undo rounds.
 
-    One with no rounds left completes a run that ended before its last files were written. Before it
-    is refused for a finished run with `keep-state = false`, state that a kill left is removed.
+    One with no rounds left completes a run that ended before its last files were written. If it has
+    finished with `keep-state = false`, state that a kill left is removed.
     """
     done = max((line["round"] for line in whole_lines(directory)[0]), default=0)
     if has_finished(directory):
-        check_has_state(directory)
-        if num_rounds <= done:
+        has_checkpoints = any((directory / "checkpoints").glob("round-*"))
+        if num_rounds <= done or not has_checkpoints:
             flat, _ = read_config_file(directory)
             if not flat["keep-state"] and done == flat["num-rounds"]:  # its history is whole
                 remove_state(directory, done, method_spec(flat["method"]).is_personal)
+        check_has_state(directory)
+        if num_rounds <= done:
             raise ValueError(
                 f"{directory.name} has finished its {done} rounds: set more, such as "
                 f"num-rounds={2 * done}"
@@ -252,8 +254,8 @@ def remove_state(directory: Path, last_round: int, keeps_personal: bool) -> None
     checkpoints, clients = directory / "checkpoints", directory / "clients"
     try:
         if not keeps_personal:
-            # clients first: without checkpoints, a resume does not come here
-            for folder in filter(Path.exists, (clients, checkpoints)):
+            # in this order: no resume goes on from a checkpoint without its clients' state
+            for folder in filter(Path.exists, (checkpoints, clients)):
                 shutil.rmtree(folder)
             return
         for folder in (checkpoints, *clients.glob("*")):

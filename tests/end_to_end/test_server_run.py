@@ -518,13 +518,25 @@ def test_a_run_whose_state_cannot_be_removed_finishes_and_says_so(run, monkeypat
         folder = run(keys)
     assert summary_of(folder)["status"] == "finished"
     assert list((folder / "diagnostics").glob("*.png"))
-    left = f"state of the finished run is left: {folder / 'clients'}: Directory not empty"
+    left = f"state of the finished run is left: {folder / 'checkpoints'}: Directory not empty"
     assert left in caplog.text
 
 
-@pytest.mark.parametrize(("method", "num_left"), [("moon", 0), ("fedpac", 1 + NUM_CLIENTS)])
+def folder_of(output: Path) -> Path:
+    """The directory of the only run there."""
+    (history,) = output.glob("*/history.jsonl")
+    return history.parent
+
+
+@pytest.mark.parametrize(
+    ("method", "num_left", "why"),
+    [
+        ("moon", 0, "finished with keep-state = false, which removes its checkpoints"),
+        ("fedpac", 1 + NUM_CLIENTS, "has finished its 2 rounds: set more"),
+    ],
+)
 def test_a_resume_completes_the_removal_that_a_kill_cut_short(
-    run, tmp_path, monkeypatch, method, num_left
+    run, tmp_path, monkeypatch, method, num_left, why
 ):
     """Killed after the manifest was signed, a run kept its state, maybe gigabytes, for good."""
 
@@ -536,11 +548,34 @@ def test_a_resume_completes_the_removal_that_a_kill_cut_short(
         patch.setattr("server_app.federation.remove_state", killed)
         with pytest.raises(KeyboardInterrupt):
             run(keys)
-    folder = next(tmp_path.glob("*/history.jsonl")).parent
+    folder = folder_of(tmp_path)
     assert len(list(folder.rglob("round-*.safetensors"))) > num_left
-    with pytest.raises(ValueError, match="has finished its 2 rounds: set more"):
+    with pytest.raises(ValueError, match=why):
         resume(folder, num_rounds=2)
     assert len(list(folder.rglob("round-*.safetensors"))) == num_left
+
+
+@pytest.mark.parametrize("num_rounds", [2, 3])
+def test_a_kill_between_the_two_folders_of_state_leaves_neither_for_good(
+    run, tmp_path, monkeypatch, num_rounds
+):
+    """Nor may a longer run go on from checkpoints whose clients have lost their state."""
+    real_rmtree = shutil.rmtree
+
+    def killed(path, **how):
+        real_rmtree(path, **how)
+        if path.parent == folder_of(tmp_path):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server_app.summary.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run({"method": "moon", "keep-state": False})
+    folder = folder_of(tmp_path)
+    assert list(folder.rglob("round-*.safetensors"))
+    with pytest.raises(ValueError, match="finished with keep-state = false, which removes"):
+        resume(folder, num_rounds=num_rounds)
+    assert not list(folder.rglob("round-*.safetensors"))
 
 
 def test_a_refused_resume_of_a_finished_run_removes_nothing(run):
