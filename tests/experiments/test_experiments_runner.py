@@ -20,7 +20,14 @@ from rich.console import Console
 from keel.cli.main import main as keel
 from keel.experiments import runner, tasks
 from keel.experiments.archive import pack, unpacked
-from keel.experiments.claims import JudgedClaim, judge, judge_claims, tally, verdict_on
+from keel.experiments.claims import (
+    JudgedClaim,
+    judge,
+    judge_claims,
+    read_differently,
+    tally,
+    verdict_on,
+)
 from keel.experiments.figures import curve_of, run_charts
 from keel.experiments.plan import Result, best_candidate, results_of, runs_needed, selected
 from keel.experiments.recipe import Claim, Recipe, parse_recipe
@@ -369,13 +376,29 @@ def test_an_accuracy_that_cannot_be_is_a_damaged_line_not_a_number(accuracy, tmp
         write_report(tmp_path)
 
 
-def test_sides_that_are_read_differently_are_named_beside_the_verdict(tmp_path):
+@pytest.mark.parametrize(
+    ("key", "reads"),
+    [
+        ("take: best", "best accuracy and final accuracy"),
+        ("take: mean 2", "mean over the last 2 rounds of accuracy and final accuracy"),
+    ],
+)
+def test_sides_that_are_read_differently_are_named_beside_the_verdict(key, reads, tmp_path):
     how = options(seeds=[0, 1, 2])
-    recipe, _ = all_run(
-        tmp_path, how, judged.replace("{method: fedprox", "{take: best, method: fedprox")
-    )
+    text = judged.replace("{method: fedprox", f"{{{key}, method: fedprox")
+    recipe, _ = all_run(tmp_path, how, text)
     (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
-    assert claim.remarks == "read differently: best accuracy and final accuracy"
+    assert f"read differently: {reads}" in claim.remarks.split("; ")
+
+
+def test_sides_that_are_read_at_different_rounds_are_read_differently():
+    text = judged.replace("{method: fedprox", "{at: 1, method: fedprox")
+    recipe = parse_recipe(text, Path("t.yaml"))
+    sides = [Result(cell, None, {}, num_seeds=1) for cell in recipe.cells]
+    assert list(read_differently(sides)) == [
+        "read differently: final accuracy and final accuracy at round 1"
+    ]
+    assert not list(read_differently(sides[:1] * 2))
 
 
 @pytest.mark.parametrize("take", ["seconds a round", "seconds to 40"])
