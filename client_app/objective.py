@@ -80,14 +80,14 @@ class LocalObjective(Method):
         """The loss on the labels, a scalar: cross entropy, mean over the batch."""
         return F.cross_entropy(batch.logits, batch.y)
 
-    def penalty(self, batch: Batch) -> Tensor | None:
-        """The regulariser times its weight, a scalar; None where there is none.
+    def penalty(self, batch: Batch) -> Tensor:
+        """The regulariser times its weight, a scalar; 0 by default.
 
         If `uses_previous`, it is not called at a client's first participation (unless
         `first_previous` returns weights): the previous model is then the global one, the term is
         constant and its gradient zero.
         """
-        return None
+        return batch.logits.new_zeros(())
 
     def check_model(self, model: StagedModel) -> None:
         """ValueError if the network lacks a layer that is compared."""
@@ -252,16 +252,15 @@ def loss_terms(
             prepared=prepared,
         )
         terms = {"supervised": objective.supervised(batch)}
-        penalty = objective.penalty(batch) if has_penalty else None
-        if penalty is not None:
-            terms["penalty"] = penalty
+        if has_penalty and type(objective).penalty is not LocalObjective.penalty:
+            terms["penalty"] = objective.penalty(batch)
         for name, term in terms.items():
             if not isinstance(term, Tensor) or term.dim():
                 is_tensor = isinstance(term, Tensor)
                 found = f"shape {list(term.shape)}" if is_tensor else type(term).__name__
                 raise TypeError(
-                    f"{place_of(getattr(objective, name))} returned {found}: expected a scalar "
-                    "Tensor" + (" or None" if name == "penalty" else "")
+                    f"{place_of(getattr(objective, name))} returned {found}: "
+                    "expected a scalar Tensor"
                 )
         return terms | server_optimizer_terms(ctx, model)
 

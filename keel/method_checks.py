@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -16,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from client_app.handlers import check_update
-from client_app.method import Method, Update
+from client_app.method import Update
 from client_app.methods import method_class, method_of
-from client_app.objective import LocalObjective, is_at_limit, objective_terms
+from client_app.objective import LocalObjective, objective_terms
 from client_app.process_cache import ProcessCache
 from client_app.round import RoundContext
 from client_app.samples import Pixels, Step
@@ -26,7 +25,7 @@ from client_app.setup import dataset_spec_of, model_for, open_source
 from client_app.state import StateFolder
 from keel.cli.new_method import placeholders
 from protocol.catalogue import FLAGS, method_spec
-from protocol.code import line_in_method, place_of
+from protocol.code import line_in_method
 from protocol.config import RunConfig, default_config, resolve_config
 from protocol.messages import Arrays, TrainRequest
 from protocol.options import OptionValue, keys_of, parse_options
@@ -249,15 +248,6 @@ def norm(arrays: list[Tensor]) -> Tensor:
     return torch.stack([array.square().sum() for array in arrays]).sum().sqrt()
 
 
-def has_own_penalty(method: Method) -> TypeGuard[LocalObjective]:
-    """Whether the method defines a penalty, and its options do not make it equal FedAvg."""
-    return (
-        isinstance(method, LocalObjective)
-        and type(method).penalty is not LocalObjective.penalty
-        and not is_at_limit(method)
-    )
-
-
 def trains_on_what_it_receives(subject: Subject) -> None:
     """Two rounds of one client give updates, and do not change the received arrays."""
     config = subject.config()
@@ -266,8 +256,6 @@ def trains_on_what_it_receives(subject: Subject) -> None:
     method = method_of(config)
     update = method.train(ctx)
     check_update(method, update)
-    if has_own_penalty(method):
-        require("penalty" in update.terms, f"{place_of(method.penalty)} returned None in round 2")
     require(not difference(before, ctx.received), "training changes the received arrays in place")
 
 

@@ -549,13 +549,19 @@ class ConstantLoss(FedProx):
         return torch.tensor(1.0)
 
     def penalty(self, batch):
-        return None
+        return torch.tensor(0.0)
 
 
 @dataclass(frozen=True)
 class FloatPenalty(FedProx):
     def penalty(self, batch):
         return 0.5
+
+
+@dataclass(frozen=True)
+class ForgottenReturn(FedProx):
+    def penalty(self, batch):
+        batch.logits.square().mean()
 
 
 @dataclass(frozen=True)
@@ -610,8 +616,9 @@ class UnknownLayer(FedProx):
 
 SCALAR = "expected a scalar Tensor"
 MISTAKES = {
-    ConstantLoss: r"method fedprox: the loss \(supervised\) depends on no weight that is trained",
-    FloatPenalty: rf"FloatPenalty.penalty \(.*:\d+\) returned float: {SCALAR} or None$",
+    ConstantLoss: r"method fedprox: the loss \(supervised \+ penalty\) depends on no weight that is trained",
+    FloatPenalty: rf"FloatPenalty.penalty \(.*:\d+\) returned float: {SCALAR}$",
+    ForgottenReturn: rf"ForgottenReturn.penalty \(.*:\d+\) returned NoneType: {SCALAR}$",
     PenaltyPerSample: rf"PenaltyPerSample.penalty \(.*:\d+\) returned shape \[\d+\]: {SCALAR}",
     WithoutItsFlag: r"WithoutItsFlag.penalty \(.*:\d+\) reads batch.reps_global: set uses_g",
     NoUpdate: r"NoUpdate.finish \(.*:\d+\) returned NoneType: expected an Update$",

@@ -87,12 +87,12 @@ class FedProc(LocalObjective):
         a_t: float = batch.prepared
         return a_t * F.cross_entropy(batch.logits, batch.y)
 
-    def penalty(self, batch: Batch) -> Tensor | None:
+    def penalty(self, batch: Batch) -> Tensor:
         """(1 - a_t) GPC."""
         (z,) = batch.reps
         weight: float = 1 - batch.prepared
         if weight == 0:
-            return None
+            return z.new_zeros(())
         return weight * prototype_contrast(z, batch.y, batch.ctx.extra["prototypes"])
 
     def finish(self, update: Update, ctx: RoundContext) -> Update:

@@ -95,7 +95,7 @@ class WithPlaceholder(FedProx):
 
 BROKEN = {
     WithPlaceholder: ("source is named", "<authors and year> in "),
-    WithFloat: ("a client trains", "returned float: expected a scalar Tensor or None"),
+    WithFloat: ("a client trains", "returned float: expected a scalar Tensor"),
     WithoutReturn: ("a client trains", "WithoutReturn.penalty (tests/cli/test_check_method.py:"),
     InPlace: ("a client trains", "changes the received arrays in place"),
     WithWrongGradient: ("gradient is finite", "autograd gives"),
