@@ -54,7 +54,7 @@ from server_app.history import duration
 Row = dict[str, Any]
 NameArgument = Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-MeasureOption = Annotated[bool, typer.Option("--measure", help="Measure again.")]
+MeasureOption = Annotated[bool, typer.Option("--measure", help="Measure all, or NAME again.")]
 
 # Files in data-dir that a download creates or the user provides.
 DATA_FILES = {
@@ -212,7 +212,7 @@ def traffic(name: str) -> float:
 def models(
     name: NameArgument = None, as_json: JsonOption = False, measure: MeasureOption = False
 ) -> None:
-    """List the models with their speed on this machine, or show one with its layers."""
+    """List the models, or show one with its layers and its speed on this machine."""
     if name is None:
         rows = [model_row(each, measure, needed=measure) for each in MODELS]
         caption = f"{measured_how}; {not_measured}, `keel models NAME` one."
@@ -384,7 +384,7 @@ def availability(name: str, data_dir: Path, cache_dir: Path) -> str:
 def presets(
     name: NameArgument = None, as_json: JsonOption = False, measure: MeasureOption = False
 ) -> None:
-    """List the papers' settings with their expected time here, or show one with its keys."""
+    """List the papers' settings, or show one with its keys and its expected time here."""
     if name is None:
         rows = [preset_row(each, measure, needed=measure) for each in known_presets()]
         caption = f"{estimated_how} {not_measured}, `keel presets NAME` one."

@@ -33,7 +33,7 @@ Scale = Annotated[str, typer.Option(help=f"How much the runs are reduced: {', '.
 
 
 def output_folder(output: Path | None) -> Path:
-    """The absolute output folder."""
+    """The absolute output directory."""
     return full_path(output or keel_home() / "experiments")
 
 
@@ -227,7 +227,7 @@ def verify_command(
 def list_command(scale: Scale = "paper", output: Output = None) -> None:
     """List the recipes, which runs are finished on this machine, and how long the others take.
 
-    The time is for one run at a time. It is extrapolated from finished runs in the output folder
+    The time is for one run at a time. It is extrapolated from finished runs in the output directory
     with the same data and model, so it is unknown before the first.
     """
     from keel.experiments.overview import overview

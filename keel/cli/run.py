@@ -144,8 +144,8 @@ def resume(
 ) -> int:
     """Continue an interrupted run from its last checkpoint. Only num-rounds=N may change.
 
-    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one; it can be left out where a
-    single run is unfinished. With --engine deployment it is the path or the whole name of a run on
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one; it can be left out if only
+    one run is unfinished. With --engine deployment it is the path or the whole name of a run on
     the server.
     """
     if "=" in run and not Path(run).expanduser().exists():

@@ -204,8 +204,8 @@ def watch(
 def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:
     """Stop a running run cleanly, as Ctrl-C in its terminal does; `keel resume` continues it.
 
-    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one; it can be left out where a
-    single run is running.
+    RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one; it can be left out if only
+    one run is running.
     """
     running = [] if run else [each for each in all_runs() if each.is_running]
     saved = find_run(run) if run else only_run(running, "can be stopped", "keel stop")
