@@ -146,10 +146,11 @@ def check_registered(credentials: Path, superlink: str) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory() as home:
         client = SuperLinkClient(Path(home), superlink, credentials / "ca.pem")
         try:
-            nodes = {str(node["node-id"]): str(node["status"]) for node in client.nodes()}
+            listed = {str(node["node-id"]): str(node["status"]) for node in client.nodes()}
         except RuntimeError as error:
             yield problem(f"{superlink}: {' '.join(str(error).split())[:300]}")
             return
+    nodes = {node: status for node, status in listed.items() if status != "unregistered"}
     num_keys = len(list((credentials / "clients").glob("*.pub")))
     if len(nodes) < num_keys:
         yield problem(f"{len(nodes)} of {num_keys} clients' keys are registered: make register")

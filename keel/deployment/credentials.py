@@ -7,8 +7,8 @@
 
 Private files are readable by their owner only (0600). Existing files are never overwritten, so
 clients can be added later; `renew` replaces the server's certificate, and no key. Refused are a
-server certificate for other names, a client whose public key differs from the server's copy, and a
-private file without its public half.
+server certificate for other names or of another CA than the one in `ca`, a client whose public key
+differs from the server's copy, and a private file without its public half.
 """
 
 import datetime
@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -170,6 +171,7 @@ def renew(folder: Path, names: Sequence[str] = (), days: int = 825) -> list[str]
             f"{ca / 'ca.pem'} expired on {last:%Y-%m-%d}: make new credentials in another "
             "directory and copy them to all machines"
         )
+    check_issuer(path, ca / "ca.pem")
     all_names = list(dict.fromkeys([*certificate_names(path), *names]))
     content = server_certificate(ca, load_key(path.with_suffix(".key")), all_names, min(days, left))
     write_atomically(path, content)
@@ -232,6 +234,26 @@ def certificate_names(path: Path) -> list[str]:
     return [str(name.value) for name in names]
 
 
+def check_issuer(server: Path, ca: Path) -> None:
+    """ValueError unless this CA signed the server's certificate.
+
+    Clients with another CA's ca.pem would refuse the server; after a renewal, all others would.
+    """
+    problem = "missing"
+    if ca.exists():
+        signed, authority = load_certificate(server), load_certificate(ca)
+        try:
+            signed.verify_directly_issued_by(authority)
+            return
+        except (InvalidSignature, ValueError, TypeError):  # of a CA with another name, or key type
+            problem = f"not the CA of {server}"
+    raise ValueError(
+        f"{ca} is {problem}: put the `ca` that signed {server.name} back (to add clients, its "
+        f"ca.pem is enough, which {server.parent} has too), or make new credentials in another "
+        "directory"
+    )
+
+
 def make_client_keys(folder: Path, name: str) -> None:
     """Write client.key and client.pub: an ECDSA P-384 pair in OpenSSH's format, as Flower reads."""
     key = ec.generate_private_key(ec.SECP384R1())
@@ -282,6 +304,7 @@ def make_credentials(
                 f"back or, for a new key, move {registered} away and unregister the old one"
             )
     if (server / "server.pem").exists():
+        check_issuer(server / "server.pem", ca / "ca.pem")
         missing = set(names) - set(certificate_names(server / "server.pem"))
         if missing:
             raise ValueError(

@@ -17,7 +17,7 @@ def register(credentials: Path, address: str, wait_s: float) -> list[str]:
 
     Records in $KEEL_CLIENT_REGISTRY, which the ServerApp reads, else in `clients.json` there, for
     every name, its key and the node id that the SuperLink gave this key: a client is who its key
-    says. The SuperLink has `wait_s` to start.
+    says. A key that was unregistered is named, and left out. The SuperLink has `wait_s` to start.
     """
     ca = credentials / "ca.pem"
     if not ca.exists():
@@ -51,4 +51,9 @@ def register(credentials: Path, address: str, wait_s: float) -> list[str]:
     return [
         f"{'registered' if is_new else 'known':10s}  {name}  node {node}"
         for name, (node, is_new) in nodes.items()
+    ] + [
+        f"{'removed':10s}  {name}  its key was unregistered, which is for good: move "
+        f"{credentials / 'clients' / name}.pub away; to readmit the client, make a new key"
+        for name in keys
+        if name not in nodes
     ]

@@ -79,8 +79,8 @@ def register_keys(
     """By client name, the node id of its key and whether this call registered it.
 
     address: of the SuperLink's HTTP API. public_keys: by client name, in OpenSSH's format. Keys
-    that the SuperLink knows are left alone. ValueError for a key that is none, or that two names
-    share.
+    that the SuperLink knows are left alone. A key that was unregistered, which no SuperLink takes
+    again, is left out. ValueError for a key that is none, or that two names share.
     """
     keys: dict[bytes, str] = {}
     for name, text in public_keys.items():
@@ -98,9 +98,12 @@ def register_keys(
     )
     try:
         listed = client.ListNodes(ListNodesRequest()).nodes_info
-        known = {n.public_key: n.node_id for n in listed if n.status != NodeStatus.UNREGISTERED}
+        known = {n.public_key: n.node_id for n in listed}
+        removed = {n.public_key for n in listed if n.status == NodeStatus.UNREGISTERED}
         nodes = {}
         for key_bytes, name in keys.items():
+            if key_bytes in removed:
+                continue
             is_new = key_bytes not in known
             if is_new:
                 request = RegisterNodeRequest(public_key=key_bytes, name=name)

@@ -142,6 +142,33 @@ def test_a_client_whose_folder_is_gone_gets_no_key_that_nobody_registers(tmp_pat
         make_credentials(tmp_path, [], ["site-a"])
 
 
+def test_no_client_gets_a_ca_that_did_not_sign_the_server_s_certificate(tmp_path):
+    """`ca` was moved to a safe place: a new one was made for the new client, without a word."""
+    make_credentials(tmp_path, ["a.org"], ["site-a"])
+    (tmp_path / "ca").rename(tmp_path / "safe")
+    before = digests(tmp_path)
+    with pytest.raises(ValueError, match=r"ca\.pem is missing: put the `ca` that signed server"):
+        make_credentials(tmp_path, [], ["site-b"])
+    assert digests(tmp_path) == before
+    (tmp_path / "ca").mkdir()
+    (tmp_path / "ca/ca.pem").write_bytes((tmp_path / "server/ca.pem").read_bytes())
+    make_credentials(tmp_path, [], ["site-b"])
+    assert (tmp_path / "site-b/ca.pem").read_bytes() == (tmp_path / "site-a/ca.pem").read_bytes()
+
+
+def test_another_ca_neither_serves_new_clients_nor_renews(tmp_path):
+    """All clients would have refused the renewed certificate."""
+    make_credentials(tmp_path, ["a.org"], [])
+    make_credentials(tmp_path / "other", ["a.org"], [])
+    (tmp_path / "ca").rename(tmp_path / "safe")
+    (tmp_path / "other/ca").rename(tmp_path / "ca")
+    before = digests(tmp_path)
+    for make in (lambda: make_credentials(tmp_path, [], ["x"]), lambda: renew(tmp_path)):
+        with pytest.raises(ValueError, match=r"ca\.pem is not the CA of .*: put the `ca`"):
+            make()
+    assert digests(tmp_path) == before
+
+
 @pytest.mark.parametrize(
     ("private", "public"),
     [

@@ -24,8 +24,10 @@ from deployment_fixtures import (
     wait_for_round,
 )
 
+from keel.deployment.checks_host import check_registered
 from keel.deployment.credentials import make_credentials
 from keel.deployment.loopback import free_ports, partitions, running
+from keel.deployment.register import register
 from keel.deployment.superlink import run_config
 from protocol.config import app_folder
 
@@ -143,3 +145,19 @@ def test_an_executor_without_the_secret_gets_no_work(deployed):
     assert "Start `flwr-clientapp`" not in strange.stdout
     with_secret = deployed.processes["executor-client-0000"].process
     assert with_secret.poll() is None
+
+
+def test_a_key_that_was_unregistered_keeps_no_other_client_out(deployed):
+    """No SuperLink takes such a key again: while its file was there, registering ended with it."""
+    server, address = deployed.credentials / "server", f"127.0.0.1:{deployed.http_port}"
+    make_credentials(deployed.credentials, [deployed.host], ["removed"])
+    [line] = [x for x in register(server, address, 0.0) if x.startswith("registered")]
+    node = line.split()[3]
+    deployed.superlink.flwr("supernode", "unregister", node, deployed.superlink.connection)
+    make_credentials(deployed.credentials, [deployed.host], ["later"])
+    lines = {line.split()[1]: line for line in register(server, address, 0.0)}
+    assert lines["later"].startswith("registered")
+    assert f"its key was unregistered, which is for good: move {server}" in lines["removed"]
+    assert json.loads((server / "clients.json").read_text()).keys() == lines.keys() - {"removed"}
+    findings = list(check_registered(server, address))
+    assert not any(node in finding.text for finding in findings), findings
