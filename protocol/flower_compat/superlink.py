@@ -17,8 +17,8 @@ for which the ServerApp then waits. Here a reply is delivered once it is complet
 the ServerApp confirms it.
 
 Replaces `SqlLinkState`. Why: Flower measures heartbeats by the clock, so that a SuperLink that was
-stopped, or away, for more than a minute fails every run and regards every node as gone. Here both
-have another minute to be heard once it is back.
+stopped, or away, for more than a minute fails every run and regards every node as gone; so does one
+whose clock is set forward. Here both have another minute to be heard once it is back.
 
 Replaces `GRPC_MAX_MESSAGE_LENGTH` of the Fleet API, 2 GiB. Why: the SuperLink holds what a client
 sends at once in memory. No object of Flower's is larger than `MAX_OBJECT_BYTES`; one of up to twice
@@ -220,19 +220,21 @@ def confirm_and_delete(
 class Presence:
     """Notices that this process has just started, or was stopped for more than `absence_s`.
 
+    Or that the clock was set forward by more, as it is when a virtual machine was paused.
     was_away: until someone has dealt with it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seen = float("-inf")
+        self._seen, self._lead = float("-inf"), float("inf")  # of the clock over the monotonic one
         self.was_away = False
 
     def tick(self) -> None:
         """Note that the process runs."""
         with self._lock:
-            self.was_away |= time.monotonic() - self._seen > absence_s
-            self._seen = time.monotonic()
+            seen, lead = time.monotonic(), time.time() - time.monotonic()
+            self.was_away |= max(seen - self._seen, lead - self._lead) > absence_s
+            self._seen, self._lead = seen, lead
 
     def watch(self) -> None:
         """Tick for ever, in a thread."""

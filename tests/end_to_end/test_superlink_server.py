@@ -306,9 +306,9 @@ def test_a_message_to_a_node_that_is_gone_is_answered_once_and_withdrawn(link):
     assert link.state.num_message_ins() == 0
 
 
-def clocks_at(monkeypatch, seconds, absent):
-    """All clocks this much later; absent: without a tick on the way."""
-    later, real = time.time() + seconds, time.monotonic() + seconds
+def clocks_at(monkeypatch, seconds, absent, is_set=False):
+    """All clocks this much later; absent: without a tick on the way. is_set: not the monotonic."""
+    later, real = time.time() + seconds, time.monotonic() + (0 if is_set else seconds)
     now = superlink_server.now() + superlink_server.timedelta(seconds=seconds)
     if not absent:
         monkeypatch.setattr(PatientLinkState.presence, "_seen", real)
@@ -324,6 +324,17 @@ def test_runs_and_nodes_outlive_an_absence_of_the_superlink(link, monkeypatch, a
     one = link.send("one", ttl=3600.0)
     link.state.renew()
     clocks_at(monkeypatch, absence_s, absent=True)
+    assert link.state.acknowledge_task_heartbeat(link.task)
+    assert link.pull(one) == []
+    assert link.state.get_nodes(link.run) == {link.node, link.other}
+
+
+def test_runs_and_nodes_outlive_a_clock_that_is_set_forward(link, monkeypatch):
+    """The SuperLink has run all the time: only the clock, which says when they expire, has not."""
+    one = link.send("one", ttl=3600.0)
+    link.state.renew()
+    assert link.state.acknowledge_task_heartbeat(link.task)
+    clocks_at(monkeypatch, 600, absent=False, is_set=True)
     assert link.state.acknowledge_task_heartbeat(link.task)
     assert link.pull(one) == []
     assert link.state.get_nodes(link.run) == {link.node, link.other}
