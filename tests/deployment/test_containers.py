@@ -7,6 +7,7 @@ KEEL_TEST_WHEELS name an unpacked Debian and a folder of wheels made before, whi
 """
 
 import contextlib
+import errno
 import ipaddress
 import json
 import os
@@ -299,6 +300,18 @@ def test_the_code_of_a_run_finds_neither_data_nor_client_state_and_the_worker_no
     assert executor == ["False", "False", "True"]
     interfaces, *_ = compose.within("worker-0", code).rsplit(maxsplit=3)
     assert interfaces == "['lo']"
+
+
+def test_the_code_of_a_run_cannot_take_the_socket_away_nor_fill_the_disk(local):
+    compose, _ = local
+    code = (
+        "import os; from pathlib import Path\n"
+        "for do in (lambda: os.unlink('/run/keel/worker.sock'), Path('/run/keel/x').mkdir,"
+        " Path('/state/x').touch, Path('/app/x').touch):\n"
+        "    try: do(); print('done')\n"
+        "    except OSError as error: print(error.errno)\n"
+    )
+    assert compose.within("executor-0", code).split() == [str(errno.EROFS)] * 4
 
 
 def test_a_killed_worker_is_restarted_and_answers_again(local, docker):

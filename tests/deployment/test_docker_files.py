@@ -55,8 +55,18 @@ def test_flowers_app_installations_do_not_outlive_their_container(name):
     """Flower takes an app that is there for whole: one that a full disk cut short would stay."""
     assert "FLWR_HOME=/run/flwr" in (docker / "Dockerfile").read_text()
     for service, about in files[name]["services"].items():
-        is_executor = service.startswith(("serverapp", "executor"))
-        assert about.get("tmpfs") == (["/run/flwr"] if is_executor else None)
+        expected = {"serverapp": ["/run/flwr"], "executor": ["/run/flwr", "/tmp"]}
+        assert about.get("tmpfs") == expected.get(service.rstrip("-0123456789"))
+
+
+@pytest.mark.parametrize("name", ["client", "local"])
+def test_the_code_of_a_run_can_write_to_its_own_memory_alone(name):
+    """It could fill the disk, or put a directory in the socket's place: the worker's next start
+    failed, and every one after that."""
+    executors = [about for s, about in files[name]["services"].items() if s.startswith("executor")]
+    for about in executors:
+        assert about["read_only"]
+        assert all(volume.endswith(":ro") for volume in about["volumes"]), about["volumes"]
 
 
 def mounts(service):
