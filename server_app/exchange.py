@@ -169,7 +169,7 @@ class Exchange:
         first_s = SIMULATION_POLL_S if is_in_process_grid(self.grid) else DEPLOYED_POLL_S
         poll_s, looked_at, now = first_s, 0.0, sent_at
         while (waiting or away) and now < deadline:
-            arrived = deque(self.pull(list(waiting), deadline - now))
+            arrived = deque(sorted(self.pull(list(waiting), deadline - now), key=is_undelivered))
             has_arrived, max_poll_s = bool(arrived), MAX_POLL_S
             if is_in_process_grid(self.grid):  # a pull comes back at once
                 pull_s = time.monotonic() - now
@@ -306,7 +306,7 @@ class Exchange:
     def note_late(self, reply: Message) -> None:
         """Log whose reply this is, if one was awaited before."""
         text = self.late.pop(reply.metadata.reply_to_message_id, "")
-        if text and not (reply.has_error() and reply.error.code in UNDELIVERED):
+        if text and not is_undelivered(reply):
             log.warning("%s came too late and is not used", text)
             self.arrived_late.append(text)
 
@@ -343,6 +343,11 @@ def watch(stops: weakref.ref[Stops]) -> None:
         noted.note()
         del noted
         time.sleep(TICK_S)
+
+
+def is_undelivered(reply: Message) -> bool:
+    """Whether the SuperLink says that it has no such message or reply, maybe no longer."""
+    return reply.has_error() and reply.error.code in UNDELIVERED
 
 
 def failure(message: Message, reason: str, code: int = NO_REPLY) -> Message:

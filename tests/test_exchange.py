@@ -416,6 +416,32 @@ def test_a_reply_that_another_pull_has_just_taken_is_not_asked_for_again(hurry, 
     assert grid.pushes == [5]
 
 
+def test_a_reply_that_arrives_together_with_word_that_it_is_gone_is_taken(hurry, monkeypatch):
+    """As above, but both pulls end while nobody looks, the second one first."""
+    for name, value in {"MAX_POLL_S": 0.2, "DEPLOYED_POLL_S": 0.2, "MAX_PULLS": 2}.items():
+        monkeypatch.setattr(server_app.exchange, name, value)
+    grid, second_ended = ToyGrid(lambda node, before: "reply"), threading.Event()
+    pull, pulls = grid.pull_messages, []
+
+    def both(message_ids):
+        pulls.append(1)
+        if len(pulls) == 1:
+            replies = pull(message_ids)
+            second_ended.wait(20)
+            time.sleep(0.02)
+            return replies
+        time.sleep(0.3)  # longer than the exchange looks, shorter than until it looks again
+        second_ended.set()
+        lost = Error(ErrorCode.MESSAGE_UNAVAILABLE, "not found")
+        return [Message(lost, reply_to=asked)]
+
+    grid.pull_messages = both
+    exchange = Exchange(grid, str, lambda nodes, timeout_s: {})
+    [asked] = to(5)
+    assert outcomes(exchange.ask([asked], 5, "round 1")) == [(5, 5)]
+    assert grid.pushes == [5]
+
+
 @pytest.mark.end_to_end  # waits for three seconds
 def test_a_reply_that_cannot_be_read_costs_its_client_alone(hurry):
     grid = ToyGrid(lambda node, before: "unreadable" if node == 5 else "reply")
