@@ -86,7 +86,6 @@ from protocol.messages import (
     simulated_reply,
     tensors,
 )
-from protocol.source_spec import parse_source
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
@@ -243,11 +242,10 @@ def without_file_names(reason: str, error: Exception, source: str) -> str:
         return f"{error.nameless} ({log_has_it})"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{type(error).__name__}: {error.strerror} ({log_has_it})"
-    try:
-        _, path = parse_source(source)
-    except ValueError:  # the reason says so
-        path = None
-    return reason.replace(in_one_line(path, MAX_REASON), "…") if path else reason
+    _, _, location = source.partition(":")
+    for path in (Path(location).expanduser().absolute(), location) if location else ():
+        reason = reason.replace(in_one_line(path, MAX_REASON), "…")
+    return reason
 
 
 def clients_per_step(message: Message, context: Context) -> int:

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -491,7 +492,7 @@ def test_a_client_without_data_says_how_to_give_it_some(tmp_path):
 @pytest.mark.parametrize(
     ("node", "words"),
     [
-        ({"name": "a", "source": "folder:relative"}, ["folder:relative", "absolute"]),
+        ({"name": "a", "source": "folder:relative"}, ["'folder:…'", "absolute"]),
         ({"partition-id": 0, "num-partitions": 2, "model": "resnet99"}, ["resnet99", "resnet20"]),
         ({"name": "a", "modle": "resnet20"}, ["node config key = 'modle'", "did you mean model?"]),
         (
@@ -506,11 +507,13 @@ def test_a_nodes_mistake_is_named(node, words, tmp_path):
     assert "without a name" not in reason
 
 
-def test_a_source_that_is_missing_is_named_in_the_clients_log_alone(tmp_path, caplog):
-    node = {"name": "a", "source": "npz:/nowhere/at-all.npz"}
-    reason = error_of(Client(make_config(), tmp_path, node).ask("query"))
-    assert "npz:…" in reason
-    assert "/nowhere/at-all.npz" in caplog.text
+@pytest.mark.parametrize("spec", ["npz:/nowhere/at-all.npz", "npz:at-all.npz", "nzp:/at-all.npz"])
+def test_a_source_that_is_missing_is_named_in_the_clients_log_alone(spec, tmp_path, caplog):
+    reason = error_of(Client(make_config(), tmp_path, {"name": "a", "source": spec}).ask("query"))
+    assert f"'{spec[:4]}…'" in reason
+    assert "at-all" not in reason
+    assert str(Path.cwd()) not in reason
+    assert spec in caplog.text
 
 
 def test_a_method_that_is_unknown_is_named_with_its_neighbours(tmp_path):
