@@ -94,6 +94,12 @@ export KEEL_IMAGE ?= keel
 # Containers run as the owner of the secrets; root gives the secrets to the image's user.
 export KEEL_UID ?= $(shell [ $$(id -u) = 0 ] && echo 10001 || id -u)
 give_secrets = [ $$(id -u) != 0 ] || chown -R $(KEEL_UID)
+# Docker would make a directory, owned by root, in place of what is missing
+there = case '$(1)' in /*) [ $(2) '$(1)' ];; *) false;; esac || \
+  { echo '$(1): no such $(3), or its path is not absolute; see docs/how-to/deployment.md'; exit 1; }
+# new containers each time: a compose that finds nothing changed would leave those that read the old
+# secrets and certificates when they started
+UP = up -d --force-recreate
 
 credentials: $(READY)  ## CA, certificate and keys: NAMES="fl.example.org 10.0.0.1" CLIENTS="site-a site-b"
 	$(BIN)/python -m keel deploy credentials --folder '$(CREDENTIALS)' \
@@ -106,8 +112,10 @@ image:  ## the container image, from BASE (python:3.12.11-slim-bookworm), with P
 
 deploy-server: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/server
 deploy-server:  ## SuperLink and ServerApp executor on this machine; variables: docs/environment.md
+	@$(call there,$(KEEL_CREDENTIALS)/executor.secret,-f,file)
+	@$(if $(KEEL_DATA),$(call there,$(KEEL_DATA),-d,directory))
 	$(give_secrets) '$(KEEL_CREDENTIALS)'
-	$(COMPOSE) -p keel-server -f docker/compose.server.yml up -d
+	$(COMPOSE) -p keel-server -f docker/compose.server.yml $(UP)
 
 register: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/server
 register:  ## the clients' keys with the SuperLink on this machine
@@ -118,6 +126,8 @@ deploy-client: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/$(KEEL_CLIENT
 deploy-client:  ## one client on this machine; variables: docs/environment.md
 	@$(foreach name,KEEL_CLIENT KEEL_SERVER KEEL_DATA,[ '$($(name))' ] || \
 	  { echo '$(name) is not set; see docs/environment.md'; exit 1; };)
+	@$(call there,$(KEEL_CREDENTIALS)/executor.secret,-f,file)
+	@$(call there,$(KEEL_DATA),-d,directory)
 	@for name in $$(env | sed -n 's/^\(export\)\{0,1\} *\(KEEL_PRIVACY_[^ =:]*\) *[=:] *[^ ].*/\2/p' \
 	    - $(wildcard .env docker/.env)); do \
 	  grep -q " $$name:" docker/compose.client.yml || \
@@ -125,7 +135,7 @@ deploy-client:  ## one client on this machine; variables: docs/environment.md
 	done
 	$(give_secrets) '$(KEEL_CREDENTIALS)'
 	$(COMPOSE) -p "keel-$$(echo '$(KEEL_CLIENT)' | tr A-Z. a-z-)" -f docker/compose.client.yml \
-	  $(if $(findstring cuda,$(KEEL_DEVICE)),-f docker/compose.gpu.yml) up -d
+	  $(if $(findstring cuda,$(KEEL_DEVICE)),-f docker/compose.gpu.yml) $(UP)
 
 LOCAL = $(COMPOSE) -p keel-local -f docker/compose.local.yml
 deploy-local: export KEEL_CREDENTIALS ?= $(CURDIR)/$(CREDENTIALS)/local

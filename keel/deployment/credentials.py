@@ -178,7 +178,7 @@ def renew(folder: Path, names: Sequence[str] = (), days: int = 825) -> list[str]
     until = x509.load_pem_x509_certificate(content).not_valid_after_utc
     return [
         f"renewed  {path}  valid until {until:%Y-%m-%d}, for {', '.join(all_names)}",
-        "copy it to the server, then restart the SuperLink there",
+        "copy it to the server, then restart the SuperLink there (`make deploy-server`)",
     ]
 
 

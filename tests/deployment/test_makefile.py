@@ -9,12 +9,20 @@ import pytest
 from protocol.config import app_folder
 
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="there is no make here")
-client = {"KEEL_CLIENT": "Site.A", "KEEL_SERVER": "fl.example.org:9092", "KEEL_DATA": "/srv/images"}
+client = {"KEEL_CLIENT": "Site.A", "KEEL_SERVER": "fl.example.org:9092", "KEEL_DATA": "/usr"}
 
 
 @pytest.fixture
 def make(tmp_path):
-    """(exit status, lines) of a target, as root sees it."""
+    """(exit status, lines) of a target, as root sees it, in a checkout with credentials in `here`.
+
+    The checkout is `tmp_path`.
+    """
+    shutil.copy(app_folder / "Makefile", tmp_path)
+    shutil.copytree(app_folder / "docker", tmp_path / "docker")
+    for machine in ("Site.A", "server"):
+        (tmp_path / "here" / machine).mkdir(parents=True)
+        (tmp_path / "here" / machine / "executor.secret").touch()
     for name, script in {
         "id": "echo 0",
         "chown": 'echo chown "$@"',
@@ -28,7 +36,7 @@ def make(tmp_path):
         env |= {"PATH": f"{tmp_path}{os.pathsep}{env['PATH']}"} | values
         done = subprocess.run(
             ["make", "--silent", target, "COMPOSE=compose", "CREDENTIALS=here", *variables],
-            env=env, cwd=app_folder, text=True, timeout=60, check=False,
+            env=env, cwd=tmp_path, text=True, timeout=60, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         return done.returncode, done.stdout.splitlines()
@@ -59,24 +67,43 @@ def test_deploy_client_names_a_misspelt_privacy_limit(make):
 def test_deploy_client_names_a_misspelt_privacy_limit_of_compose_s_env_file(
     make, tmp_path, file, line
 ):
-    for name in ("Makefile", "docker/compose.client.yml"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(app_folder / name, tmp_path / name)
     (tmp_path / file).write_text(line.format("KEEL_PRIVACY_METRICS"))
-    assert make("deploy-client", f"--directory={tmp_path}", **client)[0] == 0
+    assert make("deploy-client", **client)[0] == 0
     (tmp_path / file).write_text(line.format("KEEL_PRIVACY_METRICS"[:-1]))
-    status, [error] = make("deploy-client", f"--directory={tmp_path}", **client)
+    status, [error] = make("deploy-client", **client)
     assert status
     assert error.startswith("KEEL_PRIVACY_METRICS"[:-1] + " is not a site limit")
 
 
-def test_deploy_client_changes_the_owner_of_its_own_secrets_only(make):
+def test_deploy_client_changes_the_owner_of_its_own_secrets_only(make, tmp_path):
     status, lines = make("deploy-client", **client, KEEL_DEVICE="cuda:1")
     assert status == 0
+    files = "-f docker/compose.client.yml -f docker/compose.gpu.yml"
     assert lines == [
-        f"chown -R 10001 {app_folder}/here/Site.A",
-        "-p keel-site-a -f docker/compose.client.yml -f docker/compose.gpu.yml up -d",
+        f"chown -R 10001 {tmp_path}/here/Site.A",
+        f"-p keel-site-a {files} up -d --force-recreate",
     ]
+
+
+def test_deploying_again_takes_new_secrets_and_certificates(make):
+    """Compose finds nothing changed if only files are, and would leave what has read the old."""
+    for target in ("deploy-client", "deploy-server"):
+        assert make(target, **client)[1][-1].endswith(" up -d --force-recreate")
+
+
+@pytest.mark.parametrize("target", ["deploy-client", "deploy-server"])
+def test_what_is_missing_is_named_before_docker_makes_a_directory_of_it(make, tmp_path, target):
+    """As root, in place of a secret, too: the credentials could then not be copied there."""
+    for data in ("images", "./docker", "/nowhere/images"):
+        status, [line] = make(target, **client | {"KEEL_DATA": data})
+        assert status
+        assert line.startswith(f"{data}: no such directory, or its path is not absolute")
+    [secret] = tmp_path.glob(f"here/{'Site.A' if 'client' in target else 'server'}/*.secret")
+    secret.unlink()
+    secret.mkdir()
+    status, [line] = make(target, **client)
+    assert status
+    assert line.startswith(f"{secret}: no such file, or its path is not absolute")
 
 
 def test_make_doctor_passes_its_arguments(make):
