@@ -36,10 +36,10 @@ class LineError(ValueError):
         super().__init__(f"line {line}: {message}")
 
 
-class Lines(dict[Any, Any]):
+class Lines(dict[str, Any]):
     """A YAML mapping with the line number of each key."""
 
-    lines: Mapping[Any, int]
+    lines: Mapping[str, int]
 
 
 # libyaml's parser reads a recipe ten times as fast; PyYAML is built without it on some machines
@@ -49,18 +49,36 @@ _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 class _Loader(_SafeLoader):  # type: ignore[misc, valid-type]
     """Keeps line numbers; refuses a duplicate key, where YAML would let the last one win."""
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """As YAML's. LineError for a value that is not of its type, such as 2020-13-45."""
+        try:
+            return super().construct_object(node, deep)
+        except LineError:
+            raise
+        except ValueError as error:
+            raise LineError(node.start_mark.line + 1, f"not YAML: {error}") from error
+
 
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Lines:
-    lines: dict[Any, int] = {}
+    """Keys are text, whatever YAML takes them for."""
+
+    def key_of(key_node: yaml.Node) -> str:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise LineError(key_node.start_mark.line + 1, "expected a name before the colon")
+        return str(loader.construct_object(key_node))
+
+    lines: dict[str, int] = {}
     for key_node, _ in node.value:
         if key_node.value == "<<":
             continue
-        key, line = loader.construct_object(key_node), key_node.start_mark.line + 1
+        key, line = key_of(key_node), key_node.start_mark.line + 1
         if key in lines:
             raise LineError(line, f"{key!r} is a duplicate of line {lines[key]}")
         lines[key] = line
     loader.flatten_mapping(node)
-    mapping = Lines(loader.construct_mapping(node, deep=True))
+    mapping = Lines(
+        {key_of(key): loader.construct_object(value, True) for key, value in node.value}
+    )
     mapping.lines = {key: lines.get(key, node.start_mark.line + 1) for key in mapping}
     return mapping
 
@@ -140,7 +158,6 @@ ConfigValue = Annotated[Any, AfterValidator(_config_value)]
 ConfigValues = Annotated[list[ConfigValue], BeforeValidator(_values)]
 ConfigKeys = Annotated[dict[ConfigKey, ConfigValue], BeforeValidator(_config_keys)]
 ConfigLists = Annotated[dict[ConfigKey, ConfigValues], BeforeValidator(_config_keys)]
-Name = Annotated[str, BeforeValidator(str)]
 Text = Annotated[str, AfterValidator(str.strip)]
 Texts = Annotated[list[Text], BeforeValidator(_as_list)]
 PaperNumber = Annotated[float, Field(strict=True)] | None
@@ -195,8 +212,8 @@ class RecipeFile(Reading):
     shows: Literal["table", "curves", "labels"] = "table"
     seeds: Annotated[list[int], BeforeValidator(_seeds)] = [0]
     config: ConfigKeys = {}
-    columns: Annotated[list[dict[Name, Entry]], BeforeValidator(_as_list)] = []
-    rows: Annotated[list[dict[Name, Entry]], BeforeValidator(_as_list)] = []
+    columns: Annotated[list[dict[str, Entry]], BeforeValidator(_as_list)] = []
+    rows: Annotated[list[dict[str, Entry]], BeforeValidator(_as_list)] = []
     grid: ConfigLists = {}
     claims: Texts = []
     headlines: Texts = []
@@ -204,6 +221,9 @@ class RecipeFile(Reading):
 
 def read_recipe_file(text: str) -> tuple[RecipeFile, Lines]:
     """The validated file and its mapping with line numbers. LineError for the first mistake."""
+    if odd := yaml.reader.Reader.NON_PRINTABLE.search(text):
+        line = text.count("\n", 0, odd.start()) + 1
+        raise LineError(line, f"not YAML: the character {odd[0]!r} is not allowed")
     try:
         top = yaml.load(text, _Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -225,10 +245,10 @@ def _described(error: ErrorDetails, top: Lines) -> tuple[int, str]:
         if isinstance(node, list) and isinstance(part, int):
             node = node[part]
         elif isinstance(node, Lines):
-            key = next((k for k in node if str(part) in (str(k), RENAMED_KEYS.get(k))), None)
+            key = next((k for k in node if part in (k, RENAMED_KEYS.get(k))), None)
             if key is not None:  # else a part of the model alone, such as `keys`
                 line, node = node.lines[key], node[key]
-                path.append(str(key))
+                path.append(key)
     own_message = str(error.get("ctx", {}).get("error", ""))
     if error["loc"] and error["loc"][-1] == "[key]":
         return line, own_message

@@ -426,6 +426,11 @@ claims:
             "one, two; did you mean two",
         ),
         ("  one:", "  one: [", 9, "not YAML"),
+        ("title: x", "title: 2020-13-45", 1, "not YAML: month must be in 1..12"),
+        ("title: x", "title: \x07", 1, "the character '\\x07' is not allowed"),
+        ("  one:", "  [one]:", 8, "expected a name before the colon"),
+        ("  two: ", "  1: {alpha: 1}\n  '1': ", 10, "'1' is a duplicate of line 9"),
+        ("num-clients: 4", "4: num-clients", 3, "config key = '4' is unknown"),
     ],
 )
 def test_a_bad_recipe_is_refused_with_its_line(old, new, line, words):
