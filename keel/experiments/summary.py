@@ -268,13 +268,15 @@ def svg_of(curves: Curves, title: str) -> str:
 def write_summary(archive: Path, page: Path, readme: Path) -> list[Path]:
     """Write the page with its curves and the README's table; returns the paths.
 
-    ValueError if the README lacks the markers.
+    ValueError if the README lacks the markers, or if there is no archive.
     """
     before = readme.read_text()
     head, begin, rest = before.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{readme}: expected the lines {BEGIN} and {END}")
+    if not archive.is_dir():
+        raise ValueError(f"--histories {archive} is not a directory")
     pictures: dict[str, str] = {}
     environment = template_environment()
     with unpacked(archive) as outputs:

@@ -596,6 +596,16 @@ def test_a_readme_without_markers_is_refused(tmp_path):
         write_summary(tmp_path, tmp_path / "page.md", tmp_path / "README.md")
 
 
+def test_a_missing_archive_is_refused_and_no_curve_removed(tmp_path):
+    readme, curve = tmp_path / "README.md", tmp_path / "curves" / "old.svg"
+    readme.write_text(f"{BEGIN}\n{END}\n")
+    curve.parent.mkdir()
+    curve.touch()
+    with pytest.raises(ValueError, match=r"--histories .*/missing is not a directory"):
+        write_summary(tmp_path / "missing", tmp_path / "page.md", readme)
+    assert curve.exists()
+
+
 def test_a_picture_has_both_curves_and_the_papers_values():
     """From 0 % in round 1 to 100 % in round 2: from the bottom's middle to the upper right."""
     curves = {"a < b": ([(1, 0.0, 0), (2, 100.0, 0)], 50.0), "c": ([], None)}
