@@ -19,10 +19,15 @@ from pathlib import Path
 from typing import TextIO
 
 from keel.cli.progress import Terminal
-from keel.deployment.simulation import end_abandoned, last_line, simulation_superlink
+from keel.deployment.simulation import (
+    MARK_FILE,
+    end_abandoned,
+    engine_folder,
+    last_line,
+    simulation_superlink,
+)
 from keel.deployment.superlink import SuperLinkClient, app_directory, run_config
 from keel.runs import FINISHED, SavedRun, is_locked
-from protocol.config import keel_home
 from protocol.options import OptionValue
 from protocol.processes import num_cores
 from protocol.ray_nodes import CPU_WORKERS, Node
@@ -89,10 +94,25 @@ def run_in_process(job: Job, terminal: Terminal) -> None:
     run_inline(job.overrides, job.num_clients, observers=[terminal])
 
 
+def reserved(path: Path) -> Path:
+    """The path, or the next with a number, of which no run of the flower engine has the name.
+
+    Its engine folder is made: runs that start in the same second have different names.
+    """
+    own, number = path, 0
+    while True:
+        with suppress(FileExistsError):
+            engine_folder(own.name).mkdir(parents=True)
+            if not own.exists():
+                return own
+        number += 1
+        own = path.with_name(f"{path.name}-{number}")
+
+
 def run_on_flower(job: Job, terminal: Terminal) -> None:
     """Execute the run with `flwr run` on a SuperLink that lives as long as the run."""
     assert job.directory is not None
-    folder = keel_home() / "flower" / job.directory.name
+    folder = engine_folder(job.directory.name)
     terminal.phase("starting Flower")
     if is_locked(folder / ".lock"):
         raise ValueError(
@@ -100,7 +120,8 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
             "run-name=NAME"
         )
     end_abandoned(folder)
-    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+    if (folder / MARK_FILE).exists():  # of an attempt that failed; else it is reserved
+        shutil.rmtree(folder, ignore_errors=True)
     try:
         with (
             app_directory() as app,

@@ -163,7 +163,7 @@ def resume(
     unfinished = [] if run else [r for r in all_runs() if not r.is_running and r.state != FINISHED]
     saved = find_run(run) if run else only_run(unfinished, "can be resumed", "keel resume")
     if saved.is_running:
-        raise ValueError(f"{saved.name} is running: `keel status {saved.name}` shows it")
+        raise ValueError(f"{saved.name} is running: `keel status {saved.reference}` shows it")
     return executed({"resume": str(saved.directory)} | overrides, options)
 
 
@@ -280,6 +280,7 @@ def prepared(
     else:
         rows = plan_rows(config, job, resumed.rounds if resumed else 0)
     if options.engine is Engine.flower and directory:
+        directory = directory if config.rounds.run_name else engines.reserved(directory)
         named = {**overrides, "run-name": directory.name}
         job = replace(job, overrides=named, directory=directory)
     terminal.shown = dict(rows)

@@ -14,11 +14,17 @@ from pathlib import Path
 
 from keel.deployment.superlink import SuperLinkClient, free_ports
 from keel.runs import is_locked
+from protocol.config import keel_home
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 30.0  # for processes to end after SIGTERM: the ServerApp writes its summary
 MARK_FILE = "mark"
 MARK = "KEEL_ENGINE"  # environment variable of every process that came of such a SuperLink
+
+
+def engine_folder(name: str) -> Path:
+    """Where `keel run --engine flower` has the logs, the lock and Flower's home of a run."""
+    return keel_home() / "flower" / name
 
 
 @contextmanager

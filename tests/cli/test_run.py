@@ -8,7 +8,7 @@ from run_fixtures import only_run
 from tools.sizes import as_json, measured_sizes
 
 from keel.cli.main import main
-from keel.cli.run import NOT_STARTED, EngineOptions, config_of, with_clients
+from keel.cli.run import NOT_STARTED, Engine, EngineOptions, config_of, prepared, with_clients
 from keel.cli.sizes import SIZES_FILE, data_size, parameter_count, stored_sizes
 from keel.deployment.superlink import check_connection
 from keel.runs import SavedRun
@@ -167,6 +167,18 @@ def test_ctrl_c_before_the_run_starts_says_that_nothing_was_saved(home, capsys, 
     assert main(["run"]) == 130
     assert capsys.readouterr().out == f"{NOT_STARTED}\n"
     assert not (home / "runs").exists()
+
+
+def test_runs_of_the_flower_engine_that_start_in_one_second_have_different_names(home, monkeypatch):
+    monkeypatch.setattr("server_app.summary.time.strftime", lambda _: "20260101-000000")
+    options = EngineOptions(Engine.flower, 2)
+    (home / "runs" / "20260101-000000-fedavg-digits-1").mkdir(parents=True)  # of another engine
+    jobs = [prepared({"source": "digits"}, options, True, ())[1] for _ in range(2)]
+    assert [job.overrides["run-name"] for job in jobs] == [
+        "20260101-000000-fedavg-digits",
+        "20260101-000000-fedavg-digits-2",
+    ]
+    assert [job.directory.name for job in jobs] == [job.overrides["run-name"] for job in jobs]
 
 
 def test_clients_come_from_the_option_the_config_or_are_ten():
