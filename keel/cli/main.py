@@ -174,8 +174,10 @@ def explained(error: click.ClickException) -> str:
         from protocol.config import default_config
 
         key = error.option_name.lstrip("-")
-        hint = f"{error.message} Config keys have no dashes: {key}=VALUE."
-        return hint if key in default_config() else text
+        if key in default_config():
+            return f"{error.message} Config keys have no dashes: {key}=VALUE."
+        hint = " Write -- before an argument that begins with a dash."
+        return text if error.possibilities else text + hint
     found = re.fullmatch(r"'(.*)' is not one of (.*)\.", error.message)
     if not found:
         return text

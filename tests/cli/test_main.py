@@ -152,6 +152,12 @@ def test_an_option_that_is_a_config_key_is_not_likened_to_an_option(capsys):
     assert capsys.readouterr().err == line
 
 
+def test_an_argument_that_begins_with_a_dash_is_no_riddle(capsys):
+    assert main(["predict", "run", "-x.png"]) == 2
+    line = "error: No such option '-x'. Write -- before an argument that begins with a dash.\n"
+    assert capsys.readouterr().err == line
+
+
 def test_ctrl_c_while_keel_is_imported_is_no_traceback(monkeypatch):
     class Interrupted(ModuleType):
         def __getattr__(self, name):
