@@ -6,7 +6,8 @@ the run's state.
 
 import fcntl
 import os
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,8 @@ from server_app.summary import (
 
 CONFIG_FILE, LOCK_FILE = "config.json", ".lock"
 STARTING, RUNNING, FINISHED, INTERRUPTED = "starting", "running", "finished", "interrupted"
+# of these states in a terminal; of others red
+COLOURS = {FINISHED: "green", RUNNING: "cyan", "stopped": "yellow", INTERRUPTED: "yellow"}
 DAMAGE = (OSError, ValueError, TypeError, KeyError, AttributeError)  # of a file of any content
 
 
@@ -41,6 +44,12 @@ class SavedRun:
     def name(self) -> str:
         """The directory's name."""
         return self.directory.name
+
+    @property
+    def reference(self) -> str:
+        """What commands find it by: its name if it is in the runs directory, else its path."""
+        is_there = self.directory.parent == full_path(runs_directory())
+        return self.name if is_there else shlex.quote(str(self.directory))
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -144,9 +153,8 @@ class SavedRun:
 
     @property
     def source(self) -> str:
-        """The data source; of folder:PATH and npz:PATH the last part of PATH."""
-        kind, colon, path = str(self.config["source"]).partition(":")
-        return f"{kind}:{Path(path).name}" if colon else kind
+        """`short_source` of the config."""
+        return short_source(self.config["source"])
 
     @property
     def last_change(self) -> float:
@@ -155,10 +163,22 @@ class SavedRun:
         return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
 
 
+def short_source(source: object) -> str:
+    """The data source; of folder:PATH and npz:PATH the last part of PATH."""
+    kind, colon, path = str(source).partition(":")
+    return f"{kind}:{Path(path).name}" if colon else kind
+
+
 def uses(config: Mapping[str, Any], key: str) -> bool:
     """Whether a run uses the key: it is no option of another method or server optimizer."""
     table, dot, _ = key.partition(".")
     return not dot or table in (config.get("method"), config.get("server-optimizer"), "privacy")
+
+
+def differing_keys(configs: Sequence[Mapping[str, Any]], ignored: Set[str]) -> list[str]:
+    """The config keys, but for the ignored, whose values differ between runs that use them."""
+    keys = sorted({key for config in configs for key in config} - ignored)
+    return [k for k in keys if len({str(c.get(k)) for c in configs if uses(c, k)}) > 1]
 
 
 def is_locked(path: Path) -> bool:

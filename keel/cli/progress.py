@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from keel.runs import SavedRun
 from server_app.history import CURVES, duration
 
 SHORT = {"global": "accuracy", "local_global": "on clients", "personal": "personal"}
@@ -141,7 +142,7 @@ class Terminal(logging.Handler):
             best, final = 100 * row["best"], 100 * row["final"]
             self.print(f"[bold]{row['what']}[/]: {final:.2f} %, best {best:.2f} %")
         if self.directory:
-            name = self.directory.name
+            name = escape(SavedRun(self.directory).reference)
             elapsed = duration(time.monotonic() - self.created)
             self.print(
                 f"[green]finished[/] in {elapsed}; see keel status, compare, predict, export {name}"
@@ -155,7 +156,7 @@ class Terminal(logging.Handler):
         if self.directory is None:
             self.print("[yellow]stopped[/] before round 1: there is no run to resume")
             return
-        name = self.directory.name
+        name = escape(SavedRun(self.directory).reference)
         done = f"[yellow]stopped[/] after round {self.last_round}"
         self.print(f"{done}; to continue: keel resume {name}")
 

@@ -16,11 +16,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from keel.runs import (
+    COLOURS,
     DAMAGE,
+    FINISHED,
     LOCK_FILE,
     RUNNING,
     SavedRun,
     all_runs,
+    differing_keys,
     find_run,
     is_locked,
     lock_holder,
@@ -71,11 +74,11 @@ def status_lines(run: SavedRun) -> list[str]:
     """The status of a run in a few lines. ValueError, one line, if its files are damaged."""
     config, history = run.config, run.history
     seconds = [sum(line["seconds"].values()) for line in history]
-    left = config["num-rounds"] - run.rounds
     progress = f"{run.rounds} of {config['num-rounds']}"
     if seconds:
         progress += f", {duration(sum(seconds))}"
         if run.state == RUNNING:
+            left = config["num-rounds"] - run.rounds
             progress += f" so far, {duration(left * sum(seconds) / len(seconds))} left"
     optimizer = config["server-optimizer"]
     server = "" if optimizer == "fedavg" else f", server optimizer {optimizer}"
@@ -99,8 +102,8 @@ def status_lines(run: SavedRun) -> list[str]:
         lines.append(f"backoff   {', '.join(history[-1]['backed_off'])}")
     for name in run.damaged_checkpoints():
         lines.append(f"damaged   checkpoints/{name}: a resume skips it")
-    if run.state not in (RUNNING, "finished"):
-        lines.append(f"resume    keel resume {run.name}")
+    if run.state not in (RUNNING, FINISHED):
+        lines.append(f"resume    keel resume {run.reference}")
     return lines
 
 
@@ -184,9 +187,6 @@ def print_runs(columns: Mapping[str, Sequence[str]], least: Sequence[str]) -> No
     print_table(lambda names: table_of({name: columns[name] for name in names}), columns, least)
 
 
-COLOURS = {"finished": "green", "running": "cyan", "stopped": "yellow", "interrupted": "yellow"}
-
-
 def watch(
     run: Annotated[str, typer.Argument(show_default=False)] = "",
     once: Annotated[bool, typer.Option("--once", help="Show the run as it is and exit.")] = False,
@@ -211,9 +211,9 @@ def stop(run: Annotated[str, typer.Argument(show_default=False)] = "") -> None:
     saved = find_run(run) if run else only_run(running, "can be stopped", "keel stop")
     if not saved.is_running:
         raise ValueError(f"{saved.name} is not running: {saved.state}")
-    from keel.deployment.simulation import end_abandoned
+    from keel.deployment.simulation import end_abandoned, engine_folder
 
-    engine_lock = keel_home() / "flower" / saved.name / ".lock"
+    engine_lock = engine_folder(saved.name) / ".lock"
     pid = lock_holder(engine_lock if is_locked(engine_lock) else saved.directory / LOCK_FILE)
     if pid is None:
         raise RuntimeError(f"cannot determine which process writes {saved.directory}")
@@ -256,8 +256,10 @@ def compare(
 
     RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
     """
+    if plot and (plot.expanduser().is_dir() or not plot.suffix):
+        raise ValueError(f"--output {plot}: name a file, such as {plot / 'plot.png'}")
     found = [find_run(run) for run in runs]
-    keys = differing_keys(found)
+    keys = differing_keys([run.config for run in found], PLACES)
     rows = [comparison_row(run) for run in found]
     columns = {
         "run": [run.name for run in found],
@@ -299,12 +301,6 @@ def comparison_name(runs: Sequence[SavedRun]) -> str:
     directories = "\n".join(sorted(str(run.directory) for run in runs))
     others = f"-and-{len(runs) - 1}" if len(runs) > 1 else ""
     return f"{runs[0].name}{others}-{digest(directories.encode())[:8]}"
-
-
-def differing_keys(runs: Sequence[SavedRun]) -> list[str]:
-    """The config keys, except paths, whose values differ between the runs that use them."""
-    keys = sorted({key for run in runs for key in run.config} - PLACES)
-    return [k for k in keys if len({str(r.config.get(k)) for r in runs if uses(r.config, k)}) > 1]
 
 
 def comparison_row(run: SavedRun) -> dict[str, Any]:

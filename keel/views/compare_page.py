@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from keel.runs import FINISHED, uses
+from keel.runs import FINISHED, differing_keys, uses
 from keel.views.charts import Curve, Figure, curves, smoothed
 from keel.views.exports import harmless, latex, latex_table
 from keel.views.run_page import points_of, seconds_of
@@ -74,12 +74,6 @@ def group_of(label: str, runs: Sequence[Run]) -> Group:
     )
 
 
-def differing_keys(entries: Sequence[Entry]) -> list[str]:
-    """The config keys, except seeds and paths, whose values differ between the runs."""
-    keys = sorted({key for entry in entries for key in entry.config} - NOT_A_SETTING)
-    return [key for key in keys if len({str(entry.config.get(key)) for entry in entries}) > 1]
-
-
 def grouped(runs: Sequence[Run], by_seed: bool = False) -> list[Group]:
     """The runs by setting, in the order given, labelled by what distinguishes them.
 
@@ -90,7 +84,7 @@ def grouped(runs: Sequence[Run], by_seed: bool = False) -> list[Group]:
         groups.setdefault(run[0].id if by_seed else run[0].setting, []).append(run)
     heads = [group[0][0] for group in groups.values()]
     chosen = {key for head in heads for key in head.overrides}
-    keys = differing_keys(heads)
+    keys = differing_keys([head.config for head in heads], NOT_A_SETTING)
     keys = sorted(keys, key=lambda key: (key != "method", key not in chosen, key))
     names = []
     for head in heads:
@@ -230,11 +224,11 @@ def as_latex(groups: Sequence[Group], view: View) -> str:
 
 
 def config_rows(groups: Sequence[Group]) -> list[list[str]]:
-    """A row for each config key that differs between the groups: the key, and each one's value."""
-    heads = [group.runs[0][0] for group in groups]
+    """A row for each config key that differs between groups that use it, with their values."""
+    configs = [group.runs[0][0].config for group in groups]
     return [
-        [key, *(text_of(head.config.get(key, ""), 80) for head in heads)]
-        for key in differing_keys(heads)
+        [key, *(text_of(c.get(key, ""), 80) if uses(c, key) else "" for c in configs)]
+        for key in differing_keys(configs, NOT_A_SETTING)
     ]
 
 

@@ -15,7 +15,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from keel.runs import CONFIG_FILE, DAMAGE, LOCK_FILE, RUNNING, SavedRun, is_locked
+from keel.runs import (
+    CONFIG_FILE,
+    DAMAGE,
+    LOCK_FILE,
+    RUNNING,
+    SavedRun,
+    is_locked,
+    short_source,
+    uses,
+)
 from protocol.text import in_one_line
 from server_app.history import HISTORY_FILE, HistoryReader, load_long_json
 from server_app.summary import SUMMARY_FILE
@@ -60,9 +69,9 @@ class Entry:
 
     @cached_property
     def setting(self) -> str:
-        """A digest of the config without the seed and paths: equal for runs that only repeat."""
-        keys = {k: v for k, v in self.config.items() if k not in NOT_A_SETTING}
-        text = repr(sorted(keys.items()))
+        """A digest of what the run uses but the seed and paths: equal for runs that only repeat."""
+        keys = [k for k in sorted(self.config) if k not in NOT_A_SETTING and uses(self.config, k)]
+        text = repr([(key, self.config[key]) for key in keys])
         return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
     @cached_property
@@ -83,9 +92,8 @@ class Entry:
 
     @property
     def source(self) -> str:
-        """The data source; of folder:PATH and npz:PATH the last part of PATH."""
-        kind, colon, path = str(self.config.get("source", "?")).partition(":")
-        return f"{kind}:{Path(path).name}" if colon else kind
+        """`short_source` of the config."""
+        return short_source(self.config.get("source", "?"))
 
     @property
     def method(self) -> str:

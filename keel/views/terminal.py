@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from keel.runs import RUNNING
+from keel.runs import COLOURS, RUNNING
 from keel.tables import terminal_console
 from keel.views.run_page import events, points_of, progress
 from keel.views.store import AUDIT_FILE, Entry, Store, last_lines, text_of
@@ -56,13 +56,12 @@ def frame(entry: Entry, reader: HistoryReader) -> Group:
     """The run as it is now."""
     lines, now = reader.lines, progress(entry, reader)
     state = entry.state
-    colour = {"finished": "green", RUNNING: "cyan", "stopped": "yellow", "interrupted": "yellow"}
     about = ", ".join(
         text_of(each, 60)
         for each in (entry.method, entry.source, entry.split, entry.config.get("model", "?"))
     )
     name = Text(f"{entry.name}  ", "bold")
-    name.append(text_of(state), colour.get(state, "red"))
+    name.append(text_of(state), COLOURS.get(state, "red"))
     head = [name, Text(about)]
     left = f", {now['left']} left" if now["left"] else ""
     bar = Table.grid(padding=(0, 1))

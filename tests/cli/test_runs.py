@@ -20,8 +20,9 @@ from run_fixtures import history_of, without_pictures
 
 import server_app.report
 from keel.cli.main import main
-from keel.cli.runs import differing_keys, is_flower, status_lines
-from keel.runs import SavedRun, all_runs, find_run, is_locked, lock_holder
+from keel.cli.progress import Terminal
+from keel.cli.runs import PLACES, is_flower, status_lines
+from keel.runs import SavedRun, all_runs, differing_keys, find_run, is_locked, lock_holder
 from server_app.run_directory import RunDirectory
 from server_app.trained import load_model
 
@@ -107,6 +108,21 @@ def test_the_status_can_be_read_by_a_program(trained, capsys):
     seconds = sum(sum(line["seconds"].values()) for line in history)
     assert status["seconds"] == pytest.approx(seconds, abs=0.01)
     assert status["left_out"] == {"1": {}, "2": {}}
+
+
+def test_a_run_elsewhere_is_named_by_its_path(two, tmp_path, capsys):
+    elsewhere = tmp_path / "my runs" / "one"
+    shutil.copytree(two / "one", elsewhere)
+    for directory, reference in ((two / "one", "one"), (elsewhere, f"'{elsewhere}'")):
+        terminal = Terminal(2)
+        terminal.begin(directory, 2)
+        terminal.finished()
+        terminal.stopped()
+        said = capsys.readouterr().out
+        assert f"see keel status, compare, predict, export {reference}\n" in said
+        assert f"to continue: keel resume {reference}\n" in said
+        (directory / "summary.json").write_text('{"status": "stopped"}')
+        assert status_lines(SavedRun(directory))[-1] == f"resume    keel resume {reference}"
 
 
 def test_without_a_name_the_status_is_of_the_run_that_changed_last(two, capsys):
@@ -232,6 +248,12 @@ def test_a_missing_file_breaks_no_list(two, capsys, file):
         assert SavedRun(two / "one").state == "interrupted"
 
 
+def test_a_finished_run_has_a_status_whatever_num_rounds_is(two, capsys):
+    (two / "one" / "config.json").write_text('{"config": {"num-rounds": "many"}, "overrides": {}}')
+    assert main(["status", "one"]) == 0
+    assert "round     2 of many" in capsys.readouterr().out
+
+
 def test_runs_are_sorted_by_their_last_change(two):
     os.utime(two / "one" / "history.jsonl", (time.time() + 60, time.time() + 60))
     assert [run.name for run in all_runs()] == ["one", "other"]
@@ -310,6 +332,12 @@ def test_compare_is_a_table_with_the_keys_that_differ_and_a_plot(two, tmp_path, 
         assert image.width > 500
 
 
+def test_a_plot_is_a_file_with_a_suffix(two, tmp_path, capsys):
+    for given in (tmp_path, tmp_path / "plot"):  # Matplotlib would append the suffix
+        assert main(["compare", "one", "-o", str(given)]) == 2
+        assert f"--output {given}: name a file, such as" in capsys.readouterr().err
+
+
 def test_a_name_in_the_table_of_compare_is_no_formula(two, tmp_path):
     (two / "one").rename(two / "=HYPERLINK(1)")
     table = tmp_path / "t.csv"
@@ -350,8 +378,8 @@ def test_compare_names_an_option_only_of_the_method_that_has_it(two, capsys):
     config = json.loads(path.read_text())
     config["config"] |= {"method": "fedcka", "fedcka.mu": 7.0, "moon.mu": 7.0}
     path.write_text(json.dumps(config))
-    keys = differing_keys([find_run("one"), find_run("other")])
-    assert keys == ["lr", "method"]
+    configs = [find_run(name).config for name in ("one", "other")]
+    assert differing_keys(configs, PLACES) == ["lr", "method"]
 
 
 # --- predict and export --------------------------------------------------------------------------

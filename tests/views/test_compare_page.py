@@ -118,6 +118,24 @@ def test_the_table_has_one_row_a_group_and_the_keys_that_differ(runs):
     assert config_rows(groups) == [["method", *(group.label for group in groups)]]
 
 
+def test_an_option_is_only_of_the_method_that_has_it(tmp_path):
+    for name, keys in {
+        "a": {"method": "fedcka", "fedcka.mu": 5.0},
+        "b": {"method": "fedcka", "fedcka.mu": 10.0},
+        "c": {"method": "fedavg", "fedcka.mu": 7.0},
+        "d": {"method": "fedavg", "seed": 1},
+    }.items():
+        make_run(tmp_path / name, keys, 1)
+    store = Store([tmp_path])
+    entries = sorted(store.runs().values(), key=lambda entry: entry.name)
+    groups = grouped([(entry, store.history(entry)) for entry in entries])
+    assert [len(group.runs) for group in groups] == [1, 1, 2]
+    assert config_rows(groups) == [
+        ["fedcka.mu", "5.0", "10.0", ""],
+        ["method", "fedcka", "fedcka", "fedavg"],
+    ]
+
+
 def test_the_csv_has_every_point(runs):
     groups = grouped(runs)
     table = list(csv.reader(io.StringIO(as_csv(groups, View()))))
