@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from keel.cli.overrides import parse_overrides
 from keel.experiments.scale import SCALES
@@ -230,13 +229,10 @@ def list_command(scale: Scale = "paper", output: Output = None) -> None:
     The time is for one run at a time. It is extrapolated from finished runs in the output directory
     with the same data and model, so it is unknown before the first.
     """
+    from keel.cli.catalog import show
     from keel.experiments.overview import overview
 
     refuse_unknown("--scale", scale, list(SCALES))
-    console = Console(highlight=False)
     names = ("recipe", "paper", "title", "size", "finished", "time left")
-    shown = [i for i, name in enumerate(names) if name != "title" or console.width >= 120]
-    table = Table(*(names[i] for i in shown), box=None, title=f"Recipes at scale {scale}")
-    for line in overview(scale, output_folder(output)):
-        table.add_row(*(line[i] for i in shown))
-    console.print(table)
+    rows = [dict(zip(names, line, strict=True)) for line in overview(scale, output_folder(output))]
+    show(rows, False, f"Recipes at scale {scale}", least=["title"])
