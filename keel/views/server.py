@@ -167,6 +167,10 @@ class SuperLinkNodes:
             self.online, self.problem = None, text_of(error)
 
 
+class NoRun(Exception):
+    """There is no run of this id, or no such picture of it."""
+
+
 def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) -> ASGIApp:
     """The pages over these runs, behind a `Guard`."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
@@ -176,13 +180,19 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
     def page(name: str, status: int = 200, **content: Any) -> HTMLResponse:
         return HTMLResponse(pages.get_template(name).render(content), status)
 
-    def no_run() -> HTMLResponse:
+    def entry_of(run_id: str) -> Entry:
+        if entry := store.find(run_id):
+            return entry
+        raise NoRun
+
+    def no_run(request: Request, error: Exception) -> HTMLResponse:
         return page("error.html.j2", 404, problem="There is no such run (any more).")
 
     def failed(request: Request, error: Exception) -> HTMLResponse:
         return page("error.html.j2", 500, problem=f"{type(error).__name__}: {text_of(error)}")
 
     app.add_exception_handler(500, failed)
+    app.add_exception_handler(NoRun, no_run)
 
     # --- runs ---------------------------------------------------------------------------------
 
@@ -226,18 +236,14 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
 
     @app.get("/run/{run_id}")
     def run(run_id: str) -> HTMLResponse:
-        entry = store.find(run_id)
-        if entry is None:
-            return no_run()
+        entry = entry_of(run_id)
         state = entry.state  # the rest comes with `run_data`: the browser compiles Plotly meanwhile
         config = run_page.config_rows(entry)
         return page("run.html.j2", entry=entry, state=state, kind=kind_of(state), config=config)
 
     @app.get("/run/{run_id}/data")
     def run_data(run_id: str, version: str = "") -> Response:
-        entry = store.find(run_id)
-        if entry is None:
-            return no_run()
+        entry = entry_of(run_id)
         with store.lock:
             now, content = live(entry)
             if now == version:
@@ -253,9 +259,7 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
 
     @app.get("/run/{run_id}/clients")
     def run_clients(run_id: str, version: str = "") -> Response:
-        entry = store.find(run_id)
-        if entry is None:
-            return no_run()
+        entry = entry_of(run_id)
         with store.lock:
             reader = store.history(entry)
             now = digest_of(reader.version)
@@ -268,16 +272,14 @@ def create_app(store: Store, token: str, nodes: SuperLinkNodes | None = None) ->
 
     @app.get("/run/{run_id}/labels")
     def run_labels(run_id: str) -> Response:
-        entry = store.find(run_id)
-        if entry is None:
-            return no_run()
+        entry = entry_of(run_id)
         return JSONResponse({"charts": {} if entry.problem else run_page.label_chart(entry)})
 
     @app.get("/run/{run_id}/picture")
     def run_picture(run_id: str, name: str) -> Response:
-        entry = store.find(run_id)
-        if entry is None or name not in run_page.pictures(entry):
-            return no_run()
+        entry = entry_of(run_id)
+        if name not in run_page.pictures(entry):
+            raise NoRun
         return FileResponse(entry.directory / name, media_type="image/png")
 
     # --- several runs -------------------------------------------------------------------------
