@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from keel.deployment.loopback import Loopback, partitions, running
@@ -164,7 +164,7 @@ class Watch:
             time.sleep(0.2)
 
 
-def disk_full(watch: Watch, draw: random.Random) -> str:
+def disk_full(watch: Watch, draw: random.Random) -> Sequence[str]:
     """One moment, as a row of the table."""
     owner = draw.choice(["server", draw.choice(watch.local.clients)])
     watch.news()
@@ -176,13 +176,12 @@ def disk_full(watch: Watch, draw: random.Random) -> str:
     goes_on, news = watch.goes_on(2), watch.news()
     named = any(words in news for words in ("No space left on device", "disk is full"))
     is_harmless = watch.resumes == resumes and watch.left_out() == left_out
-    return (
-        f"| disk of {owner} full for {seconds:.0f} s | {yes(goes_on)} "
-        f"| {watch.resumes - resumes} | {'nothing failed' if is_harmless else yes(named)} |"
-    )
+    what = f"disk of {owner} full for {seconds:.0f} s"
+    found = "nothing failed" if is_harmless else yes(named)
+    return what, yes(goes_on), str(watch.resumes - resumes), found
 
 
-def corrupt(watch: Watch, draw: random.Random) -> str:
+def corrupt(watch: Watch, draw: random.Random) -> Sequence[str]:
     """One damaged file, as a row of the table."""
     watch.news()
     resumes, local = watch.resumes, watch.local
@@ -215,14 +214,12 @@ def corrupt(watch: Watch, draw: random.Random) -> str:
             refused = watch.news()
             path.write_bytes(whole)
             goes_on = watch.goes_on(2)
-            named = any(f"{n}" in refused for n in names)
-            answer = f"refused by name: {yes(named)}; after the file was put back: {yes(goes_on)}"
-            return f"| {name} | {answer} | {watch.resumes - resumes} | {yes(named)} |"
+            named = yes(any(n in refused for n in names))
+            answer = f"refused by name: {named}; after the file was put back: {yes(goes_on)}"
+            return name, answer, str(watch.resumes - resumes), named
     news = watch.news()
-    return (
-        f"| {name} | {yes(goes_on)} | {watch.resumes - resumes} "
-        f"| {yes(any(n in news for n in names))} |"
-    )
+    named = yes(any(n in news for n in names))
+    return name, yes(goes_on), str(watch.resumes - resumes), named
 
 
 def yes(value: bool) -> str:
@@ -239,7 +236,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--json", type=Path, help="a file for the outcomes")
     arguments = parser.parse_args()
-    draw, rows = random.Random(arguments.seed), list[str]()
+    draw, rows = random.Random(arguments.seed), list[Sequence[str]]()
     clients = partitions(arguments.clients)
     print("| moment | goes on | resumed | named in a log |\n| --- | --- | --- | --- |", flush=True)
     with tempfile.TemporaryDirectory(prefix="keel-damage-") as name:
@@ -250,18 +247,18 @@ def main() -> int:
             for number in range(arguments.disk_full + arguments.corrupt):
                 happen = disk_full if number < arguments.disk_full else corrupt
                 rows.append(happen(watch, draw))
-                print(rows[-1], flush=True)
+                print(f"| {' | '.join(rows[-1])} |", flush=True)
             silent = unnamed_failures(whole_lines(watch.folder)[0], clients)
             print(f"\n{watch.rounds()} rounds, {watch.resumes} resumes; {len(silent)} absences")
             lost = lost_models(local, watch.folder)
             print(f"without a reason; state damaged or old at the end: {lost}")
             print(json.dumps(silent[:10]))
-    unexpected = [client for client in lost if not any(f"state of {client}" in r for r in rows)]
+    damaged = {name for name, *_ in rows}
+    unexpected = [client for client in lost if f"state of {client}" not in damaged]
     if arguments.json:
-        found = {"rows": [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]}
-        found |= {"unnamed": len(silent), "lost": unexpected}
+        found = {"rows": rows, "unnamed": len(silent), "lost": unexpected}
         arguments.json.write_text(json.dumps(found, indent=1))
-    return 1 if unexpected or silent or any(yes(False) in row for row in rows) else 0
+    return 1 if unexpected or silent or any(yes(False) in " ".join(row) for row in rows) else 0
 
 
 if __name__ == "__main__":

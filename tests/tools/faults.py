@@ -38,6 +38,7 @@ import torch
 
 from client_app.state import StateFolder
 from keel.deployment.loopback import Loopback, partitions, running
+from keel.tables import markdown
 from protocol.files import digest
 from protocol.options import OptionValue
 from server_app.audit import audit_problem
@@ -288,33 +289,37 @@ def one_run(
 
 def table(outcomes: Sequence[Outcome], undisturbed: dict[str, float]) -> str:
     """The outcomes as a Markdown table, one line for each run, and their sum."""
-    lines = [
-        "| run | kills: "
-        + ", ".join(kinds)
-        + " | hangs | resumed | left out | finished | models lost | wrong results "
-        "| unnamed failures | compared | accuracy | undisturbed | seconds | of these stopped |",
-        "|" + " --- |" * 14,
-    ]
-    lines += [
-        f"| {o.method} | {', '.join(str(o.kills[k]) for k in kinds)} "
-        f"| {', '.join(str(o.hangs[k]) for k in kinds)} | {o.resumes} | {o.left_out} "
-        f"| {'yes' if o.finished else 'no'} | {len(o.lost)} | {len(o.wrong)} | {o.unnamed} "
-        f"| {'yes' if o.compared else 'no'} | {100 * o.accuracy:.1f} "
-        f"| {100 * undisturbed[o.method]:.1f} | {o.seconds:.0f} | {o.stopped_s:.0f} |"
+    rows = [
+        {
+            "run": o.method,
+            f"kills: {', '.join(kinds)}": ", ".join(str(o.kills[k]) for k in kinds),
+            "hangs": ", ".join(str(o.hangs[k]) for k in kinds),
+            "resumed": o.resumes,
+            "left out": o.left_out,
+            "finished": "yes" if o.finished else "no",
+            "models lost": len(o.lost),
+            "wrong results": len(o.wrong),
+            "unnamed failures": o.unnamed,
+            "compared": "yes" if o.compared else "no",
+            "accuracy": f"{100 * o.accuracy:.1f}",
+            "undisturbed": f"{100 * undisturbed[o.method]:.1f}",
+            "seconds": f"{o.seconds:.0f}",
+            "of these stopped": f"{o.stopped_s:.0f}",
+        }
         for o in outcomes
     ]
     total = sum((o.kills for o in outcomes), Counter[str]())
     hangs = sum((o.hangs for o in outcomes), Counter[str]())
     done, lost = sum(o.finished for o in outcomes), sum(len(o.lost) for o in outcomes)
-    lines.append(
-        f"\n{total.total()} kills ({', '.join(f'{k} {total[k]}' for k in kinds)}), "
+    return (
+        f"{markdown(rows[0] if rows else (), (row.values() for row in rows))}\n\n"
+        f"{total.total()} kills ({', '.join(f'{k} {total[k]}' for k in kinds)}), "
         f"{hangs.total()} hangs ({', '.join(f'{k} {hangs[k]}' for k in kinds)}): "
         f"{done} of {len(outcomes)} runs finished, {lost} personal models lost, "
         f"{sum(len(o.wrong) for o in outcomes)} wrong results "
         f"({sum(o.compared for o in outcomes)} models compared to the bit), "
         f"{sum(o.unnamed for o in outcomes)} unnamed failures."
     )
-    return "\n".join(lines)
 
 
 def one_deployment(arguments: argparse.Namespace, plain: dict[str, Path]) -> list[Outcome]:

@@ -45,6 +45,7 @@ import client_app.worker_server as worker_server
 from client_app.site_privacy import Ledger
 from client_app.state import StateFolder
 from client_app.worker_socket import receive_frame
+from keel.tables import markdown
 from protocol.config import config_from_json, default_config
 from protocol.files import digest
 from protocol.flower_compat import (
@@ -482,15 +483,12 @@ def in_child(seed: str, count: int, save: Path | None) -> dict[str, Counter[str]
 
 def table(outcomes: dict[str, Counter[str]]) -> str:
     """The outcomes as a Markdown table."""
-    rows = ["| input | number | accepted | crashes |", "| --- | --- | --- | --- |"]
     outcomes = outcomes | {"sum": sum(outcomes.values(), Counter[str]())}
-    return "\n".join(
-        rows
-        + [
-            f"| {kind} | {found['inputs']:,} | {found['accepted']:,} | {found['crashes']} |"
-            for kind, found in outcomes.items()
-        ]
+    rows = (
+        (kind, f"{found['inputs']:,}", f"{found['accepted']:,}", found["crashes"])
+        for kind, found in outcomes.items()
     )
+    return markdown(["input", "number", "accepted", "crashes"], rows)
 
 
 def main() -> int:
