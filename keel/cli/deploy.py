@@ -108,5 +108,5 @@ def loopback(
 
 
 def split(values: list[str] | None) -> list[str]:
-    """The values, split at commas."""
-    return [part for value in values or [] for part in value.split(",") if part]
+    """The values, split at commas, each once."""
+    return list(dict.fromkeys(part for value in values or [] for part in value.split(",") if part))

@@ -162,7 +162,7 @@ def _judged(
             is_early = len(leads) < num_asked
             if is_early:
                 remarks.append(f"after {len(leads)} of {num_asked} seeds")
-            remarks += seeds_added(claim, sides, recipe, options, verdict)
+            remarks += seeds_added(claim, sides, recipe, options, verdict, len(leads))
             if verdict in VERDICTS[:2]:
                 decide = f"{len(asked)} seeds" if is_early else ""
             is_time = sides[0].cell.take.is_time  # the paper's are of other machines
@@ -209,7 +209,12 @@ def verdict_on(claim: Claim, differences: Sequence[float], leads: Sequence[float
 
 
 def seeds_added(
-    claim: Claim, sides: Sequence[Result], recipe: Recipe, options: Options, verdict: str
+    claim: Claim,
+    sides: Sequence[Result],
+    recipe: Recipe,
+    options: Options,
+    verdict: str,
+    num_judged: int,
 ) -> Iterator[str]:
     """In words, that more seeds were judged than planned, and the verdict with the planned alone.
 
@@ -217,14 +222,12 @@ def seeds_added(
     so seeds beside it are not added to a verdict.
     """
     planned = {*seeds_for(recipe, [side.cell for side in sides], options.full_grid)}
-    whole, part = sides, [only_seeds(side, planned) for side in sides]
-    (_, all_leads, _), (differences, leads, _) = (compared(claim, *each) for each in (whole, part))
+    differences, leads, _ = compared(claim, *(only_seeds(side, planned) for side in sides))
     num_planned = len(planned - {side.tuned_on for side in sides})
-    if not len(all_leads) > len(leads) == num_planned > 1:
-        return
-    then = verdict_on(claim, differences, leads)
-    word = "more than" if then == verdict else f"{then} with"
-    yield f"{word} the planned {len(leads)} seeds"
+    if num_judged > len(leads) == num_planned > 1:
+        then = verdict_on(claim, differences, leads)
+        word = "more than" if then == verdict else f"{then} with"
+        yield f"{word} the planned {len(leads)} seeds"
 
 
 def only_seeds(side: Result, seeds: Collection[int]) -> Result:

@@ -102,7 +102,7 @@ def checks(directory: Path, rounds: int) -> Iterator[Check]:
     found = "; ".join(differing) or "the same here"
     yield Check(True, f"versions: {found} (the run's Keel: {keel})")
     if len(code := manifest.get("code", [])) > 1:
-        yield Check(True, f"code: the run was resumed with different code:  {', then '.join(code)}")
+        yield Check(True, f"code: the run was resumed with different code: {', then '.join(code)}")
     if not manifest["simulated"]:
         yield Check(True, "not replayed: its clients were sites with data of their own")
         return
