@@ -76,7 +76,7 @@ def settings(options: BenchOptions) -> Row:
 
 def earlier_rows(out: Path, options: BenchOptions) -> list[Row]:
     """The rows of <out>.json if measured so, on this GPU with this torch; else []."""
-    path, about = out.with_suffix(".json"), machine()
+    path, about = Path(f"{out}.json"), machine()
     if not path.is_file():
         return []
     found = json.loads(path.read_text())
@@ -98,5 +98,5 @@ def write(rows: list[Row], out: Path, options: BenchOptions) -> None:
     """Write <out>.json and <out>.md."""
     about = machine()
     content = {"machine": about, "settings": settings(options), "rows": rows}
-    write_atomically(out.with_suffix(".json"), json.dumps(content, indent=2).encode())
-    write_atomically(out.with_suffix(".md"), f"{table(rows)}\n\n{about}\n".encode())
+    write_atomically(Path(f"{out}.json"), json.dumps(content, indent=2).encode())
+    write_atomically(Path(f"{out}.md"), f"{table(rows)}\n\n{about}\n".encode())

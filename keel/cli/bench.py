@@ -65,6 +65,7 @@ def bench(
 
     chosen = [str(part) for part in parts or []] + ["gpu"] * gpu
     to = out or Path("-".join(["bench", *chosen]))
+    to = to.with_suffix("") if to.suffix in (".json", ".md") else to
     if not to.absolute().parent.is_dir():
         raise ValueError(f"--out {to}: {to.absolute().parent} is not a directory")
     options = BenchOptions(keel_home(), quick, repetitions, rounds, device, str(cifar10 or ""))
