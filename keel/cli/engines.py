@@ -306,9 +306,13 @@ class FlowerRun:
             return "unknown"
 
     def reason(self) -> str:
-        """Why it failed, in one line: Keel's error if there is one, else flwr's last line."""
+        """Why it failed, in one line.
+
+        Keel's error if there is one, else the first exception, which the later ones wrap, else
+        flwr's last line.
+        """
         lines = self.log_path.read_text().splitlines() if self.log_path.exists() else []
         errors = [line for line in lines if " error: " in line or line.startswith("Error:")]
-        return (
-            re.sub(r"^(.* error: |Error: )", "", errors[-1]) if errors else last_line(self.log_path)
-        )
+        raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+        found = [*errors[-1:], *raised, last_line(self.log_path)][0]
+        return re.sub(r"^(.* error: |Error: )", "", found)

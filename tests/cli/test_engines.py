@@ -85,6 +85,10 @@ def test_a_job_has_as_many_workers_as_cores_that_this_process_may_use(monkeypatc
         ("x\n12:00:00 error: no data\nTraceback\nRuntimeError: no data\n", "no data"),
         ("Error: SuperLink is unavailable\n", "SuperLink is unavailable"),
         ("something\nelse\n\n", "else"),
+        (
+            "RuntimeError: Ray did not start\nThe above\nRuntimeError: crashed\nFor more: <url>\n",
+            "RuntimeError: Ray did not start",
+        ),
         ("╭─ Error ───╮\n│ unavailable.    │\n╰───────────╯\n", "unavailable."),
         ("", "its log is empty"),
     ],
