@@ -80,6 +80,7 @@ def gather_roster(
     nodes = wait_for_nodes(grid, config.rounds.num_clients, deadline, names)
     entries: dict[int, RosterEntry] = {}
     while True:
+        entries = {node: entry for node, entry in entries.items() if node in nodes}
         new = [node for node in nodes if node not in entries]
         answers = ask(grid, new, query, deadline, names)
         for node, reason in answers.rejected.items():
@@ -126,6 +127,7 @@ class ClientRegistry:
     ) -> None:
         self.grid, self.config, self.query = grid, config, query
         self.source, self.roster = source, roster
+        self.clients = {node: entry.client for node, entry in roster.items()}  # former nodes too
         self.waiting: dict[int, RosterEntry] = {}  # nodes whose client is still connected elsewhere
         self.unusable: dict[int, float] = {}  # node: when to query it again
         self.hurried: set[int] = set()  # unusable nodes that had less than QUERY_TIMEOUT_S
@@ -175,11 +177,11 @@ class ClientRegistry:
         return self.missing & before
 
     def returned(self, nodes: list[int], timeout_s: float = math.inf) -> dict[int, int]:
-        """The current node of each client in `nodes` that is connected."""
-        names = {node: self.roster[node].client for node in nodes if node in self.roster}
+        """The current node of each connected client that is, or was, one of `nodes`."""
         online = self.refresh(min(timeout_s, QUERY_TIMEOUT_S))
         node_of = {entry.client: node for node, entry in self.roster.items()}
-        return {node: node_of[c] for node, c in names.items() if node_of[c] in online}
+        found = {node: node_of[self.clients[node]] for node in nodes}
+        return {node: now for node, now in found.items() if now in online}
 
     def refresh(self, timeout_s: float = QUERY_TIMEOUT_S) -> set[int]:
         """The connected node ids; a new one takes its client's place if the old one is gone.
@@ -265,6 +267,7 @@ class ClientRegistry:
             log.warning("client %s: its training samples have changed", entry.client)
         del self.roster[old]
         self.roster[new] = entry
+        self.clients[new] = entry.client
         log.info("client %s is connected again, as node %d", entry.client, new)
         self.note("joined", client=entry.client, node=new)
 

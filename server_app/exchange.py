@@ -99,10 +99,10 @@ class Exchange:
     ) -> list[Message]:
         """One reply for each message, in their order; an error where none came in time.
 
-        Each reply's source is the current node of its client, whoever replied in its place. A
-        message to a node that goes away is sent again if its client returns within 30 seconds, or
-        later while others are still awaited; one whose reply was lost, or whose ClientApp ended, is
-        sent again, at most twice.
+        Each reply's source is the node that was asked, whoever replied in its place. A message to a
+        node that goes away is sent again if its client returns, also as another node, within 30
+        seconds, or later while others are still awaited; one whose reply was lost, or whose
+        ClientApp ended, is sent again, at most twice.
         The deadline moves by the time in which the SuperLink answers nothing, this process is
         stopped, or clients train in this process.
 
@@ -130,7 +130,7 @@ class Exchange:
         resends: Counter[int] = Counter()
 
         def settle(node: int, reply: Message) -> None:
-            assign_source_node(reply, node_now[node])
+            assign_source_node(reply, node)
             replies[node] = reply if on_reply is None else None
             if on_reply:
                 on_reply(reply)

@@ -264,7 +264,7 @@ def prepare(
     memory = StateMemory(max_rounds_ahead(config.rounds.checkpoint_interval))
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):
         memories[directory.path] = memory
-    exchange = Exchange(grid, lambda n: roster[n].client if n in roster else f"on node {n}")
+    exchange = Exchange(grid, lambda node: strategy.addressed[node].client)
     if not is_in_process_grid(grid):
         exchange.returned, exchange.silent_s = registry.returned, watch_superlink(grid)
     # in a simulation the result must not depend on how many workers share the clients

@@ -97,7 +97,8 @@ class Average(Strategy):
         self.keeps_updates = False  # each update of the next round is needed, for diagnostics
         self.current: Arrays = {}
         self.sent: Arrays = {}
-        self.addressed: set[str] = set()  # clients that the newest messages go to
+        # by node, the clients that the newest messages went to: each may be another node by now
+        self.addressed: dict[int, RosterEntry] = {}
         self.outliers: frozenset[str] = frozenset()  # declared far more samples than others
         self.away: set[str] = set()  # clients that are not connected
         self.last_accepted_rounds: dict[str, int] = {}  # by client
@@ -341,10 +342,9 @@ class Average(Strategy):
         """
         extra = array_record(returned(self.extra))
         messages = []
-        self.addressed = set()
-        for node in nodes:
-            client = self.roster[node].client
-            self.addressed.add(client)
+        self.addressed = {node: self.roster[node] for node in nodes}
+        for node, entry in self.addressed.items():
+            client = entry.client
             own, sent = returned(self.own_extra, client), extra
             if own:
                 sent = joined(extra, array_record(own, "own"))
@@ -387,14 +387,13 @@ class Average(Strategy):
         They are in large rounds if the weights do not depend on who replies and nothing reads a
         single update.
         """
-        rounds, clients = self.config.rounds, sorted(self.addressed)
-        entries = [self.roster[node] for node in self.nodes_of(clients)]
+        rounds, entries = self.config.rounds, self.addressed.values()
         if not self.is_large or rounds.norm_bound != "off" or self.keeps_updates:
             return {}
         if not vars(type(self)).get("needs_only_average"):  # not a base class's
             return {}
         if not self.is_weighted_by_examples:
-            return dict.fromkeys(clients, 1.0)
+            return {entry.client: 1.0 for entry in entries}
         are_checked = all(self.partition_sizes.get(e.client) == e.num_examples for e in entries)
         if rounds.max_weight_share < 1 and not are_checked:  # `counts` depends on who replies
             return {}
@@ -412,8 +411,7 @@ class Average(Strategy):
         if not running:
             return {}
         self.workers_sum = True
-        nodes = self.nodes_of(sorted(self.addressed))
-        clients = {node: self.roster[node].client for node in nodes}
+        clients = {node: entry.client for node, entry in self.addressed.items()}
         shares = {"arrays": {node: running.share(client) for node, client in clients.items()}}
         if running.extra_shares:
             shares["extra"] = {n: running.extra_shares[client] for n, client in clients.items()}
@@ -427,7 +425,7 @@ class Average(Strategy):
 
     def take_sum(self, nodes: Iterable[int], sums: Arrays) -> None:
         """Store a worker's sum of the arrays of these nodes' clients, whose replies follow."""
-        self.sums.append(({self.roster[node].client for node in nodes}, sums))
+        self.sums.append(({self.addressed[node].client for node in nodes}, sums))
 
     def accept(self, server_round: int, message: Message) -> None:
         """Validate a reply of this round, and add it to the sum where replies are summed at once.
@@ -451,14 +449,14 @@ class Average(Strategy):
             self.validation.rejected = {
                 c: why for c, why in self.validation.rejected.items() if c not in clients
             }
-        return set(self.nodes_of(sorted(clients)))
+        return set(self.nodes_of(clients))
 
     def _begin_round(self, server_round: int) -> tuple[Validation, RunningMean | None]:
         """Prepare for the replies to `configure_train`."""
         expected, extra = self.expected(self.current), returned(self.expected_extra)
         self.validation = self._validation(server_round, expected, extra)
         weights = {} if self.outliers else self.streamed_weights()
-        shares = self.extra_shares(sorted(self.addressed)) if weights else {}
+        shares = self.extra_shares(list(weights)) if weights else {}
         self.running = RunningMean(weights, self.limits, shares) if weights else None
         self.unused = set()
         return self.validation, self.running
@@ -500,7 +498,7 @@ class Average(Strategy):
         self.report = self.validation.report() if self.validation else RoundReport()
         self.validation = None
         accepted = self.report.accepted
-        failed = self.addressed & self.report.left_out.keys()
+        failed = {e.client for e in self.addressed.values()} & self.report.left_out.keys()
         for client in self.backoff.note(server_round, {r.client for r in accepted}, failed):
             log.warning(
                 "round %d: client %s failed %d times in a row; it is not sampled for %d rounds",
@@ -532,12 +530,11 @@ class Average(Strategy):
         self.report = validation.report()
 
     def _validation(self, server_round: int, arrays: Arrays, extra: Arrays) -> Validation:
-        entries = [self.roster[node] for node in self.nodes_of(self.addressed)]
-        declared = {entry.client: entry.num_examples for entry in entries}
+        declared = {entry.client: entry.num_examples for entry in self.addressed.values()}
         unchecked = {c: n for c, n in declared.items() if self.partition_sizes.get(c) != n}
         self.outliers = count_outliers(unchecked, self.config.rounds.max_weight_share)
         expected = ExpectedReply(server_round, arrays, extra, declared, self.limits, self.outliers)
-        return Validation(self.roster, expected, self.config.rounds, self, self.norm_reference)
+        return Validation(self.addressed, expected, self.config.rounds, self, self.norm_reference)
 
 
 def returned(function: Callable[..., Arrays], *args: object) -> Arrays:

@@ -155,11 +155,12 @@ def count_outliers(declared: Mapping[str, int], max_weight_share: float) -> froz
 class Validation:
     """Validates the replies of one round, each as it comes.
 
+    asked: the clients, by the node that each was when it was asked, which a reply comes from.
     accepted: by client, as far as one reply alone can tell; `report` compares them.
     bytes_in_sum: size of a client's arrays if a worker has summed them, else 0; for `bytes_up`.
     """
 
-    roster: Mapping[int, RosterEntry]
+    asked: Mapping[int, RosterEntry]
     expected: ExpectedReply
     rounds: RoundsConfig
     half: Half
@@ -176,7 +177,7 @@ class Validation:
     def add(self, message: Message) -> str:
         """Validate the reply in this message; the client that it is from."""
         node = message.metadata.src_node_id
-        client = self.roster[node].client if node in self.roster else f"node {node}"
+        client = self.asked[node].client if node in self.asked else f"node {node}"
         if message.has_error():
             reason = message.error.reason or f"error {message.error.code}"
             left_out = self.rejected if message.error.code == REJECTED else self.failed

@@ -11,7 +11,7 @@ from roster_fixtures import config_of, entry
 
 import server_app.client_registry
 from client_app.setup import dataset_spec_of, open_source
-from protocol.flower_compat import assign_message_id
+from protocol.flower_compat import SUPERLINK_NODE, assign_message_id, assign_source_node
 from protocol.messages import RosterRequest, request_record, roster_content
 from server_app.client_registry import ClientRegistry, ask, gather_roster
 
@@ -79,6 +79,17 @@ def test_a_node_with_a_new_id_takes_its_clients_place(fleet):
     assert {node: e.client for node, e in roster.items()} == {1: "a", 3: "c", 9: "b"}
     registry.refresh()
     assert grid.asked == [9]
+
+
+def test_a_client_that_has_moved_since_it_was_asked_is_found_by_the_node_that_was_asked(fleet):
+    """It moved while another was looked for, or restarted twice in one round."""
+    grid, roster, registry = fleet
+    grid.nodes[9] = grid.nodes.pop(2)
+    assert registry.returned([1]) == {1: 1}
+    assert registry.returned([2]) == {2: 9}
+    grid.nodes[10] = grid.nodes.pop(9)
+    assert registry.returned([2]) == {2: 10}
+    assert {node: e.client for node, e in roster.items()} == {1: "a", 3: "c", 10: "b"}
 
 
 def test_no_node_takes_the_place_of_a_client_that_is_connected(fleet):
@@ -397,6 +408,24 @@ def test_a_client_that_says_nothing_at_the_start_is_named(keys, fleet):
     config = config_of(start_timeout=0.5)
     with pytest.raises(TimeoutError, match=r"start-timeout = 0.5: no answer in time from b$"):
         gather_roster(grid, config, registry.query, registry.source)
+
+
+def test_a_client_that_restarts_before_all_are_there_is_counted_once(task_identity, monkeypatch):
+    config = config_of(num_clients=2)
+    grid = Fleet({1: entry("a"), 2: entry("b")})
+    reply = grid.reply
+
+    def restart(message):
+        answer = reply(message)
+        if message.metadata.dst_node_id == 2 and 1 in grid.nodes:  # b is gone when it is queried
+            grid.nodes = {3: entry("a"), 4: entry("b")}
+            answer = Message(Error(ErrorCode.NODE_UNAVAILABLE, "gone"), reply_to=message)
+            assign_source_node(answer, SUPERLINK_NODE)
+        return answer
+
+    monkeypatch.setattr(grid, "reply", restart)
+    roster = gather_roster(grid, config, query_for(config), open_source(config))
+    assert {node: e.client for node, e in roster.items()} == {3: "a", 4: "b"}
 
 
 def test_without_keys_it_is_said_once_that_names_are_the_clients_word(

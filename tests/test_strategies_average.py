@@ -694,6 +694,18 @@ def test_a_reply_counts_for_the_node_that_sent_it_whatever_name_it_gives():
     assert [r.client for r in strategy.report.accepted] == [f"client-{i}" for i in range(5)]
 
 
+def test_a_reply_counts_for_its_client_though_that_is_another_node_by_now():
+    """It replied, and restarted before the server had the reply."""
+    strategy = average_of()
+    replies = [answer(m, r) for m, r in all_answers(strategy, network().state_dict())]
+    strategy.accept(1, replies[0])
+    for node in list(strategy.roster):
+        strategy.roster[node + 100] = strategy.roster.pop(node)
+    strategy.aggregate_train(1, replies[1:])
+    assert [r.client for r in strategy.report.accepted] == [f"client-{i}" for i in range(5)]
+    assert strategy.report.left_out == {}
+
+
 def test_too_few_good_replies_end_the_round_with_one_line_that_names_them_all():
     strategy = average_of(num_clients=3, min_replies=2)
     (m0, r0), (m1, r1), (m2, _) = all_answers(strategy, network().state_dict())
