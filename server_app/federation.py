@@ -5,6 +5,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -109,19 +110,12 @@ def run_federation(
     config = resolve_config(overrides)
     resumed: RunDirectory | None = None
     overrides = {key: value for key, value in overrides.items() if key != "resume"}
-    if config.rounds.resume:
-        resumed, config, overrides = open_run_directory(config.rounds.resume, overrides)
-    try:
-        run = prepare(grid, config, overrides, resumed)
-    except BaseException:
-        if resumed:
-            resumed.close()
-        raise
-    try:
+    with ExitStack() as held:
+        if config.rounds.resume:
+            resumed, config, overrides = open_run_directory(config.rounds.resume, overrides)
+            held.callback(resumed.close)
+        run = prepare(grid, config, overrides, resumed, held)
         run_rounds(run, at_exit, observers)
-    finally:
-        memories.pop(run.directory.path, None)
-        run.directory.close()
     return run.directory
 
 
@@ -130,8 +124,12 @@ def prepare(
     config: RunConfig,
     overrides: Mapping[str, OptionValue],
     resumed: RunDirectory | None,
+    held: ExitStack,
 ) -> Run:
-    """Check all that can be checked before round 1, then make (or open) the run directory."""
+    """Check all that can be checked before round 1, then make (or open) the run directory.
+
+    held: ends what the run holds of this process: the directory's lock and log, memory.
+    """
     check_trackers(config.rounds)
     if not resumed:
         new_path(config)  # raises if it exists
@@ -219,6 +217,7 @@ def prepare(
     if resumed and config.privacy.epsilon:
         resumed.restore_releases(start.state)
     directory = resumed or new_run_directory(config)
+    held.callback(directory.close)
     directory.checkpoint_interval = config.rounds.checkpoint_interval
     audit = AuditLog(directory.path)
     fault = audit_fault(directory.path)
@@ -264,6 +263,7 @@ def prepare(
     memory = StateMemory(max_rounds_ahead(config.rounds.checkpoint_interval))
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):
         memories[directory.path] = memory
+        held.callback(memories.pop, directory.path)
     exchange = Exchange(grid, lambda node: strategy.addressed[node].client)
     if not is_in_process_grid(grid):
         exchange.returned, exchange.silent_s = registry.returned, watch_superlink(grid)

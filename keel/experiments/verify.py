@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,7 @@ def replay_checks(
     """The split and the first rounds, replayed: bit-identical, or with similar accuracies."""
     saved, overrides = read_config_file(directory)
     history = read_history(directory)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as held:
         own = {"output-dir": scratch, "resume": ""}
         flat = {**saved, **own}
         config = config_from_json(json.dumps(flat))
@@ -176,20 +177,17 @@ def replay_checks(
         companions = Companions(train_together, stacked) if stacked else None
         nodes = simulated_nodes(manifest["clients"])
         grid = InlineGrid(client_app.app.app, nodes, companions)
-        run = prepare(grid, config, {**overrides, **own}, None)
-        try:
+        run = prepare(grid, config, {**overrides, **own}, None, held)
+        replay = read_manifest(run.directory.path)
+        is_same = replay["split"] == manifest["split"]
+        expected = "" if is_same else f", expected {manifest['split']}"
+        yield Check(is_same, f"split: {replay['split']}{expected}")
+        arrays = array_record(run.start.arrays)
+        for line in history[:rounds]:
+            trained = train_round(run, line["round"], arrays)
+            arrays, ours = trained.arrays, record_round(run, trained)
             replay = read_manifest(run.directory.path)
-            is_same = replay["split"] == manifest["split"]
-            expected = "" if is_same else f", expected {manifest['split']}"
-            yield Check(is_same, f"split: {replay['split']}{expected}")
-            arrays = array_record(run.start.arrays)
-            for line in history[:rounds]:
-                trained = train_round(run, line["round"], arrays)
-                arrays, ours = trained.arrays, record_round(run, trained)
-                replay = read_manifest(run.directory.path)
-                yield round_check(line, ours, manifest, replay, is_same_setup)
-        finally:
-            run.directory.close()
+            yield round_check(line, ours, manifest, replay, is_same_setup)
 
 
 def round_check(

@@ -1270,3 +1270,18 @@ def test_runs_go_to_keel_home_by_default(keel_home):
     folder = run_inline(SMALL | {"num-rounds": 1, "local-epochs": 0}, NUM_CLIENTS)
     assert folder.parent == keel_home / "runs"
     assert server_app.inline.simulated_nodes(2)[1] == {"partition-id": 1, "num-partitions": 2}
+
+
+def test_a_run_that_cannot_be_begun_leaves_neither_its_lock_nor_its_log(run, tmp_path, monkeypatch):
+    handlers = list(logging.getLogger("keel").handlers)
+
+    def full(*_args: object, **_fields: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "manifest.json")
+
+    monkeypatch.setattr(server_app.federation, "begin_manifest", full)
+    with pytest.raises(OSError, match="No space left"):
+        run({"num-rounds": 1})
+    assert logging.getLogger("keel").handlers == handlers
+    (path,) = tmp_path.glob("*/.lock")
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
