@@ -271,8 +271,8 @@ def newest_version(folder: Path, last_round: int) -> Path | None:
 
     A later one is of a round that was interrupted.
     """
-    paths = sorted(folder.glob("round-*.safetensors"))
-    return next((path for path in reversed(paths) if round_of(path) <= last_round), None)
+    paths = [p for p in folder.glob("round-*.safetensors") if round_of(p) <= last_round]
+    return max(paths, key=lambda path: (round_of(path), path), default=None)
 
 
 def round_of(version: Path) -> int:

@@ -198,12 +198,12 @@ def check_is_newest(version: Path | None, client: str, history: Sequence[Line]) 
 
 def head_from_server(directory: Path, client: str, history: Sequence[Line]) -> Arrays:
     """The head that the server combined for this client (FedPAC); {} where it makes none."""
-    checkpoints = sorted((directory / "checkpoints").glob("round-*.safetensors"))
-    if not checkpoints:
+    newest = newest_version(directory / "checkpoints", END)
+    if newest is None:
         raise ValueError(f"{directory / 'checkpoints'} is empty: it may have had {client}'s head")
-    with safe_open(checkpoints[-1], framework="pt") as file:
+    with safe_open(newest, framework="pt") as file:
         prefix = f"{OWN_STATE}{client}/head."
         names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
         if names:
-            check_is_newest(checkpoints[-1], client, history)
+            check_is_newest(newest, client, history)
         return {name.removeprefix(prefix): file.get_tensor(name) for name in names}

@@ -32,6 +32,7 @@ from server_app.summary import (
     read_config_file,
     read_manifest,
     read_summary,
+    remove_state,
     summarise,
     write_summary,
 )
@@ -393,3 +394,13 @@ def test_a_line_names_the_first_clients_and_counts_all(tmp_path):
     reasons = {f"c{i}": "late" for i in range(150)}
     line = condensed(json.dumps(client_line(1, []) | {"left_out": reasons}).encode())
     assert (len(line["left_out"]), line["num_left_out"]) == (100, 150)
+
+
+def test_the_newest_state_is_kept_beyond_round_99999(tmp_path):
+    """As text, round-99999 comes after round-100000."""
+    folder = tmp_path / "clients" / "client-0000"
+    folder.mkdir(parents=True)
+    for number in (99_998, 99_999, 100_000, 100_001):
+        (folder / f"round-{number}-0123456789abcdef.safetensors").touch()
+    remove_state(tmp_path, 100_000, keeps_personal=True)
+    assert [path.name[:12] for path in folder.iterdir()] == ["round-100000"]
