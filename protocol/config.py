@@ -8,6 +8,7 @@ torch: a mistake is refused in a fraction of a second.
 
 import json
 import logging
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -376,11 +377,6 @@ class RoundsConfig:
 
     def aggregation_problem(self, num_clients: int) -> str:
         """Why `aggregation` tolerates no malicious client among so few; "" if it does."""
-        if self.aggregation == "trimmed-mean" and int(self.trim_fraction * num_clients) == 0:
-            return (
-                f"trim-fraction = {self.trim_fraction:g}: of {num_clients} clients a round it "
-                f"trims none; expected at least {1 / num_clients:.2g}"
-            )
         needed = 2 * self.num_malicious + 3
         if self.aggregation in ("krum", "multi-krum") and num_clients < needed:
             return (
@@ -391,6 +387,11 @@ class RoundsConfig:
             return (
                 f"aggregation = {self.aggregation!r}: needs {MIN_ROBUST_REPLIES} clients a round, "
                 f"there are {num_clients}"
+            )
+        if self.aggregation == "trimmed-mean" and int(self.trim_fraction * num_clients) == 0:
+            return (
+                f"trim-fraction = {self.trim_fraction:g}: of {num_clients} clients a round it "
+                f"trims none; expected at least {math.ceil(1000 / num_clients) / 1000:g}"
             )
         return ""
 
