@@ -47,7 +47,8 @@ def training_fields(
             if name in reply.metrics
         ]
         values, counts = zip(*pairs, strict=True)
-        losses[name.removeprefix("loss.")] = float(np.average(values, weights=counts))
+        if any(counts):
+            losses[name.removeprefix("loss.")] = float(np.average(values, weights=counts))
     return {
         "round": server_round,
         "participants": [reply.client for reply in report.accepted],

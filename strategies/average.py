@@ -181,8 +181,8 @@ class Average(Strategy):
             return counts
         norms = {reply.client: norm(self.update_of(reply)) for reply in replies}
         longest = max(norms[client] for client in clients - self.outliers)
-        return [
-            n * min(1.0, longest / (norms[r.client] or 1.0)) if r.client in self.outliers else n
+        return [  # those that are longer are of outliers
+            n * (longest / norms[r.client]) if norms[r.client] > longest else n
             for n, r in zip(counts, replies, strict=True)
         ]
 

@@ -47,6 +47,15 @@ def test_terms_of_several_clients_are_replaced_by_none():
     assert [*known] == sorted(names)
 
 
+def test_a_term_that_only_a_client_of_weight_0_sends_is_not_recorded():
+    replies = [
+        TrainReply("a", 1, {}, {}, {"loss.supervised": 2.0}),
+        TrainReply("b", 1, {}, {}, {"loss.supervised": 9.0, "loss.evil": 1.0}),
+    ]
+    line = training_fields(1, RoundReport(accepted=replies), 0, [10.0, 0.0], {})
+    assert line["losses"] == {"supervised": 2.0}
+
+
 def test_a_term_that_comes_later_is_recorded_and_missing_ones_stay_known():
     known: dict[str, int] = {}
     line_of(known, {"loss.supervised": 2.0, "loss.x": 1.0})

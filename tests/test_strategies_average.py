@@ -175,6 +175,14 @@ def test_weighting_by_examples_or_all_the_same(weighting, expected):
         assert array.double().flatten().tolist() == pytest.approx([expected] * array.numel())
 
 
+def test_an_outlier_s_count_is_not_shrunk_where_no_update_is_longer_than_others():
+    """With `local`, no client sends an update: an outlier's loss had the weight 0."""
+    strategy = average_of(num_clients=3, counts=[10, 10, 2000], method="local")
+    strategy.outliers = frozenset(["client-2"])
+    replies = [reply_of(f"client-{i}", {}, n) for i, n in enumerate([10, 10, 2000])]
+    assert strategy.counts(replies) == [10, 10, 2000]
+
+
 def test_an_outlier_s_count_shrinks_with_the_length_of_its_update():
     """A quarter of the round (the cap), times the longest other update over its own."""
     strategy = average_of(4, [10, 10, 10, 1000])
