@@ -23,13 +23,7 @@ from protocol.code import line_in_method
 from protocol.config import RunConfig, resolve_config
 from protocol.files import private_files
 from protocol.flower_compat import has_own_clients, is_in_process_grid, watch_superlink
-from protocol.messages import (
-    Arrays,
-    RosterRequest,
-    array_record,
-    request_record,
-    tensors,
-)
+from protocol.messages import Arrays, RosterRequest, array_record, request_record, tensors
 from protocol.options import OptionValue
 from protocol.privacy import privacy_statement
 from protocol.processes import give_back_freed_memory, num_cores
@@ -297,9 +291,7 @@ def prepare(
 
 
 def run_rounds(
-    run: Run,
-    at_exit: Callable[[Callable[[], None]], None],
-    observers: Sequence[RunObserver],
+    run: Run, at_exit: Callable[[Callable[[], None]], None], observers: Sequence[RunObserver]
 ) -> None:
     """All rounds from the first or the checkpoint's, then the final model and the report."""
     config, path = run.config, run.directory.path

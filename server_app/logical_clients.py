@@ -18,13 +18,7 @@ from flwr.app import ArrayRecord, Error, Message, MessageType, MetricRecord, Rec
 from flwr.serverapp import Grid
 
 from protocol.flower_compat import assign_message_id, has_own_clients, is_in_process_grid
-from protocol.messages import (
-    Arrays,
-    find_record,
-    simulated_content,
-    simulated_replies,
-    tensors,
-)
+from protocol.messages import Arrays, find_record, simulated_content, simulated_replies, tensors
 from strategies.sampling import FIRST_NODE
 
 TAIL_SHARE = 8  # the last 1 / 8 of the clients are sent in messages of their own

@@ -148,10 +148,7 @@ class Sent:
 
 
 def train_round(
-    run: Run,
-    server_round: int,
-    arrays: ArrayRecord,
-    meanwhile: Callable[[], None] = lambda: None,
+    run: Run, server_round: int, arrays: ArrayRecord, meanwhile: Callable[[], None] = lambda: None
 ) -> Trained:
     """Train, aggregate, and evaluate on the clients where that is due.
 

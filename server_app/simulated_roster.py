@@ -16,12 +16,7 @@ import numpy as np
 import torch
 
 from client_app.node_config import own_architecture
-from client_app.setup import (
-    client_indices,
-    model_for,
-    representation_width,
-    split_over_clients,
-)
+from client_app.setup import client_indices, model_for, representation_width, split_over_clients
 from data.sources import Source
 from protocol.config import RunConfig
 from protocol.messages import RosterEntry

@@ -32,19 +32,9 @@ from protocol.messages import (
     tensors,
 )
 from protocol.text import shortened
-from strategies.aggregation import (
-    RunningMean,
-    aggregate,
-    capped_counts,
-)
+from strategies.aggregation import RunningMean, aggregate, capped_counts
 from strategies.backoff import Backoff
-from strategies.sampling import (
-    FIRST_NODE,
-    ClientNames,
-    name_of,
-    sample_cohort,
-    sample_numbers,
-)
+from strategies.sampling import FIRST_NODE, ClientNames, name_of, sample_cohort, sample_numbers
 from strategies.server_optimizers import server_optimizer
 from strategies.validation import (
     RECORD_BYTES,

@@ -31,11 +31,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from flwr.app import Array, Context, Message, RecordDict
-from flwr.common.constant import (
-    FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE,
-    SUPERLINK_NODE_ID,
-    ErrorCode,
-)
+from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, SUPERLINK_NODE_ID, ErrorCode
 from flwr.common.serde import (
     context_from_proto,
     context_to_proto,

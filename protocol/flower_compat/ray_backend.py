@@ -45,12 +45,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from protocol.config import app_folder
 from protocol.flower_compat import GPU_LOST, assign_message_id
-from protocol.flower_compat.simulation import (
-    WorkerReply,
-    is_cluster,
-    started,
-    worker_variables,
-)
+from protocol.flower_compat.simulation import WorkerReply, is_cluster, started, worker_variables
 from protocol.processes import num_cores
 from protocol.ray_nodes import CPU_WORKERS, MAX_WORKERS, Node, living_nodes
 from protocol.ray_start import skip_unused_processes

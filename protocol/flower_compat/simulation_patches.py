@@ -20,12 +20,7 @@ from typing import Any
 from flwr.app import Message
 
 from protocol.flower_compat import replace
-from protocol.flower_compat.simulation import (
-    WorkerThreads,
-    is_replaced,
-    started,
-    vce_api_name,
-)
+from protocol.flower_compat.simulation import WorkerThreads, is_replaced, started, vce_api_name
 from protocol.ray_nodes import MAX_WORKERS
 
 MIN_LOOK_S, MAX_LOOK_S, LOOK_SHARE = 0.01, 0.1, 0.01

@@ -28,10 +28,7 @@ from flwr.proto.task_pb2 import Task
 from flwr.supercore.constant import TaskType
 from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supernode.cli.flower_supernode import flower_supernode
-from flwr.supernode.nodestate.in_memory_nodestate import (
-    CLIENT_APP_CRASHED_ERROR,
-    InMemoryNodeState,
-)
+from flwr.supernode.nodestate.in_memory_nodestate import CLIENT_APP_CRASHED_ERROR, InMemoryNodeState
 
 from protocol.flower_compat import replace
 from protocol.flower_compat.reply_bounds import is_complete

@@ -64,10 +64,7 @@ def probe_of(config: RunConfig, source: Source, device: torch.device, count: int
     rng = np.random.default_rng(seed_of(config.rounds.seed, "diagnostics"))
     chosen = rng.permutation(total)[:count]
     return Samples(
-        source.test.images[chosen],
-        source.test.labels[chosen],
-        pixels_of(config, source),
-        device,
+        source.test.images[chosen], source.test.labels[chosen], pixels_of(config, source), device
     )
 
 
