@@ -119,7 +119,7 @@ def audit_problem(
         ends.append((number, written))
         sent |= {line.get("round")} if line.get("event") == "sent" else set()
     recorded = {line["round"] for line in whole_lines(directory)[0]}
-    if missing := sorted(n for n in recorded - sent if n >= min(starts[:1], default=0)):
+    if missing := sorted(n for n in recorded - sent if not starts or n >= starts[0]):
         return f"{AUDIT_FILE}: round {missing[0]} of the history is not in it: its end was cut off"
     ends = ends if is_resumed else ends[-1:]
     if end and (end.get("lines"), end.get("digest")) not in ends:

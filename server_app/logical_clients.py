@@ -170,10 +170,10 @@ class LogicalGrid(OwnGrid):
         for whole in self.grid.pull_messages(carriers) if carriers else []:
             sent = whole.metadata.reply_to_message_id
             messages, summing, is_first = self.sent.pop(sent, ([], None, False))
-            contents: Sequence[RecordDict | Error] = [
-                whole.error if whole.has_error() else Error(0, "")
-            ] * len(messages)
-            if not whole.has_error():
+            contents: Sequence[RecordDict | Error]
+            if whole.has_error():
+                contents = [whole.error] * len(messages)
+            else:
                 contents = simulated_replies(whole.content, len(messages))
                 if is_first:
                     self.learn(whole.metadata.src_node_id, messages, contents)

@@ -19,7 +19,6 @@ from server_app.history import DAMAGE
 from strategies.validation import count_outliers
 
 ROSTER_FILE = "roster.json"
-CLASSES = "number of classes"
 MAX_LISTED = 10_000  # simulated clients; with more, files and plots do not list each
 
 
@@ -162,35 +161,20 @@ def check_roster(config: RunConfig, roster: Mapping[int, RosterEntry], source: S
         )
     check_partitions(entries)
     by_name = sorted(entries, key=lambda e: e.client)
-    first = by_name[0]
     are_withheld = config.privacy.withholds_metrics
     for entry in by_name:
         if entry.num_examples == 0:
             raise ValueError(f"client {entry.client} has no training samples")
-        if are_withheld and len(entry.label_counts) not in (0, source.num_classes):
-            raise ValueError(
-                f"client {entry.client}: counts of {len(entry.label_counts)} classes: expected "
-                f"none (privacy.metrics = 'withheld'), or of {source.num_classes}"
-            )
+        num_classes = len(entry.label_counts) or (source.num_classes if are_withheld else 0)
         for what, value, expected in (
-            ("image shape", entry.image_shape, first.image_shape),
-            (CLASSES, len(entry.label_counts), len(first.label_counts)),
+            ("image shape", entry.image_shape, list(source.image_shape)),
+            ("number of classes", num_classes, source.num_classes),
         ):
-            if value != expected and not (are_withheld and what == CLASSES):
+            if value != expected:
                 raise ValueError(
-                    f"client {entry.client} ({entry.model}): {what} {value}, client {first.client} "
-                    f"({first.model}) has {expected}: they have to agree"
+                    f"client {entry.client} ({entry.model}): {what} {value}, the run's source "
+                    f"{source.name} has {expected}: they have to agree"
                 )
-    for what, value, expected in (
-        ("image shape", first.image_shape, list(source.image_shape)),
-        (CLASSES, len(first.label_counts), source.num_classes),
-    ):
-        if value != expected and not (are_withheld and what == CLASSES):
-            raise ValueError(
-                f"client {first.client}: {what} {value}, the run's source {source.name} has "
-                f"{expected}: "
-                "they have to agree"
-            )
     method = method_of(config)
     others = [e for e in by_name if e.model != config.model.model]
     if others and not method.supports_mixed_architectures:

@@ -170,16 +170,11 @@ def new_path(config: RunConfig) -> Path:
     name = rounds.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{rounds.method}-{source}"
     paths = (runs_directory(config) / f"{name}{f'-{n}' if n else ''}" for n in itertools.count())
     path = next(path for path in paths if rounds.run_name or not path.exists())
-    if path.exists() and not (path / "config.json").exists():
-        raise ValueError(
-            f"run-name = {name!r}: {path} exists: choose another name, or remove it: it has no "
-            "config.json, as after a kill before a run began"
-        )
     if path.exists():
-        raise ValueError(
-            f"run-name = {name!r}: {path} exists: choose another name, or continue that run with "
-            f"`keel resume {name}`"
-        )
+        remedy = f"continue that run with `keel resume {name}`"
+        if not (path / "config.json").exists():
+            remedy = "remove it: it has no config.json, as after a kill before a run began"
+        raise ValueError(f"run-name = {name!r}: {path} exists: choose another name, or {remedy}")
     return path
 
 

@@ -24,12 +24,12 @@ def server_half(method: str) -> type[Average]:
     """
     has_own, stem = method_spec(method).has_own_server_half, method_stem(method)
     halves: list[type[Average]] = []
-    if find_spec(f"{__name__}.{stem}"):
+    is_there = find_spec(f"{__name__}.{stem}") is not None
+    if is_there:
         module = imported(f"{__name__}.{stem}")
         classes = [value for value in vars(module).values() if isinstance(value, type)]
         halves = [c for c in classes if issubclass(c, Average) and c.__module__ == module.__name__]
     if len(halves) != has_own:
-        is_there = find_spec(f"{__name__}.{stem}") is not None
         found = f"defines {len(halves)} subclasses of Average" if is_there else "does not exist"
         raise ValueError(
             f"method {method} has has_own_server_half = {has_own} (client_app/methods/{stem}.py), "

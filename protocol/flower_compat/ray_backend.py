@@ -53,10 +53,8 @@ from protocol.text import shortened
 
 log = logging.getLogger("keel.server")
 MAX_ATTEMPTS = 3  # of a message whose worker dies, on nodes that are alive
-SOON_S, LATE_S = (
-    20.0,
-    100.0,
-)  # for workers to start, before and after the log mentions the late ones
+# for workers to start, before and after the log mentions the late ones
+SOON_S, LATE_S = 20.0, 100.0
 OWN_RAY_S = 600.0  # instead of LATE_S where no other job uses Ray: the ServerApp waits no longer
 LOOK_S = 1.0  # between two looks whether any worker is left
 LOST = (RayActorError, ObjectLostError)  # the worker, or its node, is gone
