@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,6 +98,10 @@ class Run:
         rounds = self.config.rounds
         return server_round == rounds.num_rounds or server_round % rounds.evaluate_every == 0
 
+    def evaluated_clients(self, server_round: int) -> str:
+        """Whose local test parts are evaluated on after this round: none, cohort or all."""
+        return self.config.evaluated_clients if self.is_evaluated(server_round) else "none"
+
     @property
     def overlaps_rounds(self) -> bool:
         """Whether a round may be evaluated and written while clients train in the next one.
@@ -126,13 +131,13 @@ class Trained:
 
 
 class Sent:
-    """Notes in the audit log what is sent in a round, and what is sent again.
+    """Notes in the audit log what is sent in a round, and what is sent again; private releases too.
 
     clients: by node, which may no longer be the client's when a message is sent again.
     """
 
     def __init__(self, run: Run, server_round: int, kind: str, messages: Sequence[Message]) -> None:
-        self.audit, self.round, self.kind = run.audit, server_round, kind
+        self.run, self.round, self.kind = run, server_round, kind
         self.sizes = {m.metadata.dst_node_id: payload_bytes(m) for m in messages}
         self.clients = {node: run.roster[node].client for node in self.sizes}
         self.num_bytes = 0
@@ -144,7 +149,13 @@ class Sent:
         size = sum(self.sizes[node] for node in nodes)
         self.num_bytes += size
         about = {"kind": self.kind, "bytes": size, "round": self.round}
-        self.audit.note("sent", **about, clients=clients)
+        self.run.audit.note("sent", **about, clients=clients)
+        privacy = self.run.config.privacy
+        if privacy.epsilon and self.kind == "train":
+            budget = {"epsilon": privacy.epsilon, "delta": privacy.delta}
+            # first: a resume would complete it from the audit log, with one release more
+            self.run.directory.append_releases(self.round, clients)
+            self.run.audit.note("released", round=self.round, clients=clients, **budget)
 
 
 def train_round(
@@ -155,12 +166,9 @@ def train_round(
     meanwhile: called while the clients train.
     """
     config, strategy = run.config, run.strategy
-    rounds = config.rounds
-    is_evaluated = run.is_evaluated(server_round)
-    evaluated = config.evaluated_clients if is_evaluated else "none"
+    rounds, seconds = config.rounds, dict[str, float]()
     # a client's own model does not change between training and evaluation: one message does both
-    scores_in_replies = evaluated != "none" and run.has_own_models
-    seconds: dict[str, float] = {}
+    scores_in_replies = run.has_own_models and run.evaluated_clients(server_round) != "none"
 
     started = time.perf_counter()
     if not isinstance(run.roster, SimulatedRoster):
@@ -180,19 +188,6 @@ def train_round(
         strategy.configure_train(server_round, arrays, request_record(request), run.grid)
     )
     sent = Sent(run, server_round, "train", messages)
-
-    def note_releases(*nodes: int) -> None:
-        if config.privacy.epsilon:
-            clients = [sent.clients[node] for node in nodes]
-            privacy = {"epsilon": config.privacy.epsilon, "delta": config.privacy.delta}
-            # first: a resume would complete it from the audit log, with one release more
-            run.directory.append_releases(server_round, clients)
-            run.audit.note("released", round=server_round, clients=clients, **privacy)
-
-    def note_again(node: int) -> None:
-        sent.note(node)
-        note_releases(node)
-
     backed_off = sorted(strategy.backed_off(server_round))
     what = f"round {server_round}"
     if isinstance(run.grid, LogicalGrid):
@@ -200,18 +195,17 @@ def train_round(
         shares = {} if config.privacy.epsilon else strategy.begin_sums(server_round)
         extra = strategy.expected_extra()
         like = {"arrays": strategy.expected(strategy.current), "extra": extra}
-        summing = Summing(shares, strategy.limits, like, strategy.take_sum)
-        run.grid.summing = summing if shares else None
+        how = strategy.limits, like, strategy.take_sum
+        run.grid.summing = Summing(shares, *how) if shares else None
 
     to_ask, silent = messages, set[str]()
     while to_ask:
-        note_releases(*(message.metadata.dst_node_id for message in to_ask))
         run.exchange.ask(
             to_ask,
             rounds.round_timeout,
             what,
             max_bytes=strategy.max_reply_bytes(),
-            before_resend=note_again,
+            before_resend=sent.note,
             on_reply=lambda reply: strategy.accept(server_round, reply),
             meanwhile=meanwhile,
         )
@@ -252,32 +246,8 @@ def train_round(
             )
         seconds["diagnostics"] = time.perf_counter() - started
         started = time.perf_counter()
-    if evaluated != "none":
-        scored: list[TrainReply] = list(report.accepted) if scores_in_replies else []
-        clients: Set[str] = {reply.client for reply in report.accepted}
-        if evaluated == "all":
-            clients = strategy.clients
-        if run.keeps_scores:
-            scored += [
-                TrainReply(client, server_round, {}, {}, {"personal-accuracy": score})
-                for client, score in run.scores.items()
-                if score is not None and client in clients
-            ]
-            scored += score_untrained(run, server_round, following, clients)
-        clients = clients - {reply.client for reply in scored}
-        unasked = not_to_evaluate(run, server_round, clients, {*backed_off}, silent)
-        if unasked:
-            line["evaluation_left_out"] = unasked
-        nodes = strategy.nodes_of(sorted(clients - unasked.keys()))
-        if nodes:
-            evaluation = evaluate_on_clients(run, server_round, following, nodes)
-            scored += evaluation.accepted
-            line["evaluation_left_out"] = evaluation.left_out | unasked
-            line["reset_needed"] = sorted({*report.reset_needed, *evaluation.reset_needed})
-            line["evaluation_bytes_down"] = evaluation.bytes_down
-            line["evaluation_bytes_up"] = evaluation.bytes_up
-        line |= client_fields(sorted(scored, key=lambda reply: reply.client), run.method)
-        note_scores(run.scores, line)
+    line |= evaluation_fields(run, server_round, following, report, {*backed_off}, silent)
+    note_scores(run.scores, line)
     seconds["evaluation"] = time.perf_counter() - started
 
     strategy.report = RoundReport()  # this round's updates are not held during the next
@@ -289,6 +259,47 @@ def train_round(
     if config.privacy.epsilon:
         state |= run.directory.release_state()
     return Trained(server_round, following, state, line)
+
+
+def evaluation_fields(
+    run: Run,
+    server_round: int,
+    arrays: ArrayRecord,
+    report: RoundReport,
+    backed_off: Set[str],
+    silent: Set[str],
+) -> Line:
+    """The part of a line that is about the clients' local test parts; {} if none is evaluated on.
+
+    report: of the round's training. backed_off, silent: as `not_to_evaluate`.
+    """
+    evaluated, fields = run.evaluated_clients(server_round), dict[str, Any]()
+    if evaluated == "none":
+        return fields
+    scored: list[TrainReply] = list(report.accepted) if run.has_own_models else []
+    clients: Set[str] = {reply.client for reply in report.accepted}
+    if evaluated == "all":
+        clients = run.strategy.clients
+    if run.keeps_scores:
+        scored += [
+            TrainReply(client, server_round, {}, {}, {"personal-accuracy": score})
+            for client, score in run.scores.items()
+            if score is not None and client in clients
+        ]
+        scored += score_untrained(run, server_round, arrays, clients)
+    clients = clients - {reply.client for reply in scored}
+    unasked = not_to_evaluate(run, server_round, clients, backed_off, silent)
+    if unasked:
+        fields["evaluation_left_out"] = unasked
+    nodes = run.strategy.nodes_of(sorted(clients - unasked.keys()))
+    if nodes:
+        evaluation = evaluate_on_clients(run, server_round, arrays, nodes)
+        scored += evaluation.accepted
+        fields["evaluation_left_out"] = evaluation.left_out | unasked
+        fields["reset_needed"] = sorted({*report.reset_needed, *evaluation.reset_needed})
+        fields["evaluation_bytes_down"] = evaluation.bytes_down
+        fields["evaluation_bytes_up"] = evaluation.bytes_up
+    return fields | client_fields(sorted(scored, key=lambda reply: reply.client), run.method)
 
 
 def record_round(run: Run, trained: Trained, beside_training: bool = False) -> Line:
