@@ -79,7 +79,7 @@ from server_app.simulated_roster import (
 )
 from server_app.summary import new_path, read_manifest, remove_state, runs_directory
 from server_app.trackers import check_trackers
-from strategies import strategy_for
+from strategies import Average, strategy_for
 from strategies.average import TooFewRepliesError, returned
 from strategies.backoff import Backoff
 
@@ -133,19 +133,8 @@ def prepare(
     model = model_for(config, source)
     method.check_model(model)  # raises for layers that this network does not have
     check_stackable(method, config, model)
-    if config.train.clients_per_step > 1 and not getattr(grid, "stacks_clients", False):
-        raise ValueError(
-            f"clients-per-step = {config.train.clients_per_step}: only the inline engine trains "
-            "clients together, and no more than 1,000 of them: run with --engine inline, or set it "
-            "to 1"
-        )
+    check_engine(grid, config)
     companions = getattr(grid, "companions", None)
-    if config.train.stacked_runs > 1 and companions is None:
-        raise ValueError(
-            f"stacked-runs = {config.train.stacked_runs}: runs train together on the inline "
-            "engine, with no more than 1,000 clients, under `keel experiments run --stack`, which "
-            "also resumes them: repeat that command, or set it to 1"
-        )
     initial_weights = {name: array.clone() for name, array in model.state_dict().items()}
     strategy = strategy_for(config, model)
     device = device_for(config.train.device)
@@ -258,14 +247,6 @@ def prepare(
     if config.rounds.snapshot_every > 1 and has_own_clients(grid):
         memories[directory.path] = memory
         held.callback(memories.pop, directory.path)
-    exchange = Exchange(grid, lambda node: strategy.addressed[node].client)
-    if not is_in_process_grid(grid):
-        exchange.returned, exchange.silent_s = registry.returned, watch_superlink(grid)
-    # in a simulation the result must not depend on how many workers share the clients
-    if isinstance(grid, LogicalGrid):
-        exchange.turns = lambda _: grid.largest_share
-    elif workers:  # whoever is idle takes the next of the messages
-        exchange.turns = lambda num: -(-num // len(workers)) + (num > len(workers))
     return Run(
         config=config,
         data=data,
@@ -280,7 +261,7 @@ def prepare(
         roster=roster,
         registry=registry,
         audit=audit,
-        exchange=exchange,
+        exchange=exchange_of(grid, strategy, registry, len(workers)),
         cohort_size=cohort,
         start=start,
         monitor=monitor,
@@ -288,6 +269,37 @@ def prepare(
         threads_beside_workers=threads_beside(workers, config.train.threads),
         evaluation_backoff=Backoff(config.rounds.backoff_after, config.rounds.backoff_rounds),
     )
+
+
+def check_engine(grid: Grid, config: RunConfig) -> None:
+    """ValueError, one line, for what only the inline engine does."""
+    if config.train.clients_per_step > 1 and not getattr(grid, "stacks_clients", False):
+        raise ValueError(
+            f"clients-per-step = {config.train.clients_per_step}: only the inline engine trains "
+            "clients together, and no more than 1,000 of them: run with --engine inline, or set it "
+            "to 1"
+        )
+    if config.train.stacked_runs > 1 and getattr(grid, "companions", None) is None:
+        raise ValueError(
+            f"stacked-runs = {config.train.stacked_runs}: runs train together on the inline "
+            "engine, with no more than 1,000 clients, under `keel experiments run --stack`, which "
+            "also resumes them: repeat that command, or set it to 1"
+        )
+
+
+def exchange_of(
+    grid: Grid, strategy: Average, registry: ClientRegistry, num_workers: int
+) -> Exchange:
+    """The run's exchange. num_workers: of Flower's simulation."""
+    exchange = Exchange(grid, lambda node: strategy.addressed[node].client)
+    if not is_in_process_grid(grid):
+        exchange.returned, exchange.silent_s = registry.returned, watch_superlink(grid)
+    # in a simulation the result must not depend on how many workers share the clients
+    if isinstance(grid, LogicalGrid):
+        exchange.turns = lambda _: grid.largest_share
+    elif num_workers:  # whoever is idle takes the next of the messages
+        exchange.turns = lambda num: -(-num // num_workers) + (num > num_workers)
+    return exchange
 
 
 def run_rounds(

@@ -294,8 +294,7 @@ def rewind(paths: Sequence[Path], config: RunConfig) -> dict[int, Outcome]:
     has_failed = [status.startswith("failed") for status in statuses]
     has_finished = [status == "finished" for status in statuses]
     rounds = [resume_rounds(path, config.rounds.checkpoint_interval) for path in paths]
-    pairs = zip(has_failed, has_finished, strict=True)
-    under_way = [n for n, ended in enumerate(map(any, pairs)) if not ended]
+    under_way = [n for n in range(len(paths)) if not (has_failed[n] or has_finished[n])]
     common = set.intersection(*(rounds[n] for n in under_way)) if under_way else {-1}
     if not common or (any(has_finished) and under_way and max(common) < config.rounds.num_rounds):
         listed = "; ".join(
