@@ -619,7 +619,7 @@ class UnknownLayer(FedProx):
 
 SCALAR = "expected a scalar Tensor"
 MISTAKES = {
-    ConstantLoss: r"method fedprox: the loss \(supervised \+ penalty\) depends on no weight that is trained",
+    ConstantLoss: r"method fedprox: the loss \(supervised \+ penalty\) depends on no weight that",
     FloatPenalty: rf"FloatPenalty.penalty \(.*:\d+\) returned float: {SCALAR}$",
     ForgottenReturn: rf"ForgottenReturn.penalty \(.*:\d+\) returned NoneType: {SCALAR}$",
     PenaltyPerSample: rf"PenaltyPerSample.penalty \(.*:\d+\) returned shape \[\d+\]: {SCALAR}",
