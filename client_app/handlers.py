@@ -513,8 +513,8 @@ def measure_training(
             *(request.round, ctx.client),
         )
         update.state = ctx.state
-    groups = {"update": update.arrays, "extra": update.extra, **update.state}
-    refuse_unless_finite(groups, ctx.faults)
+    sent = [("update", update.arrays), ("extra", update.extra)]
+    refuse_unless_finite([*sent, *update.state.items()], ctx.faults)
     if request.evaluate:
         metrics |= personal_metrics(method, ctx, update.state)
     update.arrays, update.extra = (on_device(a, cpu) for a in (update.arrays, update.extra))
@@ -586,12 +586,12 @@ def check_state(method: Method, update: Update) -> None:
         )
 
 
-def refuse_unless_finite(groups: dict[str, Arrays], faults: list[str]) -> None:
+def refuse_unless_finite(groups: Sequence[tuple[str, Arrays]], faults: list[str]) -> None:
     """ValueError if training diverged: a client could never recover from such a state.
 
     faults: loss terms that were not finite although the weights were.
     """
-    for name, arrays in groups.items():
+    for name, arrays in groups:
         if not all_finite(arrays):
             raise ValueError(
                 f"local training left values that are not finite in {name!r}; the client state is "

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -599,6 +600,17 @@ class NanPenalty(FedProx):
 
 
 @dataclass(frozen=True)
+class StateNamedUpdate(FedProx):
+    """Its state has the name under which the client checks what it sends."""
+
+    is_stateful: ClassVar[bool] = True
+
+    def finish(self, update, ctx):
+        arrays = {name: array * torch.nan for name, array in update.arrays.items()}
+        return replace(update, arrays=arrays, state={"update": update.arrays})
+
+
+@dataclass(frozen=True)
 class WithoutItsFlag(FedProx):
     def penalty(self, batch):
         (z_g,) = batch.reps_global
@@ -627,6 +639,7 @@ MISTAKES = {
     NoUpdate: r"NoUpdate.finish \(.*:\d+\) returned NoneType: expected an Update$",
     TextAsTerm: r"TextAsTerm: Update.terms\['supervised'\] is 'x': expected a number$",
     InPlace: r"InPlace changes ctx.received\['stages.conv1.body.weight'\] in place",
+    StateNamedUpdate: r"not finite in 'update'; the client state is unchanged",
     NanPenalty: r"not finite in 'update'; .* The loss term `penalty` is nan in step 1$",
 }
 
