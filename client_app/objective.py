@@ -126,19 +126,14 @@ class PreviousModelObjective(LocalObjective):
     )
 
     def first_previous(self, ctx: RoundContext) -> Arrays | None:
-        """The weights that `first-use` selects; None in round 1."""
-        return previous_at_first_use(ctx, self.first_use)
+        """None for "received"; the run's initial weights for "initial", random ones for "official".
 
-
-def previous_at_first_use(ctx: RoundContext, first_use: str) -> Arrays | None:
-    """The previous model at a client's first participation; None leaves the penalty out.
-
-    first_use: "received" is None; "initial": the run's initial weights; "official": random ones.
-    In round 1 all are None: there the received model is the initial one, or there is no term.
-    """
-    if first_use == "received" or ctx.round == 1:
-        return None
-    return ctx.initial_weights() if first_use == "initial" else ctx.random_weights("first-use")
+        In round 1 always None: there the received model is the initial one, or there is no term.
+        """
+        if self.first_use == "received" or ctx.round == 1:
+            return None
+        is_initial = self.first_use == "initial"
+        return ctx.initial_weights() if is_initial else ctx.random_weights("first-use")
 
 
 def frozen_representations(

@@ -60,19 +60,15 @@ def products(precision: str) -> Iterator[None]:
             place.fp32_precision = value
 
 
-def forward_in(precision: str, device: torch.device) -> AbstractContextManager[object]:
+def forward_in(
+    precision: str, device: torch.device, enabled: bool = True
+) -> AbstractContextManager[object]:
     """A context for forward passes: autocast to bfloat16 under "bf16"."""
-    return _autocast(precision, device, enabled=True)
+    if precision != "bf16":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 def losses_in_float32(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """A context for losses: bfloat16 is too coarse for similarities."""
-    return _autocast(precision, device, enabled=False)
-
-
-def _autocast(
-    precision: str, device: torch.device, enabled: bool
-) -> AbstractContextManager[object]:
-    if precision != "bf16":
-        return nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+    return forward_in(precision, device, enabled=False)

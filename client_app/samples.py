@@ -4,6 +4,7 @@ Local training is planned before its first step: all random draws are made on th
 together, so that no step waits for the device.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -156,20 +157,20 @@ class Samples:
         variant: list[Tensor] = []
         shifts: list[Tensor] = []
         degrees: list[Tensor] = []
-        for epoch, generator in enumerate(generators):
-            for batch in torch.split(torch.randperm(num, generator=generator), batch_size):
-                if len(index) == max_steps:
-                    break
-                epochs.append(epoch)
-                index.append(batch)
-                flips = draw_flips(len(batch), generator).long() if augmentation.flip else None
-                variant.append(torch.zeros_like(batch) if flips is None else flips)
-                if padding := augmentation.crop_padding:
-                    shifts.append(draw_offsets(len(batch), padding, generator))
-                if augmentation.rotation:
-                    degrees.append(draw_degrees(len(batch), augmentation.rotation, generator))
-            if len(index) == max_steps:
-                break
+        batches = (
+            (epoch, generator, batch)
+            for epoch, generator in enumerate(generators)
+            for batch in torch.split(torch.randperm(num, generator=generator), batch_size)
+        )
+        for epoch, generator, batch in itertools.islice(batches, max_steps):
+            epochs.append(epoch)
+            index.append(batch)
+            flips = draw_flips(len(batch), generator).long() if augmentation.flip else None
+            variant.append(torch.zeros_like(batch) if flips is None else flips)
+            if padding := augmentation.crop_padding:
+                shifts.append(draw_offsets(len(batch), padding, generator))
+            if augmentation.rotation:
+                degrees.append(draw_degrees(len(batch), augmentation.rotation, generator))
         forms = [
             i + num * v if augmentation.flip else i for i, v in zip(index, variant, strict=True)
         ]

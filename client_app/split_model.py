@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from client_app.feature_cache import FrozenFeatureCache
-from client_app.round import RoundContext, on_device
+from client_app.round import RoundContext
 from client_app.samples import Step
 from client_app.trainer import Duration, Phase
 from models import StagedModel
@@ -31,8 +31,7 @@ def with_own_head(ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel
 
     Before its first participation, the run's initial head.
     """
-    head = on_device(state.get("head", {}), ctx.device)
-    ctx.model.load_state_dict(ctx.initial_weights() | ctx.received | head)
+    ctx.model.load_state_dict(ctx.initial_weights() | ctx.received | state.get("head", {}))
     return ctx.model
 
 

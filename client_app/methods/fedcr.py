@@ -44,7 +44,6 @@ smallest = 1e-8  # standard deviations shrink like 1 / sqrt(samples): keep their
 
 def gaussian(raw: Tensor) -> tuple[Tensor, Tensor]:
     """(mu, s) [B, dz] of the last layer's outputs raw [B, 2 dz]."""
-    raw = raw.float() if raw.dtype is torch.bfloat16 else raw
     mu, scale = raw.chunk(2, dim=1)
     return mu, F.softplus(scale).clamp_min(smallest)
 

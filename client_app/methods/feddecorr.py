@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from client_app.objective import Batch, LocalObjective
@@ -23,8 +22,7 @@ from protocol.options import at_least, one_of, option
 
 
 def standardised(z: Tensor) -> Tensor:
-    """Each column of z [n, d] minus its mean, over its standard deviation (n - 1), in float32."""
-    z = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
+    """Each column of z [n, d] minus its mean, over its standard deviation (n - 1)."""
     return (z - z.mean(0)) / (z.var(0, unbiased=True) + 1e-8).sqrt()
 
 

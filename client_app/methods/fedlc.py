@@ -33,11 +33,6 @@ def margins(label_counts: Tensor, tau: float) -> Tensor:
     return tau * powers.masked_fill(label_counts == 0, torch.inf)
 
 
-def calibrated(z: Tensor, margin: Tensor) -> Tensor:
-    """a_c = z_c - margin_c, [B, C], in float32. z [B, C], margin [C]."""
-    return z.float() - margin
-
-
 def loss_without_true_class(a: Tensor, y: Tensor) -> Tensor:
     """logsumexp_{c != y} a_c - a_y, a scalar: the paper's loss, mean over the batch."""
     of_others = a.scatter(1, y[:, None], -torch.inf)
@@ -80,7 +75,7 @@ class FedLC(LocalObjective):
     def supervised(self, batch: Batch) -> Tensor:
         """The calibrated loss, a scalar."""
         margin = batch.prepared
-        a = batch.logits if margin is None else calibrated(batch.logits, margin)
+        a = batch.logits if margin is None else batch.logits - margin  # a_c
         if self.exclude_true:
             return loss_without_true_class(a, batch.y)
         return F.cross_entropy(a, batch.y)

@@ -25,7 +25,7 @@ from torch import Tensor
 from client_app.method import Method, Phases, Update
 from client_app.prototypes import class_means, class_sums, feature_sums
 from client_app.round import RoundContext
-from client_app.split_model import extractor_of, head_of, part_phase
+from client_app.split_model import extractor_of, head_of, part_phase, with_own_head
 from client_app.trainer import Duration, Phase
 from models import StagedModel
 from protocol.messages import Arrays
@@ -83,10 +83,8 @@ class FedPAC(Method):
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """The received extractor and the head that the server mixed for this client, or its own."""
-        head = {k: v.to(ctx.device) for k, v in state.get("head", {}).items()}
         mixed = {k.removeprefix("head."): v for k, v in ctx.extra.items() if k.startswith("head.")}
-        ctx.model.load_state_dict(ctx.initial_weights() | ctx.received | head | mixed)
-        return ctx.model
+        return with_own_head(ctx, {"head": {**state.get("head", {}), **mixed}})
 
     def phases(self, ctx: RoundContext) -> Phases:
         """Statistics, head, extractor, class means."""

@@ -128,14 +128,13 @@ class Scaffold(LocalObjective):
         corrected = self.momentum_form == "corrected"
         phase = objective_phase(self, ctx)
         if corrected:  # line 10: g - c_i + c
-            descent = yield replace(phase, gradient_offsets=[c[n] - c_i[n] for n in parameters])
+            phase = replace(phase, gradient_offsets=[c[n] - c_i[n] for n in parameters])
         else:
-            descent = yield replace(phase, step_offsets=[c_i[n] - c[n] for n in parameters])
-        arrays = copy_of(model)
-        steps = float(descent.num_steps)
-        if corrected:
-            steps = momentum_steps(descent.num_steps, train.momentum)
-        k_eta = steps * descent.total_lr / max(1, descent.num_steps)
+            phase = replace(phase, step_offsets=[c_i[n] - c[n] for n in parameters])
+        descent = yield phase
+        arrays, k = copy_of(model), descent.num_steps
+        steps = momentum_steps(k, train.momentum) if corrected else k
+        k_eta = steps * descent.total_lr / max(1, k)
         next_c_i: Arrays = c_i
         if k_eta > 0:  # without a step c_i cannot be estimated
             next_c_i = {
@@ -143,7 +142,6 @@ class Scaffold(LocalObjective):
                 for n in parameters
             }
         extra = {f"dc.{name}": next_c_i[name] - c_i[name] for name in parameters}
-        update = Update(arrays, descent.num_steps, descent.terms)
         made_in = {"round": torch.tensor(ctx.round)}
         state = {"control": next_c_i, "control-before": c_i, "control-made": made_in}
-        return replace(update, extra=extra, state=state)
+        return Update(arrays, k, descent.terms, extra, state)

@@ -12,7 +12,7 @@ from printed_formulas import cosine
 from client_app.method import ModelParts
 from client_app.methods import method_of
 from client_app.methods.moon import MOON, model_contrastive_loss
-from client_app.objective import frozen_representations, previous_at_first_use
+from client_app.objective import frozen_representations
 from models import build_model
 
 
@@ -226,7 +226,8 @@ def test_from_round_2_a_first_participation_may_be_against_the_initial_weights(m
     chosen = method_of(config).first_previous(make_round(config, 2, received))
     assert_same_bits(chosen, initial(config))
     assert method_of(config).first_previous(make_round(config, 1)) is None
-    assert previous_at_first_use(make_round(config, 2, received), "received") is None
+    own = make_config(method=method, **{f"{method}__first_use": "received"})
+    assert method_of(own).first_previous(make_round(own, 2, received)) is None
 
 
 @pytest.mark.parametrize("projection", ["none", "mlp"])
