@@ -25,7 +25,7 @@ def shift(x: Tensor, offsets: Tensor, margin: int) -> Tensor:
     height, width = x.shape[2:]
     padded = F.pad(x, (margin,) * 4)
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # [B, C, dy, dx, H, W], a view
-    dy, dx = (margin - offsets).to(x.device, non_blocking=True).unbind(1)
+    dy, dx = (margin - offsets).unbind(1)
     return windows[torch.arange(len(x), device=x.device), :, dy, dx]
 
 
@@ -40,7 +40,7 @@ def draw_offsets(batch_size: int, padding: int, generator: torch.Generator) -> T
 def rotate(x: Tensor, degrees: Tensor) -> Tensor:
     """Rotate sample b about its centre by degrees[b], counter-clockwise as displayed; bilinear."""
     height, width = x.shape[2:]
-    radians = degrees.to(x.device, x.dtype, non_blocking=True) * (math.pi / 180)
+    radians = degrees.to(x.dtype) * (math.pi / 180)
     cos, sin, zero = radians.cos(), radians.sin(), torch.zeros_like(radians)
     # The source position of the pixel at (x, y), in units of half the width and height.
     to_source = torch.stack(

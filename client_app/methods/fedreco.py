@@ -70,10 +70,6 @@ class Extractor(FixedModule):
         out: Tensor = self.to_features(x)
         return out.float() if out.dtype is torch.bfloat16 else out  # in `precision = "bf16"`
 
-    def representation(self, x: Tensor) -> list[Tensor]:
-        """The representation of x as a list, for `FrozenFeatureCache`."""
-        return [self(x)]
-
 
 @dataclass(frozen=True)
 class FedReCo(Method):
@@ -115,13 +111,9 @@ class FedReCo(Method):
 
     def personal_model(self, ctx: RoundContext, state: Mapping[str, Arrays]) -> StagedModel:
         """(u_i, v_i); initially u_i = u_0 if of one architecture, and v_i from the run's seed."""
-        model = ctx.model
-        if "model" in state:
-            model.load_state_dict(state["model"])
-            return model
-        is_alike = model.name == ctx.config.model.model
-        model.load_state_dict({**ctx.initial_weights(), **(ctx.received if is_alike else {})})
-        return model
+        u_0 = ctx.received if ctx.model.name == ctx.config.model.model else {}
+        ctx.model.load_state_dict(state.get("model") or ctx.initial_weights() | u_0)
+        return ctx.model
 
     def phases(self, ctx: RoundContext) -> Phases:
         """Algorithm 1, lines 6 to 18."""
@@ -131,15 +123,12 @@ class FedReCo(Method):
         u_i, u_0 = Extractor(model, split), Extractor(shared, self.split_stage(shared))
         u_0.load_state_dict(ctx.received)
         u_0.eval().requires_grad_(False)
-        u = u_i.weights
-        in_u = {id(p) for p in u}
-        v = [p for p in model.weights if id(p) not in in_u]
+        in_u = {id(p) for p in u_i.weights}
+        v_i = [p for p in model.weights if id(p) not in in_u]
 
         k_v, k_u = Duration(*parse_duration(self.k_v)), Duration(*parse_duration(self.k_u))
-        h_of_u_i, h_of_u_0 = (
-            FrozenFeatureCache(ctx, u.representation, is_read_again=k.reads_again(ctx))
-            for u, k in ((u_i, k_v), (u_0, k_u))
-        )
+        h_of_u_i = FrozenFeatureCache(ctx, lambda x: [u_i(x)], is_read_again=k_v.reads_again(ctx))
+        h_of_u_0 = FrozenFeatureCache(ctx, lambda x: [u_0(x)], is_read_again=k_u.reads_again(ctx))
 
         def head_terms(inputs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:  # f_i in v_i, eq. (6)
             h, y = inputs
@@ -157,7 +146,7 @@ class FedReCo(Method):
 
         u_i.eval()
         head = yield Phase(
-            parameters=v,
+            parameters=v_i,
             inputs=lambda step: (*h_of_u_i.of(step), step.y),
             terms=head_terms,
             lr=self.eta_v,
@@ -167,7 +156,7 @@ class FedReCo(Method):
         model.eval()  # v_i is fixed, its norm statistics included
         u_i.train()
         extractor = yield Phase(
-            parameters=u,
+            parameters=u_i.weights,
             inputs=lambda step: (step.x, step.y, *h_of_u_0.of(step)),
             terms=extractor_terms,
             lr=self.eta_u,
