@@ -74,9 +74,17 @@ def conv_norm(
     return nn.Sequential(conv, norm(width))
 
 
-def global_average() -> nn.Sequential:
-    """[B, C, H, W] -> [B, C]."""
-    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+class GlobalAverage(nn.Module):
+    """The mean over positions, with the bits of `AdaptiveAvgPool2d`, which vmap would loop over."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C]."""
+        return x.mean((2, 3))
+
+
+def global_average() -> GlobalAverage:
+    """The usual `to_features` of a network that ends in a convolution."""
+    return GlobalAverage()
 
 
 def fan_in_(model: nn.Module) -> None:

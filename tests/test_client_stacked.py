@@ -62,6 +62,14 @@ def rounds_of(subject, config, cache, sizes=SIZES):
     return made
 
 
+@pytest.fixture(autouse=True)
+def _without_loops():
+    """An operation that vmap cannot batch would run client after client: it is an error here."""
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    yield
+    torch._C._functorch._set_vmap_fallback_enabled(True)
+
+
 @cache
 def begun(subject, config):
     """Round 2 of one client, and what the method's first round leaves: for all clients and both

@@ -71,7 +71,8 @@ def rcl_hard(phi: Tensor, y: Tensor, tau: float, threshold: float, beta: float) 
     """
     s = phi @ phi.T  # [B, B]
     is_same = y[:, None] == y
-    of_class = s.masked_fill(~is_same, torch.inf).fill_diagonal_(1.0)
+    is_self = torch.eye(len(y), dtype=torch.bool, device=y.device)
+    of_class = s.masked_fill(~is_same, torch.inf).masked_fill(is_self, 1.0)
     s_p = of_class.min(1, keepdim=True).values  # [B, 1]
     of_others = s.masked_fill(is_same, -torch.inf)
     s_n = of_others.topk(min(2, len(y)), dim=1).values  # [B, 2]; -inf where there are fewer
