@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from client_app.round import RoundContext
+from protocol.server_optimizers import SERVER_OPTIMIZERS
+
 
 class SquaredDistance(torch.autograd.Function):
     """||w - w_g||^2 and its gradient, in a few kernels for all arrays together."""
@@ -79,3 +82,15 @@ def unsquared_drift_from(model: nn.Module, arrays: Mapping[str, Tensor]) -> Tens
     """
     trained = trained_parameters(model)
     return torch.stack([torch.linalg.vector_norm(p - arrays[n]) for n, p in trained.items()]).sum()
+
+
+def server_optimizer_terms(ctx: RoundContext, model: nn.Module) -> dict[str, Tensor]:
+    """FedACG's term of every local objective; {} with beta 0 and for other server optimizers.
+
+    Kim et al., "Communication-Efficient Federated Learning with Accelerated Client Gradient", CVPR
+    2024, arXiv 2201.03172: beta ||theta - wh||^2, a scalar, for the look-ahead model wh that the
+    server (`FedACGStep` in strategies/server_optimizers.py) sends; without 1/2 as in their code.
+    """
+    term = SERVER_OPTIMIZERS[ctx.config.rounds.server_optimizer].client_term
+    beta = getattr(ctx.config.server_optimizer_options(), term) if term else 0
+    return {"look-ahead": beta * drift_from(model, ctx.received)} if beta else {}

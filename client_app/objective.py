@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from client_app.drift import server_optimizer_terms
 from client_app.feature_cache import FrozenFeatureCache
 from client_app.method import Method, Phases, Update, train_alone
 from client_app.precision import forward_in, losses_in_float32
 from client_app.round import RoundContext
 from client_app.samples import Step
-from client_app.server_optimizer_terms import server_optimizer_terms
 from client_app.trainer import Duration, Phase
 from models import StagedModel
 from protocol.code import place_of
