@@ -7,6 +7,7 @@ Runs in the process of the ClientApp in simulation, and in the resident worker
 import copy
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -242,10 +243,11 @@ def without_file_names(reason: str, error: Exception, source: str) -> str:
         return f"{error.nameless} ({log_has_it})"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{type(error).__name__}: {error.strerror} ({log_has_it})"
-    _, _, location = source.partition(":")
-    for path in (Path(location).expanduser().absolute(), location) if location else ():
+    kind, _, location = source.partition(":")
+    path = os.path.abspath(os.path.expanduser(location))
+    if location and path != os.sep:  # the root is in every path
         reason = reason.replace(in_one_line(path, MAX_REASON), "…")
-    return reason
+    return reason.replace(in_one_line(f"{kind}:{location}", MAX_REASON), f"{kind}:…")
 
 
 def clients_per_step(message: Message, context: Context) -> int:

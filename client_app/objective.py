@@ -254,8 +254,8 @@ def loss_terms(
                 is_tensor = isinstance(term, Tensor)
                 found = f"shape {list(term.shape)}" if is_tensor else type(term).__name__
                 raise TypeError(
-                    f"{place_of(getattr(objective, name))} returned {found}: "
-                    "expected a scalar Tensor"
+                    f"{place_of(getattr(objective, name))} returned {found}: expected a scalar "
+                    "Tensor" + ("; for no penalty, batch.logits.new_zeros(())" * (term is None))
                 )
         return terms | server_optimizer_terms(ctx, model)
 

@@ -29,7 +29,7 @@ from server_app.summary import (
 
 CONFIG_FILE, LOCK_FILE = "config.json", ".lock"
 STARTING, RUNNING, FINISHED, INTERRUPTED = "starting", "running", "finished", "interrupted"
-# of these states in a terminal; of others red
+# of states in a terminal; other states are red
 COLOURS = {FINISHED: "green", RUNNING: "cyan", "stopped": "yellow", INTERRUPTED: "yellow"}
 DAMAGE = (OSError, ValueError, TypeError, KeyError, AttributeError)  # of a file of any content
 

@@ -131,7 +131,7 @@ class Trained:
 
 
 class Sent:
-    """Notes in the audit log what is sent in a round, and what is sent again; private releases too.
+    """Notes in the audit log what is sent and resent in a round, and the private releases.
 
     clients: by node, which may no longer be the client's when a message is sent again.
     """

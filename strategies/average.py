@@ -87,7 +87,7 @@ class Average(Strategy):
         self.keeps_updates = False  # each update of the next round is needed, for diagnostics
         self.current: Arrays = {}
         self.sent: Arrays = {}
-        # by node, the clients that the newest messages went to: each may be another node by now
+        # by node, the clients that the newest messages went to: each may have another node by now
         self.addressed: dict[int, RosterEntry] = {}
         self.outliers: frozenset[str] = frozenset()  # declared far more samples than others
         self.away: set[str] = set()  # clients that are not connected

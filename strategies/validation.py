@@ -155,7 +155,7 @@ def count_outliers(declared: Mapping[str, int], max_weight_share: float) -> froz
 class Validation:
     """Validates the replies of one round, each as it comes.
 
-    asked: the clients, by the node that each was when it was asked, which a reply comes from.
+    asked: the clients, by the node that was asked; replies carry that node.
     accepted: by client, as far as one reply alone can tell; `report` compares them.
     bytes_in_sum: size of a client's arrays if a worker has summed them, else 0; for `bytes_up`.
     """

@@ -633,7 +633,7 @@ SCALAR = "expected a scalar Tensor"
 MISTAKES = {
     ConstantLoss: r"method fedprox: the loss \(supervised \+ penalty\) depends on no weight that",
     FloatPenalty: rf"FloatPenalty.penalty \(.*:\d+\) returned float: {SCALAR}$",
-    ForgottenReturn: rf"ForgottenReturn.penalty \(.*:\d+\) returned NoneType: {SCALAR}$",
+    ForgottenReturn: rf"ForgottenReturn.penalty \(.*:\d+\) returned NoneType: {SCALAR}; for no p",
     PenaltyPerSample: rf"PenaltyPerSample.penalty \(.*:\d+\) returned shape \[\d+\]: {SCALAR}",
     WithoutItsFlag: r"WithoutItsFlag.penalty \(.*:\d+\) reads batch.reps_global: set uses_g",
     NoUpdate: r"NoUpdate.finish \(.*:\d+\) returned NoneType: expected an Update$",

@@ -20,7 +20,6 @@ from typing import TextIO
 
 from keel.cli.progress import Terminal
 from keel.deployment.simulation import (
-    MARK_FILE,
     end_abandoned,
     engine_folder,
     last_line,
@@ -95,7 +94,7 @@ def run_in_process(job: Job, terminal: Terminal) -> None:
 
 
 def reserved(path: Path) -> Path:
-    """The path, or the next with a number, of which no run of the flower engine has the name.
+    """The path, or with a number appended, the first whose name no run of the flower engine has.
 
     Its engine folder is made: runs that start in the same second have different names.
     """
@@ -105,6 +104,7 @@ def reserved(path: Path) -> Path:
             engine_folder(own.name).mkdir(parents=True)
             if not own.exists():
                 return own
+            engine_folder(own.name).rmdir()
         number += 1
         own = path.with_name(f"{path.name}-{number}")
 
@@ -120,7 +120,7 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
             "run-name=NAME"
         )
     end_abandoned(folder)
-    if (folder / MARK_FILE).exists():  # of an attempt that failed; else it is reserved
+    if any(folder.glob("*")):  # of an attempt that failed; if empty, it is reserved
         shutil.rmtree(folder, ignore_errors=True)
     try:
         with (

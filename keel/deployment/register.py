@@ -52,7 +52,7 @@ def register(credentials: Path, address: str, wait_s: float) -> list[str]:
         f"{'registered' if is_new else 'known':10s}  {name}  node {node}"
         for name, (node, is_new) in nodes.items()
     ] + [
-        f"{'removed':10s}  {name}  its key was unregistered, which is for good: move "
+        f"{'removed':10s}  {name}  its key was unregistered and cannot be used again: move "
         f"{credentials / 'clients' / name}.pub away; to readmit the client, make a new key"
         for name in keys
         if name not in nodes

@@ -79,7 +79,7 @@ def register_keys(
     """By client name, the node id of its key and whether this call registered it.
 
     address: of the SuperLink's HTTP API. public_keys: by client name, in OpenSSH's format. Keys
-    that the SuperLink knows are left alone. A key that was unregistered, which no SuperLink takes
+    that the SuperLink knows are left alone. A key that was unregistered, which no SuperLink accepts
     again, is left out. ValueError for a key that is none, or that two names share.
     """
     keys: dict[bytes, str] = {}

@@ -157,7 +157,7 @@ def test_a_key_that_was_unregistered_keeps_no_other_client_out(deployed):
     make_credentials(deployed.credentials, [deployed.host], ["later"])
     lines = {line.split()[1]: line for line in register(server, address, 0.0)}
     assert lines["later"].startswith("registered")
-    assert f"its key was unregistered, which is for good: move {server}" in lines["removed"]
+    assert f"its key was unregistered and cannot be used again: move {server}" in lines["removed"]
     assert json.loads((server / "clients.json").read_text()).keys() == lines.keys() - {"removed"}
     findings = list(check_registered(server, address))
     assert not any(node in finding.text for finding in findings), findings
