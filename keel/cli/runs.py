@@ -256,8 +256,10 @@ def compare(
 
     RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
     """
-    if plot and (plot.expanduser().is_dir() or not plot.suffix):
-        raise ValueError(f"--output {plot}: name a file, such as {plot / 'plot.png'}")
+    is_directory = plot and plot.expanduser().is_dir()
+    if plot and (is_directory or not plot.suffix):
+        example = plot / "plot.png" if is_directory else plot.with_suffix(".png")
+        raise ValueError(f"--output {plot}: name a file, such as {example}")
     found = [find_run(run) for run in runs]
     keys = differing_keys([run.config for run in found], PLACES)
     rows = [comparison_row(run) for run in found]

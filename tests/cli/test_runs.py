@@ -333,9 +333,11 @@ def test_compare_is_a_table_with_the_keys_that_differ_and_a_plot(two, tmp_path, 
 
 
 def test_a_plot_is_a_file_with_a_suffix(two, tmp_path, capsys):
-    for given in (tmp_path, tmp_path / "plot"):  # Matplotlib would append the suffix
+    bare = tmp_path / "bare"  # Matplotlib would append the suffix
+    for given, example in ((tmp_path, tmp_path / "plot.png"), (bare, tmp_path / "bare.png")):
         assert main(["compare", "one", "-o", str(given)]) == 2
-        assert f"--output {given}: name a file, such as" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert said == f"error: --output {given}: name a file, such as {example}\n"
 
 
 def test_a_name_in_the_table_of_compare_is_no_formula(two, tmp_path):
