@@ -244,10 +244,12 @@ def without_file_names(reason: str, error: Exception, source: str) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{type(error).__name__}: {error.strerror} ({log_has_it})"
     kind, _, location = source.partition(":")
+    if not location:
+        return reason
     path = os.path.abspath(os.path.expanduser(location))
-    if location and path != os.sep:  # the root is in every path
+    if path != os.sep:  # the root is in every path
         reason = reason.replace(in_one_line(path, MAX_REASON), "…")
-    return reason.replace(in_one_line(f"{kind}:{location}", MAX_REASON), f"{kind}:…")
+    return reason.replace(in_one_line(source, MAX_REASON), f"{kind}:…")
 
 
 def clients_per_step(message: Message, context: Context) -> int:

@@ -41,17 +41,19 @@ class AuditLog:
     def __init__(self, directory: Path) -> None:
         """Drops an incomplete last line, which a kill or a full disk leaves."""
         self.path = directory / AUDIT_FILE
+        self.previous = self._last_digest()
+
+    def _last_digest(self) -> str:
+        """The digest of the last line on disk, after an incomplete one is dropped."""
         content = self.path.read_bytes() if self.path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         if whole != content:
             with self.path.open("r+b") as file:
                 file.truncate(len(whole))
-        self.previous = ""
-        if whole:
-            try:
-                self.previous = str(json.loads(whole.splitlines()[-1])["digest"])
-            except DAMAGE:
-                self.previous = "unreadable"  # which `audit_problem` finds
+        try:
+            return str(json.loads(whole.splitlines()[-1])["digest"]) if whole else ""
+        except DAMAGE:
+            return "unreadable"  # which `audit_problem` finds
 
     def note(self, event: str, **fields: Any) -> None:
         """Append a line and sync it to disk."""
@@ -65,9 +67,13 @@ class AuditLog:
             line = {"time": now, "event": event, **fields, "previous": previous}
             line["digest"] = previous = line_digest(json.loads(json.dumps(line)))
             lines.append(json.dumps(line))
-        if lines:
-            append_line(self.path, "\n".join(lines))
-        self.previous = previous
+        try:
+            if lines:
+                append_line(self.path, "\n".join(lines))
+            self.previous = previous
+        except BaseException:  # after Ctrl-C the lines may be on disk or not
+            self.previous = self._last_digest()
+            raise
 
 
 def released_clients(directory: Path) -> Counter[str]:

@@ -33,7 +33,7 @@ from flwr.app import ConfigRecord, RecordDict
 from method_fixtures import METHODS, with_method
 from PIL import Image
 
-from client_app.handlers import ADVICE, turn
+from client_app.handlers import ADVICE, turn, without_file_names
 from client_app.machine import machine
 from client_app.method import train_alone
 from client_app.methods import method_of
@@ -515,6 +515,12 @@ def test_a_source_that_is_missing_is_named_in_the_clients_log_alone(spec, tmp_pa
     assert "at-all" not in reason
     assert str(Path.cwd()) not in reason
     assert spec in caplog.text
+
+
+@pytest.mark.parametrize("source", ["", "digits", "folder:/"])
+def test_a_source_without_a_path_changes_no_error(source):
+    reason = "device = 'cuda:63': /dev has 0 GPUs"
+    assert without_file_names(reason, ValueError(reason), source) == reason
 
 
 def test_a_method_that_is_unknown_is_named_with_its_neighbours(tmp_path):

@@ -5,6 +5,7 @@ import json
 import pytest
 from run_fixtures import SMALL, resume
 
+import server_app.audit
 from server_app.audit import AuditLog, audit_end, audit_problem
 from server_app.history import append_history
 from server_app.inline import run_inline
@@ -47,6 +48,26 @@ def test_several_lines_go_on_with_the_chain_and_take_one_sync(log, monkeypatch):
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line.get("client") for line in lines[5:]] == ["a", "b", "c", None]
     assert audit_problem(log.parent, audit_end(log.parent)) == ""
+
+
+@pytest.mark.parametrize("function", ["fsync", "append_line"])
+def test_the_chain_goes_on_after_an_interrupt_while_a_line_is_written(log, monkeypatch, function):
+    """Ctrl-C: "ended" had the digest before the line that was on disk, so an honest log failed."""
+    audit = AuditLog(log.parent)
+    with monkeypatch.context() as patch:
+        if function == "fsync":
+            patch.setattr("os.fsync", interrupt)
+        else:  # with the line on disk
+            real = server_app.audit.append_line
+            patch.setattr("server_app.audit.append_line", lambda *to: interrupt(real(*to)))
+        with pytest.raises(KeyboardInterrupt):
+            audit.note("sent", round=6, kind="train", clients=["a"], bytes=60)
+    audit.note("ended", status="stopped")
+    assert audit_problem(log.parent, audit_end(log.parent)) == ""
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("number", [0, 2, 4])
