@@ -136,12 +136,12 @@ def run(
         if key in overrides:
             raise ValueError(f"{key} is set twice")
         overrides[key] = value
-    # NumPy's numbers, as of np.linspace
-    overrides = {key: getattr(v, "item", lambda v=v: v)() for key, v in overrides.items()}
+    overrides = {key: _plain(value) for key, value in overrides.items()}
     if engine not in ("inline", "flower"):
         raise ValueError(
             f"engine = {engine!r}: expected inline or flower; `keel run` offers deployment"
         )
+    clients = _plain(clients)
     if clients is not None and (type(clients) is not int or clients < 1):
         raise ValueError(f"clients = {clients!r}: expected a whole number >= 1")
     options = EngineOptions(Engine(engine), clients, cpus_per_client, gpus_per_client, ray=ray)
@@ -170,3 +170,8 @@ def load_model(run: "str | Path | Run", client: str = "") -> "TrainedModel":
     if isinstance(run, Run):
         run = run.directory
     return load(find_run(run).directory, client)
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy number, as of np.linspace, as Python's; anything else as it is."""
+    return value.item() if hasattr(value, "item") else value

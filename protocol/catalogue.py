@@ -117,6 +117,11 @@ EXPECTED_CLASS = (
     "float or str"
 )
 
+FLAG_CHOICES = {
+    "default_weighting": ("examples", "uniform"),
+    "shared_part": ("model", "extractor", "nothing"),
+}
+
 
 @lru_cache(maxsize=64)
 def options_class(path: Path, name: str) -> type[Any]:
@@ -166,6 +171,12 @@ def options_class(path: Path, name: str) -> type[Any]:
             "of client_app/method.py; move a constant out of the class, or begin its name with _"
             + did_you_mean(unknown[0], flags)
         )
+    for flag in sorted((own & inherited) - options):
+        value, allowed = getattr(found, flag), FLAG_CHOICES.get(flag, (True, False))
+        is_checked = flag in FLAG_CHOICES or isinstance(getattr(super(found, found), flag), bool)
+        if is_checked and value not in allowed:
+            names = ", ".join(map(repr, allowed))
+            raise ValueError(f"{path}: {name}.{flag} = {value!r}: expected one of {names}")
     if path.parent == methods_folder and not name.startswith("_"):
         _check_functions(path, name)
     return found

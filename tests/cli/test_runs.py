@@ -158,6 +158,12 @@ def test_every_command_finds_a_run_by_its_name(two, command, capsys):
     )
 
 
+def test_no_name_is_the_run_that_changed_last_and_not_this_directory(two, monkeypatch, capsys):
+    monkeypatch.chdir(two)
+    assert main(["experiments", "verify", ""]) == 1
+    assert "1 run, " in capsys.readouterr().out
+
+
 def test_a_damaged_manifest_is_set_aside_on_a_resume(home, trained, no_pictures, caplog):
     copy = shutil.copytree(trained, home / "runs" / "one")
     (copy / "manifest.json").write_text("[]")

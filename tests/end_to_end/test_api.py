@@ -39,7 +39,7 @@ def test_run_takes_a_dict_keywords_and_dotted_keys(home, capsys):
 
 def test_keys_of_numpy_numbers_and_keys_that_are_no_text(home):
     numbers = {"lr": np.float64(0.125), "num-rounds": np.int64(1)}
-    run = keel.run(SMALL | numbers, clients=2, quiet=True)
+    run = keel.run(SMALL | numbers, clients=np.int64(2), quiet=True)
     assert (run.config["lr"], run.config["num-rounds"]) == (0.125, 1)
     with pytest.raises(ValueError, match="config key = 1: expected a text, such as 'method'"):
         keel.run({1: 2})

@@ -192,6 +192,27 @@ def test_a_mistake_in_the_class_is_one_line_with_what_is_expected(
         options_class(path, "Mine")
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "allowed"),
+    [
+        ("supports_privacy: ClassVar[bool]", "no", "True, False"),
+        ("uses_global", "yes", "True, False"),
+        ("default_weighting", "exmaples", "'examples', 'uniform'"),
+        ("shared_part", "head", "'model', 'extractor', 'nothing'"),
+    ],
+)
+def test_a_flag_with_a_value_that_means_nothing_is_refused(flag, value, allowed, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from typing import ClassVar\n"
+        "from client_app.objective import LocalObjective\n\n\n"
+        f"class Mine(LocalObjective):\n    {flag} = {value!r}\n"
+    )
+    expected = f"{path}: Mine.{flag.partition(':')[0]} = {value!r}: expected one of {allowed}"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        options_class(path, "Mine")
+
+
 def test_an_import_of_what_is_not_there_is_named_with_its_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("from protocol.options import at_leest\n\n\nclass Mine:\n    pass\n")
