@@ -142,17 +142,25 @@ class Section:
         return rows
 
     @cached_property
+    def mixes(self) -> str:
+        """Why no cells of the table are compared: what they differ in; empty if they are."""
+        results = self.results.values()
+        if len({code for result in results for code in result.code}) > 1:
+            return "cells of different code"
+        if len({name for result in results for name in result.precision}) > 1:
+            return "cells in different precision"
+        return ""
+
+    @cached_property
     def _means(self) -> dict[str, list[float]]:
         """The different means of each column, best first, of cells whose seeds all have a number.
 
-        Empty where runs are of different code or precision; without columns whose cells are of
-        different data, or are times of different machines.
+        Empty where the table `mixes`; without columns whose cells are of different data, or are
+        times of different machines.
         """
         found: dict[str, set[float]] = {}
         results = self.results.values()
-        codes = {code for result in results for code in result.code}
-        precisions = {name for result in results for name in result.precision}
-        if len(codes) > 1 or len(precisions) > 1:
+        if self.mixes:
             return {}
         times, data = set(), dict[str, set[tuple[str, str]]]()
         machines: dict[str, set[str]] = {}
@@ -328,12 +336,14 @@ def records(section: Section) -> Iterator[dict[str, object]]:
     """A flat record for each cell of the table."""
     for (row, column), result in section.results.items():
         failures = Counter(result.failures.values())
+        remarks = [absence(result)] * (result.mean is None) + [*missing(result)]
+        remarks += [f"table has {section.mixes}"] * bool(section.mixes)
         yield {
             **{"row": row, "column": column, "paper": result.cell.paper, "mean": result.mean},
             **{"sd": result.deviation, "difference": result.difference},
             **{"seeds": len(result.counted), "diverged": failures["diverged"]},
             **{"failed": failures["failed"], "tuned": tuned_value(result)},
-            "remark": "; ".join([absence(result)] * (result.mean is None) + [*missing(result)]),
+            "remark": "; ".join(remarks),
         }
 
 
@@ -386,6 +396,7 @@ def as_latex(section: Section) -> str:
     names = [column.parts[-1] for column in section.recipe.columns]
     table = latex_table(["", *names], rows, section.header)
     note = " In brackets: the paper's number." if section.has_paper_numbers else ""
+    note += f" Not to be compared: {section.mixes}." if section.mixes else ""
     return f"% {about}{note}\n{table}"
 
 

@@ -284,10 +284,17 @@ def execute(
             run.remove_note()
         outcomes = run_together(left) if num_together(runs[0]) > 1 else map(run_alone, left)
         ended = dict(zip((run.name for run in left), outcomes, strict=True))
-        return [
-            logged(error) if isinstance(error := ended.get(run.name), BaseException) else ""
-            for run in runs
-        ]
+        return [reason_of(run, ended.get(run.name)) for run in runs]
+
+
+def reason_of(run: Run, outcome: object) -> str:
+    """Why the run failed, which is logged, and noted where it left no run directory; else empty."""
+    if not isinstance(outcome, BaseException):
+        return ""
+    reason = logged(outcome)
+    if not run.ended():
+        run.note_failure(reason)
+    return reason
 
 
 def run_alone(run: Run) -> Path | BaseException:

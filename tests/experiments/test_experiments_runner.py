@@ -314,6 +314,16 @@ def test_runs_of_different_code_are_not_averaged_and_not_judged(tmp_path):
     assert f"Runs of different code, never averaged or judged together: {named}." in text
 
 
+def test_exports_of_a_table_say_that_its_rows_are_of_different_code(tmp_path):
+    """Each row alone is of one: nothing in its cells shows it."""
+    all_run(tmp_path, options(seeds=[0, 1, 2]), code=3 * [OTHER, ""])
+    write_report(tmp_path)
+    (table,) = (tmp_path / "tables").glob("*.csv")
+    _, *lines = table.read_text().splitlines()
+    assert [line.endswith(",table has cells of different code") for line in lines] == [True, True]
+    assert "Not to be compared: cells of different code." in table.with_suffix(".tex").read_text()
+
+
 @pytest.mark.parametrize("num_missing", [0, 1])
 def test_a_verdict_before_all_seeds_have_ended_says_so(num_missing, tmp_path):
     """Who stops when the interval excludes 0 favours a decision."""

@@ -132,6 +132,7 @@ def test_why_a_run_failed_is_returned_and_logged(error, reason, logged, run, mon
     with capfd.disabled():
         assert execute([run], code_version()) == [reason]
     assert logged in (run.folder / "log.txt").read_text()
+    assert run.failure() == "failed"  # although it has no run directory
     assert Path.cwd() == directory
     with contextlib.closing(claimed(run)) as lock:
         assert lock
