@@ -25,7 +25,7 @@ from keel.experiments.runs import (
     run_of,
 )
 from keel.experiments.scale import Keys, scaled_round
-from protocol.config import RENAMED_KEYS, resolve_config
+from protocol.config import RENAMED_KEYS, RunConfig, resolve_config
 from protocol.files import digest
 from protocol.models import MODELS
 from protocol.options import OptionValue, did_you_mean
@@ -47,9 +47,16 @@ def last_round_read(cell: Cell, run: Run) -> int:
     return min(cell.at or run.rounds, run.rounds)
 
 
+def images_of(config: RunConfig) -> str:
+    """The source, with the shape that its images are converted to if the source's own is not."""
+    model = MODELS[config.model.model]
+    size = config.data.image_size or model.image_size
+    return f"{config.data.source} {size} {config.data.channels or model.channels}"
+
+
 def differs(data: Collection[tuple[str, str]]) -> bool:
-    """Whether a source has different contents. data: (source, digest of its content)."""
-    return len({*data}) > len({source for source, _ in data})
+    """Whether images have different contents. data: (`images_of`, digest of their content)."""
+    return len({*data}) > len({images for images, _ in data})
 
 
 def paper_round_read(cell: Cell, run: Run) -> int:
@@ -260,10 +267,9 @@ class Result:
 
     @property
     def data(self) -> set[tuple[str, str]]:
-        """(source, digest of its content) of its runs, as far as they recorded it."""
-        found = self.finished
-        pairs = {(resolve_config(run.keys).data.source, data_of(path)) for run, path in found}
-        return {(source, digest) for source, digest in pairs if digest}
+        """(`images_of`, digest of their content) of its runs, as far as they recorded it."""
+        pairs = {(images_of(resolve_config(r.keys)), data_of(path)) for r, path in self.finished}
+        return {(images, digest) for images, digest in pairs if digest}
 
 
 def result_of(cell: Cell, options: Options, output: Path) -> Result:

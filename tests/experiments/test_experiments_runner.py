@@ -1,6 +1,7 @@
 """The runner on digits: what it runs, skips, resumes, survives; the report and verify after it."""
 
 import io
+import itertools
 import json
 import math
 import shutil
@@ -374,6 +375,24 @@ def test_a_stated_precision_is_not_that_which_auto_became_on_the_other_side(tmp_
     (claim,) = judge_claims(recipe, results_of(recipe, how, tmp_path), how)
     assert (claim.verdict, claim.effect) == ("not tested", None)
     assert claim.detail == "no verdict on runs in different precision"
+
+
+@pytest.mark.parametrize("of_each", ["{model: cnn-fedintr, ", "{image-size: 28, "])
+@pytest.mark.parametrize(("digests", "verdict"), [("ab", "reproduced"), ("abac", "not tested")])
+def test_images_of_another_size_are_no_other_data(of_each, digests, verdict, tmp_path):
+    """The digest is of the images as the network takes them: `model` and `image-size` change it."""
+    how = options(seeds=[0, 1, 2])
+    text = judged.replace("{method: fedprox", f"{of_each}method: fedprox")
+    recipe, runs = all_run(tmp_path, how, text)
+    for run, data in zip(runs, itertools.cycle(digests)):  # FedAvg and FedProx in turn
+        manifest = {"code": [code_version()], "data": data}
+        (run.folder / "attempt" / "manifest.json").write_text(json.dumps(manifest))
+    results = results_of(recipe, how, tmp_path)
+    (claim,) = judge_claims(recipe, results, how)
+    assert claim.verdict == verdict
+    section = section_of(next((tmp_path / "jobs").iterdir()), tmp_path)
+    ranked = section.rank(results["FedProx", "result"])
+    assert ranked == ("best" if verdict == "reproduced" else "")
 
 
 @pytest.mark.parametrize("accuracy", [math.nan, 60.0, -0.01])
