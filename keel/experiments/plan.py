@@ -13,6 +13,7 @@ from keel.experiments.recipe import Cell, Recipe, parse_recipe
 from keel.experiments.runs import (
     DIVERGED,
     FAILED,
+    NOTE,
     Options,
     Run,
     code_of,
@@ -172,8 +173,8 @@ class Result:
     """A cell's outcome: one number a finished seed, of one candidate. A time never reached is inf.
 
     num_seeds: how many were asked for. finished: the runs of the numbers, with their directories.
-    failures: `diverged` or `failed`, by seed. code, precision: of all runs that were read, the
-    tuning's too.
+    failures: `diverged` or `failed`, by seed. ended: the run directories of all runs, the tuning's
+    and failed ones too. code, precision: of these runs.
     tuned_on: the seed that chose the candidate, if there are several: of `num_tried` its run
     finished or diverged, of `num_failed` it failed.
     outdated: why the first run that does not count does not: its config, or its code.
@@ -190,6 +191,7 @@ class Result:
     num_candidates: int = 1
     outdated: str = ""
     failures: Mapping[int, str] = field(default_factory=dict)
+    ended: Sequence[Path] = ()
     code: Collection[str] = ()
     precision: Collection[str] = ()
 
@@ -293,6 +295,7 @@ def result_of(cell: Cell, options: Options, output: Path) -> Result:
         num_candidates=len(candidates),
         outdated=next(filter(None, (run.outdated() for run in [*tried, *runs])), ""),
         failures={seed: word for seed, word in failures.items() if word},
+        ended=[directory for directory in read if directory.name != NOTE],
         code=sorted({code for directory in read for code in code_of(directory)}),
         precision=sorted({name for directory in read for name in precision_of(directory)}),
     )

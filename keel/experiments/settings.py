@@ -62,9 +62,9 @@ def setting(name: str, pairs: Sequence[tuple[Any, Any]]) -> Setting:
     return Setting(name, ours, "" if is_same else paper)
 
 
-def finished_in(results: Iterable[Result]) -> list[Path]:
-    """The run directories behind the numbers, each once."""
-    return sorted({path for result in results for _, path in result.finished})
+def ended_in(results: Iterable[Result]) -> list[Path]:
+    """The run directories behind the results, each once: of failures and of tuning, too."""
+    return sorted({path for result in results for path in result.ended})
 
 
 def code_sentences(results: Sequence[Result]) -> Iterator[str]:
@@ -76,7 +76,7 @@ def code_sentences(results: Sequence[Result]) -> Iterator[str]:
         yield f"Code: {found[0]}."
     if precision := sorted({name for result in results for name in result.precision}):
         yield f"Precision: {', '.join(precision)}."
-    every = [data_of(directory) for directory in finished_in(results)]
+    every = [data_of(directory) for directory in ended_in(results)]
     if recorded := [one for one in every if one]:
         many = f"{len(recorded)} of {len(every)} runs"
         yield f"Digest of the data, recorded by {many}: {', '.join(sorted({*recorded}))}."
@@ -85,7 +85,7 @@ def code_sentences(results: Sequence[Result]) -> Iterator[str]:
 def package_sentences(results: Sequence[Result]) -> Iterator[str]:
     """The versions of Keel and of packages that the runs recorded, and the processors' features."""
     found: dict[str, dict[str, None]] = {}
-    for directory in finished_in(results):
+    for directory in ended_in(results):
         manifest = read_manifest(directory)
         for version in manifest.get("keel", ()):
             found.setdefault("keel", {})[str(version)] = None
@@ -105,7 +105,7 @@ def package_sentences(results: Sequence[Result]) -> Iterator[str]:
 def machine_sentences(results: Sequence[Result]) -> Iterator[str]:
     """How many runs each machine did, and how long they took."""
     seconds: dict[str, list[float]] = {}
-    for directory in finished_in(results):
+    for directory in ended_in(results):
         name = ", then ".join(machines_of(directory))
         seconds.setdefault(name, []).append(wall_seconds(directory))
     for name, each in sorted(seconds.items()):

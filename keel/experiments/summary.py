@@ -25,7 +25,12 @@ from keel.experiments.plan import ends_before, last_round_read, load_job, narrow
 from keel.experiments.recipe import Claim, Recipe, load_recipe, shipped_recipes
 from keel.experiments.rendering import template_environment
 from keel.experiments.runs import Options, history_in
-from keel.experiments.settings import code_sentences, machine_sentences, package_sentences
+from keel.experiments.settings import (
+    code_sentences,
+    ended_in,
+    machine_sentences,
+    package_sentences,
+)
 from protocol.config import resolve_config
 from protocol.files import write_atomically
 
@@ -91,9 +96,8 @@ class Evidence:
     def about(self) -> str:
         """Code, with Keel's commit, machines, wall time and processor time."""
         results = list(self.results.values())
-        directories = {path for result in results for _, path in result.finished}
         cores = sum(
-            sum(history_in(path).clocks.get("client_cpu_seconds", ())) for path in directories
+            sum(history_in(path).clocks.get("client_cpu_seconds", ())) for path in ended_in(results)
         )
         words = [*code_sentences(results), *package_sentences(results)]
         words += machine_sentences(results)

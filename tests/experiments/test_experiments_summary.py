@@ -540,6 +540,20 @@ def test_the_page_and_the_table_say_what_an_archive_holds(output):
     assert not picture.exists()
 
 
+def test_runs_that_diverged_took_their_hours(output):
+    """The note of a run that was killed is of no hours."""
+    noted, *others = sorted(output.glob("runs/fedcka*/attempt"))
+    for path in others:
+        status = {"status": "failed: round 42: values that are not finite"}
+        (path / "summary.json").write_text(json.dumps(status))
+    shutil.move(noted, noted.with_name("failed"))
+    (noted.with_name("failed") / "summary.json").write_text('{"status": "failed: killed"}')
+    page = summary_of(output)
+    assert "5 runs on cpu: some: 34 min 10 s of rounds, the longest 6 min 50 s." in page
+    assert "Processor time of the clients: 205.0 core hours." in page
+    assert "| FedCKA | 67.86 | –; diverged 2/3, failed 1/3 |" in page
+
+
 def shown(folder: Path, name: str, only: list[str], text: str):
     """The headline with this text of two seeds of these cells, and its picture."""
     make_table(folder, name, only, seeds=2)
