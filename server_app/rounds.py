@@ -216,6 +216,8 @@ def train_round(
             sent.note(*(message.metadata.dst_node_id for message in to_ask))
             text = "%s: %d clients train again, as their updates were summed with a rejected one"
             log.warning(text, what, len(to_ask))
+    if isinstance(run.grid, LogicalGrid):
+        run.grid.summing = None  # a sum that comes later is of clients that did not answer in time
     seconds["training"] = time.perf_counter() - started
 
     started = time.perf_counter()

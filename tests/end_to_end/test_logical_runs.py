@@ -33,6 +33,7 @@ from client_app.setup import build_network
 from models.cnn import _plain_cnn
 from protocol.config import resolve_config
 from protocol.messages import tensors
+from server_app.exchange import Exchange
 from server_app.inline import InlineGrid, run_inline
 from server_app.rounds import Run
 from server_app.run_directory import RunDirectory
@@ -270,6 +271,36 @@ def test_the_time_limit_is_for_each_client_of_a_worker(tmp_path, monkeypatch, ha
     else:
         (line,) = history_of(run_inline(keys, NUM_CLIENTS, num_workers=1))
         assert len(line["participants"]) == NUM_CLIENTS
+
+
+def test_a_sum_that_comes_after_its_round_is_not_used(tmp_path, monkeypatch):
+    """It is read once other clients are asked to evaluate."""
+    drain, is_late, held = Exchange.drain, threading.Event(), []
+
+    class Late(InlineGrid):
+        has_own_clients = False
+
+        def push_messages(self, messages):
+            ids = list(super().push_messages(messages))
+            held[:] = held or ids[:1]  # the first worker's in round 1
+            return ids
+
+        def pull_messages(self, message_ids):
+            return super().pull_messages(set(message_ids) - set(() if is_late.is_set() else held))
+
+    def drain_late(exchange):
+        if exchange.late:
+            is_late.set()
+        drain(exchange)
+
+    monkeypatch.setattr(strategies.average, "STREAM_BYTES", 1)
+    monkeypatch.setattr(server_app.inline, "InlineGrid", Late)
+    monkeypatch.setattr(Exchange, "drain", drain_late)
+    keys = SMALL | {"local-test-fraction": 0.2, "evaluate-clients": "cohort", "num-rounds": 2}
+    keys |= {"round-timeout": 2.0, "output-dir": str(tmp_path)}
+    first, second = history_of(run_inline(keys, NUM_CLIENTS, num_workers=2))
+    assert len(first["left_out"]) == len(first["late"]) == len(first["participants"]) == 2
+    assert len(second["participants"]) == NUM_CLIENTS
 
 
 def test_more_workers_than_clients_give_the_same_bits(run, tmp_path):
