@@ -122,8 +122,9 @@ class Average(Strategy):
         if self.running:
             return self.running.mean(like)
         weights = self.counts(replies) if self.is_weighted_by_examples else [1.0] * len(replies)
-        if self.is_large:  # if none is left out, with the bits of a sum taken as they come
+        if self.is_large:
             by_name = dict(zip((reply.client for reply in replies), weights, strict=True))
+            by_name = self.streamed_weights() or by_name  # with the bits of a sum as they come
             running = RunningMean(by_name, self.limits)
             for reply in replies:
                 running.add(reply.client, reply.arrays, {})
@@ -372,13 +373,13 @@ class Average(Strategy):
         return limits
 
     def streamed_weights(self) -> dict[str, float]:
-        """The weight of each client asked, by name, if replies are summed as they come; else {}.
+        """The weight of each client asked, by name, if replies can be summed as they come; else {}.
 
-        They are in large rounds if the weights do not depend on who replies and nothing reads a
-        single update.
+        They can in large rounds if the weights do not depend on who replies and the server half
+        reads no single update.
         """
         rounds, entries = self.config.rounds, self.addressed.values()
-        if not self.is_large or rounds.norm_bound != "off" or self.keeps_updates:
+        if not self.is_large or rounds.norm_bound != "off" or self.outliers:
             return {}
         if not vars(type(self)).get("needs_only_average"):  # not a base class's
             return {}
@@ -445,7 +446,7 @@ class Average(Strategy):
         """Prepare for the replies to `configure_train`."""
         expected, extra = self.expected(self.current), returned(self.expected_extra)
         self.validation = self._validation(server_round, expected, extra)
-        weights = {} if self.outliers else self.streamed_weights()
+        weights = {} if self.keeps_updates else self.streamed_weights()
         shares = self.extra_shares(list(weights)) if weights else {}
         self.running = RunningMean(weights, self.limits, shares) if weights else None
         self.unused = set()

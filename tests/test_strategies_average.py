@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -692,6 +693,21 @@ def test_updates_are_held_where_something_needs_them_all(monkeypatch, why):
     strategy.accept(1, answer(*answers[0]))
     assert strategy.running is None
     assert strategy.validation.accepted["client-0"].arrays
+
+
+def test_diagnostics_change_no_bit_of_a_large_round_in_which_a_reply_is_rejected(monkeypatch):
+    """Enough values that some of the sums lie halfway between two float32 numbers."""
+    model = nn.Sequential(nn.Linear(200, 200), nn.BatchNorm1d(200))
+    monkeypatch.setattr(sys.modules[__name__], "network", lambda: model)
+    found = []
+    for keeps_updates in (False, True):
+        strategy = streaming(monkeypatch)
+        messages, _ = spoilt_answers(strategy, model.state_dict(), "words")
+        strategy.keeps_updates = keeps_updates
+        following, _ = strategy.aggregate_train(1, messages)
+        assert list(strategy.report.left_out) == ["client-2"]
+        found.append(tensors(following))
+    assert same_bits(*found)
 
 
 def test_a_reply_counts_for_the_node_that_sent_it_whatever_name_it_gives():
