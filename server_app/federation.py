@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from flwr.serverapp import Grid
 
-from client_app.machine import data_digest
+from client_app.machine import data_digest, report_of
 from client_app.methods import method_of
 from client_app.precision import resolved
 from client_app.samples import Samples
@@ -23,7 +23,14 @@ from protocol.code import line_in_method
 from protocol.config import RunConfig, resolve_config
 from protocol.files import private_files
 from protocol.flower_compat import has_own_clients, is_in_process_grid, watch_superlink
-from protocol.messages import Arrays, RosterRequest, array_record, request_record, tensors
+from protocol.messages import (
+    Arrays,
+    PreflightRequest,
+    RosterRequest,
+    array_record,
+    request_record,
+    tensors,
+)
 from protocol.options import OptionValue
 from protocol.privacy import privacy_statement
 from protocol.processes import give_back_freed_memory, num_cores
@@ -218,7 +225,9 @@ def prepare(
         log.warning("%s", fault)
     for path in directory.skipped:
         log.warning("%s is damaged: skipped, the run continues from round %d", path, start.round)
-    notes += [*config_warnings(config, overrides), *worker_warnings(workers, device)]
+    notes += config_warnings(config, overrides)
+    if workers:
+        notes += worker_warnings(workers, report_of(PreflightRequest(config, data, "", "", False)))
     if config.rounds.snapshot_every > 1 and workers:
         notes.append(
             f"snapshot-every = {config.rounds.snapshot_every}: the workers of Flower's simulation "

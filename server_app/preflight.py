@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
@@ -130,30 +129,29 @@ def devices_of(workers: Sequence[WorkerOnNode]) -> list[str]:
     ]
 
 
-def worker_warnings(workers: Sequence[WorkerOnNode], device: torch.device) -> list[str]:
-    """A line for each thing that differs between the machines and changes the bits of a result.
-
-    device: the server's.
-    """
+def worker_warnings(workers: Sequence[WorkerOnNode], server: MachineReport) -> list[str]:
+    """A line for each thing that differs between the machines and changes the bits of a result."""
     warnings = []
+    device = server.device.partition(":")[0]
     kinds = {each.report.device.partition(":")[0] for each in workers}
-    if kinds - {device.type}:
+    if kinds - {device}:
         warnings.append(
-            f"the server computes on {device.type}, workers on {' and '.join(sorted(kinds))}: "
+            f"the server computes on {device}, workers on {' and '.join(sorted(kinds))}: "
             "set device to cpu, or give workers a GPU (client-resources-num-gpus)"
         )
     reports = [each.report for each in workers]
     compared = (
-        ([report.versions for report in reports], ""),
-        ([f"{report.machine} ({report.capability})" for report in reports], ""),
+        ([report.versions for report in reports], server.versions, ""),
+        ([processor(report) for report in reports], processor(server), ""),
         (
             [f"precision {report.precision}" for report in reports],
+            "",
             ": set precision to fp32 or bf16",
         ),
     )
-    for found, advice in compared:
-        if len(set(found)) > 1:
-            [(usual, _)] = Counter(found).most_common(1)
+    for found, own, advice in compared:
+        [(usual, _), *others] = Counter(found).most_common() or [("", 0)]
+        if others:
             by_node = zip(workers, found, strict=True)
             nodes = {each.node: has for each, has in by_node if has != usual}
             some = itertools.islice(nodes.items(), 5)
@@ -162,4 +160,14 @@ def worker_warnings(workers: Sequence[WorkerOnNode], device: torch.device) -> li
                 f"workers differ: {listed}; the others have {usual}. The bits of the result "
                 f"depend on which worker trains whom{advice}"
             )
+        if own and usual and own not in found and not (kinds - {device}):
+            warnings.append(
+                f"the server has {own}, no worker has; most have {usual}. The bits of the result "
+                "are not those of a run on one machine, and manifest.json has the server's versions"
+            )
     return warnings
+
+
+def processor(report: MachineReport) -> str:
+    """The processor on which bits depend."""
+    return f"{report.machine} ({report.capability})"

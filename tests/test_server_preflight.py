@@ -84,26 +84,43 @@ def test_a_worker_that_gives_no_answer_is_named():
 
 def test_what_changes_the_last_bits_is_a_warning():
     workers = [WorkerOnNode(f"10.0.0.{n}", GOOD) for n in range(3)]
-    assert worker_warnings(workers, CPU) == []
+    assert worker_warnings(workers, GOOD) == []
     workers[1] = WorkerOnNode("10.0.0.1", replace(GOOD, capability="x86_64 AVX512"))
-    [line] = worker_warnings(workers, CPU)
+    [line] = worker_warnings(workers, GOOD)
     assert "10.0.0.1 has cpu: A (x86_64 AVX512); the others have cpu: A (x86_64 AVX2)" in line
     workers[1] = WorkerOnNode("10.0.0.1", replace(GOOD, machine="cpu: B"))
-    [line] = worker_warnings(workers, CPU)
+    [line] = worker_warnings(workers, GOOD)
     assert "10.0.0.1 has cpu: B (x86_64 AVX2); the others have cpu: A " in line
     workers[1] = WorkerOnNode("10.0.0.1", replace(GOOD, versions="torch 3"))
-    [line] = worker_warnings(workers, CPU)
+    [line] = worker_warnings(workers, GOOD)
     assert "10.0.0.1 has torch 3" in line
     workers[1] = WorkerOnNode("10.0.0.1", replace(GOOD, precision="bf16"))
-    [line] = worker_warnings(workers, CPU)
+    [line] = worker_warnings(workers, GOOD)
     assert "10.0.0.1 has precision bf16; the others have precision fp32" in line
     assert line.endswith("trains whom: set precision to fp32 or bf16")
 
 
 def test_a_server_and_workers_on_different_devices_are_a_warning():
     workers = [WorkerOnNode("10.0.0.1", GOOD)]
-    [line] = worker_warnings(workers, torch.device("cuda"))
+    [line] = worker_warnings(workers, replace(GOOD, device="cuda:0"))
     assert line.startswith("the server computes on cuda, workers on cpu")
+
+
+@pytest.mark.parametrize(
+    ("server", "words"),
+    [
+        (replace(GOOD, versions="torch 3"), "the server has torch 3, no worker has; most have to"),
+        (replace(GOOD, capability="x86_64 AVX512"), "the server has cpu: A (x86_64 AVX512), no wo"),
+    ],
+)
+def test_a_server_unlike_all_workers_is_a_warning(server, words):
+    """As on a cluster whose head has no worker."""
+    workers = [WorkerOnNode("10.0.0.1", GOOD), WorkerOnNode("10.0.0.2", GOOD)]
+    [line] = worker_warnings(workers, server)
+    assert line.startswith(words)
+    mixed = [*workers, WorkerOnNode("10.0.0.3", server)]
+    [line] = worker_warnings(mixed, server)
+    assert line.startswith("workers differ: 10.0.0.3 has ")
 
 
 def test_each_workers_device_is_named():
@@ -127,6 +144,7 @@ def request(tmp_path, **keys):
     return PreflightRequest(config, FACTS, str(tmp_path / "token"), "abc", reads_data=False)
 
 
+@pytest.mark.usefixtures("task_identity")
 def test_a_worker_that_runs_other_code_is_no_client_without_a_name(tmp_path):
     record = request_record(request(tmp_path))
     record["code"] = "0123456789abcdef"
