@@ -160,6 +160,11 @@ def check_limits(config: RunConfig, node_config: NodeConfig) -> None:
             validate(config)
         except ValueError as error:
             raise PrivacyRefused(in_one_line(error)) from error
+        if not math.isfinite(multiplier_of(privacy)):  # a cost that is no number has no budget
+            raise PrivacyRefused(
+                f"privacy.clip-norm = {privacy.clip_norm:g}, privacy.delta = {privacy.delta:g}: "
+                "the noise is not a finite number: lower clip-norm, or raise delta"
+            )
     if not limits.is_set:
         return
     if is_deployed(node_config) and "source" not in node_config:  # removed by a run's code, maybe
@@ -238,6 +243,7 @@ class Ledger:
         PrivacyRefused if lines are damaged, or if the newest one that was ever written is missing.
         """
         entries, num_damaged = read_chained(self.path, allows_old=False)
+        num_damaged += sum(not entry["multiplier"] > 0 for entry in entries)  # NaN: no total
         if num_damaged:
             raise PrivacyRefused(
                 f"{self.path}: {num_damaged} lines are damaged: the budget spent is unknown; "

@@ -20,6 +20,7 @@ import client_app.handlers
 from client_app.handlers import answer, turn
 from client_app.site_privacy import Ledger, PrivacyRefused, check_limits, site_limits, variable_of
 from keel.cli.progress import Terminal
+from protocol.chained import append_chained
 from protocol.config import config_from_json
 from protocol.messages import (
     PreflightRequest,
@@ -345,6 +346,34 @@ def test_a_server_cannot_ask_for_less_than_its_own_checks_allow(plain, keys, rea
         said = client.ask(kind, 1, initial(config, seed=5)).error.reason
         assert re.search(r"(^|: )privacy\.epsilon", said)
         assert reason in said
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"privacy__clip-norm": 1e308}, {"privacy__clip-norm": 1e307}, {"privacy__delta": 1e-320}],
+    ids=["NaN", "an infinite deviation", "an infinite multiplier"],
+)
+def test_noise_that_is_no_number_is_refused_and_not_recorded(keys, source):
+    """Its cost was NaN: the total too, for ever, and NaN is beyond no budget."""
+    config = hostile(private(), **keys)
+    for limits in ({}, {"privacy_budget_epsilon": 100.0}):
+        client = site(source, config, **limits)
+        for kind in ("query", "train", "evaluate"):
+            said = client.ask(kind, 1, initial(config, seed=5)).error.reason
+            assert re.search(r"(^|: )privacy\.clip-norm = .*: the noise is not a finite", said)
+    assert not Ledger({"source": source}).path.exists()
+
+
+def test_a_cost_that_is_no_number_ends_releases_under_a_budget(source):
+    """Such lines are from a Keel that did not refuse them."""
+    ledger = Ledger({"source": source})
+    ledger.path.parent.mkdir(parents=True)
+    append_chained(ledger.path, {"multiplier": 9.7}, {"multiplier": math.nan})
+    with pytest.raises(PrivacyRefused, match="1 lines are damaged"):
+        ledger.spent()
+    limits = {"source": source, "privacy-budget-epsilon": 0.01}
+    with pytest.raises(PrivacyRefused, match="1 lines are damaged"):
+        check_limits(private(), limits)
 
 
 def test_a_site_says_nothing_of_its_data_or_files_before_round_1(
