@@ -246,10 +246,12 @@ def without_file_names(reason: str, error: Exception, source: str) -> str:
     kind, _, location = source.partition(":")
     if not location:
         return reason
-    path = os.path.abspath(os.path.expanduser(location))
-    if path != os.sep:  # the root is in every path
-        reason = reason.replace(in_one_line(path, MAX_REASON), "…")
-    return reason.replace(in_one_line(source, MAX_REASON), f"{kind}:…")
+    path = str(Path(os.path.expanduser(location)).absolute())  # with "..", as errors have it
+    hidden = [(path, "…"), (source, f"{kind}:…")]
+    for name, shown in hidden[path == os.sep :]:  # the root is in every path
+        for spelt in (name, repr(name)[1:-1]):
+            reason = reason.replace(in_one_line(spelt, MAX_REASON), shown)
+    return reason
 
 
 def clients_per_step(message: Message, context: Context) -> int:

@@ -468,6 +468,18 @@ def test_no_path_and_no_file_name_of_a_site_is_in_an_error(damage, tmp_path, cap
     assert str(folder) in caplog.text
 
 
+@pytest.mark.parametrize("name", ["other/../Schmidt", "Sch\\midt", "Sch\"'midt", "Sch\tmidt"])
+def test_no_path_is_in_an_error_however_it_is_spelt(name, tmp_path):
+    """With "..", or with characters that Python's repr escapes."""
+    for folder in (tmp_path / "other", tmp_path / name / "train"):
+        folder.mkdir(parents=True)
+    for source in (f"npz:{tmp_path / name}", f"folder:{tmp_path / name}"):
+        said = site(source, make_config()).ask("query").error.reason
+        assert "…" in said
+        assert str(tmp_path) not in said
+        assert "midt" not in said
+
+
 def test_a_budget_in_the_environment_covers_whatever_data_a_message_names(source, monkeypatch):
     """The node config passes through code that came with the run, which may forge it."""
     multiplier = math.sqrt(2 * math.log(1.25 / 1e-5)) / 0.5
