@@ -90,5 +90,6 @@ def remove_parts(directory: Path) -> None:
     """Remove what killed processes left of `write_atomically`, here and below."""
     for part in directory.rglob(".*.part"):
         pid = part.name.split(".")[-2]
-        if pid == str(os.getpid()) or not Path("/proc", pid).exists():
+        has_ended = pid == str(os.getpid()) or not Path("/proc", pid).exists()
+        if has_ended and not part.is_dir():  # a client may have such a name
             part.unlink(missing_ok=True)

@@ -56,3 +56,11 @@ def test_only_the_parts_of_processes_that_have_ended_are_removed(tmp_path):
         assert [path.name.split(".")[1] for path in below.iterdir()] == ["writing"]
         process.communicate()
     assert [path.name for path in below.iterdir()] == ["writing"]
+
+
+def test_a_folder_is_no_part_whatever_its_name(tmp_path):
+    """That of a client's state: code that came with a run chose the name, and no worker started."""
+    folder = tmp_path / "a-run" / ".site.999999999.part"
+    folder.mkdir(parents=True)
+    remove_parts(tmp_path)
+    assert folder.is_dir()
