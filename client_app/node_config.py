@@ -18,6 +18,7 @@ from protocol.text import check_client_name
 
 # accepts every valid `run-name`, and longer names
 RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+MAX_DEPTH = 16  # of a worker's `state-dir`: it looks through all of its folders, recursively
 NODE_KEYS = ("name", "source", "device", "model", "state-dir", "partition-id", "num-partitions")
 NodeConfig = Mapping[str, bool | int | float | str]
 
@@ -142,11 +143,12 @@ def state_folder(request: RoundRequest, node_config: NodeConfig) -> StateFolder:
     max_ahead = max_rounds_ahead(request.config.rounds.checkpoint_interval)
     if "state-dir" in node_config:
         base = Path(str(node_config["state-dir"]))
-        clients = clients_folder().resolve()
-        if os.environ.get(worker_variable) and not base.resolve().is_relative_to(clients):
+        clients, own = clients_folder().resolve(), base.resolve()
+        is_below = own.is_relative_to(clients) and len(own.relative_to(clients).parts) <= MAX_DEPTH
+        if os.environ.get(worker_variable) and not is_below:
             raise ValueError(  # the node config passes through the run's code
-                f"state-dir = {str(base)[:200]!r}: expected a folder below {clients}: move the "
-                "state there; a resident worker writes nowhere else"
+                f"state-dir = {str(base)[:200]!r}: expected a folder below {clients}, at most "
+                f"{MAX_DEPTH} deep: move the state there; a resident worker writes nowhere else"
             )
         folder = base / run / client
         return StateFolder(folder, max_ahead, run_id=request.run_id)

@@ -96,6 +96,11 @@ def test_a_worker_takes_a_state_dir_below_its_clients_folder_only(home, monkeypa
     for outside in ("/elsewhere", home / "privacy", home / "clients/../privacy", "privacy"):
         with pytest.raises(ValueError, match=r"^state-dir = .*: expected a folder below /.*: move"):
             folder_of("a", **{"state-dir": str(outside)})
+    deep = home.joinpath("clients", *["d"] * 16)
+    assert folder_of("a", **{"state-dir": str(deep)}) == deep / "a" / "site-a"
+    # a thousand levels, made in a few steps, and the worker never started again: RecursionError
+    with pytest.raises(ValueError, match=r"^state-dir = .*, at most 16 deep: move"):
+        folder_of("a", **{"state-dir": str(deep / "d")})
     (home / "clients").mkdir(parents=True)
     (home / "clients" / "link").symlink_to(home)
     with pytest.raises(ValueError, match=r"^state-dir = "):
