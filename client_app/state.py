@@ -204,7 +204,7 @@ class StateFolder:
             self.memory.save(self.folder, round_, groups)
             return
         if self._is_of_another_run():
-            for path in [*self.folder.iterdir()]:
+            for path in sorted(self.folder.iterdir()):  # *.damaged first, *.safetensors replaces it
                 if version_name.fullmatch(path.name) or reset_record.fullmatch(path.name):
                     path.rename(path.with_suffix(".set-aside"))
         replaced = [(r, path) for r, path in self._versions() if r >= round_]

@@ -4,6 +4,7 @@ import logging
 import os
 import resource
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -341,6 +342,23 @@ def test_state_of_a_run_without_an_id_is_set_aside_by_another_run_of_its_name(tm
     other.save(1, groups(8))  # its own from then on: replaced
     assert rounds_of(other, "set-aside") == [1, 2, 50]
     assert len(files(other)) == 5
+
+
+def test_an_intact_version_is_set_aside_rather_than_a_damaged_one_of_its_name(
+    tmp_path, monkeypatch
+):
+    """A round that was trained again, with the same result, after its version was damaged."""
+    first = StateFolder(tmp_path / "a", run_id="first")
+    first.save(5, groups(5))
+    (path,) = (tmp_path / "a").glob("*.safetensors")
+    content = path.read_bytes()
+    path.with_suffix(".damaged").write_bytes(content[:9])
+    (tmp_path / "a" / "reset-state").touch()
+    iterdir = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda self: sorted(iterdir(self), reverse=True))
+    StateFolder(tmp_path / "a", run_id="second").save(1, groups(7))
+    (path,) = (tmp_path / "a").glob("*.set-aside")
+    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize("asked", [49, 50, 51])
