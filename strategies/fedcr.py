@@ -62,12 +62,15 @@ class FedCRServer(Average):
         return {"M": reply.extra["M"], "share": share.clamp_max(MAX_VALUE_RATIO)}
 
     def extra_reason(self, reply: TrainReply) -> str:
-        """Why M, S and `seen` are rejected: values that would make the product infinite."""
+        """Why S or `seen` is rejected: the product would be infinite, or of others' classes."""
         s, seen = reply.extra["S"], reply.extra["seen"]
         if float(s.min()) < SMALLEST_DEVIATION:
             return f"array 'S' holds {float(s.min()):.4g}: expected at least {SMALLEST_DEVIATION:g}"
-        is_mask = bool(((seen == 0) | (seen == 1)).all())
-        return "" if is_mask else "array 'seen' has values other than 0 and 1"
+        if not bool(((seen == 0) | (seen == 1)).all()):
+            return "array 'seen' has values other than 0 and 1"
+        entry = self.roster[self.nodes_of([reply.client])[0]]
+        is_own = bool((seen <= torch.tensor(entry.label_counts)).all())
+        return "" if is_own else "array 'seen' has a class without samples"
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The extractors' average, then the product of the clients' Gaussians."""

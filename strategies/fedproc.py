@@ -40,8 +40,12 @@ class FedProcServer(Average):
         return {"means": sums / counts.clamp_min(1)[:, None]}
 
     def extra_reason(self, reply: TrainReply) -> str:
-        """Why the counts are rejected: they differ from the roster entry."""
-        return self.prototypes.count_reason(reply, self.roster[self.nodes_of([reply.client])[0]])
+        """Why the counts or sums are rejected: they differ from the roster entry."""
+        entry = self.roster[self.nodes_of([reply.client])[0]]
+        if reason := self.prototypes.count_reason(reply, entry):
+            return reason
+        is_zero = not reply.extra["sums"][reply.extra["counts"] == 0].any()
+        return "" if is_zero else "array 'sums' is not 0 for a class without samples"
 
     def next_arrays(self, current: Arrays, replies: list[TrainReply]) -> Arrays:
         """The average, then new prototypes."""

@@ -280,3 +280,16 @@ def test_a_client_of_tiny_deviations_does_not_rule_the_product_under_a_norm_boun
     honest = {client: norm_of(client, 0.5 / count**0.5) for client, count in counts.items()}
     assert beyond_median(honest) == {}
     assert beyond_median(honest | {"d": norm_of("d", 1e-9)}).keys() == {"d"}
+
+
+@pytest.mark.parametrize(
+    ("seen", "is_fine"), [((1, 0, 1), True), ((1, 0, 0), True), ((1, 1, 0), False)]
+)
+def test_the_server_rejects_gaussians_of_classes_without_samples(seen, is_fine):
+    """An epoch cut short may miss a class, and shows none that the client does not have."""
+    config = cr()
+    server = FedCRServer(config, build_network(config, SHAPE, NUM_CLASSES))
+    server.roster = {1: RosterEntry("a", [4, 0, 2], [], [1, 28, 28], "cnn", 256, "", 0)}
+    extra = {"M": server.m, "S": server.s, "seen": torch.tensor(seen, dtype=torch.float)}
+    said = server.extra_reason(TrainReply("a", 1, {}, extra, {}))
+    assert said == ("" if is_fine else "array 'seen' has a class without samples")

@@ -180,3 +180,11 @@ def test_the_server_rejects_counts_that_are_not_the_rosters():
     server.roster = {1: SimpleNamespace(client="a", label_counts=[4, 0, 2])}
     assert server.extra_reason(proc_reply("a", 1, [4.0, 0, 2])) == ""
     assert "array 'counts' is not [4, 0, 2]" in server.extra_reason(proc_reply("a", 1, [4.0, 1, 2]))
+
+
+def test_the_server_rejects_sums_of_classes_without_samples():
+    """They would move the prototype of a class that the client does not have."""
+    server, reply = fedproc_server(), proc_reply("a", 1, [4.0, 0, 2])
+    server.roster = {1: SimpleNamespace(client="a", label_counts=[4, 0, 2])}
+    reply.extra["sums"][1, 7] = 1e-3
+    assert server.extra_reason(reply) == "array 'sums' is not 0 for a class without samples"
