@@ -92,7 +92,8 @@ class StateFolder:
 
     max_ahead: rounds that a resume may repeat. memory: has the newest version, if not None.
     run_directory: of a simulation, whose workers may train a client while another is late with it.
-    run_id: the id of a deployment's run; another run directory may have its name. "": not known.
+    run_id: the id of a deployment's run; another run directory may have its name. "": none, as in a
+    simulation.
     reads_only: `load` renames no damaged version, ignores `reset-state`, and returns {} where it
     would raise ResetNeeded for lost state.
     """
@@ -247,8 +248,7 @@ class StateFolder:
 
     def _is_of_another_run(self) -> bool:
         """Whether this folder is known to be of another run than `run_id`."""
-        saved = self._saved_run_id()
-        return bool(self.run_id and saved) and saved != self.run_id
+        return not self.reads_only and self._saved_run_id() not in ("", self.run_id)
 
     def _has_ended(self, round_: int) -> bool:
         """Whether the server has recorded this round; a resume removes the rounds it repeats."""

@@ -320,6 +320,19 @@ def test_another_run_of_the_same_name_is_refused_and_destroys_nothing(
         of("second").load(asked + 1, last_accepted_round=asked)
 
 
+@pytest.mark.parametrize("asked", [1, 51])
+def test_a_server_that_names_no_run_has_no_state_of_one(tmp_path, asked):
+    """Every server of today's Keel names its run: this one is hostile, and guessed the name."""
+    first = StateFolder(tmp_path / "a", max_rounds_ahead(10**6), run_id="first")
+    first.save(50, groups(50))
+    before = files(first)
+    with pytest.raises(ValueError, match="has state of another run of this name"):
+        StateFolder(tmp_path / "a", max_rounds_ahead(10**6)).load(asked)
+    assert files(first) == before
+    only_read = StateFolder(tmp_path / "a", reads_only=True)
+    assert_is(only_read.load(51), 50)
+
+
 def test_state_of_a_run_without_an_id_is_used_and_belongs_to_the_run_from_then_on(tmp_path):
     """That of Keel 0.2, whose run directory gets an id with the resume."""
     StateFolder(tmp_path / "a").save(5, groups(5))

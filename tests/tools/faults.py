@@ -44,7 +44,7 @@ from protocol.options import OptionValue
 from server_app.audit import audit_problem
 from server_app.history import Line, read_history
 from server_app.inline import run_inline
-from server_app.run_directory import read_arrays
+from server_app.run_directory import read_arrays, saved_id
 from server_app.summary import read_manifest
 from tests.tools.processes import client_app_pid, descendants
 
@@ -135,7 +135,7 @@ def lost_models(local: Loopback, folder: Path) -> list[str]:
         state = local.root / client / "keel" / "clients" / folder.name / client
         newest = max((int(p.name.split("-")[1]) for p in state.glob("round-*")), default=0)
         try:
-            is_complete = bool(StateFolder(state).load(newest + 1))
+            is_complete = bool(StateFolder(state, run_id=saved_id(folder)).load(newest + 1))
         except ValueError:
             is_complete = False
         if list(state.glob("*.damaged")) or not is_complete or newest < round_:
