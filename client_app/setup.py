@@ -28,6 +28,10 @@ def open_source(
     size, channels = data.image_size or expected.image_size, data.channels or expected.channels
     if shape:
         channels, size, _ = shape
+        if channels not in (1, 3) or not 28 <= size <= 64:  # before images are decoded to it
+            raise ValueError(
+                f"the run's images are {list(shape)}: expected 1 or 3 channels, 28 to 64 pixels"
+            )
     home = keel_home()
     return _open_source(
         spec or data.source,

@@ -8,6 +8,7 @@ import resource
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -409,6 +410,17 @@ def test_the_form_of_one_image_is_not_told(odd, tmp_path):
         told.append(client.ask("query").content["roster"]["entry"])
         assert train(client) == ""
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("shape", [(3, 99, 99), (1, 0, 0), (0, 28, 28)])
+def test_a_server_s_image_shape_is_refused_before_a_site_decodes_to_it(shape, source, tmp_path):
+    """Of 9000 pixels, each image takes 243 MB of the disk. The networks take 28 to 64."""
+    client = site(source, private(), privacy_max_clip_norm=2.0)
+    client.facts = replace(client.facts, image_shape=shape)
+    before = set((tmp_path / "home" / "cache").glob("*/*.npy"))  # of the run's source
+    for kind in ("query", "train"):
+        assert "failed; privacy.metrics" in client.ask(kind, 1, {}).error.reason
+    assert set((tmp_path / "home" / "cache").glob("*/*.npy")) == before
 
 
 def test_a_site_plays_no_simulated_clients(source, monkeypatch, task_identity):
