@@ -54,7 +54,7 @@ MAX_COUNTS = 100_000  # entries of a list in a roster entry
 MAX_COUNT = 10**12  # samples of one class
 MAX_METRICS = 256  # of a reply
 MAX_INTEGER = 2**40  # of a counter
-METRIC_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+METRIC_NAME = re.compile(r"(?!loss\.+\Z)[A-Za-z0-9._-]{1,64}")  # "loss/.." ends MLflow's round
 # error code of a client whose state is lost or ahead of the server; Flower's own are below 100
 RESET_NEEDED = 100
 # of a client that a worker left out of its sum, as the server would have rejected its reply
@@ -532,7 +532,8 @@ def read_reply(message: Message, max_bytes: int | None = None) -> TrainReply:
     for name, value in metrics.items():
         if not METRIC_NAME.fullmatch(name):
             raise ValueError(
-                f"metric {in_one_line(name, 80)!r}: expected 1 to 64 letters, digits, '.', '_', '-'"
+                f"metric {in_one_line(name, 80)!r}: expected 1 to 64 letters, digits, '.', '_', "
+                "'-', and a loss with a name"
             )
         if isinstance(value, list):
             raise ValueError(f"unreadable: metric {name} is a list")

@@ -212,6 +212,9 @@ def test_versions_are_sanitised():
         ({f"m{i}": 1.0 for i in range(MAX_METRICS + 1)}, "257 metrics, more than 256"),
         ({"x" * 65: 1.0}, "metric 'x{65}': expected 1 to 64 letters"),
         ({"loss\n": 1.0}, "metric 'loss': expected 1 to 64 letters"),
+        # as "loss/..": MLflow took none of the round's figures, of any client
+        ({"loss...": 1.0}, r"metric 'loss\.\.\.': expected .*, and a loss with a name"),
+        ({"loss.": 1.0}, r"metric 'loss\.': expected .*, and a loss with a name"),
     ],
 )
 def test_metrics_over_their_bounds_are_rejected_by_name(metrics, reason):
