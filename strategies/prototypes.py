@@ -16,11 +16,12 @@ class Prototypes:
     def update(self, sums: list[Tensor], counts: list[Tensor]) -> None:
         """Mean over all clients' samples: sum of sums [C, d] over sum of counts [C].
 
-        A class that no client reports in this round keeps its old prototype.
+        A class that no client reports in this round keeps its old prototype. The counts of a client
+        whose weight is capped are scaled down, to less than 1 for a rare class.
         """
         total = torch.stack(counts).sum(0)
-        mean = torch.stack(sums).sum(0) / total.clamp_min(1)[:, None]
         reported = total > 0
+        mean = torch.stack(sums).sum(0) / torch.where(reported, total, 1.0)[:, None]
         self.values = torch.where(reported[:, None], mean, self.values)
         self.is_known = torch.where(reported, 1.0, self.is_known)
 

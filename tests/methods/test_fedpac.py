@@ -339,6 +339,21 @@ def test_fedpacs_server_mixes_each_clients_head_and_weighs_means_by_class_counts
     assert extra_for(server, "newcomer").keys() == {"prototypes", "is-known"}
 
 
+def test_a_rare_class_of_a_client_whose_weight_is_capped_has_its_mean_as_prototype():
+    """Its one sample counts for less than one: 1/4 of the round's weight is at most 80/3."""
+    config = pac(max_weight_share=0.25)
+    server = FedPACServer(config, build_network(config, SHAPE, NUM_CLASSES))
+    replies = [pac_reply(f"small-{seed}", seed, [10.0, 10.0, 0]) for seed in (2, 3, 4, 5)]
+    replies.append(pac_reply("large", 1, [500.0, 499.0, 1]))
+    server.next_arrays(body_part(initial(config)), replies)
+    prototypes = extra_for(server, "newcomer")["prototypes"]
+    means = [r.extra["means"] for r in replies]
+    torch.testing.assert_close(prototypes[2], means[4][2])
+    of_large = 500 * (80 / 3) / 1000
+    by_hand = (10 * sum(m[0] for m in means[:4]) + of_large * means[4][0]) / (40 + of_large)
+    torch.testing.assert_close(prototypes[0], by_hand)
+
+
 def test_fedpacs_server_goes_on_from_its_state():
     server, other = pac_server(), pac_server()
     server.next_arrays(
