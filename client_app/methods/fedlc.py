@@ -43,7 +43,7 @@ def loss_without_true_class(a: Tensor, y: Tensor) -> Tensor:
 class FedLC(LocalObjective):
     """Calibrated cross entropy."""
 
-    equals_fedavg_at: ClassVar[Mapping[str, float]] = {"tau": 0.0}
+    equals_fedavg_at: ClassVar[Mapping[str, float]] = {"tau": 0.0, "exclude-true": False}
     regularises: ClassVar[str] = "logits, by the client's own label counts"
     paper: ClassVar[str] = "Zhang et al. 2022"
 

@@ -7,12 +7,17 @@ import pytest
 import torch
 from client_fixtures import (
     batch_of,
+    differ,
+    initial,
     make_config,
     make_round,
+    train,
 )
 from method_fixtures import cross_entropy, labels, random
 
+from client_app.methods import method_of
 from client_app.methods.fedlc import FedLC, loss_without_true_class, margins
+from client_app.objective import is_at_limit
 
 
 def fedlc(**options):
@@ -65,6 +70,18 @@ def test_fedlc_without_tau_or_with_equal_counts_is_cross_entropy():
     expected = cross_entropy(z, y)
     assert loss_of(fedlc(tau=0.0), z, y, [1, 9, 0]).item() == pytest.approx(expected, rel=1e-12)
     assert loss_of(fedlc(), z, y, [7, 7, 7]).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_without_tau_the_papers_loss_is_still_not_fedavgs():
+    found = {}
+    for exclude in (False, True):
+        config = make_config(method="fedlc", fedlc__tau=0.0, fedlc__exclude_true=exclude)
+        received = initial(config, seed=5)
+        same = not differ(
+            train(config, received=received).arrays, train(make_config(), received=received).arrays
+        )
+        found[exclude] = (same, is_at_limit(method_of(config)))
+    assert found == {False: (True, True), True: (False, False)}
 
 
 def test_fedlcs_rarer_class_has_the_larger_margin():
