@@ -221,6 +221,32 @@ def test_fedcrs_final_epochs_tune_the_head_after_the_last_round_alone(number, mo
     assert set(differ(model.model.state_dict(), w)) == moved
 
 
+def test_fedcrs_final_epochs_are_sgd_on_the_sampled_loss_written_out():
+    config = cr(fedcr__final_head_epochs=2, num_rounds=1, momentum=0.5, weight_decay=0.01)
+    w = initial(config, seed=5)
+    now = cr_round(config, w)
+    network = build_network(config, SHAPE, NUM_CLASSES).double()
+    network.load_state_dict(w)
+    a, b = w["classifier.weight"].double(), w["classifier.bias"].double()
+    velocity_a, velocity_b = torch.zeros_like(a), torch.zeros_like(b)
+    with torch.random.fork_rng():
+        torch.manual_seed(now.seed("dropout", "fine-tuning"))
+        for batch in now.steps("fine-tuning", 2):
+            _, (raw,) = network.run(batch.x.double(), ["projection"], to_logits=False)
+            mu, dev = raw[:, :256].detach(), F.softplus(raw[:, 256:]).detach()
+            gradient_a, gradient_b = torch.zeros_like(a), torch.zeros_like(b)
+            for eps in torch.randn(4, len(batch.y), 256).double():
+                z = mu + dev * eps
+                p = torch.softmax(z @ a.T + b, dim=1) - F.one_hot(batch.y, 3)
+                gradient_a += p.T @ z / len(z) / 4
+                gradient_b += p.mean(0) / 4
+            velocity_a = 0.5 * velocity_a + gradient_a + 0.01 * a
+            velocity_b = 0.5 * velocity_b + gradient_b + 0.01 * b
+            a, b = a - 0.05 * velocity_a, b - 0.05 * velocity_b
+    tuned = method_of(config).personal_model(now, now.state).model.state_dict()
+    assert_close(head_part(tuned), {"classifier.weight": a, "classifier.bias": b}, atol=2e-6)
+
+
 def test_the_servers_product_has_a_standard_normal_expert():
     m, s, seen = product_of_gaussians(
         [torch.full((2, 1), 6.0)], [torch.full((2, 1), 0.5)], [torch.tensor([1.0, 0.0])]

@@ -75,12 +75,17 @@ def test_all_heads_begin_the_same():
 
 
 @pytest.mark.parametrize(("number", "moved"), [(2, set()), (3, HEAD)])
-def test_fedreps_final_epochs_tune_the_head_after_the_last_round_alone(number, moved):
-    config = make_config(method="fedrep", fedrep__final_head_epochs=2, num_rounds=3)
+def test_fedreps_final_epochs_tune_the_head_after_the_last_round_alone(number, moved, in_float64):
+    keys = {"fedrep__final_head_epochs": 2, "num_rounds": 3, "lr_decay": 0.5, **MOVING}
+    config = make_config(method="fedrep", **keys)
     w = initial(config, seed=5)
     now = make_round(config, number=number, received=body_part(w))
     tuned = method_of(config).personal_model(now, {"head": head_part(w)}).state_dict()
     assert set(differ(tuned, w)) == moved
+    if moved:
+        batches = batches_of(config, "fine-tuning", 2, number=number)
+        by_hand = sgd_by_hand(config, w, batches, sorted(moved), lr=0.05 * 0.5**2, **MOVING)
+        assert_close(tuned, by_hand, rtol=0, atol=1e-12)
 
 
 def test_only_bodies_travel_and_the_servers_step_takes_them():
