@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 T = TypeVar("T")
 
 SMALLEST_OWN_SIZE = 28  # pixels; a smaller source is enlarged to ENLARGED_SIZE
 ENLARGED_SIZE = 32
 DECODE_CHUNK = 256  # images a thread decodes at a time
+# Pillow's names of the formats that are read, whatever a file's ending: it would give EPS, for
+# example, to Ghostscript.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 # Channels of Pillow's modes of up to 8 bits; deeper ones would lose more than a user may expect.
 CHANNELS_OF_MODE = {"1": 1, "L": 1, "LA": 1, "P": 3, "RGB": 3, "RGBA": 3, "CMYK": 3, "YCbCr": 3}
 
@@ -140,8 +143,11 @@ def with_file(item: str, use: Callable[[Image.Image], T], upright: bool = True) 
     PNG file is read.
     """
     try:
-        with Image.open(item) as image:
-            if image.mode in CHANNELS_OF_MODE:
+        # By its name, Pillow would map an uncompressed file into memory, where it scrambles a TIFF
+        # file that is to be turned, and a file cut short meanwhile kills the process.
+        with open(item, "rb") as file, Image.open(file, formats=FORMATS) as image:
+            is_deep = _is_deep(image)
+            if image.mode in CHANNELS_OF_MODE and not is_deep:
                 is_turned = upright and _orientation(image) != 1
                 return use(ImageOps.exif_transpose(image) if is_turned else image)
             mode = image.mode
@@ -155,7 +161,20 @@ def with_file(item: str, use: Callable[[Image.Image], T], upright: bool = True) 
             f"{item}: not a readable image: {one_line(error)}", "an image cannot be read"
         ) from error
     wrong = f"pixels have Pillow's mode {mode!r}; expected one of {', '.join(CHANNELS_OF_MODE)}"
+    if mode in CHANNELS_OF_MODE:
+        wrong = "pixels have more than 8 bits per channel; expected 8: convert the image"
     raise ImageFileError(f"{item}: its {wrong}", f"an image's {wrong}")
+
+
+def _is_deep(image: Image.Image) -> bool:
+    """Whether the file has more than 8 bits per channel. Pillow cuts them off colours silently."""
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        return bool(max(image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))) > 8)
+    if image.format not in ("PNG", "PPM"):
+        return False
+    args = image.tile[0][3]  # type: ignore[attr-defined]
+    is_scaled = isinstance(args, tuple) and args[1] > 255  # PPM: (mode, largest value)
+    return is_scaled or ";16" in str(args)  # PNG: mode;bits
 
 
 def _orientation(image: Image.Image) -> int:

@@ -34,7 +34,7 @@ from protocol.source_spec import parse_source
 
 log = logging.getLogger(__name__)
 
-CACHE_VERSION = 2  # raise it when the same files would decode to other arrays
+CACHE_VERSION = 3  # raise it when the same files would decode to other arrays
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """Decoding: sizes, channels, mean and deviation, unreadable images."""
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 from data_fixtures import make_folder, make_npz, random_images, rejected
@@ -89,6 +92,70 @@ def test_images_are_turned_as_their_exif_data_says(load, tmp_path):
 def test_images_of_16_bits(load, tmp_path):
     spec = make_folder(tmp_path / "mine", np.zeros((2, 30, 30), dtype=np.uint16))
     assert "mode 'I;16'" in rejected(load, spec)
+
+
+def png_of_16_bits(colour_type, channels):
+    """Pillow writes none with colours."""
+    parts = [
+        (b"IHDR", struct.pack(">IIBBBBB", 30, 30, 16, colour_type, 0, 0, 0)),
+        (b"IDAT", zlib.compress(bytes((1 + 30 * channels * 2) * 30))),
+        (b"IEND", b""),
+    ]
+    content = b"\x89PNG\r\n\x1a\n"
+    for name, data in parts:
+        content += struct.pack(">I", len(data)) + name + data
+        content += struct.pack(">I", zlib.crc32(name + data))
+    return content
+
+
+def tiff_of_16_bits():
+    """Little-endian, uncompressed, RGB: Pillow writes none."""
+    entries = [(256, 3, 1, 30), (257, 3, 1, 30), (258, 3, 3, 122), (259, 3, 1, 1), (262, 3, 1, 2)]
+    entries += [(273, 4, 1, 128), (277, 3, 1, 3), (278, 3, 1, 30), (279, 4, 1, 5400)]
+    directory = b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    header = b"II*\0" + struct.pack("<IH", 8, len(entries)) + directory + bytes(4)
+    return header.ljust(122, b"\0") + struct.pack("<3H", 16, 16, 16) + bytes(5400)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content"),
+    [
+        (".png", png_of_16_bits(2, 3)),
+        (".png", png_of_16_bits(4, 2)),
+        (".png", png_of_16_bits(6, 4)),
+        (".ppm", b"P6 30 30 65535\n" + bytes(30 * 30 * 6)),
+        (".ppm", b"P3 30 30 1023\n" + b"0 " * 30 * 30 * 3),
+        (".tiff", tiff_of_16_bits()),
+    ],
+    ids=["png", "png of grey and alpha", "png with alpha", "ppm", "plain ppm", "tiff"],
+)
+def test_colours_of_16_bits_are_refused_too(load, tmp_path, suffix, content):
+    """Pillow opens them in modes of 8 bits, without a word."""
+    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30, 3))
+    file = tmp_path / "mine" / "train" / "ant" / "0.png"
+    file.unlink()
+    file.with_suffix(suffix).write_bytes(content)
+    assert "pixels have more than 8 bits per channel" in rejected(load, spec)
+
+
+@pytest.mark.parametrize("kind", ["ICO", "PCX"])
+def test_a_file_of_another_format_is_refused_whatever_its_ending(load, tmp_path, kind):
+    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30, 3))
+    file = tmp_path / "mine" / "train" / "ant" / "0.png"
+    Image.fromarray(random_images(30, 30, 3)).save(file, format=kind)
+    assert f"{file}: not a readable image: " in rejected(load, spec, image_size=30)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_uncompressed_tiff_file_is_turned_as_a_png_file(tmp_path, orientation):
+    """Of those that lie on their side, Pillow 13 scrambles the pixels if it opens the file."""
+    image = Image.fromarray(random_images(30, 40))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    image.save(tmp_path / "0.png", exif=exif)
+    image.save(tmp_path / "0.tiff", tiffinfo={ExifTags.Base.Orientation: orientation})
+    png, tiff = (with_file(str(tmp_path / f"0.{kind}"), np.array) for kind in ("png", "tiff"))
+    assert np.array_equal(tiff, png)
 
 
 def test_a_folder_in_the_place_of_an_image_is_named_as_one(tmp_path):
