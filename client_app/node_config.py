@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def own_splits(
     if "source" in node_config:
         shape = data.image_shape if config.privacy.withholds_metrics else None
         source = open_source(config, str(node_config["source"]), shape)
-        labels = labels_in_run(source, data)
+        labels = labels_in_run(source, data.class_names)
         train, test = (
             ImageSplit(split.images, labels[split.labels]) for split in (source.train, source.test)
         )
@@ -86,14 +86,15 @@ def own_splits(
     return own, test
 
 
-def labels_in_run(own: Source, run: DatasetSpec) -> np.ndarray:
+def labels_in_run(own: Source, class_names: Sequence[str]) -> np.ndarray:
     """The run's label of each class of a client's own data, found by the class's name.
 
-    Class names that are the labels themselves (as those of an npz file) are taken as labels.
-    ValueError naming a class that the run does not have.
+    class_names: the run's. Those of an npz file are its labels: where the run has none of them, its
+    labels are the run's. ValueError naming a class that the run does not have.
     """
-    numbers = tuple(str(n) for n in range(own.num_classes))
-    names = numbers[: run.num_classes] if own.class_names == numbers else run.class_names
+    names = list(class_names)
+    if own.name.startswith("npz:") and not set(own.class_names) & set(names):
+        names = [str(label) for label in range(len(names))]
     unknown = [name for name in own.class_names if name not in names]
     if unknown:
         raise ValueError(

@@ -404,6 +404,34 @@ def test_a_site_with_a_class_that_the_run_lacks_is_refused(tmp_path):
     assert "site-b: its own data has the class '3'" in reason
 
 
+def test_classes_whose_names_are_numbers_are_matched_by_name_too(tmp_path):
+    """The names are sorted as text: the third is "10"."""
+    numbers = [str(n) for n in range(12)]
+    for first in range(0, 12, 3):
+        names = numbers[first : first + 3]
+        shared = write_folder(tmp_path / "shared", {0, 1, 2}, names, seed=3)
+    config = make_config(source=f"folder:{shared}")
+    own = write_folder(tmp_path / "own", {0, 1, 2}, numbers, seed=4)
+    for source in (f"folder:{own}", npz_site(tmp_path / "own.npz", num=36)):
+        client = Client(config, tmp_path, {"name": "site-a", "source": source})
+        counts = dict(
+            zip(sorted(numbers), read_roster(client.ask("query")).label_counts, strict=True)
+        )
+        assert {name for name, count in counts.items() if count} == {"0", "1", "2"}
+
+
+def test_only_the_labels_of_an_npz_file_stand_for_classes_of_other_names(tmp_path):
+    names = ["anna", "bert", "carl"]
+    shared = write_folder(tmp_path / "shared", {0, 1, 2}, names, seed=3)
+    config = make_config(source=f"folder:{shared}")
+    own = write_folder(tmp_path / "own", {0, 1}, ["0", "1"], seed=4)
+    node = {"name": "site-a", "source": f"folder:{own}"}
+    reason = error_of(Client(config, tmp_path, node).ask("query"))
+    assert "has the class '0', the run has anna, bert, carl" in reason
+    node = {"name": "site-b", "source": npz_site(tmp_path / "own.npz", num=12)}
+    assert read_roster(Client(config, tmp_path, node).ask("query")).label_counts == [4, 4, 4]
+
+
 def test_a_state_dir_of_its_own_outlives_flowers_run(tmp_path):
     """A resumed run has another Flower run id, but the same run directory."""
     config = make_config(method="moon")

@@ -103,6 +103,7 @@ def check_data(
     source: str, classes: Sequence[str], run_config: dict[str, str]
 ) -> Iterator[Finding]:
     """The data can be read, and the run knows its classes."""
+    from client_app.node_config import labels_in_run
     from client_app.setup import open_source
 
     try:
@@ -122,12 +123,10 @@ def check_data(
             "the data (chgrp, chmod), or deploy with the KEEL_UID of a user who can read it"
         )
         return
-    unknown = [name for name in data.class_names if classes and name not in classes]
-    if unknown:
-        yield problem(
-            f"data: {source} has the class {unknown[0]!r}, the run's are {', '.join(classes)}: "
-            "rename or remove it"
-        )
+    try:
+        labels_in_run(data, classes or data.class_names)
+    except ValueError as error:
+        yield problem(f"data: {source}: {error}: rename or remove it")
         return
     counts = np.bincount(np.asarray(data.train.labels), minlength=data.num_classes)
     per_class = ", ".join(f"{n} {c}" for n, c in zip(data.class_names, counts, strict=True) if c)

@@ -66,6 +66,8 @@ def test_data_in_order_missing_and_with_a_wrong_class(tmp_path, monkeypatch):
     is_problem, text = result(check_data(own, ["0", "1"], {}))
     assert is_problem
     assert "has the class '2'" in text
+    is_problem, text = result(check_data(own, ["anna", "bert", "carl"], {}))
+    assert not is_problem  # as in a run: its labels stand for these classes
     is_problem, text = result(check_data(f"folder:{tmp_path / 'nothing'}", [], {}))
     assert is_problem
     assert str(tmp_path / "nothing") in text
