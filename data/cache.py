@@ -58,6 +58,9 @@ def build_once(entry: Path, fill: Callable[[Path], None]) -> None:
         with private_files():
             building.mkdir(parents=True)
             fill(building)
+        for file in building.iterdir():  # or a power cut could leave an entry with empty files
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
         try:
             building.rename(entry)
         except OSError:
@@ -124,7 +127,7 @@ def content_digest(
         with open(file, "rb") as opened:
             content = hashlib.file_digest(opened, "sha256").hexdigest()
             digest.update(os.fsencode(f"{name}\0{content}\n"))
-    with private_files():
+    with private_files(), suppress(OSError):  # the cache may be read-only
         noted.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(noted, digest.hexdigest().encode())
     return digest.hexdigest()
@@ -146,4 +149,4 @@ def files_under(folder: Path) -> list[str]:
 def _slug(source: str) -> str:
     """A short name of the source for a directory; for folder:PATH it ends in PATH's last part."""
     kind, _, path = source.partition(":")
-    return re.sub(r"[^a-z0-9]+", "-", f"{kind}-{Path(path).stem}".lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", f"{kind}-{Path(path).stem}".lower())[:100].strip("-")

@@ -8,6 +8,8 @@ the user's own files, their names and content. Nothing here imports torch.
 
 import json
 import logging
+import os
+import sys
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -172,12 +174,9 @@ def _write_entry(entry: Path, key: Key, raw: RawSource) -> None:
     channels = key["channels"] or own_channels(raw)
     any_size = bool(key["image_size"])
     for name, split in (("train", raw.train), ("test", raw.test)):
-        images = np.lib.format.open_memmap(
-            entry / f"{name}-images.npy",
-            "w+",
-            np.uint8,
-            (len(split.images), channels, height, width),
-        )
+        file, shape = entry / f"{name}-images.npy", (len(split.images), channels, height, width)
+        images = np.lib.format.open_memmap(file, "w+", np.uint8, shape)
+        _reserve(file)
         decode(raw, split, images, any_size)
         images.flush()
         np.save(entry / f"{name}-labels.npy", split.labels.astype(np.int64))
@@ -185,6 +184,17 @@ def _write_entry(entry: Path, key: Key, raw: RawSource) -> None:
             mean, std = mean_and_std(images)
     about = {"key": key, "class_names": raw.class_names, "mean": mean, "std": std}
     (entry / "about.json").write_text(json.dumps(about, indent=1))
+
+
+def _reserve(file: Path) -> None:
+    """Take the disk space of a file: without it, a write to its memory map kills the process."""
+    if sys.platform == "darwin":  # has no such call
+        return
+    try:
+        with file.open("r+b") as opened:
+            os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def _open_entry(entry: Path) -> Source:

@@ -1,7 +1,9 @@
 """The cache of decoded sources."""
 
+import errno
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -177,6 +179,66 @@ def test_a_failed_decoding_leaves_no_entry(load, tmp_path):
     with pytest.raises(ValueError, match=r"test/bee/3\.png: not a readable image"):
         load(spec)
     assert entries(tmp_path) == []
+
+
+FILL_A_DISK = """
+import sys
+from pathlib import Path
+from data.sources import load_source
+try:
+    load_source(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[2], "cache"))
+except OSError as error:
+    print(error.strerror, Path(error.filename).name, len(list(Path(sys.argv[2]).glob("cache/*-*"))))
+"""
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    """A write to the memory map of a file for which there is no space kills the process."""
+    spec = make_npz(
+        tmp_path / "mine.npz",
+        x_train=np.ones((6000, 28, 28), np.uint8),
+        y_train=np.arange(6000) % 3,
+    )
+    (disk := tmp_path / "disk").mkdir()
+    script = 'mount -t tmpfs -o size=2m none "$1" && exec "$2" -c "$3" "$4" "$1"'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
+    arguments = [str(disk), sys.executable, FILL_A_DISK, spec]
+    root = Path(sources.__file__).parent.parent
+    if subprocess.run([*command, str(disk), "true"], capture_output=True).returncode:
+        pytest.skip("cannot mount a small disk here")
+    done = subprocess.run([*command, *arguments], cwd=root, capture_output=True, text=True)
+    assert done.stdout == "No space left on device train-images.npy 0\n"
+
+
+def test_an_entry_is_on_the_disk_before_it_has_its_name(load, tmp_path, monkeypatch):
+    """A power cut could leave an entry with empty files, which no later run would replace."""
+    synced = set()
+
+    def fsync(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    load(make_folder(tmp_path / "mine", random_images(2, 30, 30)))
+    [entry] = entries(tmp_path)
+    assert {file.stat().st_ino for file in (tmp_path / "cache" / entry).iterdir()} <= synced
+
+
+def test_a_read_only_cache_serves_a_copy_of_the_same_files(load, tmp_path, monkeypatch):
+    spec = make_npz(tmp_path / "mine.npz")
+    load(spec)
+    os.utime(tmp_path / "mine.npz", ns=(0, 0))
+
+    def refuse(path, *pieces):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("data.cache.write_atomically", refuse)
+    assert load(spec).train.labels.tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_source_may_have_a_name_as_long_as_a_file_s(load, tmp_path):
+    assert (
+        len(load(make_folder(tmp_path / (250 * "x"), random_images(2, 30, 30))).train.labels) == 2
+    )
 
 
 def load_when_both_are_reading(spec, root, barrier, results):

@@ -5,6 +5,7 @@ stand-ins for torchvision's classes, as nothing can be downloaded here.
 import gzip
 import struct
 import urllib.error
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -329,6 +330,21 @@ def test_files_that_are_not_npz_are_refused(load, tmp_path, kind):
         path.write_bytes(b"text" if kind == "text" else path.read_bytes()[:5000])
     reason = "it is cut short, or was not written by numpy.savez"
     assert rejected(load, f"npz:{path}").endswith(f"{path}: not a readable npz file: {reason}")
+
+
+@pytest.mark.parametrize("kind", ["shape", "compression", "encrypted"])
+def test_npz_files_with_damaged_headers_are_refused(load, tmp_path, kind):
+    spec = make_npz(path := tmp_path / "mine.npz", x_train=random_images(6, 28, 30))
+    content = path.read_bytes()
+    if kind == "shape":  # of 10^13 images
+        with zipfile.ZipFile(path, "w") as file, file.open("x_train.npy", "w") as array:
+            about = {"descr": "|u1", "fortran_order": False, "shape": (10**13, 28, 28)}
+            np.lib.format.write_array_header_1_0(array, about)
+    else:
+        entry = content.index(b"PK\1\2")  # the first in the list of contents
+        place, value = {"compression": (10, 98), "encrypted": (8, 1)}[kind]
+        path.write_bytes(content[: entry + place] + bytes([value]) + content[entry + place + 1 :])
+    assert f"{path}: not a readable npz file: " in rejected(load, spec)
 
 
 def test_a_folder_in_place_of_an_npz_file(load, tmp_path):
