@@ -53,20 +53,22 @@ class TrainedModel:
         found = images.dtype if isinstance(images, np.ndarray) else type(images).__name__
         if found != np.uint8:
             raise ValueError(f"images are {found}: expected a NumPy array of uint8, 0..255")
-        x = torch.from_numpy(np.ascontiguousarray(images))
+        x = np.ascontiguousarray(images)
         if x.ndim == 3 and x.shape[-1] not in (1, 3):
             x = x[:, None]
         last, first = (x.ndim == 4 and x.shape[axis] in (1, 3) for axis in (-1, 1))
         if last and not first:
-            x = x.permute(0, 3, 1, 2)
+            x = x.transpose(0, 3, 1, 2)
         if last == first or 0 in x.shape[1:]:
             hint = "; of one image, pass image[None]" if x.ndim == 3 else ""
             raise ValueError(
                 f"images are {list(images.shape)}: expected [N, H, W], [N, H, W, C] or "
                 f"[N, C, H, W] with C = 1 or 3{hint}"
             )
-        parts = [self._probabilities(part) for part in torch.split(x, IMAGES_AT_A_TIME)]
-        return torch.cat(parts)
+        starts = range(0, max(len(x), 1), IMAGES_AT_A_TIME)
+        # copies: torch warns of arrays that it may not write to, such as Pillow's and memory maps
+        parts = (torch.from_numpy(np.array(x[i : i + IMAGES_AT_A_TIME])) for i in starts)
+        return torch.cat([self._probabilities(part) for part in parts])
 
     def _probabilities(self, x: Tensor) -> Tensor:
         """The same of a few images [N, C, H, W]."""

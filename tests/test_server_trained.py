@@ -62,6 +62,20 @@ def test_many_images_are_classified_in_parts(trained):
     assert model.probabilities(images[:0]).shape == (0, len(model.class_names))
 
 
+@pytest.mark.parametrize("shape", [(2, 28, 28), (2, 28, 28, 3)])
+def test_read_only_arrays_are_classified_without_a_warning(trained, shape, recwarn):
+    """As `np.asarray` makes them of Pillow's images. torch warns of the first in a process."""
+    model, images = load_model(trained), random_images(*shape)
+    expected = model.probabilities(images)
+    images.flags.writeable = False
+    torch.set_warn_always(True)
+    try:
+        assert torch.equal(model.probabilities(images), expected)
+    finally:
+        torch.set_warn_always(False)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 def test_a_client_is_a_name_and_a_run_is_a_run(trained):
     run = keel.load_run(trained)
     with pytest.raises(ValueError, match="client = 0: expected a name, such as client-0000"):
