@@ -2,6 +2,7 @@
 
 import os
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -95,12 +96,18 @@ def labels_in_run(own: Source, class_names: Sequence[str]) -> np.ndarray:
     names = list(class_names)
     if own.name.startswith("npz:") and not set(own.class_names) & set(names):
         names = [str(label) for label in range(len(names))]
-    unknown = [name for name in own.class_names if name not in names]
-    if unknown:
-        raise ValueError(
-            f"its own data has the class {unknown[0]!r}, the run has {', '.join(names)}"
-        )
-    return np.array([names.index(name) for name in own.class_names])
+    known = [(name, label) for label, name in enumerate(names)][::-1]  # the first of equal names
+    label_of = {_composed(name): label for name, label in known} | dict(known)
+    labels = [label_of.get(name, label_of.get(_composed(name))) for name in own.class_names]
+    if None in labels:
+        unknown = own.class_names[labels.index(None)]
+        raise ValueError(f"its own data has the class {unknown!r}, the run has {', '.join(names)}")
+    return np.array(labels)
+
+
+def _composed(name: str) -> str:
+    """The name with each accented letter as one character: file names of macOS have them as two."""
+    return unicodedata.normalize("NFC", name)
 
 
 def own_architecture(config: RunConfig, node_config: NodeConfig) -> str:

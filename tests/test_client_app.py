@@ -5,6 +5,7 @@ import logging
 import re
 import shutil
 import time
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -418,6 +419,17 @@ def test_classes_whose_names_are_numbers_are_matched_by_name_too(tmp_path):
             zip(sorted(numbers), read_roster(client.ask("query")).label_counts, strict=True)
         )
         assert {name for name, count in counts.items() if count} == {"0", "1", "2"}
+
+
+def test_the_two_ways_to_write_an_accented_letter_are_one_name(tmp_path):
+    """A site's images that were packed on macOS: there a file name has the accent by itself."""
+    names = ["anna", "jos\u00e9", "zo\u00eb"]
+    shared = write_folder(tmp_path / "shared", {0, 1, 2}, names, seed=3)
+    apart = [unicodedata.normalize("NFD", name) for name in names]
+    own = write_folder(tmp_path / "own", {1, 2}, apart, seed=4)
+    node = {"name": "site-a", "source": f"folder:{own}"}
+    client = Client(make_config(source=f"folder:{shared}"), tmp_path, node)
+    assert read_roster(client.ask("query")).label_counts == [0, 12, 12]
 
 
 def test_only_the_labels_of_an_npz_file_stand_for_classes_of_other_names(tmp_path):
