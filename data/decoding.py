@@ -48,7 +48,7 @@ class RawSource:
 
 
 class ImageFileError(ValueError):
-    """An image that cannot be used. nameless: the same without file names."""
+    """Images that cannot be used. nameless: the same message without file names."""
 
     def __init__(self, message: str, nameless: str) -> None:
         super().__init__(message)

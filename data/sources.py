@@ -25,10 +25,12 @@ from data.cache import (
     remove_superseded,
 )
 from data.decoding import (
+    ImageFileError,
     RawSource,
     decode,
     decoded_size,
     mean_and_std,
+    one_line,
     own_channels,
 )
 from data.readers import READERS, Reader
@@ -198,14 +200,21 @@ def _reserve(file: Path) -> None:
 
 
 def _open_entry(entry: Path) -> Source:
-    about = open_about(entry)
-    train, test = (
-        ImageSplit(
-            np.load(entry / f"{split}-images.npy", mmap_mode="r"),
-            np.load(entry / f"{split}-labels.npy", mmap_mode="r"),
+    try:
+        about = open_about(entry)
+        train, test = (
+            ImageSplit(
+                np.load(entry / f"{split}-images.npy", mmap_mode="r"),
+                np.load(entry / f"{split}-labels.npy", mmap_mode="r"),
+            )
+            for split in ("train", "test")
         )
-        for split in ("train", "test")
-    )
+    except (FileNotFoundError, ValueError, EOFError) as error:
+        advice = "remove it, so that the images are decoded again"
+        raise ImageFileError(
+            f"{entry} is damaged ({one_line(error)}): {advice}",
+            f"an entry of the cache of decoded images is damaged: {advice}",
+        ) from error
     return Source(
         name=about["key"]["source"],
         train=train,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_fixtures import make_folder, make_npz, random_images, save_image
+from data_fixtures import make_folder, make_npz, random_images, rejected, save_image
 
 from data import decoding, sources
 from data.sources import load_source
@@ -221,6 +221,18 @@ def test_an_entry_is_on_the_disk_before_it_has_its_name(load, tmp_path, monkeypa
     load(make_folder(tmp_path / "mine", random_images(2, 30, 30)))
     [entry] = entries(tmp_path)
     assert {file.stat().st_ino for file in (tmp_path / "cache" / entry).iterdir()} <= synced
+
+
+@pytest.mark.parametrize("name", ["about.json", "train-images.npy", "test-labels.npy"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_damaged_entry_is_named(load, tmp_path, name, is_there):
+    spec = make_folder(tmp_path / "mine", random_images(2, 30, 30))
+    load(spec)
+    entry = tmp_path / "cache" / entries(tmp_path)[0]
+    (entry / name).unlink()
+    if is_there:
+        (entry / name).touch()
+    assert rejected(load, spec).startswith(f"{entry} is damaged (")
 
 
 def test_a_read_only_cache_serves_a_copy_of_the_same_files(load, tmp_path, monkeypatch):
