@@ -17,9 +17,14 @@ def in_one_line(text: object, max_length: int = 300) -> str:
     '<' and '>' become '‹' and '›', and '[' at the start of a tag becomes '('.
     """
     line = _ansi.sub(" ", str(text)[: 20 * max_length])
-    line = " ".join("".join(c if c.isprintable() else " " for c in line).split())
+    line = " ".join(printable(line).split())
     line = _markup.sub("(", line.translate(_look_alikes))
     return line if len(line) <= max_length else f"{line[: max_length - 1].rstrip()}…"
+
+
+def printable(text: str) -> str:
+    """The text with a space for each control and bidirectional character and each surrogate."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def is_client_name(name: object) -> bool:

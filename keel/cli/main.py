@@ -17,6 +17,8 @@ import click
 import typer
 from typer.core import TyperGroup
 
+from protocol.text import printable
+
 RUNS, LISTS, TOOLS, OWN = "Runs", "Available", "Tools", "Your own methods"
 # name: (module, panel of the help, first line of the help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -104,7 +106,10 @@ def keel(
 
 
 class WhileRead:
-    """A stream that discards what is written once nobody reads it (`keel run | head`)."""
+    """A stream that discards what is written once nobody reads it (`keel run | head`).
+
+    What its encoding lacks, as ASCII does the bars of `keel watch`, becomes a question mark.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -119,6 +124,8 @@ class WhileRead:
         except BrokenPipeError:
             self.discard()
             return len(text)
+        except UnicodeEncodeError as error:
+            return self.write(text.encode(error.encoding, "replace").decode(error.encoding))
 
     def flush(self) -> None:
         """As the stream's."""
@@ -203,5 +210,5 @@ def described(error: Exception) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks."""
-    return " ".join(text.split())
+    """The text without line breaks and control characters."""
+    return " ".join(printable(text).split())

@@ -1,5 +1,6 @@
 """`keel`: the table of commands, exit codes, and what is not imported."""
 
+import io
 import subprocess
 import sys
 from types import ModuleType
@@ -8,7 +9,7 @@ import pytest
 
 import keel.__main__
 import keel.cli.main
-from keel.cli.main import COMMANDS, load, main
+from keel.cli.main import COMMANDS, WhileRead, load, main
 
 HEAVY = ("torch", "flwr", "ray", "matplotlib", "sklearn")
 
@@ -114,6 +115,21 @@ def test_a_listing_that_nobody_reads_to_its_end_is_no_error(no_reader, monkeypat
     monkeypatch.setattr(sys, stream, no_reader)
     assert main(["keys"]) == 0
     assert main(["nonsense"]) == 2
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_terminal_cannot_encode_is_a_question_mark(monkeypatch, encoding):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding))
+    assert main(["presets"]) == 0  # it has a dash that no byte stands for
+    assert b"?" in raw.getvalue()
+
+
+def test_a_name_of_no_encoding_can_be_printed(monkeypatch):
+    raw = io.BytesIO()
+    stream = WhileRead(io.TextIOWrapper(raw, "utf-8", write_through=True))
+    assert stream.write("a\udcffb\n") == 4
+    assert raw.getvalue() == b"a?b\n"
 
 
 @pytest.mark.end_to_end
