@@ -271,7 +271,10 @@ def label_chart(entry: Entry) -> dict[str, Figure]:
 
 
 def pictures(entry: Entry) -> list[str]:
-    """Names of the run's PNGs, relative to its directory: plain files only, links never."""
+    """Names of the run's PNGs, relative to its directory: plain files only, links never.
+
+    One with a character that cannot be shown, as in an address, is left out.
+    """
     found = []
     for folder in ("", "diagnostics"):
         directory = entry.directory / folder
@@ -279,7 +282,7 @@ def pictures(entry: Entry) -> list[str]:
             if folder and (directory.is_symlink() or not directory.is_dir()):
                 continue
             found_here = [p for p in directory.glob("*.png") if p.is_file() and not p.is_symlink()]
-            names = sorted(path.name for path in found_here)
+            names = sorted(path.name for path in found_here if path.name.isprintable())
         except OSError:
             continue
         found += [f"{folder}/{name}" if folder else name for name in names]

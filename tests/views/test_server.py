@@ -138,6 +138,16 @@ def test_a_picture_of_the_run_is_served_as_png(pages, tmp_path):
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
+def test_a_picture_whose_name_is_no_text_breaks_no_page(pages, tmp_path):
+    for name in (b"a b&#?.png", b"\xff.png"):
+        Path(os.fsdecode(os.fsencode(tmp_path / "runs" / "one") + b"/" + name)).write_bytes(b"")
+    run = pages.id_of("one")
+    shown = pages.get(f"/run/{run}/data").json()["html"]["pictures"]
+    addresses = re.findall('src="([^"]*)"', shown)
+    assert len(addresses) == 1
+    assert pages.get(addresses[0]).status_code == 200
+
+
 def test_damaged_run_directories_are_shown_as_such(tmp_path):
     names = damaged_runs(tmp_path)
     pages = Pages(tmp_path)
