@@ -142,14 +142,18 @@ class SavedRun:
         """
         from server_app.observers import scalars
 
-        return [
-            {
-                "round": line["round"],
-                "cohort": len(line["participants"]) + len(line["left_out"]),
-                **scalars(line),
-            }
-            for line in self.history
-        ]
+        try:
+            return [
+                {
+                    "round": line["round"],
+                    "cohort": len(line["participants"]) + len(line["left_out"]),
+                    **scalars(line),
+                }
+                for line in self.history
+            ]
+        except KeyError as error:
+            path = self.directory / HISTORY_FILE
+            raise ValueError(f"{path} is damaged: a line has no key {error}") from error
 
     @property
     def source(self) -> str:

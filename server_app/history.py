@@ -31,6 +31,7 @@ KINDS: dict[str, type] = {
     "losses": dict,
     "rejected": int,
     "reset_needed": list,
+    "backed_off": list,
     "seconds": dict,
     "bytes_down": int,
     "bytes_up": int,
@@ -109,8 +110,9 @@ def check_kinds(line: Line) -> None:
             raise TypeError(f"{key} has no {name}")
         if key in line and not 0 <= value <= 1:  # nor NaN
             raise TypeError(f"{key}.{name} = {value!r:.40}: expected a number from 0 to 1")
-    if not all(isinstance(value, int | float) for value in line.get("seconds", {}).values()):
-        raise TypeError("seconds are no numbers")
+    for value in line["seconds"].values():
+        if not isinstance(value, int | float) or not abs(value) <= MAX_ROUND:  # nor NaN
+            raise TypeError(f"seconds = {value!r:.40}: expected a number")
 
 
 class HistoryReader:

@@ -6,6 +6,7 @@ once. The expected results are those of Keel 0.1.0 for the same run without the 
 
 import errno
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -193,7 +194,11 @@ def test_a_damaged_config_is_named(tmp_path, content):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"seconds": 3}, {"seconds": {"training": "x"}}, {"participants": None}, {"global": 1}],
+    [
+        *({"seconds": 3}, {"seconds": {"training": "x"}}, {"participants": None}, {"global": 1}),
+        *({"seconds": {"training": value}} for value in (math.inf, math.nan, 10**400)),
+        {"backed_off": 5},
+    ],
 )
 def test_a_line_of_other_kinds_of_values_is_damaged(changed, tmp_path):
     whole, damaged = json.dumps(line_of(1)), json.dumps(line_of(2) | changed)

@@ -35,7 +35,7 @@ from keel.tables import add_column, is_too_wide, print_table, terminal_console
 from keel.views.exports import harmless
 from protocol.config import keel_home
 from protocol.files import digest, private_files
-from protocol.text import in_one_line
+from protocol.text import in_one_line, printable
 from server_app.history import CURVES, curve, duration
 from server_app.summary import summarise
 
@@ -56,7 +56,10 @@ def status(
     RUN is a path, a name under $KEEL_HOME/runs, or the beginning of one.
     """
     saved = find_run(run)
-    print(json.dumps(status_row(saved), indent=2) if as_json else "\n".join(status_lines(saved)))
+    if as_json:
+        print(json.dumps(status_row(saved), indent=2))
+    else:
+        print("\n".join(map(printable, status_lines(saved))))
 
 
 def status_row(run: SavedRun) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def status_lines(run: SavedRun) -> list[str]:
         for client, reason in line["left_out"].items():
             lines.append(f"left out  round {line['round']}: {client}: {reason}")
     if history and history[-1].get("backed_off"):
-        lines.append(f"backoff   {', '.join(history[-1]['backed_off'])}")
+        lines.append(f"backoff   {', '.join(map(str, history[-1]['backed_off']))}")
     for name in run.damaged_checkpoints():
         lines.append(f"damaged   checkpoints/{name}: a resume skips it")
     if run.state not in (RUNNING, FINISHED):
@@ -176,7 +179,7 @@ def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
             *(table, name, cells, "left" if is_text else "right"), is_whole=name != "differs in"
         )
     for row in zip(*columns.values(), strict=True):
-        shown = dict(zip(columns, map(escape, row), strict=True))
+        shown = dict(zip(columns, map(escape, map(printable, row)), strict=True))
         colour = COLOURS.get(shown["state"], "red")
         table.add_row(*(shown | {"state": f"[{colour}]{shown['state']}[/]"}).values())
     return table
@@ -280,7 +283,7 @@ def compare(
     if is_apart and keys:
         print("differs in")
         for run, difference in zip(found, differences, strict=True):
-            terminal_console().print(f"{run.name}: {difference}", markup=False)
+            terminal_console().print(printable(f"{run.name}: {difference}"), markup=False)
     if csv_file:
         with csv_file.expanduser().open("w", newline="") as file:
             writer = csv.DictWriter(file, [*rows[0], *keys])
@@ -302,7 +305,7 @@ def comparison_name(runs: Sequence[SavedRun]) -> str:
     """The first run's name, how many others there are, and a digest of all their directories."""
     directories = "\n".join(sorted(str(run.directory) for run in runs))
     others = f"-and-{len(runs) - 1}" if len(runs) > 1 else ""
-    return f"{runs[0].name}{others}-{digest(directories.encode())[:8]}"
+    return f"{printable(runs[0].name)}{others}-{digest(directories.encode())[:8]}"
 
 
 def comparison_row(run: SavedRun) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import csv
 import fcntl
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from keel.cli.main import main
 from keel.cli.progress import Terminal
 from keel.cli.runs import PLACES, is_flower, status_lines
 from keel.runs import SavedRun, all_runs, differing_keys, find_run, is_locked, lock_holder
+from server_app.history import append_history
 from server_app.run_directory import RunDirectory
 from server_app.trained import load_model
 
@@ -219,10 +221,16 @@ def test_the_list_shows_method_data_rounds_accuracy_and_state(two, capsys):
     assert main(["list", "--limit", "-1"]) == 2
 
 
+LINE = {"round": 1, "losses": {}, "seconds": {}, "left_out": {}}  # as none is written: shorter
 DAMAGE = {
     "summary.json": ("", "{", "[]", '{"status": 3}', "\x00"),
     "config.json": ("", "{}", "[]", '{"config": 3}', '{"config": {}, "overrides": []}'),
-    "history.jsonl": ("5\n", "{\n", '{"round": "x"}\n', "[]\n{}\n"),
+    "history.jsonl": (
+        *("5\n", "{\n", '{"round": "x"}\n', "[]\n{}\n"),
+        f"{json.dumps(LINE | {'seconds': {'a': math.inf}})}\n",
+        f"{json.dumps(LINE | {'backed_off': [1]})}\n",
+        f"{json.dumps(LINE)}\n",
+    ),
     "roster.json": ("", "{"),
 }
 
@@ -243,6 +251,24 @@ def test_a_damaged_file_breaks_no_list(two, capsys, monkeypatch, file, content):
     for command in (["status", "one"], ["compare", "one", "other"], ["export", "one", "--to=csv"]):
         main(command)  # whatever it answers, no traceback
         assert capsys.readouterr().err.count("\n") <= 1
+
+
+def test_a_runs_files_send_the_terminal_no_control_characters(two, capsys, monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", lambda *where, **how: None)
+    hostile, one = "\x1b]0;title\x07\x1b[31m[red]", two / "one"
+    config = json.loads((one / "config.json").read_text())
+    config["config"] |= {"method": hostile, "source": hostile, "model": hostile}
+    (one / "config.json").write_text(json.dumps(config))
+    (one / "summary.json").write_text(json.dumps({"status": hostile, "num_rounds": 2}))
+    line = LINE | {"round": 3, "left_out": {hostile: hostile}, "backed_off": [hostile]}
+    append_history(one / "history.jsonl", line)
+    one.rename(two / f"one{hostile}")
+    for command in (["list"], ["status", "one"], ["compare", "one", "other"], ["stop", "one"]):
+        main(command)
+        shown = "".join(capsys.readouterr())
+        assert "title" in shown
+        assert "\x1b" not in shown
+        assert "\x07" not in shown
 
 
 @pytest.mark.parametrize("file", ["summary.json", "history.jsonl", "roster.json"])
