@@ -30,6 +30,7 @@ END_TIMEOUT_S = 60.0  # for what a tracker still has to send when the run has en
 ARTIFACTS = ("config.json", SUMMARY_FILE, HISTORY_FILE, "roster.json", "accuracy.png", "labels.png")
 MLFLOW_BATCH = 100  # parameters, and characters of a value: MLflow's own limits
 MLFLOW_VALUE = 500
+ids_lock = threading.Lock()  # of trackers.json, which each tracker's thread changes
 
 
 def trackers_of(rounds: RoundsConfig) -> list[RunObserver]:
@@ -119,15 +120,21 @@ def figures(line: Line) -> dict[str, float]:
 def tracker_id(directory: Path, name: str, new: Callable[[], str]) -> tuple[str, bool]:
     """(the id of the run in this tracker, whether it is new), stored in the run directory."""
     path = directory / TRACKERS_FILE
+    if name in (saved := tracker_ids(path)):
+        return str(saved[name]), False
+    found = new()  # it may take a while: another tracker may store its id meanwhile
+    with ids_lock:
+        write_atomically(path, json.dumps(tracker_ids(path) | {name: found}).encode())
+    return found, True
+
+
+def tracker_ids(path: Path) -> dict[str, Any]:
+    """Tracker to the id of its run; {} if the file is missing or damaged."""
     try:
         saved = json.loads(path.read_text()) if path.exists() else {}
     except ValueError:
         saved = {}
-    if name in saved:
-        return str(saved[name]), False
-    found = new()
-    write_atomically(path, json.dumps(saved | {name: found}).encode())
-    return found, True
+    return saved if isinstance(saved, dict) else {}
 
 
 class TensorBoardEvents:

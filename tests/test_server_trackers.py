@@ -80,8 +80,21 @@ def test_the_id_of_a_tracker_run_survives_a_resume(tmp_path):
     assert tracker_id(tmp_path, "a", lambda: "1") == ("1", True)
     assert tracker_id(tmp_path, "b", lambda: "2") == ("2", True)
     assert tracker_id(tmp_path, "a", lambda: "3") == ("1", False)
-    (tmp_path / "trackers.json").write_text("{")
-    assert tracker_id(tmp_path, "a", lambda: "3") == ("3", True)
+    for damaged in ("{", "[]", "null"):
+        (tmp_path / "trackers.json").write_text(damaged)
+        assert tracker_id(tmp_path, "a", lambda: "3") == ("3", True)
+
+
+def test_trackers_that_start_together_both_continue_after_a_resume(tmp_path):
+    """Each has a thread: here the second starts while the first creates its run."""
+
+    def create():
+        tracker_id(tmp_path, "wandb", lambda: "2")
+        return "1"
+
+    tracker_id(tmp_path, "mlflow", create)
+    assert tracker_id(tmp_path, "mlflow", lambda: "3") == ("1", False)
+    assert tracker_id(tmp_path, "wandb", lambda: "3") == ("2", False)
 
 
 def test_clients_are_sent_only_where_they_are_asked_for(tmp_path):
