@@ -180,8 +180,9 @@ def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
         )
     for row in zip(*columns.values(), strict=True):
         shown = dict(zip(columns, map(escape, map(printable, row)), strict=True))
-        colour = COLOURS.get(shown["state"], "red")
-        table.add_row(*(shown | {"state": f"[{colour}]{shown['state']}[/]"}).values())
+        if state := shown.get("state"):  # not where the terminal is narrow
+            shown["state"] = f"[{COLOURS.get(state, 'red')}]{state}[/]"
+        table.add_row(*shown.values())
     return table
 
 

@@ -407,6 +407,17 @@ def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_name(two, monkeypatch, 
     assert f"{long}: lr=0.1" in lines
 
 
+@pytest.mark.parametrize("width", [1, 20, 30, 40])
+def test_a_terminal_as_narrow_as_a_name_gets_the_names(two, monkeypatch, capsys, width):
+    monkeypatch.setattr(Figure, "savefig", lambda *where, **how: None)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    (two / "one").rename(two / "one-of-a-long-name")
+    for words in (["list"], ["compare", "one", "other"]):
+        assert main(words) == 0
+        assert "one-of-a-long-name" in capsys.readouterr().out
+
+
 def test_compare_names_an_option_only_of_the_method_that_has_it(two, capsys):
     path = two / "other" / "config.json"
     config = json.loads(path.read_text())
