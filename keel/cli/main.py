@@ -149,7 +149,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out, err = (stream and cast(TextIO, WhileRead(stream)) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         code = executed(arguments)
-        print(end="", flush=True)
+        try:
+            print(end="", flush=True)
+        except OSError as error:  # such as a full disk
+            if code == 0:  # else an earlier line has failed
+                print(f"error: {one_line(described(error))}", file=sys.stderr)
+            cast(WhileRead, out).discard()
+            code = code or 1
     return code
 
 

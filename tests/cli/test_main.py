@@ -132,6 +132,14 @@ def test_a_name_of_no_encoding_can_be_printed(monkeypatch):
     assert raw.getvalue() == b"a?b\n"
 
 
+@pytest.mark.parametrize("words", [["keys", "lr"], ["keys"]], ids=["buffered", "longer"])
+def test_output_to_a_full_disk_is_one_line(monkeypatch, capsys, words):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(words) == 1
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+
+
 @pytest.mark.end_to_end
 def test_a_closed_pipe_is_no_error_of_the_process(no_reader):
     command = [sys.executable, "-m", "keel", "keys", "lr"]  # less than a buffer: written at the end
