@@ -163,8 +163,11 @@ class SavedRun:
     @property
     def last_change(self) -> float:
         """When the run last wrote a round or began, as a POSIX time; 0 if nothing can be read."""
-        files = [self.directory / name for name in (HISTORY_FILE, CONFIG_FILE)]
-        return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+        times = [0.0]
+        for name in (HISTORY_FILE, CONFIG_FILE):
+            with suppress(FileNotFoundError):
+                times.append((self.directory / name).stat().st_mtime)
+        return max(times)
 
 
 def short_source(source: object) -> str:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -292,6 +293,20 @@ def test_runs_are_sorted_by_their_last_change(two):
 
 
 # --- stop ----------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_removed_while_runs_are_listed_breaks_no_list(two, monkeypatch, capsys):
+    find, one = Path.glob, two / "one"
+
+    def removed_once_found(base, pattern):
+        found = list(find(base, pattern))
+        shutil.rmtree(one, ignore_errors=True)
+        return iter(found)
+
+    monkeypatch.setattr(Path, "glob", removed_once_found)
+    monkeypatch.setattr(Path, "exists", lambda path: True)  # as it was a moment ago
+    assert main(["list"]) == 0
+    assert "other" in capsys.readouterr().out
 
 
 def test_a_run_that_is_not_running_cannot_be_stopped(two, capsys):
