@@ -13,7 +13,7 @@ from data.sources import Source, load_source
 from models import StagedModel, build_model
 from protocol.config import RunConfig, keel_home
 from protocol.messages import DatasetSpec
-from protocol.models import MODELS
+from protocol.models import IMAGE_SIZES, MODELS
 from protocol.seeds import seed_of
 
 
@@ -28,7 +28,7 @@ def open_source(
     size, channels = data.image_size or expected.image_size, data.channels or expected.channels
     if shape:
         channels, size, _ = shape
-        if channels not in (1, 3) or not 28 <= size <= 64:  # before images are decoded to it
+        if channels not in (1, 3) or size not in IMAGE_SIZES:  # before images are decoded to it
             raise ValueError(
                 f"the run's images are {list(shape)}: expected 1 or 3 channels, 28 to 64 pixels"
             )

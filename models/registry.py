@@ -14,7 +14,7 @@ from models.shufflenet import shufflenet
 from models.squeezenet import squeezenet
 from models.staged import Stage, StagedModel, Trunk
 from protocol.code import place_of
-from protocol.models import MODELS
+from protocol.models import IMAGE_SIZES, MODELS
 
 PROJECTION_TAILS: dict[str, Callable[[], nn.Module]] = {
     "mlp": nn.Identity,  # MOON
@@ -70,7 +70,7 @@ def build_model(
     spec = MODELS[name]
     if channels not in (1, 3):
         raise ValueError(f"channels = {channels!r}: {name} takes images of 1 or 3 channels")
-    if not 28 <= image_size <= 64:
+    if image_size not in IMAGE_SIZES:
         raise ValueError(f"image-size = {image_size!r}: {name} takes squares of 28 to 64 pixels")
     if num_classes < 2:
         raise ValueError(f"num-classes = {num_classes!r}: a classifier needs at least 2 classes")

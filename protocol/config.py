@@ -21,7 +21,7 @@ import yaml
 
 from protocol.catalogue import method_names, method_spec
 from protocol.files import full_path
-from protocol.models import MODELS
+from protocol.models import IMAGE_SIZES, MODELS
 from protocol.options import (
     Constraint,
     OptionValue,
@@ -95,7 +95,7 @@ class DataConfig:
         "share of the training set that is split over the clients, the same of each class",
     )
     image_size: int = option(
-        Constraint(lambda v: v == 0 or 28 <= v <= 64, "0, or 28 to 64"),
+        Constraint(lambda v: v == 0 or v in IMAGE_SIZES, "0, or 28 to 64"),
         "pixels; 0: the model's input size, else the source's own",
     )
     channels: int = option(

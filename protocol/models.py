@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+IMAGE_SIZES = range(28, 64 + 1)  # pixels of a side that every model takes
+
 
 @dataclass(frozen=True)
 class ModelSpec:

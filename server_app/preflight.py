@@ -162,8 +162,9 @@ def worker_warnings(workers: Sequence[WorkerOnNode], server: MachineReport) -> l
             )
         if own and usual and own not in found and not (kinds - {device}):
             warnings.append(
-                f"the server has {own}, no worker has; most have {usual}. The bits of the result "
-                "are not those of a run on one machine, and manifest.json has the server's versions"
+                f"the server has {own}, which no worker has; most have {usual}. The bits of the "
+                "result are not those of a run on one machine, and manifest.json has the server's "
+                "versions"
             )
     return warnings
 

@@ -109,8 +109,8 @@ def test_a_server_and_workers_on_different_devices_are_a_warning():
 @pytest.mark.parametrize(
     ("server", "words"),
     [
-        (replace(GOOD, versions="torch 3"), "the server has torch 3, no worker has; most have to"),
-        (replace(GOOD, capability="x86_64 AVX512"), "the server has cpu: A (x86_64 AVX512), no wo"),
+        (replace(GOOD, versions="torch 3"), "the server has torch 3, which no worker has; most"),
+        (replace(GOOD, capability="x86_64 AVX512"), "the server has cpu: A (x86_64 AVX512), which"),
     ],
 )
 def test_a_server_unlike_all_workers_is_a_warning(server, words):
