@@ -124,8 +124,9 @@ class WhileRead:
         except BrokenPipeError:
             self.discard()
             return len(text)
-        except UnicodeEncodeError as error:
-            return self.write(text.encode(error.encoding, "replace").decode(error.encoding))
+        except UnicodeEncodeError:  # whose own `encoding` is "charmap" for many
+            encoding = self.stream.encoding
+            return self.write(text.encode(encoding, "replace").decode(encoding))
 
     def flush(self) -> None:
         """As the stream's."""

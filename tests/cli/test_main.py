@@ -125,10 +125,13 @@ def test_what_the_terminal_cannot_encode_is_a_question_mark(monkeypatch, encodin
     assert b"?" in raw.getvalue()
 
 
-def test_a_name_of_no_encoding_can_be_printed(monkeypatch):
+@pytest.mark.parametrize(
+    ("encoding", "character"), [("utf-8", "\udcff"), ("koi8-r", "±"), ("iso8859-2", "ã")]
+)
+def test_a_character_that_the_encoding_lacks_can_be_printed(encoding, character):
     raw = io.BytesIO()
-    stream = WhileRead(io.TextIOWrapper(raw, "utf-8", write_through=True))
-    assert stream.write("a\udcffb\n") == 4
+    stream = WhileRead(io.TextIOWrapper(raw, encoding, write_through=True))
+    assert stream.write(f"a{character}b\n") == 4
     assert raw.getvalue() == b"a?b\n"
 
 
