@@ -226,7 +226,7 @@ class StateFolder:
         pieces = packed_pieces(flat, None)
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_parts(self.folder)
-        if self.run_id and self._saved_run_id() != self.run_id:
+        if self._saved_run_id() != self.run_id:
             write_atomically(self.folder / RUN_ID_FILE, self.run_id.encode())
         path = self.folder / f"round-{round_:05d}-{digest(*pieces)}.safetensors"
         write_atomically(path, *pieces)

@@ -333,6 +333,18 @@ def test_a_server_that_names_no_run_has_no_state_of_one(tmp_path, asked):
     assert_is(only_read.load(51), 50)
 
 
+def test_a_reset_for_a_server_that_names_no_run_is_not_needed_again(tmp_path):
+    StateFolder(tmp_path / "a", run_id="first").save(50, groups(50))
+    (tmp_path / "a" / "reset-state").touch()
+    unnamed = StateFolder(tmp_path / "a", max_rounds_ahead(10**6))
+    assert unnamed.load(1) == {}
+    unnamed.save(1, groups(7))
+    assert_is(unnamed.load(2, last_accepted_round=1), 7)
+    unnamed.save(2, groups(8))
+    assert rounds_of(unnamed) == [1, 2]
+    assert rounds_of(unnamed, "set-aside") == [50]
+
+
 def test_state_of_a_run_without_an_id_is_used_and_belongs_to_the_run_from_then_on(tmp_path):
     """That of Keel 0.2, whose run directory gets an id with the resume."""
     StateFolder(tmp_path / "a").save(5, groups(5))
