@@ -32,9 +32,10 @@ def pack(output: Path, archive: Path) -> list[Path]:
     """Copy every job of an output folder that has runs into `archive`; returns the zips.
 
     ValueError, before anything is written, if this would remove a run from one that is there, or
-    put runs of other code beside its runs.
+    put runs of other code beside its runs, or if two jobs have the same zip.
     """
     written: dict[Path, dict[str, str]] = {}
+    jobs: dict[Path, Path] = {}  # by their zip
     for job in sorted((output / "jobs").glob("*.json")):
         recipe, options = load_job(job)
         about, files = read_json(job), dict[str, str]()
@@ -54,6 +55,11 @@ def pack(output: Path, archive: Path) -> list[Path]:
             name = job_name(whole, replace(options, changes=changes))
             files[f"jobs/{name}.json"] = json.dumps(about, indent=1)
             path = archive / f"{name}.zip"
+            if (other := jobs.setdefault(path, job)) != job:
+                raise ValueError(
+                    f"{other} and {job} are one archive, restored with two sources: move one of "
+                    "them to another --output, with its runs"
+                )
             refuse_loss(path, files, places, output)
             written[path] = files
     for path, files in written.items():

@@ -97,6 +97,11 @@ def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:
     """ValueError if the cell's number could not be read from this run."""
     if cell.at > run.paper_rounds:
         raise ValueError(f"at = {cell.at}: expected at most {run.paper_rounds}, the last round")
+    if cell.take.is_time and config.privacy.withholds_metrics:
+        raise ValueError(
+            "privacy.metrics = 'withheld': clients send no seconds, which are read here; 'exact' "
+            "sends them, outside the guarantee"
+        )
     if cell.take.how == "seconds a round":
         return
     last, every = last_round_read(cell, run), config.rounds.evaluate_every

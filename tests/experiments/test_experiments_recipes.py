@@ -466,6 +466,12 @@ def test_a_bad_recipe_is_refused_with_its_line(old, new, line, words):
         ),
         ("alpha: 5.0", "alpha: 5.0, at: 6", "line 6", "at = 6: expected at most 5, the last round"),
         ("title: x", "at: 3", "line 1", "round 3 of 5, which evaluate-every = 2 skips"),
+        (
+            "title: x\nseeds: 2\nconfig: {",
+            "take: seconds a round\nseeds: 2\nconfig: {privacy.epsilon: 0.5, ",
+            "lines 8 and 5",
+            "privacy.metrics = 'withheld': clients send no seconds, which are read",
+        ),
     ],
 )
 def test_runs_that_could_not_start_are_refused_before_the_first(old, new, where, words, tmp_path):

@@ -328,6 +328,21 @@ def test_restored_runs_are_finished_and_archive_as_before(output, tmp_path, caps
     assert path.read_bytes() == before
 
 
+def test_of_two_jobs_with_one_archive_none_replaces_the_other(output, tmp_path):
+    """A job that is restored twice, with its data in two places."""
+    (path,) = pack(output, output / "histories")
+    before, again = path.read_bytes(), output / "again"
+    for place in "ab":
+        restore(path, again, f"folder:{tmp_path}/{place}/cifar10-jpg")
+    one, other = sorted((again / "jobs").iterdir())
+    message = rf"{one} and {other} are one archive, restored with two sources"
+    with pytest.raises(ValueError, match=message):
+        pack(again, output / "histories")
+    assert path.read_bytes() == before
+    other.unlink()
+    assert pack(again, output / "histories") == [path]
+
+
 def archived(path: Path) -> list[str]:
     """The runs in a zip, by method and seed."""
     with zipfile.ZipFile(path) as archive:
