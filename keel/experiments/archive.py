@@ -8,6 +8,7 @@ import io
 import json
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -78,7 +79,7 @@ def refuse_loss(
     """
     if not path.exists():
         return
-    with zipfile.ZipFile(path) as archive:
+    with reading(path) as archive:
         before = {name: archive.read(name).decode() for name in archive.namelist()}
     gone = {Path(name).parent for name in before if name.startswith("runs/")}
     gone -= {Path(name).parent for name in files}
@@ -130,7 +131,7 @@ def restore(path: Path, output: Path, source: str = "") -> list[Path]:
     """
     found = []
     kind_given, _, path_given = source.rstrip("/").partition(":")
-    with zipfile.ZipFile(path) as archive:
+    with reading(path) as archive:
         for name in sorted(archive.namelist(), key=lambda name: Path(name).parent.name == NOTE):
             folder = Path(name).parent
             if not name.endswith("/config.json"):
@@ -246,6 +247,16 @@ def write_zip(path: Path, files: Mapping[str, str]) -> None:
 
 
 @contextmanager
+def reading(path: Path) -> Iterator[zipfile.ZipFile]:
+    """The zip. ValueError naming it, there or within the context, if it is damaged."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+@contextmanager
 def unpacked(archive: Path) -> Iterator[list[Path]]:
     """An output folder for each zip of `archive`, for as long as the context lasts.
 
@@ -255,6 +266,6 @@ def unpacked(archive: Path) -> Iterator[list[Path]]:
         outputs = []
         for path in sorted(archive.glob("*.zip")):
             outputs.append(Path(folder) / path.stem)
-            with zipfile.ZipFile(path) as file:
+            with reading(path) as file:
                 file.extractall(outputs[-1])
         yield outputs

@@ -343,6 +343,18 @@ def test_of_two_jobs_with_one_archive_none_replaces_the_other(output, tmp_path):
     assert pack(again, output / "histories") == [path]
 
 
+@pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b.replace(b[99:101], b"..", 1)])
+def test_a_damaged_archive_is_named(output, damage):
+    (path,) = pack(output, output / "histories")
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=f"{path} is damaged: "):
+        pack(output, path.parent)
+    with pytest.raises(ValueError, match=f"{path} is damaged: "), unpacked(path.parent):
+        pass
+    with pytest.raises(ValueError, match=f"{path} is damaged: "):
+        restore(path, output / "again", "folder:/data/cifar10-jpg")
+
+
 def archived(path: Path) -> list[str]:
     """The runs in a zip, by method and seed."""
     with zipfile.ZipFile(path) as archive:
