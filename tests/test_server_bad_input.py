@@ -187,6 +187,14 @@ def test_a_class_that_no_client_has(rejected, tmp_path, labels, absent):
     assert line == found
 
 
+def test_where_label_counts_are_withheld_logical_clients_may_lack_a_class_too(tmp_path):
+    """As clients with a node each, which do not say what they have."""
+    keys = SMALL | {"source": npz_of(tmp_path / "gap.npz", [0, 2] * 20), "partition": "iid"}
+    keys |= {"privacy.epsilon": 0.5, "num-rounds": 1, "output-dir": str(tmp_path)}
+    one, other = (final_model(run_inline(keys, 2, num_workers=n)) for n in (0, 1))
+    assert same_bits(one, other)
+
+
 # --- clients ---------------------------------------------------------------------------------
 
 
