@@ -15,13 +15,16 @@ class OldState:
     A run's age is the time from its newest write to the newest write of any run, so that neither a
     wrong clock nor a long pause of all runs makes state old; the newest run is never deleted. A
     clock that jumps can date files in the future. Therefore the age by the clock must also exceed
-    the limit, and this process must have seen the run unchanged for a day by the monotonic clock.
+    the limit, without the jumps since this process last saw the run change, a day ago at least by
+    the monotonic clock.
     """
 
     def __init__(self, folder: Path, days: float) -> None:
         """folder: contains one folder per run. days: older runs are deleted; 0: none are."""
         self.folder, self.min_age_s = folder, days * DAY_S
-        self.seen: dict[Path, tuple[float, float]] = {}  # run: (newest write, monotonic time)
+        self.lead = time.time() - time.monotonic()  # of the clock, at the last look
+        # run: (newest write, monotonic time when it was first seen, the clock's lead before that)
+        self.seen: dict[Path, tuple[float, float, float]] = {}
 
     def delete(self) -> None:
         """Delete the state of runs that are old now."""
@@ -31,14 +34,17 @@ class OldState:
             run: max(path.stat().st_mtime for path in [run, *run.rglob("*")])
             for run in self.folder.iterdir()
         }
+        now, lead = time.monotonic(), time.time() - time.monotonic()
         for run, at in written.items():
-            if self.seen.get(run, (None, 0.0))[0] != at:
-                self.seen[run] = (at, time.monotonic())
-            age_s = min(max(written.values()), time.time()) - at
-            if age_s > self.min_age_s and time.monotonic() - self.seen[run][1] >= DAY_S:
+            if self.seen.get(run, (None,))[0] != at:
+                self.seen[run] = (at, now, min(lead, self.lead))
+            _, since, lead_then = self.seen[run]
+            age_s = min(max(written.values()), now + lead) - at - max(0.0, lead - lead_then)
+            if age_s > self.min_age_s and now - since >= DAY_S:
                 days = age_s / DAY_S
                 log.warning("client state of run %s deleted: %.0f days old", run.name, days)
                 shutil.rmtree(run)
+        self.lead = lead
 
     def watch(self) -> None:
         """Call `delete` every hour, forever; to be run in a thread."""

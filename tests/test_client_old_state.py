@@ -83,6 +83,24 @@ def test_a_clock_that_jumps_deletes_nothing(tmp_path, write, clock):
     assert left_after(old_state, clock, 40) == ["paused", "under way"]
 
 
+def test_a_clock_that_jumps_after_days_of_uptime_deletes_nothing(tmp_path, write, clock):
+    """The paused run was seen unchanged for a day before the jump."""
+    write("paused", NOW)
+    write("under way", NOW)
+    old_state = OldState(tmp_path, 30)
+    assert left_after(old_state, clock, 48) == ["paused", "under way"]
+    write("just ended", clock.wall)
+    clock.wall += 1000 * DAY_S
+    write("under way", clock.wall)
+    assert left_after(old_state, clock, 48) == ["just ended", "paused", "under way"]
+    clock.wall -= 1000 * DAY_S  # and set right again
+    write("under way", clock.wall)
+    assert left_after(old_state, clock, 48) == ["just ended", "paused", "under way"]
+    clock.advance(40 * DAY_S)
+    write("under way", clock.wall)
+    assert left_after(old_state, clock, 2) == ["under way"]
+
+
 def test_without_a_limit_or_a_folder_nothing_is_done(tmp_path, write, clock):
     write("old", NOW - 4000 * DAY_S)
     write("new", NOW)
