@@ -287,7 +287,7 @@ class Ledger:
         if not self.newest.exists():
             return False
         content = self.path.read_bytes() if self.path.exists() else b""
-        return self.newest.read_bytes() not in content
+        return b'"digest": "%b"' % self.newest.read_bytes() not in content
 
 
 def charge_release(

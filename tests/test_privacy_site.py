@@ -244,6 +244,12 @@ def test_a_ledger_without_its_newest_lines_ends_releases_under_a_budget(lines, s
     assert "its newest lines are missing" in train(limited)
     assert train(site(source, private()), 4) == ""  # without a budget: not evidence destroyed
     assert "its newest lines are missing" in train(limited)
+    newest = path.with_suffix(".newest")
+    known = newest.read_bytes()
+    for damaged in (b"", known[:1]):  # a part of anything is in the file
+        newest.write_bytes(damaged)
+        assert "its newest lines are missing" in train(limited)
+    newest.write_bytes(known)
     path.write_text("".join(f"{line}\n" for line in whole))
     assert train(limited, 5) == ""
 
@@ -448,6 +454,22 @@ def test_the_reason_of_a_failed_query_is_withheld_too(source, tmp_path, caplog):
     with Terminal(1) as terminal, terminal.console.capture() as printed:
         terminal.emit(record)
     assert "its own data has the class" in printed.get()
+
+
+@pytest.mark.parametrize("kind", ["query", "train", "evaluate"])
+def test_the_reason_is_withheld_however_a_server_writes_the_config(
+    kind, source, tmp_path, task_identity
+):
+    """As bytes it was read as any other, and then taken for one that withholds nothing."""
+    own = np.load(source.partition(":")[2])
+    np.savez(tmp_path / "other.npz", **{**own, "y_train": own["y_train"] + 7})
+    config = private()
+    record = request_record(TrainRequest(config, facts(config), 1, [0], False, "a"))
+    record["config"] = config.to_json().encode()
+    content = message_content(record, array_record(initial(config)), array_record({}), 0)
+    node = {"name": "site-a", "source": f"npz:{tmp_path / 'other.npz'}"}
+    reply = answer(Message(content, 1, kind), Context(1, 1, node, RecordDict(), {}))
+    assert "its own data has the class" not in reply.reason
 
 
 @pytest.mark.parametrize("damage", ["cut short", "broken link", "16 bits", "size", "gone"])
