@@ -174,8 +174,12 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
     ) -> bool:
         """As Flower's, while the reply that the object belongs to is within its bound.
 
-        FlowerError if the database cannot be written to, where Flower's only logs it.
+        FlowerError if the database cannot be written to, where Flower's only logs it. An object of
+        no session is refused: Flower looks for one that waits for it, maybe another node's.
         """
+        if not session_id:
+            log.warning("an object without a session was sent: refused")
+            return False
         with writing.lock:
             try:
                 return self._store_object(run_id, session_id, object_id, object_content)

@@ -364,10 +364,10 @@ def test_a_run_and_a_node_that_fall_silent_still_expire(link, monkeypatch):
 # --- what a SuperNode may store -----------------------------------------------------------------
 
 
-def pushed(link, asked, arrays, bound, src=None, but=0, threads=1):
+def pushed(link, asked, arrays, bound, src=None, but=0, threads=1, names_session=True):
     """Send a reply with these arrays, all but the last `but` objects; the answers of the store.
 
-    threads: that send at once.
+    threads: that send at once. names_session: as all SuperNodes do but old ones.
     """
     about = asked.metadata
     own = Metadata(
@@ -386,7 +386,8 @@ def pushed(link, asked, arrays, bound, src=None, but=0, threads=1):
     objects = objects[: len(objects) - but]
 
     def is_stored(pair):
-        return link.state.store_object(link.run, session, pair[0], pair[1].deflate())
+        named = session if names_session else ""
+        return link.state.store_object(link.run, named, pair[0], pair[1].deflate())
 
     with ThreadPoolExecutor(threads) as pool:
         return reply, list(pool.map(is_stored, objects))
@@ -436,6 +437,15 @@ def test_a_reply_is_deleted_where_it_exceeds_its_bound_and_its_client_is_named(
     [answer] = pull_complete_replies(request, link.state, Task(run_id=link.run)).messages_list
     assert answer.error.reason == f"the reply has {TOO_LARGE} {2**20} bytes"
     assert answer.metadata.src_node_id == link.node
+
+
+def test_an_object_without_a_session_is_refused(link):
+    """Flower finds the session of an old SuperNode's object by itself: it would have no bound."""
+    asked = bounded(link, "one", 2**20)
+    before = stored_bytes(link)
+    _, answers = pushed(link, asked, random_arrays(40, 2**18), 2**20, names_session=False)
+    assert not any(answers)
+    assert stored_bytes(link) == before
 
 
 def test_a_reply_within_its_bound_arrives(link):
