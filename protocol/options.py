@@ -23,6 +23,7 @@ type_names = {bool: "true or false", int: "a whole number", float: "a number", s
 
 OptionValue = bool | int | float | str
 T = TypeVar("T")
+MAX_INTEGER = 2**63 - 1  # of a value: what Flower sends, and more than anything counts to
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,8 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
                 f"its default under [tool.flwr.app.config{table}] in pyproject.toml"
             )
         value = values[key]
+        if type(value) is int and abs(value) > MAX_INTEGER:  # too large to become a float, perhaps
+            raise ValueError(f"{key} = {value!r:.40}: expected a number from -2^63 to 2^63")
         if expected is float and type(value) is int:
             value = float(value)
         if type(value) is expected and constraint.holds(value):

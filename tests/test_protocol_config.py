@@ -63,6 +63,15 @@ GOOD = {
 }
 
 
+def test_numbers_that_no_float_holds_are_refused_by_name():
+    """As any other: `keel run` ended with OverflowError, and a client on what a server sent."""
+    for key, default in default_config().items():
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            for value in (10**400, -(10**400)):
+                with pytest.raises(ValueError, match=rf"^{key} = -?1000.*: expected .{{,40}}$"):
+                    resolve_config({key: value})
+
+
 def test_options_are_read_by_name():
     sample = parse_options(Sample, GOOD | {"my.other": 1, "kind": "blue"}, prefix="my.")
     assert sample == Sample(0.1, 3, 1.0, "red", False, 0.0)
