@@ -5,6 +5,7 @@ import errno
 import hashlib
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,33 @@ def digest(*pieces: Any) -> str:
     return found.hexdigest()[:16]
 
 
+class Umask:
+    """The umask of the process while any thread is in `private_files`; the last one restores it."""
+
+    def __init__(self) -> None:
+        self.lock, self.num_inside, self.before = threading.Lock(), 0, 0
+
+    def change(self, step: int) -> None:
+        """One more thread is inside, or one less."""
+        with self.lock:
+            if self.num_inside == 0:
+                self.before = os.umask(0o077)
+            self.num_inside += step
+            if self.num_inside == 0:
+                os.umask(self.before)
+
+
+process_umask = Umask()
+
+
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
     """New files (0600) and directories (0700) are for this user alone, in the whole process."""
-    before = os.umask(0o077)
+    process_umask.change(1)
     try:
         yield
     finally:
-        os.umask(before)
+        process_umask.change(-1)
 
 
 def write_atomically(path: Path, *pieces: Any) -> None:

@@ -5,7 +5,7 @@ import subprocess
 import threading
 
 from protocol import files
-from protocol.files import remove_parts, write_atomically
+from protocol.files import private_files, remove_parts, write_atomically
 
 
 def test_threads_that_write_the_same_file_do_not_disturb_each_other(tmp_path, monkeypatch):
@@ -64,3 +64,20 @@ def test_a_folder_is_no_part_whatever_its_name(tmp_path):
     folder.mkdir(parents=True)
     remove_parts(tmp_path)
     assert folder.is_dir()
+
+
+def test_files_are_private_until_the_last_thread_that_asked_for_it_is_done(tmp_path):
+    """Of two runs in one process, the first to end opened the files of the other to all users."""
+    before = os.umask(0o022)
+    try:
+        first, second = private_files(), private_files()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        (tmp_path / "private").touch()
+        second.__exit__(None, None, None)
+        (tmp_path / "after").touch()
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"private": 0o600, "after": 0o644}
