@@ -49,12 +49,16 @@ certificate_options = ("--ssl-certfile", "--ssl-ca-certfile", "--root-certificat
 
 
 def write_new(path: Path, content: bytes, *, private: bool) -> None:
-    """Write a new file; FileExistsError if it exists."""
+    """Write a new file, whole or not at all; FileExistsError if it exists."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
     mode = 0o600 if private else 0o644
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+    except OSError as error:  # a full disk: the next call would take a part for the whole
+        path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import os
+import resource
 import socket
 import ssl
 import subprocess
@@ -21,6 +22,7 @@ from keel.deployment.credentials import (
     certificate_problem,
     make_credentials,
     renew,
+    write_new,
 )
 from keel.deployment.reach import handshake
 from keel.deployment.register import register
@@ -196,6 +198,17 @@ def test_what_was_ended_half_way_says_what_to_move(tmp_path, monkeypatch, privat
     (tmp_path / private).unlink()
     make_credentials(tmp_path, ["a.org"], ["site-a"])
     assert (tmp_path / private).with_name(public).exists()
+
+
+def test_a_full_disk_leaves_no_part_of_a_file_that_the_next_call_takes_for_whole(made, tmp_path):
+    limit, copy = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "ca.pem"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(OSError, match=str(copy)):
+            write_new(copy, (made / "ca" / "ca.pem").read_bytes(), private=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not copy.exists()
 
 
 def test_the_private_files_and_the_caches_are_ignored_by_git():
