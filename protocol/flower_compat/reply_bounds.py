@@ -150,7 +150,22 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
     def store_message_and_object_tree(
         self, message: Message, object_tree: ObjectTree, session_id: str
     ) -> tuple[bool, list[str]]:
-        """As Flower's; a reply must be small enough to be stored, as far as can be seen yet."""
+        """As Flower's; a reply must be small enough to be stored, as far as can be seen yet.
+
+        The session of a message that is not stored is deleted, which Flower keeps until the run
+        ends.
+        """
+        is_stored = False
+        try:
+            is_stored, missing = self._store_message(message, object_tree, session_id)
+            return is_stored, missing
+        finally:
+            if not is_stored:
+                self._cleanup_push_session(session_id, cleanup_messages=False)
+
+    def _store_message(
+        self, message: Message, object_tree: ObjectTree, session_id: str
+    ) -> tuple[bool, list[str]]:
         about, node = message.metadata, message.metadata.src_node_id
         with writing.lock:
             bound = self.bound_of(about.reply_to_message_id)
@@ -314,6 +329,8 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
         about.__dict__["_message_id"] = message.object_id
         session_id, tree = self.start_session(about.run_id), get_object_tree(message)
         stored, missing = super().store_message_and_object_tree(message, tree, session_id)
+        if not stored:
+            self._cleanup_push_session(session_id, cleanup_messages=False)
         objects = get_all_nested_objects(message)
         for object_id in missing if stored else []:
             super().store_object(about.run_id, session_id, object_id, objects[object_id].deflate())

@@ -35,7 +35,10 @@ from flwr.supercore.error import FlowerError
 from flwr.supercore.error.catalog import API_ERROR_MAP
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.object_store import ObjectStoreFactory, object_store_factory
-from flwr.supercore.state.schema.corestate_models import ObjectPushSessionRoot
+from flwr.supercore.state.schema.corestate_models import (
+    ObjectPushSession,
+    ObjectPushSessionRoot,
+)
 from flwr.supercore.state.schema.objectstore_models import StoredObject
 from flwr.superlink.federation import NoOpFederationManager
 from grpc import StatusCode
@@ -513,11 +516,11 @@ def test_replies_that_killed_serverapps_left_do_not_silence_their_node(link):
     assert not link.state.get_message_ids_from_run_id(killed)
 
 
-def push_by_fleet(link, node, reply):
+def push_by_fleet(link, node, reply, tree=None):
     request = PushMessagesRequest(
         node=Node(node_id=node),
         messages_list=[message_to_proto(reply)],
-        message_object_trees=[get_object_tree(reply)],
+        message_object_trees=[tree or get_object_tree(reply)],
     )
     return accept_reply(request, link.state)
 
@@ -541,6 +544,31 @@ def test_a_node_cannot_reply_for_another_nor_send_instructions(link):
     assert link.state.num_message_ins() == 1
     push_by_fleet(link, link.node, forged)  # its own
     assert link.state.num_message_res() == 1
+
+
+def test_replies_that_are_refused_leave_nothing(link):
+    """Flower kept a row of each until the run ended, however many a node sent."""
+    asked = bounded(link, "one", 2**20)
+    large = bounded(link, "two", 10)
+
+    def num_sessions():
+        with link.state.session() as session:
+            return session.scalar(select(func.count()).select_from(ObjectPushSession))
+
+    before = num_sessions()
+    odd = own_message(link, link.node, SUPERLINK_NODE_ID, "no message has this id")
+    push_by_fleet(link, link.node, odd)
+    push_by_fleet(link, link.node, own_message(link, link.node, SUPERLINK_NODE_ID, *ids(large)))
+    reply = own_message(link, link.node, SUPERLINK_NODE_ID, *ids(asked))
+    tree = get_object_tree(reply)
+    tree.children.append(tree.children[0])
+    with pytest.raises(ValueError, match="duplicate children"):
+        push_by_fleet(link, link.node, reply, tree)
+    assert num_sessions() == before
+    [(_, code)] = link.pull(large)
+    assert code == ErrorCode.REPLY_MESSAGE_UNAVAILABLE
+    push_by_fleet(link, link.node, reply)
+    assert link.state.num_message_res() == 2
 
 
 # --- a full disk ----------------------------------------------------------------------------------
