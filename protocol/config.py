@@ -565,7 +565,13 @@ def resolve_config(overrides: Mapping[str, OptionValue]) -> RunConfig:
 @lru_cache(maxsize=64)  # of all runs that train together
 def config_from_json(text: str) -> RunConfig:
     """The config that `RunConfig.to_json` wrote; parsed once a process, as every message has it."""
-    return _parse(with_current_names(json.loads(text)))
+    try:
+        flat = json.loads(text)
+    except RecursionError:
+        flat = None
+    if not isinstance(flat, dict):
+        raise ValueError("the run's config is no JSON object of keys and values")
+    return _parse(with_current_names(flat))
 
 
 def _parse(flat: FlatConfig) -> RunConfig:
