@@ -46,12 +46,7 @@ from client_app.objective import LocalObjective
 from client_app.precision import products
 from client_app.process_cache import ProcessCaches, available_threads
 from client_app.round import RoundContext, on_device
-from client_app.setup import (
-    device_for,
-    forget_sources,
-    most_train_samples,
-    representation_width,
-)
+from client_app.setup import device_for, forget_sources, most_train_samples, representation_width
 from client_app.site_privacy import PrivacyRefused, charge_release, check_limits
 from client_app.stacked import clients_that_fit, key_of_stack, train_stacked
 from client_app.state import ResetNeeded

@@ -16,14 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.cache import (
-    Key,
-    build_once,
-    content_digest,
-    entry_path,
-    open_about,
-    remove_superseded,
-)
+from data.cache import Key, build_once, content_digest, entry_path, open_about, remove_superseded
 from data.decoding import (
     ImageFileError,
     RawSource,

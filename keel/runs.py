@@ -19,13 +19,7 @@ from protocol.files import digest, full_path
 from protocol.options import did_you_mean
 from protocol.text import shortened
 from server_app.history import HISTORY_FILE, curve, read_history
-from server_app.summary import (
-    HEADLINE,
-    SUMMARY_FILE,
-    has_finished,
-    read_config_file,
-    read_summary,
-)
+from server_app.summary import HEADLINE, SUMMARY_FILE, has_finished, read_config_file, read_summary
 
 CONFIG_FILE, LOCK_FILE = "config.json", ".lock"
 STARTING, RUNNING, FINISHED, INTERRUPTED = "starting", "running", "finished", "interrupted"

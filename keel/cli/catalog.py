@@ -24,12 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.tables import add_column, is_too_wide, markdown, print_table, terminal_console
-from protocol.catalogue import (
-    MethodSpec,
-    method_names,
-    method_spec,
-    method_stem,
-)
+from protocol.catalogue import MethodSpec, method_names, method_spec, method_stem
 from protocol.config import (
     DataConfig,
     ModelConfig,

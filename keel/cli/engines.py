@@ -19,12 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 from keel.cli.progress import Terminal
-from keel.deployment.simulation import (
-    end_abandoned,
-    engine_folder,
-    last_line,
-    simulation_superlink,
-)
+from keel.deployment.simulation import end_abandoned, engine_folder, last_line, simulation_superlink
 from keel.deployment.superlink import SuperLinkClient, app_directory, run_config
 from keel.runs import FINISHED, SavedRun, is_locked
 from protocol.options import OptionValue

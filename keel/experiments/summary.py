@@ -25,12 +25,7 @@ from keel.experiments.plan import ends_before, last_round_read, load_job, narrow
 from keel.experiments.recipe import Claim, Recipe, load_recipe, shipped_recipes
 from keel.experiments.rendering import template_environment
 from keel.experiments.runs import Options, history_in
-from keel.experiments.settings import (
-    code_sentences,
-    ended_in,
-    machine_sentences,
-    package_sentences,
-)
+from keel.experiments.settings import code_sentences, ended_in, machine_sentences, package_sentences
 from protocol.config import resolve_config
 from protocol.files import write_atomically
 
