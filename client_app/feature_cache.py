@@ -21,11 +21,7 @@ class FrozenFeatureCache:
     """
 
     def __init__(
-        self,
-        ctx: RoundContext,
-        compute: Callable[[Tensor], list[Tensor]],
-        *,
-        is_read_again: bool,
+        self, ctx: RoundContext, compute: Callable[[Tensor], list[Tensor]], *, is_read_again: bool
     ) -> None:
         """compute: from x [B, C, H, W] a list of [B, ...], each row a function of its own sample.
 

@@ -217,10 +217,7 @@ def constants_of(objective: LocalObjective, ctx: RoundContext) -> Constants:
 
 
 def loss_terms(
-    objective: LocalObjective,
-    constants: Constants,
-    model: StagedModel,
-    inputs: LossInputs,
+    objective: LocalObjective, constants: Constants, model: StagedModel, inputs: LossInputs
 ) -> dict[str, Tensor]:
     """The loss terms of a batch: `supervised`, `penalty` if there is one, the server optimizer's.
 

@@ -254,10 +254,7 @@ class Stack:
     """The weights, momenta and buffers of k clients in one phase, by name, [k, ...] each."""
 
     def __init__(
-        self,
-        methods: Sequence[Method],
-        ctxs: Sequence[StackedContext],
-        phases: Sequence[Phase],
+        self, methods: Sequence[Method], ctxs: Sequence[StackedContext], phases: Sequence[Phase]
     ) -> None:
         self.methods, self.ctxs, self.config = methods, ctxs, common_config(ctxs)
         self.models, self.train = [ctx.model for ctx in ctxs], ctxs[0].config.train
@@ -501,11 +498,7 @@ def clients_that_fit(
 
 
 def bytes_of_training(
-    config: RunConfig,
-    model: StagedModel,
-    data: DatasetSpec,
-    device: torch.device,
-    num_samples: int,
+    config: RunConfig, model: StagedModel, data: DatasetSpec, device: torch.device, num_samples: int
 ) -> int:
     """Memory that one of several clients takes: weights, one batch, cached representations."""
     saved: int = 0

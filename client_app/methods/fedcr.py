@@ -147,9 +147,7 @@ class FedCR(Method):
         source="authors' code",
     )
     final_head_epochs: int = option(
-        at_least(0),
-        "epochs on the head after the last round",
-        source="10 in the authors' code",
+        at_least(0), "epochs on the head after the last round", source="10 in the authors' code"
     )
 
     def model_parts(self) -> ModelParts:

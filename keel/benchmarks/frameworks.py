@@ -253,12 +253,7 @@ class Strict(FedAvg):
 
 
 def with_flower(
-    data: bare.Data,
-    source: str,
-    device: str,
-    rounds: int,
-    clock: Clock,
-    is_tutorial: bool = False,
+    data: bare.Data, source: str, device: str, rounds: int, clock: Clock, is_tutorial: bool = False
 ) -> None:
     """W1 with Flower's FedAvg on Ray; the clients share a GPU, or have a core each."""
     from flwr.simulation import run_simulation

@@ -31,10 +31,7 @@ Part = StrEnum("Part", list(PARTS))  # type: ignore[misc]  # from the table
 
 
 def bench(
-    parts: Annotated[
-        list[Part] | None,
-        typer.Argument(metavar="[PART]..."),
-    ] = None,
+    parts: Annotated[list[Part] | None, typer.Argument(metavar="[PART]...")] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="The same as the part gpu.")] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Smallest sizes, to check that the benchmark runs.")

@@ -155,8 +155,7 @@ def report_command(output: Output = None) -> None:
 
 @app.command("archive")
 def archive_command(
-    folder: Annotated[Path, typer.Argument()] = HISTORIES,
-    output: Output = None,
+    folder: Annotated[Path, typer.Argument()] = HISTORIES, output: Output = None
 ) -> None:
     """Archive the configs and histories of finished runs, in one small zip per table."""
     if not archive_into(folder, output_folder(output)):

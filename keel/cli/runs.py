@@ -48,8 +48,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def status(
-    run: Annotated[str, typer.Argument(show_default=False)] = "",
-    as_json: JsonOption = False,
+    run: Annotated[str, typer.Argument(show_default=False)] = "", as_json: JsonOption = False
 ) -> None:
     """Show the state of a run; without RUN, of the most recently changed one.
 
@@ -384,10 +383,7 @@ def read_image(path: Path) -> Any:
 
 def diagnose(
     run: RunName,
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[MODEL]..."),
-    ] = None,
+    models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...")] = None,
     only: Annotated[str, typer.Option(help="Comma-separated names of diagnostics.")] = "all",
     samples: Annotated[int, typer.Option(help="Size of the probe, from the test set.")] = 2000,
     output: Annotated[
