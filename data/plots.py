@@ -49,9 +49,7 @@ def plot_label_distribution(
     axes, below = figure.subplots(
         2, sharex=True, height_ratios=(max(1.5, min(0.32 * num_classes, 8)), 1)
     )
-    shade = PowerNorm(
-        0.5, vmin=0, vmax=max(counts.max(), 1)
-    )  # so that few samples are told from none
+    shade = PowerNorm(0.5, vmin=0, vmax=max(counts.max(), 1))  # few samples are told from none
     heat = axes.imshow(
         counts.T.astype(np.float32),
         cmap="Blues",

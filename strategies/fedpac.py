@@ -102,9 +102,7 @@ class FedPACServer(Average):
         sums = [r.extra["means"] * n[:, None] for r, n in zip(replies, counts, strict=True)]
         self.prototypes.update(sums, counts)
         h = np.stack([r.extra["h"].double().flatten().numpy() for r in replies])
-        h = np.asarray(
-            np.linalg.qr(h.T, mode="r")
-        ).T  # [m, <= m]: the same distances, in their own subspace
+        h = np.asarray(np.linalg.qr(h.T, mode="r")).T  # [m, <= m]: the distances stay the same
         v = np.array([r.extra["v"].item() for r in replies])
         for i, reply in enumerate(replies):
             shares = head_mix(i, h, v)

@@ -80,9 +80,8 @@ class Scaffold(LocalObjective):
     is_stateful: ClassVar[bool] = True
     supports_server_optimizer: ClassVar[bool] = False
     has_own_server_half: ClassVar[bool] = True
-    client_state: ClassVar[str] = (
-        "its control variate, and the previous one"  # an update may be lost
-    )
+    # the previous one: an update may be lost
+    client_state: ClassVar[str] = "its control variate, and the previous one"
     regularises: ClassVar[str] = "every gradient, by control variates"
     paper: ClassVar[str] = "Karimireddy et al. 2020"
 

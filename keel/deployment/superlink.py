@@ -21,10 +21,7 @@ from protocol.options import OptionValue
 command_timeout_s = 100.0
 poll_s = 2.0  # each look takes a process a second
 connection = "deployment"  # name of the SuperLink in the configuration of Flower's command line
-FLOWER_CONNECTIONS = (
-    "local",
-    "supergrid",
-)  # of the configuration that Flower makes where there is none
+FLOWER_CONNECTIONS = ("local", "supergrid")  # of a config.toml that Flower makes
 app_packages = ("client_app", "data", "models", "protocol", "server_app", "strategies")
 max_refusals = 5  # consecutive and identical: then the SuperLink means it
 
