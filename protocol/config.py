@@ -178,9 +178,8 @@ class TrainConfig:
     precision: str = option(
         one_of("fp32", "tf32", "bf16", "auto"),
         "number format in training: fp32; tf32: TF32 matrix products on a GPU; bf16: bfloat16 "
-        "forward passes; "
-        "auto: bf16 for more than a million parameters, on a GPU or a CPU with bfloat16 products, "
-        "else fp32",
+        "forward passes; auto: bf16 for more than a million parameters, on a GPU or a CPU with "
+        "bfloat16 products, else fp32",
     )
     compile: bool = option(true_or_false(), "torch.compile the networks; pays off in long GPU runs")
     clients_per_step: int = option(

@@ -67,8 +67,7 @@ class RunInfo:
         return [
             f"method {self.method}, server optimizer {self.server_optimizer}; {clients}; {rounds}",
             f"data {self.source}: {self.num_train:,} training and {self.num_test:,} test images, "
-            f"{shape}, "
-            f"{self.num_classes} classes",
+            f"{shape}, {self.num_classes} classes",
             f"model {self.model}: {self.num_parameters:,} parameters",
             f"run directory {self.directory}",
         ]

@@ -215,10 +215,8 @@ def copies(directory: Path, archived: str = "") -> Iterator[tuple[str, str]]:
     short = status[:MAX_STATUS]
     yield "summary.json", json.dumps({"status": short if sign in short else f"{short}: {sign}"})
     yield "manifest.json", json.dumps({key: manifest[key] for key in MANIFEST if key in manifest})
-    yield (
-        HISTORY_FILE,
-        "".join(json.dumps(line) + "\n" for line in lines(read_history(directory))),
-    )
+    history = lines(read_history(directory))
+    yield HISTORY_FILE, "".join(json.dumps(line) + "\n" for line in history)
 
 
 def lines(history: Sequence[Line]) -> Iterator[dict[str, Any]]:
