@@ -262,7 +262,7 @@ def assign_message_id(message: Message, message_id: str) -> None:
 
     Replaces the read-only `Metadata.message_id`, which only Flower's own grids set. No public way.
     """
-    _metadata(message)["_message_id"] = message_id
+    message.metadata.__dict__["_message_id"] = message_id
 
 
 def assign_source_node(message: Message, node_id: int) -> None:
@@ -272,11 +272,7 @@ def assign_source_node(message: Message, node_id: int) -> None:
     place, and a restarted SuperNode has another id. Flower's own error replies do the same. No
     public way.
     """
-    _metadata(message)["_src_node_id"] = node_id
-
-
-def _metadata(message: Message) -> dict[str, Any]:
-    return message.metadata.__dict__
+    message.metadata.__dict__["_src_node_id"] = node_id
 
 
 def of_plain(name: str) -> Any:
