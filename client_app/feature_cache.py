@@ -68,7 +68,8 @@ class FrozenFeatureCache:
                 return fresh
             if len(new):
                 self._store(rows.index_select(0, new), self.compute(step.x.index_select(0, new)))
-        return [_channels_second(cached.index_select(0, rows)) for cached in self.rows]
+        found = [cached.index_select(0, rows) for cached in self.rows]
+        return [t.permute(0, 3, 1, 2) if t.dim() == 4 else t for t in found]
 
     def _store(self, rows: Tensor, values: list[Tensor]) -> None:
         for cached, value in zip(self.rows, values, strict=True):
@@ -99,7 +100,3 @@ class FrozenFeatureCache:
 # Rows are cached in channels-last order, as in memory: other look-ups take ten times as long.
 def _channels_last(t: Tensor) -> Tensor:
     return t.permute(0, 2, 3, 1) if t.dim() == 4 else t
-
-
-def _channels_second(t: Tensor) -> Tensor:
-    return t.permute(0, 3, 1, 2) if t.dim() == 4 else t
