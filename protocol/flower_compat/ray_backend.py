@@ -78,12 +78,6 @@ def in_one_line(error: BaseException) -> str:
     return reason
 
 
-def num_clients_in(message: Message) -> int:
-    """How many logical clients a message is for."""
-    simulated = message.content.get("simulated")
-    return len(simulated["clients"]) if simulated else 1  # type: ignore[arg-type]
-
-
 def gpu_share(nodes: Sequence[Node], environment: Mapping[str, str]) -> float:
     """GPUs for each worker where nothing was asked for: 1 if there are any."""
     has_any = any(node.num_gpus >= 1 for node in nodes)
@@ -252,7 +246,8 @@ class ClusterBackend(RayBackend):
     ) -> tuple[Message, Context]:
         """As `process_message`; RuntimeError once so many more workers have died on the message."""
         client = str(context.node_config[PARTITION_ID_KEY])
-        is_for_many = num_clients_in(message) > 1
+        simulated = message.content.get("simulated")
+        is_for_many = simulated and len(simulated["clients"]) > 1  # type: ignore[arg-type]
         node: int | None = message.metadata.dst_node_id
         while True:
             worker = self.next_idle(node)
