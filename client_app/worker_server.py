@@ -86,12 +86,6 @@ class TimeLimits:
         self._lock = threading.Lock()
         self._limits: dict[int, tuple[float, float]] = {}  # thread: (seconds, when they are over)
 
-    def _arm(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
-        if self._limits:
-            first = min(until for _, until in self._limits.values())
-            faulthandler.dump_traceback_later(max(first - time.monotonic(), 0.001), exit=True)
-
     def _set(self, limit_s: float | None) -> float | None:
         """Start this thread's time anew, or end it (None); the limit that it had."""
         thread = threading.get_ident()
@@ -99,7 +93,10 @@ class TimeLimits:
             before, _ = self._limits.pop(thread, (None, 0.0))
             if limit_s is not None:
                 self._limits[thread] = limit_s, time.monotonic() + limit_s
-            self._arm()
+            faulthandler.cancel_dump_traceback_later()
+            if self._limits:
+                first = min(until for _, until in self._limits.values())
+                faulthandler.dump_traceback_later(max(first - time.monotonic(), 0.001), exit=True)
         return before
 
     @contextlib.contextmanager
