@@ -139,8 +139,7 @@ def answer(message: Message, context: Context) -> RecordDict | Error:
         return answer_as(message, context)
     if is_deployed(context.node_config):  # it would train on any data, without the site's limits
         reason = "a message for simulated clients: this client is deployed and simulates none"
-        error = ValueError(reason)
-        return error_reply(error, message, context)
+        return error_reply(ValueError(reason), message, context)
     replies = []
     shares, limits, like = shares_in_sum(message.content)
     total = ExactSum(limits)
