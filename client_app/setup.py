@@ -16,6 +16,8 @@ from protocol.messages import DatasetSpec
 from protocol.models import IMAGE_SIZES, MODELS
 from protocol.seeds import seed_of
 
+_open_source = lru_cache(maxsize=2)(load_source)
+
 
 def open_source(
     config: RunConfig, spec: str = "", shape: tuple[int, int, int] | None = None
@@ -40,11 +42,6 @@ def open_source(
         size,
         channels,
     )
-
-
-@lru_cache(maxsize=2)
-def _open_source(spec: str, data_dir: Path, cache_dir: Path, size: int, channels: int) -> Source:
-    return load_source(spec, data_dir, cache_dir, size, channels)
 
 
 def dataset_spec_of(config: RunConfig, source: Source) -> DatasetSpec:
