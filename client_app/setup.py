@@ -37,7 +37,7 @@ def open_source(
     home = keel_home()
     return _open_source(
         spec or data.source,
-        Path(data.data_dir).expanduser() if data.data_dir else home / "data",
+        Path(data.data_dir) if data.data_dir else home / "data",
         home / "cache",
         size,
         channels,

@@ -38,7 +38,7 @@ def data_size(config: RunConfig) -> SourceInfo | None:
     preferred = MODELS[config.model.model]
     return source_info(
         name,
-        Path(data.data_dir).expanduser() if data.data_dir else keel_home() / "data",
+        Path(data.data_dir) if data.data_dir else keel_home() / "data",
         cache_dir,
         data.image_size or preferred.image_size,
         data.channels or preferred.channels,
