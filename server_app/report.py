@@ -126,16 +126,8 @@ def plot_split(roster: Sequence[RosterEntry], source: Source, path: Path) -> Non
 def plot_accuracy(history: Sequence[Line], title: str, path: Path) -> None:
     """Accuracies and loss terms over rounds as a PNG; unevaluated rounds have no point."""
     curves = [(description, curve(history, key, name)) for key, name, description in CURVES]
-    terms = dict.fromkeys(name for line in history for name in line["losses"])
-    losses = [
-        (
-            f"{term}, training",
-            [
-                (line["round"], line["losses"][term])
-                for line in history
-                if line["losses"].get(term) is not None
-            ],
-        )
-        for term in terms
-    ]
+    losses = []
+    for term in dict.fromkeys(name for line in history for name in line["losses"]):
+        points = [(line["round"], line["losses"].get(term)) for line in history]
+        losses.append((f"{term}, training", [(n, loss) for n, loss in points if loss is not None]))
     save_png(accuracy_figure(curves, title, losses), path)
