@@ -79,12 +79,8 @@ class FedPACServer(Average):
     def expected_extra(self) -> Arrays:
         """Head, h [C, d], v [1], class means [C, d] and counts [C]."""
         like = self.prototypes.values
-        return self.head_like | {
-            "h": like,
-            "v": torch.zeros(1),
-            "means": like,
-            "counts": torch.zeros(len(like)),
-        }
+        own = {"h": like, "v": torch.zeros(1), "means": like, "counts": torch.zeros(len(like))}
+        return self.head_like | own
 
     def beside_model(self, reply: TrainReply) -> Arrays:
         """All but the counts, which are checked against the roster."""
