@@ -75,10 +75,7 @@ def layout(x: str, y: str, **more: Any) -> dict[str, Any]:
         "xaxis": {"title": {"text": x, "standoff": 8}, "automargin": True, **more.pop("xaxis", {})},
         "yaxis": {"title": {"text": y, "standoff": 6}, "automargin": True, **more.pop("yaxis", {})},
         "margin": {"l": 56, "r": 12, "t": 12, "b": 44},
-        "legend": {
-            **{"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-            "tracegroupgap": 0,
-        },
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "tracegroupgap": 0},
         "hovermode": "x unified",
         "hoverdistance": -1,  # the nearest round, however far the mouse is from its point
         **more,
