@@ -60,16 +60,11 @@ def config_page() -> str:
     for name, options in SERVER_OPTIMIZERS.items():
         parts += [f"### {name}", options.__doc__ or "", options_table(options, f"{name}.")]
     parts += ["## Presets", "`keel presets NAME` shows the keys that a preset sets."]
-    names = config.presets()
-    parts.append(
-        table(
-            ("preset", "method", "source", "rounds"),
-            (
-                [f"`{name}`", *(str(keys.get(k, "")) for k in ("method", "source", "num-rounds"))]
-                for name, keys in names.items()
-            ),
-        )
+    rows = (
+        [f"`{name}`", *(str(keys.get(k, "")) for k in ("method", "source", "num-rounds"))]
+        for name, keys in config.presets().items()
     )
+    parts.append(table(("preset", "method", "source", "rounds"), rows))
     return "\n\n".join(part for part in parts if part)
 
 
