@@ -140,14 +140,11 @@ def worker_warnings(workers: Sequence[WorkerOnNode], server: MachineReport) -> l
             "set device to cpu, or give workers a GPU (client-resources-num-gpus)"
         )
     reports = [each.report for each in workers]
+    precisions = [f"precision {report.precision}" for report in reports]
     compared = (
         ([report.versions for report in reports], server.versions, ""),
         ([processor(report) for report in reports], processor(server), ""),
-        (
-            [f"precision {report.precision}" for report in reports],
-            "",
-            ": set precision to fp32 or bf16",
-        ),
+        (precisions, "", ": set precision to fp32 or bf16"),
     )
     for found, own, advice in compared:
         [(usual, _), *others] = Counter(found).most_common() or [("", 0)]
