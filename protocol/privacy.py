@@ -73,17 +73,16 @@ def composed_budget(privacy: PrivacyConfig, releases: int) -> tuple[float, float
 
 def privacy_statement(privacy: PrivacyConfig, num_entries: int, releases: int) -> dict[str, Any]:
     """What a run spent and what the guarantee covers, for summary.json."""
-    epsilon, epsilon_at_small_delta = composed_budget(privacy, releases)
+    epsilon, at_small_delta = composed_budget(privacy, releases)
+    small_delta = min(privacy.delta, SMALL_DELTA)
+    sampling = (1 + math.exp(privacy.epsilon)) * SAMPLER_DISTANCE * num_entries * releases
     is_local = privacy.sensitivity == "local"
     measured = ["losses", "accuracies", "label counts", "times"]
     return {
         "per_release": {"epsilon": privacy.epsilon, "delta": privacy.delta},
         "releases": releases,
         "composed": {"epsilon": epsilon, "delta": privacy.delta},
-        "composed_at_small_delta": {
-            "epsilon": epsilon_at_small_delta,
-            "delta": min(privacy.delta, SMALL_DELTA),
-        },
+        "composed_at_small_delta": {"epsilon": at_small_delta, "delta": small_delta},
         "guarantee": {
             "model": "local: also against the server" if is_local else "central: of the sum",
             "unit": "one training sample" if is_local else "one client's contribution",
@@ -104,9 +103,6 @@ def privacy_statement(privacy: PrivacyConfig, num_entries: int, releases: int) -
             "kind": "discrete Gaussian",
             "sigma": noise_sigma(privacy),
             "granularity": granularity(privacy, num_entries),
-            "added_to_delta": (1 + math.exp(privacy.epsilon))
-            * SAMPLER_DISTANCE
-            * num_entries
-            * releases,
+            "added_to_delta": sampling,
         },
     }
