@@ -321,11 +321,6 @@ def rounds_with(name: str, options: BenchOptions, rounds: int, threads: int = 1)
                 os.kill(pid, signal.SIGKILL)
 
 
-def seconds_of(line: dict[str, Any]) -> float:
-    """Seconds of one round: training, aggregation and evaluation."""
-    return float(sum(line["seconds"].values()))
-
-
 def rounds(options: BenchOptions) -> Iterator[Measurement]:
     """W1 and W2: the inline engine in one process, against the others on the same device."""
     count = 2 if options.is_quick else options.rounds
@@ -343,7 +338,7 @@ def rounds(options: BenchOptions) -> Iterator[Measurement]:
         costs = []
         for line, (before, after) in zip(lines[1:], itertools.pairwise(clock.at), strict=True):
             sent = {"mb_down": line["bytes_down"] / 1e6, "mb_up": line["bytes_up"] / 1e6}
-            costs.append(RoundCost(seconds_of(line), after - before, **sent))
+            costs.append(RoundCost(sum(line["seconds"].values()), after - before, **sent))
         return costs
 
     def measure(workload: str, other: Callable[[], list[RoundCost]]) -> Row:
