@@ -24,10 +24,7 @@ from server_app.diagnostics.comparison import (
 
 
 class Monitor:
-    """Measures rounds of one run. Overwrites the weights of `model`.
-
-    architectures: by client.
-    """
+    """Measures rounds of one run. Overwrites the weights of `model`. architectures: by client."""
 
     def __init__(
         self,
