@@ -145,13 +145,8 @@ def prepare(
     initial_weights = {name: array.clone() for name, array in model.state_dict().items()}
     strategy = strategy_for(config, model)
     device = device_for(config.train.device)
-    test_samples = Samples(
-        np.asarray(source.test.images),
-        np.asarray(source.test.labels),
-        pixels_of(config, source),
-        device,
-    )
-
+    images, labels = np.asarray(source.test.images), np.asarray(source.test.labels)
+    test_samples = Samples(images, labels, pixels_of(config, source), device)
     data = dataset_spec_of(config, source)
     query = request_record(RosterRequest(config, data))
     roster: Roster
