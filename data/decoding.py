@@ -22,14 +22,18 @@ CHANNELS_OF_MODE = {"1": 1, "L": 1, "LA": 1, "P": 3, "RGB": 3, "RGBA": 3, "CMYK"
 
 @dataclass(frozen=True)
 class RawSplit:
-    """Images as file names, or as uint8 [N, H, W] or [N, H, W, 3], and integer labels [N]."""
+    """Images as file names, or as uint8 [N, H, W] or [N, H, W, 3], and integer labels [N].
+
+    array: what errors call an array of images.
+    """
 
     images: list[str] | np.ndarray
     labels: np.ndarray
+    array: str = "images"
 
     def name(self, i: int) -> str:
         """How an error message refers to image i."""
-        return f"image {i}" if isinstance(self.images, np.ndarray) else self.images[i]
+        return f"{self.array}[{i}]" if isinstance(self.images, np.ndarray) else self.images[i]
 
 
 @dataclass(frozen=True)

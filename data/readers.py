@@ -180,15 +180,13 @@ def _torchvision_splits(
 def _read_tiny_imagenet(data_dir: Path) -> RawSource:
     """The published layout. Its test split has no labels, so val serves as the test split."""
     root = data_dir / "tiny-imagenet-200"
-    wnids = sorted((root / "wnids.txt").read_text().split())
-    names = dict(
-        line.partition("\t")[::2] for line in (root / "words.txt").read_text().splitlines()
-    )
+    wnids = sorted(_text_of(root / "wnids.txt").split())
+    names = dict(line.partition("\t")[::2] for line in _text_of(root / "words.txt").splitlines())
     class_names = tuple(names.get(wnid, wnid).split(",")[0] for wnid in wnids)
     label_of = {wnid: label for label, wnid in enumerate(wnids)}
     annotations = root / "val" / "val_annotations.txt"
     files, labels = [], []
-    for line in annotations.read_text().splitlines():
+    for line in _text_of(annotations).splitlines():
         file, wnid = [*line.split("\t"), ""][:2]  # a bounding box follows
         if wnid not in label_of:
             raise ValueError(f"{annotations}: {file} has class {wnid!r}, which is not in wnids.txt")
@@ -197,7 +195,15 @@ def _read_tiny_imagenet(data_dir: Path) -> RawSource:
     if not files:
         raise ValueError(f"{annotations} is empty; expected a line for each image in val/images")
     test = RawSplit(files, np.array(labels))
-    return RawSource(class_names, _labelled_images(root / "train", wnids, wnids), test)
+    train = _labelled_images(root / "train", wnids, wnids, beside=("_boxes.txt",))
+    return RawSource(class_names, train, test)
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not a text file: {one_line(error)}") from error
 
 
 def _read_folder(path: Path) -> RawSource:
@@ -217,6 +223,8 @@ def _read_folder(path: Path) -> RawSource:
 
 
 def _class_folders(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file; expected a folder with one folder per class")
     names = sorted(f.name for f in folder.iterdir() if f.is_dir() and not f.name.startswith("."))
     if not names:
         raise ValueError(f"{folder} is empty; expected one folder of images per class")
@@ -230,8 +238,13 @@ def _class_folders(folder: Path) -> list[str]:
     return names
 
 
-def _labelled_images(folder: Path, present: list[str], class_names: list[str]) -> RawSplit:
-    """The images at or below folder/<class> for each class in `present`."""
+def _labelled_images(
+    folder: Path, present: list[str], class_names: list[str], beside: tuple[str, ...] = ()
+) -> RawSplit:
+    """The images at or below folder/<class> for each class in `present`.
+
+    beside: endings of files that belong there too; others are warned of.
+    """
     files, labels = [], []
     for class_name in present:
         found = files_under(folder / class_name)
@@ -239,7 +252,7 @@ def _labelled_images(folder: Path, present: list[str], class_names: list[str]) -
         if not images:
             reason = f"has no images; expected files ending in one of {', '.join(IMAGE_SUFFIXES)}"
             raise ImageFileError(f"{folder / class_name} {reason}", f"a folder of a class {reason}")
-        if others := sorted(set(found) - set(images)):
+        if others := sorted(f for f in set(found) - set(images) if not f.endswith(beside)):
             log.warning(
                 "%s: %d of %d files are not read, such as %s: expected the endings %s",
                 *(folder / class_name, len(others), len(found), os.path.basename(others[0])),
@@ -280,7 +293,11 @@ def _read_npz(path: Path) -> RawSource:
                 f"integers [{num_images}], because x_{split} has {num_images} images"
             )
     train, test = (
-        RawSplit(_npz_images(path, f"x_{split}", arrays[f"x_{split}"]), arrays[f"y_{split}"])
+        RawSplit(
+            _npz_images(path, f"x_{split}", arrays[f"x_{split}"]),
+            arrays[f"y_{split}"],
+            array=f"{path}: x_{split}",
+        )
         for split in ("train", "test")
     )
     num_classes = int(train.labels.max()) + 1

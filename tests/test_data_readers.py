@@ -173,9 +173,10 @@ def make_tiny_imagenet(data_dir):
     return root
 
 
-def test_tiny_imagenet_as_published(load, tmp_path):
+def test_tiny_imagenet_as_published(load, tmp_path, caplog):
     root = make_tiny_imagenet(tmp_path / "data")
     tiny = load("tiny-imagenet")
+    assert caplog.messages == []  # each of its 200 folders has a file of boxes
     assert tiny.class_names == ("goldfish", "bell")
     assert tiny.image_shape == (3, 64, 64)
     assert tiny.train.labels.tolist() == [0, 0, 0, 1, 1]
@@ -345,6 +346,28 @@ def test_npz_files_with_damaged_headers_are_refused(load, tmp_path, kind):
         place, value = {"compression": (10, 98), "encrypted": (8, 1)}[kind]
         path.write_bytes(content[: entry + place] + bytes([value]) + content[entry + place + 1 :])
     assert f"{path}: not a readable npz file: " in rejected(load, spec)
+
+
+@pytest.mark.parametrize("name", ["wnids.txt", "words.txt", "val/val_annotations.txt"])
+def test_a_damaged_text_of_tiny_imagenet_is_named(load, tmp_path, name):
+    file = make_tiny_imagenet(tmp_path / "data") / name
+    file.write_bytes(b"\xff\xfe")
+    assert rejected(load, "tiny-imagenet").startswith(f"{file}: not a text file: ")
+
+
+def test_a_file_in_place_of_the_folder_of_classes(load, tmp_path):
+    (tmp_path / "test").mkdir()
+    (tmp_path / "train").touch()
+    message = rejected(load, f"folder:{tmp_path}")
+    assert message.startswith(f"{tmp_path / 'train'} is a file; expected a folder with one folder")
+
+
+def test_arrays_of_an_npz_file_that_differ_in_size_are_named(load, tmp_path):
+    path = tmp_path / "own.npz"
+    x_train, x_test = random_images(2, 28, 30), random_images(1, 28, 28)
+    np.savez(path, x_train=x_train, y_train=[0, 1], x_test=x_test, y_test=[1])
+    found = f"{path}: x_train[0] is 30x28 pixels, {path}: x_test[0] is 28x28"
+    assert found in rejected(load, f"npz:{path}")
 
 
 def test_a_folder_in_place_of_an_npz_file(load, tmp_path):
