@@ -125,6 +125,17 @@ def simulated_nodes(num_clients: int) -> list[NodeConfig]:
     return [{"partition-id": i, "num-partitions": num_clients} for i in range(num_clients)]
 
 
+def simulation(
+    num_clients: int, num_workers: int = 0, companions: Companions | None = None
+) -> InlineGrid:
+    """The grid of a simulation; its arguments are as those of `run_inline`."""
+    is_logical = num_clients > MAX_NODES or num_workers > 0
+    nodes = simulated_nodes((num_workers or 1) if is_logical else num_clients)
+    grid = InlineGrid(client_app.app.app, nodes, companions)
+    grid.simulates_clients = is_logical
+    return grid
+
+
 def run_inline(
     overrides: Mapping[str, OptionValue],
     num_clients: int,
@@ -142,17 +153,16 @@ def run_inline(
     if not companions:  # `run_stacked` has done it for all runs
         forget_data()
     overrides = dict(overrides)
-    is_logical = node_configs is None and (num_clients > MAX_NODES or num_workers > 0)
-    nodes = simulated_nodes(num_clients) if node_configs is None and not is_logical else []
-    if is_logical:
-        nodes = simulated_nodes(num_workers or 1)
+    if node_configs is None:
+        grid = simulation(num_clients, num_workers, companions)
+    else:
+        grid = InlineGrid(client_app.app.app, node_configs, companions)
+    if grid.simulates_clients:
         expected = overrides.get("num-clients", num_clients)
         if expected != num_clients:
             raise ValueError(f"num-clients = {expected}: the run is started for {num_clients}")
         if "resume" not in overrides:
             overrides["num-clients"] = num_clients
-    grid = InlineGrid(client_app.app.app, nodes or list(node_configs or []), companions)
-    grid.simulates_clients = is_logical
     return run_federation(grid, overrides, observers=observers).path
 
 

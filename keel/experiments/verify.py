@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-import client_app.app
 from client_app.handlers import train_together
 from client_app.machine import machine
 from client_app.setup import device_for
@@ -23,7 +22,7 @@ from protocol.messages import array_record
 from server_app.audit import AUDIT_FILE, audit_problem
 from server_app.federation import prepare
 from server_app.history import read_history
-from server_app.inline import Companions, InlineGrid, simulated_nodes
+from server_app.inline import Companions, simulation
 from server_app.manifest import signed_files, versions
 from server_app.rounds import record_round, train_round
 from server_app.summary import read_config_file, read_manifest, read_run_config
@@ -175,8 +174,7 @@ def replay_checks(
         config = config_from_json(json.dumps(flat))
         stacked = manifest.get("stacked")
         companions = Companions(train_together, stacked) if stacked else None
-        nodes = simulated_nodes(manifest["clients"])
-        grid = InlineGrid(client_app.app.app, nodes, companions)
+        grid = simulation(manifest["clients"], companions=companions)
         run = prepare(grid, config, {**overrides, **own}, None, held)
         replay = read_manifest(run.directory.path)
         is_same = replay["split"] == manifest["split"]

@@ -162,3 +162,13 @@ def test_a_run_that_is_killed_as_its_state_is_to_be_removed_is_not_lost(run, tmp
         resume(folder)
     assert all(check.passed for check in checks(folder, 1))
     assert read_manifest(folder)["kept"] == {}
+
+
+def test_a_run_of_very_many_clients_is_replayed_with_its_split(run, monkeypatch):
+    """Of more than 10,000, whose entries are not all read, the split has a digest of its own."""
+    monkeypatch.setattr("server_app.inline.MAX_NODES", 3)
+    monkeypatch.setattr(
+        "server_app.federation.shown_entries", lambda roster: [roster[n] for n in (2, 3)]
+    )
+    folder = run({"num-rounds": 2})
+    assert [c.found for c in checks(folder, rounds=2) if not c.passed] == []
