@@ -9,11 +9,14 @@ from client_app.stacked import check_stackable, key_of_stack, num_stacked, witho
 from keel.experiments.plan import last_round_read
 from keel.experiments.recipe import Cell, Recipe
 from keel.experiments.runs import Options, Run, run_of
+from models import StagedModel
 from protocol.config import RunConfig, resolve_config
 from protocol.options import OptionValue
 from server_app.checks import keys_without_effect
 from server_app.inline import MAX_NODES
+from server_app.simulated_roster import SimulatedRoster, check_simulated_roster
 from server_app.trackers import check_trackers
+from strategies import strategy_for
 
 
 def check_recipe(
@@ -48,7 +51,9 @@ def check_recipe(
         if recipe.shows != "labels":
             check_reading(cell, runs[0], configs[0])
             if is_new((runs[0].name, "model")):
-                check_model(configs[0], runs[0].clients)
+                model = model_for(configs[0], open_source(configs[0]))
+                check_model(configs[0], runs[0].clients, model)
+                check_clients(configs[0], runs[0].clients, model)
 
     for cell in cells:
         for candidate in cell.candidates:
@@ -79,7 +84,7 @@ def refuse_overriding(cells: Sequence[Cell], changes: Mapping[str, OptionValue])
             )
 
 
-def check_model(config: RunConfig, num_clients: int) -> None:
+def check_model(config: RunConfig, num_clients: int, model: StagedModel) -> None:
     """ValueError if the model lacks representations that the method needs, or cannot be stacked."""
     method, is_stacked = method_of(config), num_stacked(config) > 1
     if is_stacked and num_clients > MAX_NODES:
@@ -87,10 +92,17 @@ def check_model(config: RunConfig, num_clients: int) -> None:
             f"{key_of_stack(config)} = {num_stacked(config)}: at most {MAX_NODES:,} clients train "
             f"together, and this run has {num_clients:,}; {without_stacking(config)}"
         )
-    if is_stacked or method.is_local_objective:
-        model = model_for(config, open_source(config))
-        method.check_model(model)
-        check_stackable(method, config, model)
+    method.check_model(model)
+    check_stackable(method, config, model)
+
+
+def check_clients(config: RunConfig, num_clients: int, model: StagedModel) -> None:
+    """ValueError if the run would refuse its clients before round 1, as `prepare` does."""
+    strategy = strategy_for(config, model)
+    strategy.roster = roster = SimulatedRoster(config, open_source(config), num_clients)
+    check_simulated_roster(roster, config.evaluated_clients != "none")
+    method_of(config).check_roster(roster.label_counts)
+    config.rounds.check_cohort(len(strategy.sample(1)))
 
 
 def check_reading(cell: Cell, run: Run, config: RunConfig) -> None:

@@ -152,7 +152,8 @@ def test_the_expanded_recipes_are_those_of_0_1(name, tmp_path):
 
 
 def test_old_names_of_keys_and_values_mean_the_same_and_are_named(tmp_path, caplog):
-    today = good.replace("num-clients: 4", "num-clients: 4, evaluate-clients: cohort")
+    tested = "num-clients: 4, local-test-fraction: 0.2, evaluate-clients: cohort"
+    today = good.replace("num-clients: 4", tested)
     today = today.replace("method: fedprox", "server-optimizer: fedadam")
     before = today.replace("server-optimizer", "server").replace("cohort", "participants")
     path = tmp_path / "r.yaml"
@@ -441,6 +442,9 @@ def test_a_bad_recipe_is_refused_with_its_line(old, new, line, words):
     assert words in str(rejected.value)
 
 
+RECO = "method: fedreco, local-test-fraction: 0.3, of: personal.mean"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "where", "words"),
     [
@@ -463,6 +467,28 @@ def test_a_bad_recipe_is_refused_with_its_line(old, new, line, words):
             "method: fedrep",
             "lines 9 and 5",
             "fedrep records personal.mean",
+        ),
+        ("method: fedprox", "aggregation: krum, num-malicious: 1", "line 9", "there are 4"),
+        ("method: fedprox", "min-replies: 7", "line 9", "only 4 clients train in a round"),
+        (
+            "method: fedprox",
+            "method: fedprox, evaluate-clients: all",
+            "lines 9 and 5",
+            "client-0000 has no local test part",
+        ),
+        (
+            "method: fedprox",
+            "method: fedlc, fedlc.exclude-true: true, num-clients: 10, partition: classes, "
+            "classes-per-client: 1",
+            "line 9",
+            "10 clients have samples of one class only",
+        ),
+        ("method: fedprox", f"{RECO}, fedreco.split: x", "line 9", "has the stages"),
+        (
+            "method: fedprox",
+            f"{RECO}, client-models: 'cnn-fedreco,resnet20'",
+            "lines 9 and 5",
+            "representation widths differ",
         ),
         ("alpha: 5.0", "alpha: 5.0, at: 6", "line 6", "at = 6: expected at most 5, the last round"),
         ("title: x", "at: 3", "line 1", "round 3 of 5, which evaluate-every = 2 skips"),
