@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 T = TypeVar("T")
 
@@ -161,10 +161,14 @@ def with_file(item: str, use: Callable[[Image.Image], T], upright: bool = True) 
             "an image is a folder",
         ) from error
     except Exception as error:  # each of Pillow's decoders raises its own
+        reason = one_line(error)
+        if isinstance(error, UnidentifiedImageError):  # it would name a Python object
+            reason = f"its content is none of {', '.join(FORMATS)}"
         raise ImageFileError(
-            f"{item}: not a readable image: {one_line(error)}", "an image cannot be read"
+            f"{item}: not a readable image: {reason}", "an image cannot be read"
         ) from error
-    wrong = f"pixels have Pillow's mode {mode!r}; expected one of {', '.join(CHANNELS_OF_MODE)}"
+    wrong = f"pixels have Pillow's mode {mode!r}; expected one of {', '.join(CHANNELS_OF_MODE)}: "
+    wrong += "convert the image to 8 bits per channel"
     if mode in CHANNELS_OF_MODE:
         wrong = "pixels have more than 8 bits per channel; expected 8: convert the image"
     raise ImageFileError(f"{item}: its {wrong}", f"an image's {wrong}")

@@ -225,7 +225,14 @@ def _read_folder(path: Path) -> RawSource:
 def _class_folders(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; expected a folder with one folder per class")
-    names = sorted(f.name for f in folder.iterdir() if f.is_dir() and not f.name.startswith("."))
+    entries = [f for f in folder.iterdir() if not f.name.startswith(".")]
+    names = sorted(f.name for f in entries if f.is_dir())
+    loose = {f.name for f in entries if f.suffix.lower() in IMAGE_SUFFIXES} - set(names)
+    if loose:
+        log.warning(
+            "%s: images outside the classes' folders are not read: %d, such as %s",
+            *(folder, len(loose), min(loose)),
+        )
     if not names:
         raise ValueError(f"{folder} is empty; expected one folder of images per class")
     for name in names:
@@ -305,6 +312,12 @@ def _read_npz(path: Path) -> RawSource:
         raise ValueError(
             f"{path}: y_train has the label {num_classes - 1}; expected less than {MAX_CLASSES}: "
             "number the classes from 0"
+        )
+    if len(absent := np.setdiff1d(np.arange(num_classes), train.labels)):
+        log.warning(
+            "%s: y_train has labels up to %d, but not %s: if there are no such classes, number the "
+            "classes from 0 without gaps",
+            *(path, num_classes - 1, ", ".join(map(str, absent[:5])) + ", ..." * (len(absent) > 5)),
         )
     for split, labels in (("train", train.labels), ("test", test.labels)):
         outside = labels[(labels < 0) | (labels >= num_classes)]

@@ -391,6 +391,24 @@ def test_files_of_a_class_that_are_not_read_are_named_in_a_warning(load, tmp_pat
     )
 
 
+def test_images_outside_the_folders_of_classes_are_named_in_a_warning(load, tmp_path, caplog):
+    spec = make_folder(tmp_path / "mine", random_images(4, 30, 30))
+    for name in ("b.png", "a.JPG", "Thumbs.db", ".hidden.png"):
+        (tmp_path / "mine" / "train" / name).touch()
+    load(spec)
+    [line] = [text for text in caplog.messages if "not read" in text]
+    about = "images outside the classes' folders are not read: 2, such as a.JPG"
+    assert line == f"{tmp_path / 'mine' / 'train'}: {about}"
+
+
+def test_labels_that_no_image_of_an_npz_file_has_are_named_in_a_warning(load, tmp_path, caplog):
+    """Labels from 1 would otherwise silently add a class."""
+    labels = np.array([1, 2, 4, 1, 2, 4])
+    assert load(make_npz(tmp_path / "mine.npz", y_train=labels)).num_classes == 5
+    [line] = caplog.messages
+    assert line.startswith(f"{tmp_path}/mine.npz: y_train has labels up to 4, but not 0, 3: if")
+
+
 def test_a_class_whose_name_has_a_line_break_is_refused(load, tmp_path):
     """Names of classes are stored in lines."""
     spec = make_folder(tmp_path / "mine", random_images(4, 30, 30), classes=("a\nb", "c"))
