@@ -480,7 +480,10 @@ def project_file() -> Path:
 
 @lru_cache(maxsize=1)
 def _project() -> dict[str, Any]:
-    return tomllib.loads(project_file().read_text())
+    try:
+        return tomllib.loads(project_file().read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{project_file()}: {error}") from error
 
 
 def keel_version() -> str:

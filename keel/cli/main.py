@@ -7,6 +7,7 @@ that name), or a function named after the command, hyphens as underscores.
 import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
@@ -178,20 +179,47 @@ def executed(arguments: Sequence[str] | None) -> int:
     except SyntaxError as error:  # in a file of a model or method of the user's own
         print(f"error: {error.filename}:{error.lineno}: {error.msg}", file=sys.stderr)
         return 2
+    except Exception as error:
+        if not (place := line_of_import(error)):
+            raise
+        print(f"error: {one_line(f'{place}: {type(error).__name__}: {error}')}", file=sys.stderr)
+        return 2
     return code if isinstance(code, int) else 0
+
+
+def line_of_import(error: Exception) -> str:
+    """FILE:LINE if a line of a file of the checkout failed as it was imported, else "".
+
+    As in a model of the user's own that imports a name that does not exist.
+    """
+    from protocol.config import app_folder
+
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next(f for f in reversed(frames) if not f.filename.startswith("<frozen"))
+    path = Path(last.filename)
+    is_own = path.is_relative_to(app_folder) and "site-packages" not in path.parts
+    return f"{path}:{last.lineno}" if is_own and last.name == "<module>" else ""
 
 
 def explained(error: click.ClickException) -> str:
     """What is wrong and what the user may have meant: a config key, or the nearest choice."""
     text = error.format_message()
+    if isinstance(error, click.UsageError) and error.ctx and text.startswith("No such command"):
+        lists = f" `{error.ctx.command_path} --help` lists all."
+        return text if "Did you mean" in text else text + lists
     if isinstance(error, click.NoSuchOption):
         from protocol.config import default_config
+        from protocol.options import did_you_mean
 
         key = error.option_name.lstrip("-")
         if key in default_config():
             return f"{error.message} Config keys have no dashes: {key}=VALUE."
-        hint = " Write -- before an argument that begins with a dash."
-        return text if error.possibilities else text + hint
+        if error.possibilities:
+            return text
+        if error.ctx and any(p.name == "assignments" for p in error.ctx.command.params):
+            near = did_you_mean(key, default_config()) or "."
+            return f"{error.message} Config keys have no dashes: KEY=VALUE{near}"
+        return f"{text} Write -- before an argument that begins with a dash."
     found = re.fullmatch(r"'(.*)' is not one of (.*)\.", error.message)
     if not found:
         return text

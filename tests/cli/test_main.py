@@ -155,6 +155,10 @@ def test_mistyped_commands_and_options_are_one_line(capsys):
     assert capsys.readouterr().err == "error: No such command 'doktor'. Did you mean 'doctor'?\n"
     assert main(["deploy", "lopback"]) == 2
     assert capsys.readouterr().err.endswith("'lopback'. Did you mean 'loopback'?\n")
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err == "error: No such command 'train'. `keel --help` lists all.\n"
+    assert main(["experiments", "xyz"]) == 2
+    assert "'xyz'. `keel experiments --help` lists all." in capsys.readouterr().err
     assert main(["run", "--engine", "flowr"]) == 2
     assert capsys.readouterr().err.endswith("'deployment'. Did you mean flower?\n")
     assert main(["run", "--method", "fedavg"]) == 2
@@ -177,6 +181,9 @@ def test_an_option_that_is_a_config_key_is_not_likened_to_an_option(capsys):
     assert main(["run", "--alpha", "3"]) == 2
     line = "error: No such option '--alpha'. Config keys have no dashes: alpha=VALUE.\n"
     assert capsys.readouterr().err == line
+    assert main(["run", "--rounds", "3"]) == 2
+    end = "Config keys have no dashes: KEY=VALUE; did you mean num-rounds?\n"
+    assert capsys.readouterr().err == f"error: No such option '--rounds'. {end}"
 
 
 def test_an_argument_that_begins_with_a_dash_is_no_riddle(capsys):
@@ -202,3 +209,17 @@ def test_an_error_of_syntax_in_a_file_of_the_user_is_one_line(tmp_path, monkeypa
     )
     assert main(["watch", "one"]) == 2
     assert capsys.readouterr().err == f"error: {mine}:2: invalid syntax\n"
+
+
+def test_an_error_as_a_file_of_the_user_is_imported_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("protocol.config.app_folder", tmp_path)
+    mine = tmp_path / "models" / "mine.py"
+    code = compile("x = 1\nfrom pathlib import Pathh\n", mine, "exec")
+    monkeypatch.setattr("keel.cli.runs.find_run", lambda name: exec(code))
+    assert main(["watch", "one"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: {mine}:2: ImportError: cannot import name 'Pathh'")
+    assert line.count("\n") == 1
+    code = compile("def f():\n    1 / 0\nf()\n", mine, "exec")
+    with pytest.raises(ZeroDivisionError):  # no statement of the file: a bug of Keel's
+        main(["watch", "one"])
