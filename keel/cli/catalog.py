@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -498,7 +499,7 @@ def show(
             cells = [cell(name, row[name]) for row in rows]
             add_column(table, name, cells, justify, is_whole=name == shown[0])
         for row in rows:
-            table.add_row(*(cell(name, row[name]) for name in shown))
+            table.add_row(*(escape(cell(name, row[name])) for name in shown))
         return table
 
     if "description" in columns and is_too_wide(build(columns)):

@@ -286,3 +286,9 @@ def test_a_narrow_terminal_shows_whole_names(width, monkeypatch, capsys):
     if width == 60:  # without the column that has no time yet, the others fit
         assert next(row for row in rows if row[0] == "fedcka-table1-cifar10")[1] == "cifar10"
     assert "Hidden at this width: expected time, method, model" in " ".join(text.split())
+
+
+def test_a_class_named_in_brackets_is_shown_as_it_is(capsys):
+    """Brackets are markup to rich."""
+    catalog.show([{"class": "[red] cell", "train": 3}], False, "classes")
+    assert "[red] cell" in capsys.readouterr().out
