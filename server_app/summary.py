@@ -172,16 +172,22 @@ def new_path(config: RunConfig) -> Path:
     path = next(path for path in paths if rounds.run_name or not path.exists())
     if path.exists():
         remedy = f"continue that run with `keel resume {name}`"
-        if not (path / "config.json").exists():
+        if is_over(path):
+            remedy = "remove that run, which has finished"
+        elif not (path / "config.json").exists():
             remedy = "remove it: it has no config.json, as after a kill before a run began"
         raise ValueError(f"run-name = {name!r}: {path} exists: choose another name, or {remedy}")
     return path
 
 
+def is_over(directory: Path) -> bool:
+    """Whether the run has finished and has no checkpoints to continue it from."""
+    return not any((directory / "checkpoints").glob("round-*")) and has_finished(directory)
+
+
 def check_has_state(directory: Path) -> None:
     """ValueError if the run has finished and has no checkpoints, as with keep-state = false."""
-    has_checkpoints = any((directory / "checkpoints").glob("round-*"))
-    if not has_checkpoints and has_finished(directory):
+    if is_over(directory):
         raise ValueError(
             f"{directory}: it finished with keep-state = false, which removes its checkpoints: "
             "start a new run with more rounds, and with keep-state = true if it is to be continued"

@@ -148,9 +148,10 @@ def read_model(path: Path, client: str = "") -> TrainedModel:
         if own is None and "head" in state:
             own = arrays | state["head"] | head_from_server(path, client, lines)
         if own is None:
-            raise ValueError(
-                f"client = {client!r}: there is no personal model of it under {path / 'clients'}"
-            )
+            why = f"there is no personal model of it under {path / 'clients'}"
+            if not method.is_personal:
+                why = f"{config.rounds.method} trains a global model only: leave out the client"
+            raise ValueError(f"client = {client!r}: {why}")
         arrays, name = own, about.get(f"model of {client}", name)
         if about.get("client-models"):  # of too many simulated clients to list
             node_config = {"partition-id": int(client.rpartition("-")[2])}

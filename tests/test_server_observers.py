@@ -231,6 +231,10 @@ def test_run_name_names_the_run_directory_which_must_not_exist(run, tmp_path):
         run(quick | {"run-name": "a.b_C-1"})
     resume(folder, num_rounds=3)
     assert len(history_of(folder)) == 3
+    done = quick | {"run-name": "done", "keep-state": False}
+    run(done)
+    with pytest.raises(ValueError, match="or remove that run, which has finished"):
+        run(done)  # nothing could be resumed
 
 
 @pytest.mark.parametrize("name", [".", "..", ".hidden", "a/b", "a b", "ä", "x" * 65])

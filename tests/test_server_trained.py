@@ -101,3 +101,8 @@ def test_a_damaged_state_of_a_client_is_named_and_left_as_it_is(run, caplog):
         load_model(folder, client)
     assert f"{state} is damaged" in caplog.messages
     assert [path.name for path in (folder / "clients" / client).glob("round-*")] == [state.name]
+
+
+def test_a_client_of_a_method_without_personal_models_has_none(trained):
+    with pytest.raises(ValueError, match="client-0000': fedavg trains a global model only: leave"):
+        load_model(trained, "client-0000")

@@ -53,7 +53,8 @@ def new_method(
         path.write_text(text)
     pyproject.write_text(config)
     for path in (*files, pyproject):
-        print(path.relative_to(app_folder))
+        print(path.relative_to(app_folder) if Path.cwd() == app_folder else path)
+    print(f"change the example into your method, then run `keel check-method {name}`")
 
 
 def method_files(name: str, server_half: bool, paper: str = "") -> dict[Path, str]:
@@ -63,7 +64,9 @@ def method_files(name: str, server_half: bool, paper: str = "") -> dict[Path, st
     """
     stem = method_stem(name)
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
-        raise ValueError(f"{name!r}: expected lower-case letters, digits and hyphens, as fedavg-ft")
+        raise ValueError(
+            f"{name!r}: expected lower-case letters, digits and hyphens, such as fedavg-ft"
+        )
     if keyword.iskeyword(stem):
         raise ValueError(
             f"{name!r} is a keyword of Python: choose another name, such as fed-{name}"

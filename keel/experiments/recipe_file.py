@@ -228,7 +228,9 @@ def read_recipe_file(text: str) -> tuple[RecipeFile, Lines]:
         top = yaml.load(text, _Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise LineError(line, f"not YAML: {error.problem}") from error
+        has_tab = re.search(r"(?m)^\s*\t", text)
+        hint = "; indent with spaces, not with tabs" if has_tab else ""
+        raise LineError(line, f"not YAML: {error.problem}{hint}") from error
     if not isinstance(top, Lines):
         raise LineError(1, "expected a mapping; see docs/how-to/experiments.md")
     try:

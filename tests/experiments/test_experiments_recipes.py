@@ -427,6 +427,7 @@ claims:
             "one, two; did you mean two",
         ),
         ("  one:", "  one: [", 9, "not YAML"),
+        ("  one:", "\tone:", 8, "start any token; indent with spaces, not with tabs"),
         ("title: x", "title: 2020-13-45", 1, "not YAML: month must be in 1..12"),
         ("title: x", "title: \x07", 1, "the character '\\x07' is not allowed"),
         ("  one:", "  [one]:", 8, "expected a name before the colon"),
@@ -1193,3 +1194,9 @@ def test_a_moving_average_is_the_same_of_a_scaled_run_and_of_rarer_evaluations()
         )
     assert found[0] == pytest.approx(99.1)
     assert found[1:] == pytest.approx([100] * 3, abs=0.6)
+
+
+def test_a_recipe_whose_name_has_another_ending_is_not_taken_for_a_shipped_one(tmp_path):
+    (tmp_path / "mine.txt").write_text(good)
+    with pytest.raises(ValueError, match=r"mine\.txt: expected a file whose name ends in \.yaml"):
+        load_recipe(str(tmp_path / "mine.txt"))
