@@ -152,15 +152,15 @@ class BoundedReplies(SpokenErrors, SqlLinkState):
     ) -> tuple[bool, list[str]]:
         """As Flower's; a reply must be small enough to be stored, as far as can be seen yet.
 
-        The session of a message that is not stored is deleted, which Flower keeps until the run
-        ends.
+        The session of a reply that is not stored is deleted, which Flower keeps until the run ends.
+        That of a message stays: all messages of a round share it.
         """
         is_stored = False
         try:
             is_stored, missing = self._store_message(message, object_tree, session_id)
             return is_stored, missing
         finally:
-            if not is_stored:
+            if message.metadata.reply_to_message_id and not is_stored:
                 self._cleanup_push_session(session_id, cleanup_messages=False)
 
     def _store_message(

@@ -20,7 +20,7 @@ from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 from flwr.proto.node_pb2 import Node
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest
 from flwr.proto.task_pb2 import Task
 from flwr.server.superlink.fleet.message_handler import message_handler
 from flwr.server.superlink.linkstate import (
@@ -41,6 +41,7 @@ from flwr.supercore.state.schema.corestate_models import (
 )
 from flwr.supercore.state.schema.objectstore_models import StoredObject
 from flwr.superlink.federation import NoOpFederationManager
+from flwr.superlink.servicer.runtime import runtime_handlers
 from grpc import StatusCode
 from sqlalchemy import event, func, select
 from sqlalchemy.exc import OperationalError
@@ -569,6 +570,24 @@ def test_replies_that_are_refused_leave_nothing(link):
     assert code == ErrorCode.REPLY_MESSAGE_UNAVAILABLE
     push_by_fleet(link, link.node, reply)
     assert link.state.num_message_res() == 2
+
+
+def test_a_message_to_a_node_that_has_left_keeps_no_other_of_its_round_from_being_sent(link):
+    """All of them are of one session."""
+    gone = own_message(link, SUPERLINK_NODE_ID, 12345, "")
+    one, two = (own_message(link, SUPERLINK_NODE_ID, n, "") for n in (link.node, link.other))
+    sent = [one, gone, two]
+    request = PushAppMessagesRequest(
+        messages_list=[message_to_proto(remove_content_from_message(each)) for each in sent],
+        message_object_trees=[get_object_tree(each) for each in sent],
+    )
+    answer = runtime_handlers.push_messages(request, link.state, Task(run_id=link.run))
+    assert answer.message_ids == [*ids(one), "", *ids(two)]
+    objects = get_all_nested_objects(one) | get_all_nested_objects(two)
+    for each in answer.objects_to_push:
+        content = objects[each].deflate()
+        assert link.state.store_object(link.run, answer.session_id, each, content)
+    assert link.ask() == ids(one)
 
 
 # --- a full disk ----------------------------------------------------------------------------------
