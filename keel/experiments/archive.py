@@ -33,7 +33,7 @@ def pack(output: Path, archive: Path) -> list[Path]:
     """Copy every job of an output folder that has runs into `archive`; returns the zips.
 
     ValueError, before anything is written, if this would remove a run from one that is there, or
-    put runs of other code beside its runs, or if two jobs have the same zip.
+    put runs of other code beside its runs, or if two jobs with different runs have the same zip.
     """
     written: dict[Path, dict[str, str]] = {}
     jobs: dict[Path, Path] = {}  # by their zip
@@ -56,10 +56,12 @@ def pack(output: Path, archive: Path) -> list[Path]:
             name = job_name(whole, replace(options, changes=changes))
             files[f"jobs/{name}.json"] = json.dumps(about, indent=1)
             path = archive / f"{name}.zip"
-            if (other := jobs.setdefault(path, job)) != job:
+            other = jobs.setdefault(path, job)
+            if written.get(path, files) != files:
                 raise ValueError(
-                    f"{other} and {job} are one archive, restored with two sources: move one of "
-                    "them to another --output, with its runs"
+                    f"{other} and {job} have the same archive, {path.name}, as they differ only in "
+                    "the place of their data, but not the same seeds, cells or runs: remove one of "
+                    "them, or move it with its runs to another --output"
                 )
             refuse_loss(path, files, places, output)
             written[path] = files

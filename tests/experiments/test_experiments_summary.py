@@ -334,13 +334,27 @@ def test_of_two_jobs_with_one_archive_none_replaces_the_other(output, tmp_path):
     before, again = path.read_bytes(), output / "again"
     for place in "ab":
         restore(path, again, f"folder:{tmp_path}/{place}/cifar10-jpg")
+    assert pack(again, output / "histories") == [path]  # the same runs
+    assert path.read_bytes() == before
     one, other = sorted((again / "jobs").iterdir())
-    message = rf"{one} and {other} are one archive, restored with two sources"
-    with pytest.raises(ValueError, match=message):
+    other.write_text(json.dumps(json.loads(other.read_text()) | {"seeds": [0, 1, 2, 3]}))
+    with pytest.raises(ValueError, match=rf"^{one} and {other} have the same archive, {path.name}"):
         pack(again, output / "histories")
     assert path.read_bytes() == before
     other.unlink()
     assert pack(again, output / "histories") == [path]
+
+
+def test_a_job_continued_with_its_data_elsewhere_is_archived(output):
+    """The folder of a published data set is no part of a run: both jobs have the same runs."""
+    (path,) = pack(output, output / "histories")
+    before = path.read_bytes()
+    [job] = (output / "jobs").iterdir()
+    about = json.loads(job.read_text())
+    about["changes"]["data-dir"] = "/elsewhere"
+    job.with_stem("later").write_text(json.dumps(about))
+    assert pack(output, output / "histories") == [path]
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b.replace(b[99:101], b"..", 1)])
