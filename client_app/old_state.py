@@ -14,15 +14,16 @@ class OldState:
 
     A run's age is the time from its newest write to the newest write of any run, so that neither a
     wrong clock nor a long pause of all runs makes state old; the newest run is never deleted. A
-    clock that jumps can date files in the future. Therefore the age by the clock must also exceed
-    the limit, without the jumps since this process last saw the run change, a day ago at least by
-    the monotonic clock.
+    clock that jumps can date files in the future. Therefore the age by the clock must exceed the
+    limit too. It does not include what the clock has jumped since this process last saw the run
+    change, which must be at least a day ago by the monotonic clock.
     """
 
     def __init__(self, folder: Path, days: float) -> None:
         """folder: contains one folder per run. days: older runs are deleted; 0: none are."""
         self.folder, self.min_age_s = folder, days * DAY_S
-        self.lead = time.time() - time.monotonic()  # of the clock, at the last look
+        # how far the clock is ahead of the monotonic one, at the last look: it changes with a jump
+        self.lead = time.time() - time.monotonic()
         # run: (newest write, monotonic time when it was first seen, the clock's lead before that)
         self.seen: dict[Path, tuple[float, float, float]] = {}
 

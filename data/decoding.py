@@ -163,7 +163,7 @@ def with_file(item: str, use: Callable[[Image.Image], T], upright: bool = True) 
     except Exception as error:  # each of Pillow's decoders raises its own
         reason = one_line(error)
         if isinstance(error, UnidentifiedImageError):  # it would name a Python object
-            reason = f"its content is none of {', '.join(FORMATS)}"
+            reason = f"its format is none of {', '.join(FORMATS)}"
         raise ImageFileError(
             f"{item}: not a readable image: {reason}", "an image cannot be read"
         ) from error

@@ -230,7 +230,7 @@ def _class_folders(folder: Path) -> list[str]:
     loose = {f.name for f in entries if f.suffix.lower() in IMAGE_SUFFIXES} - set(names)
     if loose:
         log.warning(
-            "%s: images outside the classes' folders are not read: %d, such as %s",
+            "%s: images outside the class folders are not read: %d, such as %s",
             *(folder, len(loose), min(loose)),
         )
     if not names:

@@ -234,7 +234,7 @@ def read_request(message: Message, kind: type[Request]) -> Request:
             f"{in_one_line(values['code'], 16)}: start the SuperLink, or Ray, from the checkout "
             "that the run is submitted from"
         )
-    values["config"] = config_from_json(str(values["config"]))  # as everyone else reads it
+    values["config"] = config_from_json(str(values["config"]))  # as `withholds_metrics` reads it
     values["data"] = dataset_spec_from_json(values["data"])
     return kind(**{name: values[name] for name in names})
 

@@ -397,7 +397,7 @@ def test_images_outside_the_folders_of_classes_are_named_in_a_warning(load, tmp_
         (tmp_path / "mine" / "train" / name).touch()
     load(spec)
     [line] = [text for text in caplog.messages if "not read" in text]
-    about = "images outside the classes' folders are not read: 2, such as a.JPG"
+    about = "images outside the class folders are not read: 2, such as a.JPG"
     assert line == f"{tmp_path / 'mine' / 'train'}: {about}"
 
 

@@ -205,7 +205,7 @@ def explained(error: click.ClickException) -> str:
     """What is wrong and what the user may have meant: a config key, or the nearest choice."""
     text = error.format_message()
     if isinstance(error, click.UsageError) and error.ctx and text.startswith("No such command"):
-        lists = f" `{error.ctx.command_path} --help` lists all."
+        lists = f" `{error.ctx.command_path} --help` lists all commands."
         return text if "Did you mean" in text else text + lists
     if isinstance(error, click.NoSuchOption):
         from protocol.config import default_config
