@@ -43,6 +43,9 @@ def send_to_worker(path: str, message: Message, context: Context) -> RecordDict 
         except ConnectionError as death:
             reason = f"the worker at {path} died on this message twice ({death or 'no answer'})"
             log.warning("the worker at %s died on a message", path)
+        except Exception as error:  # no permission, or what listens there is no worker
+            reason = in_one_line(f"the worker at {path}: {type(error).__name__}: {error}")
+            break
     node = context.node_config
     client = node.get("name", f"of partition {node.get('partition-id')}")
     log.error("%s: client %s: %s", run_and_round(message), client, reason)

@@ -182,6 +182,40 @@ def test_no_worker_is_an_error_of_one_line_after_its_limit(tmp_path, monkeypatch
     assert time.monotonic() - started < 5
 
 
+def test_a_socket_that_may_not_be_opened_is_an_error_of_one_line(tmp_path, monkeypatch):
+    """It was a traceback, as were the next test's."""
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")  # root may open every socket
+
+    monkeypatch.setenv(worker_variable, str(tmp_path / "worker.sock"))
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    reply = Client(config_with(), tmp_path).ask("query")
+    assert reply.error.code == CLIENT_FAILED
+    assert reply.error.reason == (
+        f"the worker at {tmp_path / 'worker.sock'}: PermissionError: [Errno 13] Permission denied"
+    )
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 7 + b"\3[1]"])
+def test_another_program_at_the_socket_is_an_error_of_one_line(tmp_path, monkeypatch, answer):
+    path = tmp_path / "docker.sock"
+    monkeypatch.setenv(worker_variable, str(path))
+    with listen(path) as listener:
+
+        def serve():
+            peer, _ = listener.accept()
+            with peer:
+                for _ in range(3):
+                    receive_frame(peer, time.monotonic() + 60)
+                peer.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        reply = Client(config_with(), tmp_path).ask("query")
+    assert reply.error.code == CLIENT_FAILED
+    assert reply.error.reason.startswith(f"the worker at {path}: ")
+
+
 def test_a_worker_that_hangs_is_an_error_after_round_timeout(handed_over, tmp_path):
     pid = handed_over.pid
     os.kill(pid, signal.SIGSTOP)
