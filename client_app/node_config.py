@@ -32,11 +32,23 @@ def client_name(node_config: NodeConfig) -> str:
     if "name" in node_config:
         return check_client_name(node_config["name"])
     if "partition-id" in node_config:
-        return f"client-{int(node_config['partition-id']):04d}"
+        return f"client-{whole_number(node_config, 'partition-id'):04d}"
     raise ValueError(
         "this SuperNode's node config has neither 'name' nor 'partition-id': start it with "
         '--node-config \'name="site-a" source="folder:/data"\''
     )
+
+
+def whole_number(node_config: NodeConfig, key: str) -> int:
+    """The value of a key of a partition. ValueError unless it is there and a whole number."""
+    value = node_config.get(key)
+    try:
+        return int(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"{key} = {value!r} in its node config: expected a whole number, as in "
+            "'partition-id=0 num-partitions=10'"
+        ) from None
 
 
 def is_deployed(node_config: NodeConfig) -> bool:
@@ -66,6 +78,12 @@ def own_splits(
         raise ValueError(
             'its node config names no data: add source="folder:PATH" or source="npz:PATH"'
         )
+    partition, num = (whole_number(node_config, k) for k in ("partition-id", "num-partitions"))
+    if not 0 <= partition < num:
+        raise ValueError(
+            f"partition-id = {partition}, num-partitions = {num} in its node config: expected the "
+            "first to be at least 0 and below the second"
+        )
     source = open_source(config)
     for what, mine, runs in (
         ("the image shape", source.image_shape, data.image_shape),
@@ -77,9 +95,7 @@ def own_splits(
                 "expected the same on both"
             )
     train = source.train
-    parts = client_indices(
-        config, int(node_config["partition-id"]), int(node_config["num-partitions"])
-    )
+    parts = client_indices(config, partition, num)
     own, test = (
         ImageSplit(train.images[part if with_images else part[:0]], train.labels[part])
         for part in parts
@@ -116,7 +132,7 @@ def own_architecture(config: RunConfig, node_config: NodeConfig) -> str:
         return str(node_config["model"])
     names = config.client_models
     if names and "partition-id" in node_config:
-        return names[int(node_config["partition-id"]) % len(names)]
+        return names[whole_number(node_config, "partition-id") % len(names)]
     return config.model.model
 
 

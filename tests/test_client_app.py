@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 import shutil
 import time
@@ -540,12 +541,24 @@ def test_a_client_without_data_says_how_to_give_it_some(tmp_path):
             {"name": "a", "max-clip-norm": 1.0},
             ["'max-clip-norm' is unknown", "privacy-max-clip"],
         ),
+        ({"name": "a", "partition-id": 0}, ["num-partitions = None", "expected a whole number"]),
+        ({"name": "a", "partition-id": 2, "num-partitions": 2}, ["partition-id = 2", "below"]),
+        ({"partition-id": -1, "num-partitions": 2}, ["partition-id = -1, num-partitions = 2"]),
     ],
 )
 def test_a_nodes_mistake_is_named(node, words, tmp_path):
     reason = error_of(Client(make_config(), tmp_path, node).ask("query"))
     assert all(word in reason for word in words)
     assert "without a name" not in reason
+
+
+@pytest.mark.parametrize("number", ["first", math.inf, math.nan])
+def test_a_partition_that_is_no_number_is_named(number, tmp_path):
+    """Infinity, which TOML has, ended the answer with an OverflowError."""
+    node = {"partition-id": number, "num-partitions": 2}
+    for kind in ("query", "train"):
+        reason = error_of(Client(make_config(), tmp_path, node).ask(kind, 1))
+        assert f"partition-id = {number!r} in its node config: expected a whole number" in reason
 
 
 @pytest.mark.parametrize("spec", ["npz:/nowhere/at-all.npz", "npz:at-all.npz", "nzp:/at-all.npz"])
