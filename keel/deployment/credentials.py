@@ -67,8 +67,11 @@ def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def common_name(name: str) -> x509.Name:
-    """A subject with a common name only."""
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    """A subject with a common name only, of at most 64 characters: X.509 has no longer ones.
+
+    It is shown, and not verified: a server's names are its alternative names.
+    """
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
 
 
 def certificate(

@@ -43,7 +43,7 @@ def register(credentials: Path, address: str, wait_s: float) -> list[str]:
             ) from error
     nodes = register_keys(address, ca.read_bytes(), keys)
     clients = {
-        name: {"node": str(node), "key": " ".join(keys[name].decode().split()[:2])}
+        name: {"node": str(node), "key": b" ".join(keys[name].split()[:2]).decode()}
         for name, (node, _) in nodes.items()
     }
     path = Path(os.environ.get("KEEL_CLIENT_REGISTRY") or credentials / "clients.json")

@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+import json
 import os
 import resource
 import socket
@@ -121,6 +122,21 @@ def test_mistakes_are_named_before_anything_is_made_for_them(tmp_path, names, cl
     with pytest.raises(ValueError, match=said):
         make_credentials(tmp_path, names, clients)
     assert not (tmp_path / "server").exists()
+
+
+def test_a_server_s_name_may_be_longer_than_a_subject(tmp_path):
+    """As a load balancer's in a cloud: its key was left without a certificate."""
+    name = f"k8s-ingress-{'0123456789abcdef' * 2}.elb.eu-central-1.amazonaws.com"
+    assert len(name) > 64
+    make_credentials(tmp_path, [name], [])
+    assert name in certificate_names(tmp_path / "server" / "server.pem")
+    port, _ = tls_server(tmp_path / "server", 1)
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca/ca.pem"))
+    with (
+        socket.create_connection(("127.0.0.1", port)) as plain,
+        context.wrap_socket(plain, server_hostname=name) as secure,
+    ):
+        assert secure.getpeercert()
 
 
 def test_other_names_for_a_server_that_has_a_certificate_are_refused(made):
@@ -284,6 +300,20 @@ def test_a_damaged_public_key_is_named(tmp_path, monkeypatch):
     (tmp_path / "server/clients/x.pub").write_bytes(b"ecdsa-sha2-nistp384 AAAA")
     with pytest.raises(ValueError, match=r"clients/x\.pub is damaged, or no public key: .*: copy"):
         register(tmp_path / "server", "localhost:1", 0.0)
+
+
+def test_a_key_s_comment_in_another_encoding_is_no_obstacle(tmp_path, monkeypatch):
+    """The key was registered, and `clients.json` not written."""
+    make_credentials(tmp_path, ["localhost"], ["x"])
+    monkeypatch.delenv("KEEL_CLIENT_REGISTRY", raising=False)
+    monkeypatch.setattr("keel.deployment.register.wait_for_server", lambda *_: None)
+    monkeypatch.setattr("keel.deployment.register.register_keys", lambda *_: {"x": (7, True)})
+    public = tmp_path / "server/clients/x.pub"
+    kind, key, _ = public.read_bytes().split()
+    public.write_bytes(b"%b %b M\xfcller\n" % (kind, key))
+    register(tmp_path / "server", "localhost:1", 0.0)
+    clients = json.loads((tmp_path / "server/clients.json").read_text())
+    assert clients == {"x": {"node": "7", "key": f"{kind.decode()} {key.decode()}"}}
 
 
 @pytest.mark.parametrize("days", ["0", "2000000"])
