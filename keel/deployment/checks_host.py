@@ -113,7 +113,7 @@ def check_key(address: str, ca: Path, key: Path) -> Iterator[Finding]:
     """The SuperLink knows this client's key. Changes nothing there."""
     try:
         private = load_ssh_private_key(key.read_bytes(), None)
-    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:  # it has a password
         yield problem(f"{key} is not an OpenSSH private key: {error}")
         return
     if not isinstance(private, ec.EllipticCurvePrivateKey):

@@ -3,6 +3,7 @@
 import datetime
 import os
 import socket
+import subprocess
 
 import pytest
 from deployment_fixtures import program, result
@@ -106,6 +107,16 @@ def test_an_exception_in_a_check_is_a_problem_of_one_line(made, tmp_path, monkey
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(keel.deployment.checks_host, "timeout_s", 0.2)
     assert result(check_clock()) == (True, "clock: timedatectl gave no answer within 0.2 seconds")
+
+
+def test_a_key_with_a_password_is_named(tmp_path):
+    """It was a TypeError, with a traceback."""
+    key = tmp_path / "client.key"
+    make = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "secret", "-f", str(key)]
+    subprocess.run(make, check=True)
+    is_problem, text = result(check_key("localhost:1", tmp_path / "ca.pem", key))
+    assert is_problem
+    assert "password-protected" in text
 
 
 def test_a_ca_that_cannot_be_used_is_not_taken_for_another_service(made, tmp_path, monkeypatch):
