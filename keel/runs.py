@@ -184,6 +184,8 @@ def differing_keys(configs: Sequence[Mapping[str, Any]], ignored: Set[str]) -> l
 
 def is_locked(path: Path) -> bool:
     """Whether a living process holds an exclusive lock on the file."""
+    if not path.is_file():  # a pipe would be waited for
+        return False
     try:
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

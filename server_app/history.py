@@ -79,6 +79,9 @@ def each_line(path: Path, faults: list[str]) -> Iterator[Line]:
     path = path / HISTORY_FILE if path.is_dir() else path
     if not path.exists():
         return
+    if not path.is_file():  # a pipe would be waited for
+        faults.append(f"{path} is damaged: it is no plain file")
+        return
     complete, _, _ = path.read_bytes().rpartition(b"\n")
     for number, text in enumerate(complete.split(b"\n") if complete else [], start=1):
         try:

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from keel.runs import COLOURS, RUNNING
+from keel.runs import COLOURS, CONFIG_FILE, RUNNING
 from keel.tables import terminal_console
 from keel.views.run_page import events, points_of, progress
 from keel.views.store import AUDIT_FILE, Entry, Store, last_lines, text_of
@@ -107,10 +107,12 @@ def watch_run(directory: Path, once: bool = False, console: Console | None = Non
     console = console or terminal_console()
     store = Store([directory])
     # a directory in the run may be one too
-    run_id = next(e.id for e in store.runs().values() if e.directory == store.roots[0])
+    ids = [entry.id for entry in store.runs().values() if entry.directory == store.roots[0]]
+    if not ids:
+        raise ValueError(f"{CONFIG_FILE} in {directory} is no plain file: not a run directory")
 
     def now() -> tuple[Entry | None, Group]:
-        entry = store.find(run_id)
+        entry = store.find(ids[0])
         if entry is None:
             return None, Group(f"{text_of(directory)} is gone")
         return entry, frame(entry, store.history(entry))

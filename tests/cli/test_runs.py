@@ -254,6 +254,24 @@ def test_a_damaged_file_breaks_no_list(two, capsys, monkeypatch, file, content):
         assert capsys.readouterr().err.count("\n") <= 1
 
 
+@pytest.mark.parametrize("file", ["summary.json", "history.jsonl", "config.json", ".lock"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_plain_file_breaks_no_list(two, capsys, monkeypatch, file, make):
+    """A pipe was waited for; `keel watch` ended with a StopIteration."""
+    monkeypatch.setattr(Figure, "savefig", lambda *where, **how: None)
+    path = two / "one" / file
+    path.unlink(missing_ok=True)
+    make(path)
+    assert main(["list", "--json"]) == 0
+    rows = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["other"]["state"] == "finished"
+    if file.endswith(".json"):
+        assert rows["one"]["state"] == f"{file} is damaged"
+    for command in (["status", "one"], ["compare", "one", "other"], ["watch", "one"]):
+        main(command)  # whatever it answers, no traceback
+        assert capsys.readouterr().err.count("\n") <= 1
+
+
 def test_a_runs_files_send_the_terminal_no_control_characters(two, capsys, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda *where, **how: None)
     hostile, one = "\x1b]0;title\x07\x1b[31m[red]", two / "one"
