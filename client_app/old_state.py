@@ -32,8 +32,9 @@ class OldState:
         if self.min_age_s <= 0 or not self.folder.is_dir():
             return
         written = {
-            run: max(path.stat().st_mtime for path in [run, *run.rglob("*")])
+            run: max(path.lstat().st_mtime for path in [run, *run.rglob("*")])
             for run in self.folder.iterdir()
+            if run.is_dir() and not run.is_symlink()  # another file beside the runs makes none old
         }
         now, lead = time.monotonic(), time.time() - time.monotonic()
         for run, at in written.items():

@@ -72,6 +72,26 @@ def test_the_passing_of_time_alone_deletes_nothing(tmp_path, write, clock):
     assert left_after(OldState(tmp_path, 30), clock, 50) == ["one", "two"]
 
 
+def test_a_file_beside_the_runs_makes_no_run_old(tmp_path, write, clock):
+    """It counted as the newest run, so that the newest run itself was deleted."""
+    write("only", NOW - 100 * DAY_S)
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "notes.txt")
+    os.utime(tmp_path / "notes.txt", (NOW, NOW))
+    assert left_after(OldState(tmp_path, 30), clock, 50) == ["link", "notes.txt", "only"]
+
+
+def test_neither_an_old_file_nor_a_dangling_link_keeps_old_state(tmp_path, write, clock):
+    """Both ended each look with an error: no state was deleted any more."""
+    for run in ("a", "b"):
+        write(run, NOW - 40 * DAY_S)
+    write("new", NOW)
+    (tmp_path / "new" / "link").symlink_to("nowhere")
+    (tmp_path / "notes.txt").touch()
+    os.utime(tmp_path / "notes.txt", (NOW - 50 * DAY_S,) * 2)
+    assert left_after(OldState(tmp_path, 30), clock, 26) == ["new", "notes.txt"]
+
+
 def test_a_clock_that_jumps_deletes_nothing(tmp_path, write, clock):
     """Years ahead: every run but the one under way seems to be old."""
     write("paused", NOW)
