@@ -75,6 +75,9 @@ def obstacle(method: Method, config: RunConfig, model: nn.Module) -> str:
         return "compile = true compiles the network of one client"
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         return f"model = {config.model.model!r} has dropout, whose masks are drawn client by client"
+    tensors = model.state_dict(keep_vars=True).values()
+    if len(set(map(id, tensors))) < len(tensors):
+        return f"model = {config.model.model!r} has weights that several of its layers share"
     return ""
 
 
@@ -392,11 +395,18 @@ def stacked(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 def batched(inputs: Sequence[Any], key: str) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
     """The tensors in the inputs of g clients, [g, ...] each, and a function that reverses it.
 
-    The function makes one client's inputs from its tensors. ValueError if anything but tensors
-    differs between the clients.
+    The function makes one client's inputs from its tensors. ValueError if anything but the values
+    of tensors differs between the clients.
     """
     leaves, structures = zip(*map(pytree.tree_flatten, inputs), strict=True)
     places = [n for n, leaf in enumerate(leaves[0]) if isinstance(leaf, Tensor)]
+    shapes = [[getattr(leaf, "shape", None) for leaf in each] for each in leaves]
+    are_alike = all(each == structures[0] for each in structures)
+    if not are_alike or any(each != shapes[0] for each in shapes):
+        raise ValueError(
+            f"{key}: begin_round, or a phase's inputs, returns other keys, or tensors of another "
+            f"shape, for one client than for another: return the same for all, or set {key} to 1"
+        )
     for values in zip(*leaves, strict=True):
         if not isinstance(values[0], Tensor) and any(value != values[0] for value in values):
             raise ValueError(

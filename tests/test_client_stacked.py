@@ -17,6 +17,7 @@ import client_app.stacked
 from client_app import handlers
 from client_app.method import Method, Update
 from client_app.methods import method_of
+from client_app.methods.fedprox import FedProx
 from client_app.methods.fedrep import FedRep
 from client_app.process_cache import ProcessCache
 from client_app.setup import client_indices
@@ -289,6 +290,36 @@ def test_a_loss_that_captures_what_differs_between_clients_is_refused():
     alone = [same.train(ctx) for ctx in rounds_of(subject, config, ProcessCache())]
     together = together_of(same, rounds_of(subject, config, ProcessCache()))
     assert_same_updates(alone, together, rtol=1e-4)
+
+
+class ByClass(FedProx):
+    """FedProx with a loss on one class of each client, or on a number of entries of its own."""
+
+    def begin_round(self, ctx):
+        place = int(ctx.client[-1])
+        return {place: torch.ones(())} if self.half else torch.ones(1 + place)
+
+    def penalty(self, batch):
+        return sum(v * batch.logits[:, k].square().mean() for k, v in batch.prepared.items())
+
+
+@pytest.mark.parametrize("by_key", [True, False])
+def test_inputs_of_another_form_for_each_client_are_refused(by_key):
+    """Else all clients would have the keys of one of them."""
+    config = subject_of("fedprox").config(local_epochs=1)
+    ctxs = rounds_of(subject_of("fedprox"), config, ProcessCache(), sizes=(14, 14))
+    method = ByClass(mu=0.1, half=by_key, squared=True)
+    with pytest.raises(
+        ValueError, match="begin_round, or a phase's inputs, returns other keys, or"
+    ):
+        together_of(method, ctxs)
+
+
+def test_tied_weights_are_refused():
+    shared = torch.nn.Linear(2, 2)
+    config = make_config(clients_per_step=2)
+    with pytest.raises(ValueError, match=r"^clients-per-step = 2: model = .* layers share; set it"):
+        check_stackable(method_of(config), config, torch.nn.Sequential(shared, shared))
 
 
 def test_dropout_is_refused_and_one_client_a_step_never(monkeypatch):
