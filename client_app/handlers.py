@@ -52,6 +52,7 @@ from client_app.stacked import clients_that_fit, key_of_stack, train_stacked
 from client_app.state import ResetNeeded
 from client_app.worker_client import run_and_round
 from data.decoding import ImageFileError
+from models.fixed import is_borrowed
 from protocol.code import line_in_method, place_of
 from protocol.config import config_from_json
 from protocol.exact_sum import ExactSum
@@ -82,6 +83,7 @@ from protocol.messages import (
     simulated_reply,
     tensors,
 )
+from protocol.packing import DTYPES
 from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
@@ -448,7 +450,7 @@ class Training:
     method: Method
     seconds: float
     cpu_seconds: float
-    versions: dict[str, int]  # of the received arrays: torch counts changes in place
+    versions: dict[str, int]  # of `received_arrays`: torch counts changes in place
 
 
 def begin_training(message: Message, context: Context, turns: ExitStack) -> Training:
@@ -464,7 +466,7 @@ def begin_training(message: Message, context: Context, turns: ExitStack) -> Trai
     charge_release(request.config, node, client_name(node), run, request.round)
     ctx, method = begin(), method_of(request.config)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    versions = {name: array._version for name, array in ctx.received.items()}
+    versions = {name: array._version for name, array in received_arrays(ctx).items()}
     return Training(request, context, ctx, method, seconds, cpu_seconds, versions)
 
 
@@ -498,6 +500,8 @@ def measure_training(
     check_received(training)
     check_update(method, update)
     check_state(method, update)
+    update.arrays, update.extra = (own_arrays(a, ctx) for a in (update.arrays, update.extra))
+    update.state = {group: own_arrays(arrays, ctx) for group, arrays in update.state.items()}
     metrics: dict[str, float] = {
         "num-examples": len(ctx.train_samples),
         "num-steps": update.num_steps,
@@ -532,15 +536,35 @@ def finish_training(training: Training, update: Update, metrics: dict[str, float
     return reply_content(TrainReply(client, request.round, update.arrays, update.extra, metrics))
 
 
+def received_arrays(ctx: RoundContext) -> Arrays:
+    """What this client was sent, by the expression with which a method reads it."""
+    sent = {"received": ctx.received, "extra": ctx.extra}
+    return {f"ctx.{k}[{name!r}]": a for k, arrays in sent.items() for name, a in arrays.items()}
+
+
 def check_received(training: Training) -> None:
     """TypeError if training has changed the received arrays, which other clients may read."""
-    now = {name: array._version for name, array in training.ctx.received.items()}
+    now = {name: array._version for name, array in received_arrays(training.ctx).items()}
     changed = [name for name, version in training.versions.items() if now.get(name) != version]
     if changed:
         raise TypeError(
-            f"{type(training.method).__name__} changes ctx.received[{changed[0]!r}] in place: "
+            f"{type(training.method).__name__} changes {changed[0]} in place: "
             "received arrays are not the client's own; clone them first"
         )
+
+
+def own_arrays(arrays: Arrays, ctx: RoundContext) -> Arrays:
+    """The arrays; copies of those in memory of a network, which trains other clients too."""
+    shared = {
+        tensor.untyped_storage().data_ptr()
+        for network in ctx.networks.all()
+        for tensor in network.tensors.values()
+        if not is_borrowed(tensor)
+    }
+    return {
+        name: array.detach().clone() if array.untyped_storage().data_ptr() in shared else array
+        for name, array in arrays.items()
+    }
 
 
 def check_update(method: Method, update: Any) -> None:
@@ -572,6 +596,16 @@ def check_state(method: Method, update: Update) -> None:
             raise TypeError(
                 f"{type(method).__name__}: Update.state[{group!r}] is {type(arrays).__name__}: "
                 'expected a dict of tensors, as in state={"model": {"weight": tensor}}'
+            )
+        named = f"{type(method).__name__}: Update.state[{group!r}]"
+        if not all(isinstance(name, str) for name in (group, *arrays)) or "/" in group:
+            raise TypeError(
+                f"{named} has {[*arrays]}: expected strings as names, and no '/' in the first"
+            )
+        if odd := [name for name, array in arrays.items() if array.dtype not in DTYPES]:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise TypeError(
+                f"{named}[{odd[0]!r}] is {arrays[odd[0]].dtype}: expected one of {allowed}"
             )
     if isinstance(method, LocalObjective) and method.uses_previous and not method.is_stateful:
         raise TypeError(

@@ -6,6 +6,7 @@ Nothing here belongs to a client: a run gives the same result whichever process 
 import os
 import shlex
 import shutil
+from collections.abc import Iterable
 
 import torch
 
@@ -104,6 +105,10 @@ class ProcessCache:
             if config.train.compile:
                 compile_passes(model, device)
         return self._networks[name, slot]
+
+    def all(self) -> Iterable[StagedModel]:
+        """As `Networks.all`."""
+        return self._networks.values()
 
     def initial_weights(self, name: str) -> Arrays:
         """The weights that the run's seed gives the network `name`, which has been built before."""

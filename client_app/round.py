@@ -1,7 +1,7 @@
 """One client in one round: everything that the client half of a method reads."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -27,6 +27,9 @@ class Networks(Protocol):
         self, config: RunConfig, data: DatasetSpec, name: str, slot: str, device: torch.device
     ) -> StagedModel:
         """The instance of network `name` in this slot ("local", "global", ...)."""
+
+    def all(self) -> Iterable[StagedModel]:
+        """Those in use, in whatever slot."""
 
     def initial_weights(self, name: str) -> Arrays:
         """The weights that the run's seed gives the network `name`."""

@@ -37,10 +37,11 @@ from PIL import Image
 
 from client_app.handlers import ADVICE, turn, without_file_names
 from client_app.machine import machine
-from client_app.method import train_alone
+from client_app.method import Update, train_alone
 from client_app.methods import method_of
 from client_app.methods.fedprox import FedProx
 from client_app.node_config import own_architecture
+from client_app.objective import objective_phase
 from client_app.process_cache import ProcessCache
 from client_app.setup import build_network, client_indices, open_source, pixels_of
 from client_app.state import StateFolder, StateMemory, max_rounds_ahead, memories
@@ -653,6 +654,12 @@ class InPlace(FedProx):
 
 
 @dataclass(frozen=True)
+class ExtraInPlace(FedProx):
+    def begin_round(self, ctx):
+        ctx.extra["prototypes"].mul_(0.5)
+
+
+@dataclass(frozen=True)
 class NanPenalty(FedProx):
     def penalty(self, batch):
         return (batch.logits.sum() - batch.logits.sum() - 1).sqrt()
@@ -698,6 +705,7 @@ MISTAKES = {
     NoUpdate: r"NoUpdate.finish \(.*:\d+\) returned NoneType: expected an Update$",
     TextAsTerm: r"TextAsTerm: Update.terms\['supervised'\] is 'x': expected a number$",
     InPlace: r"InPlace changes ctx.received\['stages.conv1.body.weight'\] in place",
+    ExtraInPlace: r"ExtraInPlace changes ctx.extra\['prototypes'\] in place",
     StateNamedUpdate: r"not finite in 'update'; the client state is unchanged",
     NanPenalty: r"not finite in 'update'; .* The loss term `penalty` is nan in step 1$",
 }
@@ -709,8 +717,37 @@ def test_a_mistake_in_a_method_says_which_function_and_what_is_expected(
 ):
     with_method(monkeypatch, "fedprox", mistake)
     config = make_config(method="fedprox")
-    reason = error_of(Client(config, tmp_path).ask("train", 1, initial(config)))
+    extra = {"prototypes": torch.ones(3)}
+    reason = error_of(Client(config, tmp_path).ask("train", 1, initial(config), extra=extra))
     assert re.search(MISTAKES[mistake], reason), reason
+
+
+@dataclass(frozen=True)
+class Uncopied(FedProx):
+    """Returns the memory of the network itself, which the next client trains."""
+
+    is_stateful: ClassVar[bool] = True
+
+    def phases(self, ctx):
+        ctx.model.load_state_dict(ctx.received)
+        descent = yield objective_phase(self, ctx)
+        arrays = ctx.model.state_dict()
+        extra = {"head": arrays["classifier.weight"].T}
+        return Update(arrays, descent.num_steps, {}, extra, state={"model": arrays})
+
+
+def test_an_update_in_the_memory_of_the_network_is_not_the_next_clients(tmp_path, monkeypatch):
+    """Else all clients of a process would send what the last one trained."""
+    with_method(monkeypatch, "fedprox", Uncopied)
+    config = make_config(method="fedprox")
+    replies = []
+    for number in range(2):
+        client = Client(config, tmp_path, {"partition-id": number, "num-partitions": 2})
+        replies.append(read_reply(client.ask("train", 1, initial(config))))
+    first, second = (reply.arrays["classifier.weight"] for reply in replies)
+    assert not torch.equal(first, second)
+    for reply in replies:
+        assert torch.equal(reply.extra["head"], reply.arrays["classifier.weight"].T)
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,9 @@ class ReadsPrevious(LocalObjective):
         (Stateful, {"m": 3.0}, "Stateful: Update.state['m'] is float: expected a dict of tensors"),
         (Stateful, {"m": {"w": 3.0}}, "Stateful: Update.state['m'] is dict: expected a dict of"),
         (Stateful, {"m": {"w": np.zeros(3)}}, "Stateful: Update.state['m'] is dict: expected a"),
+        (Stateful, {"m": {0: torch.zeros(3)}}, "Stateful: Update.state['m'] has [0]: expected str"),
+        (Stateful, {"a/b": {"w": torch.zeros(3)}}, "no '/' in the first"),
+        (Stateful, {"m": {"w": torch.zeros(3) * 1j}}, "['w'] is torch.complex64: expected one of"),
         (ReadsPrevious, {"model": {"w": torch.zeros(3)}}, "set is_stateful = True"),
     ],
 )
