@@ -101,7 +101,8 @@ def run(
     clients
         Number of simulated clients. Default: num-clients of the config, else 10.
     engine
-        "inline": in this process. "flower": Flower's simulation, with several workers.
+        "inline": in this process; in several threads, one run waits for another. "flower": Flower's
+        simulation, with several workers.
     cpus_per_client, gpus_per_client
         CPUs and GPUs per worker of the flower engine.
     ray

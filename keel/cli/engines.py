@@ -32,6 +32,7 @@ STOP_TIMEOUT_S = 60.0  # for a run to write its summary after `flwr stop`
 STARTED = re.compile(r"started run (\d+)")
 REPLIES = re.compile(r"\d\d:\d\d:\d\d (.+): (\d+) of (\d+) clients have answered")
 DIRECTORY = re.compile(r"\d\d:\d\d:\d\d run directory (.+)")
+one_run = threading.Lock()  # of this process: torch's default generator and Keel's log are shared
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,23 @@ def run_in_process(job: Job, terminal: Terminal) -> None:
     from server_app.inline import run_inline
 
     terminal.phase("reading data")
-    run_inline(job.overrides, job.num_clients, observers=[terminal])
+    with one_run, torchs_defaults():
+        run_inline(job.overrides, job.num_clients, observers=[terminal])
+
+
+@contextmanager
+def torchs_defaults() -> Iterator[None]:
+    """Within: float32 and gradients, whatever a notebook has set; its settings come back."""
+    import torch
+
+    dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(num_threads)
 
 
 def reserved(path: Path) -> Path:

@@ -1,15 +1,18 @@
 """`import keel`: runs started and read from Python, and the notebook that shows it."""
 
 import json
+import logging
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
-from run_fixtures import history_of
+from run_fixtures import final_model, history_of, same_bits
 
 import keel
 
@@ -66,6 +69,35 @@ def test_history_model_and_plot(home, capsys, monkeypatch):
     assert isinstance(figure, Figure)
     [line] = figure.axes[0].lines
     np.testing.assert_allclose(line.get_ydata(), [100 * value for value in accuracies])
+
+
+def test_runs_in_threads_are_those_made_one_after_the_other(home):
+    """Two that draw their first weights at once would draw them from one generator."""
+
+    def weights(seed):
+        return final_model(keel.run(SMALL, clients=2, seed=seed, quiet=True).directory)
+
+    alone = [weights(seed) for seed in (1, 2)]
+    level = logging.getLogger("keel").level
+    with ThreadPoolExecutor(2) as threads:
+        together = list(threads.map(weights, (1, 2)))
+    assert all(map(same_bits, alone, together))
+    assert logging.getLogger("keel").level == level
+
+
+def test_a_run_neither_reads_nor_changes_torchs_settings(home):
+    expected = final_model(keel.run(SMALL, clients=2, quiet=True).directory)
+    before = torch.get_default_dtype(), torch.get_num_threads()
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_num_threads(2)
+        with torch.inference_mode():
+            run = keel.run(SMALL, clients=2, quiet=True)
+        assert (torch.get_default_dtype(), torch.get_num_threads()) == (torch.float64, 2)
+    finally:
+        torch.set_default_dtype(before[0])
+        torch.set_num_threads(before[1])
+    assert same_bits(expected, final_model(run.directory))
 
 
 def test_keel_has_the_version_of_the_project():
