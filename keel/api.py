@@ -8,6 +8,7 @@ run.model().predict(images)
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +146,14 @@ def run(
     clients = _plain(clients)
     if clients is not None and (type(clients) is not int or clients < 1):
         raise ValueError(f"clients = {clients!r}: expected a whole number >= 1")
-    options = EngineOptions(Engine(engine), clients, cpus_per_client, gpus_per_client, ray=ray)
+    shares = {
+        "cpus_per_client": _plain(cpus_per_client),
+        "gpus_per_client": _plain(gpus_per_client),
+    }
+    for name, value in shares.items():
+        if type(value) not in (int, float, type(None)):
+            raise ValueError(f"{name} = {value!r}: expected a number")
+    options = EngineOptions(Engine(engine), clients, **shares, ray=ray)
     saved = execute(overrides, options, quiet)
     assert saved is not None
     return Run(saved.directory)
@@ -174,5 +182,7 @@ def load_model(run: "str | Path | Run", client: str = "") -> "TrainedModel":
 
 
 def _plain(value: Any) -> Any:
-    """A NumPy number, as of np.linspace, as Python's; anything else as it is."""
-    return value.item() if hasattr(value, "item") else value
+    """A NumPy or torch scalar as Python's; a path as text; anything else as it is."""
+    if isinstance(value, PathLike):
+        return fspath(value)
+    return value.item() if getattr(value, "ndim", None) == 0 else value

@@ -40,10 +40,16 @@ def test_run_takes_a_dict_keywords_and_dotted_keys(home, capsys):
         keel.run(resume=str(run.directory))
 
 
-def test_keys_of_numpy_numbers_and_keys_that_are_no_text(home):
-    numbers = {"lr": np.float64(0.125), "num-rounds": np.int64(1)}
+def test_keys_of_numpy_numbers_and_paths_and_keys_that_are_no_text(home, tmp_path):
+    numbers = {"lr": np.float64(0.125), "num-rounds": np.int64(1), "output-dir": tmp_path}
     run = keel.run(SMALL | numbers, clients=np.int64(2), quiet=True)
     assert (run.config["lr"], run.config["num-rounds"]) == (0.125, 1)
+    assert run.directory.parent == tmp_path
+    for several in (np.linspace(0.1, 0.2, 2), torch.ones(2)):
+        with pytest.raises(ValueError, match=r"^lr = .*: expected a finite number >= 0, not "):
+            keel.run(lr=several)
+    with pytest.raises(ValueError, match=r"^cpus_per_client = '2': expected a number"):
+        keel.run(engine="flower", cpus_per_client="2")
     with pytest.raises(ValueError, match="config key = 1: expected a text, such as 'method'"):
         keel.run({1: 2})
 
