@@ -91,6 +91,18 @@ def test_runs_in_threads_are_those_made_one_after_the_other(home):
     assert logging.getLogger("keel").level == level
 
 
+def test_a_run_says_no_more_in_a_programs_log_than_its_level_asks_for(home, caplog):
+    for level, names in ((logging.WARNING, set()), (logging.INFO, {"keel.server"})):
+        caplog.clear()
+        caplog.set_level(level)
+        caplog.handler.setLevel(0)  # as that of logging.basicConfig
+        run = keel.run(SMALL, clients=2, quiet=True)
+        assert "round 2/2" in (run.directory / "run.log").read_text()
+        found = {record.name for record in caplog.records if record.levelno == logging.INFO}
+        assert found & {"keel.server"} == names
+    assert logging.getLogger("keel").propagate
+
+
 def test_a_run_neither_reads_nor_changes_torchs_settings(home):
     expected = final_model(keel.run(SMALL, clients=2, quiet=True).directory)
     before = torch.get_default_dtype(), torch.get_num_threads()
