@@ -81,7 +81,6 @@ class Exchange:
         self.pulled: queue.SimpleQueue[tuple[int, list[Message], list[Exception]]]
         self.pulled = queue.SimpleQueue()
         self.numbers = itertools.count()
-        self.max_bytes = 0  # the largest bound so far
         self.one_by_one = False  # after a reply that could not be read
         self.silent: set[int] = set()  # nodes that gave no answer in time to the newest messages
         self.stopped_s = Stops().take
@@ -115,8 +114,7 @@ class Exchange:
         Raises the error of a SuperLink that is gone for good.
         """
         deadline = time.monotonic() + timeout_s
-        self.max_bytes = max(self.max_bytes, max_bytes)
-        bound_reply_bytes(self.grid, self.max_bytes)
+        bound_reply_bytes(self.grid, max_bytes)
         self.drain()
         asked = {message.metadata.dst_node_id: message for message in messages}
         for message in asked.values():

@@ -2,10 +2,12 @@
 
 import logging
 import secrets
+import sys
 import threading
 import time
 from types import SimpleNamespace
 
+import flwr.superlink.grid.http_grid as http_grid
 import httpx
 import pytest
 from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
@@ -277,6 +279,27 @@ def test_a_client_that_returns_with_another_node_id_is_asked_there(hurry):
     assert outcomes(replies) == [(5, 5), (6, 60)]
     assert grid.pushes == [5, 6, 60]
     assert told == [(6, [5, 6])]  # before it is sent: a second private release counts
+
+
+def test_a_query_during_a_round_lowers_no_bound_on_the_round_s_replies(hurry, monkeypatch):
+    """A client that came back, or a stranger, cost all others updates above the query's 4 MiB."""
+    module = sys.modules[__name__]
+    monkeypatch.setattr(module, "pull_objects", http_grid.pull_objects, raising=False)
+    bounds = []
+
+    def answers(node, before):
+        if node == 5:
+            bounds.append(module.pull_objects.max_bytes)
+        return {5: "reply" if grid.pushes.count(70) else "", 6: "gone"}.get(node, "reply")
+
+    def look(nodes, timeout_s):  # as the registry does
+        Exchange(grid).ask(to(70), 1, "the roster", max_bytes=100)
+        return {6: 60}
+
+    grid = ToyGrid(answers)
+    replies = Exchange(grid, str, look).ask(to(5, 6), 5, "round 3", max_bytes=1000)
+    assert outcomes(replies) == [(5, 5), (6, 60)]
+    assert set(bounds) == {1000}
 
 
 def test_a_client_that_does_not_return_is_given_up_before_the_deadline(clock):

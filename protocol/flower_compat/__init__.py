@@ -189,7 +189,7 @@ class BoundedPull:
     """
 
     def __init__(self, pull: Callable[..., dict[str, bytes]]) -> None:
-        self.pull, self.max_bytes = pull, sys.maxsize
+        self.pull, self.max_bytes = pull, 0
 
     def __call__(
         self, object_ids: list[str], pull_object_fn: Callable[[str], bytes], **options: Any
@@ -214,14 +214,15 @@ class BoundedPull:
 def bound_reply_bytes(grid: object, max_bytes: int) -> None:
     """Let a deployment's grid refuse replies with more bytes, while they arrive.
 
-    Such a reply is an error whose reason contains TOO_LARGE. Does nothing in simulation.
+    Such a reply is an error whose reason contains TOO_LARGE. Of several bounds the largest holds,
+    as replies to different messages may come at once. Does nothing in simulation.
     """
     module = sys.modules[type(grid).__module__]
     if is_in_process_grid(grid) or "pull_objects" not in vars(module):
         return
     if not isinstance(module.pull_objects, BoundedPull):
         replace(module, "pull_objects", BoundedPull(pull_objects), pull_objects)
-    module.pull_objects.max_bytes = max_bytes
+    module.pull_objects.max_bytes = max(module.pull_objects.max_bytes, max_bytes)
 
 
 def bound_reply(message: Message, max_bytes: int) -> None:
