@@ -210,8 +210,9 @@ class Exchange:
                     settle(source, failure(asked[source], reply.error.reason or "", CLIENT_FAILED))
                 else:
                     settle(source, reply)
-            if self.returned and away and time.monotonic() - looked_at >= LOOK_EVERY_S:
-                looked_at = time.monotonic()
+            at = time.monotonic()  # a look takes time, in which a client may return
+            if self.returned and away and at - looked_at >= LOOK_EVERY_S:
+                looked_at = at
                 look_s = (deadline - looked_at) / 2  # and time for what arrives meanwhile
                 for node, new in self.returned(list(away), look_s).items():
                     if sent_again(node, new):
@@ -219,7 +220,7 @@ class Exchange:
                         log.info("%s: client %s is connected again and asked again", what, name)
                         del away[node]
             for node, (until, error) in list(away.items()):
-                if time.monotonic() > until and not waiting:
+                if at > until and not waiting:
                     settle(node, error)
                     del away[node]
             if (waiting or away) and not (has_arrived and is_inline):

@@ -324,6 +324,19 @@ def test_a_look_for_a_client_costs_neither_the_deadline_nor_what_arrives_meanwhi
     assert outcomes(replies) == [(5, 5), (6, "no heartbeat")]
 
 
+def test_a_client_that_returns_during_a_look_is_found_by_the_next(clock):
+    """A stranger that says nothing took all of the time in which clients may return."""
+
+    def look(nodes, timeout_s):
+        looks.append(clock.now)
+        clock.sleep(0 if looks[1:] else RETURN_TIMEOUT_S + 0.1)
+        return {6: 60} if looks[1:] else {}
+
+    looks = []
+    grid = ToyGrid(lambda node, before: "gone" if node == 6 else "reply")
+    assert outcomes(Exchange(grid, str, look).ask(to(5, 6), 90, "round 1")) == [(5, 5), (6, 60)]
+
+
 def test_a_message_that_the_grid_refuses_is_an_error_reply(hurry):
     grid = ToyGrid(lambda node, before: "reply", unknown=[6])
     replies = Exchange(grid).ask(to(5, 6), 5, "round 1")
