@@ -549,6 +549,11 @@ def read_reply(message: Message, max_bytes: int | None = None) -> TrainReply:
         raise ValueError(in_one_line(f"unreadable: {type(error).__name__}: {error}")) from error
 
 
+def error_reason(error: Error) -> str:
+    """The reason in one line; the code if it holds nothing printable."""
+    return in_one_line(error.reason or "") or f"error {error.code}"
+
+
 @dataclass(frozen=True)
 class MachineReport:
     """What a simulation's worker says of its machine.

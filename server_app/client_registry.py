@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from data.sources import Source
 from protocol.config import RunConfig
 from protocol.flower_compat import CRASHED, NO_REPLY, NODE_UNAVAILABLE, is_in_process_grid
-from protocol.messages import RosterEntry, read_roster
+from protocol.messages import RosterEntry, error_reason, read_roster
 from protocol.text import in_one_line, shortened
 from server_app.exchange import Exchange
 from server_app.history import DAMAGE
@@ -344,10 +344,10 @@ def ask(
             elif reply.error.code == NO_REPLY:
                 answers.silent.append(node)
             elif reply.error.code in CRASHED:
-                log.warning("node %d is queried again: %s", node, in_one_line(reply.error.reason))
+                log.warning("node %d is queried again: %s", node, error_reason(reply.error))
                 crashed.append(node)
             else:
-                answers.rejected[node] = in_one_line(reply.error.reason)
+                answers.rejected[node] = error_reason(reply.error)
         nodes = crashed
         if not nodes:
             break

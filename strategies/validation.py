@@ -21,6 +21,7 @@ from protocol.messages import (
     Arrays,
     RosterEntry,
     TrainReply,
+    error_reason,
     extremes,
     mismatch,
     out_of_range,
@@ -179,9 +180,8 @@ class Validation:
         node = message.metadata.src_node_id
         client = self.asked[node].client if node in self.asked else f"node {node}"
         if message.has_error():
-            reason = message.error.reason or f"error {message.error.code}"
             left_out = self.rejected if message.error.code == REJECTED else self.failed
-            left_out[client] = in_one_line(reason)
+            left_out[client] = error_reason(message.error)
             if message.error.code == RESET_NEEDED:
                 self.reset_needed.add(client)
             return client

@@ -117,6 +117,14 @@ def test_a_stranger_and_one_that_does_not_fit_are_named_once_and_left_out(fleet,
     assert roster.keys() == {1, 2, 3}
 
 
+@pytest.mark.parametrize("text", [None, "", "\n \u202e"])
+def test_a_refusal_without_a_printable_reason_is_named_by_its_code(fleet, monkeypatch, text):
+    grid, _, registry = fleet
+    refuse = lambda message: Message(Error(50, text), reply_to=message)  # noqa: E731
+    monkeypatch.setattr(grid, "reply", refuse)
+    assert ask(grid, [2], registry.query, time.monotonic() + 10).rejected == {2: "error 50"}
+
+
 def test_a_node_that_had_little_time_to_answer_is_asked_again(fleet, monkeypatch):
     """One that had all of it is not, for ten minutes."""
     grid, _roster, registry = fleet

@@ -802,3 +802,13 @@ def test_evaluation_leaves_out_bad_replies_too():
     accepted = {reply.client: reply.metrics for reply in strategy.report.accepted}
     assert [each["global-accuracy"] for each in accepted.values()] == [0.2, 0.8]
     assert strategy.report.left_out == {"client-2": "ValueError: no test part"}
+
+
+@pytest.mark.parametrize("text", [None, "", "\n \u202e"])
+def test_an_error_without_a_printable_reason_is_named_by_its_code(text):
+    """In the history and the audit log; the reason was empty."""
+    strategy, current = average_of(num_clients=2), network().state_dict()
+    first, second = ask(strategy, current)
+    good = answer(second, reply_of("client-1", current, 11))
+    strategy.aggregate_train(1, [Message(Error(5, text), reply_to=first), good])
+    assert strategy.report.left_out == {"client-0": "error 5"}
