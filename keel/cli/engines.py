@@ -32,7 +32,7 @@ STOP_TIMEOUT_S = 60.0  # for a run to write its summary after `flwr stop`
 STARTED = re.compile(r"started run (\d+)")
 REPLIES = re.compile(r"\d\d:\d\d:\d\d (.+): (\d+) of (\d+) clients have answered")
 DIRECTORY = re.compile(r"\d\d:\d\d:\d\d run directory (.+)")
-one_run = threading.Lock()  # of this process: torch's default generator and Keel's log are shared
+one_run = threading.RLock()  # of this process: torch's default generator and Keel's log are shared
 
 
 @dataclass(frozen=True)
