@@ -255,7 +255,11 @@ def truncate_history(
     lines, texts = [], []
     for line in each_line(path, faults):
         if line["round"] <= last_round:
-            replay(line)
+            try:
+                replay(line)
+            except DAMAGE as error:
+                faults.append(f"{path}, round {line['round']} is damaged: {error!r}")
+                continue
             lines.append(without_clients(line))
             texts.append(json.dumps(line).encode() + b"\n")
     if faults:

@@ -814,6 +814,24 @@ def test_a_lost_or_damaged_history_does_not_stop_a_resume(run, caplog, spoil, ro
     assert not list(broken.rglob(".*.part"))
 
 
+@pytest.mark.parametrize("participants", [None, [["client-0000"]]])
+def test_a_history_with_damaged_names_does_not_stop_a_personal_run_s_resume(
+    run, caplog, participants
+):
+    """Whose kept scores depend on who has trained; the scores are measured again."""
+    keys = half_of_them | {"method": "fedreco", "fedreco.eta-0": 0.5}
+    whole, broken = run(keys | {"num-rounds": 4}), run(keys | {"num-rounds": 3})
+    lines = history_of(broken)
+    del lines[1]["participants"]
+    if participants:
+        lines[1]["participants"] = participants
+    (broken / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    resume(broken, num_rounds=4)
+    assert same_bits(final_model(broken), final_model(whole))
+    assert history_of(broken)[-1]["personal"] == history_of(whole)[-1]["personal"]
+    assert "round 2 is damaged: " in caplog.text
+
+
 def test_a_damaged_history_before_the_first_checkpoint_does_not_stop_a_resume(run, interrupted):
     keys = half_of_them | {"method": "moon", "num-rounds": 5, "snapshot-every": 4}
     whole, parts = run(keys), interrupted(keys, 4)
