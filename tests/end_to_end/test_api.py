@@ -95,7 +95,8 @@ def test_a_run_says_no_more_in_a_programs_log_than_its_level_asks_for(home, capl
     for level, names in ((logging.WARNING, set()), (logging.INFO, {"keel.server"})):
         caplog.clear()
         caplog.set_level(level)
-        caplog.handler.setLevel(0)  # as that of logging.basicConfig
+        # Keel's own level as in a new process, and the handler's as that of logging.basicConfig
+        caplog.set_level(logging.NOTSET, logger="keel")
         run = keel.run(SMALL, clients=2, quiet=True)
         assert "round 2/2" in (run.directory / "run.log").read_text()
         found = {record.name for record in caplog.records if record.levelno == logging.INFO}
