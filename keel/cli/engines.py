@@ -4,6 +4,7 @@ Each takes a `Job` and a `Terminal` that follows the run, returns once the run h
 raises RuntimeError, one line, if it failed. A KeyboardInterrupt stops the run cleanly.
 """
 
+import logging
 import math
 import queue
 import re
@@ -86,7 +87,7 @@ def run_in_process(job: Job, terminal: Terminal) -> None:
     from server_app.inline import run_inline
 
     terminal.phase("reading data")
-    with one_run, torchs_defaults():
+    with one_run, torchs_defaults(), log_at_level_of_program():
         run_inline(job.overrides, job.num_clients, observers=[terminal])
 
 
@@ -103,6 +104,30 @@ def torchs_defaults() -> Iterator[None]:
     finally:
         torch.set_default_dtype(dtype)
         torch.set_num_threads(num_threads)
+
+
+class ProgramLog(logging.Handler):
+    """The handlers of a program that calls Keel, at its level: a run's log records more."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Give them the record, if there are any."""
+        if logging.root.hasHandlers():
+            logging.root.handle(record)
+
+
+@contextmanager
+def log_at_level_of_program() -> Iterator[None]:
+    """Within: Keel's log reaches a program's handlers at its level, as before the run."""
+    logger = logging.getLogger("keel")
+    passed_on, propagated = ProgramLog(logger.getEffectiveLevel()), logger.propagate
+    if propagated:
+        logger.addHandler(passed_on)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = propagated
+        logger.removeHandler(passed_on)
 
 
 def reserved(path: Path) -> Path:

@@ -32,15 +32,6 @@ class PlanAndBar(Progress):
         yield from super().get_renderables()
 
 
-class HostLog(logging.Handler):
-    """The handlers of a program that calls Keel, at its level: a run's log records more."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Give them the record, if there are any."""
-        if logging.root.hasHandlers():
-            logging.root.handle(record)
-
-
 class Terminal(logging.Handler):
     """A `RunObserver` that prints, and a handler that prints Keel's warnings above the bar."""
 
@@ -68,22 +59,14 @@ class Terminal(logging.Handler):
 
     def __enter__(self) -> "Terminal":
         """Show the bar and Keel's warnings."""
-        logger = logging.getLogger("keel")
-        self.passed_on, self.propagated = HostLog(logger.getEffectiveLevel()), logger.propagate
-        if logger.propagate:
-            logger.addHandler(self.passed_on)
-        logger.propagate = False
-        logger.addHandler(self)
+        logging.getLogger("keel").addHandler(self)
         self.bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         """Remove the bar."""
         self.bar.stop()
-        logger = logging.getLogger("keel")
-        logger.propagate = self.propagated
-        for handler in (self, self.passed_on):
-            logger.removeHandler(handler)
+        logging.getLogger("keel").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a warning, but not a client's error that the server's line repeats."""

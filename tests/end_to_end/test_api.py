@@ -88,7 +88,8 @@ def test_runs_in_threads_are_those_made_one_after_the_other(home):
     with ThreadPoolExecutor(2) as threads:
         together = list(threads.map(weights, (1, 2)))
     assert all(map(same_bits, alone, together))
-    assert logging.getLogger("keel").level == level
+    logger = logging.getLogger("keel")
+    assert (logger.level, logger.propagate) == (level, True)
 
 
 def test_a_run_says_no_more_in_a_programs_log_than_its_level_asks_for(home, caplog):
