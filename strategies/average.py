@@ -76,7 +76,8 @@ class Average(Strategy):
         self.roster: Mapping[int, RosterEntry] = {}
         self.partition_sizes: Mapping[str, int] = {}  # simulated client to its number of samples
         self.norm_reference = NormReference()
-        self.trainable = {name for name, _ in model.named_parameters()}
+        # with each name of a tensor that several layers share
+        self.trainable = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self.server_optimizer = server_optimizer(config)
         self.report = RoundReport()
         self.validation: Validation | None = None  # of the round under way

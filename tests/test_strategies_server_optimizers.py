@@ -221,17 +221,14 @@ def test_a_step_changes_neither_the_model_before_nor_the_average(make):
     assert same_bits(average, random_arrays(shapes, seed=2))
 
 
-@pytest.mark.usefixtures("task_identity")
-@pytest.mark.parametrize("server", ["fedavg", "fedavgm", "fedadam"])
-def test_buffers_take_the_average_as_it_is_whatever_the_step(server):
-    """Momentum on a running variance can make it negative."""
-    torch.manual_seed(3)
-    network = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+def three_rounds(server, network):
+    """(the strategy, [(the average, the next arrays)]) of rounds in which a client sends 10 r."""
     strategy = Average(
         resolve_config({"server-optimizer": server, "weighting": "uniform"}), network
     )
     strategy.roster = {7: RosterEntry("a", [4], [1], [1, 28, 28], "cnn", 8, "", 1)}
     current = {name: array.clone() for name, array in network.state_dict().items()}
+    rounds = []
     for server_round in (1, 2, 3):
         theirs = {
             name: torch.full_like(array, 10 * server_round) for name, array in current.items()
@@ -243,6 +240,26 @@ def test_buffers_take_the_average_as_it_is_whatever_the_step(server):
         reply = TrainReply("a", server_round, theirs, {}, {"num-examples": 4.0})
         record, _ = strategy.aggregate_train(server_round, [answer(ask, reply)])
         current = tensors(record)
+        rounds.append((theirs, current))
+    return strategy, rounds
+
+
+@pytest.mark.usefixtures("task_identity")
+@pytest.mark.parametrize("server", ["fedavg", "fedavgm", "fedadam"])
+def test_buffers_take_the_average_as_it_is_whatever_the_step(server):
+    """Momentum on a running variance can make it negative."""
+    torch.manual_seed(3)
+    strategy, rounds = three_rounds(server, nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    for theirs, current in rounds:
         for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
             assert same_bits({name: current[name]}, {name: theirs[name]})
     assert not [name for name in strategy.state() if "running" in name or "num_batches" in name]
+
+
+@pytest.mark.usefixtures("task_identity")
+@pytest.mark.parametrize("server", ["fedavgm", "fedadam"])
+def test_a_weight_with_two_names_takes_the_same_steps_under_both(server):
+    network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    network[1].weight = network[0].weight
+    for _, current in three_rounds(server, network)[1]:
+        assert torch.equal(current["0.weight"], current["1.weight"])
