@@ -450,7 +450,7 @@ class Training:
     method: Method
     seconds: float
     cpu_seconds: float
-    versions: dict[str, int]  # of `received_arrays`: torch counts changes in place
+    versions: dict[tuple[str, str], int]  # of `received_arrays`: torch counts changes in place
 
 
 def begin_training(message: Message, context: Context, turns: ExitStack) -> Training:
@@ -500,8 +500,7 @@ def measure_training(
     check_received(training)
     check_update(method, update)
     check_state(method, update)
-    update.arrays, update.extra = (own_arrays(a, ctx) for a in (update.arrays, update.extra))
-    update.state = {group: own_arrays(arrays, ctx) for group, arrays in update.state.items()}
+    copy_from_networks(update, ctx)
     metrics: dict[str, float] = {
         "num-examples": len(ctx.train_samples),
         "num-steps": update.num_steps,
@@ -536,10 +535,10 @@ def finish_training(training: Training, update: Update, metrics: dict[str, float
     return reply_content(TrainReply(client, request.round, update.arrays, update.extra, metrics))
 
 
-def received_arrays(ctx: RoundContext) -> Arrays:
-    """What this client was sent, by the expression with which a method reads it."""
+def received_arrays(ctx: RoundContext) -> dict[tuple[str, str], torch.Tensor]:
+    """What this client was sent, by the attribute of `ctx` that has it and its name."""
     sent = {"received": ctx.received, "extra": ctx.extra}
-    return {f"ctx.{k}[{name!r}]": a for k, arrays in sent.items() for name, a in arrays.items()}
+    return {(where, name): a for where, arrays in sent.items() for name, a in arrays.items()}
 
 
 def check_received(training: Training) -> None:
@@ -547,24 +546,30 @@ def check_received(training: Training) -> None:
     now = {name: array._version for name, array in received_arrays(training.ctx).items()}
     changed = [name for name, version in training.versions.items() if now.get(name) != version]
     if changed:
+        where, name = changed[0]
         raise TypeError(
-            f"{type(training.method).__name__} changes {changed[0]} in place: "
+            f"{type(training.method).__name__} changes ctx.{where}[{name!r}] in place: "
             "received arrays are not the client's own; clone them first"
         )
 
 
-def own_arrays(arrays: Arrays, ctx: RoundContext) -> Arrays:
-    """The arrays; copies of those in memory of a network, which trains other clients too."""
+def copy_from_networks(update: Update, ctx: RoundContext) -> None:
+    """Replace the update's arrays that are in a network's memory, where other clients train."""
     shared = {
         tensor.untyped_storage().data_ptr()
         for network in ctx.networks.all()
         for tensor in network.tensors.values()
         if not is_borrowed(tensor)
     }
-    return {
-        name: array.detach().clone() if array.untyped_storage().data_ptr() in shared else array
-        for name, array in arrays.items()
-    }
+
+    def copied(arrays: Arrays) -> Arrays:
+        return {
+            name: array.detach().clone() if array.untyped_storage().data_ptr() in shared else array
+            for name, array in arrays.items()
+        }
+
+    update.arrays, update.extra = copied(update.arrays), copied(update.extra)
+    update.state = {group: copied(arrays) for group, arrays in update.state.items()}
 
 
 def check_update(method: Method, update: Any) -> None:

@@ -34,7 +34,7 @@ class OldState:
         written = {
             run: max(path.lstat().st_mtime for path in [run, *run.rglob("*")])
             for run in self.folder.iterdir()
-            if run.is_dir() and not run.is_symlink()  # another file beside the runs makes none old
+            if run.is_dir() and not run.is_symlink()  # a plain file beside them is not a run
         }
         now, lead = time.monotonic(), time.time() - time.monotonic()
         for run, at in written.items():

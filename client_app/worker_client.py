@@ -43,7 +43,7 @@ def send_to_worker(path: str, message: Message, context: Context) -> RecordDict 
         except ConnectionError as death:
             reason = f"the worker at {path} died on this message twice ({death or 'no answer'})"
             log.warning("the worker at %s died on a message", path)
-        except Exception as error:  # no permission, or what listens there is no worker
+        except Exception as error:  # no permission, or another program listens there
             reason = in_one_line(f"the worker at {path}: {type(error).__name__}: {error}")
             break
     node = context.node_config

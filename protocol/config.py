@@ -572,7 +572,7 @@ def config_from_json(text: str) -> RunConfig:
     except RecursionError:
         flat = None
     if not isinstance(flat, dict):
-        raise ValueError("the run's config is no JSON object of keys and values")
+        raise ValueError("the run's config is not a JSON object of keys and values")
     return _parse(with_current_names(flat))
 
 

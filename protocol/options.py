@@ -181,7 +181,7 @@ def parse_options(cls: type[T], values: Mapping[str, OptionValue], prefix: str =
             )
         value = values[key]
         if type(value) is int and abs(value) > MAX_INTEGER:  # it may be too large for a float
-            raise ValueError(f"{key} = {value!r:.40}: expected a number from -2^63 to 2^63")
+            raise ValueError(f"{key} = {value!r:.40}: expected a number between -2^63 and 2^63")
         if expected is float and type(value) is int:
             value = float(value)
         if type(value) is expected and constraint.holds(value):

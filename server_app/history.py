@@ -80,7 +80,7 @@ def each_line(path: Path, faults: list[str]) -> Iterator[Line]:
     if not path.exists():
         return
     if not path.is_file():  # a pipe would be waited for
-        faults.append(f"{path} is damaged: it is no plain file")
+        faults.append(f"{path} is damaged: it is not a plain file")
         return
     complete, _, _ = path.read_bytes().rpartition(b"\n")
     for number, text in enumerate(complete.split(b"\n") if complete else [], start=1):
@@ -258,7 +258,9 @@ def truncate_history(
             try:
                 replay(line)
             except DAMAGE as error:
-                faults.append(f"{path}, round {line['round']} is damaged: {error!r}")
+                faults.append(
+                    f"{path}, round {line['round']} is damaged: {type(error).__name__}: {error}"
+                )
                 continue
             lines.append(without_clients(line))
             texts.append(json.dumps(line).encode() + b"\n")

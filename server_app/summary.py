@@ -289,7 +289,7 @@ def num_listed(rows: Any) -> int:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; ValueError naming the file if it has none."""
     if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise ValueError(f"{path} is damaged: it is no plain file")
+        raise ValueError(f"{path} is damaged: it is not a plain file")
     try:
         found = json.loads(path.read_text())
     except DAMAGE as error:

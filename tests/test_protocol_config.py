@@ -410,5 +410,5 @@ def test_a_json_that_lacks_a_key_is_refused():
 @pytest.mark.parametrize("text", ["1", "null", "[]", "[" * 100_000])
 def test_a_json_that_is_no_object_is_refused(text):
     """A server may send it: a client's error about it ended in one of another kind."""
-    with pytest.raises(ValueError, match=r"^the run's config is no JSON object"):
+    with pytest.raises(ValueError, match=r"^the run's config is not a JSON object"):
         config_from_json(text)

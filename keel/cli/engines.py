@@ -33,7 +33,7 @@ STOP_TIMEOUT_S = 60.0  # for a run to write its summary after `flwr stop`
 STARTED = re.compile(r"started run (\d+)")
 REPLIES = re.compile(r"\d\d:\d\d:\d\d (.+): (\d+) of (\d+) clients have answered")
 DIRECTORY = re.compile(r"\d\d:\d\d:\d\d run directory (.+)")
-one_run = threading.RLock()  # of this process: torch's default generator and Keel's log are shared
+one_run = threading.RLock()  # at a time: runs share torch's default generator and Keel's log
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ def run_in_process(job: Job, terminal: Terminal) -> None:
     from server_app.inline import run_inline
 
     terminal.phase("reading data")
-    with one_run, torchs_defaults(), log_at_level_of_program():
+    with one_run, torch_defaults(), program_log_level():
         run_inline(job.overrides, job.num_clients, observers=[terminal])
 
 
 @contextmanager
-def torchs_defaults() -> Iterator[None]:
+def torch_defaults() -> Iterator[None]:
     """Within: float32 and gradients, whatever a notebook has set; its settings come back."""
     import torch
 
@@ -107,17 +107,17 @@ def torchs_defaults() -> Iterator[None]:
 
 
 class ProgramLog(logging.Handler):
-    """The handlers of a program that calls Keel, at its level: a run's log records more."""
+    """Passes records of the calling program's level on to its handlers: a run logs more."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Give them the record, if there are any."""
+        """Pass the record on, if there are handlers."""
         if logging.root.hasHandlers():
             logging.root.handle(record)
 
 
 @contextmanager
-def log_at_level_of_program() -> Iterator[None]:
-    """Within: Keel's log reaches a program's handlers at its level, as before the run."""
+def program_log_level() -> Iterator[None]:
+    """Within: the calling program's handlers get Keel's log at the level before the run."""
     logger = logging.getLogger("keel")
     passed_on, propagated = ProgramLog(logger.getEffectiveLevel()), logger.propagate
     if propagated:

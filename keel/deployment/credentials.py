@@ -67,7 +67,7 @@ def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def common_name(name: str) -> x509.Name:
-    """A subject with a common name only, of at most 64 characters: X.509 has no longer ones.
+    """A subject with a common name only, cut to the 64 characters that X.509 allows.
 
     It is shown, and not verified: a server's names are its alternative names.
     """

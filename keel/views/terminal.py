@@ -109,7 +109,9 @@ def watch_run(directory: Path, once: bool = False, console: Console | None = Non
     # a directory in the run may be one too
     ids = [entry.id for entry in store.runs().values() if entry.directory == store.roots[0]]
     if not ids:
-        raise ValueError(f"{CONFIG_FILE} in {directory} is no plain file: not a run directory")
+        raise ValueError(
+            f"{CONFIG_FILE} in {directory} is not a plain file, so this is not a run directory"
+        )
 
     def now() -> tuple[Entry | None, Group]:
         entry = store.find(ids[0])
