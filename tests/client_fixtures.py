@@ -124,7 +124,7 @@ def differ(arrays, others):
 def assert_close(arrays, others, **tolerance):
     """The arrays agree under the names of the first, compared in float64."""
     for name, array in arrays.items():
-        x, y = array.double(), others[name].double()
+        x, y = array.double().cpu(), others[name].double().cpu()
         if x.shape != y.shape or not torch.allclose(x, y, **{"rtol": 0, "atol": 0} | tolerance):
             # slower, and says where and by how much
             torch.testing.assert_close(x, y, msg=lambda m, n=name: f"{n}: {m}", **tolerance)

@@ -20,6 +20,7 @@ from client_app.methods import method_of
 from client_app.methods.fedprox import FedProx
 from client_app.methods.fedrep import FedRep
 from client_app.process_cache import ProcessCache
+from client_app.round import on_device
 from client_app.setup import client_indices
 from client_app.split_model import head_of, with_own_head
 from client_app.stacked import (
@@ -48,8 +49,8 @@ def rounds_of(subject, config, cache, sizes=SIZES):
     for place, num in enumerate(sizes):
         keys = dict(vars(ctx)) | {"networks": cache, "client": f"client-{place:04}"}
         samples = client_app.samples.Samples(
-            ctx.train_samples.images[:num].numpy(),
-            ctx.train_samples.labels[place : place + num].numpy(),
+            ctx.train_samples.images[:num].cpu().numpy(),
+            ctx.train_samples.labels[place : place + num].cpu().numpy(),
             ctx.train_samples.pixels,
             ctx.device,
         )
@@ -58,7 +59,8 @@ def rounds_of(subject, config, cache, sizes=SIZES):
         named |= {"model": model, "train_samples": samples}
         named |= {"state": changed(left, place) if place else {}, "last_accepted_round": 1}
         named["received"] = {n: a.clone() for n, a in double(ctx.received).items()}
-        named["extra"] = double(ctx.extra) | extra_of(config.rounds.method, model, place)
+        extra = double(ctx.extra) | extra_of(config.rounds.method, model, place)
+        named["extra"] = on_device(extra, ctx.device)
         made.append(type(ctx)(**named))
     return made
 
@@ -85,7 +87,7 @@ def changed(groups, place):
     return {
         group: {
             n: a + 0.05 * torch.randn(a.shape, generator=generator) if a.is_floating_point() else a
-            for n, a in arrays.items()
+            for n, a in on_device(arrays, torch.device("cpu")).items()
         }
         for group, arrays in groups.items()
     }

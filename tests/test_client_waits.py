@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import client_app.trainer
 from client_app.methods import method_of
+from client_app.round import on_device
 
 READS = {
     "item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "unique", "masked_select",
@@ -85,11 +86,15 @@ IN_CHECK = ("fedavg", "fedcka", "fedrcl", "fedreco", "scaffold")
 
 
 def train_two_rounds(subject, **keys):
-    """A first participation, and one with client state and what the server sends beside it."""
+    """The updates of a first participation, and of one with client state and what the server sends
+    beside it.
+    """
     config = subject.config(local_epochs=2, flip=True, clip_norm=5.0, **keys)
-    state = {}
+    state, updates = {}, []
     for number in (1, 2):  # of three clients: two batches an epoch
-        state = method_of(config).train(subject.round(config, number, state, 3)).state
+        updates.append(method_of(config).train(subject.round(config, number, state, 3)))
+        state = {group: on_device(a, torch.device("cpu")) for group, a in updates[-1].state.items()}
+    return updates
 
 
 @pytest.mark.parametrize(

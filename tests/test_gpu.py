@@ -1,0 +1,564 @@
+"""What only a GPU shows; elsewhere other tests have it, on a CPU or with mocks.
+
+`python -m pytest tests/test_gpu.py -n 8`. $KEEL_TEST_DEVICE=cpu tries the tests on a CPU, less
+those that need CUDA's own calls.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+
+import pytest
+import test_client_stacked as stacked
+import torch
+import torch.nn.functional as F
+from client_fixtures import Client, initial, make_config, make_round, subject_of, train
+from method_fixtures import METHODS
+from run_fixtures import SMALL, all_models, final_model, resume, same_bits
+from test_client_stacked import STACKABLE, both_ways
+from test_client_waits import train_two_rounds
+
+import client_app.handlers
+import client_app.trainer
+from client_app.evaluation import predictions
+from client_app.methods.fedcr import FedCR
+from client_app.precision import forward_in, products
+from client_app.worker_socket import worker_status, worker_variable
+from protocol.flower_compat import GPU_LOST
+from server_app.inline import run_inline
+
+DEVICE = os.environ.get("KEEL_TEST_DEVICE", "cuda")
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cuda" and not torch.cuda.is_available(), reason="torch.cuda.is_available() is false"
+)
+on_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA's own calls")
+root = Path(__file__).parent.parent
+# as in test_client_stacked.py: what float64 is left of, or rounding multiplied
+TOLERANCE = {"fedlc": 1e-5, "feddecorr": 1e-6}
+
+
+def machine_name():
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else "none"
+
+
+def flat(arrays, names):
+    return torch.cat([arrays[name].detach().double().cpu().flatten() for name in names])
+
+
+def distance(arrays, others, start=()):
+    """|arrays - others|, relative to |others - start|; norms over all arrays.
+
+    start: arrays, 0 for those that it lacks. Integers have to be equal.
+    """
+    assert arrays.keys() == others.keys()
+    names = [name for name, array in others.items() if array.is_floating_point()]
+    assert all(arrays[n].tolist() == others[n].tolist() for n in others.keys() - set(names))
+    if not names:
+        return 0.0
+    origin = {n: start[n] if n in start else torch.zeros(others[n].shape) for n in names}
+    a, b, o = (flat(each, names) for each in (arrays, others, origin))
+    return ((a - b).norm() / (b - o).norm().clamp_min(1e-300)).item()
+
+
+def groups_of(update):
+    """All arrays of an update, by part."""
+    parts = {"arrays": update.arrays, "extra": update.extra}
+    parts |= {f"state {group}": arrays for group, arrays in update.state.items()}
+    return {name: arrays for name, arrays in parts.items() if arrays}
+
+
+def assert_near(found, expected, limit, starts=({}, {}, {})):
+    """The updates agree in every part, to `limit` of its norm, and in their loss terms.
+
+    starts: from which the arrays of each have moved.
+    """
+    far = {}
+    assert len(found) == len(expected)
+    for number, (one, other, start) in enumerate(zip(found, expected, starts, strict=False), 1):
+        assert (one.num_steps, one.terms.keys()) == (other.num_steps, other.terms.keys())
+        parts = groups_of(other)
+        assert groups_of(one).keys() == parts.keys()
+        far |= {
+            (number, p): distance(groups_of(one)[p], parts[p], start if p == "arrays" else {})
+            for p in parts
+        }
+        far |= {
+            (number, term): abs(one.terms[term] - value) / max(abs(value), 1e-2)
+            for term, value in other.terms.items()
+        }
+    assert not {what: d for what, d in far.items() if not d <= limit}, f"limit {limit}: {far}"
+
+
+@pytest.fixture
+def draws_on_cpu(monkeypatch):
+    """FedCR draws on its device; a CPU's and a GPU's generators give other numbers."""
+
+    def draws(self, ctx, stream):
+        generator = torch.Generator().manual_seed(ctx.seed("dropout", stream))
+        size = self.samples, ctx.model.feature_width
+        return lambda step: torch.randn(size[0], len(step.y), size[1], generator=generator).to(
+            ctx.device
+        )
+
+    monkeypatch.setattr(FedCR, "_draws", draws)
+
+
+# --- local training -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_local_training_is_that_of_a_cpu_in_float64(method, in_float64, draws_on_cpu):
+    subject = subject_of(method)
+    found, expected = (train_two_rounds(subject, device=d) for d in (DEVICE, "cpu"))
+    assert_near(found, expected, TOLERANCE.get(method, 1e-8))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_float32_is_float32(method, draws_on_cpu):
+    """Of what a round changes, rounding to TF32 changes 2e-3 to 8e-1, and float32's about 1e-6.
+
+    FedDecorr: 1e-1 and 1e-4.
+    """
+    subject = subject_of(method)
+    found, expected = (train_two_rounds(subject, device=d) for d in (DEVICE, "cpu"))
+    starts = ({}, {})
+    if METHODS[method].sends_weights:
+        starts = [subject.round(subject.config(), n, {}).received for n in (1, 2)]
+    assert_near(found, expected, 2e-2 if method == "feddecorr" else 5e-4, starts)
+
+
+@on_cuda
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *({"method": name} for name in METHODS),
+        {"method": "moon", "crop_padding": 2, "rotation": 9.0},
+        {"method": "moon", "server_optimizer": "fedacg"},
+        {"method": "moon", "precision": "bf16"},
+        {"method": "moon", "cache_mb": 0},
+    ],
+    ids=lambda keys: "-".join(map(str, keys.values())),
+)
+def test_no_step_waits_for_the_gpu(keys, monkeypatch):
+    steps = []
+
+    class Watched(client_app.trainer.MeanTerms):
+        def __init__(self, sums):
+            super().__init__(sums)
+            torch.cuda.set_sync_debug_mode("error")
+
+        def read(self):
+            torch.cuda.set_sync_debug_mode("default")
+            steps.append(self.num_samples)
+            return super().read()
+
+    subject, keys = subject_of(keys["method"]), {k: v for k, v in keys.items() if k != "method"}
+    train_two_rounds(subject, device=DEVICE, **keys)  # what is made once in a process
+    monkeypatch.setattr(client_app.trainer, "MeanTerms", Watched)
+    try:
+        train_two_rounds(subject, device=DEVICE, **keys)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum(num > 0 for num in steps) >= 2
+
+
+@pytest.mark.parametrize("method", STACKABLE)
+def test_stacked_clients_are_those_alone(method, in_float64, monkeypatch):
+    """To `1e-8`, and no step waits."""
+    step = stacked.Stack.step
+    mode = torch.cuda.set_sync_debug_mode if DEVICE == "cuda" else lambda name: None
+    watches = []
+
+    def watched(self, *about):
+        mode("error" if watches else "default")
+        try:
+            return step(self, *about)
+        finally:
+            mode("default")
+
+    monkeypatch.setattr(stacked.Stack, "step", watched)
+    for _ in range(2):  # the first makes what is made once in a process
+        alone, together = both_ways(subject_of(method), device=DEVICE)
+        assert_near(together, alone, TOLERANCE.get(method, 1e-8))
+        watches.append(True)
+
+
+# --- precision ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fedavg", "moon", "fedintr", "fedrep"])
+def test_bf16_and_tf32_are_near_fp32(method):
+    start = initial(make_config(method=method))
+    plain, tf32, bf16 = (
+        train(
+            make_config(method=method, device=DEVICE, local_epochs=2, precision=precision),
+            number=2,
+            state={"previous": initial(make_config(method=method), seed=5)},
+        ).arrays
+        for precision in ("fp32", "tf32", "bf16")
+    )
+    assert {a.dtype for a in (*tf32.values(), *bf16.values())} == {torch.float32}
+    start = {name: start[name] for name in plain}
+    assert distance(tf32, plain, start) < 0.1
+    assert 1e-6 < distance(bf16, plain, start) < 0.2
+
+
+@on_cuda
+def test_each_precision_has_its_products():
+    """Against float64: float32 rounds to 6e-8, TF32 to 5e-4, bfloat16 to 4e-3."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 64, 32, 32, generator=generator, dtype=torch.float64).cuda()
+    w = torch.randn(64, 64, 3, 3, generator=generator, dtype=torch.float64).cuda()
+    a = torch.randn(2, 1024, 1024, generator=generator, dtype=torch.float64).cuda()
+    exact = F.conv2d(x, w), a[0] @ a[1]
+    limits = {"fp32": (0, 1e-5), "tf32": (5e-5, 2e-3), "bf16": (1e-3, 2e-2)}
+    before = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    found = {}
+    for precision in limits:
+        with products(precision), forward_in(precision, torch.device("cuda")):
+            made = F.conv2d(x.float(), w.float()), a[0].float() @ a[1].float()
+        found[precision] = [
+            ((m.double() - e).norm() / e.norm()).item() for m, e in zip(made, exact, strict=True)
+        ]
+    after = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    assert after == before
+    for precision, (least, most) in limits.items():
+        assert all(least <= error <= most for error in found[precision]), found
+
+
+@on_cuda
+def test_auto_trains_large_networks_in_bf16_and_evaluates_in_tf32():
+    small = make_round(make_config(device="cuda", precision="auto"))
+    now = make_round(make_config(device="cuda", precision="auto", model="vgg9"))
+    assert (small.precision, now.precision) == ("fp32", "bf16")
+    now.model.load_state_dict(now.received)
+    logits = {
+        precision: torch.cat([z for z, _ in predictions(now.model, now.train_samples, precision)])
+        for precision in ("fp32", "bf16", "auto")
+    }
+    now.model.double()
+    with torch.no_grad():
+        exact = torch.cat([now.model(x.double()) for x, _ in now.train_samples.in_order()])
+    errors = {k: ((z.double() - exact).norm() / exact.norm()).item() for k, z in logits.items()}
+    assert errors["fp32"] < 3e-5, errors
+    assert errors["bf16"] < 3e-5, errors  # evaluation after bf16 is in float32
+    assert 5e-5 < errors["auto"] < 1e-2, errors
+
+
+def has_compiler():
+    names = ["gcc", "clang"] if DEVICE == "cuda" else ["g++"]
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return any(map(shutil.which, names)) and header.is_file()
+
+
+@on_cuda  # test_client_precision.py has the CPU's
+@pytest.mark.skipif(not has_compiler(), reason="no C compiler, or no Python.h")
+def test_a_compiled_network_gives_the_same_update():
+    plain, compiled = (
+        train(make_config(device=DEVICE, compile=is_compiled)) for is_compiled in (False, True)
+    )
+    assert_near([compiled], [plain], 1e-4)
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_sends_from_the_cpu_and_ends_where_a_run_on_the_cpu_does(
+    method, draws_on_cpu, monkeypatch, no_pictures, request
+):
+    if method != "fedcr":  # what it sends is float32 in part
+        request.getfixturevalue("in_float64")
+    reply_content = client_app.handlers.reply_content
+    places = set()
+
+    def recorded(reply):
+        places.update(a.device.type for part in (reply.arrays, reply.extra) for a in part.values())
+        return reply_content(reply)
+
+    monkeypatch.setattr(client_app.handlers, "reply_content", recorded)
+    subject = subject_of(method)
+    found, expected = (subject.run(num_rounds=2, device=d) for d in (DEVICE, "cpu"))
+    assert places <= {"cpu"}
+    models = all_models(found), all_models(expected)
+    assert {a.device.type for a in models[0].values()} == {"cpu"}
+    assert distance(*models) <= {"fedcr": 1e-4}.get(method, 10 * TOLERANCE.get(method, 1e-8))
+
+
+@pytest.mark.parametrize("method", ["fedreco", "fedintr", "fedrep"])
+def test_a_run_resumes_and_stacks(method, tmp_path, record_property, no_pictures):
+    """Of an interrupted run the last bits may differ on a GPU: whether they do is a warning."""
+
+    def run(name, **keys):
+        given = {"method": method, "device": DEVICE, "num-rounds": 3, "output-dir": str(tmp_path)}
+        given |= {"run-name": name, "local-test-fraction": 0.2}
+        return run_inline(SMALL | given | keys, 4)
+
+    whole, again = run("whole"), run("again")
+    cut = run("cut", **{"num-rounds": 2})
+    resume(cut, num_rounds=3)
+    together = run("stacked", **{"clients-per-step": 4})
+    expected = all_models(whole)
+    far = {r.name: distance(all_models(r), expected) for r in (again, cut, together)}
+    assert max(far.values()) < 1e-3, far
+    bits = {r.name: same_bits(all_models(r), expected) for r in (again, cut)}
+    record_property("bit-identical", str(bits))
+    message = f"{method} on {DEVICE}: bit-identical to the first run: {bits}; distances {far}"
+    warnings.warn(message, stacklevel=1)
+    manifest = json.loads((whole / "manifest.json").read_text())
+    assert manifest["versions"]["gpu"] == machine_name()
+    assert DEVICE != "cuda" or manifest["machines"] == [f"cuda: {machine_name()}"]
+    assert DEVICE == "cuda" or manifest["machines"][0].startswith("cpu: ")
+
+
+# --- in processes of their own: a full, a shared and a lost GPU -----------------------------------
+
+
+def environment(home):
+    return os.environ | {
+        "KEEL_HOME": str(home),
+        "FLWR_HOME": str(home / "flwr"),
+        "PYTHONPATH": str(root),
+        "FLWR_TELEMETRY_ENABLED": "0",
+    }
+
+
+def python(home, *arguments, limit_s=150, **more):
+    """(code, stdout, stderr) of a Python process; one that takes too long is ended as by Ctrl-C."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=root,
+        env=environment(home) | more,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            out, err = process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+        pytest.fail(f"not done after {limit_s} s: {out[-3000:]}\n{err[-3000:]}")
+    return process.returncode, out, err
+
+
+FULL = """
+import gc, json, logging, sys
+import torch
+from client_app.handlers import process_caches
+from run_fixtures import final_model, without_pictures
+from server_app.inline import run_inline
+
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger("keel").addHandler(handler)
+device, folder = sys.argv[1:]
+has_gpu = device == "cuda"
+total = torch.cuda.mem_get_info()[1] if has_gpu else 1
+
+def run(name, num, share=1.0):
+    gc.collect()
+    if has_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.set_per_process_memory_fraction(share)
+    lines.clear()
+    error = ""
+    keys = {
+        "source": "digits", "model": "resnet20", "norm": "group", "batch-size": 128, "lr": 0.05,
+        "method": "fedavg", "num-rounds": 2, "evaluate-every": 2, "device": device, "alpha": 100.0,
+        "output-dir": folder, "run-name": name, "clients-per-step": num, "evaluate-clients": "none",
+        "data-fraction": 1.0 if has_gpu else 0.1,
+    }
+    try:
+        with without_pictures():
+            run_inline(keys, 8)
+    except RuntimeError as failed:
+        error = f"{type(failed).__name__}: {failed}"
+    kept = [cache.max_stacked for cache in process_caches._caches.values()]
+    return {
+        "peak": torch.cuda.max_memory_reserved() if has_gpu else 1, "error": error, "kept": kept,
+        "halved": [line for line in lines if "do not fit" in line], "share": share,
+    }
+
+found = {"alone": run("alone", 1), "stacked": run("stacked", 8), "auto": run("auto", 0)}
+one, eight = found["alone"]["peak"], found["stacked"]["peak"]
+found["halved"] = run("halved", 8, (one + 0.6 * (eight - one)) / total if has_gpu else 1.0)
+found["full"] = run("full", 1, 0.5 * one / total) if has_gpu else {}
+print(json.dumps(found))
+"""
+
+
+def test_a_full_gpu_halves_the_stack_and_a_client_that_does_not_fit_is_one_line(tmp_path):
+    search = os.pathsep.join((str(root), str(root / "tests")))
+    code, out, err = python(tmp_path, "-c", FULL, DEVICE, str(tmp_path), PYTHONPATH=search)
+    assert code == 0, (out, err)
+    found = json.loads(out.splitlines()[-1])
+    report = json.dumps(found, indent=1)
+    assert [found[name]["error"] for name in ("alone", "stacked", "auto", "halved")] == [""] * 4, (
+        report
+    )
+    models = {name: final_model(tmp_path / name) for name in ("alone", "stacked", "auto", "halved")}
+    far = {name: distance(model, models["alone"]) for name, model in models.items()}
+    assert max(far.values()) < 1e-3, (far, report)
+    if DEVICE == "cuda":
+        assert found["auto"]["kept"][0] > 1, report
+        assert found["stacked"]["halved"] == [], report
+        first, *_ = found["halved"]["halved"] or [""]
+        assert first.startswith("clients-per-step: 8 clients do not fit into the memory of cuda: 4")
+        assert 1 <= found["halved"]["kept"][0] <= 4, report
+        error = found["full"]["error"]
+        assert "CUDA out of memory: lower batch-size, cache-mb or clients-per-step" in error, report
+        assert "\n" not in error, report
+
+
+SHARED = """
+import sys
+import torch
+from client_app import worker_server
+
+def takes(share):
+    torch.cuda.empty_cache()
+    try:
+        torch.empty(int(share * torch.cuda.mem_get_info()[1]), dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+class Allocates:
+    code = "0"
+
+    def __init__(self, path):
+        pass
+
+    def serve(self):
+        print([takes(0.01), takes(0.03)])
+
+worker_server.WorkerProcess = Allocates
+sys.exit(worker_server.main())
+"""
+
+
+@on_cuda
+def test_the_share_of_a_worker_is_a_limit(tmp_path):
+    socket = {worker_variable: str(tmp_path / "s"), "KEEL_GPU_SHARE": "0.02", "KEEL_DEVICE": "cuda"}
+    code, out, err = python(tmp_path, "-c", SHARED, **socket)
+    assert (code, out.strip()) == (0, "[True, False]"), err
+    assert "device cuda, at most 2% of its memory" in err
+
+
+LOST = """
+import sys
+import torch
+import torch.nn.functional as F
+from client_app.methods.fedavg import FedAvg
+
+def supervised(self, batch):
+    if batch.logits.device.type == "cpu":
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered\\nSearch for")
+    return F.cross_entropy(batch.logits, batch.y + 1000)  # no such class: an assert on the device
+
+FedAvg.supervised = supervised
+if sys.argv[1:]:
+    from keel.cli.main import main
+
+    sys.exit(main(sys.argv[1:]))
+from client_app.worker_server import main
+
+sys.exit(main())
+"""
+LOST_TEXTS = ("CUDA error", "CUDNN_STATUS_EXECUTION_FAILED")  # which one is torch's choice
+words = [f"{key}={value}" for key, value in SMALL.items()]
+
+
+def test_a_lost_gpu_ends_a_run_with_one_line(tmp_path):
+    given = ["method=fedavg", f"device={DEVICE}", "run-name=lost"]
+    code, out, err = python(tmp_path, "-c", LOST, "run", *words, *given, "--clients", "3")
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 1, (out, err)
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: round 1: 0 accepted replies, min-replies = 1."), lines
+    assert any(text in lines[0] for text in LOST_TEXTS), lines
+    assert "Traceback" not in out + err, err
+    summary = json.loads((tmp_path / "runs" / "lost" / "summary.json").read_text())
+    assert summary["status"].startswith("failed: round 1"), summary
+
+
+def test_a_worker_that_lost_its_gpu_answers_and_ends(tmp_path, monkeypatch):
+    path = tmp_path / "s"
+    log = (tmp_path / "log").open("w+")
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOST],
+        cwd=root,
+        env=environment(tmp_path) | {worker_variable: str(path), "KEEL_DEVICE": DEVICE},
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        assert worker_status(str(path), 100)["pid"] == process.pid
+        monkeypatch.setenv(worker_variable, str(path))
+        config = make_config(device=DEVICE)
+        reply = Client(config, tmp_path / "run").ask("train", 1, initial(config))
+        assert reply.error.code == GPU_LOST, reply.error
+        assert any(text in reply.error.reason for text in LOST_TEXTS), reply.error
+        assert "\n" not in reply.error.reason
+        process.wait(60)
+    finally:
+        process.kill()
+        process.wait(60)
+        log.seek(0)
+        text = log.read()
+        log.close()
+    assert process.returncode == 0, text
+    assert "the GPU context of this process is lost: exiting, to be restarted" in text
+
+
+# --- Flower's simulation --------------------------------------------------------------------------
+
+
+def flower_run(folder, *options):
+    """(workers in the manifest, all that was said) of a run that ends where the inline one does."""
+    pytest.importorskip("ray")
+    given = {"method": "fedreco", "fedreco.eta-0": 0.5, "local-test-fraction": 0.2}
+    keys = SMALL | given | {"device": DEVICE, "run-name": "one"}
+    arguments = [*(f"{k}={v}" for k, v in keys.items()), "--engine", "flower", "--clients", "4"]
+    code, out, err = python(folder, "-m", "keel", "run", *arguments, *options)
+    assert code == 0, (out, err)
+    made = folder / "runs" / "one"
+    inline = run_inline(keys | {"output-dir": str(folder / "inline")}, 4)
+    far = distance(all_models(made), all_models(inline))
+    assert far < 1e-4, far
+    workers = json.loads((made / "manifest.json").read_text())["workers"]
+    if DEVICE == "cuda":
+        assert {each["device"] for each in workers} == {"cuda:0"}, workers
+        assert {each["machine"] for each in workers} == {f"cuda: {machine_name()}"}, workers
+    else:
+        assert {each["device"] for each in workers} == {"cpu"}, workers
+    logs = [path.read_text(errors="replace") for path in folder.rglob("*.log")]
+    said = "\n".join((*logs, out, err))
+    assert f"{len(workers)} on {workers[0]['device']}" in said, said[-5000:]
+    return workers, said
+
+
+def test_workers_of_a_simulation_share_the_gpu(tmp_path, no_pictures):
+    options = ["--gpus-per-client", "0.25"] if DEVICE == "cuda" else []
+    workers, _ = flower_run(tmp_path, *options)
+    assert len(workers) == 4 or DEVICE != "cuda", workers
+
+
+@on_cuda
+def test_a_worker_of_a_simulation_has_a_gpu_of_its_own(tmp_path, no_pictures):
+    workers, said = flower_run(tmp_path)
+    assert len(workers) == min(4, torch.cuda.device_count()), workers
+    assert "each worker has a GPU of its own" in said, said[-5000:]
