@@ -528,7 +528,7 @@ def test_a_worker_that_lost_its_gpu_answers_and_ends(tmp_path, monkeypatch):
 
 
 def flower_run(folder, *options):
-    """(workers in the manifest, all that was said) of a run that ends where the inline one does."""
+    """The workers in the manifest of a run that ends where the inline one does."""
     pytest.importorskip("ray")
     given = {"method": "fedreco", "fedreco.eta-0": 0.5, "local-test-fraction": 0.2}
     keys = SMALL | given | {"device": DEVICE, "run-name": "one"}
@@ -545,20 +545,16 @@ def flower_run(folder, *options):
         assert {each["machine"] for each in workers} == {f"cuda: {machine_name()}"}, workers
     else:
         assert {each["device"] for each in workers} == {"cpu"}, workers
-    logs = [path.read_text(errors="replace") for path in folder.rglob("*.log")]
-    said = "\n".join((*logs, out, err))
-    assert f"{len(workers)} on {workers[0]['device']}" in said, said[-5000:]
-    return workers, said
+    return workers
 
 
 def test_workers_of_a_simulation_share_the_gpu(tmp_path, no_pictures):
     options = ["--gpus-per-client", "0.25"] if DEVICE == "cuda" else []
-    workers, _ = flower_run(tmp_path, *options)
+    workers = flower_run(tmp_path, *options)
     assert len(workers) == 4 or DEVICE != "cuda", workers
 
 
 @on_cuda
 def test_a_worker_of_a_simulation_has_a_gpu_of_its_own(tmp_path, no_pictures):
-    workers, said = flower_run(tmp_path)
+    workers = flower_run(tmp_path)
     assert len(workers) == min(4, torch.cuda.device_count()), workers
-    assert "each worker has a GPU of its own" in said, said[-5000:]
