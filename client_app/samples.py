@@ -5,7 +5,7 @@ together, so that no step waits for the device.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -17,6 +17,9 @@ from data.augment import draw_degrees, draw_flips, draw_offsets, rotate, shift
 from protocol.config import DataConfig, TrainConfig
 
 evaluation_batch = 500
+
+Draws = tuple[Tensor, Tensor | None, Tensor | None]  # of a step: forms, shifts, degrees
+Batch = tuple[Tensor, Tensor]  # x and y of a step
 
 
 @dataclass(frozen=True)
@@ -178,18 +181,37 @@ class Samples:
         on_device = [_uploaded(parts, device) for parts in (forms, shifts, degrees)]
         return BatchPlan(num, augmentation, epochs, index, variant, host_forms, *on_device)
 
-    def step(self, plan: BatchPlan, number: int) -> Step:
-        """The batch of step `number` of the plan."""
-        augmentation, form = plan.augmentation, plan.forms[number]
-        forms = self.plain_and_mirrored if augmentation.flip else self.images.permute(0, 2, 3, 1)
-        images = forms.index_select(0, form).permute(0, 3, 1, 2)
-        if augmentation.crop_padding:
-            images = shift(images, plan.shifts[number], augmentation.crop_padding)
-        if augmentation.rotation:
-            images = rotate(images.float(), plan.degrees[number])
-        y = self.labels.index_select(0, form % plan.num_samples if augmentation.flip else form)
+    def step(
+        self, plan: BatchPlan, number: int, batch: Callable[[Draws], Batch] | None = None
+    ) -> Step:
+        """The batch of step `number` of the plan. batch: replaces `Samples.batch(plan)`."""
+        draws = (
+            plan.forms[number],
+            plan.shifts[number] if plan.shifts else None,
+            plan.degrees[number] if plan.degrees else None,
+        )
+        x, y = (batch or self.batch(plan))(draws)
         index, variant, epoch = plan.index[number], plan.variant[number], plan.epochs[number]
-        return Step(self.pixels.normalise(images), y, index, variant, epoch, number, plan)
+        return Step(x, y, index, variant, epoch, number, plan)
+
+    def batch(self, plan: BatchPlan) -> Callable[[Draws], Batch]:
+        """The function from what is drawn for a step of the plan to its x and y, as in `Step`."""
+        augmentation = plan.augmentation
+
+        def compute(draws: Draws) -> Batch:
+            form, shifts, degrees = draws
+            forms = (
+                self.plain_and_mirrored if augmentation.flip else self.images.permute(0, 2, 3, 1)
+            )
+            images = forms.index_select(0, form).permute(0, 3, 1, 2)
+            if shifts is not None:
+                images = shift(images, shifts, augmentation.crop_padding)
+            if degrees is not None:
+                images = rotate(images.float(), degrees)
+            place = form % plan.num_samples if augmentation.flip else form
+            return self.pixels.normalise(images), self.labels.index_select(0, place)
+
+        return compute
 
     def in_order(self, batch_size: int = evaluation_batch) -> Iterator[tuple[Tensor, Tensor]]:
         """All samples without augmentation, as (x, y) batches in the order of storage."""

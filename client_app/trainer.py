@@ -3,16 +3,19 @@
 import functools
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from client_app.graphs import MIN_CALLS, Replayed
 from client_app.precision import forward_in, products
 from client_app.round import RoundContext
-from client_app.samples import BatchPlan, Step, batch_size_for
+from client_app.samples import Batch, BatchPlan, Draws, Step, batch_size_for
 from client_app.sgd import SGD
 from models import StagedModel, own_memory
 from protocol.config import TrainConfig
@@ -150,18 +153,17 @@ def train_phase(ctx: RoundContext, phase: Phase) -> Descent:
     rates = phase.rates(ctx, plan)
     sums = MeanTerms({})
     cuda = [ctx.device] if ctx.device.type == "cuda" else []
+    batch: Callable[[Draws], Batch] = ctx.train_samples.batch(plan)
+    gradients: Callable[[Any], Any] = partial(gradients_of, ctx, phase)
+    if is_replayed(ctx, plan):
+        batch, gradients = Replayed(batch, "a batch"), Replayed(gradients, "a step")
     with torch.random.fork_rng(devices=cuda), products(ctx.precision):
         seed_default(ctx.seed("dropout", phase.stream), ctx.device)
         for number, rate in enumerate(rates):  # nothing here waits for the device
-            step = ctx.train_samples.step(plan, number)
-            with forward_in(ctx.precision, ctx.device):
-                made = phase.terms(phase.inputs(step))
-            terms, observed = made if phase.observe else (made, None)
-            optimizer.zero_grad()
-            total_loss(terms, ctx).backward()  # type: ignore[no-untyped-call]
-            add_to_gradients(phase.parameters, phase.gradient_offsets)
-            if train.clip_norm:
-                torch.nn.utils.clip_grad_norm_(phase.parameters, train.clip_norm)
+            step = ctx.train_samples.step(plan, number, batch)
+            terms, observed, found = gradients(phase.inputs(step))
+            for parameter, gradient in zip(phase.parameters, found, strict=True):
+                parameter.grad = gradient
             optimizer.step(rate)
             if phase.step_offsets:
                 with torch.no_grad():
@@ -175,6 +177,29 @@ def train_phase(ctx: RoundContext, phase: Phase) -> Descent:
     if not all(map(math.isfinite, means.values())):
         ctx.faults.extend(filter(None, [sums.fault()]))
     return Descent(means, len(rates), functools.reduce(operator.add, rates, 0.0))
+
+
+def gradients_of(ctx: RoundContext, phase: Phase, inputs: Any) -> tuple[Any, Any, list[Any]]:
+    """The loss terms, what is observed, and each parameter's gradient, or None, of one step."""
+    for parameter in phase.parameters:
+        parameter.grad = None
+    with forward_in(ctx.precision, ctx.device):
+        made = phase.terms(inputs)
+    terms, observed = made if phase.observe else (made, None)
+    total_loss(terms, ctx).backward()  # type: ignore[no-untyped-call]
+    add_to_gradients(phase.parameters, phase.gradient_offsets)
+    if ctx.config.train.clip_norm:
+        torch.nn.utils.clip_grad_norm_(phase.parameters, ctx.config.train.clip_norm)
+    found = [parameter.grad for parameter in phase.parameters]
+    return {name: term.detach() for name, term in terms.items()}, observed, found
+
+
+def is_replayed(ctx: RoundContext, plan: BatchPlan) -> bool:
+    """Whether the steps of this plan are recorded as CUDA graphs and replayed."""
+    train = ctx.config.train
+    sizes = Counter(map(len, plan.index)).values()
+    is_on = train.cuda_graphs and not train.compile and ctx.device.type == "cuda"
+    return is_on and max(sizes, default=0) >= MIN_CALLS
 
 
 def total_loss(terms: dict[str, Tensor], ctx: RoundContext) -> Tensor:

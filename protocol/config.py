@@ -182,6 +182,11 @@ class TrainConfig:
         "bfloat16 products, else fp32",
     )
     compile: bool = option(true_or_false(), "torch.compile the networks; pays off in long GPU runs")
+    cuda_graphs: bool = option(
+        true_or_false(),
+        "on a GPU, record a step of local training and replay it; not with compile or clients "
+        "that train together",
+    )
     clients_per_step: int = option(
         at_least(0),
         "clients that the inline engine trains together, as one batched model; 0 or auto: as many "

@@ -85,11 +85,11 @@ def waits(monkeypatch):
 IN_CHECK = ("fedavg", "fedcka", "fedrcl", "fedreco", "scaffold")
 
 
-def train_two_rounds(subject, **keys):
+def train_two_rounds(subject, local_epochs=2, **keys):
     """The updates of a first participation, and of one with client state and what the server sends
     beside it.
     """
-    config = subject.config(local_epochs=2, flip=True, clip_norm=5.0, **keys)
+    config = subject.config(local_epochs=local_epochs, flip=True, clip_norm=5.0, **keys)
     state, updates = {}, []
     for number in (1, 2):  # of three clients: two batches an epoch
         updates.append(method_of(config).train(subject.round(config, number, state, 3)))

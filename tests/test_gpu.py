@@ -24,6 +24,7 @@ from run_fixtures import SMALL, all_models, final_model, resume, same_bits
 from test_client_stacked import STACKABLE, both_ways
 from test_client_waits import train_two_rounds
 
+import client_app.graphs
 import client_app.handlers
 import client_app.trainer
 from client_app.evaluation import predictions
@@ -187,6 +188,70 @@ def test_stacked_clients_are_those_alone(method, in_float64, monkeypatch):
         alone, together = both_ways(subject_of(method), device=DEVICE)
         assert_near(together, alone, TOLERANCE.get(method, 1e-8))
         watches.append(True)
+
+
+# --- CUDA graphs ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recordings(monkeypatch):
+    """Those made from here on; phases of few steps are recorded too."""
+    made, begin = [], client_app.graphs.Recording.__init__
+    monkeypatch.setattr(client_app.trainer, "MIN_CALLS", 1)
+
+    def counted(self, *about):
+        begin(self, *about)
+        made.append(self)
+
+    monkeypatch.setattr(client_app.graphs.Recording, "__init__", counted)
+    return made
+
+
+LONG = {"fedreco": {"fedreco__k_u": "12 steps", "fedreco__k_v": "12 steps"}}
+
+
+@on_cuda
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *({"method": name} for name in METHODS),
+        {"method": "moon", "crop_padding": 2, "rotation": 9.0},
+        {"method": "moon", "server_optimizer": "fedacg", "weight_decay": 0.1},
+        {"method": "fedrcl", "model": "resnet20", "lr_decay_epoch": 0.5},
+        {"method": "fedavg", "model": "resnet20", "norm": "group", "momentum": 0.0},
+        {"method": "fedavg", "model": "vgg9"},
+    ],
+    ids=lambda keys: "-".join(map(str, keys.values())),
+)
+def test_recorded_steps_are_those_that_are_not(keys, in_float64, recordings, caplog):
+    caplog.set_level("INFO")
+    method = keys["method"]
+    subject, keys = subject_of(method), {k: v for k, v in keys.items() if k != "method"}
+    keys |= {"device": DEVICE, "local_epochs": 6, **LONG.get(method, {})}
+    found = train_two_rounds(subject, cuda_graphs=True, **keys)
+    num = len(recordings)
+    expected = train_two_rounds(subject, cuda_graphs=False, **keys)
+    assert num >= 4, caplog.text  # of batches and of steps, in each round
+    assert num == len(recordings)
+    assert "not recorded" not in caplog.text
+    assert_near(found, expected, TOLERANCE.get(method, 1e-8))
+
+
+@on_cuda
+def test_a_step_that_waits_is_not_recorded(recordings, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    penalty = METHODS["moon"].penalty
+
+    def waiting(self, batch):
+        return penalty(self, batch) * (2 if batch.logits.sum().item() > 1e9 else 1)
+
+    subject = subject_of("moon")
+    keys = {"device": DEVICE, "local_epochs": 6}
+    expected = train_two_rounds(subject, cuda_graphs=False, **keys)
+    monkeypatch.setattr(METHODS["moon"], "penalty", waiting)
+    found = train_two_rounds(subject, **keys)
+    assert "a step is not recorded as a CUDA graph" in caplog.text
+    assert_near(found, expected, 1e-4)
 
 
 # --- precision ------------------------------------------------------------------------------------

@@ -178,13 +178,14 @@ class FedCR(Method):
             is_read_again=duration.reads_again(ctx),
         )
 
-        def terms(step: Step) -> dict[str, Tensor]:
-            mu, s = gaussian(*posteriors.of(step))
-            return {"supervised": sampled_cross_entropy(head, mu, s, step.y, draw(step))}
+        def terms(inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+            posterior, y, eps = inputs
+            mu, s = gaussian(posterior)
+            return {"supervised": sampled_cross_entropy(head, mu, s, y, eps)}
 
         phase = Phase(
             parameters=list(head.parameters()),
-            inputs=lambda step: step,
+            inputs=lambda step: (*posteriors.of(step), step.y, draw(step)),
             terms=terms,
             lr=ctx.config.train.lr,
             duration=duration,
