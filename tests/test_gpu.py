@@ -207,7 +207,11 @@ def recordings(monkeypatch):
     return made
 
 
-LONG = {"fedreco": {"fedreco__k_u": "12 steps", "fedreco__k_v": "12 steps"}}
+LONG = {  # where `local-epochs` says nothing
+    "fedpac": {"fedpac.extractor-epochs": 6},
+    "fedreco": {"fedreco.k-u": "12 steps", "fedreco.k-v": "12 steps"},
+    "fedrep": {"fedrep.extractor-epochs": 6},
+}
 
 
 @on_cuda
@@ -389,7 +393,7 @@ def environment(home):
     return os.environ | {
         "KEEL_HOME": str(home),
         "FLWR_HOME": str(home / "flwr"),
-        "PYTHONPATH": str(root),
+        "PYTHONPATH": os.pathsep.join((str(root), str(root / "tests"), *sys.path)),
         "FLWR_TELEMETRY_ENABLED": "0",
     }
 
@@ -466,8 +470,7 @@ print(json.dumps(found))
 
 
 def test_a_full_gpu_halves_the_stack_and_a_client_that_does_not_fit_is_one_line(tmp_path):
-    search = os.pathsep.join((str(root), str(root / "tests")))
-    code, out, err = python(tmp_path, "-c", FULL, DEVICE, str(tmp_path), PYTHONPATH=search)
+    code, out, err = python(tmp_path, "-c", FULL, DEVICE, str(tmp_path))
     assert code == 0, (out, err)
     found = json.loads(out.splitlines()[-1])
     report = json.dumps(found, indent=1)
