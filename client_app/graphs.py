@@ -8,11 +8,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from protocol.text import in_one_line
 
@@ -43,6 +44,36 @@ def _place(device: torch.device) -> tuple[torch.cuda.Stream, Any, list[torch.cud
     return stream, torch.cuda.graph_pool_handle(), []
 
 
+class Obstacles(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the first operation that a graph cannot have, in the backward pass too.
+
+    It waits for the device, has a shape that depends on values, copies from another device, or
+    draws from a generator of its own.
+    """
+
+    first = ""
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, given: Any = (), named: Any = None
+    ) -> Any:
+        made = operation(*given, **(named or {}))
+        if not self.first and is_obstacle(operation, given, named or {}, made):
+            self.first = operation.overloadpacket.__name__
+        return made
+
+
+def is_obstacle(operation: Any, given: Any, named: Any, made: Any) -> bool:
+    """Whether no graph can have this operation; given, named, made: its arguments and result."""
+    name = operation.overloadpacket.__name__
+    if name.startswith("index"):  # its shape depends on values if a mask is among the indices
+        indices = [each for each in pytree.tree_leaves(given[1]) if isinstance(each, Tensor)]
+        return any(each.dtype in (torch.bool, torch.uint8) for each in indices)
+    if name in ("_to_copy", "copy_"):
+        return bool(given[name == "copy_"].device != made.device)
+    depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return bool(depends & {*operation.tags}) or named.get("generator") is not None
+
+
 class Recording:
     """One call of a function, recorded: `replay` repeats it with other inputs of the same form."""
 
@@ -59,19 +90,25 @@ class Recording:
             for new, old in zip(leaves, before, strict=True)
         ]
         self.is_own = [new is not mine for new, mine in zip(leaves, self.read, strict=True)]
-        self.graph = torch.cuda.CUDAGraph()
-        device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+        self.result: Any = None
+        self.record(lambda: function(pytree.tree_unflatten(self.read, spec)))
+
+    def record(self, call: Callable[[], Any]) -> None:
+        """Record the call; nothing is computed yet."""
+        device = next(leaf.device for leaf in self.read if isinstance(leaf, Tensor))
         stream, pool, newest = _place(device)
+        graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             # other threads copy meanwhile
-            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                self.result = function(pytree.tree_unflatten(self.read, spec))
+                self.result = call()
             finally:
-                self.graph.capture_end()
+                graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(stream)
-        newest[:] = [self.graph]
+        newest[:] = [graph]
+        self.run: Callable[[], object] = graph.replay
 
     def fits(self, leaves: Sequence[Any]) -> bool:
         """Whether the tensors that are read where they are are the same as then."""
@@ -83,43 +120,52 @@ class Recording:
         for leaf, mine, is_own in zip(leaves, self.read, self.is_own, strict=True):
             if is_own:
                 mine.copy_(leaf)
-        self.graph.replay()
+        self.run()
         return self.result
 
 
 class Replayed:
     """A function of nested tensors whose kernels are recorded at its third call of each form.
 
-    It may read and write other tensors, in place; whatever else it reads must not change. If it
-    cannot be recorded, because it waits for the device, say, it is called as it is.
-    num_calls: how often each form is expected, by the size of a batch.
+    It may read and write other tensors, in place; whatever else it reads must not change. If a
+    graph cannot have it, because it waits for the device, say, it is called as it is.
+    what: names it in the log, where that is said once.
     """
+
+    obstacles: ClassVar[dict[str, str]] = {}  # why not, by `what`
 
     def __init__(self, function: Callable[[Any], Any], what: str) -> None:
         self.function, self.what = function, what
-        self.is_recordable = True
         self.calls: defaultdict[Form, int] = defaultdict(int)
         self.before: dict[Form, Sequence[Any]] = {}
         self.recordings: dict[Form, Recording] = {}
 
     def __call__(self, inputs: Any) -> Any:
         """The function's result."""
-        if not self.is_recordable:
+        if self.what in self.obstacles:
             return self.function(inputs)
         leaves, spec = pytree.tree_flatten(inputs)
         try:
             form = (spec, *map(form_of, leaves))
-            if form not in self.recordings and self.calls[form] >= NUM_EAGER:
+            if form not in self.recordings and self.calls[form] == NUM_EAGER:
                 before = self.before.pop(form)
                 self.recordings[form] = Recording(self.function, leaves, before, spec)
         except (TypeError, RuntimeError) as error:
-            self.is_recordable = False
-            log.info("%s is not recorded as a CUDA graph: %s", self.what, in_one_line(error))
+            self._give_up(in_one_line(error))
             return self.function(inputs)
-        recording = self.recordings.get(form)
-        if recording is None:
-            self.calls[form] += 1
-            self.before[form] = leaves
-        elif recording.fits(leaves):
-            return recording.replay(leaves)
-        return self.function(inputs)
+        if form in self.recordings:
+            recording = self.recordings[form]
+            return recording.replay(leaves) if recording.fits(leaves) else self.function(inputs)
+        self.before[form] = leaves
+        self.calls[form] += 1
+        if self.calls[form] < NUM_EAGER:
+            return self.function(inputs)
+        with Obstacles() as found:  # type: ignore[no-untyped-call]
+            result = self.function(inputs)
+        if found.first:
+            self._give_up(f"it has the operation {found.first}")
+        return result
+
+    def _give_up(self, reason: str) -> None:
+        self.obstacles[self.what] = reason
+        log.warning("%s is not recorded as a CUDA graph: %s", self.what, reason)

@@ -19,7 +19,7 @@ from protocol.config import DataConfig, TrainConfig
 evaluation_batch = 500
 
 Draws = tuple[Tensor, Tensor | None, Tensor | None]  # of a step: forms, shifts, degrees
-Batch = tuple[Tensor, Tensor]  # x and y of a step
+Labelled = tuple[Tensor, Tensor]  # x and y of a step
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class Samples:
         self.images = _on(device, images).contiguous(memory_format=torch.channels_last)
         self.labels = _on(device, labels)
         self.pixels = pixels
+        _scale_and_shift(pixels, images.shape[-1], device)  # here, as it waits
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -182,7 +183,7 @@ class Samples:
         return BatchPlan(num, augmentation, epochs, index, variant, host_forms, *on_device)
 
     def step(
-        self, plan: BatchPlan, number: int, batch: Callable[[Draws], Batch] | None = None
+        self, plan: BatchPlan, number: int, batch: Callable[[Draws], Labelled] | None = None
     ) -> Step:
         """The batch of step `number` of the plan. batch: replaces `Samples.batch(plan)`."""
         draws = (
@@ -194,11 +195,11 @@ class Samples:
         index, variant, epoch = plan.index[number], plan.variant[number], plan.epochs[number]
         return Step(x, y, index, variant, epoch, number, plan)
 
-    def batch(self, plan: BatchPlan) -> Callable[[Draws], Batch]:
+    def batch(self, plan: BatchPlan) -> Callable[[Draws], Labelled]:
         """The function from what is drawn for a step of the plan to its x and y, as in `Step`."""
         augmentation = plan.augmentation
 
-        def compute(draws: Draws) -> Batch:
+        def compute(draws: Draws) -> Labelled:
             form, shifts, degrees = draws
             forms = (
                 self.plain_and_mirrored if augmentation.flip else self.images.permute(0, 2, 3, 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from client_app.graphs import MIN_CALLS, Replayed
 from client_app.precision import forward_in, products
 from client_app.round import RoundContext
-from client_app.samples import Batch, BatchPlan, Draws, Step, batch_size_for
+from client_app.samples import BatchPlan, Draws, Labelled, Step, batch_size_for
 from client_app.sgd import SGD
 from models import StagedModel, own_memory
 from protocol.config import TrainConfig
@@ -153,10 +153,12 @@ def train_phase(ctx: RoundContext, phase: Phase) -> Descent:
     rates = phase.rates(ctx, plan)
     sums = MeanTerms({})
     cuda = [ctx.device] if ctx.device.type == "cuda" else []
-    batch: Callable[[Draws], Batch] = ctx.train_samples.batch(plan)
+    batch: Callable[[Draws], Labelled] = ctx.train_samples.batch(plan)
     gradients: Callable[[Any], Any] = partial(gradients_of, ctx, phase)
     if is_replayed(ctx, plan):
-        batch, gradients = Replayed(batch, "a batch"), Replayed(gradients, "a step")
+        what = f"of {ctx.config.rounds.method} with {ctx.model.name}, in {phase.stream},"
+        batch = Replayed(batch, f"a batch {what}")
+        gradients = Replayed(gradients, f"a step {what}")
     with torch.random.fork_rng(devices=cuda), products(ctx.precision):
         seed_default(ctx.seed("dropout", phase.stream), ctx.device)
         for number, rate in enumerate(rates):  # nothing here waits for the device
@@ -196,10 +198,9 @@ def gradients_of(ctx: RoundContext, phase: Phase, inputs: Any) -> tuple[Any, Any
 
 def is_replayed(ctx: RoundContext, plan: BatchPlan) -> bool:
     """Whether the steps of this plan are recorded as CUDA graphs and replayed."""
-    train = ctx.config.train
-    sizes = Counter(map(len, plan.index)).values()
-    is_on = train.cuda_graphs and not train.compile and ctx.device.type == "cuda"
-    return is_on and max(sizes, default=0) >= MIN_CALLS
+    nums = Counter(map(len, plan.index)).values()  # steps with as many samples
+    is_on = ctx.config.train.cuda_graphs and ctx.device.type == "cuda"
+    return is_on and max(nums, default=0) >= MIN_CALLS
 
 
 def total_loss(terms: dict[str, Tensor], ctx: RoundContext) -> Tensor:

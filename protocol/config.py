@@ -184,8 +184,8 @@ class TrainConfig:
     compile: bool = option(true_or_false(), "torch.compile the networks; pays off in long GPU runs")
     cuda_graphs: bool = option(
         true_or_false(),
-        "on a GPU, record a step of local training and replay it; not with compile or clients "
-        "that train together",
+        "on a GPU, record a step of local training and replay it; not with compile, "
+        "clients-per-step or stacked-runs",
     )
     clients_per_step: int = option(
         at_least(0),
@@ -627,6 +627,18 @@ def _validate_names(config: RunConfig) -> None:
             f"checkpoint's round: expected a multiple of snapshot-every = {rounds.snapshot_every}, "
             "or 0: the same"
         )
+    train = config.train
+    for key, value, plain in (
+        ("compile", train.compile, False),
+        ("clients-per-step", train.clients_per_step, 1),
+        ("stacked-runs", train.stacked_runs, 1),
+    ):
+        if train.cuda_graphs and value != plain:
+            shown = str(value).lower()
+            raise ValueError(
+                f"{key} = {shown}: a step of one client's eager network is recorded with "
+                f"cuda-graphs = true; leave out one of the two keys"
+            )
     refuse_unknown("method", rounds.method, list(method_names()))
     refuse_unknown("server-optimizer", rounds.server_optimizer, list(SERVER_OPTIMIZERS))
     refuse_unknown("model", model.model, list(MODELS))

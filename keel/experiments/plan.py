@@ -74,7 +74,7 @@ def keys_not_read(cell: Cell) -> set[str]:
     """Keys that are no part of its setting: `evaluate-every` if it reads the last round alone."""
     same = {"seed", "diagnostics-every", "stacked-runs"}
     if not cell.is_timed:
-        same |= {"threads", "compile"}
+        same |= {"threads", "compile", "cuda-graphs"}
     return same if cell.take.reads_earlier else same | {"evaluate-every"}
 
 

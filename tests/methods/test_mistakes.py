@@ -14,12 +14,21 @@ from client_app.methods.fedavg import FedAvg
 from client_app.methods.moon import MOON
 from client_app.objective import LocalObjective
 from keel.cli.main import main
+from protocol import catalogue
 from protocol.catalogue import options_class
 from server_app.summary import read_summary
 from strategies import Average
 from tests.run_fixtures import SMALL
 
+
 QUICK = {"method": "fedavg", "num-rounds": 1, "local-epochs": 1}
+
+
+@pytest.fixture(autouse=True)
+def _reads_files_anew():
+    """Pytest may give a test the directory of one that passed, so another `mine.py` lies there."""
+    catalogue._parsed.cache_clear()
+    options_class.cache_clear()
 
 
 def without_return(self, current, replies):

@@ -1,0 +1,182 @@
+"""Recorded steps, on the CPU: a replay calls the function, with the recorded inputs and memory.
+
+Kernels themselves are recorded in tests/test_gpu.py.
+"""
+
+import pytest
+import torch
+from client_fixtures import assert_same_bits, make_config, subject_of, train
+from method_fixtures import METHODS
+from test_client_waits import train_two_rounds
+from torch.utils import _pytree as pytree
+
+import client_app.graphs
+import client_app.trainer
+from client_app.graphs import NUM_EAGER, Obstacles, Recording, Replayed
+from protocol.config import resolve_config
+
+LONG = {  # phases whose length `local-epochs` does not say
+    "fedpac": {"fedpac.extractor-epochs": 6},
+    "fedreco": {"fedreco.k-u": "12 steps", "fedreco.k-v": "12 steps"},
+    "fedrep": {"fedrep.extractor-epochs": 6},
+}
+
+
+class OnCpu(Recording):
+    """Its replay computes anew, and writes the result where the first one's lies."""
+
+    made = 0
+
+    def record(self, call):
+        OnCpu.made += 1
+        self.call, self.run = call, self.compute
+
+    def compute(self):
+        result = self.call()
+        if self.result is None:
+            self.result = result
+            return
+        pairs = zip(*map(pytree.tree_leaves, (self.result, result)), strict=True)
+        with torch.no_grad():
+            for place, value in pairs:
+                assert (place is None) == (value is None)
+                if value is not None:
+                    place.copy_(value)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Every phase is recorded; returns the class that counts the recordings."""
+    monkeypatch.setattr(client_app.graphs, "Recording", OnCpu)
+    monkeypatch.setattr(client_app.trainer, "is_replayed", lambda ctx, plan: True)
+    monkeypatch.setattr(Replayed, "obstacles", {})
+    monkeypatch.setattr(OnCpu, "made", 0)
+    return OnCpu
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_replayed_steps_are_those_that_are_not(method, recorded):
+    """The inputs of a step reach its recording, and nobody keeps what the next one overwrites."""
+    subject, keys = subject_of(method), {"local_epochs": 4, **LONG.get(method, {})}
+    found = train_two_rounds(subject, **keys)
+    assert recorded.made
+    assert not Replayed.obstacles
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client_app.trainer, "is_replayed", lambda ctx, plan: False)
+        expected = train_two_rounds(subject, **keys)
+    for one, other in zip(found, expected, strict=True):
+        assert one.terms == other.terms
+        assert_same_bits(one.arrays, other.arrays)
+        assert_same_bits(one.extra, other.extra)
+        assert one.state.keys() == other.state.keys()
+        for group, arrays in other.state.items():
+            assert_same_bits(one.state[group], arrays)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"crop_padding": 2, "rotation": 9.0, "weight_decay": 0.1},
+        {"server_optimizer": "fedacg", "momentum": 0.0},
+        {"model": "resnet20", "lr_decay_epoch": 0.5},
+        {"precision": "bf16"},
+        {"cache_mb": 0},
+    ],
+)
+def test_replayed_steps_are_those_that_are_not_whatever_the_run(keys, recorded, monkeypatch):
+    subject = subject_of("moon")
+    found = train_two_rounds(subject, local_epochs=4, **keys)
+    assert recorded.made
+    monkeypatch.setattr(client_app.trainer, "is_replayed", lambda ctx, plan: False)
+    for one, other in zip(found, train_two_rounds(subject, local_epochs=4, **keys), strict=True):
+        assert_same_bits(one.arrays, other.arrays)
+
+
+def test_each_form_of_the_inputs_is_recorded_at_its_third_call(recorded):
+    double = Replayed(lambda inputs: [inputs["x"] * 2, inputs["same"]], "a test")
+    same = torch.ones(1)
+    for size, value in [(2, 1), (3, 2), (2, 3), (3, 4), (2, 5), (2, 6), (3, 7), (2, 8)]:
+        x = torch.full((size,), float(value))
+        made, constant = double({"x": x, "same": same})
+        assert made.tolist() == [2 * value] * size
+        assert constant is same
+    assert recorded.made == 2
+    other = torch.zeros(1)  # in place of the one that the recording reads where it lies
+    made, constant = double({"x": torch.ones(2), "same": other})
+    assert (made.tolist(), constant is other, same.item()) == ([2, 2], True, 1)
+
+
+class WaitsBackwards(torch.autograd.Function):
+    """The identity, whose backward pass reads a number."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * gradient.sum().item()
+
+
+def gradient_of(x):
+    weight = torch.ones(2, requires_grad=True)
+    (WaitsBackwards.apply(weight) * x).sum().backward()
+    return weight.grad
+
+
+@pytest.mark.parametrize(
+    ("function", "operation"),
+    [
+        (lambda x: x * x.sum().item(), "_local_scalar_dense"),
+        (gradient_of, "_local_scalar_dense"),
+        (lambda x: x + x.nonzero().shape[0], "nonzero"),
+        (lambda x: x[x > 0], "index"),
+        (lambda x: x * torch.equal(x, x), "equal"),
+        (lambda x: torch.rand(2, generator=torch.Generator()) * x, "rand"),
+        (lambda x: x.to("meta"), "_to_copy"),
+    ],
+)
+def test_what_a_graph_cannot_have_is_called_as_it_is_and_said_once(
+    function, operation, recorded, caplog
+):
+    for _ in range(2):  # as in two rounds
+        replayed = Replayed(function, "a step of mine")
+        for value in range(1, 6):
+            x = torch.full((2,), float(value))
+            made = replayed(x)
+            assert made.shape == function(x).shape
+    assert recorded.made == 0
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == [
+        f"a step of mine is not recorded as a CUDA graph: it has the operation {operation}"
+    ]
+
+
+def test_an_input_that_is_neither_a_tensor_nor_a_value_is_said(recorded, caplog):
+    replayed = Replayed(lambda inputs: inputs[0] + 1, "a step of mine")
+    for _ in range(4):
+        assert replayed((torch.ones(1), object())).item() == 2
+    assert recorded.made == 0
+    assert "not recorded as a CUDA graph: object among the inputs" in caplog.text
+
+
+def test_indices_and_copies_on_one_device_are_no_obstacle():
+    x, index = torch.rand(4, 3), torch.tensor([1, 0])
+    with Obstacles() as found:
+        x.index_select(0, index).index_copy_(0, index, x[index]).double().clone().copy_(x[:2])
+    assert not found.first
+
+
+def test_nothing_is_recorded_on_a_cpu_or_for_few_steps(monkeypatch):
+    assert NUM_EAGER < client_app.graphs.MIN_CALLS
+    monkeypatch.setattr(Recording, "record", lambda *_: pytest.fail("recorded"))
+    train(make_config(cuda_graphs=True, local_epochs=6))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [("compile", True, "true"), ("clients-per-step", 4, "4"), ("stacked-runs", 2, "2")],
+)
+def test_keys_that_train_otherwise_are_refused(key, value, shown):
+    with pytest.raises(ValueError, match=f"^{key} = {shown}: .*cuda-graphs = true"):
+        resolve_config({"cuda-graphs": True, key: value})
