@@ -151,9 +151,10 @@ STACKED = (  # network, method, batch size, clients
 
 
 def stacking(options: BenchOptions) -> Iterator[Measurement]:
-    """Client steps a second of several clients: one after the other, and as one batched model."""
+    """Client steps a second: one client after the other, with recorded steps, and stacked."""
     quick = options.is_quick
     num_batches = 1 if quick else 8  # of each client
+    recorded: Keys = {"cuda-graphs": True}
 
     def measure(keys: Keys, num_clients: int, is_stacked: bool) -> Row:
         return measured(clients_together(keys, num_clients, is_stacked), options)[1]
@@ -166,12 +167,12 @@ def stacking(options: BenchOptions) -> Iterator[Measurement]:
             "model": model,
             "method": name,
             "batch-size": batch,
-            "local-epochs": 1,
+            "local-epochs": 1 if quick else 5,
             "device": options.device,
         }
-        for is_stacked, way in ((False, "eager"), (True, "stacked")):
+        for way, more in (("eager", {}), ("recorded", recorded), ("stacked", {})):
             what = f"{num_clients} clients, {model}, batch {batch}: {name}, {way}"
-            yield what, partial(measure, keys, num_clients, is_stacked)
+            yield what, partial(measure, keys | more, num_clients, way == "stacked")
 
 
 def time_to_target(options: BenchOptions) -> Row:

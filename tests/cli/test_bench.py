@@ -169,9 +169,9 @@ def test_steps_are_counted_and_a_clients_error_is_raised():
 
 
 @pytest.mark.slow
-def test_clients_one_by_one_and_stacked_are_measured_on_a_cpu(tmp_path):
+def test_clients_one_by_one_recorded_and_stacked_are_measured_on_a_cpu(tmp_path):
     rows = [measure() for _, measure in gpu.stacking(BenchOptions(tmp_path, True, device="cpu"))]
-    assert len(rows) == 2 * len(gpu.STACKED)
+    assert len(rows) == 3 * len(gpu.STACKED)
     for row in rows:
         assert row["steps_a_second"] > 0
         assert 0.0 < row["busy_share"] < 1.5  # in operators, on a CPU

@@ -20,7 +20,6 @@ from server_app.summary import read_summary
 from strategies import Average
 from tests.run_fixtures import SMALL
 
-
 QUICK = {"method": "fedavg", "num-rounds": 1, "local-epochs": 1}
 
 
