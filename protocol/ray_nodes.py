@@ -1,5 +1,7 @@
 """The nodes of Ray's cluster and the workers that fit on them. Imports Ray only to list them."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol.processes import num_shares
@@ -22,6 +24,20 @@ class Node:
         fits = [int(self.num_cpus / cpus + 1e-9)] if cpus else []
         fits += [num_shares(self.num_gpus, gpus)] if gpus else []
         return min([*fits, MAX_WORKERS]) if fits else 0
+
+
+def devices_by_node(workers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The devices of each node's workers, as `1 on cuda:0, 2 on cuda:1`.
+
+    workers: (address of its node, device) of each.
+    """
+    nodes: dict[str, Counter[str]] = {}
+    for node, device in workers:
+        nodes.setdefault(node, Counter())[device] += 1
+    return {
+        node: ", ".join(f"{num} on {device}" for device, num in found.items())
+        for node, found in nodes.items()
+    }
 
 
 def living_nodes() -> list[Node]:

@@ -6,7 +6,6 @@ in. What would give another model is refused; what changes the last bits is a wa
 """
 
 import itertools
-import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +28,9 @@ from protocol.messages import (
     machine_report,
     request_record,
 )
+from protocol.ray_nodes import CPU_WORKERS, devices_by_node
 from server_app.logical_clients import LogicalGrid
 
-log = logging.getLogger("keel.server")
 START_TIMEOUT_S = 600.0  # for Ray and its workers to start
 
 
@@ -41,6 +40,7 @@ class WorkerOnNode:
 
     node: str
     report: MachineReport
+    has_own_gpu: bool = False  # because no share of one was asked for
 
 
 def checked_workers(
@@ -71,10 +71,7 @@ def checked_workers(
             ) from None
         replies = ask(content)
     is_stateful = method_of(config).is_stateful
-    workers = workers_in(replies, lambda: data_digest(source), directory if is_stateful else None)
-    for text in devices_of(workers):
-        log.info("%s", text)
-    return workers
+    return workers_in(replies, lambda: data_digest(source), directory if is_stateful else None)
 
 
 @contextmanager
@@ -114,19 +111,20 @@ def workers_in(
                 "there, and a client may be trained on any machine: set output-dir to a directory "
                 "that all machines share"
             )
-        workers.append(WorkerOnNode(reply.node, report))
+        workers.append(WorkerOnNode(reply.node, report, reply.has_own_gpu))
     return workers
 
 
 def devices_of(workers: Sequence[WorkerOnNode]) -> list[str]:
-    """A line for each machine: its workers and the devices that they train on."""
-    nodes: dict[str, Counter[str]] = {}
-    for each in workers:
-        nodes.setdefault(each.node, Counter())[each.report.device] += 1
-    return [
-        f"workers on {node}: " + ", ".join(f"{num} on {device}" for device, num in found.items())
-        for node, found in nodes.items()
-    ]
+    """A line for each machine: its workers' devices; one more if each has a GPU unasked."""
+    found = devices_by_node((each.node, each.report.device) for each in workers)
+    lines = [f"workers on {node}: {devices}" for node, devices in found.items()]
+    if any(each.has_own_gpu for each in workers):
+        lines.append(
+            "each worker has a GPU of its own: client-resources-num-gpus (--gpus-per-client) sets "
+            f"another share, ${CPU_WORKERS}=1 keeps the workers on the CPU"
+        )
+    return lines
 
 
 def worker_warnings(workers: Sequence[WorkerOnNode], server: MachineReport) -> list[str]:

@@ -609,6 +609,10 @@ def flower_run(folder, *options):
         assert {each["machine"] for each in workers} == {f"cuda: {machine_name()}"}, workers
     else:
         assert {each["device"] for each in workers} == {"cpu"}, workers
+    assert f"\nworkers     {len(workers)} on {workers[0]['device']}\n" in out
+    log = (made / "run.log").read_text()
+    for text, says in ((out, "GPUs        each worker has its own"), (log, "a GPU of its own")):
+        assert (says in text) == (DEVICE == "cuda" and not options), text
     return workers
 
 

@@ -258,6 +258,21 @@ def test_where_no_gpus_are_asked_for_each_worker_has_one_if_there_are_any():
     assert gpu_share([cpu, gpu], {"KEEL_CPU_WORKERS": "1"}) == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "num_gpus", "expected"), [(None, 2, True), (0.5, 2, False), (None, 0, False)]
+)
+def test_workers_reply_whether_they_have_a_gpu_unasked(
+    backend, task_identity, monkeypatch, given, num_gpus, expected
+):
+    resources = {"num_cpus": 1} | ({"num_gpus": given} if given else {})
+    found, ray = backend(node("a", 1, num_gpus))
+    monkeypatch.delenv("KEEL_CPU_WORKERS", raising=False)
+    found.client_resources_key = "client_resources"
+    found._validate_client_resources({"client_resources": resources})
+    ray.get = lambda future: ("", Message(RecordDict(), reply_to=future.message), None)
+    assert [each.has_own_gpu for each in found.ask_workers(lambda _: RecordDict())] == [expected]
+
+
 def test_workers_get_the_variables_of_keel_and_of_the_libraries_that_compute(monkeypatch):
     environment = {
         "KEEL_HOME": "/a",
@@ -366,7 +381,8 @@ def backend(monkeypatch):
         )
         monkeypatch.setattr(ClusterBackend, "__init__", lambda self: None)
         found = ClusterBackend()
-        found.changed, found.own, found.is_over = threading.Condition(), {}, False
+        found.changed, found.own = threading.Condition(), {}
+        found.is_over = found.has_own_gpus = False
         found.workers, found.client_resources = [], resources or {"num_cpus": 1}
         found.max_workers = max_workers
         monkeypatch.setattr(ray_backend, "started", Future())

@@ -132,6 +132,14 @@ def test_each_workers_device_is_named():
     ]
 
 
+def test_that_each_worker_has_a_gpu_of_its_own_unasked_is_named_with_the_option():
+    replies = [replace(reply(replace(GOOD, device="cuda:0")), has_own_gpu=True)] * 2
+    line, other = devices_of(workers_in(replies, lambda: "d", None))
+    assert line == "workers on 10.0.0.2: 2 on cuda:0"
+    assert other.startswith("each worker has a GPU of its own: ")
+    assert "--gpus-per-client" in other
+
+
 def test_the_token_is_there_while_it_is_looked_for_and_gone_then(tmp_path):
     with token_in(tmp_path / "runs") as (path, token):
         assert path.parent == tmp_path / "runs"

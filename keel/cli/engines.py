@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from keel.cli.progress import Terminal
 from keel.deployment.simulation import end_abandoned, engine_folder, last_line, simulation_superlink
@@ -25,8 +25,9 @@ from keel.deployment.superlink import SuperLinkClient, app_directory, run_config
 from keel.runs import FINISHED, SavedRun, is_locked
 from protocol.options import OptionValue
 from protocol.processes import num_cores
-from protocol.ray_nodes import CPU_WORKERS, Node
+from protocol.ray_nodes import CPU_WORKERS, Node, devices_by_node
 from server_app.history import HISTORY_FILE, HistoryReader
+from server_app.summary import read_manifest
 
 POLL_S = 0.3
 STOP_TIMEOUT_S = 60.0  # for a run to write its summary after `flwr stop`
@@ -170,7 +171,7 @@ def run_on_flower(job: Job, terminal: Terminal) -> None:
             last_round = SavedRun(job.directory).rounds
             flower.start(with_num_clients(job), arguments)
             try:
-                follow(job.directory, last_round, terminal, flower)
+                follow(job, last_round, terminal, flower)
             except BaseException:
                 terminal.phase("stopping")
                 flower.stop()
@@ -203,15 +204,25 @@ def removed_unless_failed(folder: Path) -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def follow(directory: Path, last_round: int, terminal: Terminal, flower: "FlowerRun") -> None:
-    """Report the rounds that appear in the run directory until the run ends."""
-    has_begun, is_over, replies = False, False, flower.replies
+def follow(job: Job, last_round: int, terminal: Terminal, flower: "FlowerRun") -> None:
+    """Report what appears in the run directory until the run ends: workers, warnings, rounds."""
+    directory = job.directory
+    assert directory is not None
+    has_begun, has_workers, is_over, replies = False, False, False, flower.replies
     reader = HistoryReader(directory / HISTORY_FILE)
+    warnings, manifest = WarningReader(directory), directory / "manifest.json"
+    before = modified_ns(manifest)  # of the attempt that is resumed
     while not is_over:
         is_over = flower.ended.wait(POLL_S)  # read once more after the end
         if not has_begun and (directory / "summary.json").exists() and flower.run_id:
             has_begun = True
             terminal.begin(directory, last_round)
+        if has_begun and not has_workers and modified_ns(manifest) > before:
+            has_workers = True
+            for row in worker_rows(read_manifest(directory), job.gpus_per_client is None):
+                terminal.row(*row)
+        for record in warnings.read():
+            terminal.handle(record)
         if has_begun and flower.replies != replies:
             replies = flower.replies
             terminal.on_replies(*replies)
@@ -222,6 +233,49 @@ def follow(directory: Path, last_round: int, terminal: Terminal, flower: "Flower
                     terminal.on_round(line)
     if summary := SavedRun(directory).summary:
         terminal.on_run_end(summary)
+
+
+def modified_ns(path: Path) -> int:
+    """When the file was last written; 0 if there is none."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_mtime_ns
+    return 0
+
+
+def worker_rows(manifest: Mapping[str, Any], takes_gpus: bool) -> list[tuple[str, str]]:
+    """(label, text) of the devices of a simulation's workers, by machine.
+
+    takes_gpus: whether each worker gets a GPU of its own, if there are any.
+    """
+    workers = [(each["node"], each["device"]) for each in manifest.get("workers", ())]
+    nodes = devices_by_node(workers)
+    rows = [
+        ("workers", f"{node}: {text}" if nodes.keys() - {node} else text)
+        for node, text in nodes.items()
+    ]
+    if takes_gpus and any(device.startswith("cuda") for _, device in workers):
+        rows.append(("GPUs", "each worker has its own; --gpus-per-client sets another share"))
+    return rows
+
+
+class WarningReader:
+    """Follows a run's log: the warnings and errors that are appended from now on."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "run.log"
+        self.offset = self.path.stat().st_size if self.path.exists() else 0
+        self.pattern = re.compile(rf"\S+ \S+ {re.escape(directory.name)} (WARNING|ERROR) (.*)\n")
+
+    def read(self) -> Iterator[logging.LogRecord]:
+        """Those since the last call."""
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):  # being written
+                    break
+                self.offset += len(line)
+                if found := self.pattern.fullmatch(line.decode(errors="replace")):
+                    yield logging.makeLogRecord({"levelname": found[1], "msg": found[2]})
 
 
 def run_on_deployment(job: Job, terminal: Terminal) -> None:

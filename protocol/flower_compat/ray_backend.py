@@ -93,7 +93,7 @@ class ClusterBackend(RayBackend):
         self.workers: list[Worker] = []
         self.max_workers = MAX_WORKERS
         self.changed = threading.Condition()  # of these
-        self.is_over = False
+        self.is_over = self.has_own_gpus = False
         try:
             super().__init__(backend_config)
         except Exception as error:
@@ -124,12 +124,7 @@ class ClusterBackend(RayBackend):
         resources = super()._validate_client_resources(config)
         if not resources.get("num_gpus"):
             resources["num_gpus"] = gpu_share(living_nodes(), os.environ)
-            if resources["num_gpus"]:
-                log.info(
-                    "each worker has a GPU of its own: client-resources-num-gpus "
-                    "(--gpus-per-client) sets another share, $%s=1 keeps the workers on the CPU",
-                    CPU_WORKERS,
-                )
+            self.has_own_gpus = bool(resources["num_gpus"])
         return resources
 
     def build(self, app_fn: Callable[[], ClientApp]) -> None:
@@ -322,9 +317,8 @@ class ClusterBackend(RayBackend):
             try:
                 _, reply, _ = ray.get(future)
                 error = reply.error.reason if reply.has_error() else ""
-                replies.append(
-                    WorkerReply(worker.node.address, None if error else reply.content, error)
-                )
+                found = None if error else reply.content
+                replies.append(WorkerReply(worker.node.address, found, error, self.has_own_gpus))
             except RayError as error:
                 replies.append(WorkerReply(worker.node.address, None, in_one_line(error)))
         return replies

@@ -27,6 +27,7 @@ class WorkerReply:
     node: str  # address of its machine in the cluster
     content: RecordDict | None
     error: str = ""
+    has_own_gpu: bool = False  # because no share of one was asked for
 
 
 Ask = Callable[[Callable[[int], RecordDict]], Sequence[WorkerReply]]

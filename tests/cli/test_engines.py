@@ -18,8 +18,8 @@ import pytest
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.config import parse_config_args
 
-from keel.cli.engines import FlowerRun, Job, follow, is_from_keel, run_on_deployment
-from keel.cli.progress import round_line
+from keel.cli.engines import FlowerRun, Job, follow, is_from_keel, run_on_deployment, worker_rows
+from keel.cli.progress import Terminal, round_line
 from keel.deployment import superlink
 from keel.deployment.simulation import (
     MARK,
@@ -225,7 +225,67 @@ def test_following_a_run_reads_each_line_once_and_reports_the_rounds_after_the_l
     condensed = history.condensed
     monkeypatch.setattr(history, "condensed", lambda text: parsed.append(text) or condensed(text))
     flower = SimpleNamespace(ended=SimpleNamespace(wait=wait), run_id="1", replies=("", 0, 0))
-    follow(run, 1, terminal, flower)
+    follow(Job({}, 2, run), 1, terminal, flower)
     assert [number for number, _ in reported] == [2, 3, 4, 5]
     assert "2 left out" in reported[-1][1]
     assert parsed == [line.encode() for line in lines]
+
+
+def worker(node, device):
+    return {"node": node, "device": device, "machine": "M"}
+
+
+OWN_GPU = ("GPUs", "each worker has its own; --gpus-per-client sets another share")
+
+
+@pytest.mark.parametrize(
+    ("workers", "takes_gpus", "rows"),
+    [
+        ([worker("a", "cpu")] * 2, True, [("workers", "2 on cpu")]),
+        ([worker("a", "cuda:0")] * 4, False, [("workers", "4 on cuda:0")]),
+        (
+            [worker("a", "cuda:0"), worker("a", "cuda:1"), worker("b", "cuda:0")],
+            True,
+            [("workers", "a: 1 on cuda:0, 1 on cuda:1"), ("workers", "b: 1 on cuda:0"), OWN_GPU],
+        ),
+    ],
+)
+def test_the_devices_of_workers_are_a_row_for_each_machine(workers, takes_gpus, rows):
+    assert worker_rows({"workers": workers}, takes_gpus) == rows
+
+
+def test_a_flower_runs_workers_and_warnings_are_shown_before_its_rounds(tmp_path, capsys):
+    """Those of this attempt: the manifest and the log of the one before are there first."""
+    run = make_run(tmp_path / "run", {"method": "fedavg"}, 2, num_written=1)
+    manifest, log = run / "manifest.json", run / "run.log"
+    manifest.write_text(json.dumps({"workers": [worker("a", "cpu")]}))
+    os.utime(manifest, (1, 1))
+    head = "2026-01-01 10:00:00,000 run"
+    log.write_text(f"{head} WARNING old\n")
+    line = json.dumps(line_of(2, Random(2), clients=["a"])) + "\n"
+
+    def append(path, text):
+        with path.open("a") as file:
+            file.write(text)
+
+    looks = iter(
+        [
+            lambda: append(log, f"{head} INFO x run WARNING no\n{head} WARNING differ: [b]"),
+            lambda: manifest.write_text(json.dumps({"workers": [worker("a", "cuda:0")]})),
+            lambda: append(log, " 100 %\nTraceback\n"),
+            lambda: append(run / "history.jsonl", line) or True,
+        ]
+    )
+    ended = SimpleNamespace(wait=lambda seconds: next(looks)() is True)
+    flower = SimpleNamespace(ended=ended, run_id="1", replies=("", 0, 0))
+    with Terminal(2) as terminal:
+        follow(Job({}, 2, run), 1, terminal, flower)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:4] == [
+        f"directory   {run}",
+        "workers     1 on cuda:0",
+        "GPUs        each worker has its own; --gpus-per-client sets another share",
+        "warning: differ: [b] 100 %",
+    ]
+    assert len(shown) == 5
+    assert shown[4].startswith("round 2/2")

@@ -16,6 +16,7 @@ from keel.cli.main import main
 from keel.deployment.simulation import MARK
 from keel.runs import SavedRun
 from server_app.inline import run_inline
+from server_app.summary import read_manifest
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
 root = Path(__file__).parent.parent.parent
@@ -82,6 +83,9 @@ def test_a_flower_run_is_stopped_by_ctrl_c_and_resumed_to_the_same_bits(tmp_path
     assert process.returncode == 130, err
     assert err == ""
     assert "round    1/1000   personal" in out
+    num = len(read_manifest(directory)["workers"])
+    assert f"\nworkers     {num} on cpu\n" in out[: out.index("round    1/1000")]
+    assert f": {num} on cpu\n" in (directory / "run.log").read_text()
     assert out.count(STOPPING) == 1
     assert "keel resume cut" in out
     assert summary_of(directory)["status"] == "stopped"
