@@ -6,6 +6,7 @@ in. What would give another model is refused; what changes the last bits is a wa
 """
 
 import itertools
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,13 @@ from client_app.machine import data_digest
 from client_app.methods import method_of
 from data.sources import Source
 from protocol.config import RunConfig
-from protocol.flower_compat.simulation import WorkerReply, has_own_backend, is_cluster, started
+from protocol.flower_compat.simulation import (
+    Note,
+    WorkerReply,
+    has_own_backend,
+    is_cluster,
+    started,
+)
 from protocol.messages import (
     DatasetSpec,
     MachineReport,
@@ -28,7 +35,7 @@ from protocol.messages import (
     machine_report,
     request_record,
 )
-from protocol.ray_nodes import CPU_WORKERS, devices_by_node
+from protocol.ray_nodes import devices_by_node
 from server_app.logical_clients import LogicalGrid
 
 START_TIMEOUT_S = 600.0  # for Ray and its workers to start
@@ -40,7 +47,7 @@ class WorkerOnNode:
 
     node: str
     report: MachineReport
-    has_own_gpu: bool = False  # because no share of one was asked for
+    notes: Sequence[Note] = ()  # on all workers
 
 
 def checked_workers(
@@ -111,20 +118,15 @@ def workers_in(
                 "there, and a client may be trained on any machine: set output-dir to a directory "
                 "that all machines share"
             )
-        workers.append(WorkerOnNode(reply.node, report, reply.has_own_gpu))
+        workers.append(WorkerOnNode(reply.node, report, reply.notes))
     return workers
 
 
-def devices_of(workers: Sequence[WorkerOnNode]) -> list[str]:
-    """A line for each machine: its workers' devices; one more if each has a GPU unasked."""
+def notes_on(workers: Sequence[WorkerOnNode]) -> list[Note]:
+    """For the run's log: each machine's workers with their devices, and what Ray's start showed."""
     found = devices_by_node((each.node, each.report.device) for each in workers)
-    lines = [f"workers on {node}: {devices}" for node, devices in found.items()]
-    if any(each.has_own_gpu for each in workers):
-        lines.append(
-            "each worker has a GPU of its own: client-resources-num-gpus (--gpus-per-client) sets "
-            f"another share, ${CPU_WORKERS}=1 keeps the workers on the CPU"
-        )
-    return lines
+    lines = [(logging.INFO, f"workers on {node}: {devices}") for node, devices in found.items()]
+    return [*lines, *(workers[0].notes if workers else ())]
 
 
 def worker_warnings(workers: Sequence[WorkerOnNode], server: MachineReport) -> list[str]:

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import itertools
+import logging
 import os
 import queue
 import subprocess
@@ -261,7 +262,7 @@ def test_where_no_gpus_are_asked_for_each_worker_has_one_if_there_are_any():
 @pytest.mark.parametrize(
     ("given", "num_gpus", "expected"), [(None, 2, True), (0.5, 2, False), (None, 0, False)]
 )
-def test_workers_reply_whether_they_have_a_gpu_unasked(
+def test_that_workers_have_a_gpu_unasked_is_a_note_of_their_replies(
     backend, task_identity, monkeypatch, given, num_gpus, expected
 ):
     resources = {"num_cpus": 1} | ({"num_gpus": given} if given else {})
@@ -270,7 +271,10 @@ def test_workers_reply_whether_they_have_a_gpu_unasked(
     found.client_resources_key = "client_resources"
     found._validate_client_resources({"client_resources": resources})
     ray.get = lambda future: ("", Message(RecordDict(), reply_to=future.message), None)
-    assert [each.has_own_gpu for each in found.ask_workers(lambda _: RecordDict())] == [expected]
+    [reply] = found.ask_workers(lambda _: RecordDict())
+    texts = [text for level, text in reply.notes if level == logging.INFO]
+    assert len(texts) == expected
+    assert all("a GPU of its own" in text and "--gpus-per-client" in text for text in texts)
 
 
 def test_workers_get_the_variables_of_keel_and_of_the_libraries_that_compute(monkeypatch):
@@ -382,7 +386,7 @@ def backend(monkeypatch):
         monkeypatch.setattr(ClusterBackend, "__init__", lambda self: None)
         found = ClusterBackend()
         found.changed, found.own = threading.Condition(), {}
-        found.is_over = found.has_own_gpus = False
+        found.is_over, found.notes = False, []
         found.workers, found.client_resources = [], resources or {"num_cpus": 1}
         found.max_workers = max_workers
         monkeypatch.setattr(ray_backend, "started", Future())
@@ -452,7 +456,7 @@ def test_workers_larger_than_any_node_are_an_error_of_one_line_for_the_serverapp
 
 
 def test_workers_whose_cpus_another_job_has_are_left_out_and_named(
-    backend, caplog, task_identity, monkeypatch
+    backend, task_identity, monkeypatch
 ):
     """They waited for the other job's end, and so did the run, without a word."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -462,7 +466,8 @@ def test_workers_whose_cpus_another_job_has_are_left_out_and_named(
     assert ray.killed == ["10.0.0.2"]
     assert 0 < ray.waited_s < START_TIMEOUT_S
     assert ray_backend.started.done()
-    [line] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    [(level, line)] = found.notes
+    assert level == logging.WARNING
     assert line.startswith("1 of 3 workers did not start within 120 s, probably because ")
     assert "on 10.0.0.2" in line
     numbers = []

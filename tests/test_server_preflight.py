@@ -1,5 +1,6 @@
 """What is refused, and what is a warning, of the machines of a simulation."""
 
+import logging
 from concurrent.futures import Future
 from dataclasses import replace
 from importlib.metadata import version
@@ -31,7 +32,7 @@ from server_app.manifest import versions
 from server_app.preflight import (
     WorkerOnNode,
     checked_workers,
-    devices_of,
+    notes_on,
     token_in,
     worker_warnings,
     workers_in,
@@ -126,18 +127,20 @@ def test_a_server_unlike_all_workers_is_a_warning(server, words):
 def test_each_workers_device_is_named():
     labels = ["cuda:0", "cuda:1", "cuda:1"]
     workers = [WorkerOnNode("a", replace(GOOD, device=label)) for label in labels]
-    assert devices_of([*workers, WorkerOnNode("b", GOOD)]) == [
-        "workers on a: 1 on cuda:0, 2 on cuda:1",
-        "workers on b: 1 on cpu",
+    assert notes_on([*workers, WorkerOnNode("b", GOOD)]) == [
+        (logging.INFO, "workers on a: 1 on cuda:0, 2 on cuda:1"),
+        (logging.INFO, "workers on b: 1 on cpu"),
     ]
+    assert notes_on([]) == []
 
 
-def test_that_each_worker_has_a_gpu_of_its_own_unasked_is_named_with_the_option():
-    replies = [replace(reply(replace(GOOD, device="cuda:0")), has_own_gpu=True)] * 2
-    line, other = devices_of(workers_in(replies, lambda: "d", None))
-    assert line == "workers on 10.0.0.2: 2 on cuda:0"
-    assert other.startswith("each worker has a GPU of its own: ")
-    assert "--gpus-per-client" in other
+def test_what_rays_start_showed_is_noted_once():
+    notes = [(logging.WARNING, "1 of 3 workers did not start")]
+    replies = [replace(reply(replace(GOOD, device="cuda:0")), notes=notes)] * 2
+    assert notes_on(workers_in(replies, lambda: "d", None)) == [
+        (logging.INFO, "workers on 10.0.0.2: 2 on cuda:0"),
+        *notes,
+    ]
 
 
 def test_the_token_is_there_while_it_is_looked_for_and_gone_then(tmp_path):

@@ -45,7 +45,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from protocol.config import app_folder
 from protocol.flower_compat import GPU_LOST, assign_message_id
-from protocol.flower_compat.simulation import WorkerReply, is_cluster, started, worker_variables
+from protocol.flower_compat.simulation import (
+    Note,
+    WorkerReply,
+    is_cluster,
+    started,
+    worker_variables,
+)
 from protocol.processes import num_cores
 from protocol.ray_nodes import CPU_WORKERS, MAX_WORKERS, Node, living_nodes
 from protocol.ray_start import skip_unused_processes
@@ -93,7 +99,8 @@ class ClusterBackend(RayBackend):
         self.workers: list[Worker] = []
         self.max_workers = MAX_WORKERS
         self.changed = threading.Condition()  # of these
-        self.is_over = self.has_own_gpus = False
+        self.is_over = False
+        self.notes: list[Note] = []  # for the run's log, which does not exist yet
         try:
             super().__init__(backend_config)
         except Exception as error:
@@ -124,7 +131,13 @@ class ClusterBackend(RayBackend):
         resources = super()._validate_client_resources(config)
         if not resources.get("num_gpus"):
             resources["num_gpus"] = gpu_share(living_nodes(), os.environ)
-            self.has_own_gpus = bool(resources["num_gpus"])
+            if resources["num_gpus"]:
+                text = (
+                    "each worker has a GPU of its own: client-resources-num-gpus "
+                    "(--gpus-per-client) sets another share, "
+                    f"${CPU_WORKERS}=1 keeps the workers on the CPU"
+                )
+                self.notes.append((logging.INFO, text))
         return resources
 
     def build(self, app_fn: Callable[[], ClientApp]) -> None:
@@ -184,11 +197,12 @@ class ClusterBackend(RayBackend):
             )
         if late:
             addresses = sorted({starting[future].node.address for future in late})
-            log.warning(
-                "%d of %d workers did not start within %g s, probably because other jobs use the "
-                "CPUs or GPUs on %s: the run continues with %d",
-                *(len(late), num, SOON_S + late_s, shortened(addresses), len(self.workers)),
+            text = (
+                f"{len(late)} of {num} workers did not start within {SOON_S + late_s:g} s, "
+                f"probably because other jobs use the CPUs or GPUs on {shortened(addresses)}: the "
+                f"run continues with {len(self.workers)}"
             )
+            self.notes.append((logging.WARNING, text))
 
     def new_worker(self, node: Node) -> Worker:
         """A worker on this node."""
@@ -318,7 +332,7 @@ class ClusterBackend(RayBackend):
                 _, reply, _ = ray.get(future)
                 error = reply.error.reason if reply.has_error() else ""
                 found = None if error else reply.content
-                replies.append(WorkerReply(worker.node.address, found, error, self.has_own_gpus))
+                replies.append(WorkerReply(worker.node.address, found, error, self.notes))
             except RayError as error:
                 replies.append(WorkerReply(worker.node.address, None, in_one_line(error)))
         return replies

@@ -20,6 +20,9 @@ own_variables = ("KEEL_ENGINE", "KEEL_WORKER")  # of the process that has them
 vce_api_name = "flwr.server.superlink.fleet.vce.vce_api"
 
 
+Note = tuple[int, str]  # a level of `logging`, and a line
+
+
 @dataclass(frozen=True)
 class WorkerReply:
     """What one worker answered; `error`: one line, where it gave no answer."""
@@ -27,7 +30,7 @@ class WorkerReply:
     node: str  # address of its machine in the cluster
     content: RecordDict | None
     error: str = ""
-    has_own_gpu: bool = False  # because no share of one was asked for
+    notes: Sequence[Note] = ()  # on all workers
 
 
 Ask = Callable[[Callable[[int], RecordDict]], Sequence[WorkerReply]]
