@@ -163,7 +163,9 @@ def train_phase(ctx: RoundContext, phase: Phase) -> Descent:
         seed_default(ctx.seed("dropout", phase.stream), ctx.device)
         for number, rate in enumerate(rates):  # nothing here waits for the device
             step = ctx.train_samples.step(plan, number, batch)
-            terms, observed, found = gradients(phase.inputs(step))
+            with forward_in(ctx.precision, ctx.device):
+                inputs = phase.inputs(step)
+            terms, observed, found = gradients(inputs)
             for parameter, gradient in zip(phase.parameters, found, strict=True):
                 parameter.grad = gradient
             optimizer.step(rate)

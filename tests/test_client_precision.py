@@ -13,6 +13,7 @@ from client_fixtures import (
     initial,
     make_config,
     make_round,
+    subject_of,
     train,
 )
 from model_fixtures import undrawn
@@ -88,6 +89,24 @@ def test_what_is_cached_is_what_the_local_network_would_say(precision):
         assert z.dtype == torch.float32
         assert torch.equal(z_first, z_again)
         assert torch.equal(z, z_first)
+
+
+@pytest.mark.parametrize("method", ["fedcr", "fedpac", "fedreco", "fedrep"])
+def test_a_frozen_extractor_whose_features_are_cached_computes_in_bfloat16(method, monkeypatch):
+    """As it does where it is trained."""
+    seen, of = set(), FrozenFeatureCache.of
+
+    def recorded(self, step):
+        seen.add(torch.is_autocast_enabled("cpu"))
+        return of(self, step)
+
+    monkeypatch.setattr(FrozenFeatureCache, "of", recorded)
+    keys = {"fedcr.final-head-epochs": 1, "num_rounds": 1} if method == "fedcr" else {}
+    subject = subject_of(method)
+    ctx = subject.round(subject.config(precision="bf16", **keys), 1, {}, 2)
+    state = method_of(ctx.config).train(ctx).state
+    method_of(ctx.config).personal_model(ctx, state)
+    assert seen == {True}
 
 
 def test_evaluation_is_fp32_whatever_training_was():
