@@ -21,6 +21,8 @@ log = logging.getLogger("keel.client")
 
 NUM_EAGER = 2  # calls before a recording: libraries allocate, and inputs show what stays the same
 MIN_CALLS = 8  # of the same form; for fewer, recording takes longer than it saves
+# these wait to look for errors; torch has no tag for that
+CHECKED = {"_linalg_check_errors", "_linalg_eigh", "_linalg_svd"}
 
 Form = tuple[Hashable, ...]
 
@@ -67,11 +69,15 @@ def is_obstacle(operation: Any, given: Any, named: Any, made: Any) -> bool:
     name = operation.overloadpacket.__name__
     if name.startswith("index"):  # its shape depends on values if a mask is among the indices
         indices = [each for each in pytree.tree_leaves(given[1]) if isinstance(each, Tensor)]
-        return any(each.dtype in (torch.bool, torch.uint8) for each in indices)
+        are_masks = any(each.dtype in (torch.bool, torch.uint8) for each in indices)
+        return are_masks or any(each.device != given[0].device for each in indices)
+    if name == "lift_fresh":  # the end of `torch.tensor`, whose copy to a device no mode sees
+        return bool(made.device.type != "cpu")
     if name in ("_to_copy", "copy_"):
         return bool(given[name == "copy_"].device != made.device)
     depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    return bool(depends & {*operation.tags}) or named.get("generator") is not None
+    is_tagged = bool(depends & {*operation.tags})
+    return is_tagged or name in CHECKED or named.get("generator") is not None
 
 
 class Recording:
@@ -84,7 +90,14 @@ class Recording:
         before: Sequence[Any],
         spec: pytree.TreeSpec,
     ) -> None:
-        """before: the inputs of the call before. What is the same object is read where it is."""
+        """before: the inputs of the call before. What is the same object is read where it is.
+
+        TypeError if they are not on one device: a number on the CPU would stay what it was.
+        """
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+        if len(devices) != 1:
+            raise TypeError(f"inputs on {len(devices)} devices")
+        (self.device,) = devices
         self.read = [
             new.clone() if isinstance(new, Tensor) and new is not old else new
             for new, old in zip(leaves, before, strict=True)
@@ -95,10 +108,9 @@ class Recording:
 
     def record(self, call: Callable[[], Any]) -> None:
         """Record the call; nothing is computed yet."""
-        device = next(leaf.device for leaf in self.read if isinstance(leaf, Tensor))
-        stream, pool, newest = _place(device)
+        stream, pool, newest = _place(self.device)
         graph = torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             # other threads copy meanwhile
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -106,7 +118,7 @@ class Recording:
                 self.result = call()
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream(device).wait_stream(stream)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
         newest[:] = [graph]
         self.run: Callable[[], object] = graph.replay
 

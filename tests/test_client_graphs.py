@@ -134,6 +134,11 @@ def gradient_of(x):
         (lambda x: x * torch.equal(x, x), "equal"),
         (lambda x: torch.rand(2, generator=torch.Generator()) * x, "rand"),
         (lambda x: x.to("meta"), "_to_copy"),
+        (lambda x: torch.tensor([0.0, 1.0], device="meta"), "lift_fresh"),
+        (lambda x: torch.ones(9, device="meta")[x.long()], "index"),
+        (lambda x: torch.linalg.inv(x.diag()), "_linalg_check_errors"),
+        (lambda x: torch.linalg.eigvalsh(x.diag()), "_linalg_eigh"),
+        (lambda x: torch.linalg.matrix_norm(x.diag(), "nuc"), "_linalg_svd"),
     ],
 )
 def test_what_a_graph_cannot_have_is_called_as_it_is_and_said_once(
@@ -152,12 +157,20 @@ def test_what_a_graph_cannot_have_is_called_as_it_is_and_said_once(
     ]
 
 
-def test_an_input_that_is_neither_a_tensor_nor_a_value_is_said(recorded, caplog):
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        ((1, object()), "object among the inputs"),
+        ((1, 2.0), "inputs on 0 devices"),
+        ((torch.ones(1), torch.ones(1, device="meta")), "inputs on 2 devices"),
+    ],
+)
+def test_inputs_that_no_graph_can_have_are_said(inputs, reason, recorded, caplog):
     replayed = Replayed(lambda inputs: inputs[0] + 1, "a step of mine")
     for _ in range(4):
-        assert replayed((torch.ones(1), object())).item() == 2
+        assert replayed(inputs) == 2
     assert recorded.made == 0
-    assert "not recorded as a CUDA graph: object among the inputs" in caplog.text
+    assert f"not recorded as a CUDA graph: {reason}" in caplog.text
 
 
 def test_indices_and_copies_on_one_device_are_no_obstacle():
