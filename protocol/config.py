@@ -634,10 +634,10 @@ def _validate_names(config: RunConfig) -> None:
         ("stacked-runs", train.stacked_runs, 1),
     ):
         if train.cuda_graphs and value != plain:
-            shown = str(value).lower()
+            shown, other = str(value).lower(), "--stack" if key == "stacked-runs" else key
             raise ValueError(
-                f"{key} = {shown}: a step of one client's eager network is recorded with "
-                f"cuda-graphs = true; leave out one of the two keys"
+                f"{key} = {shown}: cuda-graphs = true records the steps of one client, whose "
+                f"network is not compiled; leave out {other} or cuda-graphs"
             )
     refuse_unknown("method", rounds.method, list(method_names()))
     refuse_unknown("server-optimizer", rounds.server_optimizer, list(SERVER_OPTIMIZERS))

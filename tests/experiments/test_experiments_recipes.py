@@ -914,6 +914,7 @@ def test_a_judged_claim_says_what_it_rests_on():
     [
         ({"threads": 2, "stacked-runs": 3, "keep-state": True}, []),
         ({"compile": True}, []),
+        ({"cuda-graphs": True}, []),
         ({"precision": "fp32"}, []),  # the paper states none; the preset: auto
         ({"precision": "bf16"}, ["precision bf16 (paper: auto)"]),
         ({"width": 16}, ["width 16 (paper: 64)"]),
@@ -929,10 +930,11 @@ def test_how_a_run_is_computed_is_no_deviation_and_widths_are_those_of_the_model
     assert [f"{s.name} {s.ours} (paper: {s.paper})" for s in differing] == found
 
 
-def test_threads_and_compile_are_deviations_where_seconds_are_read():
-    changes = {"threads": 2, "compile": True}
+@pytest.mark.parametrize("key", ["compile", "cuda-graphs"])
+def test_threads_and_how_steps_run_are_deviations_where_seconds_are_read(key):
+    changes = {"threads": 2, key: True}
     claim = first_claim("fedcka-table-4", "FedCKA below MOON in 50", "paper", changes)
-    assert claim.deviations == ["compile True (paper: False)", "threads 2 (paper: 1)"]
+    assert claim.deviations == [f"{key} True (paper: False)", "threads 2 (paper: 1)"]
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def main(*arguments: str) -> int:
         (["--only", "FedAvgg"], "--only 'FedAvgg'"),
         (["--stack", "--set", "compile=true"], "stacked-runs = 8: compile = true compiles"),
         (["--set", "clients-per-step=2", "--set", "compile=true"], "clients-per-step = 2: compile"),
+        (["--stack", "--set", "cuda-graphs=true"], "leave out --stack or cuda-graphs"),
         (
             [
                 *("--stack", "--set", "num-clients=1001", "--set", "min-samples=1"),
