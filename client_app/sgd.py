@@ -18,11 +18,6 @@ class SGD:
         self.momentum, self.weight_decay = momentum, weight_decay
         self.velocities: list[Tensor] = []
 
-    def zero_grad(self) -> None:
-        """Free the gradients."""
-        for parameter in self.parameters:
-            parameter.grad = None
-
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update every parameter that has a gradient; the others keep value and momentum."""

@@ -100,10 +100,12 @@ class Phase:
     inputs: what the loss reads of a step: tensors, in nested tuples, lists and dicts.
     terms: the loss terms of these inputs, scalars by name. Where clients train together
     (`clients-per-step`) it is called for all of them at once: what differs between clients, in its
-    value, must come through `inputs`, which in turn must not read what the phase trains. Neither
-    may draw from torch's default generator, but dropout may.
+    value, must come through `inputs`, which in turn must not read what the phase trains. With
+    `cuda-graphs` it is not called in every step: what differs between steps must come through
+    `inputs`, as a tensor. Neither may draw from torch's default generator, but dropout may.
     observe: if given, `terms` returns the terms and tensors without gradient, for which it is
-    called after each step.
+    called after each step. It must not keep them, nor the step's x and y: a later step may be
+    written in their place.
     lr: before the run's decays; constant, as a method's own learning rate, if `decays` is False.
     stream: names the random stream of batch order, augmentation and dropout.
     momentum, weight_decay: the run's if None.
