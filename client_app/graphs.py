@@ -170,6 +170,8 @@ class Replayed:
             return recording.replay(leaves) if recording.fits(leaves) else self.function(inputs)
         self.before[form] = leaves
         self.calls[form] += 1
+        if len(self.before) > MIN_CALLS:
+            self._give_up("a number among its inputs differs in every step: return a tensor")
         if self.calls[form] < NUM_EAGER:
             return self.function(inputs)
         with Obstacles() as found:  # type: ignore[no-untyped-call]

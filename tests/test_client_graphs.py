@@ -106,6 +106,15 @@ def test_each_form_of_the_inputs_is_recorded_at_its_third_call(recorded):
     assert (made.tolist(), constant is other, same.item()) == ([2, 2], True, 1)
 
 
+def test_a_number_that_differs_in_every_step_is_said_and_old_inputs_are_not_kept(recorded, caplog):
+    replayed = Replayed(lambda inputs: inputs[0] + inputs[1], "a step of mine")
+    for number in range(100):
+        assert replayed((torch.ones(1), number)).item() == 1 + number
+    assert recorded.made == 0
+    assert len(replayed.before) < 20
+    assert "a number among its inputs differs in every step" in caplog.text
+
+
 class WaitsBackwards(torch.autograd.Function):
     """The identity, whose backward pass reads a number."""
 
