@@ -163,7 +163,7 @@ class Replayed:
                 before = self.before.pop(form)
                 self.recordings[form] = Recording(self.function, leaves, before, spec)
         except (TypeError, RuntimeError) as error:
-            self._give_up(in_one_line(error))
+            self._give_up(in_one_line(error.__context__ or error))  # `capture_end` fails too
             return self.function(inputs)
         if form in self.recordings:
             recording = self.recordings[form]

@@ -115,6 +115,19 @@ def test_a_number_that_differs_in_every_step_is_said_and_old_inputs_are_not_kept
     assert "a number among its inputs differs in every step" in caplog.text
 
 
+def test_a_recording_that_fails_says_its_first_error(recorded, caplog, monkeypatch):
+    def failing(self, call):
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("capture was invalidated")  # as `capture_end` does then
+
+    monkeypatch.setattr(recorded, "record", failing)
+    replayed = Replayed(lambda x: 2 * x, "a step of mine")
+    assert [replayed(torch.tensor(float(n))).item() for n in range(5)] == [0, 2, 4, 6, 8]
+    assert "operation not permitted when stream is capturing" in caplog.text
+
+
 class WaitsBackwards(torch.autograd.Function):
     """The identity, whose backward pass reads a number."""
 
