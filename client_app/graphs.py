@@ -90,7 +90,7 @@ class Recording:
         before: Sequence[Any],
         spec: pytree.TreeSpec,
     ) -> None:
-        """before: the inputs of the call before. What is the same object is read where it is.
+        """before: the inputs of the call before. A tensor that is one of them is not copied.
 
         TypeError if they are not on one device: a number on the CPU would stay what it was.
         """
@@ -112,7 +112,7 @@ class Recording:
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            # other threads copy meanwhile
+            # other threads may copy meanwhile
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self.result = call()
@@ -123,7 +123,7 @@ class Recording:
         self.run: Callable[[], object] = graph.replay
 
     def fits(self, leaves: Sequence[Any]) -> bool:
-        """Whether the tensors that are read where they are are the same as then."""
+        """Whether the tensors that were not copied are the recorded ones."""
         pairs = zip(leaves, self.read, self.is_own, strict=True)
         return all(own or leaf is mine or not isinstance(leaf, Tensor) for leaf, mine, own in pairs)
 

@@ -130,7 +130,7 @@ class Samples:
         self.images = _on(device, images).contiguous(memory_format=torch.channels_last)
         self.labels = _on(device, labels)
         self.pixels = pixels
-        _scale_and_shift(pixels, images.shape[-1], self.images.device)  # here, as it waits
+        _scale_and_shift(pixels, images.shape[-1], self.images.device)  # cached here: it waits
 
     def __len__(self) -> int:
         return len(self.labels)

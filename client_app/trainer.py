@@ -6,7 +6,6 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -156,7 +155,7 @@ def train_phase(ctx: RoundContext, phase: Phase) -> Descent:
     sums = MeanTerms({})
     cuda = [ctx.device] if ctx.device.type == "cuda" else []
     batch: Callable[[Draws], Labelled] = ctx.train_samples.batch(plan)
-    gradients: Callable[[Any], Any] = partial(gradients_of, ctx, phase)
+    gradients: Callable[[Any], Any] = functools.partial(gradients_of, ctx, phase)
     if is_replayed(ctx, plan):
         what = f"of {ctx.config.rounds.method} with {ctx.model.name}, in {phase.stream},"
         batch = Replayed(batch, f"a batch {what}")
@@ -202,7 +201,7 @@ def gradients_of(ctx: RoundContext, phase: Phase, inputs: Any) -> tuple[Any, Any
 
 def is_replayed(ctx: RoundContext, plan: BatchPlan) -> bool:
     """Whether the steps of this plan are recorded as CUDA graphs and replayed."""
-    nums = Counter(map(len, plan.index)).values()  # steps with as many samples
+    nums = Counter(map(len, plan.index)).values()  # of steps, for each batch size
     is_on = ctx.config.train.cuda_graphs and ctx.device.type == "cuda"
     return is_on and max(nums, default=0) >= MIN_CALLS
 
