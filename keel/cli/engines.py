@@ -250,8 +250,7 @@ def worker_rows(manifest: Mapping[str, Any], takes_gpus: bool) -> list[tuple[str
     workers = [(each["node"], each["device"]) for each in manifest.get("workers", ())]
     nodes = devices_by_node(workers)
     rows = [
-        ("workers", f"{node}: {text}" if len(nodes) > 1 else text)
-        for node, text in nodes.items()
+        ("workers", f"{node}: {text}" if len(nodes) > 1 else text) for node, text in nodes.items()
     ]
     if takes_gpus and any(device.startswith("cuda") for _, device in workers):
         rows.append(("GPUs", "each worker has its own; --gpus-per-client sets another share"))
