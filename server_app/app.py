@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from logging.handlers import MemoryHandler
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -19,9 +20,13 @@ SUPERLINK_TIMEOUT_S = 600.0  # how long the SuperLink may be out of reach before
 def main(grid: Grid, context: Context) -> None:
     """Run the federation with the keys set by `flwr run`; logs one line per round."""
     log_to_stdout()
+    early = MemoryHandler(sys.maxsize)
+    early.setLevel(logging.WARNING)
+    logging.getLogger("keel").addHandler(early)
     bound_superlink_retries(grid, SUPERLINK_TIMEOUT_S)
     try:
-        run_federation(grid, dict(grid.run.override_config), on_process_exit, [SummaryTable()])
+        keys = dict(grid.run.override_config)
+        run_federation(grid, keys, on_process_exit, [SummaryTable()], early)
     except (ValueError, OSError, RuntimeError) as error:
         log.error("error: %s", error)
         # Flower logs the traceback: `from None` keeps it short

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from logging.handlers import MemoryHandler
 from typing import Any
 
 import numpy as np
@@ -99,11 +100,13 @@ def run_federation(
     overrides: Mapping[str, OptionValue],
     at_exit: Callable[[Callable[[], None]], None] = lambda note: None,
     observers: Sequence[RunObserver] = (),
+    early: MemoryHandler | None = None,
 ) -> RunDirectory:
     """Run from the first round, or from where `resume` says, to the last; return the run directory.
 
     at_exit: registers a function that notes the run as stopped, for processes that are ended where
     no exception reaches the run. observers: are told of the start, every round and the end.
+    early: has the warnings until there is a run.log, which gets them.
 
     ValueError, one line, before anything is trained, if the config, the data and the clients do not
     fit together. TooFewRepliesError and DivergedError end a run with its last checkpoint intact.
@@ -115,7 +118,7 @@ def run_federation(
         if config.rounds.resume:
             resumed, config, overrides = open_run_directory(config.rounds.resume, overrides)
             held.callback(resumed.close)
-        run = prepare(grid, config, overrides, resumed, held)
+        run = prepare(grid, config, overrides, resumed, held, early)
         run_rounds(run, at_exit, observers)
     return run.directory
 
@@ -126,10 +129,12 @@ def prepare(
     overrides: Mapping[str, OptionValue],
     resumed: RunDirectory | None,
     held: ExitStack,
+    early: MemoryHandler | None = None,
 ) -> Run:
     """Check all that can be checked before round 1, then make (or open) the run directory.
 
     held: ends what the run holds of this process: the directory's lock and log, memory.
+    early: as `run_federation`.
     """
     check_trackers(config.rounds)
     if not resumed:
@@ -215,7 +220,7 @@ def prepare(
     else:
         present = [(e.client, n) for n, e in roster.items() if e.client not in registry.missing]
         audit.note_all("joined", ({"client": c, "node": n} for c, n in sorted(present)))
-    directory.start_log(companions.is_own if companions else None)
+    directory.start_log(companions.is_own if companions else None, early)
     for level, text in notes_on(workers):
         log.log(level, "%s", text)
     if fault:

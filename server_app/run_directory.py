@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -101,8 +102,15 @@ class RunDirectory:
                 time.sleep(0.05)
         remove_parts(path)
 
-    def start_log(self, is_own: Callable[[logging.LogRecord], bool] | None = None) -> None:
-        """Copy Keel's log, or its records that are this run's own, to run.log until `close`."""
+    def start_log(
+        self,
+        is_own: Callable[[logging.LogRecord], bool] | None = None,
+        early: MemoryHandler | None = None,
+    ) -> None:
+        """Copy Keel's log, or its records that are this run's own, to run.log until `close`.
+
+        early: has records from before, which come first; it gets no more.
+        """
         logger = logging.getLogger("keel")
         self._log = logging.FileHandler(self.path / "run.log")
         self._log.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk
@@ -114,6 +122,10 @@ class RunDirectory:
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)
         logger.addHandler(self._log)
+        if early:
+            logger.removeHandler(early)
+            early.setTarget(self._log)
+            early.close()
 
     def close(self) -> None:
         """Release the lock and stop logging to run.log."""

@@ -7,6 +7,7 @@ import pytest
 from flwr.app import Context, RecordDict
 
 import client_app.app
+import server_app.federation
 from server_app.app import SUPERLINK_TIMEOUT_S, log_to_stdout, main
 from server_app.inline import InlineGrid, simulated_nodes
 
@@ -64,3 +65,23 @@ def test_logging_to_stdout_is_set_up_once(own_log_handlers):
     log_to_stdout()
     log_to_stdout()
     assert len(own_log_handlers.handlers) == 1
+
+
+def test_a_warning_from_before_there_is_a_directory_is_in_its_log(
+    no_pictures, tmp_path, monkeypatch, own_log_handlers
+):
+    """Such as one on images that are not read: `keel run --engine flower` shows what is there."""
+    open_source = server_app.federation.open_source
+
+    def opened(config):
+        for level in (logging.INFO, logging.WARNING):
+            logging.getLogger("keel.data").log(level, "%d files are not read", level)
+        return open_source(config)
+
+    monkeypatch.setattr(server_app.federation, "open_source", opened)
+    keys = {"model": "cnn-fedreco", "num-rounds": 1, "output-dir": str(tmp_path), "run-name": "a"}
+    main(Grid(keys | {"local-epochs": 0}), context)
+    lines = (tmp_path / "a" / "run.log").read_text().splitlines()
+    assert [n for n, line in enumerate(lines) if "not read" in line] == [0]
+    assert lines[0].endswith(" a WARNING 30 files are not read")
+    assert len(own_log_handlers.handlers) == 1  # that of the output
