@@ -201,9 +201,10 @@ def gradients_of(ctx: RoundContext, phase: Phase, inputs: Any) -> tuple[Any, Any
 
 def is_replayed(ctx: RoundContext, plan: BatchPlan) -> bool:
     """Whether the steps of this plan are recorded as CUDA graphs and replayed."""
+    if not ctx.config.train.cuda_graphs or ctx.device.type != "cuda":
+        return False
     nums = Counter(map(len, plan.index)).values()  # of steps, for each batch size
-    is_on = ctx.config.train.cuda_graphs and ctx.device.type == "cuda"
-    return is_on and max(nums, default=0) >= MIN_CALLS
+    return max(nums, default=0) >= MIN_CALLS
 
 
 def total_loss(terms: dict[str, Tensor], ctx: RoundContext) -> Tensor:

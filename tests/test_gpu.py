@@ -1,6 +1,6 @@
 """What only a GPU shows; elsewhere other tests have it, on a CPU or with mocks.
 
-`python -m pytest tests/test_gpu.py -n 8`. $KEEL_TEST_DEVICE=cpu tries the tests on a CPU, less
+`python -m pytest tests/test_gpu.py -n 8`. $TEST_DEVICE=cpu tries the tests on a CPU, less
 those that need CUDA's own calls.
 """
 
@@ -35,7 +35,7 @@ from client_app.worker_socket import worker_status, worker_variable
 from protocol.flower_compat import GPU_LOST
 from server_app.inline import run_inline
 
-DEVICE = os.environ.get("KEEL_TEST_DEVICE", "cuda")
+DEVICE = os.environ.get("TEST_DEVICE", "cuda")
 pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and not torch.cuda.is_available(), reason="torch.cuda.is_available() is false"
 )

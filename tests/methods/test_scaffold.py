@@ -112,7 +112,9 @@ class Federation:
             lr_factor=self.config.train.lr_decay ** (self.round - 1),
             seed=lambda *names: 0,
             plan=lambda stream, count, unit: SimpleNamespace(epochs=list(range(count))),
-            train_samples=SimpleNamespace(step=lambda plan, number: step),
+            train_samples=SimpleNamespace(
+                batch=lambda plan: None, step=lambda plan, number, batch: step
+            ),
         )
 
     def play(self, cohort=None, lost=()):
