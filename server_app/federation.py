@@ -53,7 +53,7 @@ from server_app.manifest import (
     split_digest,
 )
 from server_app.observers import RunInfo, RunObserver
-from server_app.preflight import WorkerOnNode, checked_workers, notes_on, worker_warnings
+from server_app.preflight import WorkerOnNode, checked_workers, log_lines, worker_warnings
 from server_app.report import Reporter, plot_split
 from server_app.roster import (
     ROSTER_FILE,
@@ -221,7 +221,7 @@ def prepare(
         present = [(e.client, n) for n, e in roster.items() if e.client not in registry.missing]
         audit.note_all("joined", ({"client": c, "node": n} for c, n in sorted(present)))
     directory.start_log(companions.is_own if companions else None, early)
-    for level, text in notes_on(workers):
+    for level, text in log_lines(workers):
         log.log(level, "%s", text)
     if fault:
         log.warning("%s", fault)

@@ -22,7 +22,7 @@ from client_app.methods import method_of
 from data.sources import Source
 from protocol.config import RunConfig
 from protocol.flower_compat.simulation import (
-    Note,
+    LogLine,
     WorkerReply,
     has_own_backend,
     is_cluster,
@@ -47,7 +47,7 @@ class WorkerOnNode:
 
     node: str
     report: MachineReport
-    notes: Sequence[Note] = ()  # on all workers
+    log_lines: Sequence[LogLine] = ()  # on all workers
 
 
 def checked_workers(
@@ -118,15 +118,15 @@ def workers_in(
                 "there, and a client may be trained on any machine: set output-dir to a directory "
                 "that all machines share"
             )
-        workers.append(WorkerOnNode(reply.node, report, reply.notes))
+        workers.append(WorkerOnNode(reply.node, report, reply.log_lines))
     return workers
 
 
-def notes_on(workers: Sequence[WorkerOnNode]) -> list[Note]:
+def log_lines(workers: Sequence[WorkerOnNode]) -> list[LogLine]:
     """For the run's log: each machine's workers with their devices, and what Ray's start showed."""
     found = devices_by_node((each.node, each.report.device) for each in workers)
-    lines = [(logging.INFO, f"workers on {node}: {devices}") for node, devices in found.items()]
-    return [*lines, *(workers[0].notes if workers else ())]
+    own = [(logging.INFO, f"workers on {node}: {devices}") for node, devices in found.items()]
+    return [*own, *(workers[0].log_lines if workers else ())]
 
 
 def worker_warnings(workers: Sequence[WorkerOnNode], server: MachineReport) -> list[str]:

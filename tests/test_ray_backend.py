@@ -272,7 +272,7 @@ def test_that_workers_have_a_gpu_unasked_is_a_note_of_their_replies(
     found._validate_client_resources({"client_resources": resources})
     ray.get = lambda future: ("", Message(RecordDict(), reply_to=future.message), None)
     [reply] = found.ask_workers(lambda _: RecordDict())
-    texts = [text for level, text in reply.notes if level == logging.INFO]
+    texts = [text for level, text in reply.log_lines if level == logging.INFO]
     assert len(texts) == expected
     assert all("a GPU of its own" in text and "--gpus-per-client" in text for text in texts)
 
@@ -386,7 +386,7 @@ def backend(monkeypatch):
         monkeypatch.setattr(ClusterBackend, "__init__", lambda self: None)
         found = ClusterBackend()
         found.changed, found.own = threading.Condition(), {}
-        found.is_over, found.notes = False, []
+        found.is_over, found.log_lines = False, []
         found.workers, found.client_resources = [], resources or {"num_cpus": 1}
         found.max_workers = max_workers
         monkeypatch.setattr(ray_backend, "started", Future())
@@ -466,7 +466,7 @@ def test_workers_whose_cpus_another_job_has_are_left_out_and_named(
     assert ray.killed == ["10.0.0.2"]
     assert 0 < ray.waited_s < START_TIMEOUT_S
     assert ray_backend.started.done()
-    [(level, line)] = found.notes
+    [(level, line)] = found.log_lines
     assert level == logging.WARNING
     assert line.startswith("1 of 3 workers did not start within 120 s, probably because ")
     assert "on 10.0.0.2" in line

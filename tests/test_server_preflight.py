@@ -32,7 +32,7 @@ from server_app.manifest import versions
 from server_app.preflight import (
     WorkerOnNode,
     checked_workers,
-    notes_on,
+    log_lines,
     token_in,
     worker_warnings,
     workers_in,
@@ -127,19 +127,19 @@ def test_a_server_unlike_all_workers_is_a_warning(server, words):
 def test_each_workers_device_is_named():
     labels = ["cuda:0", "cuda:1", "cuda:1"]
     workers = [WorkerOnNode("a", replace(GOOD, device=label)) for label in labels]
-    assert notes_on([*workers, WorkerOnNode("b", GOOD)]) == [
+    assert log_lines([*workers, WorkerOnNode("b", GOOD)]) == [
         (logging.INFO, "workers on a: 1 on cuda:0, 2 on cuda:1"),
         (logging.INFO, "workers on b: 1 on cpu"),
     ]
-    assert notes_on([]) == []
+    assert log_lines([]) == []
 
 
 def test_what_rays_start_showed_is_noted_once():
-    notes = [(logging.WARNING, "1 of 3 workers did not start")]
-    replies = [replace(reply(replace(GOOD, device="cuda:0")), notes=notes)] * 2
-    assert notes_on(workers_in(replies, lambda: "d", None)) == [
+    lines = [(logging.WARNING, "1 of 3 workers did not start")]
+    replies = [replace(reply(replace(GOOD, device="cuda:0")), log_lines=lines)] * 2
+    assert log_lines(workers_in(replies, lambda: "d", None)) == [
         (logging.INFO, "workers on 10.0.0.2: 2 on cuda:0"),
-        *notes,
+        *lines,
     ]
 
 

@@ -46,7 +46,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from protocol.config import app_folder
 from protocol.flower_compat import GPU_LOST, assign_message_id
 from protocol.flower_compat.simulation import (
-    Note,
+    LogLine,
     WorkerReply,
     is_cluster,
     started,
@@ -100,7 +100,7 @@ class ClusterBackend(RayBackend):
         self.max_workers = MAX_WORKERS
         self.changed = threading.Condition()  # of these
         self.is_over = False
-        self.notes: list[Note] = []  # for the run's log, which does not exist yet
+        self.log_lines: list[LogLine] = []  # for the run's log, which does not exist yet
         try:
             super().__init__(backend_config)
         except Exception as error:
@@ -137,7 +137,7 @@ class ClusterBackend(RayBackend):
                     "(--gpus-per-client) sets another share, "
                     f"${CPU_WORKERS}=1 keeps the workers on the CPU"
                 )
-                self.notes.append((logging.INFO, text))
+                self.log_lines.append((logging.INFO, text))
         return resources
 
     def build(self, app_fn: Callable[[], ClientApp]) -> None:
@@ -202,7 +202,7 @@ class ClusterBackend(RayBackend):
                 f"probably because other jobs use the CPUs or GPUs on {shortened(addresses)}: the "
                 f"run continues with {len(self.workers)}"
             )
-            self.notes.append((logging.WARNING, text))
+            self.log_lines.append((logging.WARNING, text))
 
     def new_worker(self, node: Node) -> Worker:
         """A worker on this node."""
@@ -332,7 +332,7 @@ class ClusterBackend(RayBackend):
                 _, reply, _ = ray.get(future)
                 error = reply.error.reason if reply.has_error() else ""
                 found = None if error else reply.content
-                replies.append(WorkerReply(worker.node.address, found, error, self.notes))
+                replies.append(WorkerReply(worker.node.address, found, error, self.log_lines))
             except RayError as error:
                 replies.append(WorkerReply(worker.node.address, None, in_one_line(error)))
         return replies

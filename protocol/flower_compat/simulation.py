@@ -20,7 +20,7 @@ own_variables = ("KEEL_ENGINE", "KEEL_WORKER")  # of the process that has them
 vce_api_name = "flwr.server.superlink.fleet.vce.vce_api"
 
 
-Note = tuple[int, str]  # a level of `logging`, and a line
+LogLine = tuple[int, str]  # a level of `logging`, and a line
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class WorkerReply:
     node: str  # address of its machine in the cluster
     content: RecordDict | None
     error: str = ""
-    notes: Sequence[Note] = ()  # on all workers
+    log_lines: Sequence[LogLine] = ()  # on all workers
 
 
 Ask = Callable[[Callable[[int], RecordDict]], Sequence[WorkerReply]]
