@@ -19,7 +19,7 @@ from protocol.text import in_one_line
 
 log = logging.getLogger("keel.client")
 
-NUM_EAGER = 2  # calls before a recording: libraries allocate, and inputs show what stays the same
+NUM_EAGER = 2  # calls before the first recording: libraries allocate, obstacles show
 MIN_CALLS = 8  # of the same form; for fewer, recording takes longer than it saves
 # these wait to look for errors; torch has no tag for that
 CHECKED = {"_linalg_check_errors", "_linalg_eigh", "_linalg_svd"}
@@ -137,17 +137,21 @@ class Recording:
 
 
 class Replayed:
-    """A function of nested tensors whose kernels are recorded at its third call of each form.
+    """A function of nested tensors whose kernels are recorded for each form of its inputs.
 
-    It may read and write other tensors, in place; whatever else it reads must not change. If a
-    graph cannot have it, because it waits for the device, say, it is called as it is.
+    That is at the third call, and where such a function was recorded before, at the second: the
+    call before shows which inputs stay the same. It may read and write other tensors, in place;
+    whatever else it reads must not change. If a graph cannot have it, because it waits for the
+    device, say, it is called as it is.
     what: names it in the log, where that is said once.
+    kind: with `what` and the inputs' structure, says which operations it has.
     """
 
     obstacles: ClassVar[dict[str, str]] = {}  # why not, by `what`
+    passed: ClassVar[set[Hashable]] = set()  # what was found to have none
 
-    def __init__(self, function: Callable[[Any], Any], what: str) -> None:
-        self.function, self.what = function, what
+    def __init__(self, function: Callable[[Any], Any], what: str, kind: Hashable = None) -> None:
+        self.function, self.what, self.kind = function, what, kind
         self.calls: defaultdict[Form, int] = defaultdict(int)
         self.before: dict[Form, Sequence[Any]] = {}
         self.recordings: dict[Form, Recording] = {}
@@ -157,9 +161,11 @@ class Replayed:
         if self.what in self.obstacles:
             return self.function(inputs)
         leaves, spec = pytree.tree_flatten(inputs)
+        same = (self.what, self.kind, spec)
+        num_eager = 1 if same in self.passed else NUM_EAGER
         try:
             form = (spec, *map(form_of, leaves))
-            if form not in self.recordings and self.calls[form] == NUM_EAGER:
+            if form not in self.recordings and self.calls[form] >= num_eager:
                 before = self.before.pop(form)
                 self.recordings[form] = Recording(self.function, leaves, before, spec)
         except (TypeError, RuntimeError) as error:
@@ -172,12 +178,14 @@ class Replayed:
         self.calls[form] += 1
         if len(self.before) > MIN_CALLS:
             self._give_up("a number among its inputs differs in every step: return a tensor")
-        if self.calls[form] < NUM_EAGER:
+        if self.calls[form] < num_eager or same in self.passed:
             return self.function(inputs)
         with Obstacles() as found:  # type: ignore[no-untyped-call]
             result = self.function(inputs)
         if found.first:
             self._give_up(f"it has the operation {found.first}")
+        else:
+            self.passed.add(same)
         return result
 
     def _give_up(self, reason: str) -> None:

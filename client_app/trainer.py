@@ -159,7 +159,7 @@ def train_phase(ctx: RoundContext, phase: Phase) -> Descent:
     if is_replayed(ctx, plan):
         what = f"of {ctx.config.rounds.method} with {ctx.model.name}, in {phase.stream},"
         batch = Replayed(batch, f"a batch {what}")
-        gradients = Replayed(gradients, f"a step {what}")
+        gradients = Replayed(gradients, f"a step {what}", phase.kind)
     with torch.random.fork_rng(devices=cuda), products(ctx.precision):
         seed_default(ctx.seed("dropout", phase.stream), ctx.device)
         for number, rate in enumerate(rates):  # nothing here waits for the device

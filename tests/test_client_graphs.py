@@ -50,6 +50,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(client_app.graphs, "Recording", OnCpu)
     monkeypatch.setattr(client_app.trainer, "is_replayed", lambda ctx, plan: True)
     monkeypatch.setattr(Replayed, "obstacles", {})
+    monkeypatch.setattr(Replayed, "passed", set())
     monkeypatch.setattr(OnCpu, "made", 0)
     return OnCpu
 
@@ -104,6 +105,25 @@ def test_each_form_of_the_inputs_is_recorded_at_its_third_call(recorded):
     other = torch.zeros(1)  # in place of the one that the recording reads where it lies
     made, constant = double({"x": torch.ones(2), "same": other})
     assert (made.tolist(), constant is other, same.item()) == ([2, 2], True, 1)
+
+
+def test_what_passed_once_is_recorded_at_its_second_call_and_not_searched_again(
+    recorded, monkeypatch
+):
+    def calls_until_recorded(kind=None, structure=list):
+        before, double = recorded.made, Replayed(lambda x: x[0] * 2, "a test", kind)
+        for number in range(1, 5):
+            assert double(structure([torch.full((2,), float(number))])).tolist() == [2 * number] * 2
+            if recorded.made > before:
+                return number
+
+    searched = []
+    monkeypatch.setattr(Obstacles, "__enter__", lambda self: searched.append(1) or self)
+    monkeypatch.setattr(Obstacles, "__exit__", lambda *_: None)
+    assert [calls_until_recorded() for _ in range(3)] == [3, 2, 2]
+    assert [calls_until_recorded("other terms") for _ in range(2)] == [3, 2]
+    assert [calls_until_recorded(structure=tuple) for _ in range(2)] == [3, 2]
+    assert len(searched) == 3
 
 
 def test_a_number_that_differs_in_every_step_is_said_and_old_inputs_are_not_kept(recorded, caplog):
