@@ -13,7 +13,7 @@ import torch
 from client_app.node_config import NodeConfig, client_name, own_architecture, own_splits
 from client_app.round import RoundContext, on_device
 from client_app.samples import Pixels, Samples
-from client_app.setup import build_network, device_for
+from client_app.setup import build_network, device_for, placed
 from client_app.site_privacy import is_site
 from models import StagedModel
 from protocol.config import RunConfig
@@ -101,7 +101,7 @@ class ProcessCache:
         if (name, slot) not in self._networks:
             model = build_network(config, data.image_shape, data.num_classes, name)
             self._initial[name] = {k: v.clone() for k, v in model.state_dict().items()}
-            self._networks[name, slot] = model.to(device)
+            self._networks[name, slot] = placed(model, device)
             if config.train.compile:
                 compile_passes(model, device)
         return self._networks[name, slot]

@@ -164,6 +164,18 @@ def build_network(
     return model.to(memory_format=torch.channels_last)
 
 
+def placed(model: StagedModel, device: torch.device) -> StagedModel:
+    """The model on this device, in the memory in which it is fastest there.
+
+    CUDA normalises groups in contiguous memory only: with channels-last memory it would copy the
+    input of every such layer, and its output for the next convolution.
+    """
+    has_groups = any(isinstance(part, torch.nn.GroupNorm) for part in model.modules())
+    if device.type == "cuda" and has_groups:
+        return model.to(device, memory_format=torch.contiguous_format)
+    return model.to(device)
+
+
 @lru_cache(maxsize=4)  # the roster needs it for every client, and the networks are the same
 def representation_width(config: RunConfig, model: StagedModel) -> int:
     """Entries of the representation of one image where the method splits the network."""

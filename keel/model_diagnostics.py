@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from client_app.setup import build_network, device_for, open_source
+from client_app.setup import build_network, device_for, open_source, placed
 from models import StagedModel
 from protocol.files import write_atomically
 from protocol.messages import Arrays
@@ -44,7 +44,7 @@ def write_diagnostics(
     @cache
     def network(name: str) -> StagedModel:
         shape, num_classes = source.image_shape, source.num_classes
-        return build_network(config, shape, num_classes, name).to(device)
+        return placed(build_network(config, shape, num_classes, name), device)
 
     w_g, _ = read_arrays(run_dir / "model.safetensors")
     probe = probe_of(config, source, device, num_samples)

@@ -17,7 +17,14 @@ from client_app.machine import data_digest, report_of
 from client_app.methods import method_of
 from client_app.precision import resolved
 from client_app.samples import Samples
-from client_app.setup import dataset_spec_of, device_for, model_for, open_source, pixels_of
+from client_app.setup import (
+    dataset_spec_of,
+    device_for,
+    model_for,
+    open_source,
+    pixels_of,
+    placed,
+)
 from client_app.stacked import check_stackable
 from client_app.state import StateMemory, max_rounds_ahead, memories
 from protocol.code import line_in_method
@@ -185,7 +192,7 @@ def prepare(
             else {entry.client: entry.model for entry in roster.values()}
         )
         monitor = Monitor(
-            *(config, method, source, model.to(device), initial_weights),
+            *(config, method, source, placed(model, device), initial_weights),
             *(architectures, is_simulated),
         )
 
@@ -265,7 +272,7 @@ def prepare(
         grid=grid,
         strategy=strategy,
         method=method,
-        model=model.to(device),
+        model=placed(model, device),
         initial_weights=initial_weights,
         source=source,
         test_samples=test_samples,

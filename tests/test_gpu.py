@@ -31,7 +31,9 @@ import client_app.trainer
 from client_app.evaluation import predictions
 from client_app.methods.fedcr import FedCR
 from client_app.precision import forward_in, products
+from client_app.setup import model_for, open_source, placed
 from client_app.worker_socket import worker_status, worker_variable
+from protocol.config import resolve_config
 from protocol.flower_compat import GPU_LOST
 from server_app.inline import run_inline
 
@@ -200,6 +202,7 @@ def recordings(monkeypatch):
     made, begin = [], client_app.graphs.Recording.__init__
     monkeypatch.setattr(client_app.trainer, "MIN_CALLS", 1)
     monkeypatch.setattr(client_app.graphs.Replayed, "obstacles", {})
+    monkeypatch.setattr(client_app.graphs.Replayed, "passed", set())
 
     def counted(self, *about):
         begin(self, *about)
@@ -252,6 +255,16 @@ def test_a_step_that_waits_is_not_recorded(recordings, caplog, monkeypatch):
     assert "is not recorded as a CUDA graph: it has the operation _local_scalar" in caplog.text
     assert torch.rand(1, device=DEVICE).isfinite()
     assert_near(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_a_network_lies_in_the_memory_in_which_it_is_fastest(norm):
+    config = resolve_config({"source": "digits", "model": "resnet20", "norm": norm})
+    network = placed(model_for(config, open_source(config)), torch.device(DEVICE))
+    layout = torch.contiguous_format if norm == "group" and DEVICE != "cpu" else torch.channels_last
+    kernels = [weight for weight in network.parameters() if weight.ndim == 4]
+    assert len(kernels) > 9
+    assert all(weight.is_contiguous(memory_format=layout) for weight in kernels)
 
 
 # --- precision ------------------------------------------------------------------------------------
