@@ -84,6 +84,32 @@ def test_placement_on_unequal_workers_is_within_five_thirds_of_the_optimum(times
     assert makespan(times, placed, rates) <= 5 / 3 * optimum(times, rates) + 1e-9
 
 
+def optimum_of_equals(times, num_workers):
+    """The makespan of the best placement on equal workers; whole times."""
+    loads = {(0,) * num_workers}
+    for time in times:
+        loads = {
+            tuple(sorted((*load[:w], load[w] + time, *load[w + 1 :])))
+            for load in loads
+            for w in range(num_workers)
+        }
+    return min(map(max, loads))
+
+
+@given(st.lists(st.integers(1, 50), min_size=12, max_size=14), st.integers(2, 3))
+def test_two_messages_a_worker_are_played_within_four_thirds_of_the_optimum(times, num_workers):
+    """Whoever is idle first plays the next message, as in Ray."""
+    grid = LogicalGrid(InlineGrid(client_app.app.app, simulated_nodes(num_workers)), len(times))
+    parts = grid.parts([float(time) for time in times], is_training=True)
+    assert len(parts) > num_workers
+    assert sorted(i for _, places in parts for i in places) == list(range(len(times)))
+    idle_from = [0] * num_workers
+    for _, places in parts:
+        first = idle_from.index(min(idle_from))
+        idle_from[first] += sum(times[i] for i in places)
+    assert max(idle_from) <= 4 / 3 * optimum_of_equals(times, num_workers)
+
+
 class Nodes(InlineGrid):
     """Records what is asked, and answers with each client's number, or fails."""
 
