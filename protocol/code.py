@@ -1,6 +1,7 @@
 """The code that a run is made with: digests of its sources, and torch's version. Needs no torch."""
 
 import hashlib
+import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -49,11 +50,28 @@ def code_version(sources: str = "", torch: str = "") -> str:
 
 def place_of(function: Callable[..., Any]) -> str:
     """ "NAME (FILE:LINE)" of a Python function or method, for an error about what it returned."""
-    code = function.__code__
+    code = inspect.unwrap(function).__code__  # not that of a decorator, such as torch.no_grad()
     path = Path(code.co_filename)
     if path.is_relative_to(app_folder):
         path = path.relative_to(app_folder)
     return f"{function.__qualname__} ({path.as_posix()}:{code.co_firstlineno})"
+
+
+def check_signatures(half: type[Any]) -> None:
+    """ValueError if a method's half has a function that Keel cannot call as that of the base."""
+    for name in dir(half):
+        function = inspect.getattr_static(half, name)  # not that of a staticmethod
+        base = [vars(each)[name] for each in half.__mro__ if name in vars(each)][-1:]  # its first
+        if name.startswith("_") or not all(map(inspect.isfunction, [function, *base])):
+            continue
+        found, expected = (inspect.signature(each) for each in (function, *base))
+        try:
+            found.bind(*expected.parameters)
+        except TypeError:
+            raise ValueError(
+                f"{place_of(function)} takes ({', '.join(found.parameters)}): "
+                f"expected ({', '.join(expected.parameters)})"
+            ) from None
 
 
 def line_in_method(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from inspect import isfunction
 
 from models import StagedModel
 from protocol.catalogue import imported, method_spec, method_stem
-from protocol.code import place_of
+from protocol.code import check_signatures, place_of
 from protocol.config import RunConfig
 from protocol.options import did_you_mean
 from strategies.average import Average
@@ -20,7 +20,7 @@ def server_half(method: str) -> type[Average]:
     """The class of a method's server half.
 
     ValueError where its own is missing or not announced, or has a public function that no
-    base class has, which would never be called.
+    base class has, which would never be called, or that Keel cannot call as the base's.
     """
     has_own, stem = method_spec(method).has_own_server_half, method_stem(method)
     halves: list[type[Average]] = []
@@ -37,6 +37,7 @@ def server_half(method: str) -> type[Average]:
         )
     for half in halves:
         _check_functions(half)
+        check_signatures(half)
     return halves[0] if halves else Average
 
 

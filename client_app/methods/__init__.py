@@ -4,13 +4,15 @@ from contextlib import suppress
 
 from client_app.method import Method
 from protocol.catalogue import imported, method_names, method_spec, method_stem
+from protocol.code import check_signatures
 from protocol.config import RunConfig, refuse_unknown
 
 
 def method_class(name: str) -> type[Method]:
-    """The class that client_app/methods/<name>.py defines."""
+    """The class that client_app/methods/<name>.py defines; ValueError if Keel cannot call it."""
     module = imported(f"{__name__}.{method_stem(name)}")
     found: type[Method] = getattr(module, method_spec(name).class_name)
+    check_signatures(found)
     return found
 
 

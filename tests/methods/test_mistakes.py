@@ -10,14 +10,16 @@ import torch
 
 from client_app.handlers import check_state
 from client_app.method import Update, phases_of
+from client_app.methods import method_class
 from client_app.methods.fedavg import FedAvg
 from client_app.methods.moon import MOON
 from client_app.objective import LocalObjective
 from keel.cli.main import main
 from protocol import catalogue
 from protocol.catalogue import options_class
+from protocol.code import check_signatures, place_of
 from server_app.summary import read_summary
-from strategies import Average
+from strategies import Average, server_half
 from tests.run_fixtures import SMALL
 
 QUICK = {"method": "fedavg", "num-rounds": 1, "local-epochs": 1}
@@ -152,6 +154,62 @@ def test_layers_that_are_no_list_of_layers_are_named(found, run, monkeypatch):
     monkeypatch.setattr(MOON, "layers", layers)
     with pytest.raises(ValueError, match=r"layers \(.*\) returned .*: expected a list of layers"):
         run(QUICK | {"method": "moon"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "name", "expected"),
+    [
+        (LocalObjective, "layers(self)", "layers", "(self): expected (self, model)"),
+        (
+            LocalObjective,
+            "penalty(self, batch, y)",
+            "penalty",
+            "(self, batch, y): expected (self, batch)",
+        ),
+        (
+            Average,
+            "next_arrays(self, c)",
+            "next_arrays",
+            "(self, c): expected (self, current, replies)",
+        ),
+    ],
+)
+def test_a_function_that_takes_other_arguments_is_refused(kind, function, name, expected):
+    """A LocalObjective.layers without the model ended `keel run` with a traceback."""
+    names: dict[str, Any] = {"Base": kind}
+    exec(f"class Mine(Base):\n    def {function}: ...\nclass Half(Mine): ...", names)
+    for half in (names["Mine"], names["Half"]):
+        with pytest.raises(
+            ValueError, match=rf"^Mine\.{name} \(.*:2\) takes {re.escape(expected)}$"
+        ):
+            check_signatures(half)
+
+
+@pytest.mark.parametrize(
+    ("decorator", "parameters"),
+    [("", "self, m"), ("", "self, model, extra=1"), ("", "self, *a"), ("@staticmethod", "model")],
+)
+def test_a_function_that_keel_can_call_is_accepted(decorator, parameters):
+    names: dict[str, Any] = {"Base": LocalObjective}
+    exec(f"class Mine(Base):\n    {decorator}\n    def layers({parameters}): return []", names)
+    check_signatures(names["Mine"])
+
+
+def test_both_halves_of_a_method_are_checked_before_round_1(monkeypatch):
+    monkeypatch.setattr(MOON, "layers", lambda self: [])
+    with pytest.raises(ValueError, match=r"takes \(self\): expected \(self, model\)"):
+        method_class("moon")
+    half = server_half("fedreco")
+    monkeypatch.setattr(half, "next_arrays", lambda self: {})
+    with pytest.raises(ValueError, match=r"takes \(self\): expected \(self, current, replies\)"):
+        server_half("fedreco")
+
+
+def test_the_place_of_a_decorated_function_is_its_own():
+    @torch.no_grad()
+    def mine(): ...
+
+    assert re.search(r"mine \(tests/methods/test_mistakes\.py:\d+\)", place_of(mine))
 
 
 @pytest.mark.parametrize(
