@@ -180,11 +180,20 @@ def executed(arguments: Sequence[str] | None) -> int:
         print(f"error: {error.filename}:{error.lineno}: {error.msg}", file=sys.stderr)
         return 2
     except Exception as error:
+        if isinstance(error, ImportError) and is_interrupted(error):
+            return 130
         if not (place := line_of_import(error)):
             raise
         print(f"error: {one_line(f'{place}: {type(error).__name__}: {error}')}", file=sys.stderr)
         return 2
     return code if isinstance(code, int) else 0
+
+
+def is_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C caused the error: an extension module whose import it stops raises another."""
+    return error is not None and (
+        isinstance(error, KeyboardInterrupt) or is_interrupted(error.__cause__ or error.__context__)
+    )
 
 
 def line_of_import(error: Exception) -> str:
@@ -213,12 +222,12 @@ def explained(error: click.ClickException) -> str:
 
         key = error.option_name.lstrip("-")
         if key in default_config():
-            return f"{error.message} Config keys have no dashes: {key}=VALUE."
+            return f"{error.message} Config keys have no leading dashes: {key}=VALUE."
         if error.possibilities:
             return text
         if error.ctx and any(p.name == "assignments" for p in error.ctx.command.params):
             near = did_you_mean(key, default_config()) or "."
-            return f"{error.message} Config keys have no dashes: KEY=VALUE{near}"
+            return f"{error.message} Config keys have no leading dashes: KEY=VALUE{near}"
         return f"{text} Write -- before an argument that begins with a dash."
     found = re.fullmatch(r"'(.*)' is not one of (.*)\.", error.message)
     if not found:

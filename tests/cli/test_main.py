@@ -163,7 +163,7 @@ def test_mistyped_commands_and_options_are_one_line(capsys):
     assert main(["run", "--engine", "flowr"]) == 2
     assert capsys.readouterr().err.endswith("'deployment'. Did you mean flower?\n")
     assert main(["run", "--method", "fedavg"]) == 2
-    assert "Config keys have no dashes: method=VALUE." in capsys.readouterr().err
+    assert "Config keys have no leading dashes: method=VALUE." in capsys.readouterr().err
     assert main(["run", "--client", "3"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "--clients" in line
@@ -180,10 +180,10 @@ def test_a_group_without_a_command_shows_its_help_alone(name, capsys):
 
 def test_an_option_that_is_a_config_key_is_not_likened_to_an_option(capsys):
     assert main(["run", "--alpha", "3"]) == 2
-    line = "error: No such option '--alpha'. Config keys have no dashes: alpha=VALUE.\n"
+    line = "error: No such option '--alpha'. Config keys have no leading dashes: alpha=VALUE.\n"
     assert capsys.readouterr().err == line
     assert main(["run", "--rounds", "3"]) == 2
-    end = "Config keys have no dashes: KEY=VALUE; did you mean num-rounds?\n"
+    end = "Config keys have no leading dashes: KEY=VALUE; did you mean num-rounds?\n"
     assert capsys.readouterr().err == f"error: No such option '--rounds'. {end}"
 
 
@@ -200,6 +200,25 @@ def test_ctrl_c_while_keel_is_imported_is_no_traceback(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "keel.cli.main", Interrupted("keel.cli.main"))
     assert keel.__main__.main() == 130
+
+
+@pytest.mark.parametrize("cause", [KeyboardInterrupt(), None])
+def test_ctrl_c_while_an_extension_is_imported_is_no_traceback(cause, monkeypatch, capsys):
+    """Matplotlib's raises an ImportError, which numpy's would wrap in another."""
+
+    def run(name):
+        try:
+            raise ImportError("initialization failed") from cause
+        except ImportError as error:
+            raise ImportError("read this") from error
+
+    monkeypatch.setattr("keel.cli.runs.find_run", run)
+    if cause:
+        assert main(["status", "x"]) == 130
+    else:
+        with pytest.raises(ImportError, match="read this"):
+            main(["status", "x"])
+    assert capsys.readouterr().err == ""
 
 
 def test_an_error_of_syntax_in_a_file_of_the_user_is_one_line(tmp_path, monkeypatch, capsys):
