@@ -219,8 +219,8 @@ def curves_of(claim: Claim, evidence: Evidence) -> Curves:
 def svg_of(curves: Curves, title: str) -> str:
     """A small SVG: accuracy in percent over rounds, the paper's values as dashed lines.
 
-    The first tenth of the rounds is cut at the lowest value after it, so that the ends, which are
-    compared, lie apart.
+    What is below the lowest value after the first tenth of the rounds is left out, so that the
+    ends, which are compared, lie apart.
     """
     points = [(n, mean) for curve, _ in curves.values() for n, mean, _ in curve]
     last = max((n for n, _ in points), default=1)
@@ -231,7 +231,7 @@ def svg_of(curves: Curves, title: str) -> str:
 
     def place(number: float, value: float) -> str:
         x = MARGIN + (WIDTH - 2 * MARGIN) * number / last
-        y = MARGIN + (HEIGHT - 2 * MARGIN) * (1 - max(0.0, value - low) / span)
+        y = MARGIN + (HEIGHT - 2 * MARGIN) * (1 - (value - low) / span)
         return f"{x:.1f},{y:.1f}"
 
     def text(number: float, value: float, words: str, more: str = "") -> str:
@@ -244,7 +244,7 @@ def svg_of(curves: Curves, title: str) -> str:
         f"<title>{escape(title)}</title>",
     ]
     for (name, (curve, paper)), colour in zip(curves.items(), COLOURS, strict=True):
-        places = [place(n, mean) for n, mean, _ in curve]
+        places = [place(n, mean) for n, mean, _ in curve if mean >= low]
         line = " ".join(places)
         parts.append(f'<polyline points="{line}" stroke="{colour}"><title>{escape(name)}</title>')
         parts.append("</polyline>")

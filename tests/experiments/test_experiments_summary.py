@@ -686,7 +686,7 @@ def test_a_picture_is_cut_where_the_first_rounds_are_lower_than_all_later_ones()
     tree = ElementTree.fromstring(svg_of(curves, "t"))
     first, _ = tree.iter("{http://www.w3.org/2000/svg}polyline")
     heights = [point.split(",")[1] for point in first.get("points").split()]
-    assert heights == ["116.0", "116.0", "34.0"]  # bottom, bottom, top
+    assert heights == ["116.0", "34.0"]  # bottom, top; round 1 is not drawn as 80 %
 
 
 def test_page_table_and_curves_of_this_repository_are_those_of_its_archive(tmp_path):
