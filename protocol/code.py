@@ -65,8 +65,11 @@ def check_signatures(half: type[Any]) -> None:
         if name.startswith("_") or not all(map(inspect.isfunction, [function, *base])):
             continue
         found, expected = (inspect.signature(each) for each in (function, *base))
+        kinds = {each: expected.parameters[each].kind for each in expected.parameters}
+        plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        by_name = [each for each in kinds if kinds[each] is inspect.Parameter.KEYWORD_ONLY]
         try:
-            found.bind(*expected.parameters)
+            found.bind(*(n for n in kinds if kinds[n] in plain), **dict.fromkeys(by_name))
         except TypeError:
             raise ValueError(
                 f"{place_of(function)} takes ({', '.join(found.parameters)}): "

@@ -195,6 +195,15 @@ def test_a_function_that_keel_can_call_is_accepted(decorator, parameters):
     check_signatures(names["Mine"])
 
 
+@pytest.mark.parametrize("parameters", ["self, *, tau", "self, *rest", "self, x=1, /, **named"])
+def test_a_function_of_ones_own_may_take_what_it_likes(parameters):
+    names: dict[str, Any] = {"Base": LocalObjective}
+    exec(f"class Mine(Base):\n    def mine({parameters}): ...\nclass Other(Mine): ...", names)
+    check_signatures(names["Other"])
+    exec(f"class Overrides(Mine):\n    def mine({parameters}): ...", names)
+    check_signatures(names["Overrides"])
+
+
 def test_both_halves_of_a_method_are_checked_before_round_1(monkeypatch):
     monkeypatch.setattr(MOON, "layers", lambda self: [])
     with pytest.raises(ValueError, match=r"takes \(self\): expected \(self, model\)"):
