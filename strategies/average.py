@@ -525,7 +525,10 @@ class Average(Strategy):
         declared = {entry.client: entry.num_examples for entry in self.addressed.values()}
         unchecked = {c: n for c, n in declared.items() if self.partition_sizes.get(c) != n}
         self.outliers = count_outliers(unchecked, self.config.rounds.max_weight_share)
-        expected = ExpectedReply(server_round, arrays, extra, declared, self.limits, self.outliers)
+        expected = ExpectedReply(
+            *(server_round, arrays, extra, declared, self.limits, self.outliers),
+            sent=self.sent or self.current,
+        )
         return Validation(self.addressed, expected, self.config.rounds, self, self.norm_reference)
 
 

@@ -35,6 +35,7 @@ MIN_REPLIES_FOR_MEDIAN = 3  # with an update that is not 0; of two, neither is a
 EXTRA_FACTOR = 10.0  # times the cohort's median norm of the arrays beside the model
 OUTLIER = 10  # times the median of the sites' numbers of samples
 MAX_VALUE_RATIO = 1e4  # an array's largest value in a reply over what was sent, or over 1
+MAX_COUNTER_CHANGE = 2**24  # of an integer array from what was sent: more steps than any round has
 # the largest float32 loss; means of such values stay finite
 MAX_METRIC = torch.finfo(torch.float32).max
 RECORD_BYTES, ARRAY_BYTES = 2**20, 2**10  # allowed on top of the arrays' data: in all, per array
@@ -114,7 +115,7 @@ class ExpectedReply:
     arrays, extra: arrays with the expected names, shapes and dtypes. num_examples: the training
     samples that each client of the cohort declared before round 1. limits: the largest magnitude of
     a value, by array. outliers: clients that declared far more samples than the others, without
-    evidence.
+    evidence. sent: the arrays that the clients start from.
     """
 
     round: int
@@ -123,6 +124,7 @@ class ExpectedReply:
     num_examples: Mapping[str, int]
     limits: Mapping[str, float] = field(default_factory=dict)
     outliers: frozenset[str] = frozenset()
+    sent: Arrays = field(default_factory=dict)
 
     @property
     def max_bytes(self) -> int:
@@ -276,7 +278,24 @@ def implausible(reply: TrainReply, expected: ExpectedReply, half: Half) -> str:
     beside = half.beside_model(reply) if expected.extra else {}
     largest = max(expected.limits.values(), default=MAX_VALUE_RATIO)
     limits = dict.fromkeys(reply.arrays | beside, largest) | dict(expected.limits)
-    return out_of_range(reply.arrays | beside, limits)
+    return out_of_range(reply.arrays | beside, limits) or far_counter(reply.arrays, expected.sent)
+
+
+def far_counter(arrays: Arrays, sent: Arrays) -> str:
+    """The integer array that is more than MAX_COUNTER_CHANGE away from what was sent; "" for none.
+
+    With a bound on the value alone, one client could raise the average to that bound, beyond which
+    every other reply would then be.
+    """
+    for name, array in arrays.items():
+        if name in sent and array.numel() and not array.is_floating_point():
+            change = int((array.long() - sent[name].long()).abs().max())
+            if change > MAX_COUNTER_CHANGE:
+                return (
+                    f"array {name!r} differs by {change} from what was sent: the bound on integers "
+                    f"is {MAX_COUNTER_CHANGE}"
+                )
+    return ""
 
 
 def norm(update: Arrays) -> float:

@@ -500,6 +500,27 @@ def test_statistics_far_off_are_beyond_the_norm_bound():
     assert "norm" in strategy.report.left_out["client-2"]
 
 
+@pytest.mark.parametrize("norm_bound", ["off", "median"])
+def test_one_client_cannot_raise_a_counter_until_all_others_are_beyond_its_bound(norm_bound):
+    """It sends the most that was allowed, 2^40; the average nears that, and the others count on."""
+    strategy = average_of(4, [10] * 4, norm_bound=norm_bound, backoff_after=0)
+    strategy.partition_sizes = {}  # sites
+    arrays, name = network().state_dict(), "1.num_batches_tracked"
+    for server_round in range(1, 90):
+        for i, message in enumerate(ask(strategy, arrays, server_round)):
+            trained = moved(arrays, seed=20) | ({name: torch.tensor(2**40)} if i == 3 else {})
+            strategy.accept(
+                server_round, answer(message, reply_of(f"client-{i}", trained, 10, server_round))
+            )
+        arrays = tensors(strategy.aggregate_train(server_round, ())[0])
+        change = 2**40 - 20 * (server_round - 1)
+        assert strategy.report.left_out == {
+            "client-3": f"array {name!r} differs by {change} from what was sent: the bound on "
+            "integers is 16777216"
+        }
+    assert arrays[name] == 20 * server_round
+
+
 @pytest.mark.parametrize("kind", [*bad_replies, *bad_messages])
 def test_a_bad_reply_is_left_out_and_named_and_the_others_are_averaged(kind, caplog):
     current = network().state_dict()
